@@ -1,4 +1,5 @@
-"""Runs the PTX that Triton 2.2 compiles for sm_80 on a CPU: the whole grid at once, a numpy lane for each thread, every address checked.
+"""Runs the PTX that Triton compiles for sm_80 and sm_90 on a CPU: the whole grid at once, a numpy lane for each thread,
+every address checked.
 
 Program(ptx).launch(grid, warps, arguments, shared) changes the tensors among the arguments in place. It raises Fault at
 an access outside of the tensor that its address was made from, at one that is not aligned, at shared memory beyond
@@ -48,7 +49,7 @@ TWO = {
     "xor": np.bitwise_xor,
     "div": np.divide,
 }
-IGNORED = {"bar"}
+IGNORED = {"bar", "fence"}
 
 
 class Fault(AssertionError):
@@ -130,7 +131,9 @@ class Launch:
         self.regions = []
         self.registers = {}
         self.arguments = {}
-        for (type, name), value in zip(program.parameters, arguments, strict=True):
+        scratch = [0] * (len(program.parameters) - len(arguments))  # of newer Tritons, none used
+        assert len(scratch) in (0, 2), f"{len(arguments)} arguments for {program.parameters}"
+        for (type, name), value in zip(program.parameters, [*arguments, *scratch]):
             self.arguments[name] = np.array([self._placed(value)]).astype(TYPES[type])
 
     def _placed(self, value):
@@ -328,6 +331,10 @@ class Launch:
 
     def do_cvt(self, op, args, mask):
         to, source = op[-2:]
+        if to == "bf16x2":  # the second value is the lower half
+            upper, lower = (to_bf16(self.read(arg, source)).astype(np.uint32) for arg in args[1:])
+            self.write(args[0], upper << 16 | lower, mask)
+            return
         value = self.read(args[1], source)
         if source == "bf16":
             value = from_bf16(value)
@@ -430,6 +437,17 @@ class Launch:
             matrix = matrices[:, i].swapaxes(1, 2) if "trans" in op else matrices[:, i]
             self.write(register, np.ascontiguousarray(matrix).reshape(-1).view(np.uint32), mask)
 
+    def do_stmatrix(self, op, args, mask):
+        registers = parts(args[1])
+        lanes = self.matrix_lanes(op, registers, mask)
+        matrices = np.zeros((self.n // 32, 4, 8, 8), np.uint16)
+        for i, register in enumerate(registers):
+            held = np.array(np.broadcast_to(self.read(register, "u32"), self.n))
+            matrix = held.view(np.uint16).reshape(-1, 8, 8)
+            matrices[:, i] = matrix.swapaxes(1, 2) if "trans" in op else matrix
+        rows = matrices.reshape(-1, 8).view("V16")[:, 0]
+        self.store(self.address(args[0], lanes), rows[lanes], "shared", lanes)
+
     def matrix_lanes(self, op, registers, mask):
         self.need_warps(mask)
         if op[-1] != "b16":
@@ -460,6 +478,50 @@ class Launch:
         for j, (register, added) in enumerate(zip(d, c)):
             part = product[:, group + 8 * (j // 2), 2 * inner + j % 2].reshape(-1)
             self.write(register, (part + self.read(added, "f32")).astype(np.float32), mask)
+
+    def do_wgmma(self, op, args, mask):
+        """m64nNk16 of bf16 in fp32, both factors in shared memory. What is started is done at once."""
+        if op[1] != "mma_async":
+            return
+        shape = re.fullmatch(r"m64n(\d+)k16", op[4])
+        if not shape or op[5:] != ["f32", "bf16", "bf16"] or not mask.all():
+            raise Fault("unknown instruction")
+        columns = int(shape[1])
+        left = self.factor(args[1], 64, args[6])
+        right = self.factor(args[2], columns, args[7])
+        product = (left @ right.swapaxes(1, 2)) * int(args[4]) * int(args[5])
+        keeps = self.read(args[3], "pred" if args[3].startswith("%") else "u32") != 0
+        warp, lane = np.divmod(np.arange(128), 32)
+        for i, register in enumerate(parts(args[0])):
+            row = 16 * warp + lane // 4 + 8 * (i // 2 % 2)
+            column = 8 * (i // 4) + 2 * (lane % 4) + i % 2
+            before = np.where(keeps, self.read(register, "f32").astype(np.float64), 0)
+            self.write(register, (product[:, row, column].reshape(-1) + before).astype("f4"), mask)
+
+    def factor(self, descriptor, rows, rows_first):
+        """(warpgroups, rows, 16) float64: a factor of wgmma by its descriptor, in lines of 32, 64 or 128 bytes, whose
+        units of 16 bytes are swizzled. rows_first: 1 where neighbours in a line are of different rows."""
+        words = np.broadcast_to(self.read(descriptor, "u64"), self.n).astype(np.int64)
+        words = words.reshape(-1, 128)
+        if (words != words[:, :1]).any():
+            raise Fault("a descriptor differs between threads")
+        word = words[:, :1, None]
+        start, leading, stride = ((word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        lines = 128 >> (word >> 62 & 3) - 1  # bytes
+        if (word >> 62 & 3 == 0).any() or (word >> 49 & 7).any():
+            raise Fault("unknown layout")
+        row, k = np.arange(rows)[:, None], np.arange(16)
+        if rows_first == "1":
+            along = row * 2
+            place = along % lines + along // lines * leading + k % 8 * lines + k // 8 * stride
+        else:
+            place = k * 2 + row % 8 * lines + row // 8 * stride
+        place = place + start
+        place ^= (place >> 7 & lines // 16 - 1) << 4
+        if (place < 0).any() or (place + 2 > self.shared.shape[1]).any():
+            raise Fault(f"a factor outside of the {self.shared.shape[1]} bytes of shared memory")
+        place += self.block[::128, None, None] * self.shared.shape[1]
+        return from_bf16(self.shared.reshape(-1).view(np.uint16)[place // 2]).astype(np.float64)
 
     def bf16_half(self, name, half):
         """(warps, 32): the lower or upper bf16 of a register."""
