@@ -8,11 +8,13 @@ bytes over --throughput (MB/s per TiB; FSx for Lustre offers 125, 250, 500 and 1
 import argparse
 import math
 import pickle
+import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -114,7 +116,7 @@ def measure(config, ranks):
             shards.append(replace(shard, data=torch.empty(elements)))
         began = time.perf_counter()
         # Sparse files need no room.
-        room = mock.patch.object(Checkpointer, "_free", lambda _: math.inf)
+        room = mock.patch.object(shutil, "disk_usage", lambda _: SimpleNamespace(free=math.inf))
         with mock.patch.object(module, "write_pieces", write), room:
             checkpointer.save(1, shards, {})
         newest = checkpointer.last

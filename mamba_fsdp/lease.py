@@ -21,14 +21,12 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage import hidden_beside, like, parse_object, retry_io
+from mamba_fsdp.storage import hidden_beside, parse_object, retry_io
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
 # Without renewal, after which a holder that can't be asked counts as dead.
 SECONDS_OF_SILENCE = 30.0
-# What a lease's file must say; the rest is None where a process could not tell.
-SAID = {"host": "", "pid": 1, "since": "", "attempt": 0.0}
 
 
 @dataclass
@@ -42,7 +40,6 @@ class Holder:
     machine: str | None  # the same for processes that can ask for each other by process id
     started: int | None  # clock ticks since boot, see _start_of
     job: str | None  # of Slurm
-    attempt: float  # which start of the job, from 0 on
 
     @classmethod
     def this_process(cls) -> "Holder":
@@ -55,18 +52,12 @@ class Holder:
             machine=_machine(),
             started=_start_of(pid),
             job=os.environ.get("SLURM_JOB_ID"),
-            attempt=float(os.environ.get("SLURM_RESTART_COUNT") or 0),
         )
 
     def has_ended(self) -> bool:
         """Whether the process is known to have ended; False also where that can't be known."""
-        here = Holder.this_process()
-        if self.job and self.job == here.job and self.attempt < here.attempt:
-            # Slurm starts a job again only when it is over; were this one alive, it would lose its lease.
-            return True
-        if not self.machine or self.machine != here.machine:
-            return False
-        return _start_of(self.pid) != self.started
+        is_here = self.machine is not None and self.machine == _machine()
+        return is_here and _start_of(self.pid) != self.started
 
     def __str__(self) -> str:
         job = f" (Slurm job {self.job})" if self.job else ""
@@ -83,7 +74,7 @@ class Look:
     def holder(self) -> Holder | None:
         """None where the file is still being written, or was cut short by a crash or damaged."""
         with contextlib.suppress(ValueError, TypeError):
-            return Holder(**like(parse_object(self.content), SAID))
+            return Holder(**parse_object(self.content))
         return None
 
     def has_ended(self) -> bool:
@@ -95,7 +86,7 @@ class Look:
 
 
 class Lease:
-    """The right of this process to write what `file` stands for."""
+    """The right of this process to write what `file` stands for. Once given back, another Lease is to be taken."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -105,13 +96,13 @@ class Lease:
     def take(self, report: Callable[[str], None]) -> None:
         """Of a run folder. Raises UserError when a living run holds it, StorageError after patient trying, OSError."""
         while not self.try_take():
-            holder = self.holder()
+            holder = self.look()
             report(
                 f"waiting    to see whether the run of {holder} still lives: it held {self.file.parent}"
             )
             if self.shows_life():
                 raise UserError(
-                    f"{self.file.parent} is in use by the run of {self.holder() or holder}; stop that run "
+                    f"{self.file.parent} is in use by the run of {holder}; stop that run "
                     "first, or give this one another save_ckpt_path"
                 )
 
@@ -119,24 +110,23 @@ class Lease:
         """Whether it is ours now; not where another holds it who is not known to have ended. Raises as `take` does."""
         content = json.dumps(asdict(Holder.this_process()), indent=1).encode()
         while not retry_io(lambda: self._create(content), self.file):
-            seen = retry_io(self._look, self.file)
+            seen = self.look()
             if seen and not seen.has_ended():
                 return False
             if seen:
                 self._remove(seen.content)
         self.content = content
-        self.ended = threading.Event()
-        threading.Thread(target=self._renew, args=[self.ended], name="lease", daemon=True).start()
+        threading.Thread(target=self._renew, name="lease", daemon=True).start()
         return True
 
     def shows_life(self) -> bool:
         """Whether its holder renews it within SECONDS_OF_SILENCE. If not, it can be taken then."""
-        before = retry_io(self._look, self.file)
+        before = self.look()
         end = (
             time.monotonic() + SECONDS_OF_SILENCE
         )  # of our clock: that of another host may be wrong
         while True:
-            now = retry_io(self._look, self.file)
+            now = self.look()
             if now is None:
                 return False
             if now != before:
@@ -149,21 +139,23 @@ class Lease:
 
     def is_held(self) -> bool:
         """Whether this process holds it. Raises OSError as the disk does."""
-        seen = self._look()
+        return self._is_ours(self._look())
+
+    def _is_ours(self, seen):
         return seen is not None and seen.content == self.content
 
     def check(self, trying: Callable[..., Any] = retry_io) -> None:
         """Raises LostError when another run holds the run folder by now, UserError where that can't be known. Called
         before each write that must not mix."""
         try:
-            if trying(self.is_held, self.file):
-                return
             seen = trying(self._look, self.file)
             os.stat(self.file.parent)
         except OSError as error:
             raise UserError(
                 f"{self.file}: can't be read ({error.strerror}); mend that and run again"
             ) from None
+        if self._is_ours(seen):
+            return
         what = f"has lost its {self.file.name}"
         if seen:
             what = f"is in use by the run of {seen}"
@@ -172,16 +164,9 @@ class Lease:
             "stops here and writes nothing more"
         )
 
-    def holder(self) -> str:
-        """Who holds it; "" where nobody does. Raises OSError as the disk does."""
-        return str(retry_io(self._look, self.file) or "")
-
-    def ended_holder(self) -> str:
-        """Who held it and is known to have ended without giving it back, or "". Raises OSError as the disk does."""
-        seen = self._look()
-        if seen and seen.has_ended():
-            return str(seen)
-        return ""
+    def look(self) -> Look | None:
+        """What its file says now; None without one. Raises StorageError after patient trying, OSError."""
+        return retry_io(self._look, self.file)
 
     def give_back(self) -> None:
         self.ended.set()
@@ -205,7 +190,7 @@ class Lease:
         moves to a folder of this process, and who removes the lease clears away all such folders before it takes it."""
         own = hidden_beside(self.file)
         retry_io(own.mkdir, own)
-        seen = retry_io(self._look, self.file)
+        seen = self.look()
         if seen and seen.content == content:
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 retry_io(lambda: self.file.rename(own / "lease"), self.file)
@@ -213,14 +198,13 @@ class Lease:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _look(self):
-        """The Look at the file; None without one."""
         # Opening makes NFS ask its server.
         with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:
             return Look(file.read(), os.fstat(file.fileno()).st_mtime_ns)
         return None
 
-    def _renew(self, ended):
-        while not ended.wait(SECONDS_BETWEEN_RENEWALS):
+    def _renew(self):
+        while not self.ended.wait(SECONDS_BETWEEN_RENEWALS):
             with contextlib.suppress(OSError):  # the next renewal may succeed
                 if self.is_held():
                     os.utime(self.file)
@@ -236,7 +220,7 @@ def _machine():
 
 def _start_of(pid):
     """When a process started (clock ticks since boot), which tells it from others of its id; None when it has ended."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
         state, *fields = after_name.split()
         if state not in "ZX":

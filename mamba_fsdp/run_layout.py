@@ -16,32 +16,35 @@ from pathlib import Path
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import exists, retry_io
 
-SETTINGS, METRICS, STATUS, LEASE = "config.yaml", "metrics.jsonl", "status.json", "lease.json"
+SETTINGS = "config.yaml"
+METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # starts, ends, checkpoints, faults, over all restarts
-KERNELS = (
-    "kernels.json"  # the backends that the run was begun with on a GPU, see train/first_use.py
-)
+# The backends that the run was begun with on a GPU, see train/first_use.py.
+KERNELS = "kernels.json"
 CACHES = ".cache"  # beside the run folders
+GENERATED = "generated.jsonl"  # texts at validations
+STATUS = "status.json"
+LEASE = "lease.json"
 STOP = "STOP"  # whoever makes this file asks the run to stop
 TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
-FAILURES, PREFLIGHT = "failures", "preflight"  # what the launcher leaves
-CHECKPOINTS, STATE, COMMIT = "checkpoints", "state.json", "COMMIT"
-KEPT, READING = (
-    "KEEP",
-    ".reading.",
-)  # in a checkpoint: it stays for ever; the beginning of what its readers hold
-MODELS, CONSOLIDATED, MODEL_CONFIG = "pth", "consolidated.00.pth", "config.json"
-PROFILE, TENSORBOARD, WANDB_ID, REPORT = "profile", "tensorboard", "wandb_id", "report.html"
-CHECKPOINT_BYTES = (
-    12  # of a checkpoint for each parameter: the weight and AdamW's two moments, all fp32
-)
-BEFORE_A_RUN = {
-    SETTINGS,
-    STOP,
-    FAILURES,
-    PREFLIGHT,
-    PROFILE,
-}  # may be there when nothing has begun yet
+FAILURES = "failures"  # what the launcher leaves, as PREFLIGHT
+PREFLIGHT = "preflight"
+CHECKPOINTS = "checkpoints"
+STATE = "state.json"
+COMMIT = "COMMIT"
+KEPT = "KEEP"  # in a checkpoint: it stays for ever
+READING = ".reading."  # the beginning of what a checkpoint's readers hold in it
+MODELS = "pth"
+CONSOLIDATED = "consolidated.00.pth"
+MODEL_CONFIG = "config.json"
+PROFILE = "profile"
+TENSORBOARD = "tensorboard"
+WANDB_ID = "wandb_id"
+REPORT = "report.html"
+# Of a checkpoint for each parameter: the weight and AdamW's two moments, all fp32.
+CHECKPOINT_BYTES = 12
+# May be there when nothing has begun yet.
+BEFORE_A_RUN = {SETTINGS, STOP, FAILURES, PREFLIGHT, PROFILE}
 LOGS = (".log", ".out", ".err")  # which users like to have there, begin with the job
 
 
@@ -74,13 +77,9 @@ def check_is_run_folder(folder: str | Path) -> None:
     )
     if not foreign or {CHECKPOINTS, STATUS, LEASE} & names:
         return
-    is_store = any(
-        exists(Path(folder, part, "index.json")) for part in (".", "train", "validation")
-    )
-    shown = ", ".join(foreign[:4] + ["..."] * (len(foreign) > 4))
     raise UserError(
-        f"save_ckpt_path {folder} holds {'a token store' if is_store else 'other things'} and no run "
-        f"({shown}); name a new folder or an empty one"
+        f"save_ckpt_path {folder} holds other things and no run ({', '.join(foreign[:4])}); name a new folder or "
+        "an empty one"
     )
 
 
@@ -88,23 +87,23 @@ def committed(checkpoints: str | Path) -> list[Path]:
     """The committed checkpoints in the folder `checkpoints`, oldest first, whole or not."""
     folder = Path(checkpoints)
     try:
-        names = retry_io(
-            lambda: os.listdir(folder), folder
-        )  # glob takes a failure for an empty folder
+        # glob would take a failure for an empty folder.
+        names = retry_io(lambda: os.listdir(folder), folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(step, folder / name) for name in names if (step := step_of(name)) is not None]
-    return [path for _, path in sorted(found) if exists(path / COMMIT)]
+    steps = sorted((step_of(name), name) for name in names if step_of(name) is not None)
+    return [folder / name for _, name in steps if exists(folder / name / COMMIT)]
 
 
 def no_checkpoint(path: str | Path) -> UserError:
     """That there is none to be found by this path."""
-    hint = f"; init_from={path} takes its weights" if Path(path, ".metadata").is_file() else ""
+    if not exists(path):
+        return UserError(f"{path}: there is no such file or folder")
+    hint = ""
+    if Path(path, ".metadata").is_file():
+        hint = f"; init_from={path} takes its weights"
     return UserError(
-        f"{path}: there is no such file or folder"
-        if not exists(path)
-        else f"{path} is neither a "
-        f"committed checkpoint nor a run folder with one ({CHECKPOINTS}/step_*/{COMMIT}){hint}"
+        f"{path} is neither a committed checkpoint nor a run folder with one ({CHECKPOINTS}/step_*/{COMMIT}){hint}"
     )
 
 
@@ -118,12 +117,7 @@ def check_exists(origin: str, run: str | Path) -> None:
     path = Path(origin)
     if not origin or is_own(origin, run) or committed(Path(run, CHECKPOINTS)):
         return
-    if not exists(path):
-        raise UserError(
-            f"load_ckpt_path {origin}: there is no such file or folder; only save_ckpt_path itself, {run}, "
-            "may be named before there is something in it"
-        )
-    if path.is_dir() and not (
-        exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)
+    if not (
+        path.is_file() or exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)
     ):
         raise no_checkpoint(path)

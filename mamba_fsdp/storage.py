@@ -24,13 +24,12 @@ from mamba_fsdp.heartbeat import heart
 T = TypeVar("T")
 SECONDS_OF_TRYING = 60.0
 LONGEST_PAUSE = 5.0  # seconds between attempts
-MAY_PASS = {  # where the system knows them
-    getattr(errno, name, errno.EIO)
-    for name in (
-        "EIO ESTALE ETIMEDOUT ENOTCONN ECONNRESET ECONNABORTED EHOSTDOWN EHOSTUNREACH ENETDOWN "
-        "ENETUNREACH EREMOTEIO ENOLINK ESHUTDOWN EAGAIN EINTR"
-    ).split()
-}
+NAMES = (
+    "EIO ESTALE ETIMEDOUT ENOTCONN ECONNRESET ECONNABORTED EHOSTDOWN EHOSTUNREACH ENETDOWN "
+    "ENETUNREACH EREMOTEIO ENOLINK ESHUTDOWN EAGAIN EINTR"
+)
+# Numbers of errors; not every system knows all names.
+MAY_PASS = {getattr(errno, name, errno.EIO) for name in NAMES.split()}
 
 
 def retry_io(action: Callable[[], T], what: str | Path) -> T:
@@ -96,31 +95,34 @@ def hidden_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
-def write_atomically(
-    path: str | Path, data: str, check: Callable[[], object] = lambda: None
-) -> None:
+def nothing() -> None:
+    """What is done where a caller has nothing to be done."""
+
+
+def write_atomically(path: str | Path, data: str, check: Callable[[], object] = nothing) -> None:
     """Readers of `path` see the old content or all of `data`. Raises StorageError after patient trying, and OSError.
 
     check: called when the data lies beside it, under a name of its own. It raises where `path` is another process's;
     one that takes it over later can remove what lies there first, see remove_unwritten: then this raises too.
     """
-    retry_io(lambda: _write(Path(path), data, check), path)
+    final = Path(path)
 
+    def attempt():
+        temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            check()
+            os.replace(temporary, final)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        sync_folder(final.parent)
 
-def _write(path, data, check):
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        check()
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_folder(path.parent)
+    retry_io(attempt, path)
 
 
 def remove_unwritten(path: Path) -> None:
@@ -230,19 +232,13 @@ class Format:
 
     def check(self, path: Path, content: dict) -> None:
         """Raises UserError unless this program reads the file `path` with this `content`."""
-        if self.reads(content):
-            return
-        name = content.get("format", self.name)
-        if name != self.name:
-            raise UserError(f"{path}: written as {name!r}; this program reads {self.name!r} here")
-        version = content.get("version", 1)
-        is_newer = isinstance(version, int) and version > self.version
-        writer = "a newer" if is_newer else "another"
-        before = f"{self.oldest} to " if self.oldest < self.version else ""
-        raise UserError(
-            f"{path}: a {name} of version {version}, which {writer} version of this program wrote; "
-            f"this one reads version {before}{self.version}"
-        )
+        if not self.reads(content):
+            name = content.get("format", self.name)
+            version = content.get("version", 1)
+            raise UserError(
+                f"{path}: {name!r} of version {version}; this version of the program reads {self.name!r} of version "
+                f"{self.oldest} to {self.version} here"
+            )
 
 
 CHECKPOINT = Format("mamba_fsdp checkpoint", 3, oldest=1)

@@ -28,15 +28,12 @@ from mamba_fsdp.checkpoint.folder import is_model, stored_name
 from mamba_fsdp.checkpoint.ranges import find_layouts, pack, part_to_write
 from mamba_fsdp.checkpoint.restore import Check, Choice, Restored, load, newest_whole
 from mamba_fsdp.checkpoint.retention import Retention, delete
-from mamba_fsdp.errors import StorageError, UserError, joined
-from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.errors import UserError, joined
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.report.records import add_event
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
-from mamba_fsdp.storage import CHECKPOINT, retry_io, sync_folder, write_atomically
-
-SECONDS_OF_SILENCE = 120.0  # without progress, after which nobody waits for a rank that writes
+from mamba_fsdp.storage import CHECKPOINT, nothing, retry_io, sync_folder, write_atomically
 
 
 class Phase(enum.Enum):
@@ -48,11 +45,11 @@ class Phase(enum.Enum):
 
 @dataclass
 class RankFile:
-    """What a rank tells rank 0 of its file, or why it could not be written."""
+    """What a rank tells rank 0 of its file. error: why it could not be written."""
 
     pieces: bytes  # of each tensor, packed
-    name: str = ""
-    checksums: dict[str, Any] = field(default_factory=dict)  # as write_pieces returns them
+    name: str
+    checksums: dict[str, Any]  # as write_pieces returns them
     error: UserError | None = None
 
 
@@ -74,6 +71,12 @@ class Save:
         """What this rank does in this phase, if anything."""
         return self.written if self.phase is Phase.WRITING else self.committed
 
+    def wait_here(self) -> None:
+        """Waits for that. Says nothing of how it went."""
+        work = self.work()
+        if work:
+            wait([work])
+
 
 class Checkpointer:
     """The checkpoints of one run folder. All ranks call each method at the same point.
@@ -94,17 +97,16 @@ class Checkpointer:
         keep_every: int = 0,
         asynchronous: bool = True,
         report: Callable[[str], None] = print,
-        check_ours: Callable[[], None] = lambda: None,
+        check_ours: Callable[[], None] = nothing,
     ):
         self.folder = Path(run_folder) / CHECKPOINTS
         self.world = world
         self.asynchronous = asynchronous
         self.report = report
-        self.check_ours = check_ours
         self.retention = Retention(self.folder, keep, keep_every, report, check_ours)
         self.pending: Save | None = None
         self.last: Path | None = None  # the checkpoint that it has resumed from or committed last
-        self.buffers: list[torch.Tensor] = []  # for the copies, kept over saves
+        self.buffers: list[torch.Tensor] = []  # for the copies, kept over saves: all are alike
         self.stalled = 0.0  # seconds, see stall_seconds
 
         self.world.on_rank0(partial(retry_io, self.retention.clean, self.folder))
@@ -122,14 +124,15 @@ class Checkpointer:
         see `load`. Raises UserError as `newest` and `load` do."""
         self.wait()
         choice = self._choose(shards)
-        if choice.path is None:
+        if choice is None:
             return None
         return Restored(choice.path, load(choice.path, shards, self.world, check, choice.filled))
 
-    def _choose(self, shards: Sequence[Shard] = ()) -> Choice:
+    def _choose(self, shards: Sequence[Shard] = ()) -> Choice | None:
         choice = newest_whole(self.folder, self.world, self.report, shards=shards)
-        self.retention.broken.update(choice.broken)
-        self.last = choice.path
+        if choice:
+            self.retention.broken.update(choice.broken)
+            self.last = choice.path
         return choice
 
     def check_room(self, shards: Sequence[Shard]) -> None:
@@ -147,12 +150,12 @@ class Checkpointer:
         save fails. Does nothing when the checkpoint of this step stands already.
         """
         with self._training_waits():
-            self._wait()
+            self.wait()
             if self.last is not None and self.last.name == step_name(step):
                 return
             self._begin(step, shards, state)
             if not self.asynchronous:
-                self._wait()
+                self.wait()
 
     def _begin(self, step, shards, state):
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
@@ -188,8 +191,7 @@ class Checkpointer:
         """What gives the tensors' copies in host memory, to be called in the writing thread. That memory is taken once
         and kept: of two saves, only one is under way."""
         on_gpu = self.world.device.type == "cuda"
-        there = [(buffer.shape, buffer.dtype) for buffer in self.buffers]
-        if there != [(tensor.shape, tensor.dtype) for tensor in tensors]:
+        if not self.buffers:
             self.buffers = [
                 torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
                 for tensor in tensors
@@ -232,63 +234,33 @@ class Checkpointer:
         """Goes to the next phase: where all have written the save under way, if any, rank 0 begins to commit it; where
         it has, all learn of it. Raises UserError on all ranks if it failed."""
         with self._training_waits():
-            self._settle()
-
-    def _settle(self):
-        save = self.pending
-        if not save:
-            return
-        if save.phase is Phase.WRITING:
-            files = self.world.gather_on_rank0(save.written.result())
-            save.phase = Phase.COMMITTING
-            if self.world.rank == 0:
-                commit = partial(self._commit, save, files)
-                save.committed = self.world.run_in_thread(partial(attempt, commit))
-            return
-        self.pending = None
-        outcome = save.committed.result() if save.committed else None
-        path, failure = self.world.broadcast_object(outcome)
-        if failure:
-            raise failure
-        self.last = path
-        self.retention.broken.discard(path.name)
-        if self.world.rank == 0:
-            self.report(f"checkpoint {path.name} is committed")
-
-    def wait(self, patient: bool = True) -> None:
-        """Waits for the save under way, and for its commit. Raises UserError on all ranks if it failed, and a
-        StorageError if an asynchronous one stands still: then it stays under way, and no other is begun. patient: False
-        only looks whether it stands still."""
-        with self._training_waits():
-            self._wait(patient)
-
-    def _wait(self, patient=True):
-        while self.pending:
-            late = []
-            if self.world.run_local(partial(self._stands_still, patient)):
-                late.append(f"rank {self.world.rank} on {socket.gethostname()}")
-            late = self.world.gather_unique(late)
-            if late:
-                shown = ", ".join(late[:4]) + (", ..." if len(late) > 4 else "")
-                raise StorageError(
-                    f"the checkpoint of step {self.pending.step} is still being written: "
-                    f"{shown} made no progress for {SECONDS_OF_SILENCE:g} s"
-                )
-            if not patient:
+            save = self.pending
+            if not save:
                 return
-            self._settle()
+            if save.phase is Phase.WRITING:
+                files = self.world.gather_on_rank0(save.written.result())
+                save.phase = Phase.COMMITTING
+                if self.world.rank == 0:
+                    commit = partial(self._commit, save, files)
+                    save.committed = self.world.run_in_thread(partial(attempt, commit))
+                return
+            self.pending = None
+            outcome: Any = None
+            if save.committed:
+                outcome = save.committed.result()
+            path, failure = self.world.broadcast_object(outcome)
+            if failure:
+                raise failure
+            self.last = path
+            if self.world.rank == 0:
+                self.report(f"checkpoint {path.name} is committed")
 
-    def _stands_still(self, patient):
-        """Waits, if patient, for this rank's part in the phase. Whether that makes no progress for too long."""
-        work = self.pending.work()
-        while work and not work.done():
-            silence = time.monotonic() - max(heart.beside, self.pending.began)
-            if self.asynchronous and silence > SECONDS_OF_SILENCE:
-                return True
-            if not patient:
-                return False
-            wait([work], timeout=min(1.0, SECONDS_OF_SILENCE))
-        return False
+    def wait(self) -> None:
+        """Waits for the save under way, and for its commit. Raises UserError on all ranks if it failed."""
+        with self._training_waits():
+            while self.pending:
+                self.world.run_local(self.pending.wait_here)
+                self.settle()
 
     def stall_seconds(self) -> float:
         """Seconds since the last call in which this rank's program stood still for saving."""
@@ -298,34 +270,31 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _training_waits(self) -> Iterator[None]:
+        """Counts the time inside, once where it is nested."""
+        before = self.stalled
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.stalled += time.perf_counter() - began
+            self.stalled = before + time.perf_counter() - began
 
     def _write(self, save, pieces, copy, packed) -> RankFile:
         """Writes this rank's file. Runs in a thread and therefore talks to no other rank."""
         path = save.folder / rank_file(self.world.rank)
-        where = f"rank {self.world.rank} on {socket.gethostname()}"
-        try:
-            copied = [
-                (name, start, tensor)
-                for (name, start, _), tensor in zip(pieces, copy(), strict=True)
-            ]
-            model_pieces = sum(is_model(name) for name, _, _ in copied)
-            write = partial(write_pieces, path, copied, model_pieces, self.asynchronous)
-            checksums = retry_io(write, path)
+        copied = []  # once, also where writing is tried again: training changes the tensors after this
+        for (name, start, _), tensor in zip(pieces, copy(), strict=True):
+            copied.append((name, start, tensor))
+        model_pieces = sum(is_model(name) for name, _, _ in copied)
+
+        def write():
+            checksums = write_pieces(path, copied, model_pieces, self.asynchronous)
             sync_folder(save.folder)
-            return RankFile(packed, path.name, checksums)
-        except StorageError as error:
-            failure: UserError = StorageError(f"{where}: {error}")
-        except BaseException as error:
-            said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            if isinstance(error, FileNotFoundError):
-                said += " (do all nodes share the run folder's storage?)"
-            failure = UserError(f"{where}: {path}: {said}")
-        return RankFile(packed, error=failure)
+            return checksums
+
+        checksums, error = attempt(partial(retry_io, write, path))
+        if error:
+            error = type(error)(f"rank {self.world.rank} on {socket.gethostname()}: {error}")
+        return RankFile(packed, path.name, checksums, error)
 
     # Rank 0 alone does the rest.
 
@@ -334,20 +303,17 @@ class Checkpointer:
         old ones: those go where they must, but the newest. Raises UserError where that is not enough."""
         own = self.retention.own_folder(step)
         needed = sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
-        for keep in range(self.retention.keep - 1, 0, -1):
-            if self._free() < needed:
+        for keep in reversed(range(self.retention.keep)):
+            free = shutil.disk_usage(self.folder).free
+            if free >= needed:
+                return own
+            if keep:
                 self.retention.prune(self.last, own, keep)
-        free = self._free()
-        if free >= needed:
-            return own
         delete(own)
         raise UserError(
             f"{what} needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
             "make room, keep fewer checkpoints or choose another folder"
         )
-
-    def _free(self):
-        return shutil.disk_usage(self.folder).free
 
     def _commit(self, save: Save, files: Sequence[RankFile]) -> Path:
         """Turns the files of all ranks into a checkpoint: what stands under its final name is whole and durable. Returns

@@ -32,8 +32,8 @@ FLUSH = (
 )  # bytes that are flushed at a time: one flush of a whole file could look like a hang
 LONGEST_HEADER = 100_000_000  # bytes, as the format has it: what a damaged length says is not read
 
-# What a header that is not as it was written leads to.
-BAD_HEADER = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
+# What content that is not as it was written leads to.
+BAD_CONTENT = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 class Crc32:
@@ -214,7 +214,7 @@ def hash_file(
         end = os.fstat(file.fileno()).st_size if limit is None else limit
         to_fill: list[tuple[Piece, Shard]] = []
         if shards:
-            with contextlib.suppress(*BAD_HEADER):
+            with contextlib.suppress(*BAD_CONTENT):
                 to_fill = [
                     (piece, shards[piece.name])
                     for piece in read_header(file)
@@ -261,7 +261,7 @@ def _hash_into(file, digest, target, dtype):
 
 
 def read_header(file: FileIO) -> Iterator[Piece]:
-    """The pieces in a rank's file, in their order. Raises one of BAD_HEADER if it is not as it was written."""
+    """The pieces in a rank's file, in their order. Raises one of BAD_CONTENT if it is not as it was written."""
     length = int.from_bytes(read_exactly(file, bytearray(8)), "little")
     if length > min(LONGEST_HEADER, os.fstat(file.fileno()).st_size):
         raise EOFError

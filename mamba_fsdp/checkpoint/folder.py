@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mamba_fsdp.checkpoint.files import BAD_HEADER, HASHES, read_exactly, read_header
+from mamba_fsdp.checkpoint.files import BAD_CONTENT, HASHES, read_exactly, read_header
 from mamba_fsdp.checkpoint.ranges import Layout, is_cut, overlaps
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
@@ -38,7 +38,6 @@ LOOP_STATE = {
     "torch": "",
     "settings": {"model": {}, "data": {"dataset_path": "", "seq_length": 1}},
 }
-BAD_JSON = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
 class BrokenError(UserError):
@@ -78,18 +77,17 @@ def read_commit(checkpoint: Path) -> dict[str, dict[str, Any]]:
         _check_step(checkpoint, COMMIT, content)
     except OSError as error:
         raise BrokenError(f"{COMMIT}: {error.strerror}") from None
-    except BAD_JSON:
+    except BAD_CONTENT:
         raise BrokenError(f"{COMMIT} is no list of files") from None
     return files
 
 
 def _check_damaged(checkpoint, commit):
-    """Raises BrokenError for a COMMIT that we can't read if state.json does not say the same format and version: COMMIT
-    has no checksum of its own, and a flipped bit there is no other version."""
+    """Raises BrokenError for a COMMIT that this program can't read where it can read state.json, UserError where it can
+    read neither: COMMIT has no checksum of its own, and a flipped bit there is no other version."""
     state = parse_object(retry_io((checkpoint / STATE).read_bytes, checkpoint / STATE))
-    for field in ("format", "version"):
-        if commit.get(field) != state.get(field):
-            raise BrokenError(f"{COMMIT} is damaged: its {field} is not that of {STATE}")
+    if CHECKPOINT.reads(state):
+        raise BrokenError(f"{COMMIT} is damaged: its format or version is not that of {STATE}")
     CHECKPOINT.check(checkpoint / COMMIT, commit)
 
 
@@ -128,7 +126,7 @@ def read_state(checkpoint: Path) -> Contents:
         ) from None
     except BrokenError as error:
         raise BrokenError(f"checkpoint {checkpoint} is broken: {error}") from None
-    except BAD_JSON:
+    except BAD_CONTENT:
         raise BrokenError(
             f"checkpoint {checkpoint} is broken: {STATE} is not what was written"
         ) from None
@@ -151,7 +149,7 @@ def _cut_as_later(content):
 
 
 def _check_contents(contents):
-    """Raises one of BAD_JSON, or BrokenError, for what would be used without a look."""
+    """Raises one of BAD_CONTENT, or BrokenError, for what would be used without a look."""
     if contents.state.keys() >= {"progress", "settings"}:
         like(contents.state, LOOP_STATE)
     like(contents.state, {})
@@ -208,7 +206,7 @@ class Reader:
             retry_io(partial(self._try_to_read, file, name, start, offset, target), path)
         except OSError as error:
             raise UserError(f"can't read {path}: {error.strerror}") from None
-        except BAD_HEADER:
+        except BAD_CONTENT:
             raise BrokenError(
                 f"{path} is broken: it is cut short, or its header is not what was written"
             ) from None

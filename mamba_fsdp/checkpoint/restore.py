@@ -29,22 +29,12 @@ Check = Callable[[dict[str, Any], Path], None]
 
 
 @dataclass
-class Verified:
-    """What verifying a checkpoint has come to."""
-
-    problems: list[str]  # sentences, the same on all ranks; empty if it is whole
-    filled: Filled = field(
-        default_factory=dict
-    )  # what this rank has put into its shards on the way
-
-
-@dataclass
 class Choice:
     """The newest whole checkpoint of a run."""
 
-    path: Path | None  # None if there is no checkpoint
+    path: Path
+    filled: Filled  # what this rank has put into its shards on the way
     broken: list[str] = field(default_factory=list)  # names of newer ones that were passed over
-    filled: Filled = field(default_factory=dict)  # see Verified
 
 
 @dataclass
@@ -56,32 +46,34 @@ class Restored:
 
 
 def verify(
-    checkpoint: Path, world: World, part: str = "all", shards: Sequence[Shard] = ()
-) -> Verified:
+    checkpoint: Path,
+    world: World,
+    part: str = "all",
+    shards: Sequence[Shard] = (),
+    filled: Filled | None = None,
+) -> list[str]:
     """Compares the files of a committed checkpoint with the sizes and checksums in COMMIT. Called by all ranks, which
-    share the files: each byte is read by one of them.
+    share the files: each byte is read by one of them. Returns on all what is wrong, in sentences.
 
     part: "all", or only "model", its weights, or "state", state.json; "sizes": without reading. shards: what a rank
-    reads of its own is put into them on the way, whatever the verdict, so that `load` need not read it again; where as
-    many ranks have written, that is all of it. Raises UserError on all ranks for one of another version.
+    reads of its own is put into them on the way, whatever the verdict, and noted in `filled`, so that `load` need not
+    read it again; where as many ranks have written, that is all of it. Raises UserError on all ranks for one of another
+    version.
     """
     files, problems = world.on_rank0(partial(_commit_or_problem, checkpoint))
     names = sorted(name for name in files if part != "state" or name == STATE)
     first = len(names) * world.rank // world.size
     stop = len(names) * (world.rank + 1) // world.size
     wanted = {stored_name(shard.name): shard for shard in shards}
-    verified = Verified(problems)
 
     def verify_mine():
         for name in names[first:stop]:
-            to_fill = wanted if name != STATE else {}
-            problem = _verify_file(checkpoint / name, files[name], part, to_fill, verified.filled)
+            problem = _verify_file(checkpoint / name, files[name], part, wanted, filled)
             if problem:
-                verified.problems.append(problem)
+                problems.append(problem)
 
     world.on_all_ranks(verify_mine)
-    verified.problems = sorted(world.gather_unique(verified.problems))
-    return verified
+    return sorted(world.gather_unique(problems))
 
 
 def _commit_or_problem(checkpoint):
@@ -119,36 +111,36 @@ def newest_whole(
     part: str = "all",
     shards: Sequence[Shard] = (),
     hold: bool = False,
-) -> Choice:
+) -> Choice | None:
     """The newest checkpoint whose `part` is whole; broken ones are reported and passed over. part, shards: see verify.
 
     hold: another run's, which is kept from pruning each of them before it is read. Raises UserError if there are
     committed checkpoints but none is whole: a new start must be the user's decision.
     """
     broken: list[str] = []
+    problems: list[str] = []
     candidates = world.on_rank0(partial(committed, checkpoints))
-    verified = Verified([])
     for checkpoint in reversed(candidates):
         if hold:
             world.on_rank0(partial(hold_until_the_end, checkpoint))
-        verified = verify(checkpoint, world, part, shards)
-        if not verified.problems:
-            return Choice(checkpoint, broken, verified.filled)
+        filled: Filled = {}
+        problems = verify(checkpoint, world, part, shards, filled)
+        if not problems:
+            return Choice(checkpoint, filled, broken)
         if not world.on_rank0(partial(exists, checkpoint)):
             # Its run has pruned it meanwhile, and has newer ones.
             return newest_whole(checkpoints, world, report, part, shards, hold)
         broken.append(checkpoint.name)
         if world.rank == 0:
-            problems = "; ".join(verified.problems)
-            report(f"warning: checkpoint {checkpoint} is broken and passed over: {problems}")
+            report(
+                f"warning: checkpoint {checkpoint} is broken and passed over: {'; '.join(problems)}"
+            )
     if candidates:
         raise UserError(
             f"none of the {len(candidates)} checkpoints in {checkpoints} is whole, the oldest: "
-            f"{'; '.join(verified.problems)}; repair one, or move the folder away to start from scratch"
+            f"{'; '.join(problems)}; repair one, or move the folder away to start from scratch"
         )
-    for shard in shards:
-        shard.data.zero_()  # one that is gone may have filled it
-    return Choice(None)
+    return None
 
 
 def find_checkpoint(
@@ -159,22 +151,21 @@ def find_checkpoint(
     Its run does not prune it as long as this process lives, or until `until_the_end` is closed. Raises UserError where
     there is none, or where the one that was named is broken: `part` of it, see `verify`.
     """
-    found = _find(Path(path), world, report, part).path
-    assert found
-    return found
+    return _find(Path(path), world, report, part).path
 
 
-def _find(path, world, report, part="all", shards=()):
+def _find(path, world, report, part="all", shards=()) -> Choice:
     """The Choice of the checkpoint that `path` means; raises as `find_checkpoint`."""
     if world.on_rank0(partial(exists, path / COMMIT)):
         world.on_rank0(partial(hold_until_the_end, path))
-        verified = verify(path, world, part, shards)
-        if verified.problems:
-            raise UserError(f"checkpoint {path} is broken: {'; '.join(verified.problems)}")
-        return Choice(path, filled=verified.filled)
+        filled: Filled = {}
+        problems = verify(path, world, part, shards, filled)
+        if problems:
+            raise UserError(f"checkpoint {path} is broken: {'; '.join(problems)}")
+        return Choice(path, filled)
     below = path / CHECKPOINTS
     choice = newest_whole(below if below.is_dir() else path, world, report, part, shards, hold=True)
-    if choice.path is None:
+    if choice is None:
         raise no_checkpoint(path)
     return choice
 

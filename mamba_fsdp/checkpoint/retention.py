@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,33 +20,15 @@ from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.run_layout import KEPT, MODELS, READING, committed, step_name, step_of
-from mamba_fsdp.storage import exists, hidden_beside, move, sync_folder
+from mamba_fsdp.storage import exists, hidden_beside, move, nothing, sync_folder
 
-SECONDS_OF_SILENCE = 600.0  # after which a reader that does not renew its lease counts as dead
 STEPS = r"step_\d+"
 REMOVED = "removed"  # what is being removed lies in a hidden folder of this name
 
 
-class Readers:
-    """Knows which folders are read, or written, by processes that may live, from one look to the next."""
-
-    def __init__(self) -> None:
-        self.first_seen: dict[tuple[str, int], float] = {}  # (file, time in it) -> by our clock
-
-    def hold(self, folder: Path) -> bool:
-        """Whether a process has a lease in the folder that it has renewed since the look before, or lately."""
-        for file in folder.rglob(f"{READING}*"):
-            try:
-                renewal = file.name, file.stat().st_mtime_ns
-                if Lease(file).ended_holder():
-                    file.unlink()
-                    continue
-            except OSError:  # it is gone
-                continue
-            seen = self.first_seen.setdefault(renewal, time.monotonic())
-            if time.monotonic() - seen < SECONDS_OF_SILENCE:
-                return True
-        return False
+def is_in_use(folder: Path) -> bool:
+    """Whether a process that lives reads, or writes, what lies below this folder. It may take a while to know."""
+    return any(Lease(file).shows_life() for file in folder.rglob(f"{READING}*"))
 
 
 class Retention:
@@ -66,7 +47,7 @@ class Retention:
         keep: int,
         every: int = 0,
         report: Callable[[str], None] = print,
-        check_ours: Callable[[], None] = lambda: None,
+        check_ours: Callable[[], None] = nothing,
     ) -> None:
         assert keep >= 1
         self.folder = folder
@@ -75,13 +56,12 @@ class Retention:
         self.report = report
         self.check_ours = check_ours
         self.broken: set[str] = set()  # names of checkpoints that were found broken
-        self.readers = Readers()
 
     def clean(self) -> None:
         """Makes the folder, and removes what killed saves left there and among the run's models."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for folder in (self.folder, self.folder.parent / MODELS):
-            remove_left_over(folder, STEPS, self.report, self.readers, self.check_ours)
+            remove_left_over(folder, STEPS, self.report, self.check_ours)
 
     def own_folder(self, step: int) -> Path:
         """Makes a hidden folder to save this step in. A run that takes over moves it away before anything else, and
@@ -101,6 +81,7 @@ class Retention:
             self._move(final, own / "replaced")
         self._move(whole, final)
         sync_folder(self.folder)
+        self.broken.discard(final.name)
         self.prune(final, own, self.keep)
         return final
 
@@ -115,14 +96,10 @@ class Retention:
         """Removes all but the newest `keep` committed checkpoints and those kept for ever; those known to be broken
         don't count among them. own: this run's own folder."""
         try:
-            whole = [
-                path
-                for path in committed(self.folder)
-                if path.name not in self.broken or path == newest
-            ]
+            whole = [path for path in committed(self.folder) if path.name not in self.broken]
             self._keep_for_ever(whole)
             for path in whole[:-keep]:
-                if path != newest and not exists(path / KEPT) and not self.readers.hold(path):
+                if path != newest and not exists(path / KEPT) and not is_in_use(path):
                     if keep < self.keep:
                         self.report(f"checkpoint {path.name} makes room for a newer one")
                     self._remove(path, own / path.name)
@@ -135,7 +112,7 @@ class Retention:
     def _remove(self, path, hidden):
         """Removes a checkpoint so that half a removal never looks like one."""
         self._move(path, hidden)
-        if self.readers.hold(hidden):  # by one that came between the look and the move
+        if any(hidden.glob(f"{READING}*")):  # of one that came between the look and the move
             self._move(hidden, path)
         else:
             delete(hidden)
@@ -144,15 +121,17 @@ class Retention:
         """Marks the first checkpoint at or after each multiple of `every`; a mark stays when the setting changes."""
         if not self.every:
             return
-        parts = {path: (step_of(path.name) or 0) // self.every for path in whole}
-        done = {0}
-        for path, part in parts.items():
+        done = {0}  # parts
+        for path in whole:
             if exists(path / KEPT):
-                done.add(part)
-        for path, part in parts.items():
-            if part not in done:
+                done.add(self._part(path))
+        for path in whole:
+            if self._part(path) not in done:
                 (path / KEPT).touch()
-                done.add(part)
+                done.add(self._part(path))
+
+    def _part(self, path):
+        return (step_of(path.name) or 0) // self.every
 
 
 @contextlib.contextmanager
@@ -183,7 +162,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write in, which is held and is not whole; it is `out` once the block has ended and all is on the
     disk, and is removed where it fails. What killed processes left of an earlier attempt is removed first. Raises
     UserError where `out` exists or the disk refuses."""
-    remove_left_over(out.parent, re.escape(out.name), partial(print, file=sys.stderr), Readers())
+    remove_left_over(out.parent, re.escape(out.name), partial(print, file=sys.stderr))
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     unfinished = hidden_beside(out)
@@ -215,11 +194,10 @@ def remove_left_over(
     folder: Path,
     name: str,
     report: Callable[[str], None],
-    readers: Readers,
-    check_ours: Callable[[], None] = lambda: None,
+    check_ours: Callable[[], None] = nothing,
 ) -> None:
     """Removes what killed processes left, see left_over, and says so. check_ours: as that of Retention."""
-    dead = [path for path in left_over(folder, name) if not readers.hold(path)]
+    dead = [path for path in left_over(folder, name) if not is_in_use(path)]
     check_ours()  # now, not before: what a later holder writes has another name
     if not dead:
         return

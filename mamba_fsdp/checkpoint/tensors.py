@@ -140,11 +140,10 @@ def _check_holds_no_program(path):
         begin = file.read(4)
     is_zip = begin == b"PK\x03\x04"
     archive = ""
-    if is_zip:
-        # The reader that torch.load itself asks, so that both see the same archive.
-        if "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records():
-            archive = "TorchScript"
-    elif tarfile.is_tarfile(path):
+    # The reader that torch.load itself asks, so that both see the same archive.
+    if is_zip and "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records():
+        archive = "TorchScript"
+    if tarfile.is_tarfile(path):
         archive = "tar"
     if archive:
         raise UserError(

@@ -206,7 +206,7 @@ class _Part:
         while not lease.try_take():
             if lease.shows_life():
                 raise UserError(
-                    f"{self.out}: another process is writing here ({lease.holder()}); wait for it or choose "
+                    f"{self.out}: another process is writing here ({lease.look()}); wait for it or choose "
                     "another folder"
                 )
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
-from mamba_fsdp.storage import exists, parse_object, retry_io, write_for_user
+from mamba_fsdp.storage import exists, nothing, parse_object, retry_io, write_for_user
 
 LARGEST = 1 << 63  # an integer that others read
 
@@ -183,7 +183,7 @@ def write_status(
     status: str,
     step: int,
     reason: str = "",
-    check: Callable[[], object] = lambda: None,
+    check: Callable[[], object] = nothing,
 ) -> None:
     """status: running, stopped, finished or failed, the last three events too. check: see write_atomically. Raises
     UserError where it can't."""

@@ -62,8 +62,8 @@ class RunFolder:
         if status.get("status") != "running":
             return status
         with contextlib.suppress(UserError, OSError):
-            holder = self.lease.ended_holder()
-            if holder:
+            holder = self.lease.look()
+            if holder and holder.has_ended():
                 reason = f"killed: the run of {holder}"
                 status |= {"status": "failed", "step": self._newest_step(), "reason": reason}
                 records.write_status(self.path, "failed", status["step"], reason)

@@ -45,9 +45,8 @@ class Saver:
             self.context.checkpointer.wait()
 
     def save(self, final: bool) -> None:
-        """Saves a checkpoint after the current step, unless one is still being written and does not
-        come to an end. final: until it is committed. Raises UserError where that fails, and as
-        `settle` does."""
+        """Saves a checkpoint after the current step, once the one before is committed. final: until
+        this one is. Raises UserError where that fails, and as `settle` does."""
         checkpointer = self.context.checkpointer
         step = self.context.state.step
         if final:
@@ -57,13 +56,11 @@ class Saver:
                 checkpointer.wait()
             return
         with self._attempt(self.max_failures):
-            checkpointer.wait(patient=not self.failures)
+            checkpointer.wait()
         if self.is_due(step):
-            # This one, or that which takes longer than its pause, is under way.
             self.next_attempt = step + self.pause
-            if not checkpointer.pending:
-                with self._attempt(self.max_failures):
-                    self._begin()
+            with self._attempt(self.max_failures):
+                self._begin()
 
     def _begin(self) -> None:
         context = self.context

@@ -79,7 +79,7 @@ def describe(path: Path, verify: bool) -> Row:
         row.committed = f"{moment:%Y-%m-%d %H:%M}"
     try:
         part = "all" if verify else "sizes"
-        problems = restore.verify(path, World.alone(), part).problems
+        problems = restore.verify(path, World.alone(), part)
         if problems:
             row.verdict = f"broken: {'; '.join(problems)}"
         row.tokens = read_state(path).state.get("progress", {}).get("tokens")

@@ -49,8 +49,10 @@ DAMAGES = {
     "COMMIT is no list": lambda path: edit(path / "COMMIT", files={}),
     "COMMIT is no list of": lambda path: edit(path / "COMMIT", files=OTHERS_FILE),
     "COMMIT is of step 20": lambda path: edit(path / "COMMIT", step=20),
-    "COMMIT is damaged: its version": lambda path: edit(path / "COMMIT", version=7),
-    "COMMIT is damaged: its format": lambda path: edit(path / "COMMIT", format="mamba_fsdq"),
+    "COMMIT is damaged": lambda path: edit(path / "COMMIT", version=7),
+    "COMMIT is damaged: its format or version": lambda path: edit(
+        path / "COMMIT", format="mamba_fsdq"
+    ),
 }
 
 
@@ -172,9 +174,9 @@ def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
     make_checkpoints(run, [1, 2])
     path = run / "checkpoints/step_00000002"
     for field, value, said in (
-        ("version", 4, "version 4, which a newer version of this program wrote; .* version 1 to 3"),
-        ("version", 0, "of version 0, which another version of this program wrote"),
-        ("format", "elsewhere", "written as 'elsewhere'; .* reads 'mamba_fsdp checkpoint' here"),
+        ("version", 4, "of version 4; .* of version 1 to 3 here"),
+        ("version", 0, "of version 0; "),
+        ("format", "elsewhere", "'elsewhere' of version 3; .* reads 'mamba_fsdp checkpoint' of"),
     ):
         before = [(path / name).read_text() for name in ("state.json", "COMMIT")]
         edit(path / "state.json", **{field: value})

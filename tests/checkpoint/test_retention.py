@@ -8,18 +8,20 @@ import signal
 
 import pytest
 
+from mamba_fsdp import lease
 from mamba_fsdp.checkpoint import retention
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.restore import find_checkpoint
-from mamba_fsdp.checkpoint.retention import held, hold_until_the_end, new_folder, until_the_end
+from mamba_fsdp.checkpoint.retention import held, hold_until_the_end, new_folder
 from mamba_fsdp.errors import UserError
 from tests.support.checkpoints import WORLD, make_checkpoints, problems, shards_of, steps_in
 
 
 @pytest.fixture(autouse=True)
-def nothing_held():
-    yield
-    until_the_end.close()
+def quick(monkeypatch):
+    """Who lives shows it soon."""
+    monkeypatch.setattr(lease, "SECONDS_BETWEEN_RENEWALS", 0.02)
+    monkeypatch.setattr(lease, "SECONDS_BETWEEN_LOOKS", 0.02)
 
 
 def test_the_newest_stay_and_the_first_at_or_after_each_multiple(run):
@@ -98,29 +100,20 @@ def test_what_another_process_reads_stays_until_it_has_read_it(run, reader):
     assert steps_in(run) == [5]
 
 
-def prune_to_one(retention, newest):
-    own = retention.own_folder(9)
-    retention.prune(newest, own, keep=1)
-    own.rmdir()
-
-
 def test_a_killed_reader_holds_nothing_up(run, reader, monkeypatch):
     """Its end is known on this machine; elsewhere it counts as dead when its lease is no longer renewed."""
     make_checkpoints(run, [1])
     process, _ = reader()
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    checkpointer = make_checkpoints(run, [2], keep=1)
+    make_checkpoints(run, [2], keep=1)
     assert steps_in(run) == [2]
     with held(run / "checkpoints/step_00000002"):
         (sign,) = (run / "checkpoints/step_00000002").glob(".reading.*")
         content = sign.read_text()
     sign.write_text(content.replace('"machine": "', '"machine": "other'))
-    checkpointer.save(3, shards_of(3), {})
-    checkpointer.wait()
-    assert steps_in(run) == [2, 3]
-    monkeypatch.setattr(retention, "SECONDS_OF_SILENCE", 0.0)
-    prune_to_one(checkpointer.retention, run / "checkpoints/step_00000003")
+    monkeypatch.setattr(lease, "SECONDS_OF_SILENCE", 0.1)
+    make_checkpoints(run, [3], keep=1)
     assert steps_in(run) == [3]
 
 
@@ -135,7 +128,8 @@ def test_a_reader_that_comes_between_the_look_and_the_removal_is_seen(run, monke
         real(old, new)
 
     monkeypatch.setattr(retention, "move", late)
-    prune_to_one(checkpointer.retention, run / "checkpoints/step_00000002")
+    own = checkpointer.retention.own_folder(9)
+    checkpointer.retention.prune(run / "checkpoints/step_00000002", own, keep=1)
     assert steps_in(run) == [1, 2] and not problems(run / "checkpoints/step_00000001")
 
 

@@ -128,11 +128,11 @@ def edit_index(path, **changes):
         (lambda path: (path / "index.json").write_text('{"format": '), "index.json: can't be read"),
         (
             lambda path: edit_index(path, version=2),
-            "which a newer version of this program wrote; this one reads version 1",
+            "of version 2; this version of the program reads",
         ),
         (
             lambda path: edit_index(path, format="elsewhere"),
-            "index.json: written as 'elsewhere'; this program reads",
+            "index.json: 'elsewhere' of version 1; this version of the program reads",
         ),
         (lambda path: edit_index(path, eos=1), "does not match its own checksum"),
         (lambda path: (path / "00001.bin").unlink(), "00001.bin: can't be read"),

@@ -171,7 +171,7 @@ def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(
     [
         (["--save_ckpt_path=/proc/nowhere"], {}, "error: save_ckpt_path"),
         (["--save_ckpt_path=training.py"], {}, "error: save_ckpt_path"),
-        (["--save_ckpt_path=store"], {}, "store holds a token store and no run (index.json)"),
+        (["--save_ckpt_path=store"], {}, "store holds other things and no run (index.json)"),
         ([RUN, "--load_ckpt_path=runs/b"], {}, "error: load_ckpt_path runs/b: there is no such"),
         (["--num_stepss=3"], {}, "did you mean num_steps"),
         ([RUN], {"PROCESSES_PER_NODE": "all"}, "error: PROCESSES_PER_NODE=all: "),

@@ -39,14 +39,14 @@ def test_what_is_no_checkpoint_has_no_step(name):
     [
         (
             ["index.json", "00000.bin", "00000.doc"],
-            "holds a token store and no run (00000.bin, 00000.doc, index.json); ",
+            "holds other things and no run (00000.bin, 00000.doc, index.json); ",
         ),
         (
             ["train/index.json", "dataset.json"],
-            "holds a token store and no run (dataset.json, train)",
+            "holds other things and no run (dataset.json, train)",
         ),
         (["thesis.tex"], "holds other things and no run (thesis.tex)"),
-        (["a", "b", "c", "d", "e"], "(a, b, c, d, ...)"),
+        (["a", "b", "c", "d", "e"], "holds other things and no run (a, b, c, d)"),
         (["thesis.tex", "checkpoints/step_00000001/COMMIT"], ""),
         (["thesis.tex", "status.json"], ""),
         (["config.yaml", "train.log", "slurm-17.out", ".nfs0001", "failures/17.0/x"], ""),

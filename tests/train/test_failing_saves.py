@@ -2,7 +2,6 @@
 
 import errno
 import os
-import threading
 import time
 
 import pytest
@@ -135,44 +134,6 @@ def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing, asynchro
     assert read_status(tmp_path)["status"] == "failed"
     train(tmp_path, **LONG)
     assert read_status(tmp_path)["status"] == "finished"
-
-
-@pytest.mark.slow
-def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(
-    train, tmp_path, monkeypatch
-):
-    """Training continues meanwhile; what hung is committed when it is written at last."""
-    hangs, writing, most = threading.Event(), [], []
-    real = checkpointer.write_pieces
-
-    def write(path, *rest, **named):
-        writing.append(path)
-        most.append(len(writing))
-        if len(most) == 2:
-            monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 0.5)
-            hangs.wait(400)
-        try:
-            return real(path, *rest, **named)
-        finally:
-            writing.remove(path)
-
-    def tell(self, step, in_a_row, *words, _tell=saver.MetricsLogger.save_failed):
-        told.append((step, in_a_row))
-        if in_a_row == 3:
-            monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 400)
-            hangs.set()
-        _tell(self, step, in_a_row, *words)
-
-    told = []
-    monkeypatch.setattr(checkpointer, "write_pieces", write)
-    monkeypatch.setattr(saver.MetricsLogger, "save_failed", tell)
-    said = train(tmp_path, **LONG | {"async_checkpoint": "true", "num_steps": 40})
-    assert [number for _, number in told] == [1, 2, 3] and max(most) == 1
-    assert "the checkpoint of step 4 is still being written: rank 0" in said
-    assert (
-        committed(tmp_path / "checkpoints")[-1].name == "step_00000040"
-        and "step_00000004 is committed" in said
-    )
 
 
 def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):

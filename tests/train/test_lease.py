@@ -104,13 +104,6 @@ def test_neither_does_one_whose_process_id_another_has_by_now(take, tmp_path, un
     take().check()
 
 
-def test_nor_an_earlier_start_of_the_same_slurm_job(take, tmp_path, unwatched, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "41")
-    left_by(tmp_path)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    take().check()
-
-
 @pytest.mark.parametrize(
     "content", [None, b"", b'{"token": "x", "ho'], ids=["lost node", "cut short", "half"]
 )
@@ -127,7 +120,7 @@ def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(
 
 
 def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
-    """Whatever the clocks say, its renewals may lie far in the past; also in the same start of the same Slurm job."""
+    """Whatever the clocks say, its renewals may lie far in the past; also in the same Slurm job."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     left_by(tmp_path)
     long_ago = iter(range(10**6))
