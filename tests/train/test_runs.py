@@ -19,7 +19,6 @@ OTHER_RUN = {
     "machine": "m",
     "started": 1,
     "job": None,
-    "attempt": 0,
 }
 
 
