@@ -18,6 +18,7 @@ import os
 import socket
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -40,9 +41,7 @@ from mamba_fsdp.storage import read_object, write_atomically
 
 DEVICES = {"cuda"}  # on which backends have to prove themselves
 POSITIONS = 300  # no multiple of any kernel's block
-VOCABULARY = (
-    1000  # at most: each position has a token of its own, so that its gradient is seen by itself
-)
+VOCABULARY = 1000  # tokens: each position has one of its own, and so a gradient of its own
 # Of each tensor of a layer's results, the largest error relative to its largest value; or MARGIN times that of plain
 # PyTorch in the run's precision, where this is more, as in layers of a few channels. Plain PyTorch comes to half of these
 # in layers of usual sizes, a wrong sign to seven times as much and more. In fp32, products in TF32 are too much.
@@ -50,7 +49,7 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 MARGIN = 4
 LOOSEST = 0.5  # a faulty GPU fails plain PyTorch too
 WARM_UP, ROUNDS = 2, 5
-ENDED_STARTS = 2  # in the same trial, before it is passed over
+ENDED_STARTS = 2  # while the same is tried, before it is passed over
 
 Results = dict[str, torch.Tensor]
 Reasons = dict[str, dict[str, str]]  # operator -> {backend: why it was passed over}
@@ -69,6 +68,20 @@ class Record:
     def write(self, path: Path) -> None:
         write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
+    @contextlib.contextmanager
+    def trying(self, what: str, path: Path | None) -> Iterator[None]:
+        """Notes in the file that `what` is under way, for the next start of a run that ends in it. Raises UserError where
+        that has happened before."""
+        if self.under_way.count(what) >= ENDED_STARTS:
+            raise UserError(f"{ENDED_STARTS} starts ended while it was tried")
+        self.under_way.append(what)
+        if path:
+            self.write(path)
+        try:
+            yield
+        finally:
+            self.under_way.remove(what)
+
     @classmethod
     def read(cls, path: Path) -> "Record | None":
         like = dataclasses.asdict(cls({}, {"": ""}, {"": {"": ""}}, {"": 0.0}, [""]))
@@ -85,12 +98,11 @@ class Measured:
     worst: str  # the tensor that is off most
     error: float  # relative to its largest value
     bound: float  # of the error
-    repeats: bool  # bit for bit, where it is asked for
     sums: list[int]  # equal for equal bits
 
 
 class Unusable(UserError):
-    """A backend has left the device in a state that only a new process ends; the launcher starts one."""
+    """The device is in a state that only a new process ends; the launcher starts one."""
 
     exit_code = 1
 
@@ -111,8 +123,8 @@ class FirstUse:
         self.demanded = known.demands(self.kernels, self.uses)
         kinds = dict.fromkeys(self.model.layer_list())
         self.layers = [layer.mixer + "+mlp" * layer.mlp for layer in kinds]
-        self.exact: dict[str, Results] = {}  # of a layer, in float64
-        self.bounds: dict[str, dict[str, float]] = {}  # of the errors of a layer's results
+        # Of a layer: what it gives in float64, and how far off each tensor may be.
+        self.exact: dict[str, tuple[Results, dict[str, float]]] = {}
 
     def circumstances(self) -> dict[str, Any]:
         """All that decides which backends are right and fast."""
@@ -193,38 +205,48 @@ class FirstUse:
         """Compares what a kind of layer gives in these backends with the reference in float64."""
         small: dict[str, Any] = {"vocab_size": VOCABULARY, "tie_embeddings": False}
         if layer not in self.exact:
-            self.exact[layer] = self.run(self.make_model([layer], REFERENCE, True, **small))
+            exact = self.run(self.make_model([layer], REFERENCE, True, **small))
             plain = self.run(self.make_model([layer], REFERENCE, **small))
             bounds = {}
-            for name, error in relative_errors(plain, self.exact[layer]).items():
+            for name, error in relative_errors(plain, exact).items():
                 bounds[name] = max(BOUNDS[self.dtype], min(MARGIN * error, LOOSEST))
-            self.bounds[layer] = bounds
-        model = self.make_model([layer], backends, **small)
-        results = self.run(model)
-        errors = relative_errors(results, self.exact[layer])
-        bounds = self.bounds[layer]
+            self.exact[layer] = (exact, bounds)
+        exact, bounds = self.exact[layer]
+        results = self.run(self.make_model([layer], backends, **small))
+        errors = relative_errors(results, exact)
         shares = {name: errors[name] / bounds[name] for name in errors}
         worst = max(shares, key=shares.__getitem__)
-        sums = check_sums(results)
-        repeats = not self.deterministic or check_sums(self.run(model)) == sums
-        return Measured(worst, errors[worst], bounds[worst], repeats, sums)
+        sums = [int(tensor.reshape(-1).view(torch.uint8).sum()) for tensor in results.values()]
+        return Measured(worst, errors[worst], bounds[worst], sums)
 
     def check(self, backends: dict[str, str], operator: str = "") -> list[int]:
         """Measures each kind of layer (that has the operator). Returns numbers that are equal for equal bits; raises
-        UserError where a tensor is wrong."""
+        UserError where a tensor is wrong or anything else is."""
         sums = []
         for layer in self.layers:
             config = dataclasses.replace(self.model, layers=layer)
             if operator and operator not in operator_uses(config, self.dtype):
                 continue
-            found = self.measure(layer, backends)
+            try:
+                found = self.measure(layer, backends)
+                repeats = not self.deterministic or self.measure(layer, backends) == found
+            except Exception as error:  # a compiler's, a driver's, a library's
+                raise self.explained(error) from error
             if found.error > found.bound:
                 off = f"{found.error:.1g} of its largest value off"
                 raise UserError(f"{found.worst} is {off}, {found.bound:.1g} at most")
-            if not found.repeats:
+            if not repeats:
                 raise UserError("it does not repeat bit for bit")
             sums += found.sums
         return sums
+
+    def explained(self, error: Exception) -> UserError:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return Unusable(f"{said}, and the GPU is lost to this process; start again")
+        return UserError(said)
 
     def prove(self, record: Record, path: Path | None = None) -> Reasons:
         """Returns what failed. path: where the record is written before each trial."""
@@ -234,34 +256,17 @@ class FirstUse:
             parts = known.parts_with(operator, backend)
             if not right.issuperset((part, backend) for part in parts):
                 continue  # a mixer has the backend of its parts
-            trial = f"{operator} {backend}"
-            wrong = "starts ended while it was tried"
-            if record.under_way.count(trial) < ENDED_STARTS:
-                record.under_way.append(trial)
-                if path:
-                    record.write(path)
-                wrong = self.why_wrong(operator, backend)
-                record.under_way.remove(trial)
-            if wrong:
-                failed.setdefault(operator, {})[backend] = wrong
+            backends = REFERENCE | dict.fromkeys([operator, *parts], backend)
+            try:
+                with record.trying(f"{operator} {backend}", path):
+                    self.check(backends, operator)
+            except Unusable:
+                raise
+            except UserError as error:
+                failed.setdefault(operator, {})[backend] = str(error)
             else:
                 right.add((operator, backend))
         return failed
-
-    def why_wrong(self, operator: str, backend: str) -> str:
-        """Returns what a backend of an operator does wrong, "" where nothing."""
-        tried = dict.fromkeys([operator, *known.parts_with(operator, backend)], backend)
-        try:
-            self.check(REFERENCE | tried, operator)
-        except Exception as error:  # ours, a compiler's, a driver's, a library's
-            wrong = explain(error)
-            try:
-                self.synchronize()
-            except RuntimeError:
-                said = f"{operator} {backend} made {self.device} unusable: {wrong}; a third start does without"
-                raise Unusable(said) from error
-            return wrong
-        return ""
 
     # 2. and 3. Choosing
 
@@ -280,15 +285,20 @@ class FirstUse:
                 )
         return choice
 
-    def fastest(self, record: Record, failed: Reasons) -> Choice:
+    def fastest(self, record: Record, failed: Reasons, path: Path) -> Choice:
         """Returns the faster of what comes first and what does with Triton before all others."""
         first = self.resolve(failed)
         other = self.resolve(failed, preferred="triton")
         if self.deterministic or first.backends == other.backends:
             return first
-        times = [self.milliseconds(choice.backends) for choice in (first, other)]
-        for choice, taken in zip((first, other), times):
-            record.milliseconds[str(Choice(choice.backends))] = taken
+        times = []
+        for choice in (first, other):
+            name = str(Choice(choice.backends))
+            times.append(math.inf)
+            with contextlib.suppress(UserError, torch.cuda.OutOfMemoryError):
+                with record.trying(name, path):
+                    times[-1] = self.milliseconds(choice.backends)
+            record.milliseconds[name] = times[-1]
         return other if times[1] < times[0] else first
 
     def milliseconds(self, backends: dict[str, str]) -> float:
@@ -317,7 +327,7 @@ class FirstUse:
         if found:
             found.write(own)
             return found, f"as found before ({shared})"
-        choice = self.fastest(record, self.prove(record, own))
+        choice = self.fastest(record, self.prove(record, own), own)
         record.backends = choice.backends
         record.passed = choice.passed
         record.write(own)
@@ -331,21 +341,17 @@ class FirstUse:
     def examine(self, backends: dict[str, str]) -> tuple[str, str]:
         """Returns (this device's name, what is equal for equal bits, "" where backends don't repeat). Raises UserError."""
         repeats = self.deterministic or not self.model.has("attention")
-        try:
-            for operator, backend in backends.items():
-                uses = self.uses[operator]
-                reason = known.why_not(operator, backend, uses)
-                if reason:
-                    raise UserError(f"{operator} can't be {backend}: {reason}")
-                strict = [dataclasses.replace(use, deterministic=True) for use in uses]
-                repeats = repeats and not known.why_not(operator, backend, strict)
-            sums = self.check(backends)
-        except Exception as error:
-            raise UserError(explain(error)) from error
-        finally:
-            self.exact.clear()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        for operator, backend in backends.items():
+            uses = self.uses[operator]
+            reason = known.why_not(operator, backend, uses)
+            if reason:
+                raise UserError(f"{operator} can't be {backend}: {reason}")
+            strict = [dataclasses.replace(use, deterministic=True) for use in uses]
+            repeats = repeats and not known.why_not(operator, backend, strict)
+        sums = self.check(backends)
+        self.exact.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         digest = hashlib.sha256(repr(sums).encode()).hexdigest()
         return self.device_name(), digest if repeats else ""
 
@@ -357,16 +363,6 @@ def relative_errors(found: Results, exact: Results) -> dict[str, float]:
         error = (found[name].double() - true).abs().max() / true.abs().max().clamp(min=1e-30)
         errors[name] = float(error.nan_to_num(nan=math.inf))
     return errors
-
-
-def check_sums(results: Results) -> list[int]:
-    return [int(tensor.reshape(-1).view(torch.uint8).sum()) for tensor in results.values()]
-
-
-def explain(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[Choice, str]:

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import socket
 import sys
 import time
@@ -177,30 +176,30 @@ def test_the_faster_one_is_taken_and_kept(tmp_path, monkeypatch):
         choose(tmp_path / "next")
 
 
-def end(folder, what):
-    """A start of a run that ends while a backend is tried: it hangs until the watchdog ends it, or is killed."""
-    conv.BACKENDS["cpp"] = changed("conv", what)
+def hang(folder):
+    """A start of a run that hangs while a backend is tried, until the watchdog ends it."""
+    conv.BACKENDS["cpp"] = changed("conv", lambda function, arguments: time.sleep(1000))
     with watchdog(0.05, 0):
         choose(folder)
 
 
-def hang(function, arguments):
-    time.sleep(1000)
+def lose_device(self):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def crash(function, arguments):
-    os._exit(3)
-
-
-def test_what_ends_two_starts_is_passed_over_in_the_third(tmp_path):
-    for what, code in ((hang, 1), (crash, 3)):
-        start = PROCESSES.Process(target=end, args=(tmp_path / "run", what))
-        start.start()
-        start.join()
-        assert start.exitcode == code
+def test_what_ends_two_starts_is_passed_over_in_the_third(tmp_path, monkeypatch):
+    start = PROCESSES.Process(target=hang, args=(tmp_path / "run",))
+    start.start()
+    start.join()
+    assert start.exitcode == 1
+    with monkeypatch.context() as lost:
+        lost.setattr(FirstUse, "synchronize", lose_device)
+        with pytest.raises(UserError, match="lost to this process; start again") as ended:
+            choose(tmp_path / "run")
+    assert ended.value.exit_code == 1  # the launcher starts it again
     choice, _ = choose(tmp_path / "run")
     assert choice.backends["conv"] == "reference"
-    assert "conv not cpp: starts ended while it was tried" in str(choice)
+    assert "conv not cpp: 2 starts ended while it was tried" in str(choice)
 
 
 def on_two_ranks(world, folder):
