@@ -221,6 +221,8 @@ def parse(kind: Any, text: Any) -> Any:
         raise ValueError("expected one value")
     if text is None:
         text = ""
+    if kind is str and "\0" in str(text):
+        raise ValueError("holds a NUL character")
     if kind is str:
         return str(text)
     parser, _ = KINDS[kind]

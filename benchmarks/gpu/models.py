@@ -89,7 +89,8 @@ def transformers_step(config: ModelConfig, weights: Weights, device: torch.devic
     layout = transformers_layouts.layout_for(config)
     fields = layout.write_config(config)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, use_cache=False))
+        settings = AutoConfig.for_model(**fields, use_cache=False)
+        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
     theirs = {}
     for name, parts in layout.parts(config).items():
         rows = weights[name].split([shape[0] for _, shape in parts])

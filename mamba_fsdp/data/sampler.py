@@ -25,6 +25,7 @@ BLOCK_TOKENS = 1 << 20
 GROUP_BLOCKS = 64
 # Shares are rounded to one in a million, far below the 1e-4 that a mixture is asked to meet.
 PATTERN_LENGTH = 1 << 20
+LARGEST_WEIGHT = 1e300  # so that the sum of all is a number
 # Rounds of the Feistel network: from four on its permutations pass for random ones (Luby and
 # Rackoff, 1988).
 ROUNDS = 4
@@ -168,9 +169,10 @@ def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarra
             f"weights are given for {', '.join(sorted(weights))}, but the sources are {', '.join(names)}"
         )
     values = np.array([weights[name] for name in names], dtype=np.float64)
-    if not np.isfinite(values).all() or (values < 0).any() or values.sum() <= 0:
+    if not (values < LARGEST_WEIGHT).all() or (values < 0).any() or values.sum() <= 0:
         raise UserError(
-            f"weights {dict(weights)} make no mixture: each has to be at least 0, and one above 0"
+            f"weights {dict(weights)} make no mixture: each has to be at least 0 and below "
+            f"{LARGEST_WEIGHT:g}, and one above 0"
         )
     shares = values / values.sum() * PATTERN_LENGTH
     counts = np.floor(shares).astype(np.int64)

@@ -80,6 +80,7 @@ MISTAKES = {
     "seq_length=8 data.seq_length=9": "given twice",
     "num_epochs=2 num_steps=5": "stands in place of num_steps=5",
     "gradient_accumulation_steps=2 global_batch_size=8": "stands in place of global_batch_size",
+    "dataset_path=a\0b": "holds a NUL character",
     "weights=1,2 datasets=a": "one weight each",
     "weights=0,0 datasets=a,b": "all zero",
     "global_batch_size=9 batch_size=2": "no multiple",

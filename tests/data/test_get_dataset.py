@@ -50,9 +50,12 @@ def write_formats(folder, texts):
 
 
 def test_every_format_gives_the_same_documents(prepare, tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")  # no UTF-8
     for name in write_formats(tmp_path / "in", ODD_TEXTS):
-        prepare(tmp_path / "in" / name, tmp_path / name)
+        (tmp_path / "in").rename(folder)
+        prepare(folder / name, tmp_path / name)
         assert read_back(tmp_path / name / "train") == ODD_TEXTS, name
+        folder.rename(tmp_path / "in")
     datasets.Dataset.from_dict({"text": ODD_TEXTS}).save_to_disk(tmp_path / "saved")
     prepare(tmp_path / "saved", tmp_path / "of_saved")
     assert read_back(tmp_path / "of_saved" / "train") == ODD_TEXTS

@@ -130,6 +130,7 @@ def test_a_position_that_means_nothing_is_refused():
         ({"s0": 1, "s1": -1}, "no mixture"),
         ({"s0": 0, "s1": 0}, "no mixture"),
         ({"s0": float("nan"), "s1": 1}, "no mixture"),
+        ({"s0": 1e308, "s1": 1.5e308}, "no mixture"),  # which were equal shares
         ({"s0": 1e-9, "s1": 1}, "share of source 's0' is below"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mamba_fsdp.data.store import StoreWriter, TokenStore
+from mamba_fsdp.data.store import StoreWriter, TokenStore, _checksum
 from mamba_fsdp.errors import UserError
 from tests.support.corpora import stored_documents, write_store
 
@@ -83,6 +83,25 @@ def test_bytes_depend_on_neither_the_calls_nor_an_interruption(tmp_path_factory,
         *(f"{s['name']}.{suffix}" for s in index["shards"] for suffix in ("bin", "doc")),
     ]:
         assert (whole.path / name).read_bytes() == (pieces.path / name).read_bytes()
+
+
+def test_places_beyond_four_gib_are_read(store):
+    """In a file that is a hole up to its last tokens."""
+    index = json.loads((store.path / "index.json").read_text())
+    (shard,) = index["shards"] = index["shards"][:1]
+    count = 3 << 30
+    starts = np.array([0, 1 << 30, 2 << 30, count - 3])
+    shard.update(tokens=count, documents=len(starts))
+    index["checksum"] = _checksum(index)
+    (store.path / "index.json").write_text(json.dumps(index))
+    (store.path / "00000.doc").write_bytes(starts.astype("<i8").tobytes())
+    with open(store.path / "00000.bin", "wb") as file:
+        file.truncate(2 * count)
+        file.seek(2 * (count - 3))
+        file.write(np.array([7, 8, EOS], "<u2").tobytes())
+    window = TokenStore(store.path).read(count - 5, 5)
+    assert window.tokens.tolist() == [0, 0, 7, 8, EOS]
+    assert window.positions.tolist() == [(1 << 30) - 5, (1 << 30) - 4, 0, 1, 2]
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65536, "uint16"), (65537, "uint32")])

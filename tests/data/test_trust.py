@@ -1,5 +1,6 @@
 """Loading a tokenizer never runs code that lies beside it."""
 
+import io
 import json
 import re
 import subprocess
@@ -7,12 +8,15 @@ import sys
 
 import pytest
 
+from mamba_fsdp.data import tokenizer
+from mamba_fsdp.errors import UserError
 from tests.support.corpora import ROOT
 
 
-@pytest.mark.parametrize("words", [["get_dataset.py", "in.txt", "out", "--tokenizer=evil"]])
-def test_a_tokenizer_folder_with_code_runs_none_of_it(tmp_path, words):
-    """Also where stdin answers yes to whatever is asked."""
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A tokenizer's folder with code, in a folder that tells whether it ran."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "evil").mkdir()
     (tmp_path / "in.txt").write_text("text")
     (tmp_path / "evil" / "tokenization_evil.py").write_text(
@@ -23,28 +27,38 @@ def test_a_tokenizer_folder_with_code_runs_none_of_it(tmp_path, words):
         "auto_map": {"AutoTokenizer": [None, "tokenization_evil.Evil"]},
     }
     (tmp_path / "evil" / "tokenizer_config.json").write_text(json.dumps(fields))
+    yield
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_tokenizer_folder_with_code_runs_none_of_it(evil):
+    """Where `yes |` answers whatever is asked."""
+    words = ["get_dataset.py", "in.txt", "out", "--tokenizer=evil"]
     done = subprocess.run(
         [sys.executable, ROOT / words[0], *words[1:]],
-        cwd=tmp_path,
         input="y\n" * 100,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 2 and done.stderr.startswith("error: tokenizer evil: can't be loaded")
-    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("load", [tokenizer.load, tokenizer.load_words])
+def test_nor_where_a_verb_loads_it(evil, monkeypatch, load):
+    """generate --tokenizer, sample_prompts, inspect and evaluate."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
+    with pytest.raises(UserError, match="tokenizer evil: can't be loaded"):
+        load("evil")
+    assert not list(tokenizer.identities_in("evil"))
 
 
 def test_every_call_of_transformers_says_so():
     """What a program is given to load, it loads without code."""
     calls = []
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("mamba_fsdp/**/*.py")]:
-        text = path.read_text()
-        for match in re.finditer(r"Auto\w+\.(from_pretrained|from_config)\b", text):
-            calls.append((path.name, text[match.start() : match.start() + 200]))
-    calls = [
-        (name, call)
-        for name, call in calls
-        if not call.startswith("AutoTokenizer.from_pretrained takes")
-    ]
-    assert calls
+    for place in ("*.py", "mamba_fsdp/**/*.py", "config/**/*.py", "benchmarks/**/*.py"):
+        for path in ROOT.glob(place):
+            code = re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
+            for match in re.finditer(r"Auto\w+\.from_(pretrained|config)\b", code):
+                calls.append((path.name, code[match.start() : match.start() + 200]))
+    assert {name for name, _ in calls} == {"tokenizer.py", "models.py"}
     assert not [name for name, call in calls if "trust_remote_code=False" not in call]
