@@ -18,6 +18,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import get_dataset
+from mamba_fsdp import command_line
 from mamba_fsdp.data import reading, tokenize
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import for_validation
@@ -117,7 +119,7 @@ def test_text_that_spells_the_eos_stays_in_its_document(prepare, tmp_path):
     assert (store.read(0, store.token_count).tokens == store.eos).sum() == 1
 
 
-def test_a_folder_is_walked_links_and_odd_names_too(prepare, tmp_path):
+def test_a_folder_is_walked_links_and_odd_names_too(prepare, tmp_path, capsys):
     root = tmp_path / "in"
     (root / "sub").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
@@ -128,12 +130,12 @@ def test_a_folder_is_walked_links_and_odd_names_too(prepare, tmp_path):
     (root / "sub" / "notes.xyz").write_text("unknown")
     with open(os.fsencode(root) + b"/caf\xe9.txt", "w") as file:
         file.write("odd name")
-    done = command(
-        root, tmp_path / "out", "--validation_fraction=0", "--tokenizer=train:300", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
+    prepare(root, tmp_path / "out")
     assert sorted(read_back(tmp_path / "out" / "train")) == ["linked", "odd name"]
-    assert "left out: 1 files whose names don't tell a format, such as 'notes.xyz'" in done.stdout
+    assert (
+        "left out: 1 files whose names don't tell a format, such as 'notes.xyz'"
+        in capsys.readouterr().out
+    )
 
 
 REFUSED = {  # file: (content, what is said of it)
@@ -185,14 +187,18 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
         (["some/name"], "no file or folder here"),
     ],
 )
-def test_a_wrong_command_is_told_in_one_line(tmp_path, words, said):
+def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **how: 1 / 0)  # no network
     for name, text in {"in": "some text", "blank": " \n"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(text)
     (tmp_path / "empty").mkdir()
-    done = command(*words[:1], *(words[1:] or ["out"]), cwd=tmp_path)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+    with pytest.raises(SystemExit) as ended:
+        command_line.run(get_dataset.main, str, [words[0], *(words[1:] or ["out"])])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and said in told
+    assert told.count("\n") == 1 and told.startswith("error: ")
 
 
 def test_a_split_of_a_saved_dataset(prepare, tmp_path):
@@ -257,22 +263,6 @@ def test_of_one_document_the_end_is_held_out(prepare, tmp_path, texts):
 # ---------------------------------------------------------------- killed, interrupted, in parts
 
 
-def run_until(words, cwd, is_time, number):
-    """Starts the command, sends it signal `number` when is_time() or it has ended; returns (exit code, stderr)."""
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "get_dataset.py", *map(str, words)],
-        cwd=cwd,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-    while process.poll() is None and not is_time():
-        time.sleep(0.01)
-    process.send_signal(number)
-    return process.wait(), process.stderr.read()
-
-
 class Stop(BaseException):
     """A kill -9: nothing of ours catches it."""
 
@@ -313,28 +303,52 @@ def test_killed_at_any_write_and_started_again_the_bytes_are_the_same(
     assert starts > 4 and content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
+STANDS = """
+import functools, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv.pop(1))
+import get_dataset
+from mamba_fsdp import command_line
+from mamba_fsdp.data import tokenize
+save = tokenize._Part._save
+def stands(part, lease):
+    save(part, lease)
+    Path("saved").touch()
+    time.sleep(600)
+tokenize._Part._save = stands
+tokenize.BATCH_SIZE = 1000
+tokenize.make_dataset = functools.partial(tokenize.make_dataset, save_seconds=0.0)
+command_line.run(get_dataset.main, get_dataset.help_page)
+"""
+
+
 @pytest.mark.slow
-def test_kill_9_and_ctrl_c_resume_to_the_bytes_of_one_run(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text(as_json_lines(make_texts(30_000)))
+def test_kill_9_and_ctrl_c_resume_to_the_bytes_of_one_run(prepare, tmp_path, tokenizer):
+    """Each process stands when it has saved one batch more than the one before it."""
+    (tmp_path / "a.jsonl").write_text(as_json_lines(make_texts(100)))
+    prepare(tmp_path / "a.jsonl", tmp_path / "whole", validation_fraction=0.01)
     words = ["a.jsonl", "out", f"--tokenizer={tokenizer}", "--eos_token=<|endoftext|>"]
-    done = command("a.jsonl", "whole", *words[2:], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    writing = tmp_path / "out/.progress/0-of-1/train/00000.bin"
-
-    def has_begun():
-        return writing.exists() and writing.stat().st_size > 0
-
-    code, said = run_until(words, tmp_path, has_begun, signal.SIGINT)
-    assert code == 130 and "out is unfinished; the same command resumes from here" in said
-    assert "Traceback" not in said
-    code, _ = run_until(words, tmp_path, has_begun, signal.SIGKILL)
-    assert code == -signal.SIGKILL
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        process = subprocess.Popen(
+            [sys.executable, "-c", STANDS, str(ROOT), *words],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while not (tmp_path / "saved").exists():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(number)
+        said = process.communicate()[1]
+        assert process.returncode == code and "Traceback" not in said
+        assert ("out is unfinished; the same command resumes from here" in said) == (code == 130)
+        (tmp_path / "saved").unlink()
     assert command(*words, cwd=tmp_path).returncode == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     again = command(*words, cwd=tmp_path)
     assert "complete already" in again.stdout
-    other = command(*words, "--shard_tokens=9", cwd=tmp_path)
-    assert other.returncode == 2 and "shard_tokens was 268435456 and is 9" in other.stderr
+    with pytest.raises(UserError, match="shard_tokens was 268435456 and is 9"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "whole", validation_fraction=0.01, shard_tokens=9)
 
 
 @pytest.mark.parametrize("files", [1, 7])
