@@ -44,11 +44,13 @@ def test_every_command_works(project, page, fsx, monkeypatch):
     assert len(commands) >= 4
     for command in commands:
         words = shlex.split(command.replace("/fsx", str(fsx)).replace(" data/", f" {fsx}/out/"))
-        monkeypatch.setattr(sys, "argv", words[words[0] == "-m" :])
+        start = runpy.run_path
+        if words[0] == "-m":
+            start = runpy.run_module
+            words.pop(0)
+        monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
-            if words[0] == "-m":
-                runpy.run_module(words[1], run_name="__main__", alter_sys=False)
-            runpy.run_path(words[0], run_name="__main__")
+            start(words[0], run_name="__main__")
         assert ended.value.code == 0, command
 
 
