@@ -6,14 +6,13 @@ import errno
 import inspect
 import os
 import sys
-import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import fire
 
 import mamba_fsdp
-from config.fields import KINDS, UNBOUNDED, near_name, read, read_field
+from config.fields import KINDS, near_name, read, read_field
 from mamba_fsdp.errors import UserError, leave_for_torchrun
 from mamba_fsdp.report.console import Console, fit_for
 
@@ -68,8 +67,7 @@ def _fail(error: UserError) -> NoReturn:
 def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     """verb(...) with its words as the values of its parameters.
 
-    A parameter's annotation gives the type of its value, and as Annotated[type, Bounds(...)] the
-    bounds; without one it stays text. One that is a dataclass of settings takes all options that
+    A parameter's annotation gives the type of its value; without one it stays text. One that is a dataclass of settings takes all options that
     are its fields. Raises UserError for words that don't fit: too many, missing, unknown (with the
     nearest name), of the wrong type or out of bounds.
     """
@@ -119,14 +117,11 @@ def _read_group(group: Any, named: dict[str, Any]) -> Any:
 def _read_value(parameter: inspect.Parameter, value: Any) -> Any:
     """The value of a parameter from its text, or texts where it is one such as *words."""
     kind = parameter.annotation
-    bounds = UNBOUNDED
-    if typing.get_origin(kind) is Annotated:
-        kind, bounds = typing.get_args(kind)
     if kind not in KINDS:
         return value
     if isinstance(value, tuple):
-        return tuple(read(parameter.name, kind, word, bounds) for word in value)
-    return read(f"--{parameter.name}", kind, value, bounds)
+        return tuple(read(parameter.name, kind, word) for word in value)
+    return read(f"--{parameter.name}", kind, value)
 
 
 def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:

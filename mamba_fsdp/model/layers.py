@@ -63,10 +63,6 @@ class SSM(Part):
             seen = min(position, state["conv"].shape[1])
             entering = state["ssm"]
             x = torch.cat([state["conv"][:, -seen:], x], dim=1)
-        if position and seq_idx is not None:
-            goes_on = seq_idx[:, position] == seq_idx[:, position - 1]
-            entering = entering * goes_on.view(-1, *[1] * (entering.dim() - 1))
-            seq_idx = seq_idx[:, position - seen :]
         if state:
             last = x[:, -state["conv"].shape[1] :]
             state["conv"][:, -last.shape[1] :] = last
@@ -79,8 +75,6 @@ class SSM(Part):
         )
         if seen:
             x = x[:, seen:]
-        if seen and seq_idx is not None:
-            seq_idx = seq_idx[:, seen:]
         y = self.scan(
             *self.scan_inputs(x, *rest),
             seq_idx=seq_idx,

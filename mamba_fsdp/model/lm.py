@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.layers import MIXERS, MLP, add_parameters
 from mamba_fsdp.ops.backends import REFERENCE
@@ -54,8 +53,7 @@ class MambaLM(nn.Module):
 
     Constructing draws no random numbers and works on the meta device; parameters are fp32, for init.py or a checkpoint
     to fill. backends: operator -> backend, as ops/backends.py chooses. compute_dtype: of everything but the residual stream, the
-    recurrences and the loss. reset_at_documents: `seq_idx` may be given, and nothing crosses a start. part: positions
-    that the loss of longer rows is computed of at a time, without a gradient; 0 for all.
+    recurrences and the loss. reset_at_documents: `seq_idx` may be given, and nothing crosses a start.
     """
 
     def __init__(
@@ -65,10 +63,8 @@ class MambaLM(nn.Module):
         backends=REFERENCE,
         compute_dtype=torch.float32,
         reset_at_documents=False,
-        part=0,
     ):
         super().__init__()
-        self.part = part
         self.config = config
         self.backends = backends
         self.compute_dtype = compute_dtype
@@ -92,13 +88,11 @@ class MambaLM(nn.Module):
         assert seq_idx is None or self.reset_at_documents, (
             "this model was not built to reset at documents"
         )
-        if self.part and labels is not None and tokens.shape[1] > self.part:
-            return self.loss_in_parts(tokens, labels, seq_idx, weights)
         hidden = self.final_norm(*self.read(tokens, seq_idx))
         return self.lm_head(hidden) if labels is None else self.loss(hidden, labels, weights)
 
     def read(self, tokens, seq_idx=None, state=None):
-        """(hidden, residual) behind the blocks. With a `state`, tokens follow it and seq_idx is that of all."""
+        """(hidden, residual) behind the blocks. With a `state`, tokens follow it, and there is no seq_idx."""
         hidden = F.embedding(tokens, self.backbone.embedding.weight)
         residual = None
         position = 0
@@ -121,21 +115,6 @@ class MambaLM(nn.Module):
             labels.flatten(),
             None if weights is None else weights.flatten(),
         )
-
-    @torch.no_grad()
-    def loss_in_parts(self, tokens, labels, seq_idx, weights):
-        """As forward with labels, in the memory of one part (attention: and the keys and values of all positions)."""
-        counted = (labels != IGNORED_LABEL).any(dim=0).nonzero()
-        length = int(counted.max()) + 1 if len(counted) else 0
-        state = self.allocate_state(len(tokens), length)
-        total = torch.zeros((), device=tokens.device)
-        for start in range(0, length, self.part):
-            end = min(start + self.part, length)
-            so_far = None if seq_idx is None else seq_idx[:, :end]
-            hidden = self.final_norm(*self.read(tokens[:, start:end], so_far, state))
-            part_weights = None if weights is None else weights[:, start:end]
-            total += self.loss(hidden, labels[:, start:end], part_weights)
-        return total
 
     def final_norm(self, hidden, residual):
         return add_rms_norm(

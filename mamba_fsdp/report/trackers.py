@@ -1,6 +1,5 @@
 """Where metrics go besides metrics.jsonl: TensorBoard's files in the run folder, and Weights & Biases."""
 
-import contextlib
 import importlib
 import os
 import textwrap
@@ -13,8 +12,8 @@ from typing import Any
 import yaml
 
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.report.records import numbers_of, read
-from mamba_fsdp.run_layout import METRICS, TENSORBOARD, WANDB_ID
+from mamba_fsdp.report.records import numbers_of
+from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 from mamba_fsdp.storage import write_atomically
 
 INSTALL_WANDB = ".venv/bin/python -m pip install -r requirements/wandb.txt"
@@ -93,18 +92,17 @@ class TensorBoard:
 class WeightsAndBiases:
     """One W&B run per run folder. The folder keeps its id, so that a resumed run continues the same curves.
 
-    W&B can't drop steps that come again after a kill, so they are not sent again; steps that a kill kept from being
-    sent are taken from metrics.jsonl.
+    W&B can't drop steps that come again after a kill, so those that its server has are not sent again.
     """
 
     def __init__(
         self, wandb: ModuleType, run_folder: Path, settings: dict, project: str, name: str
     ) -> None:
         """Raises ConnectionRefusedError where W&B refuses."""
-        self.id_file = run_folder / WANDB_ID
-        if not self.id_file.exists():
-            write_atomically(self.id_file, uuid.uuid4().hex)
-        self.id, *sent = self.id_file.read_text().split()  # older versions kept the id alone
+        id_file = run_folder / WANDB_ID
+        if not id_file.exists():
+            write_atomically(id_file, uuid.uuid4().hex)
+        run_id = id_file.read_text().split()[0]  # some versions kept more than the id
         os.environ.setdefault("WANDB_SILENT", "true")  # W&B would print some forty lines
         try:
             mode = wandb.setup().settings.mode
@@ -113,7 +111,7 @@ class WeightsAndBiases:
                 raise ConnectionRefusedError("nobody is logged in")
             self.run = wandb.init(
                 project=project or os.environ.get("WANDB_PROJECT") or "mamba-fsdp",
-                id=self.id,
+                id=run_id,
                 name=name or os.environ.get("WANDB_NAME") or run_folder.name,
                 resume="allow" if online else None,
                 dir=str(run_folder),
@@ -122,23 +120,12 @@ class WeightsAndBiases:
         except Exception as error:  # its errors have no common class in all its versions
             raise ConnectionRefusedError(first_line(error)) from None
         self.place = self.run.url if online else f"{mode}, in {run_folder}/wandb"
-        self.next_step = 0
-        if sent:
-            self.next_step = int(sent[0]) + 1
-        if self.run.resumed:  # its server knows best what has arrived
-            self.next_step = self.run.step
-        for entry in read(run_folder / METRICS):
-            self.write(entry)
+        self.next_step = self.run.step if self.run.resumed else 0
 
     def write(self, entry: dict) -> None:
-        step = entry["step"]
-        if step < self.next_step:
-            return
-        values = {tag_of(name): value for name, value in numbers_of(entry).items()}
-        self.run.log(values, step=step)
-        self.next_step = step
-        with contextlib.suppress(OSError):
-            write_atomically(self.id_file, f"{self.id} {step}")
+        if entry["step"] >= self.next_step:
+            values = {tag_of(name): value for name, value in numbers_of(entry).items()}
+            self.run.log(values, step=entry["step"])
 
     def close(self) -> None:
         self.run.finish()

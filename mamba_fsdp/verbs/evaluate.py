@@ -6,7 +6,7 @@ before it in its window (docs/evaluating.md). MODEL is a run folder, a checkpoin
 transformers or state-spaces folder. DATA is a token store, or a folder with stores in validation/ or test/;
 get_dataset.py makes one of text. Under torchrun the ranks share the work.
 
-  --seq_length          tokens per window, as many as you like; more context, lower loss
+  --seq_length          tokens per window; more context, lower loss, more memory
   --stride              from one window to the next; 0: seq_length, no overlap. Smaller: each token has at least
                         seq_length - stride others before it, and the work is seq_length / stride times as much
   --batch_size          windows per forward pass, fewer where they are long
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mamba_fsdp.verbs.loading import Loaded
 
 DECODED_AT_ONCE = 1 << 16  # tokens
+POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # in a forward pass, if a window has not more
 
 
 @dataclass
@@ -131,7 +132,7 @@ def measure(
     the model does not know its tokens."""
     from mamba_fsdp.data.loader import BatchLayout, evaluation_batches, evaluation_windows
     from mamba_fsdp.train.validation import evaluate as evaluate_loss
-    from mamba_fsdp.verbs.loading import POSITIONS, inference_world
+    from mamba_fsdp.verbs.loading import inference_world
 
     began = time.perf_counter()
     if options.stride > options.seq_length:

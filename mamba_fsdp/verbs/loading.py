@@ -73,10 +73,6 @@ def inference_world() -> World:
     return start_world()
 
 
-# Of how many positions the loss is computed at a time, for the memory that it takes.
-POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}
-
-
 def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool = False) -> Loaded:
     """Returns the model that `source` names, see interop/weights.py. model_name: the preset that it is, where there is
     no config.json. Raises UserError."""
@@ -92,7 +88,6 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
             backends=choice.backends,
             compute_dtype=dtype,
             reset_at_documents=reset_at_documents,
-            part=POSITIONS[world.device.type],
         )
     parallel = parallelize(
         model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype

@@ -24,7 +24,7 @@ docs/planning.md. Exit codes: 0 it fits, 1 it does not, 2 a mistake.
 import json as as_json
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
-from typing import Annotated, Any
+from typing import Any
 
 from config.fields import Bounds, near_name, read
 from config.presets import title
@@ -40,19 +40,20 @@ USUAL_TOKENS = 10**9
 
 def main(
     *preset: str,
-    nodes: Annotated[int, Bounds(at_least=1, at_most=100_000)] = 1,
+    nodes: str = "1",
     instance: str = "",
     tokens: str = "",
     json: bool = False,
     **given: Any,
 ) -> int:
+    count = read("--nodes", int, nodes, Bounds(at_least=1, at_most=100_000))
     machine = choose_machine(instance, given)
     config = given.pop("config", None)
     if preset:
         given = {"model_name": preset[0], **given}
     settings, explicit = resolve_settings(given, config, preset[1:])
-    found = estimate(settings, nodes, machine)
-    better = best(settings, nodes, machine)
+    found = estimate(settings, count, machine)
+    better = best(settings, count, machine)
     length = USUAL_TOKENS
     if tokens:
         length = read("--tokens", int, tokens, ABOVE_0)
@@ -67,7 +68,7 @@ def main(
         print(as_json.dumps({**asdict(found), **figures, "best": best_found}, indent=1))
     else:
         print(f"model      {title(settings.model)}: {found.parameters:,} parameters")
-        machines = f"{nodes} x {instance}" if instance else str(nodes)
+        machines = f"{found.nodes} x {instance}" if instance else str(found.nodes)
         print(
             f"machines   {machines}: {found.devices} x {machine.device} of {machine.memory:.1f} GB"
         )

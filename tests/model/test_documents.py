@@ -57,22 +57,3 @@ def test_a_model_without_the_setting_refuses_boundaries():
     """Rather than to train on documents that it does not keep apart."""
     with pytest.raises(AssertionError, match="not built"):
         small_model("mamba1")(some_tokens(2, A + B + C), seq_idx=DOCUMENTS)
-
-
-@pytest.mark.parametrize("backend", FORM_NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("reset", [False, True])
-@torch.no_grad()
-def test_the_loss_in_parts_is_that_of_the_whole(family, backend, reset):
-    """Whether a part ends with a document (A), within it, or holds less than the convolution's width; a row's end may
-    have no labels."""
-    model = small_model(family, reset_at_documents=reset, backends=BACKENDS[backend])
-    tokens = some_tokens(2, A + B + C)
-    seq_idx = DOCUMENTS if reset else None
-    labels = tokens.roll(-1, 1)
-    labels[:, -5:] = -100
-    whole = model(tokens, labels=labels, seq_idx=seq_idx)
-    for model.part in (2, A, 30, A + B + C - 1):
-        parts = model(tokens, labels=labels, seq_idx=seq_idx)
-        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=0)
-    assert model(tokens, labels=torch.full_like(labels, -100), seq_idx=seq_idx) == 0

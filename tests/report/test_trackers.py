@@ -1,6 +1,5 @@
 """TensorBoard and Weights & Biases get what metrics.jsonl gets, each step once, whatever a restart repeats."""
 
-import json
 import os
 import sys
 from types import SimpleNamespace
@@ -117,16 +116,13 @@ def fake(monkeypatch):
 
 
 def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, fake):
-    """Steps that were lost when the run was killed come from metrics.jsonl."""
     run = FakeRun(step=5, resumed=True)
-    fake("online", run)
-    (tmp_path / "wandb_id").write_text("older")  # of an older version: the id alone
-    metrics = [json.dumps({"step": step, "loss": 0.5}) + "\n" for step in (4, 5)]
-    (tmp_path / "metrics.jsonl").write_text("".join(metrics))
-    (tracker,) = make_trackers(["wandb"], tmp_path, {}, 5)
-    tracker.write({"step": 6, "loss": 1.0})
-    assert run.sent == [(5, 0.5), (6, 1.0)]
-    assert (tmp_path / "wandb_id").read_text() == "older 6"
+    given = fake("online", run)
+    (tmp_path / "wandb_id").write_text("older 4")  # of an older version
+    (tracker,) = make_trackers(["wandb"], tmp_path, {}, 3)
+    for step in (4, 5, 6):
+        tracker.write({"step": step, "loss": 1.0 * step})
+    assert run.sent == [(5, 5.0), (6, 6.0)] and given[0]["id"] == "older"
 
 
 def test_a_run_whom_wandb_refuses_does_without_it(tmp_path, fake):
