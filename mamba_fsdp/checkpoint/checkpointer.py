@@ -28,12 +28,14 @@ from mamba_fsdp.checkpoint.folder import is_model, stored_name
 from mamba_fsdp.checkpoint.ranges import find_layouts, pack, part_to_write
 from mamba_fsdp.checkpoint.restore import Check, Choice, Restored, load, newest_whole
 from mamba_fsdp.checkpoint.retention import Retention, delete
-from mamba_fsdp.errors import UserError, joined
+from mamba_fsdp.errors import UserError, first_line, joined
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.report.records import add_event
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
 from mamba_fsdp.storage import CHECKPOINT, nothing, retry_io, sync_folder, write_atomically
+
+ALIGNMENT = 64  # bytes, of a tensor in host memory
 
 
 class Phase(enum.Enum):
@@ -106,7 +108,7 @@ class Checkpointer:
         self.retention = Retention(self.folder, keep, keep_every, report, check_ours)
         self.pending: Save | None = None
         self.last: Path | None = None  # the checkpoint that it has resumed from or committed last
-        self.buffers: list[torch.Tensor] = []  # for the copies, kept over saves: all are alike
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # for the copies, kept over saves
         self.stalled = 0.0  # seconds, see stall_seconds
 
         self.world.on_rank0(partial(retry_io, self.retention.clean, self.folder))
@@ -136,12 +138,14 @@ class Checkpointer:
         return choice
 
     def check_room(self, shards: Sequence[Shard]) -> None:
-        """Raises UserError on all ranks where there is no room for a checkpoint."""
+        """Takes the memory that saves need. Raises UserError on all ranks where storage has no room for a checkpoint."""
 
         def check():
             delete(self._reserve("a checkpoint", 0, shards))
 
         self.world.on_rank0(check)
+        written = [shard.data[start:stop] for shard, start, stop in self._parts(shards)]
+        self.world.on_all_ranks(partial(self._host_memory, written))
 
     def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
         """Saves `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
@@ -157,15 +161,19 @@ class Checkpointer:
             if not self.asynchronous:
                 self.wait()
 
-    def _begin(self, step, shards, state):
+    def _parts(self, shards):
+        """(shard, start, stop): what this rank writes of each, the model's first."""
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
+        for turn, shard in enumerate(shards):
+            count = shard.data.numel()
+            yield shard, *part_to_write(count, shard.replicas, shard.replica_index, turn)
+
+    def _begin(self, step, shards, state):
         ranges = []  # (start, count) of what this rank writes of each tensor
         pieces = []
         tensors = {}
-        for turn, shard in enumerate(shards):
+        for shard, start, stop in self._parts(shards):
             name = stored_name(shard.name)
-            count = shard.data.numel()
-            start, stop = part_to_write(count, shard.replicas, shard.replica_index, turn)
             ranges.append((shard.start + start, stop - start))
             if start < stop:
                 pieces.append((name, shard.start + start, shard.data[start:stop]))
@@ -188,15 +196,9 @@ class Checkpointer:
         )
 
     def _start_copying(self, save, tensors):
-        """What gives the tensors' copies in host memory, to be called in the writing thread. That memory is taken once
-        and kept: of two saves, only one is under way."""
+        """What gives the tensors' copies in host memory, to be called in the writing thread."""
         on_gpu = self.world.device.type == "cuda"
-        if not self.buffers:
-            self.buffers = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-                for tensor in tensors
-            ]
-        buffers = self.buffers
+        buffers = self._host_memory(tensors)
         if on_gpu:
             stream = torch.cuda.Stream()
             save.copied = torch.cuda.Event()
@@ -214,6 +216,17 @@ class Checkpointer:
             return buffers
 
         return copies
+
+    def _host_memory(self, tensors):
+        """Memory like each of these 1-D tensors, in one buffer: taken at the start and kept, for of two saves only one is
+        under way. For a GPU it is pinned, as it is: torch's own pinned memory is rounded up to a power of two."""
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        if not len(self.buffer):  # all saves are alike
+            self.buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+            if self.world.device.type == "cuda" and len(self.buffer):
+                _pin(self.buffer)
+        places = self.buffer.split(sizes)
+        return [place[: tensor.nbytes].view(tensor.dtype) for place, tensor in zip(places, tensors)]
 
     def wait_for_copies(self) -> None:
         """Call before weights and moments change: waits until they are copied, on a GPU the device, not the host."""
@@ -351,3 +364,14 @@ class Checkpointer:
         commit = json.dumps({**header, "files": entries}, indent=1)
         write_atomically(save.folder / COMMIT, commit)
         return sum(entry["bytes"] for entry in entries.values())
+
+
+def _pin(buffer):
+    try:
+        cuda = torch.cuda.cudart()
+        torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
+    except RuntimeError as error:
+        raise UserError(
+            f"{len(buffer):,} bytes of host memory for saves can't be pinned ({first_line(error)}); "
+            "give the job more memory"
+        ) from None

@@ -7,6 +7,7 @@ import resource
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
         flush(file)
 
     monkeypatch.setattr(files, "_flush", fail_once)
-    kept = [buffer.data_ptr() for buffer in checkpointer.buffers]
+    kept = checkpointer.buffer
     shards = shards_of(1)
     state = {"list": [1]}
     checkpointer.save(1, shards, state)
@@ -84,18 +85,18 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
     shards[0].data.fill_(9)
     changed.set()
     checkpointer.wait()
-    assert kept and kept == [buffer.data_ptr() for buffer in checkpointer.buffers]
+    assert len(kept) and checkpointer.buffer is kept
     target = shards_of(0)
     assert load(checkpointer.newest(), target, WORLD) == {"list": [1]}
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 
 def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypatch):
-    """The copies begin after what training has asked for so far; no thread but the writing one waits for them."""
+    """The copies begin after what training has asked for so far; no thread but the writing one waits for them. They go to
+    one buffer, pinned at the start and no larger than it must be."""
     calls = []
     pinned = []
     copy = torch._foreach_copy_
-    empty = torch.empty
 
     def note(what, result=None):
         calls.append((what, threading.current_thread() is threading.main_thread()))
@@ -109,9 +110,9 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     class Stream:
         wait_stream = staticmethod(lambda other: note(f"after {other}"))
 
-    def pinned_empty(*shape, pin_memory=False, **how):
-        pinned.append(pin_memory)
-        return empty(*shape, **how)
+    def register(address, size, flags):
+        pinned.append(size)
+        return 0
 
     def aside(stream):
         note("aside")
@@ -122,22 +123,26 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
         "Event": Event,
         "current_stream": lambda: "training",
         "set_device": id,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=register),
+        "check_error": lambda error: note(f"error {error}"),
         "stream": aside,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch, "empty", pinned_empty)
     monkeypatch.setattr(
         torch, "_foreach_copy_", lambda *both, non_blocking: note(non_blocking, copy(*both))
     )
     world = dataclasses.replace(WORLD, device=torch.device("cuda", 0))
     checkpointer = Checkpointer(run, world)
+    checkpointer.check_room(shards_of(0))
+    assert pinned == [sum(-(-shard.data.nbytes // 64) * 64 for shard in shards_of(0))]
+    calls.clear()
     checkpointer.save(1, shards_of(1), {})
     checkpointer.wait_for_copies()
     checkpointer.wait()
     in_training = [what for what, is_training in calls if is_training]
     assert in_training == ["after training", "aside", True, "record", "wait"]
-    assert ("synchronize", False) in calls and pinned and all(pinned)
+    assert ("synchronize", False) in calls and len(pinned) == 1
     target = shards_of(0)
     load(checkpointer.newest(), target, WORLD)
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
