@@ -159,7 +159,7 @@ def test_the_settings_it_names_exist(project):
             "temperature",
             "format",
             "seq_length",
-            "all",
+            "call",
             "nodes",
             "instance",
         }
