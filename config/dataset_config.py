@@ -20,6 +20,9 @@ class DatasetConfig:
     validation_fraction: float = setting(0.01, at_least=0, below=1)
     """Share of the documents held out for OUT/validation; 0 for none. Where that is no whole document, the last tokens
     of the input are."""
+    splits: str = setting("held_out", choices=("held_out", "official"))
+    """Where OUT/validation comes from: a share is held out, or official: the input's own splits become OUT/train,
+    OUT/validation and OUT/test. Those of a datasets name, or files and folders named so, as save_to_disk names them."""
     documents: str = setting("file")
     """What a document of a .txt file is: file (all of it), lines, blank_line (what stands between blank lines), or
     separator:TEXT, such as separator:'<|endoftext|>'."""
@@ -31,8 +34,7 @@ class DatasetConfig:
     config: str = setting("")
     """Configuration of a datasets name."""
     split: str = setting("")
-    """Split of a datasets name or a save_to_disk folder; empty takes train where there are several. Of one that is for
-    validation or tests make another OUT, with --validation_fraction=0 and the tokenizer of the first."""
+    """Split of a datasets name or a save_to_disk folder; empty takes train where there are several."""
     pack: str = setting("document", choices=("document", "none"))
     """What comes after each document: document puts its end-of-text token there, none nothing: rows of token ids that
     are blocks of one long text follow each other as they are."""
@@ -73,6 +75,8 @@ class DatasetConfig:
             raise UserError(
                 f"--strip_tokens={','.join(self.strip_tokens)}: give token ids, as in 1,2"
             )
+        if self.splits == "official" and self.split:
+            raise UserError(f"--split={self.split} and --splits=official exclude each other")
         number, count = self.part_of()
         if number >= count:
             last = max(count, 4) - 1

@@ -4,6 +4,7 @@ import contextlib
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ KINDS = {
     ".arrow": "arrow",
     ".npy": "datalayout",
 }
+# The stores that official splits become, and words by which an input names them.
+STORES = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
 ARCHIVES = (".gz", ".zst")  # of text, JSON and CSV
 SAVED = {"_data_files": [{"filename": ...}]}  # in state.json of a folder that `datasets` saved
 # Folders of the standard library's that are not its own.
@@ -40,6 +43,8 @@ class Shard:
 
     name: str  # path of a file, or name on the Hub
     kind: str  # of KINDS, or hub
+    split: str = "train"  # of a name on the Hub
+    store: str = "train"  # of STORES: where its documents go that are not held out
 
 
 class Document(NamedTuple):
@@ -54,19 +59,20 @@ def find_shards(input: str, options: DatasetConfig) -> list[Shard]:
     """The shards of what `input` names, in order. Raises UserError where there is nothing to read."""
     path = os.path.expanduser(input)
     if input != "builtin" and not os.path.lexists(path) and not glob.has_magic(path):
-        _check_on_hub(input, options)
-        return [Shard(input, "hub")]
+        return _hub_shards(input, options)
     shards = _local_shards(path, options)
     split = options.split
     if split and not any(split in Path(shard.name).parts for shard in shards):
         raise UserError(f"--split={split}: there is none of that name in {input}")
+    if not any(shard.store == "train" for shard in shards):
+        raise UserError(f"--splits=official: {input} has no split for training")
     return shards
 
 
 def describe(shards: list[Shard]) -> dict:
     """What the input is at this moment: its files' names, sizes and times."""
     if shards[0].kind == "hub":
-        return {"dataset": shards[0].name}
+        return {"dataset": shards[0].name, "splits": [shard.split for shard in shards]}
     digest = hashlib.sha256()
     size = 0
     for shard in shards:
@@ -117,10 +123,13 @@ def _local_shards(name, options) -> list[Shard]:
     shards = []
     left_out = []
     for place in places:
-        for path in _files_below(place, options.split or "train"):
+        for path in _files_below(place, options):
             kind = kind_of(path, format)
             if kind:
                 shards.append(Shard(str(path.absolute()), kind))
+            if kind and options.splits == "official":
+                within = path.relative_to(place) if path != place else path.name
+                shards[-1].store = store_of(within)
             else:
                 left_out.append(path.name)
     if not shards:
@@ -135,9 +144,22 @@ def _local_shards(name, options) -> list[Shard]:
     return shards
 
 
-def _files_below(place: Path, split: str) -> Iterator[Path]:
+def store_of(name: str | Path) -> str:
+    """The store for the official split that a name, or a file by its path, is called after. Raises UserError where it
+    is none or two."""
+    words = set(re.split(r"[^a-z]+", str(name).lower()))
+    found = [store for store, spellings in STORES.items() if words & spellings]
+    if len(found) != 1:
+        raise UserError(
+            f"--splits=official: {name} is named after none of the splits train, validation and test, or after "
+            "two; leave it out, and a share of the text is held out"
+        )
+    return found[0]
+
+
+def _files_below(place: Path, options: DatasetConfig) -> Iterator[Path]:
     """A file itself; the files in a folder, hidden ones left out, links followed once. Of folders that `datasets` saved
-    those that hold the rows, of this split where there are several."""
+    those that hold the rows, of the split or splits that the options name."""
     if not place.is_dir():
         yield place
         return
@@ -151,7 +173,8 @@ def _files_below(place: Path, split: str) -> Iterator[Path]:
         seen.add(target)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "dataset_dict.json" in names:
-            folders[:] = {split}.intersection(folders)
+            if options.splits != "official":
+                folders[:] = {options.split or "train"}.intersection(folders)
             names = []
         if "state.json" in names and "dataset_info.json" in names:
             saved = read_object(folder / "state.json", SAVED, "save it again")
@@ -167,17 +190,25 @@ def _refuse(error):
     raise UserError(f"{error.filename}: can't be read ({error.strerror})") from error
 
 
-def open_on_hub(name: str, options: DatasetConfig):
-    """The split of a name on the Hub that the options name, streaming."""
+def open_on_hub(name: str, config: str, split: str):
+    """A split of a name on the Hub, streaming."""
     import datasets  # a second to import: only where needed
 
-    split = options.split or "train"
-    return datasets.load_dataset(name, options.config or None, split=split, streaming=True)
+    return datasets.load_dataset(name, config or None, split=split, streaming=True)
 
 
-def _check_on_hub(name, options):
+def _hub_shards(name, options) -> list[Shard]:
+    import datasets
+
     try:
-        open_on_hub(name, options)
+        if options.splits == "official":
+            splits = datasets.get_dataset_split_names(name, options.config or None)
+            return [Shard(name, "hub", split, store_of(split)) for split in splits]
+        split = options.split or "train"
+        open_on_hub(name, options.config, split)
+        return [Shard(name, "hub", split)]
+    except UserError:
+        raise
     except Exception as error:  # the name, split or config is unknown, there is no network, ...
         raise UserError(
             f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)})"

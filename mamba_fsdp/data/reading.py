@@ -2,6 +2,7 @@
 
 import glob
 import io
+import itertools
 import json
 import os
 import re
@@ -41,6 +42,7 @@ class Batch:
     documents: list[Document] = field(default_factory=list)
     position: dict[str, int] = field(default_factory=dict)  # where a reader resumes behind them
     size: int = 0  # characters or tokens
+    store: str = "train"  # where they go
 
 
 def read_batches(
@@ -67,9 +69,11 @@ def read_batches(
     for place, document in _documents(shards, options, position["shard"]):
         if place <= resumed:
             continue
-        if batch.size >= size:
+        store = shards[place[0]].store
+        if batch.size >= size or (batch.position and batch.store != store):
             yield batch
             batch = Batch()
+        batch.store = store
         if seen % count == number:
             batch.documents += _short_parts(document)
             batch.size += len(document.content)
@@ -116,7 +120,7 @@ def _table_documents(shard, options):
 def _open(shard, options):
     column = options.text_column
     if shard.kind == "hub":
-        return open_on_hub(shard.name, options)
+        return open_on_hub(shard.name, options.config, shard.split)
     how: dict[str, Any] = {}
     if shard.kind == "csv":  # each field is text as it stands there: no number, and NA is no gap
         how = {"usecols": [column], "converters": {column: str}, "keep_default_na": False}
@@ -156,10 +160,15 @@ def _whole_file(file):
 
 def _json_documents(shard, options):
     with _opened(shard.name) as file:
-        for number, line in enumerate(file, 1):
+        line = file.readline()
+        if line.lstrip().startswith("["):  # one list of records, which is read whole
+            for number, record in enumerate(_parsed(shard.name, line + file.read()), 1):
+                yield Document(_field(f"{shard.name}: record {number}", record, options.text_column))
+            return
+        for number, line in enumerate(itertools.chain([line], file), 1):
             where = f"{shard.name}: line {number}"
             if line.strip():
-                yield Document(_field(where, line, options.text_column))
+                yield Document(_field(where, _parsed(where, line), options.text_column))
 
 
 def _opened(name):
@@ -171,19 +180,23 @@ def _opened(name):
     return io.TextIOWrapper(file, "utf-8-sig", newline="\n")
 
 
-def _field(where, line, column):
-    """What `column` names in a record: text, or token ids; "" for null. document.text is the field text of document."""
+def _parsed(where, text):
     try:
-        record = value = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is no JSON ({first_line(error)})") from None
+
+
+def _field(where, record, column):
+    """What `column` names in a record: text, or token ids; "" for null. document.text is the field text of document."""
+    value = record
     names = [column] if isinstance(record, dict) and column in record else column.split(".")
     for name in names:
         if value is None:
             return ""
         if not isinstance(value, dict) or name not in value:
             raise UserError(
-                f"{where}: there is no {column!r} in {line.strip()[:100]}; name one with --text_column"
+                f"{where}: there is no {column!r} in {json.dumps(record)[:100]}; name one with --text_column"
             )
         value = value[name]
     if value is None:

@@ -162,7 +162,13 @@ class _Part:
         self.number, self.count = options.part_of()
         self.folders = [out / PROGRESS / f"{part}-of-{self.count}" for part in range(self.count)]
         self.folder = self.folders[self.number]
-        self.stores = ["train", "validation"] if options.validation_fraction else ["train"]
+        self.stores = ["train"]
+        self.held_out = options.validation_fraction
+        if options.splits == "official":
+            self.stores = sorted({shard.store for shard in shards})
+            self.held_out = 0
+        elif self.held_out:
+            self.stores.append("validation")
 
     def run(self, save_seconds: float) -> dict | None:
         """Returns dataset.json's content if all parts have ended."""
@@ -225,7 +231,8 @@ class _Part:
             return tokenizers_.load(options.tokenizer, options.eos_token)
         if not (folder / "tokenizer.json").exists():
             print(f"training a tokenizer of {size} tokens", flush=True)
-            tokenizers_.train(_sample(self.shards, options), size).save(folder)
+            training = [shard for shard in self.shards if shard.store == "train"]
+            tokenizers_.train(_sample(training, options), size).save(folder)
         return tokenizers_.load(str(folder / "tokenizer.json"), tokenizers_.END_OF_TEXT)
 
     def _tokenize(self, tokenizer, lease, save_seconds):
@@ -276,12 +283,12 @@ class _Part:
         if state.is_open:
             bounds = np.append(bounds, len(tokens))
         numbers = first + np.arange(len(bounds))
-        held_out = for_validation(numbers, self.options.validation_fraction)
+        held_out = for_validation(numbers, self.held_out)
         if held_out.any():
             is_held_out = np.repeat(held_out, np.diff(bounds, prepend=0))
             self.writers["validation"].append(tokens[is_held_out])
             tokens = tokens[~is_held_out]
-        self.writers["train"].append(tokens)
+        self.writers[batch.store].append(tokens)
 
     def _save(self, lease):
         """Makes what was written durable, and then the state that says so."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import datasets
 import pandas
@@ -151,7 +152,7 @@ REFUSED = {  # file: (content, what is said of it)
     "j.jsonl.gz": (gzip.compress(b'{"text": "a"}')[:-9], "can't be read as json"),
     "k.json": (b"[{", "line 1 is no JSON"),
     "l.npy": (b"1234", "copied without"),
-    "m.jsonl": (b"[" * 200_000, "line 1 is no JSON"),
+    "m.jsonl": (b"[" * 200_000, "is no JSON"),
 }
 
 
@@ -180,7 +181,7 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
         (["in", "--part=2/2"], "--part=2/2"),
         (["in", "--tokenizer=train:9"], "at least 257"),
         (["in", "--workers=2"], "there is no such option"),
-        (["in", "--splits=official"], "there is no such option"),
+        (["in", "--splits=official"], "is named after none of the splits train, validation and test"),
         (["in", "in"], "not empty and not made by this program"),
         (["empty"], "no file named"),
         (["blank"], "holds no text"),
@@ -210,6 +211,35 @@ def test_a_split_of_a_saved_dataset(prepare, tmp_path):
         assert read_back(tmp_path / f"of_{split}" / "train") == [split or "train"]
     with pytest.raises(UserError, match="no file named"):
         prepare(tmp_path / "saved", tmp_path / "none", split="dev")
+
+
+def test_official_splits_become_stores(prepare, tmp_path, monkeypatch):
+    """Of a saved dataset, of files named after them (one of these a list of records), and of a name on the Hub."""
+    texts = {"train": ["a", "b"], "validation": ["c"], "test": ["d"]}
+    saved = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in texts.items()}
+    datasets.DatasetDict(saved).save_to_disk(tmp_path / "saved")
+    files = tmp_path / "files"
+    (files / "valid").mkdir(parents=True)
+    (files / "wiki.train.json").write_text(json.dumps([{"text": text} for text in texts["train"]]))
+    (files / "valid" / "x.jsonl").write_text(as_json_lines(texts["validation"]))
+    (files / "wiki.test.jsonl").write_text(as_json_lines(texts["test"]))
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: list(texts))
+    load = datasets.load_dataset
+
+    def load_saved(name, *words, split, **more):
+        if name == "some/corpus":
+            return saved[split].to_iterable_dataset()
+        return load(name, *words, split=split, **more)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_saved)
+    for source in (tmp_path / "saved", files, "some/corpus"):
+        out = tmp_path / f"of_{Path(source).name}"
+        prepare(source, out, splits="official", validation_fraction=0.5)
+        assert {name: read_back(out / name) for name in texts} == texts
+        assert sorted(path.parent.name for path in out.glob("*/index.json")) == sorted(texts)
+    (files / "wiki.train.json").unlink()
+    with pytest.raises(UserError, match="no split for training"):
+        prepare(files, tmp_path / "none", splits="official")
 
 
 def test_a_name_on_the_hub_is_streamed(prepare, tmp_path, monkeypatch):
