@@ -125,13 +125,14 @@ def _local_shards(name, options) -> list[Shard]:
     for place in places:
         for path in _files_below(place, options):
             kind = kind_of(path, format)
-            if kind:
-                shards.append(Shard(str(path.absolute()), kind))
-            if kind and options.splits == "official":
-                within = path.relative_to(place) if path != place else path.name
-                shards[-1].store = store_of(within)
-            else:
+            if not kind:
                 left_out.append(path.name)
+                continue
+            shard = Shard(str(path.absolute()), kind)
+            if options.splits == "official":
+                within = path.relative_to(place) if path != place else path.name
+                shard.store = store_of(within)
+            shards.append(shard)
     if not shards:
         raise UserError(
             f"{name}: no file named {', '.join(KINDS)} there; --format=text takes every file as text"

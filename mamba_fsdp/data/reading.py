@@ -160,12 +160,14 @@ def _whole_file(file):
 
 def _json_documents(shard, options):
     with _opened(shard.name) as file:
-        line = file.readline()
-        if line.lstrip().startswith("["):  # one list of records, which is read whole
-            for number, record in enumerate(_parsed(shard.name, line + file.read()), 1):
-                yield Document(_field(f"{shard.name}: record {number}", record, options.text_column))
+        first = file.readline()
+        if first.lstrip().startswith("["):  # one list of records, which is read whole
+            for number, record in enumerate(_parsed(shard.name, first + file.read()), 1):
+                yield Document(
+                    _field(f"{shard.name}: record {number}", record, options.text_column)
+                )
             return
-        for number, line in enumerate(itertools.chain([line], file), 1):
+        for number, line in enumerate(itertools.chain([first], file), 1):
             where = f"{shard.name}: line {number}"
             if line.strip():
                 yield Document(_field(where, _parsed(where, line), options.text_column))
