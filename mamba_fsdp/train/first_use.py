@@ -219,14 +219,11 @@ class FirstUse:
         sums = [int(tensor.reshape(-1).view(torch.uint8).sum()) for tensor in results.values()]
         return Measured(worst, errors[worst], bounds[worst], sums)
 
-    def check(self, backends: dict[str, str], operator: str = "") -> list[int]:
-        """Measures each kind of layer (that has the operator). Returns numbers that are equal for equal bits; raises
-        UserError where a tensor is wrong or anything else is."""
+    def check(self, backends: dict[str, str]) -> list[int]:
+        """Measures each kind of layer. Returns numbers that are equal for equal bits; raises UserError where a tensor is
+        wrong or anything else is."""
         sums = []
         for layer in self.layers:
-            config = dataclasses.replace(self.model, layers=layer)
-            if operator and operator not in operator_uses(config, self.dtype):
-                continue
             try:
                 found = self.measure(layer, backends)
                 repeats = not self.deterministic or self.measure(layer, backends) == found
@@ -259,7 +256,7 @@ class FirstUse:
             backends = REFERENCE | dict.fromkeys([operator, *parts], backend)
             try:
                 with record.trying(f"{operator} {backend}", path):
-                    self.check(backends, operator)
+                    self.check(backends)
             except Unusable:
                 raise
             except UserError as error:
