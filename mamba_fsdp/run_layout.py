@@ -22,7 +22,6 @@ EVENTS = "events.jsonl"  # starts, ends, checkpoints, faults, over all restarts
 # The backends that the run was begun with on a GPU, see train/first_use.py.
 KERNELS = "kernels.json"
 CACHES = ".cache"  # beside the run folders
-GENERATED = "generated.jsonl"  # texts at validations
 STATUS = "status.json"
 LEASE = "lease.json"
 STOP = "STOP"  # whoever makes this file asks the run to stop

@@ -1,14 +1,12 @@
 """A storm: runs that are killed at random moments, started again, and then compared with unbroken ones bit for bit.
 
-    python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp] [--busy=2] [--torchrun] [--ours]
-                          [--folder=F]
+    python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp] [--busy=2] [--ours] [--folder=F]
 
 A round is a kill: of one rank, of all, or of their launcher; at the n-th file operation of a kind (saving, committing,
 pruning, consolidating and all else that touches the run folder), after a step, or at any time. The moments follow from
-the seed, those of a time but for the machine's mood. --busy: processes that compute beside the run. Each rank notes a
-hash of its weights and moments after each step, so that where two runs part is known by step and rank.
-Ranks are forked from this process, which has imported all they need; with --torchrun they start as users' do, with
---ours under this launcher, which starts them again in place.
+the seed, those of a time but for the machine's mood. --busy: processes that compute beside the run.
+Ranks are forked from this process, which has imported all they need; with --ours they start as users' do, under this
+launcher, which starts them again in place.
 """
 
 import argparse
@@ -40,7 +38,6 @@ def main(words):
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--strategies", default=",".join(RANKS))
     parser.add_argument("--busy", type=int, default=0)
-    parser.add_argument("--torchrun", action="store_true")
     parser.add_argument("--ours", action="store_true")
     parser.add_argument("--folder", help="where runs and what their ranks said are left")
     given = parser.parse_args(words)
@@ -55,7 +52,7 @@ def main(words):
             process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             stack.callback(process.kill)
         rank.make_data(folder)
-        if not (given.torchrun or given.ours):
+        if not given.ours:
             rank.import_all()
         for number, strategy in enumerate(strategies):
             share = given.rounds * (number + 1) // len(strategies) - given.rounds * number // len(
@@ -72,8 +69,9 @@ class Storm:
 
     def __init__(self, folder, strategy, choose, given):
         self.folder, self.strategy, self.choose = folder, strategy, choose
-        self.torchrun, self.ours = given.torchrun, given.ours
-        self.ranks, self.starts, self.slowest = RANKS[strategy], 0, 0.0
+        self.ours = given.ours
+        self.ranks = RANKS[strategy]
+        self.starts = 0
         folder.mkdir()
 
     def rage(self, rounds):
@@ -86,7 +84,6 @@ class Storm:
                 kill = self.choose_kill() if rounds else None
                 rounds -= bool(kill)
                 code, seconds = self.start(run, kill)
-                self.slowest = max(self.slowest, seconds)
                 print(
                     f"{self.strategy} {run} start {self.starts} {kill}: code {code}, the last rank ended after "
                     f"{seconds:.2f} s",
@@ -97,7 +94,9 @@ class Storm:
                     break
                 if kill is None:
                     assert (self.folder / f"start-{self.starts}" / "fired").exists(), self.said()
-            self.compare(expected, self.left_by(run), run)
+            found = self.left_by(run)
+            wrong = [name for name in expected if expected[name] != found.get(name)]
+            assert not wrong, f"{self.strategy} {run}: other {', '.join(wrong)}"
             shutil.rmtree(self.folder / run)
 
     def choose_kill(self):
@@ -136,31 +135,15 @@ class Storm:
             "steps": STEPS,
             "async": self.choose.random() < 0.6,
         }
-        if self.torchrun or self.ours:
-            ranked = [
-                sys.executable,
-                "-m",
-                *(
-                    [
-                        "mamba_fsdp.launch.node",
-                        task["run"],
-                        "--standalone",
-                    ]
-                    if self.ours
-                    else ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
-                ),
-            ]
+        if self.ours:
+            words = [sys.executable, "-m", "mamba_fsdp.launch.node", task["run"], "--standalone"]
+            settings = {"PYTHONPATH": os.getcwd(), "PROCESSES_PER_NODE": str(self.ranks)}
             with open(scratch / "launcher.log", "w") as log:
                 launcher = subprocess.Popen(
-                    [*ranked, rank.__file__, json.dumps(task)],
+                    [*words, rank.__file__, json.dumps(task)],
                     stdout=log,
                     stderr=log,
-                    env={
-                        **os.environ,
-                        "OMP_NUM_THREADS": "1",
-                        "PYTHONPATH": os.getcwd(),
-                        "PROCESSES_PER_NODE": str(self.ranks),
-                    },
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
                     start_new_session=True,
                 ).pid
         else:
@@ -200,22 +183,6 @@ class Storm:
             for line in lines
         ]
         return left
-
-    def compare(self, expected, found, run):
-        wrong = [name for name in expected if expected[name] != found.get(name)]
-        if not wrong:
-            return
-        hashes, parted = {}, []
-        for start in range(1, self.starts + 1):
-            for trace in sorted((self.folder / f"start-{start}").glob("rank-*.trace")):
-                for step, *facts in map(str.split, trace.read_text().splitlines()):
-                    if hashes.setdefault(step, facts) != facts:
-                        parted.append(
-                            f"start {start} {trace.stem} step {step}: {facts}, not {hashes[step]}"
-                        )
-        raise AssertionError(
-            f"{self.strategy} {run}: other {', '.join(wrong)}\n" + "\n".join(parted[:10])
-        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A rank of a storm's run, which may kill itself and others at a named moment; and a launcher that forks such ranks."""
 
 import faulthandler
-import hashlib
 import json
 import os
 import signal
@@ -114,7 +113,6 @@ def run(task):
     number, scratch, kill = int(os.environ["RANK"]), Path(task["scratch"]), task["kill"]
     faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     (scratch / f"{os.getpid()}.pid").write_text(str(os.getppid()))
-    trace_steps(open(scratch / f"rank-{number}-{os.getpid()}.trace", "w", buffering=1))
     if kill and kill["rank"] == number and not (scratch / "fired").exists():
         Death(kill, scratch, task["run"]).arrange()
     words = {
@@ -138,34 +136,6 @@ def halve_the_node():
 
     parallelize = setup.parallelize
     setup.parallelize = lambda *given, **more: parallelize(*given, **more, shard_size=2)
-
-
-def trace_steps(trace):
-    """A line after each step: its number, loss and gradient norm, and hashes of this rank's weights and moments."""
-    from mamba_fsdp.train import loop
-
-    update, end = loop.update_weights, loop.finish_step
-
-    def update_and_hash(parallel, optimizer, loss, gradient_norm, factor, **rest):
-        applied = update(parallel, optimizer, loss, gradient_norm, factor, **rest)
-        weights, moments = hashlib.blake2b(digest_size=6), hashlib.blake2b(digest_size=6)
-        for shard in parallel.shards(optimizer):
-            (moments if shard.name.startswith("optimizer/") else weights).update(
-                shard.data.numpy().tobytes()
-            )
-        facts.append(
-            f"loss {float(loss).hex()} norm {float(gradient_norm).hex()} weights {weights.hexdigest()} "
-            f"moments {moments.hexdigest()}"
-        )
-        return applied
-
-    def end_and_note(context, *rest):
-        stats = end(context, *rest)
-        trace.write(f"{context.state.step}.{context.world.rank} {facts.pop(0)}\n")
-        return stats
-
-    facts = []
-    loop.update_weights, loop.finish_step = update_and_hash, end_and_note
 
 
 class Death:
