@@ -176,13 +176,8 @@ class Lease:
 
     def _create(self, content):
         with contextlib.suppress(FileExistsError), open(self.file, "xb", buffering=0) as file:
-            try:
-                file.write(content)
-                return True
-            except OSError:
-                # Else the next attempt finds a run that does not say which.
-                self.file.unlink(missing_ok=True)
-                raise
+            file.write(content)
+            return True
         return False
 
     def _remove(self, content):

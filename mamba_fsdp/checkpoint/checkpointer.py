@@ -141,7 +141,7 @@ class Checkpointer:
         """Takes the memory that saves need. Raises UserError on all ranks where storage has no room for a checkpoint."""
 
         def check():
-            delete(self._reserve("a checkpoint", 0, shards))
+            delete(self._reserve(0, shards))
 
         self.world.on_rank0(check)
         written = [shard.data[start:stop] for shard, start, stop in self._parts(shards)]
@@ -155,7 +155,7 @@ class Checkpointer:
         """
         with self._training_waits():
             self.wait()
-            if self.last is not None and self.last.name == step_name(step):
+            if self.last == self.folder / step_name(step):
                 return
             self._begin(step, shards, state)
             if not self.asynchronous:
@@ -181,7 +181,7 @@ class Checkpointer:
             tensors[name] = {"shape": list(shard.shape), "dtype": dtype, "tied": list(shard.tied)}
 
         def make_folder():
-            own = self._reserve(f"the checkpoint of step {step}", step, shards)
+            own = self._reserve(step, shards)
             folder = own / step_name(step)
             folder.mkdir()
             return folder
@@ -189,14 +189,13 @@ class Checkpointer:
         folder = self.world.on_rank0(partial(retry_io, make_folder, self.folder))
         state = json.loads(json.dumps(state))  # as it is now
         save = Save(step, folder, state, tensors)
-        copy = self._start_copying(save, [tensor for _, _, tensor in pieces])
+        copies = self._start_copying(save, pieces)
         self.pending = save
-        save.written = self.world.run_in_thread(
-            partial(self._write, save, pieces, copy, pack(ranges))
-        )
+        save.written = self.world.run_in_thread(partial(self._write, save, copies, pack(ranges)))
 
-    def _start_copying(self, save, tensors):
-        """What gives the tensors' copies in host memory, to be called in the writing thread."""
+    def _start_copying(self, save, pieces):
+        """What gives the pieces with their copies in host memory, to be called in the writing thread."""
+        tensors = [tensor for _, _, tensor in pieces]
         on_gpu = self.world.device.type == "cuda"
         buffers = self._host_memory(tensors)
         if on_gpu:
@@ -213,7 +212,8 @@ class Checkpointer:
             else:
                 torch._foreach_copy_(buffers, tensors)  # one call, which needs no GIL
                 save.copied.set()
-            return buffers
+            both = zip(pieces, buffers, strict=True)
+            return [(name, start, buffer) for (name, start, _), buffer in both]
 
         return copies
 
@@ -291,12 +291,12 @@ class Checkpointer:
         finally:
             self.stalled = before + time.perf_counter() - began
 
-    def _write(self, save, pieces, copy, packed) -> RankFile:
+    def _write(self, save, copies, packed) -> RankFile:
         """Writes this rank's file. Runs in a thread and therefore talks to no other rank."""
         path = save.folder / rank_file(self.world.rank)
-        copied = []  # once, also where writing is tried again: training changes the tensors after this
-        for (name, start, _), tensor in zip(pieces, copy(), strict=True):
-            copied.append((name, start, tensor))
+        copied = (
+            copies()
+        )  # once, also where writing is tried again: training changes the tensors after this
         model_pieces = sum(is_model(name) for name, _, _ in copied)
 
         def write():
@@ -311,20 +311,20 @@ class Checkpointer:
 
     # Rank 0 alone does the rest.
 
-    def _reserve(self, what, step, shards) -> Path:
-        """Makes an own folder, where `what`, all ranks' shards together, has room. A newer checkpoint counts more than
-        old ones: those go where they must, but the newest. Raises UserError where that is not enough."""
+    def _reserve(self, step, shards) -> Path:
+        """Makes an own folder, where all ranks' shards together have room. A newer checkpoint counts more than old ones:
+        those go where they must, but the newest. Raises UserError where that is not enough."""
         own = self.retention.own_folder(step)
         needed = sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
         for keep in reversed(range(self.retention.keep)):
             free = shutil.disk_usage(self.folder).free
             if free >= needed:
                 return own
-            if keep:
+            if keep and self.last:
                 self.retention.prune(self.last, own, keep)
         delete(own)
         raise UserError(
-            f"{what} needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
+            f"a checkpoint needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
             "make room, keep fewer checkpoints or choose another folder"
         )
 

@@ -196,22 +196,19 @@ class Reader:
             file = self.contents.files[layout["files"][part.piece]]
             piece_start = layout["starts"][part.piece]
             target = result[part.at : part.at + part.count]
-            self._read_piece(file, name, piece_start, part.offset, target)
+            fill = partial(self._fill, file, name, piece_start, part.offset, target)
+            try:
+                retry_io(fill, self.path / file)
+            except OSError as error:
+                raise UserError(f"can't read {self.path / file}: {error.strerror}") from None
+            except BAD_CONTENT:
+                raise BrokenError(
+                    f"{self.path / file} is broken: it is cut short, or its header is not what was written"
+                ) from None
         return result
 
-    def _read_piece(self, file, name, start, offset, target):
+    def _fill(self, file, name, start, offset, target):
         """Fills `target` with the elements from `offset` on of the piece of a tensor that begins at `start`."""
-        path = self.path / file
-        try:
-            retry_io(partial(self._try_to_read, file, name, start, offset, target), path)
-        except OSError as error:
-            raise UserError(f"can't read {path}: {error.strerror}") from None
-        except BAD_CONTENT:
-            raise BrokenError(
-                f"{path} is broken: it is cut short, or its header is not what was written"
-            ) from None
-
-    def _try_to_read(self, file, name, start, offset, target):
         try:
             opened = self._open(self.path / file)
             if file not in self.places:

@@ -92,12 +92,12 @@ class Retention:
             self.check_ours()
             raise
 
-    def prune(self, newest: Path | None, own: Path, keep: int) -> None:
+    def prune(self, newest: Path, own: Path, keep: int) -> None:
         """Removes all but the newest `keep` committed checkpoints and those kept for ever; those known to be broken
         don't count among them. own: this run's own folder."""
         try:
             whole = [path for path in committed(self.folder) if path.name not in self.broken]
-            self._keep_for_ever(whole)
+            self._keep_for_ever(whole, newest)
             for path in whole[:-keep]:
                 if path != newest and not exists(path / KEPT) and not is_in_use(path):
                     if keep < self.keep:
@@ -117,18 +117,13 @@ class Retention:
         else:
             delete(hidden)
 
-    def _keep_for_ever(self, whole):
-        """Marks the first checkpoint at or after each multiple of `every`; a mark stays when the setting changes."""
-        if not self.every:
-            return
-        done = {0}  # parts
-        for path in whole:
-            if exists(path / KEPT):
-                done.add(self._part(path))
-        for path in whole:
-            if self._part(path) not in done:
-                (path / KEPT).touch()
-                done.add(self._part(path))
+    def _keep_for_ever(self, whole, newest):
+        """Marks the newest one if it is the first at or after a multiple of `every`; a mark stays when the setting
+        changes."""
+        if self.every:
+            kept = {self._part(path) for path in whole if exists(path / KEPT)}
+            if self._part(newest) not in {0, *kept}:
+                (newest / KEPT).touch()
 
     def _part(self, path):
         return (step_of(path.name) or 0) // self.every

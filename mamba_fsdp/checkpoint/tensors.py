@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mamba_fsdp.checkpoint.files import BAD_CONTENT
 from mamba_fsdp.checkpoint.folder import Reader, is_model, read_state
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
@@ -23,15 +24,7 @@ CONVERSION = (
     """torch.save(keep(torch.load('{path}', 'cpu', weights_only=False)), '{path}.weights.pth')\""""
 )
 # What torch.load raises for a damaged pickle, or one of more than tensors and plain values.
-BAD_PICKLE = (
-    pickle.UnpicklingError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    OverflowError,
-    AssertionError,
-)
+BAD_PICKLE = (pickle.UnpicklingError, AssertionError, *BAD_CONTENT)
 
 
 @dataclass
@@ -139,15 +132,13 @@ def _check_holds_no_program(path):
     with open(path, "rb") as file:
         begin = file.read(4)
     is_zip = begin == b"PK\x03\x04"
-    archive = ""
     # The reader that torch.load itself asks, so that both see the same archive.
-    if is_zip and "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records():
-        archive = "TorchScript"
-    if tarfile.is_tarfile(path):
-        archive = "tar"
-    if archive:
+    is_script = (
+        is_zip and "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records()
+    )
+    if is_script or tarfile.is_tarfile(path):
         raise UserError(
-            f"{path} is a {archive} archive, which may hold programs; save its state dict with torch.save"
+            f"{path} is a TorchScript or tar archive, which may hold programs; save its state dict with torch.save"
         )
     if begin and not is_zip and begin[0] != 0x80:  # with which each pickle of torch.save begins
         raise UserError(
