@@ -6,6 +6,7 @@ every setting.
 """
 
 import os
+import signal
 
 from mamba_fsdp import interpreter
 
@@ -14,9 +15,11 @@ interpreter.need("fire", "numpy", "torch", "yaml")
 from config import resolve
 from mamba_fsdp import command_line
 from mamba_fsdp.data.builtin import make_missing_builtin
+from mamba_fsdp.launch.machine import end_with_launcher
 
 
 def main(*stray, config=None, **given):
+    end_with_launcher(signal.SIGKILL)
     settings, explicit = resolve.resolve_settings(given, config, stray)
     # These import torch, which takes seconds: only when there is something to train.
     from mamba_fsdp.interop.convert import publish

@@ -48,6 +48,13 @@ class Failure:
             return f"{self.said}\n"
         return f"rank {self.rank} on {self.node} failed first.\n{self.said}\n"
 
+    def loss(self) -> str:
+        """Names the rank and, if a sentence says it, what became of it."""
+        said = self.said
+        if "\n" in said:
+            said = f"It ended with exit code {self.exit_code}; what it said stands above."
+        return f"rank {self.rank} on {self.node}: {said}"
+
 
 def first_failure(folder: Path) -> Failure | None:
     """The first failure of all that nodes have left in the folder; None if there is none."""

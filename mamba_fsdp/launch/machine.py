@@ -1,11 +1,13 @@
 """What a node has: its GPUs, its network interfaces, and the environment that Python runs in."""
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -19,6 +21,8 @@ from mamba_fsdp.run_layout import CACHES
 
 PROJECT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # Linux's number for "the IPv4 address of this interface"
+PR_SET_PDEATHSIG = 1  # Linux's number for "the signal that my parent's death sends me"
+LAUNCHER = "LAUNCHER_PID"  # in the environment: the process that has started this one
 
 
 def assigned_gpus() -> int:
@@ -33,7 +37,7 @@ def driver_gpus() -> list[str]:
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    listed = subprocess.run(command, capture_output=True, text=True)
     return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
 
 
@@ -43,15 +47,15 @@ def efa_plugin() -> str | None:
 
 
 def interface_towards(hosts: Iterable[str]) -> str:
-    """The network interface on the way to the first of `hosts` (names) that is another machine; "" for none or IPv6."""
-    for host in filter(None, hosts):
+    """The network interface on the way to the first of `hosts` (names) to which there is one; "" for none or IPv6."""
+    for host in hosts:
         with (
             contextlib.suppress(OSError),
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
         ):
             probe.connect((host, 9))  # sends nothing, but looks the route up
-            here, there = probe.getsockname()[0], probe.getpeername()[0]
-            if here != there and not there.startswith("127."):
+            here = probe.getsockname()[0]
+            if not here.startswith("127."):
                 for _, name in socket.if_nameindex():
                     with contextlib.suppress(OSError):  # one without an IPv4 address
                         answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
@@ -70,21 +74,30 @@ def check_version(environment: str | Path = sys.prefix) -> None:
 
     Its stamp, the file .complete, has two lines: the stack and the SHA-256 of requirements/STACK.txt.
     """
-    remedy = "run ./0.create_env.sh, or with an image: build and import it again"
-    stamp = Path(environment) / ".complete"
-    if not stamp.is_file():
+    stamp = Path(environment, ".complete")
+    ours = [
+        f"{path.stem}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+        for path in PROJECT.glob("requirements/*.txt")
+    ]
+    if not stamp.is_file() or stamp.read_text() not in ours:
         raise UserError(
-            f"the environment {environment} has no {stamp.name}, so it is half-made or not ours; {remedy}"
+            f"the environment {environment} is half-made or was made from other requirements than this "
+            "checkout's; run ./0.create_env.sh, or with an image: build and import it again"
         )
-    stack, made_from = (stamp.read_text().split() + ["", ""])[:2]
-    requirements = PROJECT / "requirements" / f"{stack}.txt"
-    if (
-        not requirements.is_file()
-        or hashlib.sha256(requirements.read_bytes()).hexdigest() != made_from
-    ):
-        raise UserError(
-            f"the environment {environment} was made from another requirements/{stack}.txt; {remedy}"
-        )
+
+
+def end_with_launcher(number: signal.Signals) -> None:
+    """Has Linux send this process the signal when the one that has started it dies, also by kill -9.
+
+    A rank that lived on would hold the run folder and its GPU for hours. It does nothing where the
+    parent is no launcher: a shell, or Slurm, which ends what is left of a step itself.
+    """
+    launcher = os.environ.get(LAUNCHER)
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ
+    if sys.platform == "linux" and (launcher or is_rank):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        if launcher and str(os.getppid()) != launcher:  # it is dead already
+            os.kill(os.getpid(), number)
 
 
 def processes_per_node() -> int:
@@ -95,7 +108,7 @@ def processes_per_node() -> int:
 def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
     """Sets what the ranks find in their environment; the user's own values stay.
 
-    scratch: a folder on the node's own disk. first_node: a name, "" on one machine.
+    scratch: a folder on the node's own disk. first_node: a name.
     """
     caches = run_folder.parent / CACHES
     processes = processes_per_node()
@@ -116,17 +129,18 @@ def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
         wanted["OMP_NUM_THREADS"] = str(max(1, threads))
     if _has_rank0_cache():  # Triton 3.4 and newer need to be told
         wanted["TRITON_CACHE_MANAGER"] = "triton.runtime.rank0_cache:Rank0CacheManager"
-    if first_node:
-        # gloo by itself takes the interface of the node's own name, which is 127.0.1.1 on Debian.
-        interface = interface_towards([first_node, os.environ.get("LAST_NODE", "")])
-        if interface:
-            wanted["GLOO_SOCKET_IFNAME"] = interface
+    # gloo by itself takes the interface of the node's own name, which is 127.0.1.1 on Debian.
+    interface = interface_towards([first_node, os.environ.get("LAST_NODE", "")])
+    if interface:
+        wanted["GLOO_SOCKET_IFNAME"] = interface
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+    os.environ["TMPDIR"] = str(scratch)  # what killed ranks leave there goes with it
+    os.environ[LAUNCHER] = str(os.getpid())
 
 
 def _has_rank0_cache():
     triton = importlib.util.find_spec("triton")
-    if not (triton and triton.origin):
-        return False
-    return Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file()
+    return bool(triton and triton.origin) and (
+        Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file()
+    )

@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import time
-import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousParameters, api, registry
 from torch.distributed.launcher.api import LaunchConfig
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.launch.failures import Failure, first_failure, order
-from mamba_fsdp.launch.machine import node_name, processes_per_node, set_environment
+from mamba_fsdp.launch.machine import (
+    end_with_launcher,
+    node_name,
+    processes_per_node,
+    set_environment,
+)
 from mamba_fsdp.parallel.compat import agent_logs
 from mamba_fsdp.parallel.world import allow_many_files
 from mamba_fsdp.run_layout import CHECKPOINTS, FAILURES, committed
@@ -46,19 +50,18 @@ FURTHER_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
 def main(run: Path, words: list[str]) -> int:
     """Runs this node's ranks to their end. Returns the exit code of the rank that failed first."""
+    end_with_launcher(signal.SIGQUIT)
     logging.disable(logging.ERROR)  # torch's own account of a failure: ours says more, at the end
     allow_many_files()
-    always = [f"--nproc-per-node={processes_per_node()}", "--rdzv-backend=c10d"]
-    options = torchrun.parse_args([*always, "--monitor-interval=0.1", *words])
+    options = torchrun.parse_args(
+        [f"--nproc-per-node={processes_per_node()}", "--rdzv-backend=c10d", *words]
+    )
     if options.standalone:
         options.rdzv_endpoint = "localhost:0"
-        options.rdzv_id = str(uuid.uuid4())
-    with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:
-        first_node = options.rdzv_endpoint.rpartition(":")[0]
-        set_environment(run, Path(scratch), "" if options.standalone else first_node)
-        failures = run / FAILURES / options.rdzv_id
-        if options.standalone:
-            failures = Path(scratch, FAILURES)
+    # 1.train.sbatch removes a folder of this name when this process was killed.
+    with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
+        set_environment(run, Path(scratch), options.rdzv_endpoint.rpartition(":")[0])
+        failures = Path(scratch if options.standalone else run, FAILURES, options.rdzv_id)
         options.log_dir = scratch
         config, command, arguments = torchrun.config_from_args(options)
         agent = Agent(config, command, arguments, run, failures)
@@ -82,7 +85,6 @@ class Agent(LocalElasticAgent):
             config.run_id,
             config.min_nodes,
             config.max_nodes,
-            config.local_addr,
             **config.rdzv_configs,
         )
         self.nodes = registry.get_rendezvous_handler(meeting)
@@ -93,23 +95,24 @@ class Agent(LocalElasticAgent):
             entrypoint=command,
             args=tuple(arguments),
             max_restarts=NO_LIMIT,
-            monitor_interval=config.monitor_interval,
-            local_addr=config.local_addr,
+            monitor_interval=0.1,
         )
         super().__init__(spec, **agent_logs(config))
         self.run_folder = run
         self.failures = failures
+        # False where Slurm starts the step again, for a node that went: others failed for its sake.
+        self.has_started = False
         self.failure: Failure | None = None  # the last one of this node
         self.restarted_from: list[Path] | None = None  # the checkpoints at the last restart
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         failure = first_failure(self.failures)
         if failure and worker_group.group_rank == 0:
-            last_line = failure.said.splitlines()[-1]
-            lost = f"rank {failure.rank} on {failure.node}: {last_line}"
+            lost = failure.loss() if self.has_started else "a node"
             print(f"restarts   the ranks after the loss of {lost}", flush=True)
             for path in self.failures.iterdir():
                 path.unlink()
+        self.has_started = True
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -143,11 +146,7 @@ class Agent(LocalElasticAgent):
         """
         if failure.exit_code == UserError.exit_code or os.environ.get("MAX_RESTARTS") == "0":
             return False
-        try:
-            checkpoints = committed(self.run_folder / CHECKPOINTS)
-        except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return False
+        checkpoints = committed(self.run_folder / CHECKPOINTS)
         is_new = checkpoints != self.restarted_from
         self.restarted_from = checkpoints
         return is_new
@@ -161,7 +160,7 @@ class Agent(LocalElasticAgent):
             return
         for number in FURTHER_REQUESTS:
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the ranks end with this process
+        signal.signal(signal.SIGQUIT, lambda *_: self.tell_ranks(signal.SIGKILL))
         self.tell_ranks(death_sig)
         for pid in self.ranks_that_run():
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -180,10 +179,12 @@ class Agent(LocalElasticAgent):
 
 def run_ranks(agent: Agent) -> int:
     """The exit code of this node's ranks; what made them fail is on record."""
-    signal.signal(signal.SIGUSR1, _stop)  # torch has handlers for the other requests only
+    # torch has handlers for other requests, and for these only once it has started ranks.
+    signal.signal(signal.SIGUSR1, _stop)
+    signal.signal(signal.SIGQUIT, _stop)
     try:
         result = agent.run()
-    except ChildFailedError:
+    except (ChildFailedError, StorageError):  # the latter: the ranks have met it too
         return 1
     except SignalException as request:
         raise SystemExit(128 + request.sigval) from None
@@ -215,13 +216,11 @@ def conclude(agent: Agent, code: int, alone: bool) -> int:
     if failure:
         code = failure.exit_code
         text = failure.text()
-    if alone:
-        ranks = agent.get_worker_group().workers
-        is_told = not failure or (len(ranks) == 1 and not failure.killed)
-    elif code or agent.get_worker_group().group_rank == 0:
+    group = agent.get_worker_group()
+    if not alone and (code or group.group_rank == 0):
         is_told = leave(agent.failures, "outcome", f"{status} {code}\n{text}")
-    else:
-        is_told = True
+    else:  # a rank that is alone has said it right above
+        is_told = not failure or (len(group.workers) == 1 and not failure.killed)
     if not is_told:
         print(text, end="", file=sys.stderr, flush=True)
     return code

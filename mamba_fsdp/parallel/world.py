@@ -1,11 +1,9 @@
 """The processes that train together: who is who, which device each uses, and how they exchange small things."""
 
 import contextlib
-import ctypes
 import gc
 import os
 import resource
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -223,8 +221,6 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     launcher's environment is incomplete or asks for more GPUs than this node has.
     """
     allow_many_files()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _die_with_launcher()
     if "RANK" not in os.environ:
         return World.alone(device=_acquire_device(0))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -243,14 +239,6 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
         dist.init_process_group("gloo", timeout=timeout)
         gloo = dist.group.WORLD
     return World(rank, size, local_rank, local_size, device, timeout, gloo)
-
-
-def _die_with_launcher():
-    """Has Linux kill this rank when torchrun dies; it would live on and hold the run folder."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        pr_set_pdeathsig = 1
-        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _acquire_device(local_rank):

@@ -1,9 +1,14 @@
-"""./1.train.sbatch and the real training program, in a terminal or before a reader that goes away."""
+"""./1.train.sbatch and the real training program: in a terminal, before a reader that goes away, and killed."""
 
+import contextlib
+import itertools
 import json
 import os
+import re
+import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,11 +32,28 @@ SETTINGS = [
     "--report_interval=1",
     "--checkpoint_interval=100000",
 ]
+# A rank spins for ever once there is a file of this name.
+SPINS = """
+
+look_once = StopRequest.look
+
+def look_or_spin(request):
+    while os.path.exists("spins-" + os.environ["RANK"]):
+        pass
+    return look_once(request)
+
+StopRequest.look = look_or_spin
+"""
+KILLS = int(os.environ.get("KILLS", 3))
+VICTIMS = ["the script", "the launcher", "rank 1", "rank 0"]
+HANGS = ["stands still", "spins", ""]  # what another rank does meanwhile
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     folder = make_project(tmp_path_factory.mktemp("real") / "project", training=None)
+    with open(folder / "mamba_fsdp/train/stopping.py", "a") as stopping:
+        stopping.write(SPINS)
     make_venv(folder)
     return folder
 
@@ -79,13 +101,6 @@ def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(project, command
     assert (project / f"run/checkpoints/step_{status['step']:08d}/COMMIT").exists()
 
 
-def test_under_nohup_it_trains_on(project, command, terminal):
-    process = terminal.start(["nohup", *command(400)], cwd=project, env=CLEAN)
-    wait_for_steps(project / "run", 20)
-    terminal.close()
-    assert process.wait(400) == 0 and wait_for_end(project / "run")["status"] == "finished"
-
-
 def test_ctrl_c_that_ends_the_reader_too_stops_the_run_with_a_checkpoint(
     project, command, terminal
 ):
@@ -99,20 +114,69 @@ def test_ctrl_c_that_ends_the_reader_too_stops_the_run_with_a_checkpoint(
     status = wait_for_end(project / "run")
     assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
     assert (project / f"run/checkpoints/step_{status['step']:08d}/COMMIT").exists()
-    resumed = subprocess.run(
-        command(status["step"] + 1), cwd=project, env=CLEAN, capture_output=True, text=True
-    )
-    assert resumed.returncode == 0 and f", step {status['step']}\n" in resumed.stdout, resumed
 
 
-def test_a_reader_that_has_seen_enough_lets_it_train(project, command):
-    process = subprocess.Popen(
-        ["bash", "-c", " ".join(command(60)) + " 2>&1 | head -5; exit ${PIPESTATUS[0]}"],
-        cwd=project,
-        env=CLEAN,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    said, _ = process.communicate(timeout=400)
-    assert process.returncode == 0 and len(said.splitlines()) == 5
+def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(
+    project, command, terminal
+):
+    words = " ".join(["nohup", *command(400)]) + " 2>&1 | head -5 > log"
+    terminal.start(["bash", "-c", words], cwd=project, env=CLEAN)
+    wait_for_steps(project / "run", 20)
+    terminal.close()
     assert wait_for_end(project / "run")["status"] == "finished"
+    assert len((project / "log").read_text().splitlines()) == 5
+
+
+def tree_of(scratch):
+    """{name of the script, the launcher or a rank: pid} of what runs with TMPDIR there or in a folder there."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_text()
+            environment = (folder / "environ").read_text()
+            if words and f"TMPDIR={scratch}" in environment:
+                rank = re.search(r"\0RANK=(\d)", environment)
+                usual = "the launcher" if "launch.node" in words else words
+                found[f"rank {rank[1]}" if rank else usual] = int(folder.name)
+    return found
+
+
+def shared_memory_of(tree):
+    """The files in /dev/shm that these processes have mapped."""
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in tree.values())
+    return set(re.findall(r"/dev/shm/\S+", maps))
+
+
+def test_kill_9_of_any_process_leaves_nothing(project, command, tmp_path):
+    """No process, nothing in TMPDIR or /dev/shm, also where a rank hangs. KILLS=60 kills each process in each state of
+    another rank five times, and `pytest -s` shows how long it took until nothing was left."""
+    for number, victim, hang in zip(range(KILLS), itertools.cycle(VICTIMS), itertools.cycle(HANGS)):
+        scratch = tmp_path / f"scratch{number}"
+        scratch.mkdir()
+        subprocess.run("rm -rf run spins-*", shell=True, check=True, cwd=project)
+        environment = {"PROCESSES_PER_NODE": "2", "MAX_RESTARTS": "0", "TMPDIR": str(scratch)}
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen(
+                command(100_000), cwd=project, env={**CLEAN, **environment}, stdout=log, stderr=log
+            )
+        wait_for_steps(project / "run", 3)
+        tree = {**tree_of(scratch), "the script": process.pid}
+        assert {*VICTIMS} <= tree.keys() and list(scratch.iterdir())
+        shared = shared_memory_of(tree)
+        hung = "rank 1" if victim == "rank 0" else "rank 0"
+        if hang == "stands still":
+            os.kill(tree[hung], signal.SIGSTOP)
+        elif hang == "spins":
+            (project / f"spins-{hung[-1]}").touch()
+        os.kill(tree[victim], signal.SIGKILL)
+        began = time.monotonic()
+        process.wait(400)
+        while tree_of(scratch) or list(scratch.iterdir()):
+            if time.monotonic() > began + 100:
+                left = tree_of(scratch)
+                for pid in left.values():
+                    os.kill(pid, signal.SIGKILL)
+                raise AssertionError(f"{victim} killed, {hung} {hang or 'trains'}: {left}")
+            time.sleep(0.05)
+        print(f"{victim} killed, {hung} {hang or 'trains'}: {time.monotonic() - began:.1f} s")
+        assert not [path for path in shared if os.path.exists(path)]
