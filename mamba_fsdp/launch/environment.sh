@@ -34,21 +34,16 @@ check_variables() { # GPUS_PER_NODE is another name for PROCESSES_PER_NODE
     export PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-$GPUS_PER_NODE}
     [ "$PROCESSES_PER_NODE" = "$GPUS_PER_NODE" ] ||
         fail "GPUS_PER_NODE=$GPUS_PER_NODE and PROCESSES_PER_NODE=$PROCESSES_PER_NODE are two names for one thing"
-    say "GPUS_PER_NODE=$GPUS_PER_NODE: the same as PROCESSES_PER_NODE=$GPUS_PER_NODE"
 }
 
 add_mounts() { # what DATA_PATH=FOLDER and FSX_MOUNT=FOLDER:FOLDER,... name, to MOUNTS
-    local name mount mounts done="nothing to mount without an image"
-    [ -z "$image" ] || done="mounted, as by MOUNTS"
-    for name in DATA_PATH FSX_MOUNT; do
-        IFS=, read -ra mounts <<< "${!name:-}"
-        for mount in "${mounts[@]}"; do
-            [[ $mount == /* ]] || fail "$name=$mount: expected the whole path of a folder"
-            [[ $mount != *:* || $mount == "${mount%%:*}:${mount%%:*}" ]] ||
-                fail "$name=$mount: in the container each folder has its own name; write ${mount%%:*}:${mount%%:*}"
-            MOUNTS=${MOUNTS:+$MOUNTS,}${mount%%:*}
-            say "$name=$mount: $done; which data is read, the setting dataset_path says"
-        done
+    local mount mounts
+    IFS=, read -ra mounts <<< "${DATA_PATH:-}${FSX_MOUNT:+,$FSX_MOUNT}"
+    for mount in "${mounts[@]}"; do
+        [[ $mount == /* || -z $mount ]] || fail "DATA_PATH or FSX_MOUNT: $mount: expected the whole path of a folder"
+        [[ $mount != *:* || $mount == "${mount%%:*}:${mount%%:*}" ]] ||
+            fail "FSX_MOUNT: $mount: in the container each folder has its own name; write ${mount%%:*}:${mount%%:*}"
+        MOUNTS=${MOUNTS:+$MOUNTS,}${mount%%:*}
     done
 }
 
@@ -75,6 +70,14 @@ check_image() {
     [ -r "$image" ] || fail "the image $image can't be read by $(id -un): chmod a+r it"
     cmp -s -n 4 "$image" <(printf hsqs) ||
         fail "$image is no squashfs image; make it with enroot import (docs/image.md), or copy it again"
+    [ "$(stat -Lc %s "$image")" -ge "$(od -An -t u8 -j 40 -N 8 "$image")" ] 2> /dev/null || # as its superblock says
+        fail "the image $image was cut short; copy it again"
+}
+
+read_words() { # --help, or settings before an image is unpacked for them; exit code 1 where this host can't tell
+    local reader=$project/.venv/bin/python
+    [ -x "$reader" ] || reader=python3
+    "$reader" -m mamba_fsdp.launch.words "$@"
 }
 
 check_gpus() { # as Slurm assigned them: a step can ask for one number only
@@ -125,12 +128,10 @@ use_container() { # the folders it needs beside the project; sets container
 }
 
 on_first_node() {
-    if [ -n "$image" ]; then
-        srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --export=ALL --cpu-bind=none "${container[@]}" \
-            "$project/1.train.sbatch" --on-node "$@"
-    else
-        "$@"
-    fi
+    local step=()
+    [ -z "$image" ] || step=(srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --export=ALL --cpu-bind=none
+        "${container[@]}" "$project/1.train.sbatch" --on-node)
+    "${step[@]}" "$@"
 }
 
 make_corpus() { # in the folder of the built-in data, "" for other data, where it is missing; words: it, what runs a command
@@ -168,18 +169,14 @@ set_network() { # what NCCL and libfabric need on this kind of node
     fi
 }
 
-job_state() { squeue --noheader --jobs="$job" --format=%T 2>/dev/null || true; }
-
-read_limit() { # when Slurm ends the job, in seconds since the epoch
-    local moment
-    moment=$(scontrol show job "$job" | sed -n "s/.* EndTime=\([^ ]*\).*/\1/p")
-    limit=$(date +%s -d "${moment:-never}" 2>/dev/null) || limit=9999999999
+job_state() { # a busy controller does not answer: asked again until it does
+    until squeue --noheader --jobs="$job" --format=%T 2>/dev/null | grep .; do sleep 2; done
 }
 
 start_containers() { # on all nodes at once, each unpacks the image the only time in this start of the job
     local started missing
     [ -n "$image" ] || return 0
-    remove_containers "$attempt" &
+    remove_containers 100 "$attempt" &
     started=$(mktemp)
     await say_nodes_that_start "$started" || true
     missing=$(printf '%s\n' "${nodes[@]}" | grep -vxFf <(sed -n 's/^ *[0-9]*: started: //p' "$started") || true)
@@ -193,20 +190,19 @@ say_nodes_that_start() { # into a file: traps have the log
     timeout "$PREFLIGHT_SECONDS" "${srun[@]}" "${container[@]}" sh -c 'echo "started: $SLURMD_NODENAME"' > "$1"
 }
 
-clean_nodes() { # before a preemption, and when Slurm ends the job, there is no time: the next start here does it
-    [ -n "${container[*]:-}" ] && [ "$stop_asked" != TERM ] && [ "$(job_state)" = RUNNING ] || return 0
-    read_limit
-    [ $((limit - $(date +%s))) -lt 200 ] || remove_containers none
-    container=()
+remove_container() { # at the end, where Pyxis leaves it. A later start removes what takes longer, or lies on a lost node
+    [ -n "${image:-}" ] && enroot list 2> /dev/null | grep -qx "pyxis_$CONTAINER_PREFIX$attempt" || return 0
+    remove_containers 10 none
+    image=''
 }
 
-remove_containers() { # from the job's nodes, all that no running job uses, but $1, a start of this job
+remove_containers() { # within SECONDS from the job's nodes, all that no running job uses, but those of a START of this job
     # Pyxis does so itself, unless its container_scope is global, as it is by default.
     local jobs
     jobs=$(squeue --noheader --user="$(id -u)" --states=RUNNING --format=%A) || return 0
     mapfile -t jobs < <(grep -vx "$SLURM_JOB_ID" <<< "$jobs")
-    timeout 100 srun --overlap --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
-        bash "$project/mamba_fsdp/launch/environment.sh" remove "$@" "${jobs[@]}" < /dev/null || true
+    timeout "$1" srun --overlap --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
+        bash "$project/mamba_fsdp/launch/environment.sh" remove "$2" "${jobs[@]}" < /dev/null || true
 }
 
 remove_here() { # but those of the jobs and starts that are named

@@ -15,8 +15,9 @@ decide() { # what becomes of the job, from the training's exit code and what the
     elif [ "$code" = 0 ] && [ "$status" = finished ]; then
         say "finished: $run_folder"
         rm -rf "$restarts_file" "$failures"
-    elif [ -n "$slurm_ends_job" ]; then
+    elif [ "$stop_asked" = INT ] || { [ -n "$stop_asked" ] && [ "$(job_state)" != RUNNING ]; }; then
         say "ended at $(newest_checkpoint) by Slurm or by hand; if Slurm does not resume it, sbatch the same command"
+        show_first_error
         exit 143
     elif [ -n "$stop_asked" ]; then
         requeue
@@ -38,23 +39,26 @@ decide() { # what becomes of the job, from the training's exit code and what the
 
 requeue() { # Slurm ends this script
     trap '' USR1 TERM INT
-    clean_nodes
+    remove_container
     say "queued again, to resume from $(newest_checkpoint)"
     show_first_error
-    case $(job_state) in
-    PENDING | COMPLETING | REQUEUE*) ;; # it is already
-    *)
-        if ! scontrol requeue "$job"; then
-            say "error: Slurm refused; sbatch the same command to resume"
-            exit 1
-        fi
-        ;;
-    esac
-    exit 0
+    for _ in {1..5}; do # a busy controller may answer later
+        case $(job_state) in PENDING | COMPLETING | REQUEUE*) exit 0 ;; esac # it is already
+        ! scontrol requeue "$job" || exit 0
+        sleep 2
+    done
+    say "error: Slurm refused; sbatch the same command to resume"
+    exit 1
 }
 
-show_first_error() { # last, where a person looks first
-    tail -n +2 "$failures/outcome" 2>/dev/null || true
+show_first_error() { # last, where a person looks first. After the loss of a node others fail for its sake
+    local lost
+    lost=$(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --states=down --format=%n 2> /dev/null | paste -sd ,) || true
+    if [ -n "$lost" ]; then
+        say "error: Slurm has lost $lost"
+    else
+        tail -n +2 "$failures/outcome" 2>/dev/null || true
+    fi
 }
 
 give_way() { # to another start, before there is a run folder: trouble that may be gone then
@@ -114,12 +118,15 @@ start_asking() { # the signal that makes us ask
 }
 
 keep_asking() { # again and again: a training that is only starting takes STOP for an old request and removes it
-    limit=9999999999
-    [ -z "${SLURM_JOB_ID:-}" ] || [ -n "$slurm_ends_job" ] || read_limit
+    local limit=''
     while kill -0 $$ 2>/dev/null; do # whatever has become of this script
         say "SIG$stop_asked" 2> /dev/null > "$run_folder/STOP" || true # there may be no run folder yet
-        if [ $((limit - $(date +%s))) -lt "$LAST_SECONDS" ]; then
-            say "no checkpoint was committed before the time limit"
+        if [ "$stop_asked" = USR1 ] && [ -z "$limit" ]; then # TERM comes before an end that Slurm itself sees to
+            limit=$(scontrol show job "${job:-}" 2> /dev/null | sed -n "s/.* EndTime=\([^ ]*\).*/\1/p") || true
+            limit=$(date +%s -d "${limit:-never}" 2> /dev/null) || true
+        fi
+        if [ -n "$limit" ] && [ $((limit - $(date +%s))) -lt "$LAST_SECONDS" ]; then
+            say "$LAST_SECONDS s before the time limit: the training has not ended, and nobody waits for it"
             requeue
         fi
         sleep 2 > /dev/null 2>&1
@@ -137,5 +144,5 @@ stop_asking() { # the step is over, or this script
 
 clean_up() {
     stop_asking
-    [ -z "${SLURM_JOB_ID:-}" ] || clean_nodes
+    remove_container
 }

@@ -1,8 +1,8 @@
 """What 1.train.sbatch has to know of the settings: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
 
 Prints one a line: the run folder, the folder of the built-in data (an empty line where other data is
-read), that of compiled kernels, then those that a container needs beside the project. A bad setting
-ends it with exit code 2, in seconds.
+read), then those that a container needs beside the project. A bad setting ends it with exit code 2,
+in seconds.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from config.train_config import TrainConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.data.builtin import builtin_folder
 from mamba_fsdp.launch.machine import PROJECT, check_version
-from mamba_fsdp.run_layout import CACHES, check_exists, check_is_run_folder
+from mamba_fsdp.run_layout import check_exists, check_is_run_folder
 
 
 def plan(*stray, config=None, **given) -> None:  # the command line would check what has a type
@@ -27,7 +27,6 @@ def plan(*stray, config=None, **given) -> None:  # the command line would check 
     print(
         run_folder(settings),
         builtin,
-        run_folder(settings).parent / CACHES,
         *folders_outside_project(settings),
         sep="\n",
     )

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -51,21 +50,16 @@ def wait_until(happened):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen, count", [(None, 3), ("0,2", 2), ("", 1)])
-def test_a_rank_for_each_gpu_gets_the_settings_as_they_are(
-    launcher_project, tmp_path, chosen, count
-):
+def test_a_rank_for_each_gpu_gets_the_settings_as_they_are(launcher_project, tmp_path):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\nfor i in 1 2 3; do echo 'NVIDIA Fake 4GB'; done\n")
     smi.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    if chosen is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = chosen
     words = ["--save_ckpt_path=runs/a b", "--num_steps=1", '--init_from=it\'s "quoted"']
     code, output = train(launcher_project, *words, **environment)
     assert code == 0, output
     begun = starts(launcher_project / "runs/a b")
-    assert [start["words"] for start in begun] == [words] * count
+    assert [start["words"] for start in begun] == [words] * 3
 
 
 @pytest.mark.slow
@@ -85,7 +79,7 @@ def test_ctrl_c_commits_a_checkpoint_and_says_how_to_resume(launcher_project):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first, second, fake",
-    [("SIGHUP", "SIGHUP", ""), ("SIGINT", "SIGHUP", ""), ("SIGINT", "SIGINT", "deaf")],
+    [("SIGINT", "SIGHUP", ""), ("SIGINT", "SIGINT", "deaf")],
 )
 def test_only_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project, first, second, fake):
     """Of a window that closes kernel and shell both tell, and it may close after Ctrl-C."""
@@ -102,45 +96,12 @@ def test_only_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project, fi
     assert is_stopped == (not fake)
 
 
-def states(project):
-    """The states of the ranks that train in the project, as in /proc: T is one that stands still."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[1:3] == [b"-u", bytes(project / "training.py")]:
-                found.append((folder / "stat").read_text().rpartition(")")[2].split()[0])
-        except OSError:
-            pass
-    return found
-
-
-@pytest.mark.slow
-def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_project):
-    """They are in sessions of their own, which no terminal reaches; then everything is as before."""
-    process = launch(launcher_project, *ENDLESS, PROCESSES_PER_NODE="2")
-    wait_until(lambda: len(starts(launcher_project / "runs/a")) == 2)
-    for _ in range(2):
-        process.send_signal(signal.SIGTSTP)
-        wait_until(lambda: states(launcher_project) == ["T", "T"])
-        assert os.waitid(os.P_PID, process.pid, os.WSTOPPED), (
-            "a shell sees that the job has stopped"
-        )
-        process.send_signal(signal.SIGCONT)
-        wait_until(lambda: "T" not in states(launcher_project))
-    process.send_signal(signal.SIGINT)
-    code, output = finish(process)
-    assert code == 130 and "Traceback" not in output and "to resume from step_" in output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fake, ranks, code, words",
     [
         ("mistake", 1, 2, ""),
-        ("mistake", 2, 2, "error: the cause on rank"),
         ("storage", 2, 74, "error: the cause on rank"),
-        ("crash", 2, 1, "Traceback: the cause"),
         ("killed", 2, 137, "ran out of memory: lower batch_size."),
     ],
 )
@@ -172,7 +133,7 @@ def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(
         (["--save_ckpt_path=/proc/nowhere"], {}, "error: save_ckpt_path"),
         (["--save_ckpt_path=training.py"], {}, "error: save_ckpt_path"),
         (["--save_ckpt_path=store"], {}, "store holds other things and no run (index.json)"),
-        ([RUN, "--load_ckpt_path=runs/b"], {}, "error: load_ckpt_path runs/b: there is no such"),
+        ([RUN, "--load_ckpt_path=runs/b"], {}, "error: runs/b: there is no such"),
         (["--num_stepss=3"], {}, "did you mean num_steps"),
         ([RUN], {"PROCESSES_PER_NODE": "all"}, "error: PROCESSES_PER_NODE=all: "),
         ([RUN], {"GPUS_PER_NODE": "0"}, "error: GPUS_PER_NODE=0: "),

@@ -143,19 +143,11 @@ def test_data_is_there_on_all_nodes(report, judge, tmp_path):
     assert len(wrong.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "stamp, said",
-    [
-        (None, "half-made"),
-        ("cpu\n0123\n", "another requirements/cpu.txt"),
-        ("other\n0123\n", "another requirements/other.txt"),
-        ("", "another"),
-    ],
-)
-def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp, said):
+@pytest.mark.parametrize("stamp", [None, "cpu\n0123\n", "other\n0123\n", ""])
+def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp):
     if stamp is not None:
         (tmp_path / ".complete").write_text(stamp)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match="half-made or was made from other requirements"):
         machine.check_version(tmp_path)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 
 import pytest
 
@@ -10,6 +11,9 @@ from tests.support.projects import starts
 
 pytestmark = pytest.mark.slow
 RUN = "--save_ckpt_path=runs/a"
+SQUASHFS = (
+    b"hsqs" + bytes(36) + (100).to_bytes(8, "little") + bytes(52)
+)  # its superblock says 100 bytes
 
 
 @pytest.fixture
@@ -90,18 +94,23 @@ def test_nodes_with_different_gpus_are_refused(start_cluster, project):
     assert "different GPUs (node1 gpu:4, node2 gpu:2)" in text
 
 
-@pytest.mark.parametrize(
-    "command", [["scancel", "--batch", "--signal=USR1"], ["scontrol", "requeue"]]
-)
-def test_a_job_that_is_queued_again_resumes_from_a_checkpoint(start_cluster, project, command):
-    """USR1 is what `--signal=B:USR1@300` sends before the time limit."""
-    cluster = start_cluster(extra_config="KillWait=90")
-    environment = {"FAKE": "held", "FAKE_COMMIT_SECONDS": "3"}
+def test_a_job_that_is_queued_again_resumes_from_a_checkpoint(start_cluster, project):
+    """USR1 is what `--signal=B:USR1@300` sends before the time limit, also where Slurm's controller is too busy to say
+    what becomes of the job."""
+    busy = project / "bin/squeue"
+    busy.parent.mkdir()
+    busy.write_text(
+        f'#!/bin/sh\ncd "{project}"; echo >> asked; [ $(wc -l < asked) -gt 2 ] || exit 1\n'
+        f'exec {shutil.which("squeue")} "$@"\n'
+    )
+    busy.chmod(0o755)
+    cluster = start_cluster()
+    environment = {"FAKE": "held", "PATH": f"{busy.parent}:{os.environ['PATH']}"}
     job = cluster.submit(project, RUN, "--num_steps=20", env=environment)
     wait_for_training(cluster, project)
-    cluster.run(*command, job)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
     assert cluster.wait_for_end(job) == "COMPLETED", log(project, job)
-    assert cluster.restarts(job) == 1
+    assert cluster.restarts(job) == 1 and len(read(project / "asked")) > 2
     first, second = steps_of_starts(project)
     assert first == 0 and 0 < second < 20
     status = json.loads((project / "runs/a/status.json").read_text())
@@ -143,9 +152,9 @@ def test_each_task_of_an_array_is_a_run_of_its_own_and_is_queued_again_alone(
 
 
 def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(start_cluster, project):
-    """It may take as long as KillWait, which is longer than torchrun's 30 s."""
+    """It may take as long as KillWait."""
     cluster = start_cluster(extra_config="KillWait=90")
-    environment = {"FAKE_COMMIT_SECONDS": "35"}
+    environment = {"FAKE_COMMIT_SECONDS": "3"}
     job = cluster.submit(project, RUN, "--num_steps=1000", env=environment)
     wait_for_training(cluster, project)
     cluster.run("scancel", job)
@@ -181,16 +190,15 @@ def test_preemption_with_a_grace_time_goes_on_later(start_cluster, project):
     assert cluster.restarts(job) >= 1 and second > 0
 
 
-@pytest.mark.parametrize("lost", ["node2", "node1"])
-def test_a_job_that_has_lost_a_node_is_queued_again(start_cluster, project, lost):
-    """By Slurm, also where it is the first node, on which the script runs."""
+def test_a_job_that_has_lost_its_first_node_is_queued_again(start_cluster, project):
+    """By Slurm: the script runs there."""
     cluster, run = start_cluster(), project / "runs/a"
     job = cluster.submit(project, RUN, "--num_steps=100000")
     checkpoint = run / "checkpoints/step_00000005/COMMIT"
     cluster.wait_until(checkpoint.exists, "a checkpoint is committed")
-    cluster.kill_node(lost)
+    cluster.kill_node("node1")
     cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job is queued again")
-    cluster.start_node(lost)
+    cluster.start_node("node1")
     cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the node is back")
     cluster.release(job)
     cluster.wait_until(lambda: len(starts(run)) == 4, "two nodes train again")
@@ -198,55 +206,56 @@ def test_a_job_that_has_lost_a_node_is_queued_again(start_cluster, project, lost
     assert first == 0 and second >= 5, "what Slurm asks to end commits a checkpoint if it can"
 
 
+def test_a_node_that_went_is_named_and_no_survivor_blamed(start_cluster, project):
+    """The ranks on other nodes fail for its sake, long before Slurm knows."""
+    cluster, run = start_cluster(), project / "runs/a"
+    job = cluster.submit(project, RUN, "--num_steps=100000", env={"MAX_RESTARTS": "0"})
+    checkpoint = run / "checkpoints/step_00000005/COMMIT"
+    cluster.wait_until(checkpoint.exists, "a checkpoint is committed")
+    cluster.cut_power("node2")
+    (run / "fail").touch()
+    outcome = run / f"failures/{job}.0/outcome"
+    cluster.wait_until(lambda: "rank 0 on node1" in read(outcome), "a survivor has failed")
+    cluster.tell_slurm_of("node2")
+    said = "error: Slurm has lost node2\n"
+    cluster.wait_until(lambda: said in log(project, job), "the script names the node")
+    assert "failed first" not in log(project, job)
+
+
 @pytest.mark.parametrize(
     "words, env, said",
     [
         (["--num_stepss=3"], {}, "num_stepss"),
-        ([], {"FAKE": "mistake"}, "failed first.\nerror: the cause on rank"),
-        ([], {"IMAGE": "/nowhere/mamba.sqsh"}, "IMAGE=/nowhere/mamba.sqsh: there is no such file"),
+        (["--num_stepss=3"], {"IMAGE": "whole.sqsh"}, "did you mean num_steps"),
+        ([], {"IMAGE": "short.sqsh"}, "the project/short.sqsh was cut short; copy it again"),
         (["--save_ckpt_path=/tmp/own"], {}, "is not the folder that the first node sees"),
     ],
 )
 def test_a_mistake_fails_at_once_and_is_never_queued_again(
     start_cluster, project, words, env, said
 ):
-    """/tmp is each node's own."""
+    """/tmp is each node's own. What an image's job can see before it is unpacked needs no image that can be."""
+    (project / "whole.sqsh").write_bytes(SQUASHFS)
+    (project / "short.sqsh").write_bytes(SQUASHFS[:-1])
     is_private = "--save_ckpt_path=/tmp/own" in words
     if is_private:
         env = {**env, "MAX_RESTARTS": "0"}
     state, restarts, text = end_of(start_cluster(), project, *words, **env)
     assert (state, restarts) == ("FAILED", 0) and said in text
-    assert bool(starts(project / "runs/a")) == ("FAKE" in env)
+    assert len(text.splitlines()) == 1 or "IMAGE" not in env
+    assert not starts(project / "runs/a")
 
 
-@pytest.mark.parametrize(
-    "fake, last", [("crash", "Traceback: the cause"), ("storage", "error: the cause on rank 1")]
-)
 def test_a_job_that_fails_without_a_new_checkpoint_gives_up_after_max_restarts(
-    start_cluster, project, fake, last
+    start_cluster, project
 ):
     """Also where it is the storage that fails: it may be well by the next start."""
-    env = {"FAKE": fake, "MAX_RESTARTS": "1"}
+    env = {"FAKE": "storage", "MAX_RESTARTS": "1"}
     state, restarts, text = end_of(start_cluster(), project, "--num_steps=1000", **env)
     assert (state, restarts) == ("FAILED", 1), text
     assert "gave up after 1 restarts without a checkpoint newer than start (MAX_RESTARTS=1)" in text
     lines = [re.sub(r"^\d+: ", "", line) for line in text.strip().splitlines()]
-    assert lines[-2:] == ["rank 1 on node2 failed first.", last]
-
-
-def test_restarts_with_new_checkpoints_are_not_counted(start_cluster, project):
-    cluster = start_cluster()
-    job = cluster.submit(project, RUN, "--num_steps=100000", env={"MAX_RESTARTS": "0"})
-    for count in (2, 4):
-        cluster.wait_until(
-            lambda count=count: len(starts(project / "runs/a")) >= count, "it trains"
-        )
-        wait_for_training(cluster, project)
-        cluster.run("scancel", "--batch", "--signal=USR1", job)
-        cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job is queued again")
-        cluster.release(job)
-    cluster.run("scancel", job)
-    assert "gave up" not in log(project, job)
+    assert lines[-2:] == ["rank 1 on node2 failed first.", "error: the cause on rank 1"]
 
 
 def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(
@@ -262,4 +271,4 @@ def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(
     wait_for_training(cluster, project)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     cluster.wait_until(lambda: cluster.restarts(job) == 1, "the job is queued again")
-    assert "no checkpoint was committed before the time limit" in log(project, job)
+    assert "s before the time limit: the training has not ended" in log(project, job)

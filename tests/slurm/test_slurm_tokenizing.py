@@ -26,10 +26,11 @@ def tokenizing_project(tmp_path):
     writes = "                self._write(batch, ids)\n"
     assert module.read_text().count(writes) == 1
     waits = "                while not Path('go').exists():\n                    time.sleep(0.05)\n"
-    module.write_text(module.read_text().replace(writes, writes + waits))
+    text = module.read_text().replace(writes, writes + waits)
+    module.write_text(text.replace("BATCH_SIZE = (1 << 20)", "BATCH_SIZE = (1 << 16)"))
     (project / "in").mkdir()
     for number in range(5):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in make_texts(4000, number))
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in make_texts(400, number))
         (project / "in" / f"{number}.jsonl").write_text(lines)
     return project
 

@@ -19,9 +19,9 @@ SETTINGS = [
     "--d_state=4",
     "--seq_length=64",
     "--batch_size=2",
-    "--num_steps=60",
+    "--num_steps=16",
     "--report_interval=1",
-    "--checkpoint_interval=50",
+    "--checkpoint_interval=12",
     "--eval_interval=0",
     "--mixed_precision=fp32",
     "--deterministic=true",
@@ -36,7 +36,7 @@ if os.environ.get("HELD") and not os.environ.get("SLURM_RESTART_COUNT"):
 
     def look_or_wait(request):
         looks.append(request)
-        while len(looks) > 20 and request.file and not request.file.exists():
+        while len(looks) > 5 and request.file and not request.file.exists():
             time.sleep(0.05)
         return look(request)
     StopRequest.look = look_or_wait
@@ -95,7 +95,7 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
     assert cluster.restarts(broken) == 1
     text = log(training_project, broken)
     stopped = int(text.split("stopped    at step ")[1].split()[0])
-    assert 0 < stopped < 60 and f"step_{stopped:08d}" in text
+    assert 0 < stopped < 16 and f"step_{stopped:08d}" in text
     assert losses(run) == losses(training_project / "runs/unbroken")
     assert weights(run) == weights(training_project / "runs/unbroken") and len(weights(run)) == 1
 
@@ -114,7 +114,7 @@ def test_a_lost_rank_starts_again_in_its_job_and_a_node_killed_in_mid_run_costs_
         *SETTINGS,
         "--save_ckpt_path=runs/a",
         "--num_steps=100000",
-        "--checkpoint_interval=20",
+        "--checkpoint_interval=5",
         env={"OMP_NUM_THREADS": "1"},
     )
     run = training_project / "runs/a"
@@ -137,6 +137,10 @@ def test_a_lost_rank_starts_again_in_its_job_and_a_node_killed_in_mid_run_costs_
     cluster.kill_node("node2")
     newest = max(path.parent.name for path in run.glob("checkpoints/step_*/COMMIT"))
     cluster.wait_until(lambda: cluster.state(job) == "PENDING", "Slurm has noticed")
+    cluster.wait_until(
+        lambda: "error: Slurm has lost node2\n" in log(training_project, job),
+        "the script names the node",
+    )
     cluster.start_node("node2")
     cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the node is back")
     cluster.release(job)

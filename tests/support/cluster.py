@@ -170,8 +170,15 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
     def kill_node(self, name):
         """As if its power went: processes and network vanish without a word. Slurm need not find it out by itself: a
         SlurmdTimeout that is short enough for that would also take a node for lost that is only slow."""
-        _kill(self.inits.pop(name))
+        self.cut_power(name)
+        self.tell_slurm_of(name)
+
+    def tell_slurm_of(self, name):
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
+
+    def cut_power(self, name):
+        """The node has gone, and Slurm does not know."""
+        _kill(self.inits.pop(name))
 
     def command(self, *words, on="login"):
         enter = [

@@ -19,8 +19,8 @@ PARTS = [
 ]
 
 # Counts steps where the real one trains. How it ends is up to the environment:
-# FAKE=mistake|storage|crash|killed|endless|deaf|held (the first start waits at step 10 for a request to stop)
-# and how long it saves: FAKE_COMMIT_SECONDS.
+# FAKE=mistake|storage|killed|endless|deaf|held (the first start waits at step 10 for a request to stop), a file
+# `fail` in the run folder, and how long it saves: FAKE_COMMIT_SECONDS.
 FAKE_TRAINING = r"""
 import json, os, resource, signal, sys, time
 from pathlib import Path
@@ -66,7 +66,7 @@ if fake == "killed" and rank == 0:  # as the real one does
     from mamba_fsdp.lease import Lease
     Lease(run / "lease.json").take(print)
 def commit():
-    if fake not in ("crash", "endless", "storage"):
+    if fake not in ("endless", "storage"):
         time.sleep(float(os.environ.get("FAKE_COMMIT_SECONDS", 0)))
         first_rank_writes(f"checkpoints/step_{step:08d}/COMMIT", "{}")
 
@@ -75,7 +75,7 @@ while step < steps:
     step += fake != "endless" and not (fake == "held" and not saved and step == 10)
     if step == 5:
         commit()
-    if fake == "crash" and step == 2 and rank == int(os.environ["WORLD_SIZE"]) - 1:
+    if rank == 0 and (run / "fail").exists():
         fail(1)
     if fake == "killed" and step == 2 and rank == 0:  # which holds the lease by now
         os.kill(os.getpid(), signal.SIGKILL)

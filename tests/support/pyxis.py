@@ -129,6 +129,7 @@ def make_cluster(folder, project):
         slurm = {
             "SLURM_JOB_ID": "77",
             "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURMD_NODENAME": "node1",
             "PROJECT": str(project),
             "SCRIPT": script,
             "RECORD": str(folder / "record"),
