@@ -1,9 +1,9 @@
 """A whole training step beside mamba_ssm's own model and transformers': tokens/s, MFU and peak memory.
 
-The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights: ours as training.py takes it, theirs
-under autocast with mamba-ssm's and causal-conv1d's kernels. All start from the same weights and see the same batch; a
-first loss unlike ours is noted. In each round each model in turn is built, warmed up, timed and dropped, so that peak
-memory is its own. MFU is the model's FLOPs (mamba_fsdp/model/spec.py) over the device's dense bf16 peak.
+The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights: ours as training.py takes it, with our
+Triton kernels and with mamba-ssm's, theirs under autocast with mamba-ssm's and causal-conv1d's kernels. All start from
+the same weights and see the same batch; a first loss unlike ours is noted. In each round each model in turn is built,
+warmed up, timed and dropped, so that peak memory is its own. MFU is the model's FLOPs (mamba_fsdp/model/spec.py) over the device's dense bf16 peak.
 """
 
 import gc
@@ -47,9 +47,11 @@ Weights = dict[str, torch.Tensor]
 Step = Callable[[torch.Tensor], float]  # on tokens (batch, length + 1); returns the loss
 
 
-def our_step(config: ModelConfig, weights: Weights, device: torch.device) -> Step:
+def our_step(
+    config: ModelConfig, weights: Weights, device: torch.device, preferred: str = "triton"
+) -> Step:
     uses = operator_uses(config, torch.bfloat16)
-    backends = resolve_backends("auto", device.type, uses).backends
+    backends = resolve_backends("auto", device.type, uses, preferred=preferred).backends
     with torch.device("meta"):
         model = MambaLM(config, backends=backends, compute_dtype=torch.bfloat16)
     world = World.alone(device=device)
@@ -71,6 +73,11 @@ def our_step(config: ModelConfig, weights: Weights, device: torch.device) -> Ste
         return float(loss)
 
     return step
+
+
+def our_step_in_fused(config: ModelConfig, weights: Weights, device: torch.device) -> Step:
+    need_kernels(device)
+    return our_step(config, weights, device, preferred="fused")
 
 
 def mamba_ssm_step(config: ModelConfig, weights: Weights, device: torch.device) -> Step:
@@ -98,7 +105,12 @@ def transformers_step(config: ModelConfig, weights: Weights, device: torch.devic
     return peer_step(model, theirs, device)
 
 
-MODELS = {"ours": our_step, "mamba_ssm": mamba_ssm_step, "transformers": transformers_step}
+MODELS = {
+    "ours": our_step,
+    "ours, fused": our_step_in_fused,
+    "mamba_ssm": mamba_ssm_step,
+    "transformers": transformers_step,
+}
 
 
 def need_kernels(device: torch.device) -> None:
