@@ -94,7 +94,7 @@ OTHER_VALUES = {
     "tracker": ("tensorboard", {}),
     "wandb_project": ("mine", {"tracker": "wandb"}),
     "wandb_name": ("mine", {"tracker": "wandb"}),
-    "use_profiler": (True, {"num_steps": 8}),
+    "use_profiler": (None, {}),  # test_profiling.py
 }
 
 

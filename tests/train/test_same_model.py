@@ -37,26 +37,15 @@ def test_other_words_for_the_same_model_are_no_other_model(train, tmp_path, word
         assert ("resumes " if start == "resume" else "starting ") in said and "step 4/4" in said
 
 
-@pytest.mark.parametrize(
-    "start, message",
-    [
-        (
-            "resume",
-            r"step_00000002 holds another model .*: d_model=32 \(there 16\); give .* another save_ckpt_path$",
-        ),
-        (
-            "folder",
-            r"step_00000002 holds another model .*: d_model=32 \(there 16\); give .* another load_ckpt_path$",
-        ),
-        (
-            "pth",
-            r"load_ckpt_path .*consolidated.00.pth holds another model .*: d_model=32 \(there 16\)$",
-        ),
-        ("init_from", r"init_from .*first holds another model .*: d_model=32 \(there 16\)$"),
-    ],
-)
-def test_another_model_is_refused_with_both_values(train, tmp_path, start, message):
+def test_another_model_is_refused_with_both_values(train, tmp_path):
+    there = r"holds another model .*: d_model=32 \(there 16\)"
     train(tmp_path / "first", num_steps=2, eval_interval=0)
-    run, given = start_from(start, tmp_path / "first")
-    with pytest.raises(UserError, match=message):
-        train(run, num_steps=4, eval_interval=0, d_model=32, **given)
+    for start, message in {
+        "resume": f"step_00000002 {there}; give .* another save_ckpt_path$",
+        "folder": f"step_00000002 {there}; give .* another load_ckpt_path$",
+        "pth": f"load_ckpt_path .*consolidated.00.pth {there}$",
+        "init_from": f"init_from .*first {there}$",
+    }.items():
+        run, given = start_from(start, tmp_path / "first")
+        with pytest.raises(UserError, match=message):
+            train(run, num_steps=4, eval_interval=0, d_model=32, **given)
