@@ -24,7 +24,7 @@ def test_commands_run(used, project, monkeypatch, capsys):  # noqa: F811
     monkeypatch.chdir(used)
     page = (project / "docs/evaluating.md").read_text()
     commands = re.findall(r"^\.venv/bin/.* (?:-m mamba_fsdp |(?=get_dataset))(.*)", page, re.M)
-    assert len(commands) == 9
+    assert len(commands) == 8
     for command in commands:
         verb, *rest = shlex.split(command)
         if ">" in rest:
