@@ -6,7 +6,7 @@
                             [--out FOLDER] [--rehearse]
 
 tests: tests/gpu. values: each backend of each operator beside float64, its bits twice, the time of whole layers.
-sanitizer: the same on small sizes under compute-sanitizer. ncu: the kernels of one layer under ncu. run: equal bits of equal
+sanitizer: the same on small sizes under compute-sanitizer. ncu: our kernels in layers of models under ncu. run: equal bits of equal
 runs and behind a kill, cold and warm starts, stalls by saves. traces: of training steps. Others are presets: their training
 step beside mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and writes
 NAME.md and NAME.log into FOLDER (default: $OUT, else gpu-results); summary.md has all. --rehearse: tiny, on the CPU.
@@ -44,9 +44,14 @@ CALLS = {
     "3": ("run", "traces", "ncu"),
     "4": ("mamba-130m", "mamba2-2.7b"),
 }
-TOOLS = {  # what runs the part `values` on small sizes
+TOOLS = {  # what these parts run under
     "sanitizer": ["compute-sanitizer", "--tool=memcheck", "--error-exitcode=9"],
-    "ncu": ["ncu", "--set=full", "--kernel-name=regex:scan|sweep|gradient", "--launch-count=20"],
+    "ncu": [
+        "ncu",
+        "--set=full",
+        "--kernel-name=regex:^(walk|local|forward|backward|sweep|gradients|finish)$",
+        "--launch-count=20",
+    ],
 }
 
 
@@ -74,10 +79,14 @@ def provenance(rehearse: bool) -> str:
 def rows_of(name: str, out: Path, rehearse: bool) -> Iterator[dict[str, object]]:
     device = torch.device("cpu") if rehearse else torch.device("cuda", 0)
     with tempfile.TemporaryDirectory() as folder:
-        if name == "values" or name in TOOLS:
+        if name in ("values", "sanitizer"):
             from benchmarks.gpu import values
 
-            yield from values.measure(device, small=rehearse or name in TOOLS)
+            yield from values.measure(device, small=rehearse or name == "sanitizer")
+        elif name == "ncu":
+            from benchmarks.gpu import values
+
+            yield from values.run_triton(device, rehearse)
         elif name == "run":
             from benchmarks.gpu import runs
 

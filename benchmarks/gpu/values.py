@@ -23,12 +23,25 @@ def use_of(model: ModelConfig, length: int, device: torch.device) -> FirstUse:
     return FirstUse(settings, device)
 
 
-def measure(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
+def uses_of(device: torch.device, small: bool) -> Iterator[tuple[str, FirstUse]]:
     if small:
-        yield from measure_model("small", use_of(ModelConfig(**SMALL), 100, device))
+        yield "small", use_of(ModelConfig(**SMALL), 100, device)
         return
     for name in MODELS:
-        yield from measure_model(name, use_of(ModelConfig(**preset(name)), 2048, device))
+        yield name, use_of(ModelConfig(**preset(name)), 2048, device)
+
+
+def measure(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
+    for name, use in uses_of(device, small):
+        yield from measure_model(name, use)
+
+
+def run_triton(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
+    """Runs our kernels once in a layer of each kind, forward and backward."""
+    for name, use in uses_of(device, small):
+        choice = resolve_backends("auto", device.type, use.uses, preferred="triton")
+        use.run(use.make_model(use.layers, choice.backends), *use.shape)
+        yield {"model": name, "ran": str(choice)}
 
 
 def measure_model(name: str, use: FirstUse) -> Iterator[dict[str, object]]:
