@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,12 @@ class Lease:
     def try_take(self) -> bool:
         """Whether it is ours now; not where another holds it who is not known to have ended. Raises as `take` does."""
         content = json.dumps(asdict(Holder.this_process()), indent=1).encode()
-        while not retry_io(lambda: self._create(content), self.file):
+        while not retry_io(partial(self._create, content), self.file):
             seen = self.look()
             if seen and not seen.has_ended():
                 return False
             if seen:
-                self._remove(seen.content)
+                retry_io(partial(self._remove, seen.content), self.file)
         self.content = content
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
         return True
@@ -122,9 +123,8 @@ class Lease:
     def shows_life(self) -> bool:
         """Whether its holder renews it within SECONDS_OF_SILENCE. If not, it can be taken then."""
         before = self.look()
-        end = (
-            time.monotonic() + SECONDS_OF_SILENCE
-        )  # of our clock: that of another host may be wrong
+        # Of our clock: that of another host may be wrong.
+        end = time.monotonic() + SECONDS_OF_SILENCE
         while True:
             now = self.look()
             if now is None:
@@ -132,7 +132,7 @@ class Lease:
             if now != before:
                 return True
             if now.has_ended() or time.monotonic() >= end:
-                self._remove(now.content)
+                retry_io(partial(self._remove, now.content), self.file)
                 return False
             heart.beat()
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -184,11 +184,11 @@ class Lease:
         """Removes the file with this content, and no other's, however long this process may stand still in between: it
         moves to a folder of this process, and who removes the lease clears away all such folders before it takes it."""
         own = hidden_beside(self.file)
-        retry_io(own.mkdir, own)
-        seen = self.look()
+        own.mkdir()
+        seen = self._look()
         if seen and seen.content == content:
             with contextlib.suppress(FileNotFoundError):  # another process was faster
-                retry_io(lambda: self.file.rename(own / "lease"), self.file)
+                self.file.rename(own / "lease")
         for folder in self.file.parent.glob(f".{self.file.name}.*.partial"):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -11,6 +11,7 @@
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
@@ -87,7 +88,7 @@ def committed(checkpoints: str | Path) -> list[Path]:
     folder = Path(checkpoints)
     try:
         # glob would take a failure for an empty folder.
-        names = retry_io(lambda: os.listdir(folder), folder)
+        names = retry_io(partial(os.listdir, folder), folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
     steps = sorted((step_of(name), name) for name in names if step_of(name) is not None)

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ def _print_line(text):
 def exists(path: str | Path) -> bool:
     """Whether there is such a file or folder. For Path.exists of Python 3.14 storage that fails is a no."""
     try:
-        retry_io(lambda: os.stat(path), path)
+        retry_io(partial(os.stat, path), path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
