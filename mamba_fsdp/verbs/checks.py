@@ -151,7 +151,7 @@ def find_operators() -> str:
     from mamba_fsdp.ops.backends import resolve_backends
     from mamba_fsdp.train import first_use
 
-    settings = TrainConfig(model=ModelConfig(layers="mamba1,mamba2,attention", d_model=1024))
+    settings = TrainConfig(ModelConfig(layers="mamba1,mamba2,attention", d_model=256))
     device = torch.device("cpu")
     settings.training.mixed_precision = "fp32"
     if torch.cuda.is_available():
