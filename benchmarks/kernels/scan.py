@@ -19,7 +19,7 @@ TYPES = {
     for name in names.split()
 }
 ODD = {"length", "states", "segment_chunks"}  # what need not be divisible by 16
-SIZES = dict(GATED=True, DOCUMENTS=False, EVEN=True, N=D_STATE, CHANNELS=CHANNELS, CHUNK=CHUNK)
+SIZES = dict(DOCUMENTS=False, EVEN=True, N=D_STATE, CHANNELS=CHANNELS, CHUNK=CHUNK)
 SWEEP = SIZES | dict(CUT=False)
 
 
@@ -100,7 +100,7 @@ KERNELS = [
         "local",
         "local",
         LOCAL,
-        SIZES | dict(REVERSE=False, GATED=False),
+        SIZES | dict(REVERSE=False),
         4,
         instructions=9,
     ),

@@ -49,20 +49,17 @@ def selective_scan(u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 
     def channels_first(value):
-        return None if value is None else value.transpose(1, 2).contiguous()
-
-    def in_float(value):
-        return None if value is None else value.float()
+        return value.transpose(1, 2).contiguous()
 
     out = selective_scan_fn(
         channels_first(u),
         channels_first(dt),
-        in_float(A),
+        A.float(),
         channels_first(B),
         channels_first(C),
-        in_float(D),
+        D.float(),
         channels_first(z),
-        in_float(dt_bias),
+        dt_bias.float(),
         delta_softplus=True,
         return_last_state=return_last_state,
     )

@@ -52,10 +52,8 @@ def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
         pytest.param((2, 19, 35, 5), 1, (), id="odd"),
         pytest.param((1, 12, 32, 16), 1, (), id="no masks"),
         pytest.param((1, 21, 3, 4), 3, (), id="in segments"),
-        pytest.param((1, 16, 32, 2), 2, ("seq_idx", "z"), id="in segments without masks"),
-        pytest.param(
-            (1, 9, 2, 20), 1, ("D", "z", "dt_bias", "seq_idx"), id="20 states, only what must be"
-        ),
+        pytest.param((1, 16, 32, 2), 2, ("seq_idx",), id="in segments without masks"),
+        pytest.param((1, 9, 2, 20), 1, ("seq_idx",), id="20 states"),
         pytest.param((2, 1, 3, 1), 1, ("initial_state",), id="one of all"),
     ],
 )
@@ -84,7 +82,7 @@ def test_rows_are_cut_where_they_are_too_few_for_a_gpu(monkeypatch):
             name: made[name].expand(batch, length, channels) for name in ("u", "dt", "z", "B", "C")
         }
         A = -torch.ones(1, 1).expand(channels, 1)
-        call = backend._Scan(**wide, A=A, D=None, dt_bias=None, seq_idx=None)
+        call = backend._Scan(**wide, A=A, D=A[:, 0], dt_bias=A[:, 0], seq_idx=None)
         in_each = call.shared["segment_chunks"]
         assert (call.segments - 1) * in_each < call.chunks <= call.segments * in_each
         return call.blocks, call.segments, call.batch
@@ -97,12 +95,15 @@ def test_rows_are_cut_where_they_are_too_few_for_a_gpu(monkeypatch):
 
 def test_states_clear_at_a_start_however_slow_the_decay():
     """A whole document of steps of size 0 in front; nothing of the initial state gets through."""
-    leaves = inputs(1, 9, 2, 2, without=("z", "D", "dt_bias"))
+    leaves = inputs(1, 9, 2, 2)
     leaves |= dict(
         seq_idx=torch.tensor([[0] * 5 + [1] * 4]),
         A=torch.full((2, 2), -1e-9),
         dt=torch.full((1, 9, 2), -200.0),
         initial_state=torch.full((1, 2, 2), 1e6),
+        z=torch.ones(1, 9, 2),
+        D=torch.zeros(2),
+        dt_bias=torch.zeros(2),
     )
     y, last = scan(**leaves)
     assert y[:, :5].abs().min() > 1e3 and max(y[:, 5:].abs().max(), last.abs().max()) < 1e-30
@@ -119,7 +120,7 @@ def test_rows_that_lie_far_apart(monkeypatch):
         place.copy_(near)
         u, dt, z, gradient = place.split(3, -1)[:4]
         B, C = place[..., 12:].split(2, -1)
-        inputs = (u, dt, -torch.ones(3, 2), B, C, None, z, None, None)
+        inputs = (u, dt, -torch.ones(3, 2), B, C, torch.ones(3), z, torch.ones(3), None)
         out, last, entries = backend.scan_forward(*inputs, None)
         gradients = backend.scan_backward(gradient, None, *inputs, entries, True, z)
         return out, last, *gradients

@@ -225,7 +225,9 @@ def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
     assert choose("auto", "cuda").backends["scan"] != "toy"
     assert "scan not toy: the toy keeps no documents apart" in str(choose("auto", seq_idx=True))
     x = torch.ones(1, 3, 4)
-    y = scan.selective_scan(x, x, -torch.ones(4, 2), x[..., :2], x[..., :2], backend="toy")
+    of_channels = torch.ones(4)
+    given = (x, x, -torch.ones(4, 2), x[..., :2], x[..., :2], of_channels, x, of_channels)
+    y = scan.selective_scan(*given, backend="toy")
     assert (y == 7).all()
 
 

@@ -112,7 +112,8 @@ CHILD = """
     from mamba_fsdp.ops.scan import selective_scan
     assert cpp.why_unavailable() is None
     x = torch.ones(1, 40, 20)
-    print(selective_scan(x, x, -torch.ones(20, 2), x[..., :2], x[..., :2], backend="cpp").sum().item())
+    one = torch.ones(20, 2)
+    print(selective_scan(x, x, -one, x[..., :2], x[..., :2], one[:, 0], x, one[:, 0], backend="cpp").sum().item())
     libraries = {line.split()[-1] for line in open("/proc/self/maps") if "gomp" in line or "libomp" in line}
     assert len(libraries) <= 1, libraries
 """

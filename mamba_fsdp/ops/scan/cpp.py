@@ -42,14 +42,14 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out, grad_last_state):
         saved = ctx.saved_tensors  # once: recomputed activations are handed out a single time
-        u, _, A, B, C, D, z, bias, _, _ = saved
+        u, _, A, B, C, D, _, bias, _, _ = saved
         batch, length, d_inner = u.shape
         library = cpp.library(u.dtype)
         (grad_out,) = cpp.as_rows(grad_out)
         grad_state = grad_last_state.clone(memory_format=torch.contiguous_format)
         grad_u = u.new_empty(u.shape)
         grad_dt = u.new_empty(u.shape)
-        grad_z = None if z is None else u.new_empty(u.shape)
+        grad_z = u.new_empty(u.shape)
         groups = -(-d_inner // library.scan_group())
         grad_B = A.new_empty(groups, batch, length, len(A))
         grad_C = torch.empty_like(grad_B)

@@ -87,7 +87,7 @@ class _Scan(torch.autograd.Function):
             chunk = _Chunk(span, u, dt, A, B, C, dt_bias, starts)
             states = chunk.states(entry)
             y = torch.addcmul(chunk.over_states(chunk.C, states), chunk.u, D)
-            out[:, span] = y if z is None else y * F.silu(z[:, span].to(y.dtype))
+            out[:, span] = y * F.silu(z[:, span].to(y.dtype))
             state = states[-1].clone()
         ctx.save_for_backward(u, dt, A, B, C, D, z, dt_bias, starts, entries)
         return out, state
@@ -97,8 +97,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad_out, grad_last_state):
         u, dt, A, B, C, D, z, dt_bias, starts, entries = ctx.saved_tensors
         grad_u, grad_dt, grad_B, grad_C, grad_z = (
-            None if v is None else torch.empty_like(v, memory_format=torch.contiguous_format)
-            for v in (u, dt, B, C, z)
+            torch.empty_like(v, memory_format=torch.contiguous_format) for v in (u, dt, B, C, z)
         )
         grad_A, grad_D, grad_bias = (torch.zeros_like(v) for v in (A, D, dt_bias))
         carried = grad_last_state  # what reaches the chunk's last state from behind
@@ -106,12 +105,11 @@ class _Scan(torch.autograd.Function):
             chunk = _Chunk(span, u, dt, A, B, C, dt_bias, starts)
             states = chunk.states(entry)
             grad_y = grad_out[:, span].to(A.dtype)
-            if z is not None:
-                y = torch.addcmul(chunk.over_states(chunk.C, states), chunk.u, D)
-                gate_input = z[:, span].to(A.dtype)
-                sigmoid = torch.sigmoid(gate_input)
-                grad_z[:, span] = y.mul_(grad_y).mul_(sigmoid).mul_(1 + gate_input * (1 - sigmoid))
-                grad_y = grad_y * (gate_input * sigmoid)
+            y = torch.addcmul(chunk.over_states(chunk.C, states), chunk.u, D)
+            gate_input = z[:, span].to(A.dtype)
+            sigmoid = torch.sigmoid(gate_input)
+            grad_z[:, span] = y.mul_(grad_y).mul_(sigmoid).mul_(1 + gate_input * (1 - sigmoid))
+            grad_y = grad_y * (gate_input * sigmoid)
             adjoints = chunk.adjoints(grad_y, carried)
             grad_C[:, span] = chunk.over_channels(states, grad_y)
             grad_B[:, span] = chunk.over_channels(adjoints, chunk.input)
@@ -137,9 +135,8 @@ def apply(function, u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, retur
     d_inner, the long dimension, last, and `starts`: True where a position begins a document, but for its row's first.
     """
     A = A.T.to(compute_type(u)).contiguous()
-    zeros = A.new_zeros(A.shape[1])
-    D = zeros if D is None else D.to(A.dtype).contiguous()
-    dt_bias = zeros if dt_bias is None else dt_bias.to(A.dtype).contiguous()
+    D = D.to(A.dtype).contiguous()
+    dt_bias = dt_bias.to(A.dtype).contiguous()
     starts = None
     if seq_idx is not None:
         starts = seq_idx.diff(dim=1, prepend=seq_idx[:, :1]) != 0

@@ -13,8 +13,8 @@ TABLE = {(8, 0): {"CHANNELS": 32, "num_warps": 1}}  # of all kernels; warps for 
 
 
 def _rows(a):
-    """(batch, length, channels), or None, as the kernels read it: channels side by side, rows evenly spaced."""
-    if a is None or (a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1)):
+    """(batch, length, channels) as the kernels read it: channels side by side, rows evenly spaced."""
+    if a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1):
         return a
     return a.contiguous()
 
@@ -43,11 +43,10 @@ class _Scan:
         self.B = _rows(B)
         self.C = _rows(C)
         self.z = _rows(z)
-        zeros = self.floats(self.channels).zero_()
-        self.D = zeros if D is None else D.contiguous()
+        self.D = D.contiguous()
         self.shared = dict(
             A=A.T.float().contiguous(),
-            bias=zeros if dt_bias is None else dt_bias.contiguous(),
+            bias=dt_bias.contiguous(),
             seq_idx=u if seq_idx is None else seq_idx.contiguous(),
             length=length,
             channels=self.channels,
@@ -74,8 +73,8 @@ class _Scan:
             return self.slabs(self.batch).zero_()
         return given.mT.float().contiguous()
 
-    def launch(self, kernel, value, z, matrix, reverse, **arguments):
-        """Launch a kernel. Where rows are cut, `local` goes before it with value, z and matrix. Nothing happens for
+    def launch(self, kernel, value, matrix, reverse, **arguments):
+        """Launch a kernel. Where rows are cut, `local` goes before it with value and matrix. Nothing happens for
         tensors without content."""
         if self.u.is_meta:
             return
@@ -86,18 +85,15 @@ class _Scan:
         if self.segments > 1:
             kernels.local[self.blocks, self.segments - 1, self.batch](
                 **self.shared,
-                **_with_strides(u=value, dt=self.dt, z=value if z is None else z, B=matrix),
+                **_with_strides(u=value, dt=self.dt, z=self.z, B=matrix),
                 REVERSE=reverse,
-                GATED=reverse and z is not None,
             )
-        gate = self.u if self.z is None else self.z
         getattr(kernels, kernel)[self.blocks, self.segments, self.batch](
             **self.shared,
-            **_with_strides(u=self.u, dt=self.dt, B=self.B, C=self.C, z=gate),
+            **_with_strides(u=self.u, dt=self.dt, B=self.B, C=self.C, z=self.z),
             **arguments,
             D=self.D,
             CUT=self.segments > 1,
-            GATED=self.z is not None,
         )
 
 
@@ -111,7 +107,6 @@ def scan_forward(u, dt, A, B, C, D, z, dt_bias, seq_idx, state, keep=True):
     scan.launch(
         "forward",
         scan.u,
-        None,
         scan.B,
         False,
         state=state,
@@ -140,7 +135,7 @@ def scan_backward(
     grad_z=None,
 ):
     """The gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; and with want_out y again, as it was given.
-    Those of z and y are empty where there is none. grad_z: where to write that of z."""
+    That of y is empty without. grad_z: where to write that of z."""
     scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
     grad_out = _rows(grad_out)
     grad_last = scan.state(grad_last)
@@ -149,7 +144,7 @@ def scan_backward(
     grad_u = u.new_empty(u.shape)
     grad_dt = dt.new_empty(u.shape)
     if grad_z is None:
-        grad_z = u.new_empty((0, 0, 0) if z is None else u.shape)
+        grad_z = u.new_empty(u.shape)
     grad_A = scan.slabs(scan.batch, scan.segments)
     grad_D = scan.floats(scan.batch, scan.segments, scan.channels)
     grad_bias = torch.empty_like(grad_D)
@@ -160,7 +155,6 @@ def scan_backward(
     scan.launch(
         "backward",
         grad_out,
-        scan.z,
         scan.C,
         True,
         **_with_strides(grad_z=grad_z),
@@ -201,7 +195,7 @@ def _backward(*inputs):
 
 _forward = triton.differentiable(
     "scan",
-    "u dt A B C D? z? dt_bias? seq_idx? state?",
+    "u dt A B C D z dt_bias seq_idx? state?",
     "bool keep",
     2,
     1,

@@ -113,7 +113,6 @@ def local(  # noqa: PLR0915
     states,
     segment_chunks,
     REVERSE: tl.constexpr,
-    GATED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     EVEN: tl.constexpr,
     N: tl.constexpr,
@@ -160,9 +159,8 @@ def local(  # noqa: PLR0915
             if REVERSE:
                 inside = _inside(here, t, length, EVEN)
                 grad_y = _load(u + i * u_row, inside)
-                if GATED:
-                    gate = _load(z + i * z_row, inside)
-                    grad_y *= gate * _sigmoid(gate)
+                gate = _load(z + i * z_row, inside)
+                grad_y *= gate * _sigmoid(gate)
                 b = _load(B + i * B_row, _inside(known, t, length, EVEN))
                 h += grad_y[None, :] * b[:, None]
                 step = tl.where(delta < 0.0, ENDLESS, delta)
@@ -216,7 +214,6 @@ def forward(
     channels,
     states,
     segment_chunks,
-    GATED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     CUT: tl.constexpr,
     KEEP: tl.constexpr,
@@ -291,9 +288,8 @@ def forward(
                 y = tl.where(four == i, tl.sum(h * c[:, None], axis=0)[None, :], y)
             inside = _inside(here[None, :], t + four, length, EVEN) | (four < 0)
             y += D[None, :] * _load(u[None, :] + four * u_row, inside)
-            if GATED:
-                gate = _load(z[None, :] + four * z_row, inside)
-                y *= gate * _sigmoid(gate)
+            gate = _load(z[None, :] + four * z_row, inside)
+            y *= gate * _sigmoid(gate)
             tl.store(out[None, :] + four * channels, y, mask=inside)
             u += 4 * u_row
             dt += 4 * dt_row
@@ -306,19 +302,13 @@ def forward(
 
 
 @triton.jit
-def _gradient_of_y(t, grad_out, z, C, length, here, known, GATED, EVEN):
+def _gradient_of_y(t, grad_out, z, C, length, here, known, EVEN):
     """The gradient of out, times the gate's sigmoid, and of y at position t, the gate's input, its sigmoid, and C."""
     grad = _load(grad_out, _inside(here, t, length, EVEN))
     c = _load(C, _inside(known, t, length, EVEN))
-    gate = grad
-    opened = grad
-    grad_y = grad
-    if GATED:
-        gate = _load(z, _inside(here, t, length, EVEN))
-        opened = _sigmoid(gate)
-        grad_y = grad * opened * gate
-        grad = grad * opened
-    return grad, grad_y, gate, opened, c
+    gate = _load(z, _inside(here, t, length, EVEN))
+    opened = _sigmoid(gate)
+    return grad * opened, grad * opened * gate, gate, opened, c
 
 
 @triton.jit
@@ -350,7 +340,6 @@ def _backward_token(
     length,
     here,
     known,
-    GATED,
     WITH_OUT,
     EVEN,
     N,
@@ -367,11 +356,9 @@ def _backward_token(
     g *= decay
     through_decay = g * before
     sum_A += through_decay * step[None, :]
-    if GATED:
-        tl.store(grad_z, grad * y * (1.0 + gate * (1.0 - opened)), mask=inside)
-        y *= gate * opened
+    tl.store(grad_z, grad * y * (1.0 + gate * (1.0 - opened)), mask=inside)
     if WITH_OUT:
-        tl.store(out, y, mask=inside)
+        tl.store(out, y * (gate * opened), mask=inside)
     grad_raw = (tl.sum(through_decay * A, axis=0) * LN2 + sum_x * value) * _slope(delta)
     tl.store(grad_u, sum_x * delta + grad_y * D, mask=inside)
     tl.store(grad_dt, grad_raw, mask=inside)
@@ -419,7 +406,6 @@ def _backward_chunk(
     channels,
     here,
     known,
-    GATED,
     DOCUMENTS,
     WITH_OUT,
     EVEN,
@@ -459,10 +445,10 @@ def _backward_chunk(
         z_t = z + at * z_row
         grad_t = grad_out + at * grad_row
         grad0, grad_y0, gate0, opened0, c0 = _gradient_of_y(
-            t, grad_t, z_t, C_t, length, here, known, GATED, EVEN
+            t, grad_t, z_t, C_t, length, here, known, EVEN
         )
         grad1, grad_y1, gate1, opened1, c1 = _gradient_of_y(
-            t + 1, grad_t + grad_row, z_t + z_row, C_t + C_row, length, here, known, GATED, EVEN
+            t + 1, grad_t + grad_row, z_t + z_row, C_t + C_row, length, here, known, EVEN
         )
         h1, decay0, step0, delta0, u0, b0 = _advance(
             t, h0, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN
@@ -503,7 +489,6 @@ def _backward_chunk(
             length,
             here,
             known,
-            GATED,
             WITH_OUT,
             EVEN,
             N,
@@ -536,7 +521,6 @@ def _backward_chunk(
             length,
             here,
             known,
-            GATED,
             WITH_OUT,
             EVEN,
             N,
@@ -583,7 +567,6 @@ def backward(
     channels,
     states,
     segment_chunks,
-    GATED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     CUT: tl.constexpr,
     WITH_OUT: tl.constexpr,
@@ -682,7 +665,6 @@ def backward(
             channels,
             here,
             known,
-            GATED,
             DOCUMENTS,
             WITH_OUT,
             EVEN,

@@ -22,8 +22,8 @@ def ssd(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
+    D: Tensor,
+    dt_bias: Tensor,
     *,
     chunk_size: int,
     seq_idx: Tensor | None = None,
@@ -34,7 +34,7 @@ def ssd(
     """Run the recurrence over whole sequences, of any length.
 
     x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
-    (batch, length, groups, d_state), the heads shared evenly among the groups in order; D, dt_bias (heads) or None;
+    (batch, length, groups, d_state), the heads shared evenly among the groups in order; D, dt_bias (heads);
     seq_idx (batch, length): the state starts from zero wherever it changes; initial_state (batch, heads, headdim,
     d_state) or None for zeros: what the first document of each row continues. `chunk_size` is the fused kernel's;
     the result does not depend on it. Returns y like x, and with `return_last_state` (y, last state in compute type).

@@ -178,12 +178,7 @@ def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_l
     size = min(chunk_size, CHUNK)
     if length == 1:
         size = 1  # nothing is padded for a step of generation
-    raw_delta = dt.to(real)
-    if dt_bias is not None:
-        raw_delta = raw_delta + dt_bias.to(real)
-    delta = F.softplus(raw_delta)
-    if D is None:
-        D = A.new_zeros(heads)
+    delta = F.softplus(dt.to(real) + dt_bias.to(real))
     if seq_idx is not None:
         padding = seq_idx[:, -1:].expand(-1, -length % size)
         seq_idx = torch.cat([seq_idx, padding], dim=1).unflatten(1, (-1, size))

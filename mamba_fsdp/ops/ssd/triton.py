@@ -8,22 +8,12 @@ import torch
 from mamba_fsdp.ops import triton
 
 why_unavailable = triton.why_unavailable
-SWEEP = {
-    (8, 0): {
-        "P": 32,
-        "programs": 512,
-        "num_warps": 4,
-        "num_stages": 1,
-    },  # programs: that fill a GPU
-    (10, 0): {"P": 64, "programs": 512, "num_warps": 4, "num_stages": 1},
-    (12, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1},
-}
-GRADIENTS = {
-    (8, 0): {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
-    (9, 0): {"P": 64, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
-    (12, 0): {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
-}
-MMA_SYNC = {"P": 16, "programs": 512, "num_warps": 2, "num_stages": 1}
+_NARROW = {"P": 32, "num_warps": 4, "num_stages": 1}
+SWEEP = {(8, 0): _NARROW, (10, 0): _NARROW | {"P": 64}, (12, 0): _NARROW}
+MMA_SYNC = _NARROW | {"P": 16, "num_warps": 2}
+_FEW = {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1}
+GRADIENTS = {(8, 0): _FEW, (9, 0): _FEW | {"P": 64}, (12, 0): _FEW}
+PROGRAMS = 512  # of a sweep, that fill a GPU
 CHUNK = 32  # positions
 SEGMENTS = 16  # of a sequence, at most
 CHUNKS = 8  # of a segment, at least
@@ -68,9 +58,8 @@ class _Call:
         self.B = _packed(B.to(dtype))
         self.C = _packed(C.to(dtype))
         self.dt = _packed(dt)
-        zeros = torch.zeros_like(A)
-        self.D = zeros if D is None else D
-        self.bias = zeros if dt_bias is None else dt_bias
+        self.D = D
+        self.bias = dt_bias
         self.seq_idx = None if seq_idx is None else seq_idx.contiguous()
         self.batch, self.length, self.heads, headdim = x.shape
         _, _, self.groups, d_state = B.shape
@@ -117,7 +106,7 @@ class _Call:
         options = self.options(SWEEP)
         rows = self.batch * self.heads
         size = self.constants["N"] * x.shape[3]
-        segments = options.pop("programs") // (rows * options["TILES"])
+        segments = PROGRAMS // (rows * options["TILES"])
         segments = max(1, min(SEGMENTS, self.chunks // CHUNKS, segments))
         per_segment = -(-self.chunks // segments)
         segments = -(-self.chunks // per_segment)
@@ -236,7 +225,7 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
 
 
 _forward = triton.differentiable(
-    "ssd", "x dt A B C D? dt_bias? seq_idx? state?", "", 2, 0, ssd_forward, ssd_backward
+    "ssd", "x dt A B C D dt_bias seq_idx? state?", "", 2, 0, ssd_forward, ssd_backward
 )
 
 
