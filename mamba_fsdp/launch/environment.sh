@@ -202,7 +202,7 @@ remove_containers() { # within SECONDS from the job's nodes, all that no running
     jobs=$(squeue --noheader --user="$(id -u)" --states=RUNNING --format=%A) || return 0
     mapfile -t jobs < <(grep -vx "$SLURM_JOB_ID" <<< "$jobs")
     timeout "$1" srun --overlap --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
-        bash "$project/mamba_fsdp/launch/environment.sh" remove "$2" "${jobs[@]}" < /dev/null || true
+        bash "$project/mamba_fsdp/launch/environment.sh" remove "$2" "${jobs[@]}" < /dev/null 2> /dev/null || true
 }
 
 remove_here() { # but those of the jobs and starts that are named

@@ -44,7 +44,7 @@ def look_or_spin(request):
 
 StopRequest.look = look_or_spin
 """
-KILLS = int(os.environ.get("KILLS", 3))
+KILLS = int(os.environ.get("KILLS", 2))
 VICTIMS = ["the script", "the launcher", "rank 1", "rank 0"]
 HANGS = ["stands still", "spins", ""]  # what another rank does meanwhile
 

@@ -73,11 +73,10 @@ def weights(run):
 
 
 def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, training_project):
-    cluster = start_cluster()
+    cluster = start_cluster(nodes=4)  # for both at once
     unbroken = cluster.submit(
         training_project, *SETTINGS, "--save_ckpt_path=runs/unbroken", env={"OMP_NUM_THREADS": "1"}
     )
-    assert cluster.wait_for_end(unbroken) == "COMPLETED", log(training_project, unbroken)
     broken = cluster.submit(
         training_project,
         *SETTINGS,
@@ -93,6 +92,7 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
     cluster.run("scancel", "--batch", "--signal=USR1", broken)
     assert cluster.wait_for_end(broken) == "COMPLETED", log(training_project, broken)
     assert cluster.restarts(broken) == 1
+    assert cluster.wait_for_end(unbroken) == "COMPLETED", log(training_project, unbroken)
     text = log(training_project, broken)
     stopped = int(text.split("stopped    at step ")[1].split()[0])
     assert 0 < stopped < 16 and f"step_{stopped:08d}" in text
