@@ -1,9 +1,9 @@
 """Saving: each rank writes its own file, a commit makes them one checkpoint.
 
-A checkpoint is written under a hidden name (.step_00001000.<unique>.partial), in threads beside training. Each file is
-flushed and read back; then rank 0 writes state.json and COMMIT and gives the folder its name. A process that dies at
-any instant leaves a hidden folder, which the next run removes, and never half a checkpoint under a name that could be
-chosen.
+A checkpoint is written in a hidden folder (.step_00001000.<unique>.partial/step_00001000), in threads beside training.
+Each file is flushed and read back; then rank 0 writes state.json and COMMIT and moves it to where it counts. A process
+that dies at any instant leaves a hidden folder, which the next run removes, and never half a checkpoint under a name
+that could be chosen.
 """
 
 import contextlib
