@@ -81,7 +81,7 @@ def _run(program, words, environment, out, err):
         atexit._run_exitfuncs()
 
 
-def start_ranks(count, words):
+def start_ranks(count, words, program=("training.py",)):
     """A Training for each rank, as torchrun starts them on one node."""
     PORTS.append(port := hold_port())
     return [
@@ -98,6 +98,7 @@ def start_ranks(count, words):
                 "MASTER_PORT": str(port.getsockname()[1]),
             },
             merged=True,
+            program=program,
         )
         for rank in range(count)
     ]

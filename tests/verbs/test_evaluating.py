@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +13,7 @@ from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs import evaluate, export, loading
 from tests.support.corpora import stored_documents
+from tests.support.forked import said_by, start_ranks
 
 STORE = "data/builtin/validation"
 pytestmark = pytest.mark.torch22
@@ -136,22 +134,14 @@ def test_a_store_of_another_vocabulary_is_refused(model):
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_numbers_of_one(there, project):
-    words = ["-m", "mamba_fsdp", "evaluate", "runs/demo", STORE]
+def test_two_ranks_give_the_numbers_of_one(there, run):
+    words = [str(there / "runs/demo"), str(there / STORE)]
     words += ["--seq_length=16", "--stride=5", "--batch_size=2", "--limit=40", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    _, alone, _ = run(*words)
+    together = said_by(start_ranks(2, ["evaluate", *words], program=("-m", "mamba_fsdp")))
     found = []
-    for launcher in ([], torchrun):
-        done = subprocess.run(
-            [sys.executable, *launcher, *words],
-            cwd=there,
-            capture_output=True,
-            text=True,
-            env=environment,
-        )
-        assert done.returncode == 0, done.stderr
-        ((label, told),) = json.loads(done.stdout)["data"].items()
+    for said in (alone, together[together.index("{\n") :]):
+        ((_, told),) = json.loads(said)["data"].items()
         told.pop("seconds")
         found.append(told)
     assert found[1] == pytest.approx(found[0], rel=1e-6)
