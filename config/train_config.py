@@ -325,8 +325,7 @@ class ReportConfig:
     """Name of the run there; empty takes WANDB_NAME of the environment, else the run folder's."""
     use_profiler: bool = setting(False)
     """Record a torch profile of steps 5 to 7 of this start into the run folder
-    (profile/rank_R.json), and say what it shows; on a GPU the history of its memory too, for the
-    snapshot that is left where it runs out."""
+    (profile/rank_R.json), and say what it shows."""
 
 
 @dataclass

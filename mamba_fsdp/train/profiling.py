@@ -19,8 +19,7 @@ def make_profiler(
     run_folder: Path, rank: int, loader: Loader, say: Callable[[str], None]
 ) -> torch.profiler.profile:
     """Writes profile/rank_R.json, a trace of steps 5 to 7 of this start for Perfetto or
-    chrome://tracing, and says on rank 0 what took most; on a GPU the memory's history is recorded
-    for a snapshot where it runs out."""
+    chrome://tracing, and says on rank 0 what took most."""
 
     def write(profile: torch.profiler.profile) -> None:
         path = run_folder / PROFILE / f"rank_{rank}.json"
@@ -36,8 +35,6 @@ def make_profiler(
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each of its probes is a line on stderr
     vars(loader)["step"] = torch.profiler.record_function(DATA)(loader.step)
-    if torch.cuda.is_available():
-        torch.cuda.memory._record_memory_history(max_entries=100_000)
     # The first steps compile kernels and fill caches.
     steps = torch.profiler.schedule(wait=3, warmup=1, active=STEPS, repeat=1)
     return torch.profiler.profile(schedule=steps, on_trace_ready=write, record_shapes=True)

@@ -16,7 +16,7 @@ from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.report.console import Console, output_that_may_go
 from mamba_fsdp.report.records import add_event, was_validated
-from mamba_fsdp.run_layout import MODELS, PROFILE, SETTINGS, step_of
+from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.metrics_logger import MetricsLogger
@@ -50,7 +50,7 @@ def run_training(
         with (
             contextlib.closing(world),
             watchdog(settings.parallel.timeout_minutes, world.rank),
-            out_of_memory_explained(world, folder.path, progress),
+            out_of_memory_explained(world, progress),
         ):
             for note in settings.notes:
                 console.line(f"settings   {note}")
@@ -126,21 +126,16 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(world: World, folder: Path, progress: Progress) -> Iterator[None]:
+def out_of_memory_explained(world: World, progress: Progress) -> Iterator[None]:
     """Raises UserError instead of PyTorch's error where memory runs out before the first step is
     done: then the settings ask for too much. Later it may be an accident that a restart mends, and
-    stays PyTorch's error. Of a GPU a snapshot stays in profile/memory_rank_R.pickle, for
-    docs.pytorch.org/memory_viz."""
+    stays PyTorch's error."""
     try:
         yield
     except RuntimeError as error:
-        on_gpu = isinstance(error, torch.cuda.OutOfMemoryError)
-        if on_gpu and folder.is_dir():
-            snapshot = folder / PROFILE / f"memory_rank_{world.rank}.pickle"
-            with contextlib.suppress(OSError, RuntimeError):
-                snapshot.parent.mkdir(exist_ok=True)
-                torch.cuda.memory._dump_snapshot(str(snapshot))
-        is_out_of_memory = on_gpu or "can't allocate memory" in str(error)
+        is_out_of_memory = isinstance(
+            error, torch.cuda.OutOfMemoryError
+        ) or "can't allocate memory" in str(error)
         if not is_out_of_memory or progress.has_stepped():
             raise
         raise UserError(

@@ -35,17 +35,11 @@ def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, refused
 
 
 @pytest.mark.slow
-def test_too_little_memory_on_a_gpu_leaves_a_snapshot_and_says_what_helps(
-    train, tmp_path, change_loss, monkeypatch
-):
+def test_too_little_memory_on_a_gpu_says_what_helps(train, tmp_path, change_loss, monkeypatch):
     def fail(state, true_loss):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
 
     change_loss(fail)
-    monkeypatch.setattr(
-        torch.cuda.memory, "_dump_snapshot", lambda path: open(path, "w").write("snapshot")
-    )
     with pytest.raises(Exception, match="rank 0 has too little memory: .* mamba_fsdp plan with"):
         train(tmp_path / "run", eval_interval=0)
-    assert (tmp_path / "run/profile/memory_rank_0.pickle").read_text() == "snapshot"
