@@ -102,11 +102,8 @@ def test_what_its_run_prunes_meanwhile_is_not_broken(run, call, monkeypatch):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ((), "missing a required argument"),
         (("nowhere",), "nowhere: there is no such file or folder"),
         ((".",), "neither"),
-        (("nowhere", "--verfy"), "did you mean --verify"),
-        (("nowhere", "on", "off", "more"), "too many"),
     ],
 )
 def test_misuse_of_checkpoints_is_an_error_of_its_own(call, words, said, tmp_path, monkeypatch):
