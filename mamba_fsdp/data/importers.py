@@ -23,70 +23,60 @@ WINDOW = 1 << 20  # tokens of DataLayout read at a time
 
 @contextlib.contextmanager
 def named_errors(name: str, kind: str) -> Iterator[None]:
-    """Inside, whatever stops a library is a UserError that names the file, which was read as `kind`."""
+    """Inside, whatever stops this file or a library is a UserError that names the file, which was read as `kind`."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or first_line(error)[:300]
         raise UserError(f"{name}: can't be read as {kind} ({reason})") from error
 
 
-def column_of(name: str, table: Any, column: str) -> Any:
-    """A table's column; document.text is the field text of document. Raises UserError, which begins with the file's
-    `name`."""
-    names = table.column_names
+def column_of(table: Any, column: str) -> Any:
+    """A table's column; document.text is the field text of document. Of `text` where there is none that of tokens.
+    Refuses rows that leave tokens out of the loss."""
+    check_all_count(table)
     while column not in table.column_names and any(map(types.is_struct, table.schema.types)):
         table = table.flatten()
-    if column in table.column_names:
-        return table[column].combine_chunks()
-    for other in TOKEN_COLUMNS:
-        if column == "text" and other in names:
-            return table[other].combine_chunks()
-    raise UserError(
-        f"{name}: there is no column {column!r}; it has: {', '.join(names)}; name one with --text_column"
+    names = table.column_names
+    for name in (column, *TOKEN_COLUMNS):
+        if name in names and column in (name, "text"):
+            return table[name].combine_chunks()
+    raise ValueError(
+        f"there is no column {column!r}; it has: {', '.join(names)}; name one with --text_column"
     )
 
 
-def rows_of(name: str, array: Any) -> list[Any]:
-    """A column's rows as texts, or as token ids (n,) int64; null is "" or no ids. Raises UserError, which begins with
-    the file's `name`, for other types and for what is damaged."""
-    try:
-        array.validate(full=True)  # else wrong offsets are followed anywhere
-        if types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        if not hasattr(array.type, "value_type"):
-            return array.cast(pyarrow.large_string()).fill_null("").to_pylist()
-        lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-        ids = plain_ids(name, array.flatten())
-        return np.split(ids, np.cumsum(lengths))[:-1]
-    except pyarrow.ArrowException as error:
-        raise UserError(
-            f"{name}: a column of {array.type} can't be read as text or token ids ({first_line(error)})"
-        ) from error
+def rows_of(array: Any) -> list[Any]:
+    """A column's rows as texts, or as token ids (n,) int64; null is "" or no ids."""
+    array.validate(full=True)  # else wrong offsets are followed anywhere
+    if types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if not hasattr(array.type, "value_type"):
+        return array.cast(pyarrow.large_string()).fill_null("").to_pylist()
+    lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+    return np.split(plain_ids(array.flatten()), np.cumsum(lengths))[:-1]
 
 
-def plain_ids(name: str, array: Any) -> np.ndarray:
-    """Token ids (n,) int64 of an array of integers. Raises UserError."""
+def plain_ids(array: Any) -> np.ndarray:
+    """Token ids (n,) int64 of an array of integers."""
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if array.null_count:
-        raise UserError(f"{name}: has places without a token (null)")
+        raise ValueError("it has places without a token (null)")
     if len(array) and not types.is_integer(array.type):
-        raise UserError(f"{name}: holds lists of {array.type}, not token ids")
+        raise ValueError(f"it holds lists of {array.type}, not token ids")
     return array.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def check_all_count(name: str, table: Any) -> None:
-    """Raises UserError for rows that leave tokens out of the loss."""
+def check_all_count(table: Any) -> None:
+    """Refuses rows that leave tokens out of the loss."""
     for column, value in UNCOUNTED.items():
         if column not in table.column_names or not hasattr(table[column].type, "value_type"):
             continue
         flags = table[column].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         if (flags == value).any():
-            raise UserError(
-                f"{name}: its {column} leave tokens out of the loss, which a token store can't say; take "
+            raise ValueError(
+                f"its {column} leave tokens out of the loss, which a token store can't say; take "
                 "these tokens out of its rows, or remove that column"
             )
 
@@ -95,17 +85,14 @@ def check_all_count(name: str, table: Any) -> None:
 
 
 def arrow_documents(shard: Shard, options: DatasetConfig) -> Iterator[Document]:
-    """Yields the documents of each record batch. Raises UserError for broken files."""
-    name = shard.name
-    for batch in _batches(name):
-        table = pyarrow.Table.from_batches([batch])
-        check_all_count(name, table)
-        column = column_of(name, table, options.text_column)
+    """Yields the documents of each record batch."""
+    for batch in _batches(shard.name):
+        column = column_of(pyarrow.Table.from_batches([batch]), options.text_column)
         held = column.type.value_type if types.is_dictionary(column.type) else column.type
         if types.is_integer(held):
-            yield Document(plain_ids(name, column))
+            yield Document(plain_ids(column))
         else:
-            yield from map(Document, rows_of(name, column))
+            yield from map(Document, rows_of(column))
 
 
 def _batches(name: str) -> Iterator[pyarrow.RecordBatch]:
@@ -118,7 +105,7 @@ def _batches(name: str) -> Iterator[pyarrow.RecordBatch]:
         elif whole[-8:].to_pybytes() == END_OF_STREAM:
             yield from pyarrow.ipc.open_stream(whole)
         else:
-            raise UserError(f"{name}: it ends before its end, or is no Arrow file; copy it again")
+            raise ValueError("it ends before its end, or is no Arrow file; copy it again")
 
 
 # DataLayout: FILE.npy of little-endian int32 without a header, FILE.npy.size with their number. Bits 0 to 15 are the
@@ -127,8 +114,7 @@ def _batches(name: str) -> Iterator[pyarrow.RecordBatch]:
 
 
 def datalayout_documents(shard: Shard, options: DatasetConfig) -> Iterator[Document]:
-    """Yields the documents window by window. Raises UserError for a file that is no such file, and where it leaves tokens
-    out of the loss."""
+    """Yields the documents window by window. Refuses what leaves tokens out of the loss."""
     name = shard.name
     _check_size(name)
     entries = np.memmap(name, "<i4", "r")
@@ -140,9 +126,9 @@ def datalayout_documents(shard: Shard, options: DatasetConfig) -> Iterator[Docum
         end = start + len(body)
         positions = body >> 16 & HIGHEST_POSITION
         if ((positions > 0) & (body >> 30 & 1 == 0)).any():
-            raise UserError(
-                f"{name}: it leaves tokens out of the loss (bit 30), which a token store can't say; set that "
-                "bit, or leave these tokens out"
+            raise ValueError(
+                "it leaves tokens out of the loss (bit 30), which a token store can't say; set that bit, or leave "
+                "these tokens out"
             )
         bounds = {0, len(entries), *(document_starts(window, eos) + first).tolist()}
         inner = sorted(bound for bound in bounds if start < bound < end)
@@ -171,14 +157,10 @@ def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
 def _check_size(name):
     said = Path(f"{name}.size")
     size = Path(name).stat().st_size
-    try:
-        count = int(said.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{name}: no DataLayout file, or copied without {said.name}, which says how many tokens it holds "
-            f"({error})"
-        ) from error
+    if not said.exists():
+        raise ValueError(f"copied without {said.name}, which says how many tokens it holds")
+    count = int(said.read_text())
     if size != 4 * count or not count:
-        raise UserError(
-            f"{name}: {size} bytes, but {said.name} says {count} tokens, which are {4 * count}; copy both again"
+        raise ValueError(
+            f"{size} bytes, but {said.name} says {count} tokens, which are {4 * count}; copy both again"
         )

@@ -247,8 +247,7 @@ def _read_window(source: Source, start: int, length: int, vocab_size: int, place
                 f"token id {found.tokens.max()} is not below the model's vocab_size {vocab_size}; "
                 "set vocab_size to the tokenizer's, or tokenise with the model's tokenizer"
             )
-    except UserError as error:
-        raise type(error)(f"{place}: {error}") from error
     except Exception as error:
-        raise UserError(f"{place}: {error}") from error
+        kind = type(error) if isinstance(error, UserError) else UserError
+        raise kind(f"{place}: {error}") from error
     return found

@@ -16,8 +16,6 @@ from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import DATASET, move, write_atomically
 
-COPIED = 1 << 20  # tokens at a time
-
 ShardFiles = tuple[Path, dict]  # their path without suffix, their entry in an index
 
 
@@ -117,8 +115,7 @@ def _hold_out_end(
         cut += 1
     for name, kept in (("train", tokens[:cut]), ("validation", tokens[cut:])):
         writer = writers[name]
-        for piece in np.array_split(kept, 1 + len(kept) // COPIED):
-            writer.append(piece)
+        writer.append(kept)
         if writer.whole and kept[-1] != writer.eos:
             writer.append([writer.eos])
         for entry in writer.finish_shards():

@@ -18,13 +18,12 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.corpus import Document, Shard, open_on_hub
 from mamba_fsdp.data.importers import (
     arrow_documents,
-    check_all_count,
     column_of,
     datalayout_documents,
     named_errors,
     rows_of,
 )
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import first_line
 
 BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
 ROWS = 64  # of a table at a time
@@ -112,9 +111,7 @@ def _short_parts(document):
 
 def _table_documents(shard, options):
     for table in _open(shard, options).with_format("arrow").iter(batch_size=ROWS):
-        check_all_count(shard.name, table)
-        column = column_of(shard.name, table, options.text_column)
-        yield from map(Document, rows_of(shard.name, column))
+        yield from map(Document, rows_of(column_of(table, options.text_column)))
 
 
 def _open(shard, options):
@@ -162,13 +159,11 @@ def _json_documents(shard, options):
     with _opened(shard.name) as file:
         first = file.readline()
         if first.lstrip().startswith("["):  # one list of records, which is read whole
-            for number, record in enumerate(_parsed(shard.name, first + file.read()), 1):
-                yield Document(
-                    _field(f"{shard.name}: record {number}", record, options.text_column)
-                )
+            for number, record in enumerate(_parsed("it", first + file.read()), 1):
+                yield Document(_field(f"record {number}", record, options.text_column))
             return
         for number, line in enumerate(itertools.chain([first], file), 1):
-            where = f"{shard.name}: line {number}"
+            where = f"line {number}"
             if line.strip():
                 yield Document(_field(where, _parsed(where, line), options.text_column))
 
@@ -182,11 +177,11 @@ def _opened(name):
     return io.TextIOWrapper(file, "utf-8-sig", newline="\n")
 
 
-def _parsed(where, text):
+def _parsed(where, line):
     try:
-        return json.loads(text)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is no JSON ({first_line(error)})") from None
+        raise ValueError(f"{where} is no JSON: {first_line(error)}") from None
 
 
 def _field(where, record, column):
@@ -194,19 +189,16 @@ def _field(where, record, column):
     value = record
     names = [column] if isinstance(record, dict) and column in record else column.split(".")
     for name in names:
-        if value is None:
-            return ""
-        if not isinstance(value, dict) or name not in value:
-            raise UserError(
-                f"{where}: there is no {column!r} in {json.dumps(record)[:100]}; name one with --text_column"
-            )
-        value = value[name]
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif value is not None:
+            raise ValueError(f"{where} has no {column!r}; name a field with --text_column")
     if value is None:
         return ""
     if isinstance(value, list) and all(type(token) is int for token in value):
         return np.array(value, dtype=np.int64)
     if not isinstance(value, str):
-        raise UserError(f"{where}: {column!r} is {type(value).__name__}, not text or token ids")
+        raise ValueError(f"{where}: {column!r} is {type(value).__name__}, no text or token ids")
     value.encode()  # JSON can spell half a character, which is an error here
     return value
 

@@ -164,10 +164,6 @@ def seen(position: dict) -> dict[str, dict]:
 def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarray:
     """Occurrences of each source in one period of the pattern, as int64 in lowest terms, by largest
     remainder."""
-    if set(weights) != set(names):
-        raise UserError(
-            f"weights are given for {', '.join(sorted(weights))}, but the sources are {', '.join(names)}"
-        )
     values = np.array([weights[name] for name in names], dtype=np.float64)
     if not (values < LARGEST_WEIGHT).all() or (values < 0).any() or values.sum() <= 0:
         raise UserError(

@@ -22,7 +22,6 @@ class Source(Protocol):
 
     path: Path
     token_count: int
-    document_count: int  # 0: not known
     identity: str
     vocab_size: int  # every token is below it; 0: not known
     eos: int  # the token that ends a document; -1: not known
@@ -47,7 +46,6 @@ class DummySource:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.identity = f"dummy:{vocab_size}"
-        self.document_count = self.token_count // vocab_size
 
     @property
     def tokenizer_path(self) -> Path:

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -42,8 +41,8 @@ BATCHES_AHEAD = 2  # one in the library, the one before it becomes an array
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
 SAMPLED_SHARDS = 64  # at most, that these come from
 PROGRESS = ".progress"
+BEGUN = f"{PROGRESS}/begun.json"
 START_AGAIN = "start again with --overwrite, or remove it by hand"
-RESUMES = "the same command resumes from here"
 # The stores depend on the other options.
 NOT_RECORDED = ("format", "part", "overwrite")
 NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
@@ -99,11 +98,8 @@ def make_dataset(
     except OSError as error:
         place = error.filename or out
         raise UserError(
-            f"{place}: can't be written ({error.strerror}); mend that, then {RESUMES}"
+            f"{place}: can't be written ({error.strerror}); mend that, then the same command resumes"
         ) from error
-    except KeyboardInterrupt:
-        print(f"\n{out} is unfinished; {RESUMES}", file=sys.stderr)
-        raise
 
 
 def _prepare(out, overwrite):
@@ -114,22 +110,17 @@ def _prepare(out, overwrite):
     if not is_ours and any(out.iterdir()):
         raise UserError(f"{out}: not empty and not made by this program; choose another folder")
     if overwrite:
-        # Indexes go first: a store cut short must not look whole.
-        for path in (out / "dataset.json", *out.glob("*/index.json")):
-            path.unlink(missing_ok=True)
         for name in ("train", "validation", "test", PROGRESS):
             shutil.rmtree(out / name, ignore_errors=True)
+        (out / "dataset.json").unlink(missing_ok=True)  # last: by it what is left is known as ours
 
 
 def _complete(out, settings):
     """The content of dataset.json, None where there is none yet. Raises UserError where it is of other settings."""
-    path = out / "dataset.json"
-    try:
-        done = read_object(path, {"settings": {"input": {}}, "stores": {}}, START_AGAIN)
-    except FileNotFoundError:
+    done = _recorded(out, "dataset.json", settings)
+    if done is None:
         return None
-    DATASET.check(path, done)
-    _check_same(out, done["settings"], settings)
+    DATASET.check(out / "dataset.json", done)
     for path in out.glob("*/index.json"):
         TokenStore(path.parent)
     # Of a process that was killed at the very end.
@@ -138,8 +129,13 @@ def _complete(out, settings):
     return done
 
 
-def _check_same(out, before, settings):
-    """Raises UserError where the settings that the dataset in `out` was made with are not these."""
+def _recorded(out, name, settings):
+    """What a file in OUT says, None where it is not there. Raises UserError where it says other settings than these."""
+    try:
+        found = read_object(out / name, {"settings": {"input": {}}}, START_AGAIN)
+    except FileNotFoundError:
+        return None
+    before = found["settings"]
     for name, now in settings.items():
         was = before.get(name) or ""
         if name in before and was != (now or ""):
@@ -147,6 +143,7 @@ def _check_same(out, before, settings):
                 f"{out} holds other data: {name} was {was} and is {now}; choose another folder, or "
                 "--overwrite it"
             )
+    return found
 
 
 class _Part:
@@ -196,15 +193,13 @@ class _Part:
 
     def _check_others(self, tokenizer):
         """Raises UserError where this or another part was begun otherwise than this one is now."""
-        path = self.out / PROGRESS / "begun.json"
-        now = {
+        settings = {
             **self.settings,
             "parts": self.count,
             "tokenizer_identity": tokenizer.identity,
         }
-        if not path.exists():
-            write_atomically(path, json.dumps(now))
-        _check_same(self.out, read_object(path, {"input": {}}, START_AGAIN), now)
+        if not _recorded(self.out, BEGUN, settings):
+            write_atomically(self.out / BEGUN, json.dumps({"settings": settings}))
 
     @contextlib.contextmanager
     def _lease(self, name):

@@ -143,8 +143,8 @@ REFUSED = {  # file: (content, what is said of it)
     "a.txt": (b"fine, \xff not", "can't decode byte 0xff"),
     "b.txt": ("text".encode("utf-16"), "can't decode byte 0xff"),
     "c.jsonl": (b'{"text": "a"}\n{"text": ', "line 2 is no JSON"),
-    "d.jsonl": (b'{"txt": "a"}', "there is no 'text' in"),
-    "e.jsonl": (b'{"text": 3}', "'text' is int, not text or token ids"),
+    "d.jsonl": (b'{"txt": "a"}', "line 1 has no 'text'"),
+    "e.jsonl": (b'{"text": 3}', "'text' is int, no text or token ids"),
     "f.jsonl": (b'{"text": "\\ud800"}', "surrogates not allowed"),
     "g.csv": (b"id,words\n1,a\n", "can't be read as csv"),
     "h.parquet": (b"no parquet", "can't be read as parquet"),
@@ -374,7 +374,7 @@ def test_kill_9_and_ctrl_c_resume_to_the_bytes_of_one_run(prepare, tmp_path, tok
         process.send_signal(number)
         said = process.communicate()[1]
         assert process.returncode == code and "Traceback" not in said
-        assert ("out is unfinished; the same command resumes from here" in said) == (code == 130)
+        assert ("stopped by Ctrl-C" in said) == (code == 130)
         (tmp_path / "saved").unlink()
     assert command(*words, cwd=tmp_path).returncode == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -416,7 +416,9 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(UserError, match="No space left.*mend that, then the same command"):
+        with pytest.raises(
+            UserError, match="No space left.*mend that, then the same command resumes"
+        ):
             prepare(tmp_path / "a.jsonl", tmp_path / "out")
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert content(tmp_path / "out") == content(tmp_path / "whole")

@@ -126,7 +126,6 @@ def test_a_position_that_means_nothing_is_refused():
 @pytest.mark.parametrize(
     "weights, message",
     [
-        ({"s0": 1}, "weights are given for s0, but the sources are s0, s1"),
         ({"s0": 1, "s1": -1}, "no mixture"),
         ({"s0": 0, "s1": 0}, "no mixture"),
         ({"s0": float("nan"), "s1": 1}, "no mixture"),
