@@ -45,7 +45,7 @@ def test_a_tokenizer_folder_with_code_runs_none_of_it(evil):
 
 @pytest.mark.parametrize("load", [tokenizer.load, tokenizer.load_words])
 def test_nor_where_a_verb_loads_it(evil, monkeypatch, load):
-    """generate --tokenizer, sample_prompts, inspect and evaluate."""
+    """generate --tokenizer, inspect and evaluate."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     with pytest.raises(UserError, match="tokenizer evil: can't be loaded"):
         load("evil")
