@@ -15,18 +15,11 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mamba_fsdp.ops.backends import Use
-
 # From Triton 3.10 on, a * b + c is two instructions unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
 OLDEST = (8, 0)  # compute capability, the first of every kernel's table
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
-
-
-def why_not(use: Use) -> str | None:
-    """The answer of the backends whose kernels calculate in float32 whatever they are given."""
-    return "its kernels calculate in float32" if use.dtype == torch.float64 else None
 
 
 def why_unavailable() -> str | None:

@@ -122,7 +122,7 @@ def test_rows_that_lie_far_apart(monkeypatch):
         B, C = place[..., 12:].split(2, -1)
         inputs = (u, dt, -torch.ones(3, 2), B, C, torch.ones(3), z, torch.ones(3), None)
         out, last, entries = backend.scan_forward(*inputs, None)
-        gradients = backend.scan_backward(gradient, None, *inputs, entries, True, z)
+        gradients = backend.scan_backward(gradient, None, *inputs, entries, z)
         return out, last, *gradients
 
     for got, expected in zip(run(far), run(near.clone())):

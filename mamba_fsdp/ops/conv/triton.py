@@ -38,23 +38,9 @@ def _walk(blocks, x, weight, bias, seq_idx, out, grad=None, sums=None):
     batch, length, channels = x.shape
     row_programs = -(-length // blocks["ROWS"])
     channel_programs = -(-channels // blocks["CHANNELS"])
-    x = _packed(x)
-    strides = {
-        "x_batch": x.stride(0),
-        "x_row": x.stride(1),
-        "out_batch": out.stride(0),
-        "out_row": out.stride(1),
-        "seq_idx_batch": 0,
-        "grad_batch": 0,
-        "grad_row": 0,
-    }
-    if seq_idx is not None:
-        seq_idx = _packed(seq_idx)
-        strides["seq_idx_batch"] = seq_idx.stride(0)
-    if grad is not None:
-        grad = _packed(grad)
-        strides["grad_batch"] = grad.stride(0)
-        strides["grad_row"] = grad.stride(1)
+    x, x_batch, x_row = _packed(x)
+    seq_idx, seq_idx_batch, _ = _packed(seq_idx)
+    grad, grad_batch, grad_row = _packed(grad)
     walk[(batch * row_programs * channel_programs,)](
         X=x,
         WEIGHT=weight.contiguous(),
@@ -69,14 +55,24 @@ def _walk(blocks, x, weight, bias, seq_idx, out, grad=None, sums=None):
         channel_programs=channel_programs,
         WIDTH=width,
         BACK=0 if grad is None else 3,
-        **strides,
+        x_batch=x_batch,
+        x_row=x_row,
+        out_batch=out.stride(0),
+        out_row=out.stride(1),
+        seq_idx_batch=seq_idx_batch,
+        grad_batch=grad_batch,
+        grad_row=grad_row,
         **blocks,
     )
 
 
 def _packed(t):
-    """A tensor whose last dimension lies side by side, as the kernel takes it."""
-    return t if t.stride(-1) == 1 else t.contiguous()
+    """A tensor whose last dimension lies side by side, as the kernel takes it, and its first two strides."""
+    if t is None:
+        return None, 0, 0
+    if t.stride(-1) != 1:
+        t = t.contiguous()
+    return t, *t.stride()[:2]
 
 
 causal_conv_silu = triton.differentiable(

@@ -5,7 +5,6 @@ import torch
 
 from mamba_fsdp.ops import triton
 
-why_not = triton.why_not
 why_unavailable = triton.why_unavailable
 CHUNK = 64  # positions from one kept state to the next
 FILL = 1024  # programs that keep a GPU busy: where batch and channels make fewer, rows are cut
@@ -131,16 +130,15 @@ def scan_backward(
     dt_bias,
     seq_idx,
     entries,
-    want_out=False,
     grad_z=None,
 ):
-    """The gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; and with want_out y again, as it was given.
-    That of y is empty without. grad_z: where to write that of z."""
+    """The gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; and y again, as it was given. grad_z: where to
+    write that of z."""
     scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
     grad_out = _rows(grad_out)
     grad_last = scan.state(grad_last)
     grad_state = torch.empty_like(grad_last)
-    out = u.new_empty(u.shape if want_out else (0, 0, 0))
+    out = u.new_empty(u.shape)
     grad_u = u.new_empty(u.shape)
     grad_dt = dt.new_empty(u.shape)
     if grad_z is None:
@@ -171,7 +169,6 @@ def scan_backward(
         grad_bias=grad_bias,
         grad_state=grad_state,
         out=out,
-        WITH_OUT=want_out,
     )
     grad_B, grad_C = grad_BC[..., : scan.states].unbind(3)
     return (

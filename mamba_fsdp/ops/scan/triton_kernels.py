@@ -340,7 +340,6 @@ def _backward_token(
     length,
     here,
     known,
-    WITH_OUT,
     EVEN,
     N,
 ):
@@ -357,8 +356,7 @@ def _backward_token(
     through_decay = g * before
     sum_A += through_decay * step[None, :]
     tl.store(grad_z, grad * y * (1.0 + gate * (1.0 - opened)), mask=inside)
-    if WITH_OUT:
-        tl.store(out, y * (gate * opened), mask=inside)
+    tl.store(out, y * (gate * opened), mask=inside)
     grad_raw = (tl.sum(through_decay * A, axis=0) * LN2 + sum_x * value) * _slope(delta)
     tl.store(grad_u, sum_x * delta + grad_y * D, mask=inside)
     tl.store(grad_dt, grad_raw, mask=inside)
@@ -407,7 +405,6 @@ def _backward_chunk(
     here,
     known,
     DOCUMENTS,
-    WITH_OUT,
     EVEN,
     N,
     CHANNELS,
@@ -489,7 +486,6 @@ def _backward_chunk(
             length,
             here,
             known,
-            WITH_OUT,
             EVEN,
             N,
         )
@@ -521,7 +517,6 @@ def _backward_chunk(
             length,
             here,
             known,
-            WITH_OUT,
             EVEN,
             N,
         )
@@ -569,7 +564,6 @@ def backward(
     segment_chunks,
     DOCUMENTS: tl.constexpr,
     CUT: tl.constexpr,
-    WITH_OUT: tl.constexpr,
     EVEN: tl.constexpr,
     N: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -666,7 +660,6 @@ def backward(
             here,
             known,
             DOCUMENTS,
-            WITH_OUT,
             EVEN,
             N,
             CHANNELS,

@@ -302,22 +302,13 @@ def gradients(  # noqa: PLR0915
         delta, from_start, to_end, _, high, low, document = chunk_steps(
             steps + (row * chunks + chunk) * Q, plane, seq_idx, start, length, r, Q
         )
+        x_head = x + batch * x_batch + at * X_ROW + head * HEADDIM
+        dy_head = dy + batch * dy_batch + at * DY_ROW + head * HEADDIM
         products = tl.zeros([Q, Q], tl.float32)
         for tile in tl.static_range(TILES):
             p = tile * P + tl.arange(0, P)
-            x_ = load(
-                x + batch * x_batch + at * X_ROW + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T
-            )
-            dy_ = load(
-                dy + batch * dy_batch + at * DY_ROW + head * HEADDIM,
-                DY_ROW,
-                r,
-                p,
-                left,
-                HEADDIM,
-                P,
-                T,
-            )
+            x_ = load(x_head, X_ROW, r, p, left, HEADDIM, P, T)
+            dy_ = load(dy_head, DY_ROW, r, p, left, HEADDIM, P, T)
             products += dot(dy_, tl.trans(x_))
         products *= decays_within(high, low, document, r, seq_idx is not None, False)
         grad_cb = (products * delta[None, :]).to(T)
@@ -338,26 +329,8 @@ def gradients(  # noqa: PLR0915
         for tile in tl.static_range(TILES):
             p = tile * P + tl.arange(0, P)
             if TILES > 1:
-                x_ = load(
-                    x + batch * x_batch + at * X_ROW + head * HEADDIM,
-                    X_ROW,
-                    r,
-                    p,
-                    left,
-                    HEADDIM,
-                    P,
-                    T,
-                )
-                dy_ = load(
-                    dy + batch * dy_batch + at * DY_ROW + head * HEADDIM,
-                    DY_ROW,
-                    r,
-                    p,
-                    left,
-                    HEADDIM,
-                    P,
-                    T,
-                )
+                x_ = load(x_head, X_ROW, r, p, left, HEADDIM, P, T)
+                dy_ = load(dy_head, DY_ROW, r, p, left, HEADDIM, P, T)
             state = (row * chunks + chunk) * N * HEADDIM + n[:, None] * HEADDIM + p[None, :]
             s = tl.load(entering + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
             g = tl.load(leaving + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
