@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source, Tokens
 from mamba_fsdp.errors import UserError
+
+# Samples that the sampler is asked for at once: of a few, the calls cost more than to read them.
+SAMPLES_AT_ONCE = 1 << 10
 
 Sample = tuple[str, int | None]  # (source name, window); None pads a batch
 
@@ -107,6 +111,7 @@ class Loader(ExitStack):
         self.vocab_size = vocab_size
         self.first_step = first_step
         self.pin_memory = pin_memory
+        self.block = lru_cache(4)(self._read_block)
         self.ahead: dict[int, Future[list[Batch]]] = {}  # step -> its micro batches
         self.pool = None
         if data.num_workers:
@@ -134,9 +139,7 @@ class Loader(ExitStack):
         size = self.layout.batch_size
         mine = self.layout.grad_accumulation_steps * size
         first = (step - self.first_step) * self.layout.global_batch + self.layout.rank * mine
-        sources, windows, _ = self.sampler.samples(first, mine)
-        names = [self.sampler.names[source] for source in sources.tolist()]
-        samples = list(zip(names, windows.tolist()))
+        samples = self._samples(first, mine)
         batches = []
         for start in range(0, mine, size):
             micro_batch = samples[start : start + size]
@@ -145,6 +148,21 @@ class Loader(ExitStack):
                 batch = batch.pin_memory()
             batches.append(batch)
         return batches
+
+    def _samples(self, first: int, count: int) -> list[Sample]:
+        """Returns samples [first, first + count)."""
+        first_block = first // SAMPLES_AT_ONCE
+        last_block = (first + count - 1) // SAMPLES_AT_ONCE
+        found: list[Sample] = []
+        for block in range(first_block, last_block + 1):
+            found += self.block(block)
+        start = first - first_block * SAMPLES_AT_ONCE
+        return found[start : start + count]
+
+    def _read_block(self, block: int) -> list[Sample]:
+        sources, windows, _ = self.sampler.samples(block * SAMPLES_AT_ONCE, SAMPLES_AT_ONCE)
+        names = [self.sampler.names[source] for source in sources.tolist()]
+        return list(zip(names, windows.tolist()))
 
 
 def evaluation_windows(
