@@ -83,10 +83,10 @@ def small(monkeypatch):
     monkeypatch.setattr(scan_triton, "FILL", 4)
 
 
-def check(operator, cc, dtype, *sizes):
+def check(operator, cc, dtype, *sizes, version="2.2.0"):
     run, leaves = CASES[operator](dtype, *sizes)
     kernels = import_module(f"mamba_fsdp.ops.{operator}.triton_kernels")
-    with compiled("2.2.0", cc, kernels):
+    with compiled(version, cc, kernels):
         assert_like_reference(partial(run, backend="triton"), run, leaves, MOST[dtype])
 
 
@@ -102,11 +102,16 @@ def test_compiled_like_reference(operator, dtype, cc):
 
 
 @pytest.mark.parametrize(
-    "cc, sizes, has_wgmma",
-    [(80, (), False), (90, (40, 1, 64, 128), True), (90, (40, 1, 64, 128), False)],
-    ids=["sm_80", "sm_90", "sm_90 without wgmma"],
+    "version, cc, sizes, has_wgmma",
+    [
+        ("2.2.0", 80, (), False),
+        ("2.2.0", 90, (40, 1, 64, 128), True),
+        ("3.6.0", 90, (40, 1, 64, 128), True),
+        ("2.2.0", 90, (40, 1, 64, 128), False),
+    ],
+    ids=["sm_80", "sm_90", "sm_90 by Triton 3.6", "sm_90 without wgmma"],
 )
-def test_compiled_ssd_like_reference(monkeypatch, cc, sizes, has_wgmma):
+def test_compiled_ssd_like_reference(monkeypatch, version, cc, sizes, has_wgmma):
     """At the sizes of mamba2-1.3b's heads Hopper's own matrix instructions carry the states, unless they are to be avoided."""
     executed = []
     factor = Launch.factor
@@ -116,5 +121,5 @@ def test_compiled_ssd_like_reference(monkeypatch, cc, sizes, has_wgmma):
         monkeypatch.setattr(ssd_triton, "SWEEP", {(8, 0): ssd_triton.SWEEP[8, 0]})
         if not has_wgmma:
             ssd_triton.use_mma_sync()
-    check("ssd", cc, torch.bfloat16, *sizes)
+    check("ssd", cc, torch.bfloat16, *sizes, version=version)
     assert bool(executed) == has_wgmma
