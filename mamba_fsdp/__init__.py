@@ -1,6 +1,6 @@
 """Pretrain Mamba language models with FSDP. README.md says how to use it and what lies where.
 
-From Python: `load` a model, let it `generate`, `evaluate` it; README.md shows them.
+From Python: `load` a model, let it `generate`, `evaluate` it, read training `batches`; README.md shows them.
 """
 
 from importlib import import_module
@@ -10,6 +10,7 @@ PUBLIC = {
     "load": "verbs.loading",
     "generate": "verbs.generate",
     "evaluate": "verbs.evaluate",
+    "batches": "data.selection",
 }
 
 

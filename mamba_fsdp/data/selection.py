@@ -1,10 +1,12 @@
 """Which sources a run reads: those it trains on with their weights, and those it validates on."""
 
-from collections.abc import Iterable
-from itertools import combinations
+from collections.abc import Iterable, Iterator
+from itertools import combinations, count
 from pathlib import Path
 
 from config.train_config import DataConfig
+from mamba_fsdp.data.loader import Batch, BatchLayout, Loader
+from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import TokenStore, is_store, split_in
 from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, check_tokenizer
@@ -69,3 +71,21 @@ def one_for_all(stores: Iterable[Source]) -> Source:
     stores = list(stores)
     known = [store for store in stores if store.tokenizer.startswith(IDENTITY)]
     return (known or stores)[0]
+
+
+def batches(
+    dataset_path: str | Path, *, seq_length: int = 256, batch_size: int = 8, seed: int = 2023
+) -> Iterator[Batch]:
+    """Yields without end what training with these settings on one device reads, in its order. Raises UserError."""
+    data = DataConfig(str(dataset_path), seq_length=seq_length)
+    sources, weights = training_sources(data)
+    vocab_size = max(source.vocab_size for source in sources.values()) or 1 << 31
+    with Loader(
+        sources,
+        Sampler(sources, weights, seq_length, seed),
+        data,
+        BatchLayout(0, 1, batch_size),
+        vocab_size=vocab_size,
+    ) as loader:
+        for step in count():
+            yield from loader.step(step)

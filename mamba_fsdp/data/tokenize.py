@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -100,6 +101,9 @@ def make_dataset(
         raise UserError(
             f"{place}: can't be written ({error.strerror}); mend that, then the same command resumes"
         ) from error
+    except KeyboardInterrupt:
+        print(f"\n{out} is unfinished; the same command resumes from here", file=sys.stderr)
+        raise
 
 
 def _prepare(out, overwrite):

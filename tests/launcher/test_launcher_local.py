@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -202,3 +203,34 @@ def test_what_it_says_at_the_end_fits_a_terminal(launcher_project):
     )
     rows = done.stdout.splitlines()
     assert len(rows) > 5 and all(len(row) < 80 for row in rows), rows
+
+
+def states(project):
+    """The states of the ranks that train in the project, as in /proc: T is one that stands still."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if words[1:3] == [b"-u", bytes(project / "training.py")]:
+                found.append((folder / "stat").read_text().rpartition(")")[2].split()[0])
+        except OSError:
+            pass
+    return found
+
+
+@pytest.mark.slow
+def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_project):
+    """They are in sessions of their own, which no terminal reaches; then everything is as before."""
+    process = launch(launcher_project, *ENDLESS, PROCESSES_PER_NODE="2")
+    wait_until(lambda: len(starts(launcher_project / "runs/a")) == 2)
+    for _ in range(2):
+        process.send_signal(signal.SIGTSTP)
+        wait_until(lambda: states(launcher_project) == ["T", "T"])
+        assert os.waitid(os.P_PID, process.pid, os.WSTOPPED), (
+            "a shell sees that the job has stopped"
+        )
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: "T" not in states(launcher_project))
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130 and "Traceback" not in output and "to resume from step_" in output
