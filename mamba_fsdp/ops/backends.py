@@ -11,7 +11,7 @@ check names with it.
 """
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -215,6 +215,12 @@ def why_unavailable(operator: str, backend: str) -> str | None:
             return f"{package} does not load ({type(error).__name__}: {first_line(error)})"
     module = modules(f"mamba_fsdp.ops.{operator}")[backend]
     return module.why_unavailable() if hasattr(module, "why_unavailable") else None
+
+
+def simpler_form(operator: str, backend: str) -> Callable[[], None] | None:
+    """What lets a backend do with simpler instructions of a GPU from now on, where it can."""
+    module = modules(f"mamba_fsdp.ops.{operator}")[backend]
+    return getattr(module, "use_simpler_form", None)
 
 
 def modules(package: str) -> dict[str, ModuleType]:

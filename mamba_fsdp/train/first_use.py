@@ -64,6 +64,7 @@ class Record:
     passed: Reasons = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)  # of a layer of each kind
     under_way: list[str] = field(default_factory=list)  # trials in which a start has ended
+    simpler: list[str] = field(default_factory=list)  # operators in their backend's simpler form
 
     def write(self, path: Path) -> None:
         write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -84,7 +85,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> "Record | None":
-        like = dataclasses.asdict(cls({}, {"": ""}, {"": {"": ""}}, {"": 0.0}, [""]))
+        like = dataclasses.asdict(cls({}, {"": ""}, {"": {"": ""}}, {"": 0.0}, [""], [""]))
         try:
             return cls(**read_object(path, like, "delete it, and backends are chosen anew"))
         except FileNotFoundError:
@@ -254,16 +255,32 @@ class FirstUse:
             if not right.issuperset((part, backend) for part in parts):
                 continue  # a mixer has the backend of its parts
             backends = REFERENCE | dict.fromkeys([operator, *parts], backend)
-            try:
-                with record.trying(f"{operator} {backend}", path):
-                    self.check(backends)
-            except Unusable:
-                raise
-            except UserError as error:
-                failed.setdefault(operator, {})[backend] = str(error)
+            trial = f"{operator} {backend}"
+            wrong = self.why_wrong(backends, record, trial, path)
+            use_simpler = known.simpler_form(operator, backend)
+            if wrong and use_simpler:
+                use_simpler()
+                if not self.why_wrong(backends, record, f"{trial}, simpler", path):
+                    record.simpler.append(operator)
+                    wrong = ""
+            if wrong:
+                failed.setdefault(operator, {})[backend] = wrong
             else:
                 right.add((operator, backend))
         return failed
+
+    def why_wrong(
+        self, backends: dict[str, str], record: Record, trial: str, path: Path | None
+    ) -> str:
+        """Returns what is wrong with these backends, "" where nothing is."""
+        try:
+            with record.trying(trial, path):
+                self.check(backends)
+        except Unusable:
+            raise
+        except UserError as error:
+            return str(error)
+        return ""
 
     # 2. and 3. Choosing
 
@@ -371,6 +388,10 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[Choice, s
     record, origin = world.on_rank0(partial(use.choose, folder))
 
     def examine():
+        for operator in record.simpler:
+            use_simpler = known.simpler_form(operator, record.backends[operator])
+            if use_simpler:
+                use_simpler()
         try:
             return use.examine(record.backends)
         except UserError as error:

@@ -120,6 +120,6 @@ def test_compiled_ssd_like_reference(monkeypatch, version, cc, sizes, has_wgmma)
         monkeypatch.setattr(ssd_triton, "GRADIENTS", {(8, 0): ssd_triton.GRADIENTS[9, 0]})
         monkeypatch.setattr(ssd_triton, "SWEEP", {(8, 0): ssd_triton.SWEEP[8, 0]})
         if not has_wgmma:
-            ssd_triton.use_mma_sync()
+            ssd_triton.use_simpler_form()
     check("ssd", cc, torch.bfloat16, *sizes, version=version)
     assert bool(executed) == has_wgmma

@@ -136,6 +136,23 @@ def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, monkeypatch):
     assert choose(tmp_path / "told", kernels="scan=reference")[0].backends["scan"] == "reference"
 
 
+def test_a_simpler_form_is_taken_where_the_usual_one_is_wrong(tmp_path, monkeypatch):
+    """And at every further start of the run."""
+    right = conv.BACKENDS["cpp"]
+    toy = changed("conv", negate(1))
+    wrong = toy.causal_conv_silu
+
+    def use_simpler_form():
+        toy.causal_conv_silu = right.causal_conv_silu
+
+    monkeypatch.setattr(right, "use_simpler_form", use_simpler_form, raising=False)
+    monkeypatch.setitem(conv.BACKENDS, "cpp", toy)
+    for _ in range(2):
+        toy.causal_conv_silu = wrong
+        assert choose(tmp_path / "run")[0].backends["conv"] == "cpp"
+        assert json.loads((tmp_path / "run" / "kernels.json").read_text())["simpler"] == ["conv"]
+
+
 def test_a_backend_that_does_not_repeat_is_not_deterministic(tmp_path, monkeypatch):
     calls = []
 

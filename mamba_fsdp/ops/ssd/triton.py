@@ -26,9 +26,8 @@ def why_not(use):
     return None
 
 
-def use_mma_sync() -> None:
-    """Let the sweeps do without wgmma and tcgen05, which take four warps: for a GPU where their results are wrong. Call
-    it on all ranks, before the first sweep."""
+def use_simpler_form() -> None:
+    """Lets the sweeps do without wgmma and tcgen05, which take four warps: for a GPU where their results are wrong."""
     for capability in SWEEP:
         SWEEP[capability] = MMA_SYNC
 
