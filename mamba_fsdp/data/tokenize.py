@@ -247,6 +247,8 @@ class _Part:
         tokens = 0
         try:
             for batch, ids in encode(batches, tokenizer, self.options):
+                if not state.written and self.options.pack == "document":
+                    _tell_of_blocks(batch)
                 self._write(batch, ids)
                 tokens += len(ids)
                 now = time.monotonic()
@@ -295,6 +297,17 @@ class _Part:
         if not lease.is_held():
             raise UserError(f"{self.out}: this process stood still, and another took over its part")
         self.state.save(self.folder)
+
+
+def _tell_of_blocks(batch):
+    """Says what to do where rows of token ids look as if a long text had been cut into blocks."""
+    lengths = {len(document.content) for document in batch.documents}
+    is_text = any(isinstance(document.content, str) for document in batch.documents)
+    if len(batch.documents) > 1 and len(lengths) == 1 and not is_text:
+        print(
+            f"each row holds {lengths.pop():,} tokens, as blocks of one long text do: --pack=none lays them end to end, "
+            "without an eos between"
+        )
 
 
 def encode(

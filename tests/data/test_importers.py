@@ -91,7 +91,8 @@ def test_datalayout_documents_longer_than_its_positions(
     assert TokenStore(tmp_path / "out" / "train").dtype.name == "uint16"
 
 
-def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path):
+def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
+    """Where one asks for that, and who does not is told."""
     rows = np.arange(3, 39).reshape(-1, 6).tolist()
     rows[2][1] = EOS
     write_rows(tmp_path / "in", rows)
@@ -99,6 +100,10 @@ def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path):
     store = TokenStore(tmp_path / "out" / "train")
     assert store.read(0, store.token_count).tokens.tolist() == sum(rows, [])
     assert store.document_count == 2
+    hint = "each row holds 6 tokens"
+    assert hint not in capsys.readouterr().out
+    prepare(tmp_path / "in", tmp_path / "documents", **IDS)
+    assert hint in capsys.readouterr().out
 
 
 def test_a_tokenizer_names_its_ids_and_their_bounds(prepare, tmp_path, tokenizer):
