@@ -104,7 +104,9 @@ ENV TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager \
 
 WORKDIR /opt/mamba-train
 COPY . .
-# The image checks itself: the doctor, and a model that is trained for two steps on this machine's CPU.
+# The image checks itself: the doctor, and a model that is trained for two steps on this machine's CPU. What the launcher
+# and many ranks import besides is compiled, too.
 RUN chmod -R a+rX . && python3 -m mamba_fsdp doctor \
     && python3 training.py --model_name=demo --use_dummy_dataset --num_steps=2 --save_ckpt_path=/tmp/run \
+    && python3 -c 'import torch.distributed.fsdp, mamba_fsdp.launch.node' \
     && rm -rf /tmp/cache /tmp/run

@@ -210,8 +210,10 @@ class Checkpointer:
             if on_gpu:
                 save.copied.synchronize()
             else:
-                torch._foreach_copy_(buffers, tensors)  # one call, which needs no GIL
-                save.copied.set()
+                try:
+                    torch._foreach_copy_(buffers, tensors)  # one call, which needs no GIL
+                finally:
+                    save.copied.set()  # training waits for it, also where the save has failed
             both = zip(pieces, buffers, strict=True)
             return [(name, start, buffer) for (name, start, _), buffer in both]
 

@@ -73,7 +73,7 @@ def test_it_builds_and_its_self_check_passes(built):
     assert "rank-0-only cache writer put in place" in built
     assert "ok   operators" in built
     assert "finished   2 steps" in built
-    assert "torch 2.2.2" in built and "written by Rank0CacheManager" in built
+    assert "torch 2.2.2" in built
     assert "without EFA" in built
     before, after = map(int, re.search(r"pruned from (\d+) MB to (\d+) MB", built).groups())
     assert after < 0.75 * before
@@ -214,7 +214,6 @@ def test_the_current_stack_builds_from_the_same_file(builder, context):
     said = builder.run("current", "python3 -m mamba_fsdp doctor; python3 patches/apply.py --check")
     assert (
         "torch 2.10.0+cu130" in said
-        and "written by Rank0CacheManager" in said
         and "ok   operators" in said
     )
 

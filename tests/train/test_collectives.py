@@ -57,10 +57,10 @@ def steps_of(world, words, file):
             go_on_writing.set()
         return read(loader, number)
 
-    def write_late(checkpointer, save, pieces, copy, packed):
-        copies = copy()
+    def write_late(checkpointer, save, copies, packed):
+        copied = copies()
         go_on_writing.wait()
-        return write(checkpointer, save, pieces, lambda: copies, packed)
+        return write(checkpointer, save, lambda: copied, packed)
 
     for name, call in COLLECTIVES.items():
 
