@@ -13,8 +13,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 stack=cpu venv=.venv
-# Three tests at a time also on two cores, since many mostly wait; not among the quick ones, which compute.
-workers=3 selection=()
+# Four tests at a time also on two cores, since many mostly wait; not among the quick ones, which compute.
+workers=4 selection=()
 while [ $# -gt 0 ]; do
     case $1 in
     --quick) # names those that should be slow

@@ -12,7 +12,7 @@ import pytest
 PYTHON = """#!/usr/bin/env bash
 if [ "$2" = benchmarks.kernels.install ]; then echo /triton; exit ${NO_TRITON:-0}; fi
 if [ "$2" = compileall ]; then exit; fi
-shift 9 # -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=1
+shift 9 # -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=1
 echo "${TRITON_INTERPRET:-0} ${PYTHONPATH:-} |" "$@"
 if [ -n "${TRITON_INTERPRET:-}" ]; then exit ${SECOND:-0}; fi
 exit ${FIRST:-0}
