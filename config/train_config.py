@@ -248,7 +248,7 @@ class CheckpointConfig:
     keep_checkpoints: int = setting(3, at_least=1)
     """Committed checkpoints kept; older ones are removed, but none that another process reads."""
     keep_every: Duration = steps(0, at_least=0)
-    """Keep for ever the first checkpoint at or after each multiple of so much; 0 none."""
+    """The first checkpoint at or after each multiple of this many steps is never removed. 0: all may be."""
     max_failed_saves: int = setting(5, at_least=1)
     """Stop after so many saves in a row that failed; until then the run trains on and tries again
     after a minute, then two, then four ..."""
