@@ -6,6 +6,7 @@ from compare import assert_like_reference
 
 from mamba_fsdp.ops.ssd import ssd
 from mamba_fsdp.ops.ssd.triton import GRADIENTS, SWEEP
+from tests.support.definitions import ssd_values
 
 MOST = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6}  # of sums over whole rows, as dA is
 ACTIVATIONS = ("x", "dt", "B", "C")
@@ -14,16 +15,8 @@ ACTIVATIONS = ("x", "dt", "B", "C")
 def leaves(length=40, dtype=torch.float32, batch=1, heads=2, headdim=18, groups=1, d_state=17):
     generator = torch.Generator().manual_seed(length + headdim)
     randn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    values = dict(
-        x=randn(batch, length, heads, headdim),
-        dt=randn(batch, length, heads) - 1,
-        A=-torch.exp(randn(heads)),
-        B=randn(batch, length, groups, d_state),
-        C=randn(batch, length, groups, d_state),
-        D=randn(heads),
-        dt_bias=randn(heads),
-        initial_state=randn(batch, heads, headdim, d_state),
-    )
+    values = ssd_values(randn, batch, length, heads, headdim, groups, d_state)
+    values["initial_state"] = randn(batch, heads, headdim, d_state)
     return {
         name: value.to(dtype if name in ACTIVATIONS else torch.float32)
         for name, value in values.items()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mamba_fsdp.ops.ssd import reference, ssd
-from tests.support.definitions import recurrence
+from tests.support.definitions import recurrence, ssd_values
 from tests.support.memory import LargestTensor
 
 pytestmark = pytest.mark.torch22
@@ -17,15 +17,7 @@ def inputs(
 ):
     generator = torch.Generator().manual_seed(seed)
     randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    values = dict(
-        x=randn(batch, length, heads, headdim),
-        dt=randn(batch, length, heads) - 1,
-        A=-torch.exp(randn(heads)),
-        B=randn(batch, length, groups, d_state),
-        C=randn(batch, length, groups, d_state),
-        D=randn(heads),
-        dt_bias=randn(heads),
-    )
+    values = ssd_values(randn, batch, length, heads, headdim, groups, d_state)
     return {name: value.to(dtype).requires_grad_() for name, value in values.items()}
 
 

@@ -33,3 +33,16 @@ def recurrence(x, dt, A, B, C, D, dt_bias, seq_idx=None, initial_state=None):
         state = state + (delta[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
         ys.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
     return torch.stack(ys, dim=1), state
+
+
+def ssd_values(randn, batch, length, heads, headdim, groups, d_state):
+    """The SSD's inputs by name, of numbers that randn(*shape) draws."""
+    return dict(
+        x=randn(batch, length, heads, headdim),
+        dt=randn(batch, length, heads) - 1,
+        A=-torch.exp(randn(heads)),
+        B=randn(batch, length, groups, d_state),
+        C=randn(batch, length, groups, d_state),
+        D=randn(heads),
+        dt_bias=randn(heads),
+    )
