@@ -296,9 +296,8 @@ class Checkpointer:
     def _write(self, save, copies, packed) -> RankFile:
         """Writes this rank's file. Runs in a thread and therefore talks to no other rank."""
         path = save.folder / rank_file(self.world.rank)
-        copied = (
-            copies()
-        )  # once, also where writing is tried again: training changes the tensors after this
+        # Once, also where writing is tried again: training changes the tensors after this.
+        copied = copies()
         model_pieces = sum(is_model(name) for name, _, _ in copied)
 
         def write():

@@ -76,7 +76,8 @@ def read_batches(
         if seen % count == number:
             batch.documents += _short_parts(document)
             batch.size += len(document.content)
-        seen += document.ends
+        if document.ends:
+            seen += 1
         batch.position = {"shard": place[0], "row": place[1], "documents": seen}
     if batch.position:
         yield batch
