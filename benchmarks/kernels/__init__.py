@@ -23,6 +23,7 @@ class Kernel:
     warps: int = 1
     stages: int = 1
     trips: int = 0  # of an inner loop within one trip of the loop around it; 0 where that is not worth counting
+    programs: int = 32  # on a multiprocessor, of what a launch at that size has
     mark: tuple[str, int] | None = (
         None  # where ptxas unrolls: an opcode ("MUFU.EX2"), how often in a trip as written
     )
@@ -32,4 +33,5 @@ class Kernel:
     registers: int = 255
     stack: int = 0  # bytes
     shared: int = 48 * 1024  # bytes
+    spills: int = 0  # instructions of innermost loops that read or write the stack
     instructions: float = float("inf")  # of a thread, for an element

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -46,13 +46,15 @@ class Compiled:
     registers: int
     stack: int  # bytes
     shared: int  # bytes
+    programs: int  # on a multiprocessor
     instructions: float
+    cycles: float  # as instructions: of a scheduler with as many warps as fit, by the model in latency.py
     loops: list[Loop]
     error: str = ""
 
     @property
     def spills(self) -> int:
-        return sum(loop.kinds.get("spill", 0) for loop in self.loops)
+        return sum(loop.kinds.get("spill", 0) for loop in self.loops if not loop.depth)
 
 
 def operators() -> list[str]:
@@ -161,11 +163,17 @@ def _assembly_of_2(function, names, kernel, cc, indices):
     return made.asm, made.shared
 
 
-def count(kernel: Kernel, found: list[Loop]) -> float:
-    """Instructions of a thread for an element."""
+def programs_on_sm(kernel: Kernel, registers: int, shared: int) -> int:
+    """On one of Hopper's multiprocessors: 64 K registers, 8 at a time for each thread, and 227 KiB."""
+    of_a_program = -(-registers // 8) * 8 * 32 * kernel.warps
+    return min(kernel.programs, 65536 // of_a_program, 227 * 1024 // (shared + 1024))
+
+
+def count(kernel: Kernel, found: list[Loop], cost: Callable[[Loop], float]) -> float:
+    """What the loops' costs come to for a thread and an element."""
 
     def of(loop):
-        return 32 * kernel.warps * loop.instructions
+        return 32 * kernel.warps * cost(loop)
 
     inner = [loop for loop in found if loop.depth == 0]
     total = 0.0
@@ -197,6 +205,8 @@ def compile_one(operator: str, name: str, cc: int) -> Compiled:
     made, shared = assembly(kernel, cc)
     registers, stack = resources(made["cubin"])
     found = loops(made["cubin"])
+    programs = programs_on_sm(kernel, registers, shared)
+    warps = max(1, programs * kernel.warps / 4)  # on a scheduler
     return Compiled(
         operator,
         name,
@@ -205,7 +215,9 @@ def compile_one(operator: str, name: str, cc: int) -> Compiled:
         registers,
         stack,
         shared,
-        count(kernel, found),
+        programs,
+        count(kernel, found, lambda loop: loop.instructions),
+        count(kernel, found, lambda loop: max(loop.slots, loop.cycles / warps)),
         found,
     )
 
@@ -239,7 +251,7 @@ def compile_all(triton_folder: str | Path, requests: Iterable[Request]) -> Itera
     if len(answers) < len(requests):  # the compiler itself can crash
         reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
         yield Compiled(
-            *requests[len(answers)], "", 0, 0, 0, 0, [], error=f"the compiler ended: {reason}"
+            *requests[len(answers)], "", 0, 0, 0, 0, 0, 0, [], error=f"the compiler ended: {reason}"
         )
 
 
@@ -250,7 +262,7 @@ def main() -> None:
             answer = compile_one(*request)
         except Exception as error:
             answer = Compiled(
-                *request, "", 0, 0, 0, 0, [], error=f"{type(error).__name__}: {error}"
+                *request, "", 0, 0, 0, 0, 0, 0, [], error=f"{type(error).__name__}: {error}"
             )
         print(json.dumps(asdict(answer)), flush=True)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from benchmarks.kernels.latency import cycles, slots
+
 OPCODES = (  # kind of instruction, the opcodes; what is in none counts as "other"
     ("spill", r"LDL|STL"),
     ("tensor core", r"[A-Z]*MMA|UTC.*MMA"),
@@ -25,6 +27,8 @@ class Loop:
 
     depth: int  # 0: no loop inside
     instructions: int
+    cycles: float = 0  # of a warp alone, a trip (latency.py); of innermost loops
+    slots: int = 0  # cycles in which it keeps others from issuing
     kinds: dict[str, int] = field(default_factory=dict)
     opcodes: dict[str, int] = field(default_factory=dict)
 
@@ -98,5 +102,13 @@ def _read(code, spans):
             for opcode in own
         )
         depth = 1 + max((found[span].depth for span in inside), default=-1)
-        found[first, last] = Loop(depth, len(own), dict(kinds), dict(Counter(own)))
+        alone = code[first : last + 1]
+        found[first, last] = Loop(
+            depth,
+            len(own),
+            0 if depth else cycles(alone),
+            0 if depth else slots(alone),
+            dict(kinds),
+            dict(Counter(own)),
+        )
     return [found[span] for span in sorted(found)]

@@ -10,17 +10,18 @@ CHUNK = 64
 TYPES = {
     name: type
     for type, names in {
-        "*bf16": "u dt B C z out grad_out grad_u grad_dt grad_z",
-        "*fp32": "A D bias state ends totals scratch entries last grad_last grad_A grad_BC grad_D grad_bias "
+        "*bf16": "u dt z out grad_out grad_u grad_dt grad_z",
+        "*fp32": "A D bias state BC ends totals scratch entries last grad_last grad_A grad_BC grad_D grad_bias "
         "grad_state",
-        "*i64": "seq_idx",
-        "i32": "u_row dt_row B_row C_row z_row grad_row grad_z_row length channels states segment_chunks",
+        "*i32": "starts",
+        "i32": "u_row dt_row z_row grad_row grad_z_row length channels states segment_chunks",
     }.items()
     for name in names.split()
 }
 ODD = {"length", "states", "segment_chunks"}  # what need not be divisible by 16
-SIZES = dict(DOCUMENTS=False, EVEN=True, N=D_STATE, CHANNELS=CHANNELS, CHUNK=CHUNK)
-SWEEP = SIZES | dict(CUT=False)
+SIZES = dict(CUT=False, EVEN=True, N=D_STATE, CHANNELS=CHANNELS, CHUNK=CHUNK)
+OUT = SIZES | dict(KEEP=True, LOCAL=False, REVERSE=False)
+LOCAL = SIZES | dict(KEEP=False, LOCAL=True)
 
 
 def kernel(name, function, arguments, constants, tokens, **more):
@@ -32,84 +33,55 @@ def kernel(name, function, arguments, constants, tokens, **more):
         constants,
         elements=tokens * CHANNELS * D_STATE,
         aligned=signature.keys() - ODD,
+        programs=8,  # 1024 on 132
         **more,
     )
 
 
-LOCAL = "u dt A z B bias seq_idx ends totals u_row dt_row z_row B_row length channels states segment_chunks"
 FORWARD = (
-    "u dt A B C D z bias seq_idx state ends totals out entries last u_row dt_row z_row B_row C_row length "
-    "channels states segment_chunks"
+    "u dt A BC D z bias starts state ends totals out entries last u_row dt_row z_row length channels states "
+    "segment_chunks"
 )
 BACKWARD = (
-    "grad_out grad_last u dt A B C D z bias seq_idx entries ends totals scratch grad_u grad_dt grad_A "
-    "grad_BC grad_D grad_z grad_bias grad_state out grad_row u_row dt_row z_row B_row C_row grad_z_row length "
+    "grad_out grad_last u dt A BC D z bias starts entries ends totals scratch grad_u grad_dt grad_A "
+    "grad_BC grad_D grad_z grad_bias grad_state out grad_row u_row dt_row z_row grad_z_row length "
     "channels states segment_chunks"
 )
 KERNELS = [
-    kernel(
-        "forward",
-        "forward",
-        FORWARD,
-        SWEEP | dict(KEEP=True),
-        4,
-        trips=CHUNK // 4,
-        registers=168,
-        instructions=13,
-    ),
-    kernel(
-        "forward with documents",
-        "forward",
-        FORWARD,
-        SWEEP | dict(KEEP=True, DOCUMENTS=True),
-        4,
-        trips=CHUNK // 4,
-        registers=168,
-        instructions=14,
-    ),
+    kernel("forward", "sweep", FORWARD, OUT, 4, trips=CHUNK // 4, instructions=13),
     kernel(
         "forward with masks",
-        "forward",
+        "sweep",
         FORWARD,
-        SWEEP | dict(KEEP=True, EVEN=False),
+        OUT | dict(EVEN=False),
         4,
-        stack=16,  # outside of the loops
+        stack=32,  # outside of the loops
         trips=CHUNK // 4,
-        registers=168,
         instructions=15,
     ),
+    # What it keeps from tile to tile waits on the stack while it goes through a chunk.
     kernel(
         "backward",
         "backward",
         BACKWARD,
-        SWEEP,
-        2,
-        trips=CHUNK // 2,
-        instructions=39,
+        SIZES,
+        4,
+        stack=600,
+        spills=60,
+        trips=CHUNK // 4,
+        instructions=42,
     ),
     kernel(
-        "backward with documents",
+        "backward with masks",
         "backward",
         BACKWARD,
-        SWEEP | dict(DOCUMENTS=True),
-        2,
-        trips=CHUNK // 2,
-        instructions=40,
-    ),
-    kernel(
-        "local",
-        "local",
-        LOCAL,
-        SIZES | dict(REVERSE=False),
+        SIZES | dict(EVEN=False),
         4,
-        instructions=9,
+        stack=700,
+        spills=80,
+        trips=CHUNK // 4,
+        instructions=45,
     ),
-    kernel(
-        "local, back",
-        "local",
-        LOCAL,
-        SIZES | dict(REVERSE=True),
-        4,
-        instructions=10,
-    ),
+    kernel("local", "sweep", FORWARD, LOCAL | dict(REVERSE=False), 4, instructions=9),
+    kernel("local, back", "sweep", FORWARD, LOCAL | dict(REVERSE=True), 4, instructions=10),
 ]

@@ -41,7 +41,7 @@ def complaints(made):
         "stack": kernel.stack,
         "shared": min(kernel.shared, SHARED[made.cc] * 1024),
         "instructions": kernel.instructions,
-        "spills": 0,
+        "spills": kernel.spills,
     }
     found = {what: getattr(made, what) for what in bounds}
     return [

@@ -111,18 +111,18 @@ def test_states_clear_at_a_start_however_slow_the_decay():
 
 def test_rows_that_lie_far_apart(monkeypatch):
     """Where position times row passes 2**31 elements, as of the gate of a long sequence: read there and written there."""
-    monkeypatch.setattr(backend, "FILL", 3)  # segments, of which `local` makes the states
+    monkeypatch.setattr(backend, "FILL", 3)  # segments, whose states LOCAL sweeps make
     length, row = 20, 1 << 27
-    near = torch.randn(1, length, 16).bfloat16()
+    near = torch.randn(1, length, 19).bfloat16()
     far = torch.empty(length * row, dtype=near.dtype).as_strided(near.shape, (0, row, 1))
 
     def run(place):
         place.copy_(near)
-        u, dt, z, gradient = place.split(3, -1)[:4]
-        B, C = place[..., 12:].split(2, -1)
+        u, dt, z, gradient, grad_z = place.split(3, -1)[:5]
+        B, C = place[..., 15:].split(2, -1)
         inputs = (u, dt, -torch.ones(3, 2), B, C, torch.ones(3), z, torch.ones(3), None)
         out, last, entries = backend.scan_forward(*inputs, None)
-        gradients = backend.scan_backward(gradient, None, *inputs, entries, z)
+        gradients = backend.scan_backward(gradient, None, *inputs, entries, grad_z)
         return out, last, *gradients
 
     for got, expected in zip(run(far), run(near.clone())):

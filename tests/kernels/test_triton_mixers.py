@@ -92,7 +92,7 @@ def test_the_first_minute_finds_them_right(kind, monkeypatch):
     right = getattr(whole["triton"], f"{kind}_mixer")
     wrong = SimpleNamespace(**{f"{kind}_mixer": lambda *inputs: -right(*inputs)})
     monkeypatch.setitem(whole, "triton", wrong)
-    with pytest.raises(UserError, match="of its largest value off"):
+    with pytest.raises(UserError, match="of its largest value;"):
         use.check(WHOLES)
 
 

@@ -2,10 +2,12 @@
 atomics, and how a row is cut depends on its sizes alone."""
 
 import torch
+import torch.nn.functional as F
 
 from mamba_fsdp.ops import triton
 
 why_unavailable = triton.why_unavailable
+TILE = 4  # positions that a kernel reads together
 CHUNK = 64  # positions from one kept state to the next
 FILL = 1024  # programs that keep a GPU busy: where batch and channels make fewer, rows are cut
 TABLE = {(8, 0): {"CHANNELS": 32, "num_warps": 1}}  # of all kernels; warps for each 16 states
@@ -31,7 +33,7 @@ class _Scan:
         width = sizes["CHANNELS"]
         self.batch, length, self.channels = u.shape
         self.states = A.shape[1]
-        self.padded_states = 1 << (self.states - 1).bit_length()
+        N = max(16, 1 << (self.states - 1).bit_length())  # Triton 2.2 reads behind smaller tensors
         self.blocks = -(-self.channels // width)
         self.chunks = -(-length // CHUNK)
         wanted = -(-FILL // (self.batch * self.blocks))
@@ -39,24 +41,28 @@ class _Scan:
         self.segments = -(-self.chunks // segment_chunks)
         self.u = _rows(u)
         self.dt = _rows(dt)
-        self.B = _rows(B)
-        self.C = _rows(C)
         self.z = _rows(z)
-        self.D = D.contiguous()
+        short = -length % TILE
+        BC = torch.stack([B, C], 2).float()
+        starts = torch.zeros(BC.shape[:2], dtype=torch.int32, device=u.device)
+        if seq_idx is not None:
+            starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
         self.shared = dict(
             A=A.T.float().contiguous(),
+            BC=F.pad(BC, (0, N - self.states, 0, 0, 0, short)),
+            D=D.contiguous(),
             bias=dt_bias.contiguous(),
-            seq_idx=u if seq_idx is None else seq_idx.contiguous(),
+            starts=F.pad(starts, (0, short)),
             length=length,
             channels=self.channels,
             states=self.states,
             segment_chunks=segment_chunks,
+            CUT=self.segments > 1,
             CHUNK=CHUNK,
-            N=self.padded_states,
-            EVEN=self.channels % width == length % 4 == 0 and self.states == self.padded_states,
+            N=N,
+            EVEN=self.channels % width == short == 0 and self.states == N,
             CHANNELS=width,
-            num_warps=sizes["num_warps"] * -(-self.padded_states // 16),
-            DOCUMENTS=seq_idx is not None,
+            num_warps=sizes["num_warps"] * -(-N // 16),
         )
 
     def floats(self, *shape):
@@ -72,28 +78,28 @@ class _Scan:
             return self.slabs(self.batch).zero_()
         return given.mT.float().contiguous()
 
-    def launch(self, kernel, value, matrix, reverse, **arguments):
-        """Launch a kernel. Where rows are cut, `local` goes before it with value and matrix. Nothing happens for
-        tensors without content."""
-        if self.u.is_meta:
-            return
-        from mamba_fsdp.ops.scan import triton_kernels as kernels
+    def sweep(self, segments, u, state, out, entries, last, **flags):
+        """Launch the kernel `sweep`."""
+        from mamba_fsdp.ops.scan.triton_kernels import sweep
 
-        self.shared["ends"] = self.slabs(self.batch, self.segments)
+        sweep[self.blocks, segments, self.batch](
+            **self.shared,
+            **_with_strides(u=u, dt=self.dt, z=self.z),
+            state=state,
+            out=out,
+            entries=entries,
+            last=last,
+            **flags,
+        )
+
+    def cut(self, u, reverse):
+        """What each segment makes of nothing, where rows are cut: the others begin with it."""
+        ends = self.slabs(self.batch, self.segments)
+        self.shared["ends"] = ends
         self.shared["totals"] = self.floats(self.batch, self.segments, self.channels)
         if self.segments > 1:
-            kernels.local[self.blocks, self.segments - 1, self.batch](
-                **self.shared,
-                **_with_strides(u=value, dt=self.dt, z=self.z, B=matrix),
-                REVERSE=reverse,
-            )
-        getattr(kernels, kernel)[self.blocks, self.segments, self.batch](
-            **self.shared,
-            **_with_strides(u=self.u, dt=self.dt, B=self.B, C=self.C, z=self.z),
-            **arguments,
-            D=self.D,
-            CUT=self.segments > 1,
-        )
+            none = (ends, ends, ends, ends)
+            self.sweep(self.segments - 1, u, *none, LOCAL=True, REVERSE=reverse, KEEP=False)
 
 
 def scan_forward(u, dt, A, B, C, D, z, dt_bias, seq_idx, state, keep=True):
@@ -103,17 +109,11 @@ def scan_forward(u, dt, A, B, C, D, z, dt_bias, seq_idx, state, keep=True):
     last = torch.empty_like(state)
     out = u.new_empty(u.shape)
     entries = scan.slabs(scan.batch, scan.chunks) if keep else scan.floats(0, 0, 0, 0)
-    scan.launch(
-        "forward",
-        scan.u,
-        scan.B,
-        False,
-        state=state,
-        out=out,
-        last=last,
-        entries=entries,
-        KEEP=keep,
-    )
+    if not u.is_meta:
+        scan.cut(scan.u, reverse=False)
+        scan.sweep(
+            scan.segments, scan.u, state, out, entries, last, LOCAL=False, REVERSE=False, KEEP=keep
+        )
     return out, last.mT, entries
 
 
@@ -146,16 +146,18 @@ def scan_backward(
     grad_A = scan.slabs(scan.batch, scan.segments)
     grad_D = scan.floats(scan.batch, scan.segments, scan.channels)
     grad_bias = torch.empty_like(grad_D)
-    N = scan.padded_states
-    grad_BC = scan.floats(scan.blocks, *B.shape[:2], 2, N)  # an entry for each block of channels
+    N = scan.shared["N"]
+    grad_BC = scan.floats(
+        scan.blocks, *scan.shared["BC"].shape
+    )  # an entry for each block of channels
     programs = scan.batch * scan.segments * scan.blocks
-    scratch = scan.floats(programs, CHUNK // 2 * (N + 2) * scan.shared["CHANNELS"])
-    scan.launch(
-        "backward",
-        grad_out,
-        scan.C,
-        True,
-        **_with_strides(grad_z=grad_z),
+    scratch = scan.floats(programs, CHUNK // TILE + 1, N + TILE, scan.shared["CHANNELS"])
+    from mamba_fsdp.ops.scan.triton_kernels import backward
+
+    scan.cut(grad_out, reverse=True)
+    backward[scan.blocks, scan.segments, scan.batch](
+        **scan.shared,
+        **_with_strides(u=scan.u, dt=scan.dt, z=scan.z, grad_z=grad_z),
         grad_out=grad_out,
         grad_row=grad_out.stride(1),
         grad_last=grad_last,
@@ -170,7 +172,7 @@ def scan_backward(
         grad_state=grad_state,
         out=out,
     )
-    grad_B, grad_C = grad_BC[..., : scan.states].unbind(3)
+    grad_B, grad_C = grad_BC[:, :, : u.shape[1], :, : scan.states].unbind(3)
     return (
         grad_u,
         grad_dt,

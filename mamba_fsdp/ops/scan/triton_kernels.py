@@ -1,15 +1,19 @@
 """The selective scan's kernels (formula: __init__.py): sweeps over time that carry their states in registers.
 
-A program is a row of the batch, CHANNELS channels with their N states (the warps share these, 16 each), and one segment
-of the row's chunks. Eight lanes of a warp share the channels and four the states, so that sums over either take few
-shuffles. Where batch and channels fill the GPU a row is one segment; else `local` first sweeps each segment from
-nothing (CUT), and a segment begins with what the others add up to.
+A program is a warp (more, where there are more than 16 states) with a row of the batch, CHANNELS channels with their N
+states, and one segment of the row's chunks. Where batch and channels fill the GPU a row is one segment; else LOCAL
+sweeps go through each segment from nothing, and a segment begins with what the others add up to.
 
-Positions behind the row's end have delta 0, which leaves the state as it is; a document's start has an endless step,
-which clears it. A is (states, channels), a `slab`, as a state is. Positions are read a few at a time before any result
-is written: for all that the compiler knows, a read behind a write depends on it. EVEN: the masks fold away.
+Positions are read in tiles of four, each tile while the one before it is computed. A is (states, channels), a `slab`,
+as a state is. BC (batch, tiles, 4, 2, N) has B and C in float32, with zeros behind the states and the row's end;
+`starts` (batch, tiles, 4) is not 0 where a document starts: an endless step clears the state there. Positions behind the
+row's end have delta 0, which leaves it as it is. EVEN: all masks fold away.
 
-Rows can lie so far apart that a position's address takes 64 bits: pointers move on with each tile of positions.
+Forward in time a thread has all states of a channel: sums over them need no other thread. Back in time there are sums
+over channels too: eight threads share the channels and four the states. The compiler spreads tensors as they are read:
+`_alone` keeps it from reading several channels at once.
+
+Rows can lie so far apart that a position's address takes 64 bits: pointers move on with each tile.
 """
 
 import triton
@@ -32,6 +36,13 @@ def _inside(mask, t, length, EVEN):
     if not EVEN:
         mask = tl.where(mask, t, length) < length
     return mask
+
+
+@triton.jit
+def _picked(tile, chosen, axis: tl.constexpr):
+    """The one row or column of a tile that is chosen. As integers, of which the compiler leaves out the zeros."""
+    bits = tl.where(chosen, tile.to(tl.int32, bitcast=True), 0)
+    return tl.expand_dims(tl.sum(bits, axis=axis).to(tl.float32, bitcast=True), axis)
 
 
 @triton.jit
@@ -58,147 +69,215 @@ def _slope(delta):
 
 
 @triton.jit
-def _delta(t, dt, bias, seq_idx, length, here, DOCUMENTS, EVEN):
-    """delta at position t; negative, and not 0, at a document's start."""
-    inside = _inside(here, t, length, EVEN)
-    delta = _softplus(_load(dt, inside) + bias)
-    if DOCUMENTS:
-        at = tl.minimum(t, length - 1)
-        starts = tl.load(seq_idx + at) != tl.load(seq_idx + tl.maximum(at - 1, 0))
-        delta = tl.where(starts, tl.minimum(-delta, -1e-37), delta)
+def _steps(dt, bias, starts, inside, EVEN):
+    """delta at a tile's positions, and the steps that the states take: endless at a document's start."""
+    delta = _softplus(dt.to(tl.float32) + bias)
     if not EVEN:
         delta = tl.where(inside, delta, 0.0)
-    return delta
+    return delta, tl.where(starts != 0, ENDLESS, delta)
 
 
 @triton.jit
-def _advance(t, h, delta, A, u, B, length, here, known, DOCUMENTS, EVEN):
-    """The state after position t; the decay, the step, delta, u and B there."""
-    step = delta
-    if DOCUMENTS:
-        step = tl.where(delta < 0.0, ENDLESS, delta)
-        delta = tl.abs(delta)
-    value = _load(u, _inside(here, t, length, EVEN))
-    b = _load(B, _inside(known, t, length, EVEN))
-    decay = tl.math.exp2(step[None, :] * A)
-    return decay * h + (delta * value)[None, :] * b[:, None], decay, step, delta, value, b
+def _alone(CHANNELS):
+    """The program's channels (1, CHANNELS), of which a thread reads one at a time."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    return tl.multiple_of(channel[None, :], (1, 1))
+
+
+@triton.jit
+def _read_BC(BC, N):
+    """B and C, (N, 2), of a tile's positions."""
+    return tl.load(BC), tl.load(BC + 2 * N), tl.load(BC + 4 * N), tl.load(BC + 6 * N)
+
+
+@triton.jit
+def _one_of(bc0, bc1, bc2, bc3, i: tl.constexpr):
+    bc = bc0
+    if i == 1:
+        bc = bc1
+    if i == 2:
+        bc = bc2
+    if i == 3:
+        bc = bc3
+    return bc
+
+
+@triton.jit
+def _read(tensor, row, inside):
+    """A tile, (4, CHANNELS)."""
+    return tl.load(tensor + tl.arange(0, 4)[:, None] * row, mask=inside, other=0.0)
+
+
+@triton.jit
+def _through_tile(h, total, y, step, x, bc0, bc1, bc2, bc3, A, LOCAL, REVERSE):
+    """The state behind a tile's positions (before them, if REVERSE), the sum of all steps, and what the states add to y."""
+    two = tl.arange(0, 2)[None, :]
+    four = tl.arange(0, 4)[:, None]
+    for j in tl.static_range(4):
+        i = 3 - j if REVERSE else j
+        bc = _one_of(bc0, bc1, bc2, bc3, 3 - j if REVERSE else j)
+        now = _picked(step, four == i, 0)
+        decay = tl.math.exp2(now * A)
+        c = _picked(bc, two == 1, 1)
+        x_now = _picked(x, four == i, 0)
+        if REVERSE:
+            h = decay * (h + x_now * c)
+        else:
+            h = decay * h + x_now * _picked(bc, two == 0, 1)
+        if LOCAL:
+            total += now
+        else:
+            y += tl.where(four == i, tl.sum(h * c, axis=0)[None, :], 0.0)
+    return h, total, y
+
+
+@triton.jit  # helpers would need all of its state as arguments
+def _through_chunk(  # noqa: PLR0915
+    h,
+    total,
+    sum_D,
+    tile,
+    tiles,
+    A,
+    D,
+    bias,
+    u,
+    dt,
+    z,
+    BC,
+    starts,
+    out,
+    grad_out,
+    grad_z,
+    scratch,
+    entries,
+    u_row,
+    dt_row,
+    z_row,
+    grad_row,
+    grad_z_row,
+    length,
+    channels,
+    states,
+    LOCAL,
+    REVERSE,
+    KEEP,
+    BACK,
+    EVEN,
+    N,
+    CHANNELS,
+):
+    """h behind `tiles` tiles from `tile` on (REVERSE: back from it), and y in `out` unless LOCAL. Pointers are the row's,
+    `entries` the chunk's.
+
+    KEEP: h is its entry. BACK: the entry is h; `scratch`, (CHUNK / 4 + 1, N + 4, CHANNELS), gets the state before each
+    tile and its four deltas, and the last state; the gradient of z.
+    """
+    n = tl.arange(0, N)[:, None]
+    four = tl.arange(0, 4)[:, None]
+    channel = _alone(CHANNELS)
+    here = (channel < channels) | EVEN
+    both = ((n < states) | EVEN) & here
+    corner = n * channels + channel
+    A = _load(A + corner, both) * LOG2E
+    D = _load(D + channel, here)
+    bias = _load(bias + channel, here)
+    entries += corner
+    if KEEP:
+        tl.store(entries, h, mask=both)
+    if BACK:
+        h = _load(entries, both)
+        scratch += tl.multiple_of(tl.arange(0, CHANNELS)[None, :], (1, 1))
+    t = tile * 4
+    at = t.to(tl.int64)
+    u = u + at * u_row + channel
+    dt = dt + at * dt_row + channel
+    z = z + at * z_row + channel
+    out = out + at * channels + channel
+    grad_out = grad_out + at * grad_row + channel
+    grad_z = grad_z + at * grad_z_row + channel
+    BC = BC + t * (2 * N) + n + tl.arange(0, 2)[None, :] * N
+    starts = starts + t + four
+    inside = _inside(here, t + four, length, EVEN)
+    bc0, bc1, bc2, bc3 = _read_BC(BC, N)
+    is_start = tl.load(starts)
+    dt_now = _read(dt, dt_row, inside)
+    z_now = _read(z, z_row, inside)
+    u_now = _read(u, u_row, inside)
+    grad = _read(grad_out, grad_row, inside)
+    for k in range(0, tiles):
+        # The next tile is read before this one is computed; behind the last, that one again.
+        ahead = tl.where(k + 1 < tiles, -4 if REVERSE else 4, 0)
+        t += ahead
+        u += ahead * u_row
+        dt += ahead * dt_row
+        z += ahead * z_row
+        BC += ahead * (2 * N)
+        starts += ahead
+        inside_next = _inside(here, t + four, length, EVEN)
+        bc0_next, bc1_next, bc2_next, bc3_next = _read_BC(BC, N)
+        is_start_next = tl.load(starts)
+        dt_next = _read(dt, dt_row, inside_next)
+        z_next = _read(z, z_row, inside_next)
+        u_next = _read(u, u_row, inside_next)
+        grad_out += ahead * grad_row
+        grad_next = _read(grad_out, grad_row, inside_next)
+
+        delta, step = _steps(dt_now, bias, is_start, inside, EVEN)
+        value = u_now.to(tl.float32)
+        gate = z_now.to(tl.float32)
+        opened = _sigmoid(gate)
+        if BACK:
+            tl.store(scratch + n * CHANNELS, h)
+            tl.store(scratch + (N + four) * CHANNELS, delta)
+            scratch += (N + 4) * CHANNELS
+        x = value * gate * opened if REVERSE else delta * value
+        h, total, y = _through_tile(
+            h, total, D * value, step, x, bc0, bc1, bc2, bc3, A, LOCAL, REVERSE
+        )
+        if not LOCAL:
+            tl.store(out + four * channels, y * gate * opened, mask=inside)
+            out += 4 * channels
+        if BACK:
+            of_gate = grad.to(tl.float32) * opened
+            sum_D += of_gate * gate * value
+            of_gate *= y * (1.0 + gate * (1.0 - opened))
+            tl.store(grad_z + four * grad_z_row, of_gate, mask=inside)
+            grad_z += 4 * grad_z_row
+        inside = inside_next
+        bc0 = bc0_next
+        bc1 = bc1_next
+        bc2 = bc2_next
+        bc3 = bc3_next
+        is_start = is_start_next
+        dt_now = dt_next
+        z_now = z_next
+        u_now = u_next
+        grad = grad_next
+    if BACK:
+        tl.store(scratch + n * CHANNELS, h)
+    return h, total, sum_D
 
 
 @triton.jit
 def _entering(h, ends, totals, A, slab, channels, other, order, count, both, here):
-    """h behind `count` segments, the first of them `other`, in steps of `order`: what `local` made of each."""
+    """h behind `count` segments, the first of them `other`, in steps of `order`: what LOCAL sweeps made of each."""
     for i in range(0, count):
-        decay = tl.math.exp2(_load(totals + (other + i * order) * channels, here)[None, :] * A)
+        decay = tl.math.exp2(_load(totals + (other + i * order) * channels, here) * A)
         h = decay * h + _load(ends + (other + i * order) * slab, both)
     return h
 
 
-@triton.jit  # one kernel: helpers would need all of its state as arguments
-def local(  # noqa: PLR0915
-    u,
-    dt,
-    A,
-    z,
-    B,
-    bias,
-    seq_idx,
-    ends,
-    totals,
-    u_row,
-    dt_row,
-    z_row,
-    B_row,
-    length,
-    channels,
-    states,
-    segment_chunks,
-    REVERSE: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    N: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The state at the end of each segment but the last, of one that begins with none, and the sum of its steps.
-    REVERSE: the adjoint at the start of each but the first that ends with none; u is the gradient of y, B is C."""
-    row = tl.program_id(2).to(tl.int64)
-    segment = tl.program_id(1)
-    place = row * (tl.num_programs(1) + 1) + segment
-    first = row * length
-    if REVERSE:
-        segment = segment + 1
-        place = place + 1
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    n = tl.arange(0, N)
-    here = (channel < channels) | EVEN
-    known = (n < states) | EVEN
-    corner = n[:, None] * channels + channel[None, :]
-    both = known[:, None] & here[None, :]
-    slab = states * channels
-    A = _load(A + corner, both) * LOG2E
-    bias = _load(bias + channel, here)
-    seq_idx = seq_idx + first
-    h = tl.zeros((N, CHANNELS), tl.float32)
-    total = tl.zeros((CHANNELS,), tl.float32)
-    start = segment * segment_chunks * CHUNK
-    tiles = tl.cdiv(tl.minimum(segment_chunks * CHUNK, length - start), 4)
-    ahead = 4
-    if REVERSE:
-        start += (tiles - 1) * 4
-        ahead = -4
-    first += start
-    u = u + first * u_row + channel
-    dt = dt + first * dt_row + channel
-    z = z + first * z_row + channel
-    B = B + first * B_row + n
-    for tile in range(0, tiles):
-        for k in tl.static_range(4):
-            i = 3 - k if REVERSE else k
-            t = start + tile * ahead + i
-            delta = _delta(t, dt + i * dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN)
-            if REVERSE:
-                inside = _inside(here, t, length, EVEN)
-                grad_y = _load(u + i * u_row, inside)
-                gate = _load(z + i * z_row, inside)
-                grad_y *= gate * _sigmoid(gate)
-                b = _load(B + i * B_row, _inside(known, t, length, EVEN))
-                h += grad_y[None, :] * b[:, None]
-                step = tl.where(delta < 0.0, ENDLESS, delta)
-                h *= tl.math.exp2(step[None, :] * A)
-            else:
-                h, _, step, _, _, _ = _advance(
-                    t,
-                    h,
-                    delta,
-                    A,
-                    u + i * u_row,
-                    B + i * B_row,
-                    length,
-                    here,
-                    known,
-                    DOCUMENTS,
-                    EVEN,
-                )
-            total += step
-        u += ahead * u_row
-        dt += ahead * dt_row
-        z += ahead * z_row
-        B += ahead * B_row
-    tl.store(ends + place * slab + corner, h, mask=both)
-    tl.store(totals + place * channels + channel, total, mask=here)
-
-
 @triton.jit
-def forward(
+def sweep(
     u,
     dt,
     A,
-    B,
-    C,
+    BC,
     D,
     z,
     bias,
-    seq_idx,
+    starts,
     state,
     ends,
     totals,
@@ -208,13 +287,12 @@ def forward(
     u_row,
     dt_row,
     z_row,
-    B_row,
-    C_row,
     length,
     channels,
     states,
     segment_chunks,
-    DOCUMENTS: tl.constexpr,
+    LOCAL: tl.constexpr,
+    REVERSE: tl.constexpr,
     CUT: tl.constexpr,
     KEEP: tl.constexpr,
     EVEN: tl.constexpr,
@@ -222,322 +300,180 @@ def forward(
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """y, the state at each chunk's entry and the last."""
+    """y, the state at each chunk's entry and the last.
+
+    LOCAL: instead the state at the end of each segment but the last, of one that begins with none, and the sum of its
+    steps. REVERSE with it: the adjoint at the start of each but the first that ends with none; u is the gradient of y.
+    """
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)
     segments = tl.num_programs(1)
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    n = tl.arange(0, N)
-    first = row * length
+    if LOCAL:
+        segments = segments + 1
+    if REVERSE:
+        segment = segment + 1
+    channel = _alone(CHANNELS)
+    n = tl.arange(0, N)[:, None]
     here = (channel < channels) | EVEN
-    known = (n < states) | EVEN
-    corner = n[:, None] * channels + channel[None, :]
-    both = known[:, None] & here[None, :]
+    both = ((n < states) | EVEN) & here
+    corner = n * channels + channel
     slab = states * channels
-    A = _load(A + corner, both) * LOG2E
-    D = _load(D + channel, here)
-    bias = _load(bias + channel, here)
-    seq_idx = seq_idx + first
-    first += segment * segment_chunks * CHUNK
-    u = u + first * u_row + channel
-    dt = dt + first * dt_row + channel
-    z = z + first * z_row + channel
-    B = B + first * B_row + n
-    C = C + first * C_row + n
-    out = out + first * channels + channel
-    four = tl.arange(0, 4)[:, None]
-    h = _load(state + row * slab + corner, both)
-    if CUT:
-        h = _entering(
-            h,
-            ends + row * segments * slab + corner,
-            totals + row * segments * channels + channel,
-            A,
-            slab,
-            channels,
-            0,
-            1,
-            segment,
-            both,
-            here,
-        )
+    place = row * segments + segment
+    row_tiles = tl.cdiv(length, 4)
+    first = row * length
+    u += first * u_row
+    dt += first * dt_row
+    z += first * z_row
+    out += first * channels
+    BC += row * row_tiles * (8 * N)
+    starts += row * row_tiles * 4
+    h = tl.zeros((N, CHANNELS), tl.float32)
+    total = tl.zeros((1, CHANNELS), tl.float32)
+    if not LOCAL:
+        h += _load(state + row * slab + corner, both)
+    if CUT and not LOCAL:
+        totals_row = totals + row * segments * channels + channel
+        ends_row = ends + row * segments * slab + corner
+        decay = _load(A + corner, both) * LOG2E
+        h = _entering(h, ends_row, totals_row, decay, slab, channels, 0, 1, segment, both, here)
     chunks = tl.cdiv(length, CHUNK)
-    for chunk in range(
-        segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)
-    ):
-        if KEEP:
-            tl.store(entries + (row * chunks + chunk) * slab + corner, h, mask=both)
-        for t in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), 4):
-            y = tl.zeros((4, CHANNELS), tl.float32)
-            for i in tl.static_range(4):
-                delta = _delta(t + i, dt + i * dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN)
-                h, _, _, _, _, _ = _advance(
-                    t + i,
-                    h,
-                    delta,
-                    A,
-                    u + i * u_row,
-                    B + i * B_row,
-                    length,
-                    here,
-                    known,
-                    DOCUMENTS,
-                    EVEN,
-                )
-                c = _load(C + i * C_row, _inside(known, t + i, length, EVEN))
-                y = tl.where(four == i, tl.sum(h * c[:, None], axis=0)[None, :], y)
-            inside = _inside(here[None, :], t + four, length, EVEN) | (four < 0)
-            y += D[None, :] * _load(u[None, :] + four * u_row, inside)
-            gate = _load(z[None, :] + four * z_row, inside)
-            y *= gate * _sigmoid(gate)
-            tl.store(out[None, :] + four * channels, y, mask=inside)
-            u += 4 * u_row
-            dt += 4 * dt_row
-            z += 4 * z_row
-            B += 4 * B_row
-            C += 4 * C_row
-            out += 4 * channels
-    if segment == segments - 1:
+    chunk = segment * segment_chunks
+    count = tl.minimum(segment_chunks, chunks - chunk)
+    entries += (row * chunks + chunk) * slab
+    for k in range(0, count):
+        of = chunk + (count - 1 - k if REVERSE else k)
+        tile = of * (CHUNK // 4)
+        tiles = tl.minimum(CHUNK // 4, row_tiles - tile)
+        h, total, _ = _through_chunk(
+            h,
+            total,
+            total,
+            tile + tiles - 1 if REVERSE else tile,
+            tiles,
+            A,
+            D,
+            bias,
+            u,
+            dt,
+            z,
+            BC,
+            starts,
+            out,
+            u,
+            out,
+            u,
+            entries + k * slab,
+            u_row,
+            dt_row,
+            z_row,
+            u_row,
+            u_row,
+            length,
+            channels,
+            states,
+            LOCAL,
+            REVERSE,
+            KEEP,
+            False,
+            EVEN,
+            N,
+            CHANNELS,
+        )
+    if LOCAL:
+        tl.store(ends + place * slab + corner, h, mask=both)
+        tl.store(totals + place * channels + channel, total, mask=here)
+    elif segment == segments - 1:
         tl.store(last + row * slab + corner, h, mask=both)
 
 
 @triton.jit
-def _gradient_of_y(t, grad_out, z, C, length, here, known, EVEN):
-    """The gradient of out, times the gate's sigmoid, and of y at position t, the gate's input, its sigmoid, and C."""
-    grad = _load(grad_out, _inside(here, t, length, EVEN))
-    c = _load(C, _inside(known, t, length, EVEN))
-    gate = _load(z, _inside(here, t, length, EVEN))
-    opened = _sigmoid(gate)
-    return grad * opened, grad * opened * gate, gate, opened, c
+def _position(
+    i,
+    t,
+    u,
+    u_row,
+    grad_out,
+    grad_row,
+    z,
+    z_row,
+    deltas,
+    BC,
+    starts,
+    length,
+    here,
+    EVEN,
+    N,
+    CHANNELS,
+):
+    """Of position t + i: delta, the step, u, its product with delta, the gradient of y, B and C. Pointers are of
+    t."""
+    inside = _inside(here, t + i, length, EVEN)
+    delta = tl.load(deltas + i * CHANNELS)
+    value = _load(u + i * u_row, inside)
+    gate = _load(z + i * z_row, inside)
+    grad_y = _load(grad_out + i * grad_row, inside) * gate * _sigmoid(gate)
+    step = tl.where(tl.load(starts + i) != 0, ENDLESS, delta)
+    BC += i * 2 * N
+    return delta, step, value, delta * value, grad_y, tl.load(BC), tl.load(BC + N)
 
 
 @triton.jit
-def _backward_token(
+def _back(
+    i,
     t,
     g,
     sum_A,
-    sum_D,
     sum_bias,
     after,
     before,
     decay,
-    step,
     delta,
+    step,
     value,
-    b,
-    grad,
+    x,
     grad_y,
-    gate,
-    opened,
+    b,
     c,
     A,
     D,
     grad_u,
     grad_dt,
-    grad_z,
     grad_BC,
-    out,
     length,
+    channels,
     here,
-    known,
     EVEN,
     N,
 ):
-    """From the adjoint of the state after position t, less what y adds to it there, to that of the state before; the
-    sums over positions with what t adds."""
-    inside = _inside(here, t, length, EVEN)
-    lines = _inside(known, t, length, EVEN)
+    """From the adjoint of the state after position t + i, less what y adds to it there, to that of the state before; the
+    sums over positions with what it adds."""
+    inside = _inside(here, t + i, length, EVEN)
+    grad_BC += i * 2 * N
     g += grad_y[None, :] * c[:, None]
-    tl.store(grad_BC + N, tl.sum(after * grad_y[None, :], axis=1), mask=lines)
-    tl.store(grad_BC, tl.sum(g * (delta * value)[None, :], axis=1), mask=lines)
-    y = tl.sum(after * c[:, None], axis=0) + D * value
+    tl.store(grad_BC + N, tl.sum(after * grad_y[None, :], axis=1))
+    tl.store(grad_BC, tl.sum(g * x[None, :], axis=1))
     sum_x = tl.sum(g * b[:, None], axis=0)
     g *= decay
     through_decay = g * before
     sum_A += through_decay * step[None, :]
-    tl.store(grad_z, grad * y * (1.0 + gate * (1.0 - opened)), mask=inside)
-    tl.store(out, y * (gate * opened), mask=inside)
     grad_raw = (tl.sum(through_decay * A, axis=0) * LN2 + sum_x * value) * _slope(delta)
-    tl.store(grad_u, sum_x * delta + grad_y * D, mask=inside)
-    tl.store(grad_dt, grad_raw, mask=inside)
-    return (
-        g,
-        sum_A,
-        sum_D + grad_y * value,
-        sum_bias + grad_raw,
-    )  # behind the row's end 0, as the slope of delta 0
+    tl.store(grad_u + i * channels, sum_x * delta + grad_y * D, mask=inside)
+    tl.store(grad_dt + i * channels, grad_raw, mask=inside)
+    return g, sum_A, sum_bias + grad_raw  # behind the row's end 0, as the slope of delta 0
 
 
-@triton.jit
-def _backward_chunk(
-    start,
-    h,
-    g,
-    sum_A,
-    sum_D,
-    sum_bias,
-    A,
-    bias,
-    D,
-    grad_out,
-    u,
-    dt,
-    z,
-    B,
-    C,
-    seq_idx,
-    scratch,
-    deltas,
-    grad_u,
-    grad_dt,
-    grad_z,
-    grad_BC,
-    out,
-    grad_row,
-    u_row,
-    dt_row,
-    z_row,
-    B_row,
-    C_row,
-    grad_z_row,
-    length,
-    channels,
-    here,
-    known,
-    DOCUMENTS,
-    EVEN,
-    N,
-    CHANNELS,
-    CHUNK,
-):
-    """Forward through the chunk at `start` from its entry h, keeping every second state and all deltas; then back."""
-    tiles = tl.cdiv(tl.minimum(CHUNK, length - start), 2)
-    for tile in range(0, tiles):
-        t = start + tile * 2
-        kept = tile * (N + 2) * CHANNELS
-        tl.store(scratch + kept, h)
-        at = t.to(tl.int64)
-        dt_t = dt + at * dt_row
-        u_t = u + at * u_row
-        B_t = B + at * B_row
-        delta0 = _delta(t, dt_t, bias, seq_idx, length, here, DOCUMENTS, EVEN)
-        delta1 = _delta(t + 1, dt_t + dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN)
-        h, _, _, _, _, _ = _advance(t, h, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN)
-        h, _, _, _, _, _ = _advance(
-            t + 1, h, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN
-        )
-        tl.store(deltas + kept, delta0)
-        tl.store(deltas + kept + CHANNELS, delta1)
-    tl.debug_barrier()
-    for i in range(1, tiles + 1):
-        t = start + (tiles - i) * 2
-        kept = (tiles - i) * (N + 2) * CHANNELS
-        h0 = tl.load(scratch + kept)
-        delta0 = tl.load(deltas + kept)
-        delta1 = tl.load(deltas + kept + CHANNELS)
-        at = t.to(tl.int64)
-        u_t = u + at * u_row
-        B_t = B + at * B_row
-        C_t = C + at * C_row
-        z_t = z + at * z_row
-        grad_t = grad_out + at * grad_row
-        grad0, grad_y0, gate0, opened0, c0 = _gradient_of_y(
-            t, grad_t, z_t, C_t, length, here, known, EVEN
-        )
-        grad1, grad_y1, gate1, opened1, c1 = _gradient_of_y(
-            t + 1, grad_t + grad_row, z_t + z_row, C_t + C_row, length, here, known, EVEN
-        )
-        h1, decay0, step0, delta0, u0, b0 = _advance(
-            t, h0, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN
-        )
-        _, decay1, step1, delta1, u1, b1 = _advance(
-            t + 1, h1, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN
-        )
-        grad_u_t = grad_u + at * channels
-        grad_dt_t = grad_dt + at * channels
-        out_t = out + at * channels
-        grad_z_t = grad_z + at * grad_z_row
-        grad_BC_t = grad_BC + at * (2 * N)
-        g, sum_A, sum_D, sum_bias = _backward_token(
-            t + 1,
-            g,
-            sum_A,
-            sum_D,
-            sum_bias,
-            h,
-            h1,
-            decay1,
-            step1,
-            delta1,
-            u1,
-            b1,
-            grad1,
-            grad_y1,
-            gate1,
-            opened1,
-            c1,
-            A,
-            D,
-            grad_u_t + channels,
-            grad_dt_t + channels,
-            grad_z_t + grad_z_row,
-            grad_BC_t + 2 * N,
-            out_t + channels,
-            length,
-            here,
-            known,
-            EVEN,
-            N,
-        )
-        g, sum_A, sum_D, sum_bias = _backward_token(
-            t,
-            g,
-            sum_A,
-            sum_D,
-            sum_bias,
-            h1,
-            h0,
-            decay0,
-            step0,
-            delta0,
-            u0,
-            b0,
-            grad0,
-            grad_y0,
-            gate0,
-            opened0,
-            c0,
-            A,
-            D,
-            grad_u_t,
-            grad_dt_t,
-            grad_z_t,
-            grad_BC_t,
-            out_t,
-            length,
-            here,
-            known,
-            EVEN,
-            N,
-        )
-        h = h0
-    tl.debug_barrier()
-    return g, sum_A, sum_D, sum_bias
-
-
-@triton.jit
-def backward(
+@triton.jit  # one kernel: helpers would need all of its state as arguments
+def backward(  # noqa: PLR0915
     grad_out,
     grad_last,
     u,
     dt,
     A,
-    B,
-    C,
+    BC,
     D,
     z,
     bias,
-    seq_idx,
+    starts,
     entries,
     ends,
     totals,
@@ -555,118 +491,307 @@ def backward(
     u_row,
     dt_row,
     z_row,
-    B_row,
-    C_row,
     grad_z_row,
     length,
     channels,
     states,
     segment_chunks,
-    DOCUMENTS: tl.constexpr,
     CUT: tl.constexpr,
     EVEN: tl.constexpr,
     N: tl.constexpr,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """All gradients: of A, D and the bias by row and segment, of B and C by block of channels."""
+    """All gradients: of A, D and the bias by row and segment, of B and C by block of channels. And y again."""
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)
     segments = tl.num_programs(1)
+    block = tl.program_id(0)
     lane = tl.arange(0, CHANNELS)
     n = tl.arange(0, N)
-    block = tl.program_id(0)
     channel = block * CHANNELS + lane
-    first = row * length
-    place = row * segments + segment
     here = (channel < channels) | EVEN
-    known = (n < states) | EVEN
+    both = ((n < states) | EVEN)[:, None] & here[None, :]
     corner = n[:, None] * channels + channel[None, :]
-    both = known[:, None] & here[None, :]
     slab = states * channels
-    A = _load(A + corner, both) * LOG2E
-    D = _load(D + channel, here)
-    bias = _load(bias + channel, here)
-    u = u + first * u_row + channel
-    dt = dt + first * dt_row + channel
-    z = z + first * z_row + channel
-    B = B + first * B_row + n
-    C = C + first * C_row + n
-    seq_idx = seq_idx + first
-    grad_out = grad_out + first * grad_row + channel
-    out = out + first * channels + channel
+    place = row * segments + segment
+    row_tiles = tl.cdiv(length, 4)
+    first = row * length
+    grad_BC += (block.to(tl.int64) * tl.num_programs(2) + row) * row_tiles * (8 * N) + n
+    BC += row * row_tiles * (8 * N)
+    starts += row * row_tiles * 4
+    u += first * u_row
+    dt += first * dt_row
+    z += first * z_row
+    grad_out += first * grad_row
+    out += first * channels
+    grad_z += first * grad_z_row
     grad_u = grad_u + first * channels + channel
     grad_dt = grad_dt + first * channels + channel
-    grad_z += first * grad_z_row + channel
-    grad_BC += (block.to(tl.int64) * tl.num_programs(2) * length + first) * (2 * N) + n
-    scratch += (place * tl.num_programs(0) + block) * (CHUNK // 2 * (N + 2) * CHANNELS)
-    deltas = scratch + lane
-    scratch = scratch + lane[None, :] + (n + 2)[:, None] * CHANNELS
+    scratch += (place * tl.num_programs(0) + block) * ((CHUNK // 4 + 1) * (N + 4) * CHANNELS)
+    D_back = _load(D + channel, here)
     sum_A = tl.zeros((N, CHANNELS), tl.float32)
-    sum_D = tl.zeros((CHANNELS,), tl.float32)
-    g = _load(grad_last + row * slab + corner, both)
     sum_bias = tl.zeros((CHANNELS,), tl.float32)
+    sum_D = tl.zeros((4, CHANNELS), tl.float32)
+    g = _load(grad_last + row * slab + corner, both)
     if CUT:
+        A_back = _load(A + corner, both) * LOG2E
+        totals_row = totals + row * segments * channels + channel[None, :]
+        ends_row = ends + row * segments * slab + corner
+        last = segments - 1
+        to_end = last - segment
         g = _entering(
-            g,
-            ends + row * segments * slab + corner,
-            totals + row * segments * channels + channel,
-            A,
-            slab,
-            channels,
-            segments - 1,
-            -1,
-            segments - 1 - segment,
-            both,
-            here,
+            g, ends_row, totals_row, A_back, slab, channels, last, -1, to_end, both, here[None, :]
         )
     chunks = tl.cdiv(length, CHUNK)
-    end = tl.minimum((segment + 1) * segment_chunks, tl.cdiv(length, CHUNK))
+    end = tl.minimum((segment + 1) * segment_chunks, chunks)
     for i in range(1, end - segment * segment_chunks + 1):
-        h = _load(entries + (row * chunks + end - i) * slab + corner, both)
-        g, sum_A, sum_D, sum_bias = _backward_chunk(
-            (end - i) * CHUNK,
-            h,
-            g,
-            sum_A,
-            sum_D,
+        tile = (end - i) * (CHUNK // 4)
+        tiles = tl.minimum(CHUNK // 4, row_tiles - tile)
+        _, _, sum_D = _through_chunk(
+            tl.zeros((N, CHANNELS), tl.float32),
             sum_bias,
+            sum_D,
+            tile,
+            tiles,
             A,
-            bias,
             D,
-            grad_out,
+            bias,
             u,
             dt,
             z,
-            B,
-            C,
-            seq_idx,
-            scratch,
-            deltas,
-            grad_u,
-            grad_dt,
-            grad_z,
-            grad_BC,
+            BC,
+            starts,
             out,
-            grad_row,
+            grad_out,
+            grad_z,
+            scratch,
+            entries + (row * chunks + end - i) * slab,
             u_row,
             dt_row,
             z_row,
-            B_row,
-            C_row,
+            grad_row,
             grad_z_row,
             length,
             channels,
-            here,
-            known,
-            DOCUMENTS,
+            states,
+            False,
+            False,
+            False,
+            True,
             EVEN,
             N,
             CHANNELS,
-            CHUNK,
         )
+        tl.debug_barrier()
+        A_back = _load(A + corner, both) * LOG2E
+        kept = scratch + tiles * ((N + 4) * CHANNELS)
+        after = tl.load(kept + n[:, None] * CHANNELS + lane[None, :])
+        for k in range(1, tiles + 1):
+            t = (tile + tiles - k) * 4
+            at = t.to(tl.int64)
+            kept -= (N + 4) * CHANNELS
+            h0 = tl.load(kept + n[:, None] * CHANNELS + lane[None, :])
+            deltas = kept + N * CHANNELS + lane
+            u_t = u + at * u_row + channel
+            grad_t = grad_out + at * grad_row + channel
+            z_t = z + at * z_row + channel
+            BC_t = BC + at * (2 * N) + n
+            starts_t = starts + t
+            delta0, step0, u0, x0, grad0, b0, c0 = _position(
+                0,
+                t,
+                u_t,
+                u_row,
+                grad_t,
+                grad_row,
+                z_t,
+                z_row,
+                deltas,
+                BC_t,
+                starts_t,
+                length,
+                here,
+                EVEN,
+                N,
+                CHANNELS,
+            )
+            delta1, step1, u1, x1, grad1, b1, c1 = _position(
+                1,
+                t,
+                u_t,
+                u_row,
+                grad_t,
+                grad_row,
+                z_t,
+                z_row,
+                deltas,
+                BC_t,
+                starts_t,
+                length,
+                here,
+                EVEN,
+                N,
+                CHANNELS,
+            )
+            delta2, step2, u2, x2, grad2, b2, c2 = _position(
+                2,
+                t,
+                u_t,
+                u_row,
+                grad_t,
+                grad_row,
+                z_t,
+                z_row,
+                deltas,
+                BC_t,
+                starts_t,
+                length,
+                here,
+                EVEN,
+                N,
+                CHANNELS,
+            )
+            delta3, step3, u3, x3, grad3, b3, c3 = _position(
+                3,
+                t,
+                u_t,
+                u_row,
+                grad_t,
+                grad_row,
+                z_t,
+                z_row,
+                deltas,
+                BC_t,
+                starts_t,
+                length,
+                here,
+                EVEN,
+                N,
+                CHANNELS,
+            )
+            grad_u_t = grad_u + at * channels
+            grad_dt_t = grad_dt + at * channels
+            grad_BC_t = grad_BC + at * (2 * N)
+            decay0 = tl.math.exp2(step0[None, :] * A_back)
+            decay1 = tl.math.exp2(step1[None, :] * A_back)
+            decay2 = tl.math.exp2(step2[None, :] * A_back)
+            decay3 = tl.math.exp2(step3[None, :] * A_back)
+            h1 = decay0 * h0 + x0[None, :] * b0[:, None]
+            h2 = decay1 * h1 + x1[None, :] * b1[:, None]
+            h3 = decay2 * h2 + x2[None, :] * b2[:, None]
+            g, sum_A, sum_bias = _back(
+                3,
+                t,
+                g,
+                sum_A,
+                sum_bias,
+                after,
+                h3,
+                decay3,
+                delta3,
+                step3,
+                u3,
+                x3,
+                grad3,
+                b3,
+                c3,
+                A_back,
+                D_back,
+                grad_u_t,
+                grad_dt_t,
+                grad_BC_t,
+                length,
+                channels,
+                here,
+                EVEN,
+                N,
+            )
+            g, sum_A, sum_bias = _back(
+                2,
+                t,
+                g,
+                sum_A,
+                sum_bias,
+                h3,
+                h2,
+                decay2,
+                delta2,
+                step2,
+                u2,
+                x2,
+                grad2,
+                b2,
+                c2,
+                A_back,
+                D_back,
+                grad_u_t,
+                grad_dt_t,
+                grad_BC_t,
+                length,
+                channels,
+                here,
+                EVEN,
+                N,
+            )
+            g, sum_A, sum_bias = _back(
+                1,
+                t,
+                g,
+                sum_A,
+                sum_bias,
+                h2,
+                h1,
+                decay1,
+                delta1,
+                step1,
+                u1,
+                x1,
+                grad1,
+                b1,
+                c1,
+                A_back,
+                D_back,
+                grad_u_t,
+                grad_dt_t,
+                grad_BC_t,
+                length,
+                channels,
+                here,
+                EVEN,
+                N,
+            )
+            g, sum_A, sum_bias = _back(
+                0,
+                t,
+                g,
+                sum_A,
+                sum_bias,
+                h1,
+                h0,
+                decay0,
+                delta0,
+                step0,
+                u0,
+                x0,
+                grad0,
+                b0,
+                c0,
+                A_back,
+                D_back,
+                grad_u_t,
+                grad_dt_t,
+                grad_BC_t,
+                length,
+                channels,
+                here,
+                EVEN,
+                N,
+            )
+            after = h0
+        tl.debug_barrier()
     tl.store(grad_A + place * slab + corner, sum_A, mask=both)
-    tl.store(grad_D + place * channels + channel, sum_D, mask=here)
+    tl.store(grad_D + place * channels + channel, tl.sum(sum_D, axis=0), mask=here)
     tl.store(grad_bias + place * channels + channel, sum_bias, mask=here)
     if segment == 0:
         tl.store(grad_state + row * slab + corner, g, mask=both)

@@ -9,6 +9,9 @@ Source: Dao and Gu, Transformers are SSMs (2024, arXiv 2405.21060), section 6. P
 through a masked matrix of decays times C B^T; chunks, through the state that one hands to the next.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from mamba_fsdp.ops.backends import modules
@@ -43,3 +46,21 @@ def ssd(
     return BACKENDS[backend].ssd(
         x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state
     )
+
+
+def weighted_ssd(
+    x: Tensor, decay: Tensor, weight: Tensor, B: Tensor, C: Tensor, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence with a decay and an input weight that don't depend on each other, (batch, length, heads) both:
+
+        h[t] = exp(-decay[t]) h[t-1] + weight[t] x[t] B[t]^T,    y[t] = h[t] C[t]
+
+    It is the SSD of A = -1 and delta = decay, x divided by what that makes of it. decay is positive; x, B, C and the
+    options are those of `ssd`. Returns y and the last state as that does.
+    """
+    decay = decay.clamp(min=1e-20)  # which leaves a state as it is in any precision
+    dt = decay + torch.log(-torch.expm1(-decay))  # softplus's inverse
+    zeros = decay.new_zeros(decay.shape[2])
+    scaled = x * (weight / decay).unsqueeze(3)
+    wide = torch.promote_types(x.dtype, torch.bfloat16)  # it may be beyond fp16
+    return ssd(scaled.to(wide), dt, zeros - 1, B, C, zeros, zeros, **options)

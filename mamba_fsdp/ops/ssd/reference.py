@@ -30,17 +30,17 @@ def _cumsum_repeats(values):
     return values.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled()
 
 
-def _sums(values, seq_idx=None):
-    """Sum over the positions up to each one, of its document only; values (batch, chunks, size, heads)."""
+def running_sums(values, seq_idx=None):
+    """Returns the sum over the positions up to each one, of its document only; values (..., positions, channels), seq_idx
+    without the channels."""
     if seq_idx is None and _cumsum_repeats(values):
-        return values.cumsum(2)
+        return values.cumsum(-2)
     shift = 1
-    while shift < values.shape[2]:  # after each round, the sum over the last 2 * shift positions
-        earlier = values[:, :, :-shift]
+    while shift < values.shape[-2]:  # after each round, the sum over the last 2 * shift positions
+        earlier = values[..., :-shift, :]
         if seq_idx is not None:
-            earlier = torch.where(
-                (seq_idx[:, :, shift:] == seq_idx[:, :, :-shift]).unsqueeze(3), earlier, 0
-            )
+            is_same = seq_idx[..., shift:] == seq_idx[..., :-shift]
+            earlier = torch.where(is_same.unsqueeze(-1), earlier, 0)
         values = values + F.pad(earlier, (0, 0, shift, 0))
         shift *= 2
     return values
@@ -55,7 +55,7 @@ def _decays(delta, A, seq_idx):
     """
     size = delta.shape[2]
     real = delta.dtype
-    powers = _sums(delta.double() * (A.double() / math.log(2)), seq_idx)
+    powers = running_sums(delta.double() * (A.double() / math.log(2)), seq_idx)
     by_head = powers.transpose(2, 3)
     within = (by_head.unsqueeze(4) - by_head.unsqueeze(3)).to(real)
     within += torch.full((size, size), -torch.inf, dtype=real, device=delta.device).triu(1)
@@ -159,8 +159,8 @@ class _SSD(torch.autograd.Function):
         grad_within.diagonal(dim1=3, dim2=4).zero_()
         passing = (grad_within.sum(4) - grad_within.sum(3)).transpose(2, 3) + grad_from_start
         backwards = None if seq_idx is None else seq_idx.flip(2)
-        passing = _sums(passing.flip(2), backwards).flip(2)
-        passing += (_sums(grad_to_end) - grad_to_end) + grad_decay.unsqueeze(2)
+        passing = running_sums(passing.flip(2), backwards).flip(2)
+        passing += (running_sums(grad_to_end) - grad_to_end) + grad_decay.unsqueeze(2)
         grad_delta = (grad_input * x_).sum(4).addcmul_(passing, A)
         grad_A = (passing * delta_).sum((0, 1, 2))
         grad_D = (grad_ * x_).sum(4).sum((0, 1, 2))

@@ -13,11 +13,11 @@ SWEEP = {(8, 0): _NARROW, (10, 0): _NARROW | {"P": 64}, (12, 0): _NARROW}
 MMA_SYNC = _NARROW | {"P": 16, "num_warps": 2}
 _FEW = {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1}
 GRADIENTS = {(8, 0): _FEW, (9, 0): _FEW | {"P": 64}, (12, 0): _FEW}
+STATES = 8192  # of a program, channels times d_state
 PROGRAMS = 512  # of a sweep, that fill a GPU
 CHUNK = 32  # positions
 SEGMENTS = 16  # of a sequence, at most
 CHUNKS = 8  # of a segment, at least
-STATES = 64  # of a program of the gradients
 
 
 def why_not(use):
@@ -89,10 +89,11 @@ class _Call:
         )
 
     def options(self, table):
-        """Of a launch, from the table: the channels of a program are no more than a head's."""
+        """Of a launch, from the table: a program has no more channels than a head, and than registers for their states."""
         options = dict(triton.blocks(table, self.x.device))
         headdim = self.constants["HEADDIM"]
-        P = max(16, min(options["P"], 1 << (headdim - 1).bit_length()))
+        most = min(options["P"], STATES // self.constants["N"], 1 << (headdim - 1).bit_length())
+        P = max(16, most)
         return options | {"P": P, "TILES": -(-headdim // P)}
 
     def fp32(self, *shape):
@@ -165,13 +166,9 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
     leaving, dx, grad_state = call.sweep(grad, call.C, call.B, grad_last, states=True, reverse=True)
     options = call.options(GRADIENTS)
     blocks = -(-call.share // options["BLOCK"])
-    (Q, N) = (call.constants[name] for name in "QN")
-    parts = N // min(N, STATES)
-    flows, sums = (
-        call.fp32(parts, call.batch, call.heads, call.chunks, *shape) for shape in ((4, Q), (2,))
-    )
+    flows = call.fp32(call.batch, call.heads, call.chunks, 5, call.constants["Q"])
     dB, dC = call.fp32(2, blocks, *B.shape)
-    gradients[call.groups * blocks * parts, call.chunks, call.batch](
+    gradients[call.groups * blocks, call.chunks, call.batch](
         grad,
         call.x,
         call.B,
@@ -183,10 +180,8 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
         dB,
         dC,
         flows,
-        sums,
         *_batches(grad, call.x, call.B, call.C),
         call.length,
-        K=N // parts,
         **_rows(DY=grad, X=call.x, B=call.B, C=call.C),
         **call.constants,
         **options,
@@ -200,14 +195,12 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
         call.steps,
         call.seq_idx,
         flows,
-        sums,
         ddt,
         totals,
         *call.dt.stride()[:2],
         call.length,
         call.heads,
-        PARTS=parts,
-        Q=Q,
+        Q=call.constants["Q"],
         num_warps=1,
     )
     dA, grad_bias, dD = (total.double().sum(0).float() for total in totals)

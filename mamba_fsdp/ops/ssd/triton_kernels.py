@@ -243,7 +243,6 @@ def gradients(  # noqa: PLR0915
     dB,
     dC,
     flows,
-    sums,
     dy_batch,
     x_batch,
     b_batch,
@@ -259,40 +258,38 @@ def gradients(  # noqa: PLR0915
     TILES: tl.constexpr,
     D_STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    K: tl.constexpr,
     Q: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Of one chunk, K of the N states and up to BLOCK heads of a group, one after another: dB and dC add up on the way.
+    """Of one chunk and up to BLOCK heads of a group, one after another: dB and dC add up on the way.
 
     entering, leaving: the states, and the gradients of those after the chunk. Of this block's heads: dB, dC (blocks of
-    a group's heads, batch, length, groups, d_state). Of this block's states: `flows` (N / K, batch, heads, chunks, 4,
-    Q) and `sums` (N / K, batch, heads, chunks, 2), see `finish`. All are fp32 and still to be summed.
+    a group's heads, batch, length, groups, d_state), still to be summed. Of each head: `flows` (batch, heads, chunks,
+    5, Q), see `finish`. All are fp32.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
     chunks = tl.cdiv(length, Q)
     groups = HEADS // SHARE
-    part = tl.program_id(0) % (N // K)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    group = tl.program_id(0) // (N // K) // per_group
-    block = tl.program_id(0) // (N // K) % per_group
+    group = tl.program_id(0) // per_group
+    block = tl.program_id(0) % per_group
     start = chunk * Q
     batches = tl.num_programs(2)
     left = length - start
     at = start.to(tl.int64)
     r = tl.arange(0, Q)
-    n = part * K + tl.arange(0, K)
+    n = tl.arange(0, N)
     B += batch * b_batch + at * B_ROW + group * D_STATE
     C += batch * c_batch + at * C_ROW + group * D_STATE
-    b = load(B, B_ROW, r, n, left, D_STATE, K, T)
-    c = load(C, C_ROW, r, n, left, D_STATE, K, T)
+    b = load(B, B_ROW, r, n, left, D_STATE, N, T)
+    c = load(C, C_ROW, r, n, left, D_STATE, N, T)
     cb = dot(c, tl.trans(b))
-    db = tl.zeros([Q, K], tl.float32)
-    dc = tl.zeros([Q, K], tl.float32)
+    db = tl.zeros([Q, N], tl.float32)
+    dc = tl.zeros([Q, N], tl.float32)
     plane = batches.to(tl.int64) * HEADS * chunks * Q
     if seq_idx is not None:
         seq_idx += batch * length
@@ -314,8 +311,9 @@ def gradients(  # noqa: PLR0915
         grad_cb = (products * delta[None, :]).to(T)
         dc += dot(grad_cb, b)
         db += dot(tl.trans(grad_cb), c)
-        own = ((part * batches + batch) * HEADS + head) * chunks + chunk
-        flow = flows + own * 4 * Q + r
+        own = row * chunks + chunk
+        flow = flows + own * 5 * Q + r
+        passed = flows + (own * 5 + 4) * Q
         products *= cb
         tl.store(flow, tl.sum(products, 0))
         passing = tl.cumsum(
@@ -331,7 +329,7 @@ def gradients(  # noqa: PLR0915
             if TILES > 1:
                 x_ = load(x_head, X_ROW, r, p, left, HEADDIM, P, T)
                 dy_ = load(dy_head, DY_ROW, r, p, left, HEADDIM, P, T)
-            state = (row * chunks + chunk) * N * HEADDIM + n[:, None] * HEADDIM + p[None, :]
+            state = own * N * HEADDIM + n[:, None] * HEADDIM + p[None, :]
             s = tl.load(entering + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
             g = tl.load(leaving + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
             read = dot(dy_, tl.trans(s)) * from_start[:, None]
@@ -344,8 +342,8 @@ def gradients(  # noqa: PLR0915
             through += tl.sum(x_.to(tl.float32) * dy_.to(tl.float32), 0)
         tl.store(flow + 2 * Q, read_sum)
         tl.store(flow + 3 * Q, kept_sum)
-        tl.store(sums + own * 2, tl.sum(across, 0))
-        tl.store(sums + own * 2 + 1, tl.sum(through, 0))
+        tl.store(passed, tl.sum(across, 0))
+        tl.store(passed + 1, tl.sum(through, 0))
     place = (((block * batches + batch) * length + start + r) * groups + group)[
         :, None
     ] * D_STATE + n[None, :]
@@ -362,21 +360,19 @@ def finish(
     steps,
     seq_idx,
     flows,
-    sums,
     ddt,
     totals,
     dt_batch,
     dt_row,
     length,
     heads,
-    PARTS: tl.constexpr,
     Q: tl.constexpr,
 ):
     """ddt (batch, length, heads) and, of this chunk's positions for A, the bias, D, totals (3, batch, chunks, heads).
 
     `flows` of each position: what its input gives to the chunk's outputs; what all inputs up to it give to those behind
-    it; what its output gets of the chunk before; what its input gives to the chunks behind. `sums`: what passes the
-    whole chunk, and what passes D. All are times the gradients; where one input gives, without delta.
+    it; what its output gets of the chunk before; what its input gives to the chunks behind. In a fifth row what passes
+    the whole chunk, and what passes D. All are times the gradients; where one input gives, without delta.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -386,20 +382,14 @@ def finish(
     start = chunk * Q
     r = tl.arange(0, Q)
     row = (batch * heads + head) * chunks + chunk
-    given = tl.zeros([Q], tl.float32)
-    within = tl.zeros([Q], tl.float32)
-    read = tl.zeros([Q], tl.float32)
-    kept = tl.zeros([Q], tl.float32)
-    across = 0.0
-    through = tl.load(sums + row * 2 + 1)
-    for part in tl.static_range(PARTS):
-        own = part * batches.to(tl.int64) * heads * chunks + row
-        flow = flows + own * 4 * Q + r
-        given += tl.load(flow)
-        within += tl.load(flow + Q - 1, mask=r > 0, other=0.0)
-        read += tl.load(flow + 2 * Q)
-        kept += tl.load(flow + 3 * Q)
-        across += tl.load(sums + own * 2)
+    flow = flows + row * 5 * Q + r
+    passed = flows + (row * 5 + 4) * Q
+    given = tl.load(flow)
+    within = tl.load(flow + Q - 1, mask=r > 0, other=0.0)
+    read = tl.load(flow + 2 * Q)
+    kept = tl.load(flow + 3 * Q)
+    across = tl.load(passed)
+    through = tl.load(passed + 1)
     if seq_idx is not None:
         seq_idx += batch * length
     delta, _, _, total, _, _, document = chunk_steps(
