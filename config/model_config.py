@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.fields import Needs, condition, setting, takes
+from config.fields import Needs, condition, named_numbers, near_name, setting, takes
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model import spec
 
@@ -15,7 +15,7 @@ from mamba_fsdp.model import spec
 def read_by_layers(name: str) -> Needs:
     """What must hold for the model's setting `name` to have an effect: a layer that reads it."""
     readers = spec.parts_that_read(name)
-    if readers == ["+mlp"]:
+    if readers == ["mlp"]:
         kind = "a layer with +mlp"
     else:
         article = "an" if readers[0] == "attention" else "a"
@@ -23,7 +23,7 @@ def read_by_layers(name: str) -> Needs:
 
     @condition(kind)
     def is_read(settings) -> bool:
-        return any(name in part.settings for part in settings.model.parts())
+        return settings.model.reads(name)
 
     return is_read
 
@@ -35,8 +35,12 @@ def rotation(settings) -> bool:
 
 @dataclass(frozen=True)
 class Layer:
-    mixer: str  # one of spec.MIXERS
+    mixer: str  # one of spec.MIXERS, or two with / between them
     mlp: bool
+
+    @property
+    def mixers(self) -> list[str]:
+        return self.mixer.split("/")
 
 
 @dataclass
@@ -44,15 +48,16 @@ class ModelConfig:
     """The model's structure. A preset fills it; any field can be overridden."""
 
     model_name: str = setting("demo")
-    """Preset that the other model settings start from, such as demo, mamba-130m, mamba2-1.3b,
-    mamba_9.8b, llama2_7b."""
+    """Preset that the other model settings start from: demo, mamba-130m, mamba2-1.3b, mamba_9.8b,
+    llama2_7b and more."""
     d_model: int = setting(128, at_least=1)
-    """Width of the residual stream."""
+    """Width of the residual stream (hidden size)."""
     n_layer: int = setting(4, at_least=1, at_most=10_000)
     """Number of layers."""
     layers: str = setting("mamba1")
-    """Pattern of layers, repeated or cut to n_layer: items mamba1, mamba2 or attention, each with
-    an optional +mlp and count, as in 9*mamba2+mlp,attention+mlp."""
+    """Pattern of layers, repeated or cut to n_layer: items mamba1, mamba2, mamba3, attention or mlp, or
+    two side by side such as mamba2/attention, each with an optional +mlp and count, as in
+    9*mamba2+mlp,attention+mlp."""
     vocab_size: int = setting(4096, at_least=2)
     """Number of tokens of the tokenizer; the embedding is padded to a multiple of
     pad_vocab_size_multiple."""
@@ -63,19 +68,33 @@ class ModelConfig:
     norm_eps: float = setting(1e-5, above=0)
     """Epsilon of every RMSNorm."""
     d_state: int = setting(16, at_least=1, needs=read_by_layers("d_state"))
-    """State size per channel (Mamba-1) or per head (Mamba-2)."""
+    """State size per channel (Mamba-1) or per head (Mamba-2 and -3)."""
     d_conv: int = setting(4, at_least=2, at_most=4, needs=read_by_layers("d_conv"))
     """Width of the causal convolution."""
     expand: int = setting(2, at_least=1, needs=read_by_layers("expand"))
     """Inner width of an SSM layer as a multiple of d_model."""
+    d_ssm: int = setting(0, at_least=0, instead_of="expand", needs=read_by_layers("d_ssm"))
+    """Inner width of an SSM layer; 0 means expand * d_model."""
     dt_rank: int = setting(0, at_least=0, needs=read_by_layers("dt_rank"))
     """Mamba-1: rank of the dt projection; 0 means ceil(d_model / 16)."""
+    bcdt_norm_eps: float = setting(0.0, at_least=0, needs=read_by_layers("bcdt_norm_eps"))
+    """Mamba-1: epsilon of RMSNorms without weights on B, C and dt, as Falcon-Mamba has them; 0 means
+    no such norms."""
     headdim: int = setting(64, at_least=1, needs=read_by_layers("headdim"))
-    """Mamba-2: channels per head."""
+    """Mamba-2 and -3: channels per head."""
     ngroups: int = setting(1, at_least=1, needs=read_by_layers("ngroups"))
-    """Mamba-2: groups of heads that share B and C."""
+    """Mamba-2 and -3: groups of heads that share B and C."""
     chunk_size: int = setting(256, at_least=1, needs=read_by_layers("chunk_size"))
-    """Mamba-2: positions per chunk of the fused scan (the result does not depend on it)."""
+    """Mamba-2 and -3: positions per chunk of the fused scan (the result does not depend on it)."""
+    decay_activation: str = setting(
+        "heavy_tail", choices=("heavy_tail", "softplus"), needs=read_by_layers("decay_activation")
+    )
+    """Mamba-3: what makes A positive: 1 + x or 1 / (1 - x), as in mamba-ssm since June 2026 and in the
+    published weights, or softplus, as before."""
+    ssm_norm: str = setting(
+        "after", choices=("after", "before", "none"), needs=read_by_layers("ssm_norm")
+    )
+    """Mamba-2: whether the RMSNorm of the output stands after the gate, before it, or is left out."""
     n_head: int = setting(8, at_least=1, needs=read_by_layers("n_head"))
     """Attention: query heads."""
     n_kv_head: int = setting(8, at_least=1, needs=read_by_layers("n_kv_head"))
@@ -87,19 +106,32 @@ class ModelConfig:
     head."""
     rope_theta: float = setting(10000.0, above=0, needs=rotation)
     """Attention: base of the rotary frequencies."""
+    rope_scaling: str = setting("", needs=rotation)
+    """Attention: slower rotation for longer texts, as transformers has it: linear,factor=2, or dynamic,
+    llama3, yarn with their numbers, as in
+    llama3,factor=8,low_freq_factor=1,high_freq_factor=4,original_max_position_embeddings=8192."""
     d_intermediate: int = setting(0, at_least=0, needs=read_by_layers("d_intermediate"))
-    """Width of the MLP in layers marked +mlp; 0 means 8/3 of d_model, rounded up to a multiple of
+    """Width of the MLP in layers mlp or +mlp; 0 means 8/3 of d_model, rounded up to a multiple of
     128."""
+    mlp_activation: str = setting(
+        "swiglu", choices=("swiglu", "relu2"), needs=read_by_layers("mlp_activation")
+    )
+    """MLP: SwiGLU, with a gate, or squared ReLU, without."""
+    multipliers: str = setting("")
+    """Constant factors, as in embedding=12,residual=0.22,logits=0.125: of the embedding, of what
+    each layer adds, of the logits; ssm_in, ssm_out, attention_in, attention_out, mlp_in, mlp_out of
+    what goes into a part of a layer and comes out; attention_q, attention_k, attention_v, mlp_gate,
+    ssm_z, ssm_x, ssm_B, ssm_C, ssm_dt of what the first projection of a part gives."""
 
     def layer_list(self) -> list[Layer]:
         """The n_layer layers. Raises UserError where the pattern can't be read."""
         pattern: list[Layer] = []
         for item in self.layers.replace(" ", "").split(","):
-            match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+)(\+mlp)?", item)
-            if not match or match[2] not in spec.MIXERS:
+            match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+(?:/[a-z0-9]+)?)(\+mlp)?", item)
+            if not match or not spec.MIXERS.keys() >= set(match[2].split("/")):
                 raise UserError(
-                    f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, each "
-                    "with an optional count and +mlp, as in 9*mamba2+mlp,attention+mlp"
+                    f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, or two "
+                    "with / between them, each with an optional count and +mlp, as in 9*mamba2+mlp,attention+mlp"
                 )
             count = min(int(match[1] or 1), self.n_layer)
             pattern += [Layer(mixer=match[2], mlp=match[3] is not None)] * count
@@ -109,7 +141,23 @@ class ModelConfig:
 
     def has(self, *mixers: str) -> bool:
         """Whether one of these mixers is in a layer."""
-        return any(layer.mixer in mixers for layer in self.layer_list())
+        return any(set(mixers) & set(layer.mixers) for layer in self.layer_list())
+
+    def reads(self, name: str) -> bool:
+        """Whether a setting has an effect: on a kind of layer that there is, or on the whole."""
+        parts = self.parts()
+        if spec.parts_that_read(name):
+            return any(name in part.settings for part in parts)
+        return True
+
+    def multiplier(self, name: str) -> float:
+        return named_numbers("multipliers", self.multipliers).get(name, 1.0)
+
+    @property
+    def rope(self) -> tuple[str, dict[str, float]]:
+        """The kind of rope_scaling, and its numbers."""
+        kind, _, numbers = self.rope_scaling.partition(",")
+        return kind, named_numbers("rope_scaling", numbers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -117,7 +165,7 @@ class ModelConfig:
 
     @property
     def d_inner(self) -> int:
-        return self.expand * self.d_model
+        return self.d_ssm or self.expand * self.d_model
 
     @property
     def resolved_dt_rank(self) -> int:
@@ -138,25 +186,30 @@ class ModelConfig:
     @property
     def resolved_d_intermediate(self) -> int:
         """Where nothing is chosen, that of mamba_ssm's GatedMLP; 0 for a model without MLP."""
-        if not any(layer.mlp for layer in self.layer_list()):
+        if spec.MLP not in self.parts():
             return 0
         return self.d_intermediate or rounded_up(8 * self.d_model // 3, 128)
 
     def structure(self) -> dict[str, object]:
-        """What each setting comes to. Equal for two configs of one model, in whatever way they are
-        written."""
-        return {
+        """What each setting that is read comes to. Equal for two configs of one model, in whatever
+        way they are written."""
+        values = {
             **vars(self),
             "model_name": "",
             "chunk_size": 0,
             "layers": self.layer_list(),
             "vocab_size": self.padded_vocab_size,
             "pad_vocab_size_multiple": self.padded_vocab_size,
+            "expand": self.d_inner / self.d_model,
+            "d_ssm": self.d_inner,
             "dt_rank": self.resolved_dt_rank,
             "head_dim": self.resolved_head_dim,
             "rotary_dim": self.resolved_rotary_dim,
             "d_intermediate": self.resolved_d_intermediate,
+            "rope_scaling": self.rope,
+            "multipliers": named_numbers("multipliers", self.multipliers),
         }
+        return {name: value for name, value in values.items() if self.reads(name)}
 
     def parts(self) -> list[spec.Spec]:
         """The kinds of mixer, and the MLP, that the model consists of, each once."""
@@ -169,6 +222,11 @@ class ModelConfig:
         """Raises UserError for shapes that can't be built, naming the settings."""
         for part in self.parts():
             part.check(self)
+        known = spec.multipliers_of(self)
+        for name in named_numbers("multipliers", self.multipliers):
+            if name not in known:
+                hint = near_name(name, known, f"it has {', '.join(known)}")
+                raise UserError(f"multipliers: there is no {name!r} in this model; {hint}")
 
 
 def rounded_up(number: int, multiple: int) -> int:

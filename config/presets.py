@@ -1,37 +1,41 @@
-"""The published models by name, out of models.yaml."""
+"""The published models by name, out of models.yaml, and how they are trained, out of recipes.yaml."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from config.fields import near_name, read_field
 from config.model_config import ModelConfig
 from config.text_yaml import load_yaml
+from config.train_config import all_settings
 from mamba_fsdp.errors import UserError
 
 FILE = Path(__file__).with_name("models.yaml")
-OTHER_NAMES = {
-    "bamba-9b": "mamba_9.8b",
-    "llama2_34bcode": "llama2_34b",
-    "7b": "llama2_7b",
-    "13b": "llama2_13b",
-    "34b": "llama2_34b",
-    "70b": "llama2_70b",
+RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
+
+
+def read_table(file: Path) -> dict[str, dict[str, Any]]:
+    """{key of the file, one name or several: the settings that differ from the defaults}."""
+    leaves = all_settings()
+    return {
+        key: {name: read_field(name, leaves[name][1], text) for name, text in values.items()}
+        for key, values in load_yaml(file, ours=True).items()
+    }
+
+
+def plain(name: str) -> str:
+    """`name` without what does not matter in the name of a preset."""
+    name = name.lower().rpartition("/")[2].removesuffix("-hf").removesuffix("_4k")
+    return name.replace("-", "").replace("_", "")
+
+
+MODELS = read_table(FILE)
+PRESETS = {names.split()[0]: values for names, values in MODELS.items()}
+SPELLINGS = {plain(name): names.split()[0] for names in MODELS for name in names.split()}
+RECIPES = {
+    plain(name): values
+    for names, values in read_table(RECIPES_FILE).items()
+    for name in names.split()
 }
-
-
-def read_presets() -> dict[str, dict[str, Any]]:
-    """{name of a model: the ModelConfig fields that differ from its defaults}."""
-    leaves = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
-    presets = {}
-    for model, values in load_yaml(FILE, ours=True).items():
-        presets[model] = {
-            name: read_field(name, leaves[name], text) for name, text in values.items()
-        }
-    return presets
-
-
-PRESETS = read_presets()
 
 
 def preset(name: str) -> dict[str, Any]:
@@ -41,30 +45,23 @@ def preset(name: str) -> dict[str, Any]:
     (fms-fsdp's shorter context, which is seq_length's to say) behind it, case and the choice
     between - and _ don't matter. Raises UserError that says the nearest name.
     """
-    spellings = {_plain(known): known for known in PRESETS}
-    spellings |= {_plain(other): known for other, known in OTHER_NAMES.items()}
-    known = spellings.get(_plain(name))
+    known = SPELLINGS.get(plain(name))
     if known is None:
         hint = near_name(name, PRESETS, f"choose one of {', '.join(PRESETS)}")
         raise UserError(f"model_name={name}: there is no such preset; {hint}")
     return {"model_name": known, **PRESETS[known]}
 
 
-def _plain(name: str) -> str:
-    name = name.lower().rpartition("/")[2].removesuffix("-hf").removesuffix("_4k")
-    return name.replace("-", "").replace("_", "")
-
-
-def usual_length(model_name: str) -> int:
-    """Tokens of a sample that come with this name of a preset: those it was published with; of
-    llama fms-fsdp's, and of names as the AWS test case writes them, state-spaces/mamba-130m, that
-    one's."""
-    name = preset(model_name)["model_name"]
-    if name == "demo":
-        return 256
-    if name.startswith(("mamba-", "mamba2-")) and "/" not in model_name:
-        return 2048
-    return 4096
+def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
+    """The settings that a model of this name is trained with; an organisation in front may have a
+    recipe of its own. That of others with this one's length where weights are given, which a start
+    from scratch would spoil."""
+    organisation, _, _ = model_name.partition("/")
+    others = RECIPES["others"]
+    found = RECIPES.get(plain(organisation), RECIPES.get(plain(model_name), others))
+    if from_weights:
+        return others | {"seq_length": found["seq_length"]}
+    return found
 
 
 def title(model: ModelConfig) -> str:

@@ -1,1 +1,1 @@
-"""Other people's weights, in and out: state-spaces and transformers forms."""
+"""Other people's weights: state-spaces and transformers models in and out, checkpoints of fms-fsdp and Composer in."""

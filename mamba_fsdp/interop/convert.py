@@ -109,13 +109,16 @@ def _write_hf(folder: Path, weights: Weights, get: Get) -> dict[str, Any]:
             ids[kind] = fields[kind]
     fields["torch_dtype"] = str(get(EMBEDDING).dtype).removeprefix("torch.")
     if weights.seq_length and weights.config.has("attention"):
-        fields["max_position_embeddings"] = weights.seq_length
+        fields.setdefault("max_position_embeddings", weights.seq_length)
 
     parts_of = layout.parts(weights.config)
 
     def tensors():
         for name, parts in parts_of.items():
-            yield from get(name).split([shape[0] for _, shape in parts])
+            whole = get(name)
+            if name.endswith(tuple(layout.swapped)):
+                whole = whole.roll(len(whole) // 2, 0)
+            yield from whole.split([shape[0] for _, shape in parts])
 
     their_names = [their_name for parts in parts_of.values() for their_name, _ in parts]
     write_safetensors(folder / SINGLE, their_names, tensors())

@@ -19,7 +19,11 @@ Table = dict[str, Any]  # see layouts.yaml
 TABLES: Table = yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
 TYPES: dict[str, Any] = {leaf.name: leaf.type for leaf in dataclasses.fields(ModelConfig)}
 REQUIRED: Any = object()
-AUTO = ("dt_rank", "time_step_rank")  # fields in which "auto" stands for the default
+AUTO = (
+    "dt_rank",
+    "time_step_rank",
+    "mamba_d_head",
+)  # fields in which "auto" stands for the default
 INFINITY = float("inf")
 TRANSFORMERS_5_INFINITY = {"__float__": "Infinity"}
 UNLIMITED = (None, [0.0, INFINITY], [0.0, "inf"], [0.0, TRANSFORMERS_5_INFINITY])
@@ -31,7 +35,7 @@ class Fields:
 
     def __init__(self, path: Path, content: Any, prefix: str = ""):
         if not isinstance(content, dict):
-            raise UserError(f"{path}: {prefix or 'the file'} is no JSON object")
+            raise UserError(f"{path}: {prefix or 'the file'} is not a JSON object")
         self.path = path
         self.content = dict(content)
         self.prefix = prefix
@@ -64,7 +68,7 @@ class Fields:
         values = {}
         for theirs, (ours, *default) in table.items():
             usual = default[0] if default else REQUIRED
-            values[ours] = self.pop(theirs, usual, TYPES[ours])
+            values[ours] = self.pop(theirs, usual, TYPES.get(ours, int))
         return values
 
     def expect(self, table: Table) -> None:

@@ -4,6 +4,7 @@ Tensor names are ours. What is not in its config.json (biases, the layers' defau
 nothing is said.
 """
 
+from pathlib import Path
 from typing import Any
 
 from config.model_config import Layer, ModelConfig
@@ -34,7 +35,7 @@ def read_config(fields: Fields) -> ModelConfig:
 
     ssm_mixer = ssm.pop("layer", "Mamba1", kind=str).lower()
     if ssm_mixer not in LAYOUT["ssm"]:
-        ssm.refuse("layer", f"is {ssm_mixer!r}; this program knows Mamba1 and Mamba2")
+        ssm.refuse("layer", f"is {ssm_mixer!r}; this program knows Mamba1, Mamba2 and Mamba3")
     mixers = ["attention" if index in attention_layers else ssm_mixer for index in indices]
     has_mlp = values["d_intermediate"] > 0
     values["layers"] = pattern([Layer(mixer, has_mlp) for mixer in mixers])
@@ -70,29 +71,13 @@ def _attention_values(attention, d_model):
 def write_config(config: ModelConfig) -> dict[str, Any]:
     """Returns the fields of a config.json, all of them. Raises UserError for what the reference can't build."""
     layers = config.layer_list()
-    ssm_mixers = {layer.mixer for layer in layers} - {"attention"}
-    kinds_of_mlp = {layer.mlp for layer in layers}
-    if len(ssm_mixers) > 1 or ssm_mixers - LAYOUT["ssm"].keys() or len(kinds_of_mlp) > 1:
-        raise UserError(
-            "a state-spaces model has one kind of SSM layer and an MLP in every layer or in none, not "
-            f"layers={config.layers}; its own program could not load it"
-        )
-    if config.norm_eps != NORM_EPS:
-        raise UserError(
-            f"state-spaces has norm_eps {NORM_EPS} built in, this model has {config.norm_eps}"
-        )
-    width = config.resolved_d_intermediate
-    if width % MLP_MULTIPLE:
-        raise UserError(
-            f"state-spaces has MLPs of a multiple of {MLP_MULTIPLE}, this model's d_intermediate is {width}"
-        )
     ssm = {}
-    for mixer in ssm_mixers:
+    for mixer in LAYOUT["ssm"].keys() & {layer.mixer for layer in layers}:
         ssm = {"layer": mixer.capitalize(), **write_fields(config, LAYOUT["ssm"][mixer], {})}
     attention = {}
     if config.has("attention"):
         attention = write_fields(config, LAYOUT["attention"], LAYOUT["attention_fixed"])
-    return {
+    fields = {
         **write_fields(config, LAYOUT["model"], LAYOUT["model_fixed"]),
         "ssm_cfg": ssm,
         "attn_cfg": attention,
@@ -100,3 +85,10 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "residual_in_fp32": True,
         "fused_add_norm": True,
     }
+    there = read_config(Fields(Path(), fields)).structure()
+    for name, value in config.structure().items():
+        if there.get(name) != value:
+            raise UserError(
+                f"a state-spaces model can't have {name}={getattr(config, name)}; its own program could not load it"
+            )
+    return fields

@@ -29,6 +29,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.fms_files import find_model, from_fms
+from mamba_fsdp.interop.places import check_place, refuse_dcp
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, open_safetensors
 from mamba_fsdp.interop.transformers_layouts import Layout, layout_of
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
@@ -38,8 +39,6 @@ from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFI
 PICKLED = "pytorch_model.bin"
 OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.json lies beside them
 DCP_PART = ".distcp"  # of torch.distributed.checkpoint
-DCP_INDEX = ".metadata"
-DCP_CONVERSION = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"
 OLDER_LLAMA = "rotary_emb.inv_freq"  # in its files, though it follows from the config
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -84,9 +83,11 @@ class Weights:
         self.names = list(shapes)
         self.tied = (LM_HEAD, EMBEDDING)
         self.parts = {name: [(name, shape)] for name, shape in shapes.items()}  # see Layout.parts
+        self.swapped: tuple[str, ...] = ()  # ends of the names whose halves lie the other way round
         if model.layout:
             self.tied = (model.layout.top[LM_HEAD], model.layout.top[EMBEDDING])
             self.parts = model.layout.parts(model.config)
+            self.swapped = tuple(model.layout.swapped)
 
     def open(self, world: World) -> "Weights":
         """Called by all ranks. Raises UserError on all: not to be read, broken, tensors of another model."""
@@ -104,6 +105,13 @@ class Weights:
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) of a flattened parameter on the CPU, in the type they are stored in."""
+        if name.endswith(self.swapped):
+            size = parameters(self.config)[name].size
+            return self._stored(name, 0, size).roll(size // 2)[start:stop]
+        return self._stored(name, start, stop)
+
+    def _stored(self, name, start, stop):
+        """Elements [start, stop) of a parameter as its parts are stored."""
         found = []
         low = 0
         for part, shape in self.parts[
@@ -127,7 +135,7 @@ class Weights:
         folder = _tokenizer_in(path, path / TOKENIZER)
         if folder is None:
             names = ", ".join(TOKENIZER_FILES[:3])
-            raise UserError(f"tokenizer={path} is no folder with a tokenizer ({names})")
+            raise UserError(f"tokenizer={path} holds no tokenizer ({names})")
         self.tokenizer_path = folder
 
     def _check(self):
@@ -163,23 +171,13 @@ def find_weights(
     model: what it is where it does not say so itself. verified: of a checkpoint, that it is known to be whole. Raises
     UserError for none, or one that our model can't hold.
     """
+    check_place(source)
     path = Path(source)
-    if not path.exists():
-        raise UserError(
-            f"{source}: there is no such file or folder; a model of the Hugging Face hub has to be downloaded "
-            "first: hf download NAME --local-dir FOLDER"
-        )
     if path.is_file():
         return _find_file(path, model)
     if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():
         return _find_checkpoint(path, verified)
-    if (path / MODEL_CONFIG).is_file():
-        return _find_in_folder(path, read_description(path / MODEL_CONFIG))
-    _refuse_dcp(path)
-    raise UserError(
-        f"{path} holds no model: it is neither a run folder ({CHECKPOINTS}/) nor a checkpoint "
-        f"({COMMIT}), and has no {MODEL_CONFIG}"
-    )
+    return _find_in_folder(path, read_description(path / MODEL_CONFIG))
 
 
 def _find_checkpoint(path, verified):
@@ -223,7 +221,7 @@ def _find_in_folder(folder, description):
     for name in names:
         if (folder / name).is_file():
             return _from_file(folder / name, description)
-    _refuse_dcp(folder)
+    refuse_dcp(folder)
     raise UserError(
         f"{folder} has a {MODEL_CONFIG} but no weights beside it ({' or '.join(names)})"
     )
@@ -241,10 +239,10 @@ def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Te
     """Returns the model's tensors in a file, under our names where they are fms' (config: see from_fms). Called by all
     ranks. Raises UserError."""
     if path.suffix == DCP_PART:
-        _refuse_dcp(path.parent)
+        refuse_dcp(path.parent)
     if (path.parent / COMMIT).is_file():
         raise UserError(
-            f"{path} is the part of one rank; the checkpoint that it belongs to is {path.parent}"
+            f"{path} is one rank's part of a checkpoint; name the checkpoint instead: {path.parent}"
         )
     if path.suffix == ".safetensors" or path.name == INDEX:
         tensors = world.on_all_ranks(lambda: open_safetensors(path))
@@ -263,18 +261,6 @@ def read_description(path: Path) -> Description:
         return Description(state_spaces.read_config(fields))
     seq_length = fields.content.pop("seq_length", None)
     return Description(checked_model(path, fields.content), seq_length=seq_length)
-
-
-def _refuse_dcp(folder):
-    """Raises UserError for a folder of torch.distributed.checkpoint, or of such folders: their index is a pickle of
-    classes, which can't be read without running what it names."""
-    found = [*folder.glob(DCP_INDEX), *folder.glob(f"*/{DCP_INDEX}")]
-    if found:
-        newest = max(found, key=lambda file: file.stat().st_mtime).parent
-        raise UserError(
-            f"{newest} is a folder of torch.distributed.checkpoint, which only its own program reads. "
-            f"Where you trust it, convert it with torch 2.3 or newer: {DCP_CONVERSION.format(newest)}"
-        )
 
 
 def _tokenizer_in(*folders):

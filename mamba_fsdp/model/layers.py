@@ -1,10 +1,13 @@
-"""The layers: Mamba-1, Mamba-2 and attention mixers, and the MLP. Their parameters are those of spec.py.
+"""The layers: Mamba-1, Mamba-2, Mamba-3, attention and MLP. Their parameters are those of spec.py.
 
-Each mixer maps (batch, length, d_model) to the same shape: called with `seq_idx` (see mamba_fsdp/ops) for training,
-or for a sequence in parts, such as single positions, with the `state` in which it leaves what the next position needs
-and the `position` that the part begins at, where seq_idx is that of all positions so far. Weights may be in fp32 or
-in the compute dtype: products run in their input's dtype.
+Each mixer maps (batch, length, d_model) to the same shape: called for training with `seq_idx` (see mamba_fsdp/ops) and
+the `documents` (see ops/attention) that it tells apart; or for a sequence in parts, a prompt and then single positions,
+with the `state` in which it leaves what the next position needs and the `position` that the part begins at. Where ranks
+share each sequence, all have a `context` (parallel/context.py): x is then this rank's part of the sequence, seq_idx that of
+all of it. Weights may be in fp32 or in the compute dtype: products run in their input's dtype.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +15,16 @@ from torch import nn
 
 from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.model import spec
-from mamba_fsdp.ops.attention import attention, rotary
+from mamba_fsdp.ops.attention import attention, rotary, starts
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.mamba1 import mamba1_mixer
 from mamba_fsdp.ops.mamba2 import mamba2_mixer
 from mamba_fsdp.ops.norm import gated_rms_norm
+from mamba_fsdp.ops.norm.reference import rms_norm
 from mamba_fsdp.ops.scan import selective_scan
-from mamba_fsdp.ops.ssd import ssd
+from mamba_fsdp.ops.ssd import ssd, weighted_ssd
+from mamba_fsdp.ops.ssd.entering import decays_from_start, output_of_state
+from mamba_fsdp.ops.ssd.reference import running_sums
 
 
 class Weight(nn.Module):
@@ -32,12 +38,31 @@ class Part(nn.Module):
     """A module with the parameters of its `kind`, a spec.Spec, without content: init.py or a checkpoint fills them."""
 
     kind: spec.Spec
+    context = None
 
     def __init__(self, config, backends=None):
         super().__init__()
         self.config = config
         self.backends = backends
-        add_parameters(self, self.kind.parameters(config))
+        parameters = self.kind.parameters(config)
+        self.rows = next(parameter.rows for parameter in parameters.values() if parameter.rows)
+        self.factors = {name: config.multiplier(f"{self.kind.stem}_{name}") for name in self.rows}
+        self.input_multiplier = config.multiplier(f"{self.kind.stem}_in")
+        of_output = config.multiplier(f"{self.kind.stem}_out")
+        self.output_multiplier = of_output * config.multiplier("residual")
+        add_parameters(self, parameters)
+
+    def project_in(self, x, stack):
+        """The product with stacked matrices, what each comes to by its multiplier."""
+        y = stack(x)
+        if set(self.factors.values()) == {1.0}:
+            return y
+        outputs = zip(y.split(list(self.rows.values()), dim=-1), self.factors.values())
+        return torch.cat([scaled(*output) for output in outputs], dim=-1)
+
+    def multiplied(self, x, *where):
+        """What the part adds to the residual stream: forward between the multipliers of input and output."""
+        return scaled(self(scaled(x, self.input_multiplier), *where), self.output_multiplier)
 
 
 def add_parameters(module, parameters):
@@ -49,13 +74,19 @@ def add_parameters(module, parameters):
         setattr(module.get_submodule(child), leaf, nn.Parameter(torch.empty(parameter.shape)))
 
 
+def scaled(x, factor):
+    return x if factor == 1 else x * factor
+
+
 class SSM(Part):
     """What the Mamba mixers share: the way from projection to convolution, recurrence and output, in one call where the
     backend `whole` serves, and a state that does not grow."""
 
-    def forward(self, x, seq_idx=None, state=None, position=0):
+    def forward(self, x, seq_idx=None, documents=None, state=None, position=0):
+        if self.context:
+            return self.forward_part(x, seq_idx)
         if self.whole in self.backends and not state:
-            return self.at_once(self.in_proj(x), seq_idx)
+            return self.at_once(self.project_in(x, self.in_proj), seq_idx)
         x, *rest = self.project(x)
         seen = 0
         entering = None
@@ -83,6 +114,26 @@ class SSM(Part):
         )
         if state:
             y, state["ssm"] = y
+        return self.project_out(y, *rest)
+
+    def forward_part(self, x, seq_idx):
+        """`forward` of this rank's part of a sequence, from what the ranks before leave."""
+        context = self.context
+        length = x.shape[1]
+        x, *rest = self.project(x)
+        seen = self.conv1d.weight.shape[2] - 1
+        x = causal_conv_silu(
+            torch.cat([context.inputs_before(x, seen), x], dim=1),
+            self.conv1d.weight,
+            self.conv1d.bias,
+            seq_idx=context.own(seq_idx, length, before=seen),
+            backend=self.backends["conv"],
+        )
+        y = self.scan_part(
+            *self.scan_inputs(x[:, seen:], *rest),
+            seq_idx=context.own(seq_idx, length),
+            continues=context.continues(seq_idx, length),
+        )
         return self.project_out(y, *rest)
 
     def A(self):
@@ -119,12 +170,15 @@ class Mamba1(SSM):
         )
 
     def project(self, x):
-        return self.in_proj(x).chunk(2, dim=-1)
+        return self.project_in(x, self.in_proj).chunk(2, dim=-1)
 
     def scan_inputs(self, x, z):
         rank = self.config.resolved_dt_rank
         d_state = self.config.d_state
         dt, B, C = self.x_proj(x).split([rank, d_state, d_state], dim=-1)
+        eps = self.config.bcdt_norm_eps
+        if eps:
+            dt, B, C = (normed(t, eps) for t in (dt, B, C))
         return (
             x,
             self.dt_proj(dt),
@@ -142,8 +196,23 @@ class Mamba1(SSM):
             backend = "reference"
         return selective_scan(*inputs, initial_state=initial_state, **options, backend=backend)
 
+    def scan_part(self, u, dt, A, *rest, seq_idx, continues):
+        """Scans twice: for the state that it leaves behind, then from that which enters."""
+        *_, dt_bias = rest
+        _, last = self.scan(u, dt, A, *rest, seq_idx=seq_idx, return_last_state=True)
+        delta = F.softplus(dt.to(A.dtype) + dt_bias)
+        decay = torch.exp(delta.sum(1).unsqueeze(2) * A) * continues[:, -1, None, None]
+        entering = self.context.entering_state(last, decay) * continues[:, 0, None, None]
+        return self.scan(u, dt, A, *rest, seq_idx=seq_idx, initial_state=entering)
+
     def project_out(self, y, z):
         return self.out_proj(y)
+
+
+def normed(x, eps):
+    """RMSNorm without weights."""
+    values = x.to(compute_type(x))
+    return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class Mamba2(SSM):
@@ -176,7 +245,7 @@ class Mamba2(SSM):
         d_inner = self.config.d_inner
         convolved = len(self.conv1d.weight)
         heads = self.config.n_ssm_head
-        z, xbc, dt = self.in_proj(x).split([d_inner, convolved, heads], dim=-1)
+        z, xbc, dt = self.project_in(x, self.in_proj).split([d_inner, convolved, heads], dim=-1)
         return xbc, z, dt
 
     def scan_inputs(self, xbc, z, dt):
@@ -201,34 +270,170 @@ class Mamba2(SSM):
             backend=self.backends["ssd"],
         )
 
+    def scan_part(self, x, dt, A, B, C, D, dt_bias, *, seq_idx, continues):
+        """Scans once, from zeros, and adds what each position reads of the state that enters."""
+        y, last = self.scan(x, dt, A, B, C, D, dt_bias, seq_idx=seq_idx, return_last_state=True)
+        decays = decays_from_start(dt, A, dt_bias) * continues.unsqueeze(2)
+        entering = self.context.entering_state(last, decays[:, -1, :, None, None])
+        return y + output_of_state(C, entering, decays).to(y.dtype)
+
     def project_out(self, y, z, dt):
-        normed = gated_rms_norm(
-            y.flatten(-2),
+        y = y.flatten(-2)
+        if self.config.ssm_norm == "none":
+            return self.out_proj(y * F.silu(z))
+        gated = gated_rms_norm(
+            y,
             z,
             self.norm.weight,
             self.config.norm_eps,
             self.config.d_inner // self.config.ngroups,
+            norm_first=self.config.ssm_norm == "before",
             backend=self.backends["norm"],
         )
-        return self.out_proj(normed)
+        return self.out_proj(gated)
+
+
+def heavy_tail(x):
+    """1 + x for positive x, 1 / (1 - x) for negative."""
+    return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
+
+
+class Mamba3(Mamba2):
+    """Mamba-3 with one input and one output per head (arXiv 2603.15569, mamba-ssm's modules/mamba3.py).
+
+    With delta = softplus(dt + dt_bias), alpha = exp(-activation(A) delta), lambda = sigmoid(trapezoid):
+
+        h[t] = alpha h[t-1] + (1 - lambda) delta alpha x[t-1] B[t-1]^T + lambda delta x[t] B[t]^T
+        y[t] = h[t] C[t] + D x[t]
+
+    where pairs of channels of the first half of B and C, normed and with a bias of each head, are turned by the sum of
+    pi tanh(angles) delta so far. An input counts at its own position and at the next one: the scan takes it with the sum
+    of both weights at its own, whose output gets the second one back.
+    """
+
+    kind = spec.MIXERS["mamba3"]
+
+    def forward(self, x, seq_idx=None, documents=None, state=None, position=0):
+        config = self.config
+        rows = list(self.rows.values())
+        continues = None
+        if self.context:
+            continues = self.context.continues(seq_idx, x.shape[1])
+            seq_idx = self.context.own(seq_idx, x.shape[1])
+        z, x, B, C, dt, A, trapezoid, angles = self.project_in(x, self.in_proj).split(rows, dim=-1)
+        real = compute_type(x)
+        x = x.unflatten(-1, (-1, config.headdim))
+        delta = F.softplus(dt.to(real) + self.dt_bias)
+        positive = F.softplus if config.decay_activation == "softplus" else heavy_tail
+        decay = positive(A.to(real)).clamp(min=1e-4) * delta
+        of_former = delta * torch.sigmoid(-trapezoid.to(real))
+        as_former = F.pad(of_former[:, 1:], (0, 0, 0, 1))
+        if seq_idx is not None:
+            is_last = starts(seq_idx).roll(-1, 1)
+            as_former = as_former.masked_fill(is_last.unsqueeze(2), 0)
+
+        steps = math.pi * torch.tanh(angles.to(real)).unsqueeze(2) * delta.unsqueeze(3)
+        angle = running_sums(steps.double().flatten(2), seq_idx)
+        if self.context:
+            through = continues[:, -1:].to(angle.dtype)
+            before = self.context.entering_state(angle[:, -1], through)
+            angle = angle + before.unsqueeze(1) * continues.unsqueeze(2)
+        angle = angle.view(steps.shape)
+        entering = None
+        if state:
+            angle = angle + state["angle"].unsqueeze(1)
+            former = state["x"].unsqueeze(3) * state["B"].unsqueeze(2)
+            entering = state["ssm"] + of_former[:, 0, :, None, None] * former
+        angle = angle.remainder(2 * math.pi).to(real)
+        B = self.by_head(B, self.B_norm, self.B_bias)
+        C = self.by_head(C, self.C_norm, self.C_bias)
+        own_output = self.D - as_former * (B * C).sum(3)  # no turning changes B . C
+        B = turned(B, angle).to(x.dtype)
+        C = turned(C, angle).to(x.dtype)
+
+        y = weighted_ssd(
+            x,
+            decay,
+            delta - of_former + as_former,
+            B,
+            C,
+            chunk_size=config.chunk_size,
+            seq_idx=seq_idx,
+            initial_state=entering,
+            return_last_state=bool(state or self.context),
+            backend=self.backends["ssd"],
+        )
+        if self.context:
+            y, last = y
+            decays = running_sums(-decay).exp() * continues.unsqueeze(2)
+            y = y + self.of_ranks_before(x, B, C, decays, of_former[:, 0], last)
+        if state:
+            y, state["ssm"] = y
+            state["angle"] = angle[:, -1]
+            state["B"] = B[:, -1]
+            state["x"] = x[:, -1]
+        y = y + own_output.unsqueeze(3) * x
+        return self.out_proj((y.flatten(2) * F.silu(z)).to(z.dtype))
+
+    def of_ranks_before(self, x, B, C, decays, of_former, last):
+        """What the positions read of the state that the ranks before leave, the last input of the rank before with it."""
+        former_x = self.context.inputs_before(x, 1).squeeze(1)
+        former_B = self.context.inputs_before(B, 1).squeeze(1)
+        former = (of_former.unsqueeze(2) * former_x).unsqueeze(3) * former_B.unsqueeze(2)
+        through = decays[:, -1, :, None, None]
+        entering = self.context.entering_state(last + through * former, through) + former
+        return output_of_state(C, entering, decays).to(x.dtype)
+
+    def by_head(self, x, norm, bias):
+        """x (batch, length, groups * d_state), normed and biased: (batch, length, heads, d_state)."""
+        config = self.config
+        x = x.unflatten(-1, (config.ngroups, -1))
+        x = rms_norm(x, norm.weight, config.norm_eps, compute_type(x))
+        return x.repeat_interleave(config.n_ssm_head // config.ngroups, dim=2) + bias.squeeze(1)
+
+    def allocate_state(self, batch, max_length, dtype, device):
+        """The recurrence's state, and of the position before its angles, B and x: a zero for all of their channels."""
+        real = torch.promote_types(dtype, torch.float32)
+        ssm = torch.zeros(batch, *self.state_shape(), dtype=real, device=device)
+        zero = ssm[..., 0, :1]
+        return {"ssm": ssm, "angle": zero, "B": zero, "x": zero}
+
+
+def turned(x, angle):
+    """x (..., d_state), of whose first channels each pair is turned by one of the angles."""
+    angles = angle.shape[-1]
+    first, second = x[..., : 2 * angles].unflatten(-1, (angles, 2)).unbind(-1)
+    cos = angle.cos()
+    sin = angle.sin()
+    pairs = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    return torch.cat([pairs.flatten(-2), x[..., 2 * angles :]], dim=-1)
 
 
 class Attention(Part):
     kind = spec.MIXERS["attention"]
 
-    def forward(self, x, seq_idx=None, state=None, position=0):
+    def forward(self, x, seq_idx=None, documents=None, state=None, position=0):
         config = self.config
+        if self.context:
+            position = self.context.rank * x.shape[1]
         end = position + x.shape[1]
-        heads = self.in_proj(x).unflatten(-1, (-1, config.resolved_head_dim))
+        if seq_idx is not None:
+            seq_idx = seq_idx[:, :end]
+        heads = self.project_in(x, self.in_proj).unflatten(-1, (-1, config.resolved_head_dim))
         q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=-2)
         places = positions_in_document(end, seq_idx, x.device)[..., position:]
-        q, k = (rotary(t, places, config.resolved_rotary_dim, config.rope_theta) for t in (q, k))
+        rotation = (places, config.resolved_rotary_dim, config.rope_theta, config.rope, end)
+        q, k = (rotary(t, *rotation) for t in (q, k))
         if state:
             state["k"][:, position:end] = k
             state["v"][:, position:end] = v
             k = state["k"][:, :end]
             v = state["v"][:, :end]
-        return self.out_proj(attention(q, k, v, seq_idx=seq_idx).flatten(2))
+        if self.context:
+            k_and_v = self.context.whole_sequence(torch.cat([k, v], dim=2))
+            k, v = k_and_v[:, :end].chunk(2, dim=2)
+        y = attention(q, k, v, documents=documents, backend=self.backends["attention"])
+        return self.out_proj(y.flatten(2))
 
     def allocate_state(self, batch, max_length, dtype, device):
         shape = (batch, max_length, self.config.n_kv_head, self.config.resolved_head_dim)
@@ -240,18 +445,29 @@ def positions_in_document(length, seq_idx, device):
     places = torch.arange(length, device=device)
     if seq_idx is None:
         return places
-    starts = seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) != 0
-    return places - torch.where(starts, places, 0).cummax(dim=1).values
+    return places - torch.where(starts(seq_idx), places, 0).cummax(dim=1).values
 
 
 class MLP(Part):
-    """SwiGLU in the reference's layout: fc1's first half goes through, its second half is the gate."""
+    """SwiGLU in the reference's layout, fc1's first half goes through, its second half is the gate; or squared ReLU."""
 
     kind = spec.MLP
 
-    def forward(self, x):
-        y, gate = self.fc1(x).chunk(2, dim=-1)
+    def forward(self, x, seq_idx=None, documents=None, state=None, position=0):
+        y = self.project_in(x, self.fc1)
+        if self.config.mlp_activation == "relu2":
+            return self.fc2(F.relu(y).square())
+        y, gate = y.chunk(2, dim=-1)
         return self.fc2(y * F.silu(gate))
 
+    def allocate_state(self, batch, max_length, dtype, device):
+        return {}
 
-MIXERS = {"mamba1": Mamba1, "mamba2": Mamba2, "attention": Attention}
+
+MIXERS = {
+    "mamba1": Mamba1,
+    "mamba2": Mamba2,
+    "mamba3": Mamba3,
+    "attention": Attention,
+    "mlp": MLP,
+}

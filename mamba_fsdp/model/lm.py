@@ -1,5 +1,6 @@
 """The language model that every preset is: embedding, blocks on an fp32 residual stream, norm, output layer."""
 
+from functools import reduce
 from itertools import repeat
 
 import torch
@@ -7,14 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from mamba_fsdp.model import spec
-from mamba_fsdp.model.layers import MIXERS, MLP, add_parameters
+from mamba_fsdp.model.layers import MIXERS, MLP, Part, add_parameters, scaled
+from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.loss import linear_cross_entropy
 from mamba_fsdp.ops.norm import add_rms_norm
 
 
 class Block(nn.Module):
-    """norm, mixer and, where the layer has one, norm2, MLP. The unit of sharding, recomputing and compiling."""
+    """norm, mixer (or two side by side) and, where the layer has one, norm2, MLP. The unit of sharding, recomputing and
+    compiling."""
 
     def __init__(self, config, layer, backends, compute_dtype):
         super().__init__()
@@ -22,20 +25,31 @@ class Block(nn.Module):
         self.norm_backend = backends["norm"]
         self.compute_dtype = compute_dtype
         add_parameters(self, {"norm.weight": spec.norm(config.d_model)})
-        self.mixer = MIXERS[layer.mixer](config, backends)
+        self.mixer_names = spec.MIXER_NAMES[: len(layer.mixers)]
+        for name, mixer in zip(self.mixer_names, layer.mixers):
+            self.add_module(name, MIXERS[mixer](config, backends))
         self.mlp = None
         if layer.mlp:
             add_parameters(self, {"norm2.weight": spec.norm(config.d_model)})
             self.mlp = MLP(config)
 
-    def forward(self, hidden, residual=None, seq_idx=None, state=None, position=0):
+    def forward(self, hidden, residual=None, seq_idx=None, documents=None, state=None, position=0):
         """hidden (batch, length, d_model) is still to be added to residual, fp32 and alike; returns the next two."""
         hidden, residual = self.add_norm(hidden, residual, self.norm)
-        hidden = self.mixer(hidden, seq_idx, state, position)
+        outputs = []
+        for name in self.mixer_names:
+            mixer = getattr(self, name)
+            mixer_state = state and state[name]
+            outputs.append(mixer.multiplied(hidden, seq_idx, documents, mixer_state, position))
+        hidden = reduce(torch.add, outputs)
         if self.mlp is not None:
             hidden, residual = self.add_norm(hidden, residual, self.norm2)
-            hidden = self.mlp(hidden)
+            hidden = self.mlp.multiplied(hidden)
         return hidden, residual
+
+    def allocate_state(self, *sizes):
+        """What each mixer keeps of the positions before."""
+        return {name: getattr(self, name).allocate_state(*sizes) for name in self.mixer_names}
 
     def add_norm(self, hidden, residual, norm):
         return add_rms_norm(
@@ -79,24 +93,34 @@ class MambaLM(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
-    def forward(self, tokens, labels=None, seq_idx=None, weights=None):
+    def share_sequences(self, context):
+        """Let this rank compute its part of each sequence, of those that share `context` (parallel/context.py): `forward`
+        then takes the tokens, labels and weights of its positions, and seq_idx of all."""
+        for module in self.modules():
+            if isinstance(module, Part):
+                module.context = context
+
+    def forward(self, tokens, labels=None, seq_idx=None, weights=None, documents=None):
         """tokens (batch, length) int64 -> logits (batch, length, padded vocabulary) in the compute dtype.
 
         With labels (batch, length), the token that follows each position or -100 where none counts: the sum of the
-        token losses in nats, an fp32 scalar; weights (batch, length) multiply them. seq_idx: as in ops.
+        token losses in nats, an fp32 scalar; weights (batch, length) multiply them. seq_idx: as in ops; documents: those that
+        it tells apart, made of it where the host does not know them yet.
         """
         assert seq_idx is None or self.reset_at_documents, (
             "this model was not built to reset at documents"
         )
-        hidden = self.final_norm(*self.read(tokens, seq_idx))
+        hidden = self.final_norm(*self.read(tokens, seq_idx, documents))
         return self.lm_head(hidden) if labels is None else self.loss(hidden, labels, weights)
 
-    def read(self, tokens, seq_idx=None, state=None):
+    def read(self, tokens, seq_idx=None, documents=None, state=None):
         """(hidden, residual) behind the blocks. With a `state`, tokens follow it, and there is no seq_idx."""
         hidden = F.embedding(tokens, self.backbone.embedding.weight)
         residual = None
         position = 0
-        hidden = hidden.to(self.compute_dtype)
+        if seq_idx is not None and documents is None:
+            documents = Documents.of(seq_idx)
+        hidden = scaled(hidden.to(self.compute_dtype), self.config.multiplier("embedding"))
         if state:
             position = state["position"]
             state["position"] += tokens.shape[1]
@@ -105,7 +129,7 @@ class MambaLM(nn.Module):
             )
         layer_states = state["layers"] if state else repeat(None)
         for block, layer_state in zip(self.backbone.layers, layer_states):
-            hidden, residual = block(hidden, residual, seq_idx, layer_state, position)
+            hidden, residual = block(hidden, residual, seq_idx, documents, layer_state, position)
         return hidden, residual
 
     def loss(self, hidden, labels, weights=None):
@@ -117,14 +141,17 @@ class MambaLM(nn.Module):
         )
 
     def final_norm(self, hidden, residual):
-        return add_rms_norm(
+        """What the output layer multiplies, the logits' multiplier within."""
+        normed, _ = add_rms_norm(
             hidden,
             residual,
             self.backbone.norm_f.weight,
             self.config.norm_eps,
             self.compute_dtype,
             backend=self.backends["norm"],
-        )[0]
+        )
+        logits = self.config.multiplier("logits") / self.config.multiplier("logits_divisor")
+        return scaled(normed, logits)
 
     def fp32_parameter_names(self):
         """The parameters that compute in fp32 in every precision mode."""
@@ -134,7 +161,7 @@ class MambaLM(nn.Module):
         """What `prefill` and `step` keep of the positions before; only attention's caches grow with `max_length`."""
         device = self.backbone.embedding.weight.device
         layers = [
-            block.mixer.allocate_state(batch, max_length, self.compute_dtype, device)
+            block.allocate_state(batch, max_length, self.compute_dtype, device)
             for block in self.backbone.layers
         ]
         return {"position": 0, "max_length": max_length, "layers": layers}

@@ -9,10 +9,20 @@ from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops.backends import Use
+from mamba_fsdp.ops.backends import MIXER_PARTS, Use
 
 EMBEDDING = "backbone.embedding.weight"
 LM_HEAD = "lm_head.weight"
+MODEL_MULTIPLIERS = ("embedding", "residual", "logits", "logits_divisor")
+MIXER_NAMES = ("mixer", "mixer2")  # the modules of a layer's mixers, side by side where it has two
+ORIGINAL = "original_max_position_embeddings"
+ROPE_SCALINGS = {  # kind: its numbers, explained in ops/rope.py
+    "linear": {"factor"},
+    "dynamic": {"factor", ORIGINAL},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL},
+    "yarn": {"factor", ORIGINAL, "beta_fast", "beta_slow", "attention_factor"},
+}
+NORMS = {"mixer": "norm", "mlp": "norm2"}  # part of a layer: the norm before it
 
 
 class Init(NamedTuple):
@@ -30,12 +40,14 @@ DT = Init("dt", 1e-3, 0.1)
 
 class Parameter(NamedTuple):
     """decay: whether weight decay applies, which is to what activations are multiplied with, matrices and convolutions.
-    fp32: it computes in fp32 in every precision mode: half precision would cost up to 1.6 % of dt and 0.8 % of A."""
+    fp32: it computes in fp32 in every precision mode: half precision would cost up to 1.6 % of dt and 0.8 % of A.
+    rows: of each of the matrices that are stacked in it, by name, from the top: of those of mixers and MLPs."""
 
     shape: tuple[int, ...]
     init: Init
     decay: bool = False
     fp32: bool = False
+    rows: dict[str, int] = {}
 
     @property
     def size(self) -> int:
@@ -61,7 +73,8 @@ class Spec:
     parameters(config): those of one layer by name, in the order of named_parameters(). settings: those of ModelConfig
     that it depends on, beside d_model and n_layer. flops(config, seq_length): of a forward pass, per token, beside the
     products with its parameters. check(config) raises UserError for shapes that can't be. operators(config): those of
-    ops/backends.py that it runs, with the fields of a Use that tell sizes.
+    ops/backends.py that it runs, with the fields of a Use that tell sizes. stem: of the names that its multipliers have
+    in ModelConfig: those of its input and output, and of the rows of the first stacked projection.
     """
 
     settings: tuple[str, ...]
@@ -69,6 +82,7 @@ class Spec:
     flops: Callable[..., float] = _no_flops
     check: Callable[..., None] = _no_check
     operators: Callable[..., dict[str, dict]] = _no_operators
+    stem: str = "ssm"
 
 
 def norm(channels):
@@ -77,8 +91,14 @@ def norm(channels):
 
 def matrix(outputs, inputs, scale=1.0):
     """PyTorch's default for linear layers, uniform in +-1/sqrt(inputs), divided by `scale`."""
+    return stacked(inputs, scale, weight=outputs)
+
+
+def stacked(inputs, scale=1.0, **rows):
+    """Matrices of the same inputs as one, the first on top; rows: of each, by name."""
     bound = inputs**-0.5 / scale
-    return Parameter((outputs, inputs), Init("uniform", -bound, bound), decay=True)
+    init = Init("uniform", -bound, bound)
+    return Parameter((sum(rows.values()), inputs), init, decay=True, rows=rows)
 
 
 def into_residual(config, inputs):
@@ -107,61 +127,85 @@ def _mamba1(config):
     return {
         "A_log": Parameter((d_inner, d_state), Init("log_of_column"), fp32=True),
         "D": Parameter((d_inner,), ONES, fp32=True),
-        "in_proj.weight": matrix(2 * d_inner, config.d_model),  # rows [x, z]
+        "in_proj.weight": stacked(config.d_model, x=d_inner, z=d_inner),
         **convolution(config, d_inner),
-        "x_proj.weight": matrix(rank + 2 * d_state, d_inner),  # rows [dt, B, C]
+        "x_proj.weight": stacked(d_inner, dt=rank, B=d_state, C=d_state),
         "dt_proj.weight": matrix(d_inner, rank),
         "dt_proj.bias": Parameter((d_inner,), DT, fp32=True),
         "out_proj.weight": into_residual(config, d_inner),
     }
 
 
+def _mamba1_operators(config):
+    operators: dict[str, dict] = {"conv": {"channels": config.d_inner}, "scan": {}}
+    if not config.bcdt_norm_eps:
+        operators["mamba1"] = {}
+    return operators
+
+
 def _mamba2(config):
     d_inner = config.d_inner
     heads = config.n_ssm_head
-    convolved = d_inner + 2 * config.ngroups * config.d_state
+    of_groups = config.ngroups * config.d_state
+    gated_norm = {}
+    if config.ssm_norm != "none":
+        gated_norm = {"norm.weight": norm(d_inner)}
     return {
         "dt_bias": Parameter((heads,), DT, fp32=True),
         "A_log": Parameter((heads,), Init("log_uniform", 1.0, 16.0), fp32=True),
         "D": Parameter((heads,), ONES, fp32=True),
-        "in_proj.weight": matrix(
-            d_inner + convolved + heads, config.d_model
-        ),  # rows [z, x, B, C, dt]
-        **convolution(config, convolved),
-        "norm.weight": norm(d_inner),
+        "in_proj.weight": stacked(
+            config.d_model, z=d_inner, x=d_inner, B=of_groups, C=of_groups, dt=heads
+        ),
+        **convolution(config, d_inner + 2 * of_groups),
+        **gated_norm,
         "out_proj.weight": into_residual(config, d_inner),
     }
 
 
 def _mamba2_operators(config):
     rows = {name: parameter.shape[0] for name, parameter in _mamba2(config).items()}
-    return {
-        "norm": {},
-        "conv": {"channels": rows["conv1d.weight"]},
-        "ssd": {},
-        "mamba2": {"rows": rows["in_proj.weight"]},
-    }
+    operators = {"norm": {}, "conv": {"channels": rows["conv1d.weight"]}, "ssd": {}}
+    if config.ssm_norm == "after":
+        operators["mamba2"] = {"rows": rows["in_proj.weight"]}
+    return operators
 
 
 def _check_mamba2(config):
+    width = "d_ssm" if config.d_ssm else "expand * d_model"
     if config.d_inner % config.headdim:
-        raise UserError(
-            f"headdim {config.headdim} does not divide expand * d_model = {config.d_inner}"
-        )
+        raise UserError(f"headdim {config.headdim} does not divide {width} = {config.d_inner}")
     if config.n_ssm_head % config.ngroups:
         raise UserError(
             f"ngroups {config.ngroups} does not divide the {config.n_ssm_head} SSM heads "
-            "(expand * d_model / headdim)"
+            f"({width} / headdim)"
         )
 
 
-def _attention(config):
-    head_dim = config.resolved_head_dim
+def _mamba3(config):
+    former = _mamba2(config)
+    heads = config.n_ssm_head
+    bias = Parameter((heads, 1, config.d_state), ONES)
+    rows = former["in_proj.weight"].rows
+    rows |= {"A": heads, "trapezoid": heads, "angles": config.d_state // 4}
     return {
-        "in_proj.weight": matrix(
-            (config.n_head + 2 * config.n_kv_head) * head_dim, config.d_model
-        ),  # rows [q, k, v]
-        "out_proj.weight": into_residual(config, config.n_head * head_dim),
+        "dt_bias": former["dt_bias"],
+        "B_bias": bias,
+        "C_bias": bias,
+        "D": former["D"],
+        "in_proj.weight": stacked(config.d_model, **rows),
+        "B_norm.weight": norm(config.d_state),
+        "C_norm.weight": norm(config.d_state),
+        "out_proj.weight": former["out_proj.weight"],
+    }
+
+
+def _attention(config):
+    queries = config.n_head * config.resolved_head_dim
+    keys = config.n_kv_head * config.resolved_head_dim
+    return {
+        "in_proj.weight": stacked(config.d_model, q=queries, k=keys, v=keys),
+        "out_proj.weight": into_residual(config, queries),
     }
 
 
@@ -184,38 +228,68 @@ def _check_attention(config):
             f"head_dim {config.resolved_head_dim}"
         )
 
+    kind, numbers = config.rope
+    if kind and numbers.keys() != ROPE_SCALINGS.get(kind):
+        raise UserError(
+            f"rope_scaling={config.rope_scaling}: its kind or a number is unknown or missing"
+        )
+
 
 def _mlp(config):
     width = config.resolved_d_intermediate
+    rows = {"through": width}
+    if config.mlp_activation == "swiglu":
+        rows["gate"] = width
     return {
-        "fc1.weight": matrix(2 * width, config.d_model),  # rows [through, gate]
+        "fc1.weight": stacked(config.d_model, **rows),
         "fc2.weight": into_residual(config, width),
     }
 
 
 MIXERS = {
     "mamba1": Spec(
-        ("d_state", "d_conv", "expand", "dt_rank"),
+        ("d_state", "d_conv", "expand", "d_ssm", "dt_rank", "bcdt_norm_eps"),
         _mamba1,
         recurrence_flops,
-        operators=lambda config: {"conv": {"channels": config.d_inner}, "scan": {}, "mamba1": {}},
+        operators=_mamba1_operators,
     ),
     "mamba2": Spec(
-        ("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size"),
+        ("d_state", "d_conv", "expand", "d_ssm", "headdim", "ngroups", "chunk_size", "ssm_norm"),
         _mamba2,
         recurrence_flops,
         _check_mamba2,
         _mamba2_operators,
     ),
+    "mamba3": Spec(
+        (
+            "d_state",
+            "expand",
+            "d_ssm",
+            "headdim",
+            "ngroups",
+            "chunk_size",
+            "decay_activation",
+        ),
+        _mamba3,
+        recurrence_flops,
+        _check_mamba2,
+        lambda config: {"ssd": {}},
+    ),
     "attention": Spec(
-        ("n_head", "n_kv_head", "head_dim", "rotary_dim", "rope_theta"),
+        ("n_head", "n_kv_head", "head_dim", "rotary_dim", "rope_theta", "rope_scaling"),
         _attention,
         _attention_flops,
         _check_attention,
-        lambda config: {"attention": {}},
+        lambda config: {"attention": {"channels": config.resolved_head_dim}},
+        "attention",
+    ),
+    "mlp": Spec(
+        ("d_intermediate", "mlp_activation"),
+        _mlp,
+        stem="mlp",
     ),
 }
-MLP = Spec(("d_intermediate",), _mlp)
+MLP = MIXERS["mlp"]  # which a layer may have behind its mixer too
 
 
 def embedding(config) -> Parameter:
@@ -223,12 +297,15 @@ def embedding(config) -> Parameter:
 
 
 def output_layer(config) -> Parameter:
-    return matrix(config.padded_vocab_size, config.d_model)
+    return matrix(config.padded_vocab_size, config.d_model)._replace(rows={})
 
 
 def layer_parts(layer) -> dict[str, Spec]:
     """What a Layer consists of beside its norms, under the names of its modules."""
-    return {"mixer": MIXERS[layer.mixer]} | ({"mlp": MLP} if layer.mlp else {})
+    parts = {name: MIXERS[mixer] for name, mixer in zip(MIXER_NAMES, layer.mixers)}
+    if layer.mlp:
+        parts["mlp"] = MLP
+    return parts
 
 
 def parameters(config) -> dict[str, Parameter]:
@@ -236,8 +313,9 @@ def parameters(config) -> dict[str, Parameter]:
     found = {EMBEDDING: embedding(config)}
     for index, layer in enumerate(config.layer_list()):
         prefix = f"backbone.layers.{index}"
-        for (part, kind), norm_name in zip(layer_parts(layer).items(), ("norm", "norm2")):
-            found[f"{prefix}.{norm_name}.weight"] = norm(config.d_model)
+        for part, kind in layer_parts(layer).items():
+            if part in NORMS:
+                found[f"{prefix}.{NORMS[part]}.weight"] = norm(config.d_model)
             found |= {
                 f"{prefix}.{part}.{name}": parameter
                 for name, parameter in kind.parameters(config).items()
@@ -269,21 +347,38 @@ def flops_per_token(config, seq_length: int) -> float:
 
 
 def parts_that_read(setting: str) -> list[str]:
-    """The mixers, and `+mlp`, that a setting of ModelConfig has an effect on."""
-    return [name for name, part in {**MIXERS, "+mlp": MLP}.items() if setting in part.settings]
+    """The mixers that a setting of ModelConfig has an effect on."""
+    return [name for name, part in MIXERS.items() if setting in part.settings]
+
+
+def multipliers_of(config) -> list[str]:
+    """The names that ModelConfig.multipliers may give a number: of the model's parts, and of the whole."""
+    names = [*MODEL_MULTIPLIERS]
+    for part in config.parts():
+        rows = next(stack.rows for stack in part.parameters(config).values() if stack.rows)
+        names += [f"{part.stem}_{name}" for name in ("in", "out", *rows)]
+    return names
 
 
 def operator_uses(
-    config, dtype: Any, seq_idx: bool = False, deterministic: bool = False
+    config,
+    dtype: Any,
+    seq_idx: bool = False,
+    deterministic: bool = False,
+    in_parts: bool = False,
 ) -> dict[str, list[Use]]:
-    """What the model asks of each operator; dtype: of the activations, a torch.dtype; the others as in Use."""
+    """What the model asks of each operator; dtype: of the activations, a torch.dtype; the others as in Use. Where ranks
+    have sequences in parts, no mixer is computed in one call."""
     uses: dict[str, list[Use]] = {}
     for operators in (
         {"norm": {}, "loss": {}},
         *(part.operators(config) for part in config.parts()),
     ):
         for operator, sizes in operators.items():
-            uses.setdefault(operator, []).append(
-                Use(operator, dtype, seq_idx, deterministic=deterministic, **sizes)
+            if in_parts and operator in MIXER_PARTS:
+                continue
+            use = Use(
+                operator, dtype, seq_idx, deterministic=deterministic, in_parts=in_parts, **sizes
             )
+            uses.setdefault(operator, []).append(use)
     return uses

@@ -22,6 +22,7 @@ from mamba_fsdp.errors import UserError, first_line
 BACKENDS = {  # the type of device that each is for
     "triton": "cuda",  # our Triton kernels, compiled on first use
     "fused": "cuda",  # the kernels of mamba-ssm and causal-conv1d
+    "flash": "cuda",  # FlashAttention in PyTorch itself
     "cpp": "cpu",  # C, compiled on first use
     "reference": "any",  # plain PyTorch
 }
@@ -31,7 +32,7 @@ OPERATORS = {  # with their backends, best first until train/first_use.py has me
     "conv": ("fused", "triton", "cpp", "reference"),
     "scan": ("fused", "triton", "cpp", "reference"),
     "ssd": ("fused", "triton", "reference"),
-    "attention": ("reference",),
+    "attention": ("flash", "reference"),
     "norm": ("fused", "reference"),
     "loss": ("reference",),
     "mamba1": ("fused", "triton"),
@@ -49,9 +50,10 @@ class Use:
     operator: str
     dtype: Any  # torch.dtype of the activations
     seq_idx: bool  # whether documents are to be kept apart
-    channels: int = 0  # of the convolution
+    channels: int = 0  # of the convolution; of a head of attention
     rows: int = 0  # of a mixer's input projection
     deterministic: bool = False  # whether equal runs must be equal bit for bit
+    in_parts: bool = False  # whether ranks share sequences, whose states they hand on
 
 
 @dataclass
@@ -141,7 +143,7 @@ def resolve_backends(
             if reason:
                 raise UserError(
                     f"kernels={setting}: {operator} can't be {backend} on {device_type}: {reason}; "
-                    "kernels=auto takes what can serve"
+                    "kernels=auto takes one that works"
                 )
             choice.backends[operator] = backend
             continue

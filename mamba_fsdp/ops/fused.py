@@ -18,6 +18,8 @@ def why_not(use):
         return f"causal-conv1d takes multiples of 8 channels, not {use.channels}"
     if use.operator == "scan" and use.seq_idx:
         return "mamba-ssm's scan keeps no documents apart"
+    if use.operator == "scan" and use.in_parts:
+        return "mamba-ssm's scan begins from no state"
     # Of the projection causal-conv1d gets a slice, which mamba-ssm copies from 2.2.5 on only.
     if use.operator == "mamba2" and use.rows % 8:
         return f"mamba-ssm takes multiples of 8 rows of its input projection, not {use.rows}"
@@ -97,10 +99,12 @@ def add_rms_norm(x, residual, weight, eps, out_dtype):
     return normed.to(out_dtype), residual
 
 
-def gated_rms_norm(x, z, weight, eps, group_size):
+def gated_rms_norm(x, z, weight, eps, group_size, norm_first=False):
     from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
 
-    return rmsnorm_fn(x, weight, None, z=z, eps=eps, group_size=group_size, norm_before_gate=False)
+    return rmsnorm_fn(
+        x, weight, None, z=z, eps=eps, group_size=group_size, norm_before_gate=norm_first
+    )
 
 
 def mamba1_mixer(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, seq_idx):

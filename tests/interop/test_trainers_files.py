@@ -232,7 +232,7 @@ def test_a_file_without_config_json(tmp_path, capsys):
     write_pth_folder(tmp_path / "lonely.pth", tmp_path / "ours", model_name="demo")
     assert_same(read_weights(tmp_path / "ours"), demo, state)
     torch.save({"model_state": random_state(CONFIG)}, tmp_path / "other.pth")
-    inspect.main(str(tmp_path / "other.pth"))
+    inspect.main(str(tmp_path / "other.pth"), inspect.Options())
     said = capsys.readouterr().out
     assert "name its preset, as in --model_name" in said and re.search(
         r"  backbone.layers.0.mixer.A_log +\(", said
@@ -243,7 +243,7 @@ def test_export_takes_a_tokenizer(tmp_path):
     config, state = CONFIGS["mamba2"], random_state(CONFIGS["mamba2"])
     ours = write_ours(tmp_path / "ours", config, state)
     tokenizer = write_tokenizer(tmp_path / "letters")
-    with pytest.raises(UserError, match="tokenizer=.*/ours is no folder with a tokenizer"):
+    with pytest.raises(UserError, match="tokenizer=.*/ours holds no tokenizer"):
         write_model(ours, tmp_path / "hf", tokenizer=str(ours))
     write_model(ours, tmp_path / "hf", tokenizer=str(tokenizer))
     assert (tmp_path / "hf" / "tokenizer.json").is_file()

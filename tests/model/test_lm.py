@@ -107,6 +107,8 @@ def test_compiled_blocks_compute_the_same(family, bounded, backend, monkeypatch)
     tokens = some_tokens(2, 40)
     seq_idx = (torch.arange(39) >= 13).int().expand(2, -1) if bounded else None
     model = small_model(family, reset_at_documents=bounded)
+    if backend == "inductor":
+        del model.backbone.layers[1:]
     expected, expected_gradients = loss_and_gradients(model, tokens, seq_idx)
     compile_blocks(model.backbone.layers)
     loss, gradients = loss_and_gradients(model, tokens, seq_idx)

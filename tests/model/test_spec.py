@@ -14,7 +14,8 @@ PUBLISHED = {  # number of parameters in the released checkpoints
     "mamba-130m": 129_135_360, "mamba-370m": 371_516_416, "mamba-790m": 793_204_224, "mamba-1.4b": 1_372_178_432,
     "mamba-2.8b": 2_768_345_600, "mamba2-130m": 128_989_632, "mamba2-2.7b": 2_702_599_680, "llama2_7b": 6_738_415_616,
     "llama2_13b": 13_015_864_320, "llama2_34b": 33_743_970_304, "llama2_70b": 68_976_648_192,
-    "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496,
+    "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496, "falcon-mamba-7b": 7_272_665_088,
+    "mamba-codestral-7b": 7_285_403_648, "mamba3-siso-187m": 186_849_600,
 }  # fmt: skip
 
 
@@ -35,6 +36,10 @@ def test_flops_by_hand_of_each_kind_of_layer():
     mamba2 = ModelConfig(layers="mamba2", n_layer=1, headdim=4, ngroups=2, **vocabulary)  # 4 heads
     layer = 8 * (16 + 16 + 16 + 4) + (16 + 16) * 4 + 16 * 4 * 3 + 16 * 8
     assert flops_per_token(mamba2, 2048) == 6 * (layer + head)
+
+    mamba3 = ModelConfig(layers="mamba3", n_layer=1, headdim=4, ngroups=2, **vocabulary)
+    layer = 8 * (16 + 16 + 16 + 3 * 4 + 1) + 16 * 4 * 3 + 16 * 8
+    assert flops_per_token(mamba3, 2048) == 6 * (layer + head)
 
     llama = ModelConfig(
         layers="attention+mlp",
@@ -61,6 +66,7 @@ def test_flops_by_hand_of_each_kind_of_layer():
         ("llama3-8b", "llama3_8b"),
         ("llama2_34bcode", "llama2_34b"),
         ("7b", "llama2_7b"),
+        ("mistralai/Mamba-Codestral-7B-v0.1", "mamba-codestral-7b"),
     ],
 )
 def test_names_that_users_know_mean_the_preset(spelling, name):

@@ -2,8 +2,13 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
-from mamba_fsdp.ops.attention import attention, rotary
+from mamba_fsdp.ops.attention import BACKENDS, Documents, attention, rotary
+
+FLASH = BACKENDS["flash"]
 
 pytestmark = pytest.mark.torch22
 
@@ -44,7 +49,8 @@ DOCUMENTS = torch.tensor(
 def test_equals_the_definition(kv_heads, seq_idx):
     """Causal, every ratio of query to key heads, only within a document; gradients too."""
     q, k, v = inputs(kv_heads=kv_heads)
-    actual = attention(q, k, v, seq_idx=seq_idx)
+    documents = None if seq_idx is None else Documents.of(seq_idx)
+    actual = attention(q, k, v, documents=documents)
     expected = plain_attention(q, k, v, seq_idx)
     torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(expected)
@@ -55,11 +61,80 @@ def test_equals_the_definition(kv_heads, seq_idx):
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.parametrize("seq_idx", [None, DOCUMENTS[:1, :5]], ids=["whole", "seq_idx"])
-def test_gradcheck(seq_idx):
+def test_documents_of_each_row():
+    """A row's first document is one of its own, also where its number is that of the row before's last."""
+    assert Documents.of(DOCUMENTS).lengths == [4, 2, 3, 1, 8]
+    assert Documents.of(torch.ones(2, 3)).lengths == [3, 3]
+
+
+def test_the_last_position_alone_sees_all():
+    q, k, v = inputs(length=70)
+    whole = attention(q, k, v)
+    torch.testing.assert_close(attention(q[:, -1:], k, v), whole[:, -1:])
+
+
+def masked_attention(q, k, v, bounds_q, bounds_k, longest_q, longest_k, window_size, enable_gqa):
+    """As torch's varlen_attn, on any device, with a mask."""
+    assert torch.equal(bounds_q, bounds_k) and bounds_q.dtype == torch.int32
+    assert longest_q == longest_k == bounds_q.diff().max() and window_size == (-1, 0) and enable_gqa
+    number = torch.bucketize(torch.arange(len(q)), bounds_q, right=True)
+    mask = (number[:, None] == number[None]).tril()
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    k, v = (t.repeat_interleave(len(q) // len(k), 0) for t in (k, v))
+    scores = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.skipif(bool(FLASH.why_unavailable()), reason="this PyTorch has no varlen_attn")
+def test_flash_is_given_the_documents_bounds(monkeypatch):
+    """What it hands to PyTorch's kernel for CUDA gives what the reference does."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", masked_attention)
+    tensors = inputs(length=9)
+    documents = Documents.of(DOCUMENTS)
+    torch.testing.assert_close(
+        attention(*tensors, documents=documents, backend="flash"),
+        attention(*tensors, documents=documents),
+    )
+
+
+class LargestStorage(TorchDispatchMode):
+    size = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        for leaf in tree_flatten(result)[0]:
+            if isinstance(leaf, torch.Tensor):
+                self.size = max(self.size, leaf.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("length", [8192, 32768])
+def test_nothing_is_larger_than_the_queries(length, is_packed, backend):
+    """Forward and backward, on tensors without content: no tensor of (length, length), no repeated keys."""
+    if is_packed and BACKENDS[backend] == FLASH and FLASH.why_unavailable():
+        pytest.skip("this PyTorch has no varlen_attn")
+    documents = None
+    if is_packed:
+        documents = Documents([500] * (length // 500) + [length % 500])
+    with FakeTensorMode(), LargestStorage() as largest:
+        q, k, v = (
+            torch.empty(1, length, heads, 64, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (8, 2, 2)
+        )
+        attention(q, k, v, documents=documents, backend=backend).sum().backward()
+        assert k.grad.shape == k.shape
+    assert largest.size == q.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("documents", [None, Documents([4, 1])], ids=["whole", "documents"])
+def test_gradcheck(documents):
     """Gradients are those of finite differences."""
     tensors = inputs(batch=1, length=5, head_dim=2)
-    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, seq_idx=seq_idx), tensors)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: attention(q, k, v, documents=documents), tensors
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,7 +147,7 @@ def test_no_leak_between_documents(dtype):
         with torch.no_grad():
             for tensor in (*tensors, weights):
                 tensor[:, changed] = 3 * tensor[:, changed].flip(1) + 1
-        out = attention(*tensors, seq_idx=(torch.arange(150) >= 70).int().expand(2, 150))
+        out = attention(*tensors, documents=Documents([70, 80] * 2))
         return out, *torch.autograd.grad((out * weights).sum(), tensors)
 
     first = slice(0, 70)

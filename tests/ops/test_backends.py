@@ -13,7 +13,7 @@ from config.model_config import ModelConfig
 from config.resolve import resolve_settings
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import operator_uses
-from mamba_fsdp.ops import backends, cpp, scan
+from mamba_fsdp.ops import attention, backends, cpp, scan
 from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS, REFERENCE, Use, resolve_backends
 
 pytestmark = pytest.mark.torch22
@@ -26,6 +26,12 @@ needs_c = pytest.mark.skipif(bool(cpp.why_unavailable()), reason="no C compiler"
 def choose(setting, device_type="cpu", config=EVERYTHING, dtype=torch.float32, **asked):
     uses = operator_uses(config, dtype, **{"seq_idx": False, "deterministic": False, **asked})
     return resolve_backends(setting, device_type, uses)
+
+
+@pytest.fixture(autouse=True)
+def older_torch(monkeypatch):
+    """Without attention of all documents in one call, whatever torch this is."""
+    monkeypatch.setattr(attention.BACKENDS["flash"], "why_unavailable", lambda: "there is none")
 
 
 @pytest.fixture
@@ -108,6 +114,18 @@ def test_a_machine_that_can_not_run_triton_is_told_why(kernels, monkeypatch, lac
     assert choice.backends == REFERENCE and f"conv, scan, ssd not triton: {said}" in str(choice)
 
 
+def test_attention_of_a_gpu_is_flash_where_torch_has_it(kernels, monkeypatch):
+    assert "attention not flash: there is none" in str(choose("auto", "cuda"))
+    monkeypatch.setattr(attention.BACKENDS["flash"], "why_unavailable", lambda: None)
+    assert choose("auto", "cuda", dtype=torch.bfloat16).backends["attention"] == "flash"
+    assert choose("auto", "cpu", dtype=torch.bfloat16).backends["attention"] == "reference"
+    said = "attention not flash: FlashAttention takes bf16 and fp16"
+    assert said in str(choose("auto", "cuda"))
+    odd = ModelConfig(layers="attention", d_model=240, n_head=4, n_kv_head=4)
+    said = "attention not flash: FlashAttention takes heads of up to 256 channels in multiples of 8"
+    assert said in str(choose("auto", "cuda", odd, torch.bfloat16))
+
+
 def test_what_was_found_wrong_is_passed_over(kernels):
     uses = operator_uses(EVERYTHING, torch.bfloat16)
     choice = resolve_backends("auto", "cuda", uses, failed={"scan": {"fused": "it is off"}})
@@ -133,7 +151,7 @@ def refuse(setting, said, device_type="cuda", **asked):
 
 
 def test_what_the_libraries_do_not_take_is_refused_at_the_start(libraries):
-    """Channels that are no multiple of 8 keep causal-conv1d away, so many heads the whole mixer, boundaries mamba-ssm's
+    """Channels that are not a multiple of 8 keep causal-conv1d away, so many heads the whole mixer, boundaries mamba-ssm's
     Mamba-1; what is not known to repeat keeps away from deterministic runs."""
     narrow = ModelConfig(layers="mamba1", d_model=5)  # d_inner 10
     said = "causal-conv1d takes multiples of 8 channels, not 10"
@@ -164,7 +182,7 @@ def test_a_backend_that_is_demanded_of_a_part_holds_in_the_whole(libraries):
 
 
 def test_a_backend_of_another_device_is_refused(libraries):
-    said = "conv can't be fused on cpu: it is for cuda devices; kernels=auto takes what can serve"
+    said = "conv can't be fused on cpu: it is for cuda devices; kernels=auto takes one that works"
     refuse("fused", said, "cpu")
     refuse("conv=cpp", "conv can't be cpp on cuda: it is for cpu devices")
 

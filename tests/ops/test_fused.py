@@ -143,7 +143,7 @@ same(causal_conv_silu, conv, ["conv"], seq_idx=seq_idx)
 wide = randn(2, 30, 21)
 same(lambda weight, bias, **o: causal_conv_silu(wide[..., :16], weight, bias, **o),
      {n: conv[n] for n in ("weight", "bias")},
-     ["conv"], seq_idx=seq_idx)  # 21 elements from position to position: no multiple of 8
+     ["conv"], seq_idx=seq_idx)  # 21 elements from position to position: not a multiple of 8
 
 def mixer(backend, seq_idx=None, **values):
     backends = REFERENCE | {"conv": backend}

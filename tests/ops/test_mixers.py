@@ -15,6 +15,14 @@ MIXER = {
     "mamba2": ModelConfig(
         layers="mamba2", d_model=8, headdim=4, ngroups=2, d_state=3, chunk_size=64
     ),
+    "mamba3": ModelConfig(layers="mamba3", d_model=8, headdim=4, ngroups=2, d_state=8),
+    "mamba3-softplus": ModelConfig(
+        layers="mamba3",
+        d_model=8,
+        headdim=4,
+        d_state=6,
+        decay_activation="softplus",
+    ),
 }
 BOTH = pytest.mark.parametrize("kind", MIXER)
 
@@ -24,7 +32,7 @@ def mixer(kind, backend="reference", dtype=torch.float64):
     backends = REFERENCE | {
         operator: backend for operator in ("conv", "scan", "ssd") if backend in OPERATORS[operator]
     }
-    layer = MIXERS[kind](MIXER[kind], backends).to(torch.float64)
+    layer = MIXERS[MIXER[kind].layers](MIXER[kind], backends).to(torch.float64)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -72,7 +80,54 @@ def define_mamba2(layer, x):
     return normed @ layer.out_proj.weight.T
 
 
-DEFINITIONS = {"mamba1": define_mamba1, "mamba2": define_mamba2}
+def define_mamba3(layer, x):
+    """The recurrence of arXiv 2603.15569 position by position, of each head by itself, in complex numbers."""
+    config = layer.config
+    heads = config.n_ssm_head
+    groups = config.ngroups
+    of_groups = groups * config.d_state
+    angles = layer.in_proj.weight.shape[0] - 2 * config.d_inner - 2 * of_groups - 3 * heads
+    sizes = [config.d_inner] * 2 + [of_groups] * 2 + [heads] * 3 + [angles]
+    z, x, B, C, dt, A, trapezoid, angle = (x @ layer.in_proj.weight.T).split(sizes, dim=2)
+    positive = {"softplus": F.softplus(A), "heavy_tail": torch.where(A > 0, 1 + A, 1 / (1 - A))}
+    A = -positive[config.decay_activation].clamp(min=1e-4)
+    delta = F.softplus(dt + layer.dt_bias)
+    share = torch.sigmoid(trapezoid)
+
+    def normed(t, weight, bias):
+        t = t.unflatten(2, (groups, -1))
+        t = t / (t.square().mean(3, keepdim=True) + config.norm_eps).sqrt() * weight
+        return t.repeat_interleave(heads // groups, dim=2) + bias[:, 0]
+
+    def turned(t, angle):
+        pairs = torch.view_as_complex(t[..., : 2 * angles].unflatten(2, (angles, 2)))
+        pairs = pairs * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([torch.view_as_real(pairs).flatten(2), t[..., 2 * angles :]], dim=2)
+
+    B = normed(B, layer.B_norm.weight, layer.B_bias)
+    C = normed(C, layer.C_norm.weight, layer.C_bias)
+    x = x.unflatten(2, (heads, -1))
+    state = former = total = 0
+    ys = []
+    for t in range(x.shape[1]):
+        total = total + torch.pi * torch.tanh(angle[:, t, None]) * delta[:, t, :, None]
+        alpha = torch.exp(A[:, t] * delta[:, t])[..., None, None]
+        own = (share[:, t] * delta[:, t])[..., None, None]
+        of_former = ((1 - share[:, t]) * delta[:, t])[..., None, None]
+        added = x[:, t, :, :, None] * turned(B[:, t], total)[:, :, None]
+        state = alpha * state + of_former * alpha * former + own * added
+        former = added
+        y = (state * turned(C[:, t], total)[:, :, None]).sum(-1)
+        ys.append(y + layer.D[:, None] * x[:, t])
+    return (torch.stack(ys, dim=1).flatten(2) * F.silu(z)) @ layer.out_proj.weight.T
+
+
+DEFINITIONS = {
+    "mamba1": define_mamba1,
+    "mamba2": define_mamba2,
+    "mamba3": define_mamba3,
+    "mamba3-softplus": define_mamba3,
+}
 
 
 @BOTH

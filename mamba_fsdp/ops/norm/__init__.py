@@ -1,7 +1,7 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, behind a residual sum, and gated.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gated one is Mamba-2's, the norm after the
-gate.
+gate or before it.
 """
 
 import torch
@@ -29,11 +29,19 @@ def add_rms_norm(
 
 
 def gated_rms_norm(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, *, backend: str = "reference"
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    group_size: int,
+    *,
+    norm_first: bool = False,
+    backend: str = "reference",
 ) -> Tensor:
     """RMSNorm of x * silu(z), each group of `group_size` channels by itself; x, z (..., channels), weight (channels).
+    norm_first: RMSNorm of x, times silu(z).
 
     Returns x's dtype. `channels` must be a multiple of group_size.
     """
     assert x.shape[-1] % group_size == 0, (x.shape[-1], group_size)
-    return BACKENDS[backend].gated_rms_norm(x, z, weight, eps, group_size)
+    return BACKENDS[backend].gated_rms_norm(x, z, weight, eps, group_size, norm_first)

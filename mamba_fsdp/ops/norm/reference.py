@@ -51,8 +51,10 @@ def add_rms_norm(x, residual, weight, eps, out_dtype):
     return rms_norm(residual, weight, eps, out_dtype), residual
 
 
-def gated_rms_norm(x, z, weight, eps, group_size):
+def gated_rms_norm(x, z, weight, eps, group_size, norm_first=False):
     real = compute_type(x)
-    return rms_norm(
-        x.to(real) * F.silu(z.to(real)), weight, eps, x.dtype, x.shape[-1] // group_size
-    )
+    gate = F.silu(z.to(real))
+    groups = x.shape[-1] // group_size
+    if norm_first:
+        return (rms_norm(x, weight, eps, real, groups) * gate).to(x.dtype)
+    return rms_norm(x.to(real) * gate, weight, eps, x.dtype, groups)

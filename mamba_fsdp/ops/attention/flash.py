@@ -1,0 +1,47 @@
+"""Attention of all documents of a batch in one call of the FlashAttention that newer PyTorch brings for CUDA."""
+
+import inspect
+from itertools import accumulate
+
+import torch
+
+from mamba_fsdp.ops.attention.reference import attention as attention
+
+
+def why_unavailable():
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        inspect.signature(varlen_attn).parameters["enable_gqa"]
+    except (ImportError, KeyError):
+        return "this PyTorch has no attention of all documents in one call"
+    return None
+
+
+def why_not(use):
+    if use.dtype not in (torch.bfloat16, torch.float16):
+        return "FlashAttention takes bf16 and fp16"
+    if use.channels % 8 or use.channels > 256:
+        return f"FlashAttention takes heads of up to 256 channels in multiples of 8, not {use.channels}"
+    return None
+
+
+def packed_attention(q, k, v, documents):
+    from torch.nn.attention.varlen import varlen_attn
+
+    def bounds(counts):
+        limits = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        return limits.to(q.device, non_blocking=True)
+
+    causal = (-1, 0)  # each document's last query sees its last key
+    return varlen_attn(
+        q,
+        k,
+        v,
+        bounds(documents.queries),
+        bounds(documents.lengths),
+        max(documents.queries),
+        max(documents.lengths),
+        window_size=causal,
+        enable_gqa=True,
+    )

@@ -1,0 +1,51 @@
+"""Attention by PyTorch's scaled_dot_product_attention, which chooses the kernel itself: flash or memory-efficient on CUDA,
+flash on a CPU. None of them gets a mask of (length, length), and no key is copied for the query heads that share it."""
+
+import torch
+import torch.nn.functional as F
+
+MASK_ELEMENTS = (
+    1 << 22
+)  # of the mask that exist at a time where a document's last positions alone have queries
+
+
+def attention(q, k, v):
+    if q.shape[2] > k.shape[2]:
+        return torch.stack([_of_one_document(*row) for row in zip(q, k, v)])
+    is_causal = q.shape[1] > 1  # the last position alone sees them all
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)
+
+
+def packed_attention(q, k, v, documents):
+    queries = q.split(documents.queries)
+    parts = zip(queries, k.split(documents.lengths), v.split(documents.lengths))
+    return torch.cat([_of_one_document(*part) for part in parts if len(part[0])])
+
+
+def _of_one_document(q, k, v):
+    """q (queries, heads, head_dim) of the last positions of k, v (length, kv_heads, head_dim). To the kernel the key heads
+    are a batch, whose heads are those that share a key head: views of k and v with a stride of 0."""
+    q = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
+    k, v = (t.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
+    if q.shape[2] == k.shape[2]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        out = _of_last_positions(q, k, v)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _of_last_positions(q, k, v):
+    """q (..., queries, head_dim) of the last positions of k, v (..., length, head_dim), some at a time."""
+    length = k.shape[2]
+    first = length - q.shape[2]
+    at_a_time = max(1, MASK_ELEMENTS // length)
+    parts = []
+    for start in range(first, length, at_a_time):
+        end = min(start + at_a_time, length)
+        mask = torch.ones(end - start, end, dtype=torch.bool, device=q.device).tril(start)
+        some = q[:, :, start - first : end - first]
+        parts.append(
+            F.scaled_dot_product_attention(some, k[:, :, :end], v[:, :, :end], attn_mask=mask)
+        )
+    return torch.cat(parts, dim=2)
