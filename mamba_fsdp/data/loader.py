@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from config.train_config import DataConfig, TrainingConfig
+from config.train_config import DataConfig, TrainConfig
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source, Tokens
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.ops.attention import Documents
 
 # Samples that the sampler is asked for at once: of a few, the calls cost more than to read them.
 SAMPLES_AT_ONCE = 1 << 10
@@ -27,12 +29,15 @@ Sample = tuple[str, int | None]  # (source name, window); None pads a batch
 
 
 class Batch(NamedTuple):
+    """Whole sequences, or a SequencePart of each: then `length` stands for seq_length, but seq_idx has all parts."""
+
     tokens: torch.Tensor  # (batch, seq_length) int64
     labels: torch.Tensor  # (batch, seq_length) int64: the next token, or IGNORED_LABEL
     seq_idx: torch.Tensor | None = None  # (batch, seq_length) int32, 0 for a row's first document
     samples: Sequence[Sample] = ()  # of each row
     # (batch, seq_length) float32, of each label in the loss; None: 1
     weights: torch.Tensor | None = None
+    documents: Documents | None = None  # that seq_idx tells apart
 
     def total_weight(self) -> float:
         """Returns the sum of the weights of the labels that count, by which a sum of losses becomes
@@ -57,30 +62,93 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
+class SequencePart:
+    """The positions of each sequence that a rank computes: of `count` parts of `length` positions, the one with number
+    `index`. They may reach beyond the end, where no label counts."""
+
+    index: int
+    count: int
+    length: int
+
+    def of(self, batch: Batch) -> Batch:
+        """Returns the batch with the tokens, labels and weights of this part, the seq_idx of all parts, and the documents
+        up to this part's end."""
+        seq_length = batch.tokens.shape[1]
+        beyond = self.count * self.length - seq_length
+        first = self.index * self.length
+
+        def cut(tensor, fill):
+            filled = F.pad(tensor, (0, beyond), value=fill)
+            return filled[:, first : first + self.length].contiguous()
+
+        weights = batch.weights
+        if weights is not None:
+            weights = cut(weights, 0)
+        seq_idx = batch.seq_idx
+        whole_rows = torch.zeros(len(batch.tokens), seq_length + beyond, dtype=torch.int32)
+        if seq_idx is not None:
+            last = seq_idx[:, -1:].expand(-1, beyond)
+            seq_idx = torch.cat([seq_idx, last], dim=1)
+            whole_rows = seq_idx
+        seen = whole_rows[:, : first + self.length]
+        return batch._replace(
+            tokens=cut(batch.tokens, 0),
+            labels=cut(batch.labels, IGNORED_LABEL),
+            weights=weights,
+            seq_idx=seq_idx,
+            documents=Documents.asked_by_last(seen, self.length),
+        )
+
+
+@dataclass(frozen=True)
 class BatchLayout:
-    """How the samples of a step are cut: by rank, then by micro batch."""
+    """How the samples of a step are cut: by rank, then by micro batch, then maybe by position. Ranks that share their
+    sequences count as one here."""
 
     rank: int
     world_size: int
     batch_size: int  # samples of a micro batch
     grad_accumulation_steps: int = 1  # of each rank
+    part: SequencePart | None = None  # None: whole sequences
 
     @property
     def global_batch(self) -> int:
         return self.world_size * self.grad_accumulation_steps * self.batch_size
 
 
-def split_step(training: TrainingConfig, rank: int, ranks: int) -> BatchLayout:
-    """Returns this rank's part of a step. Raises UserError where the global batch can't be split
-    evenly."""
+def own_positions(settings: TrainConfig) -> int:
+    """Returns how many positions of each sequence a rank computes."""
+    sharing = settings.parallel.context_parallel
+    if sharing == 1:
+        return settings.data.seq_length
+    needed = settings.model.d_conv - 1  # by the convolution of the rank behind
+    return max(-(-settings.data.seq_length // sharing), needed)
+
+
+def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchLayout:
+    """Returns this rank's part of a step. Raises UserError where the ranks or the global batch can't
+    be split evenly."""
+    training = settings.training
+    sharing = settings.parallel.context_parallel
+    if ranks % sharing:
+        raise UserError(
+            f"context_parallel={sharing} does not divide the number of devices, {ranks}; start a multiple of it, or change it"
+        )
+    part = None
+    who = "ranks"
+    if sharing > 1:
+        part = SequencePart(rank % sharing, sharing, own_positions(settings))
+        who = f"groups of {sharing} ranks"
+    rank = rank // sharing
+    ranks = ranks // sharing
     per_pass = training.batch_size * ranks
     global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
     if global_batch % per_pass:
         raise UserError(
-            f"global_batch_size {global_batch} is no multiple of batch_size {training.batch_size} times "
-            f"{ranks} ranks; change it, or let batch_size divide {global_batch / ranks:g}"
+            f"global_batch_size {global_batch} is not a multiple of batch_size {training.batch_size} times "
+            f"{ranks} {who}; change it, or let batch_size divide {global_batch / ranks:g}"
         )
-    return BatchLayout(rank, ranks, training.batch_size, global_batch // per_pass)
+    return BatchLayout(rank, ranks, training.batch_size, global_batch // per_pass, part)
 
 
 class Loader(ExitStack):
@@ -144,6 +212,8 @@ class Loader(ExitStack):
         for start in range(0, mine, size):
             micro_batch = samples[start : start + size]
             batch = _batch(self.sources, micro_batch, self.data, self.vocab_size)
+            if self.layout.part:
+                batch = self.layout.part.of(batch)
             if self.pin_memory:
                 batch = batch.pin_memory()
             batches.append(batch)
@@ -203,7 +273,8 @@ def evaluation_batches(
         start = first + layout.rank * size
         samples: list[Sample] = [(name, window) for window in windows[start : start + size]]
         samples += [(name, None)] * (size - len(samples))
-        yield _batch({name: source}, samples, data, vocab_size, stride)
+        batch = _batch({name: source}, samples, data, vocab_size, stride)
+        yield layout.part.of(batch) if layout.part else batch
 
 
 def _batch(
@@ -247,7 +318,10 @@ def _batch(
             labels[row, weights[row] == 0] = IGNORED_LABEL
     arrays = {"tokens": tokens, "labels": labels, "seq_idx": seq_idx, "weights": weights}
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
-    return Batch(samples=samples, **tensors)
+    documents = None
+    if "seq_idx" in tensors:
+        documents = Documents.of(tensors["seq_idx"])
+    return Batch(samples=samples, documents=documents, **tensors)
 
 
 def _starts(positions: np.ndarray) -> np.ndarray:

@@ -1,1 +1,2 @@
-"""Process groups, sharding, precision, activation checkpointing: what differs between versions of torch lives here."""
+"""Process groups, sharding, precision, activation checkpointing, sequences that ranks share; what differs between versions
+of torch lives here."""

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mamba_fsdp.parallel.model import ParallelModel
 
@@ -47,6 +48,18 @@ def step_unless(optimizer: torch.optim.AdamW, refused: torch.Tensor) -> None:
 def has_fused_adamw(device: torch.device) -> bool:
     """Returns whether torch has a fused AdamW for the device (torch 2.2: CUDA only)."""
     return device.type == "cuda" or HAS_FSDP2
+
+
+def gather_into(gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fills the flat `gathered` with the flat `own` of each rank of the group."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, own, group=group)
+
+
+def scatter_sum(own: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fills the flat `own` with this rank's part of the ranks' sum of the flat `parts`, which it may overwrite."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(own, parts, group=group)
 
 
 def agent_logs(config: Any) -> dict[str, Any]:

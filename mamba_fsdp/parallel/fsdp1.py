@@ -10,7 +10,7 @@ from torch.distributed.fsdp import (
 )
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
+from mamba_fsdp.parallel.model import Cut, ParallelModel, ParameterSlot
 from mamba_fsdp.parallel.world import World
 
 
@@ -73,28 +73,29 @@ def shard(
         blocks[index] = FullyShardedDataParallel(block, **options)
     module = FullyShardedDataParallel(model, **options)
 
-    starts = _starts(module)
+    cuts = _cuts(module, shard_size)
     parts = {}
     for slot in slots:
         if slot not in whole:
-            parts[slot] = (slot.parameter, starts[slot.owners[0]])
+            parts[slot] = (slot.parameter, cuts[slot.owners[0]])
     return FSDP1Model(
         model,
         module,
         world,
         slots,
         parts=parts,
-        shard_size=shard_size,
         no_sync=accumulate_unsharded,
     )
 
 
-def _starts(module):
-    """Returns {(owner, attribute): where this rank's part starts in the flattened parameter}, which FSDP1 tells nobody."""
-    starts = {}
+def _cuts(module, shard_size):
+    """Returns {(owner, attribute): how it is cut}: FSDP1 lays a unit's parameters one behind the other, some with
+    padding between them, cuts that in equal parts, and tells nobody."""
+    cuts = {}
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         flat = unit._handle.flat_param
-        for info, cut in zip(flat._param_infos, flat._shard_param_infos):
-            # None where this rank has none of it
-            starts[info.module, info.param_name] = cut.intra_param_start_idx or 0
-    return starts
+        places = zip(unit._handle._get_flat_param_offsets(), flat._is_padding_mask)
+        offsets = [start for (start, _), is_padding in places if not is_padding]
+        for info, offset in zip(flat._param_infos, offsets):
+            cuts[info.module, info.param_name] = Cut(shard_size, flat.numel(), -offset)
+    return cuts

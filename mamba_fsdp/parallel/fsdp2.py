@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
+from mamba_fsdp.parallel.model import Cut, ParallelModel, ParameterSlot
 from mamba_fsdp.parallel.world import World
 
 
@@ -58,10 +58,8 @@ def shard(
     parts = {}
     for slot in slots:
         if slot not in whole:
-            parts[slot] = _part(slot, world.rank % shard_size, shard_size)
-    return FSDP2Model(
-        model, model, world, slots, parts=parts, shard_size=shard_size, no_sync=accumulate_unsharded
-    )
+            parts[slot] = _part(slot, shard_size)
+    return FSDP2Model(model, model, world, slots, parts=parts, no_sync=accumulate_unsharded)
 
 
 def _mesh(world, shard_size):
@@ -76,12 +74,8 @@ def _mesh(world, shard_size):
     )
 
 
-def _part(slot, index, count):
-    """Returns (part `index` of `count` of a parameter, where it starts): `fully_shard` cuts rows like torch.chunk."""
+def _part(slot, shard_size):
+    """Returns (this rank's part of a parameter, how it is cut): `fully_shard` cuts rows like torch.chunk."""
     part = slot.parameter.detach().to_local()
-    row_size = math.prod(slot.shape[1:])
-    rows_per_part = math.ceil(slot.shape[0] / count)
-    first_row = min(index * rows_per_part, slot.shape[0])
-    end_row = min((index + 1) * rows_per_part, slot.shape[0])
-    assert part.numel() == (end_row - first_row) * row_size, f"{slot.name} is not cut by rows"
-    return nn.Parameter(part), first_row * row_size
+    rows_per_part = math.ceil(slot.shape[0] / shard_size)
+    return nn.Parameter(part), Cut(shard_size, rows_per_part * math.prod(slot.shape[1:]))

@@ -3,6 +3,7 @@
 Gradients are sums over ranks, in fp32 and divided by nothing under every strategy: the caller scales its loss.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -41,19 +42,30 @@ def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch
             heart.beat()
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a flattened parameter is cut over the `ranks` of a shard group: number i of them holds those of the elements
+    [first + i * step, first + (i + 1) * step) that the parameter has."""
+
+    ranks: int
+    step: int
+    first: int = 0
+
+
 @dataclass(eq=False)
 class ParameterSlot:
     """A parameter's place in the model, and this rank's part of it. Sharding replaces the parameter; its owners (several
     when tied) stay.
 
-    local: the part as the optimiser sees it, a plain tensor that shares the model's storage. start, replicas and
-    replica_index are those of a Shard.
+    local: the part as the optimiser sees it, a plain tensor that shares the model's storage. start,
+    replicas and replica_index are those of a Shard.
     """
 
     owners: list[tuple[nn.Module, str]]  # (module, attribute)
     names: list[str]  # one per owner; the first is the parameter's name
     shape: tuple[int, ...]  # of the whole parameter
     local: nn.Parameter = field(init=False)
+    cut: Cut = field(init=False)
     start: int = 0
     replicas: int = 1
     replica_index: int = 0
@@ -66,6 +78,14 @@ class ParameterSlot:
     def parameter(self) -> nn.Parameter:
         module, attribute = self.owners[0]
         return getattr(module, attribute)
+
+    def part(self, rank: int) -> slice:
+        """Returns the range of the flattened parameter that lies on a rank of the world."""
+        size = math.prod(self.shape)
+        cut = self.cut
+        start = cut.first + rank % cut.ranks * cut.step
+        stop = start + cut.step
+        return slice(min(max(0, start), size), min(max(0, stop), size))
 
     def materialize(self, device: torch.device) -> None:
         """Puts the whole parameter on the device, with undefined content if it had no storage. Ties stay."""
@@ -117,12 +137,11 @@ class ParallelModel:
         world: World,
         slots: list[ParameterSlot],
         *,
-        parts: dict[ParameterSlot, tuple[nn.Parameter, int]],
-        shard_size: int = 1,
+        parts: dict[ParameterSlot, tuple[nn.Parameter, Cut]],
         no_sync: bool = False,
     ):
-        """parts: of each sharded slot this rank's part and where it starts in the flattened parameter. shard_size: ranks
-        of a shard group. no_sync: whole gradients wait for the last micro-batch."""
+        """parts: of each sharded slot this rank's part and how the parameter is cut. no_sync: whole gradients wait for
+        the last micro-batch."""
         self.model = model
         self.module = module
         self.world = world
@@ -130,32 +149,31 @@ class ParallelModel:
         self.slots = slots
         self.sharded = list(parts)
         self.whole = [slot for slot in slots if slot not in parts]
-        for slot in self.whole:
-            slot.local = slot.parameter
-            slot.replicas = world.size
-            slot.replica_index = world.rank
-        for slot, (part, start) in parts.items():
-            slot.local = part
-            slot.start = start
-            slot.replicas = world.size // shard_size
-            slot.replica_index = world.rank // shard_size
+        for slot in slots:
+            whole = slot.parameter, Cut(1, slot.parameter.numel())
+            slot.local, slot.cut = parts.get(slot, whole)
+            held = slot.part(world.rank)
+            assert slot.local.numel() == held.stop - held.start, f"{slot.name} is cut otherwise"
+            slot.start = held.start
+            slot.replicas = world.size // slot.cut.ranks
+            slot.replica_index = world.rank // slot.cut.ranks
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns {name: what the optimiser updates}: this rank's part of each parameter, maybe empty or flat."""
         return {slot.name: slot.local for slot in self.slots}
 
     def shards(self, optimizer: torch.optim.AdamW | None = None) -> list[Shard]:
-        """Returns a Shard for every parameter; of an AdamW over `parameters()` also optimizer/<parameter>/exp_avg and
-        .../exp_avg_sq, which are zeros at first."""
+        """Returns a Shard for every parameter; of an optimiser over `parameters()` also optimizer/<parameter>/<moment> of
+        each moment, which are zeros at first: exp_avg and exp_avg_sq, or Muon's momentum_buffer."""
         found = [
             slot.shard(slot.name, slot.local, tied=tuple(slot.names[1:])) for slot in self.slots
         ]
         if optimizer:
             _make_moments(optimizer)
             for slot in self.slots:
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    data = optimizer.state[slot.local][moment]
-                    found.append(slot.shard(f"optimizer/{slot.name}/{moment}", data))
+                for moment, data in optimizer.state[slot.local].items():
+                    if moment != "step":
+                        found.append(slot.shard(f"optimizer/{slot.name}/{moment}", data))
         return found
 
     def accumulate(self, last: bool) -> AbstractContextManager:
@@ -193,7 +211,8 @@ class ParallelModel:
     def set_optimizer_steps(self, optimizer: torch.optim.AdamW, steps: int) -> None:
         """Lets AdamW's bias correction be that after `steps` updates. Call after `shards` of it."""
         for state in optimizer.state.values():
-            state["step"].fill_(steps)
+            if "step" in state:
+                state["step"].fill_(steps)
 
 
 def _make_moments(optimizer):

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from config.train_config import ParallelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import conv, loss, scan
+from mamba_fsdp.ops import attention, conv, loss, scan
 from mamba_fsdp.parallel.compat import load_shard
+from mamba_fsdp.parallel.context import Context
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
 from mamba_fsdp.parallel.world import World
 
@@ -140,14 +141,20 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def leave_uncompiled() -> None:
-    """Keeps C, and the scan's loop over positions, out of graphs: they are calls of their own in a compiled block."""
+    """Keeps C, loops over positions or documents, and what ranks hand on, out of graphs: they are calls of their own in
+    a compiled block."""
     # Here, not as a decorator: torch.compiler takes seconds to import.
-    for module, name in (
+    for owner, name in (
         (conv.BACKENDS["cpp"], "causal_conv_silu"),
         (scan.BACKENDS["cpp"], "selective_scan"),
         (scan.BACKENDS["reference"], "selective_scan"),
+        (attention.BACKENDS["flash"], "packed_attention"),
+        (attention.BACKENDS["reference"], "packed_attention"),
+        (Context, "inputs_before"),
+        (Context, "entering_state"),
+        (Context, "whole_sequence"),
     ):
-        setattr(module, name, torch.compiler.disable(getattr(module, name)))
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 
 
 class DDPModel(ParallelModel):

@@ -94,6 +94,17 @@ class World:
         dtype = torch.int64 if isinstance(value, int) else torch.float64
         return self.all_reduce_sum(torch.tensor(value, dtype=dtype)).tolist()
 
+    def all_to_all(
+        self, sent: torch.Tensor, counts: list[int], expected: list[int]
+    ) -> torch.Tensor:
+        """Sends the first counts[0] elements of `sent`, (n,), to rank 0, the next counts[1] to rank 1, and so on.
+        Returns alike what each has sent here, expected[r] elements of rank r. Both lie on the device."""
+        if self.size == 1:
+            return sent
+        received = sent.new_empty(sum(expected))
+        dist.all_to_all_single(received, sent, expected, counts)
+        return received
+
     def copy_to_device(self, numbers: list[float]) -> torch.Tensor:
         """Returns the numbers on the device, (n,) fp64. The host does not wait for the copy."""
         on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")

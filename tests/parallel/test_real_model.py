@@ -6,6 +6,7 @@ from config.train_config import ParallelConfig
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
@@ -14,9 +15,9 @@ from tests.support.ranks import gradient_norm, run_ranks
 pytestmark = pytest.mark.torch22
 CONFIG = dict(
     d_model=32,
-    n_layer=3,
+    n_layer=4,
     vocab_size=64,
-    layers="mamba1,mamba2,attention+mlp",
+    layers="mamba1,mamba2,mamba3,attention+mlp",
     d_intermediate=48,
     d_state=8,
     headdim=16,
@@ -39,7 +40,7 @@ def step(world, strategy, dtype):
     """One step of the whole model. Returns (loss, gradient norm, dtypes by parameter as each mixer saw them)."""
     config = ModelConfig(**CONFIG)
     with torch.device("meta"):
-        model = MambaLM(config, compute_dtype=dtype)
+        model = MambaLM(config, compute_dtype=dtype, reset_at_documents=True)
     spread = ParallelConfig(sharding_strategy=strategy, fsdp_activation_checkpointing=True)
     parallel = parallelize(model, spread, world=world, compute_dtype=dtype)
     spec = parameters(config)
@@ -59,7 +60,13 @@ def step(world, strategy, dtype):
             )
     tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
     tokens = tokens.view(world.size, -1, 33)[world.rank]
-    loss = parallel.module(tokens[:, :-1], labels=tokens[:, 1:])
+    seq_idx = (torch.arange(32) >= 13).int().expand(len(tokens), -1)
+    loss = parallel.module(
+        tokens[:, :-1],
+        labels=tokens[:, 1:],
+        seq_idx=seq_idx,
+        documents=Documents([13, 19] * len(tokens)),
+    )
     (loss / 128).backward()
     parallel.reduce_gradients()
     return world.all_reduce_sum(float(loss.detach())) / 128, gradient_norm(world, parallel), seen
@@ -75,6 +82,6 @@ def test_the_sharded_step_is_that_of_one_process_and_in_bf16_the_recurrence_stay
     for half_loss, half_norm, seen in run_ranks(2, step, "fsdp", torch.bfloat16):
         assert half_loss == pytest.approx(loss, rel=5e-3)
         assert half_norm == pytest.approx(norm, rel=3e-2)
-        assert len(seen) == 9
+        assert len(seen) == 12
         for name, dtype in seen.items():
             assert dtype == (torch.bfloat16 if name.endswith("in_proj") else torch.float32), name

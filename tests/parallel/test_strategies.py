@@ -21,8 +21,8 @@ def trajectory(world, how, grad_accumulation_steps, dtype=torch.float32):
 
 
 @functools.cache
-def one_process():
-    return trajectory(start_world(), {"strategy": "none"}, 2)
+def one_process(muon=False):
+    return trajectory(start_world(), {"strategy": "none", "muon": muon}, 2)
 
 
 RECOMPUTING = {"fsdp_activation_checkpointing": True}
@@ -30,6 +30,7 @@ FAST = [
     (2, {"strategy": "ddp"}, 4),
     (2, {"strategy": "fsdp"}, 4),
     (2, {"strategy": "hsdp"}, 2),
+    (2, {"strategy": "fsdp", "muon": True}, 2),
 ]
 SLOW = [
     (1, {"strategy": "fsdp"}, 2),
@@ -38,6 +39,9 @@ SLOW = [
     (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
     (2, {"strategy": "fsdp", **RECOMPUTING, "selective_checkpointing": "1/2"}, 2),
     (4, {"strategy": "fsdp"}, 2),
+    (2, {"strategy": "ddp", "muon": True}, 2),
+    (4, {"strategy": "fsdp", "muon": True}, 2),
+    (4, {"strategy": "hsdp", "shard_size": 2, "muon": True}, 3),
     (4, {"strategy": "hsdp", "shard_size": 2}, 3),
     (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}, 3),
     (2, {"strategy": "fsdp", "use_torch_compile": True, **RECOMPUTING}, 2),
@@ -51,7 +55,7 @@ SLOW = [
 )
 def test_every_strategy_trains_as_one_process_does(ranks, how, grad_accumulation_steps):
     """Losses, gradient norms, weights and optimiser state don't depend on ranks, strategy or micro-batches."""
-    expected, expected_tensors = one_process()
+    expected, expected_tensors = one_process(how.get("muon", False))
     for records, tensors in run_ranks(ranks, trajectory, how, grad_accumulation_steps):
         torch.testing.assert_close(records, expected, rtol=2e-5, atol=2e-5)
         assert tensors.keys() == expected_tensors.keys()

@@ -1,0 +1,131 @@
+"""Sequences that ranks share: losses and gradients are those of one process with the whole sequences."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from config.train_config import ParallelConfig, TrainConfig
+from mamba_fsdp.data.loader import Batch, split_step
+from mamba_fsdp.ops.attention import reference
+from mamba_fsdp.parallel.context import Context
+from mamba_fsdp.parallel.parallelize import checkpoint_blocks, compile_blocks, parallelize
+from tests.support.models import FAMILIES, small_model, some_tokens
+from tests.support.ranks import gradient_norm, run_ranks
+
+pytestmark = pytest.mark.torch22
+
+# Where documents start in each of two rows: at a cut, one behind it, in the first token of a part, nowhere.
+STARTS = {2: ([1], [5]), 37: ([10, 11, 19, 36], [16, 20]), 64: ([16, 32, 47], [99])}
+LENGTHS = {2: (37, 64), 3: (37,), 4: (2, 64)}  # by the number of ranks
+
+
+def whole_batch(length, documents):
+    tokens = some_tokens(2, length + 1)
+    places = torch.arange(length)
+    generator = torch.Generator().manual_seed(1)
+    seq_idx = None
+    if documents:
+        rows = [(places[:, None] >= torch.tensor(row)).sum(1) for row in STARTS[length]]
+        seq_idx = torch.stack(rows).int()
+    return Batch(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        seq_idx,
+        weights=torch.rand(2, length, dtype=torch.float64, generator=generator),
+    )
+
+
+def double_model(family, documents):
+    model = small_model(family, reset_at_documents=documents, compute_dtype=torch.float64)
+    return model.double()
+
+
+def loss_and_gradients(model, batch):
+    loss = model(
+        batch.tokens,
+        labels=batch.labels,
+        seq_idx=batch.seq_idx,
+        weights=batch.weights,
+        documents=batch.documents,
+    )
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def errors(world, how):
+    """The largest relative error of each case."""
+    settings = TrainConfig()
+    settings.parallel.context_parallel = world.size
+    context = Context.of(world, world.size)
+    found = {}
+    cases = [("hybrid", 64, True)]
+    if how == "eager":
+        cases = list(product(FAMILIES, LENGTHS[world.size], (False, True)))
+    for case in cases:
+        family, length, documents = case
+        settings.data.seq_length = length
+        batch = whole_batch(length, documents)
+        whole_model = double_model(family, documents)
+        model = double_model(family, documents)
+        if how == "compiled":
+            del whole_model.backbone.layers[2:], model.backbone.layers[2:]
+        expected = loss_and_gradients(whole_model, batch)
+        model.share_sequences(context)
+        if how == "recomputed":
+            checkpoint_blocks(model.backbone.layers, 1)
+            reference.MASK_ELEMENTS = 100
+        if how == "compiled":
+            torch.compile = partial(torch.compile, backend="aot_eager")
+            compile_blocks(model.backbone.layers)
+        part = split_step(settings, world.rank, world.size).part
+        results = loss_and_gradients(model, part.of(batch))
+        error = 0.0
+        for mine, whole in zip(results, expected):
+            total = world.all_reduce_sum(mine.clone())
+            error = max(error, float((total - whole).norm() / whole.norm()))
+        found[case] = error
+    return found
+
+
+def sharded_norms(world):
+    """The gradient's norm under FSDP, and under HSDP over pairs, of ranks that share sequences in pairs."""
+    settings = TrainConfig()
+    settings.parallel.context_parallel = 2
+    settings.data.seq_length = 37
+    layout = split_step(settings, world.rank, world.size)
+    batch = whole_batch(37, documents=True)
+    one_row = Batch(*(field[layout.rank : layout.rank + 1] for field in batch[:3]))
+    norms = []
+    for strategy in ("fsdp", "hsdp"):
+        model = small_model("everything", reset_at_documents=True)
+        model.share_sequences(Context.of(world, 2))
+        how = ParallelConfig(sharding_strategy=strategy, low_cpu_fsdp=False)
+        parallel = parallelize(model, how, world=world, compute_dtype=torch.float32, shard_size=2)
+        mine = layout.part.of(one_row)
+        loss = parallel.module(
+            mine.tokens, labels=mine.labels, seq_idx=mine.seq_idx, documents=mine.documents
+        )
+        loss.backward()
+        parallel.reduce_gradients()
+        norms.append(gradient_norm(world, parallel))
+    return norms
+
+
+def test_sharded_parts_come_to_the_whole():
+    batch = whole_batch(37, documents=True)._replace(weights=None)
+    _, *gradients = loss_and_gradients(double_model("everything", documents=True), batch)
+    expected = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+    for norms in run_ranks(4, sharded_norms):
+        assert norms == pytest.approx([expected, expected], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "size, how", [(2, "eager"), (2, "recomputed"), (2, "compiled"), (3, "eager"), (4, "eager")]
+)
+def test_parts_come_to_the_whole(size, how):
+    """Of lengths that no number of ranks divides, of fewer positions than ranks, with cuts anywhere in a document."""
+    for found in run_ranks(size, errors, how):
+        for case, error in found.items():
+            assert error < 1e-12, case
