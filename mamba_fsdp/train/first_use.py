@@ -29,6 +29,7 @@ import torch
 
 from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.loader import own_positions
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.model.lm import MambaLM
@@ -87,7 +88,7 @@ class Record:
     def read(cls, path: Path) -> "Record | None":
         like = dataclasses.asdict(cls({}, {"": ""}, {"": {"": ""}}, {"": 0.0}, [""], [""]))
         try:
-            return cls(**read_object(path, like, "delete it, and backends are chosen anew"))
+            return cls(**read_object(path, like, "delete it to choose backends again"))
         except FileNotFoundError:
             return None
 
@@ -119,8 +120,11 @@ class FirstUse:
         self.deterministic = training.deterministic
         self.seq_idx = settings.data.reset_at_documents
         self.dtype = DTYPES[training.mixed_precision]
-        self.shape = (training.batch_size, settings.data.seq_length)
-        self.uses = operator_uses(self.model, self.dtype, self.seq_idx, self.deterministic)
+        self.shape = (training.batch_size, own_positions(settings))
+        self.in_parts = settings.parallel.context_parallel > 1
+        self.uses = operator_uses(
+            self.model, self.dtype, self.seq_idx, self.deterministic, self.in_parts
+        )
         self.demanded = known.demands(self.kernels, self.uses)
         kinds = dict.fromkeys(self.model.layer_list())
         self.layers = [layer.mixer + "+mlp" * layer.mlp for layer in kinds]
@@ -144,6 +148,7 @@ class FirstUse:
             "kernels": self.kernels,
             "deterministic": self.deterministic,
             "reset_at_documents": self.seq_idx,
+            "sequences in parts": self.in_parts,
             "dtype": str(self.dtype),
             "batch_size, seq_length": self.shape,
             "model": vars(self.model),
@@ -231,10 +236,10 @@ class FirstUse:
             except Exception as error:  # a compiler's, a driver's, a library's
                 raise self.explained(error) from error
             if found.error > found.bound:
-                off = f"{found.error:.1g} of its largest value off"
-                raise UserError(f"{found.worst} is {off}, {found.bound:.1g} at most")
+                off = f"off by {found.error:.1g} of its largest value"
+                raise UserError(f"{found.worst} is {off}; {found.bound:.1g} is allowed")
             if not repeats:
-                raise UserError("it does not repeat bit for bit")
+                raise UserError("its results do not repeat bit for bit")
             sums += found.sums
         return sums
 
@@ -295,7 +300,7 @@ class FirstUse:
                 raise UserError(
                     f"only plain PyTorch is left for {operator}, far too slow to train with here "
                     f"({choice}); install mamba-ssm and causal-conv1d (an image with INSTALL_KERNELS=1), or Triton and a "
-                    f"C compiler; kernels={operator}=reference takes it all the same"
+                    f"C compiler; kernels={operator}=reference uses it anyway"
                 )
         return choice
 
@@ -333,14 +338,14 @@ class FirstUse:
         record = Record.read(own) or Record({})
         same_operators = record.backends.keys() | MIXER_PARTS == self.uses.keys() | MIXER_PARTS
         if same_operators and record.made_for["kernels"] == self.kernels:
-            return record, "as this run began"
+            return record, "chosen when this run began"
         record = Record(self.circumstances(), under_way=record.under_way)
         identity = hashlib.sha256(repr(record.made_for).encode()).hexdigest()
         shared = folder.parent / CACHES / "kernels" / f"{identity[:16]}.json"
         found = Record.read(shared)
         if found:
             found.write(own)
-            return found, f"as found before ({shared})"
+            return found, f"chosen for an earlier run ({shared})"
         choice = self.fastest(record, self.prove(record, own), own)
         record.backends = choice.backends
         record.passed = choice.passed
@@ -348,7 +353,7 @@ class FirstUse:
         with contextlib.suppress(OSError):  # the next run finds out by itself
             shared.parent.mkdir(parents=True, exist_ok=True)
             record.write(shared)
-        return record, "proved and timed"
+        return record, "tested and timed"
 
     # 5. At every start
 
@@ -399,7 +404,7 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[Choice, s
 
     def compare():
         if device == device0 and bits != bits0:
-            raise UserError(f"{here}: other bits than {where0}")
+            raise UserError(f"{here}: its bits differ from those of {where0}")
 
     try:
         device, bits = world.on_all_ranks(examine)
@@ -407,10 +412,10 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[Choice, s
         world.on_all_ranks(compare)
     except UserError as error:
         raise UserError(
-            f"the chosen kernels fail on {error}. Where one node is alone with it, its GPU or what is installed there is "
-            f"faulty: leave it out (--exclude=NODE). Else delete {folder / KERNELS} and {folder.parent / CACHES}/kernels to "
-            "choose anew, with other bits"
+            f"the chosen kernels fail on {error}. If only one node fails, its GPU or its installation is faulty: "
+            f"exclude it (--exclude=NODE). Otherwise delete {folder / KERNELS} and {folder.parent / CACHES}/kernels; "
+            "kernels are then chosen again, and results differ in their last bits"
         ) from None
     seconds = time.perf_counter() - began
-    said = f"{origin}, right on {world.size} ranks, {seconds:.1f} s"
+    said = f"{origin}; right on all {world.size} ranks, {seconds:.1f} s"
     return Choice(record.backends, record.passed), said

@@ -27,7 +27,7 @@ from mamba_fsdp.train.step_stats import StepStats, StepSums, sum_over_ranks
 from mamba_fsdp.train.stopping import StopRequest
 from mamba_fsdp.train.validation import validate
 
-ELSEWHERE = "asked on another rank"  # why this one stops
+ELSEWHERE = "requested on another rank"  # why this one stops
 AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbers are read
 
 
@@ -57,6 +57,7 @@ def train(
         stop_requested = False
         while len(under_way) > may_run_ahead:
             stats = finish_step(context, logger, saver, under_way.popleft())
+            stop.has_stepped = True
             if stats.stop_requested:
                 stop_requested = True
                 may_run_ahead = 0
@@ -168,7 +169,11 @@ def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
     """Returns the sum of the token losses (nats) of one micro batch."""
     heart.beat()
     return parallel.module(
-        batch.tokens, labels=batch.labels, seq_idx=batch.seq_idx, weights=batch.weights
+        batch.tokens,
+        labels=batch.labels,
+        seq_idx=batch.seq_idx,
+        weights=batch.weights,
+        documents=batch.documents,
     )
 
 
@@ -214,7 +219,7 @@ def update_weights(
     clip: float,
     lr: float,
 ) -> torch.Tensor:
-    """Takes one AdamW step, with the gradients times `factor`, which then have the norm
+    """Takes one step of the optimiser, with the gradients times `factor`, which then have the norm
     `gradient_norm`, clipped to the norm `clip` (0: not), unless the loss or the gradient is not
     finite. Returns 1 if it was applied, else 0: all are 0-dim fp64 tensors on the device."""
     if clip:
@@ -238,6 +243,6 @@ def describe_bad_samples(context: TrainContext, batches: list[Batch]) -> str:
         named.append("...")
     state = context.state
     return (
-        f"{state.skipped_in_a_row} steps in a row were not finite, the last is step {state.step}: "
-        f"samples {', '.join(named)}. Lower learning_rate, use mixed_precision=bf16, or look at these samples"
+        f"the loss or gradient of {state.skipped_in_a_row} steps in a row was not finite; the last is step "
+        f"{state.step}, of the samples {', '.join(named)}. Lower learning_rate, use mixed_precision=bf16, or look at these samples"
     )

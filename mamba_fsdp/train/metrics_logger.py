@@ -35,6 +35,7 @@ class MetricsLogger(contextlib.ExitStack):
         self.folder = folder
         self.console = console
         self.clock = Clock(step, world.size)
+        self.first_step = step + 1
         self.interval = settings.report.report_interval.steps(context.schedule.tokens_per_step)
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         self.peak_flops = None  # of all devices together; None where it is not known
@@ -91,6 +92,8 @@ class MetricsLogger(contextlib.ExitStack):
             report=is_due,
             seconds_left=self.clock.seconds_left(state.step, schedule.total_steps),
         )
+        if state.step == self.first_step:
+            self._write_status(state.step, "")
         if self.profiler:
             self.profiler.step()
 

@@ -1,36 +1,51 @@
-"""AdamW with weight decay on matrices only, and the loss scale of fp16."""
+"""AdamW or Muon with weight decay on matrices only, and the loss scale of fp16."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from config.train_config import OptimizerConfig
 from mamba_fsdp.model.spec import Parameter
 from mamba_fsdp.parallel.compat import has_fused_adamw
+from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.train.muon import Muon
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.train.step_stats import StepStats
 
 
 def make_optimizer(
-    parameters: Mapping[str, torch.nn.Parameter],
+    parallel: ParallelModel,
     spec: Mapping[str, Parameter],
     config: OptimizerConfig,
-    device: torch.device,
+    compute_dtype: torch.dtype,
 ) -> torch.optim.AdamW:
-    """AdamW over the local `parameters` by name; `spec` says which of them decay."""
-    decayed = [parameter for name, parameter in parameters.items() if spec[name].decay]
-    others = [parameter for name, parameter in parameters.items() if not spec[name].decay]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups,
+    """The optimiser of this rank's parts of the parameters; `spec` says which of them decay. Muon
+    orthogonalises in bf16 where the model computes in half precision: fp16 would lose small
+    momenta."""
+    decayed = []
+    others = []
+    rows = {}
+    for slot in parallel.slots:
+        parameter = spec[slot.name]
+        if config.optimizer == "muon" and parameter.rows:
+            rows[slot] = list(parameter.rows.values())
+        elif parameter.decay:
+            decayed.append(slot.local)
+        else:
+            others.append(slot.local)
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    adamw: dict[str, Any] = dict(
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.adam_epsilon,
-        fused=has_fused_adamw(device) or None,
+        weight_decay=config.weight_decay,
+        fused=has_fused_adamw(parallel.world.device) or None,
     )
+    if not rows:
+        return torch.optim.AdamW(groups, **adamw)
+    dtype = torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
+    return Muon(groups, rows, parallel.world, dtype, **adamw)
 
 
 class LossScale:

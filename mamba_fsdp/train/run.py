@@ -44,6 +44,7 @@ def run_training(
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     cpp.tune_process(world.device.type)
+    settings.training.settle_precision(world.device.type)
     console = Console(enabled=world.rank == 0)
     progress = Progress()
     try:
@@ -67,6 +68,8 @@ def run_training(
                 write_model = None
             finish(folder, last, write_model, console)
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not progress.has_stepped():
+            console.line("stopped    before the first step of this start: nothing was lost")
         folder.write_failure(progress.state.step, error)
         raise
     finally:
@@ -102,13 +105,12 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         validation_due = not was_done
     if state.step >= schedule.total_steps and not validation_due:
         console.line(
-            f"over       {folder.path} has all its {state.step} steps; raise num_steps to train on"
+            f"over       {folder.path} already has all its {state.step} steps; raise num_steps to train on"
         )
         return context.checkpointer.newest()
     if world.rank == 0:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(context.settings))
         folder.copy_tokenizer(one_for_all(context.sources.values()))
-        folder.write_status("running", state.step)
         facts = {"ranks": world.size, "from": context.begins}
         add_event(folder.path, "started", state.step, **facts)
     with (
@@ -116,6 +118,7 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         StopRequest(folder.path, world.rank == 0) as stop,
         MetricsLogger(context, folder, console) as logger,
     ):
+        console.passing("the first step ...")
         reason = loop.train(context, logger, stop, validation_due)
     if not reason:
         return context.checkpointer.newest()
@@ -154,4 +157,4 @@ def finish(
         # The checkpoint was verified by this run, when it committed it or at its start.
         write_model(checkpoint, folder.path / MODELS / checkpoint.name, verified=True)
     folder.write_status("finished", step)
-    console.line(f"finished   {step} steps; everything lies in {folder.path}")
+    console.line(f"finished   {step} steps; everything is in {folder.path}")

@@ -44,7 +44,7 @@ def run_length(settings: TrainConfig, sampler: Sampler) -> Duration:
     if not epochs:
         return settings.training.num_steps
     if settings.data.use_dummy_dataset:
-        raise UserError("num_epochs: made-up tokens have no end; give num_steps")
+        raise UserError("num_epochs: use_dummy_dataset has no epochs; give num_steps")
     windows = math.ceil(epochs * sampler.epoch_windows)
     return Duration(windows * settings.data.seq_length, "tok")
 
@@ -67,7 +67,7 @@ def schedule_run(
             state.first_tokens_per_step = state.tokens // state.step
     if state.global_batch not in (0, layout.global_batch):
         say(
-            f"batch      {layout.global_batch} samples a step from here on, {state.global_batch} before; "
+            f"batch      {layout.global_batch} samples per step from here on, {state.global_batch} before; "
             "global_batch_size keeps it the same on any number of ranks"
         )
     total_steps = length.count
@@ -97,7 +97,7 @@ def say_length(settings: TrainConfig, schedule: RunSchedule, say: Callable[[str]
     seq_length = settings.data.seq_length
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step
     say(
-        f"steps      {schedule.total_steps:,} of {schedule.layout.global_batch} x {seq_length} = "
+        f"steps      {schedule.total_steps:,} of {schedule.layout.global_batch:,} x {seq_length:,} = "
         f"{schedule.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, "
         f"{scaled(flops * schedule.total_steps, 'FLOP')} in all"
     )

@@ -91,8 +91,8 @@ class Saver:
             self._postpone(error)
             if self.failures >= limit:
                 raise type(error)(
-                    f"{self.failures} saves in a row failed (max_failed_saves), so that the run stops "
-                    f"rather than train unsaved; the last: {error}"
+                    f"{self.failures} saves in a row failed (max_failed_saves), and the run stops; "
+                    f"the last error: {error}"
                 ) from None
             return
         if self.failures and self.context.checkpointer.last != committed_before:

@@ -1,5 +1,5 @@
-"""The learning rate's factor over the run: cosine, wsd, linear, constant, annealing; and in a run
-made longer."""
+"""The learning rate's factor over the run: one formula for each `schedule`; and in a run made
+longer."""
 
 import math
 from collections.abc import Callable
@@ -18,9 +18,11 @@ class Schedule:
     `before + more` of `total`: all in steps, or all in tokens, of which the run's first step has
     `step`.
 
-    The first factor is not 0: x = before + more. Warm-up rises as x/W, in cosine as
-    1 - (1 - x/W)^2 (fms-fsdp); wsd is Composer's: 1 until the decay, then (N - x)/decay, never
-    below the floor.
+    x = before + more, so that the first factor is not 0. Warm-up rises as x/W; most then fall as
+    one of SHAPES to the floor at N: from W, those of wsd from N - decay, fms_cosine (fms-fsdp),
+    which rises as 1 - (1 - x/W)^2, from 0. wsd itself (Composer) falls as (N - x)/decay, never
+    below the floor; annealing (fms-fsdp) is 1 - before/N; inverse_sqrt is sqrt(T/(x - W + T)), T = W
+    or 10,000 steps; linear_from_start is what earlier versions of this program called linear.
     """
 
     def __init__(
@@ -32,11 +34,15 @@ class Schedule:
         warmup: int = AUTOMATIC,
         decay: int = AUTOMATIC,
         floor: float = 0.1,
+        power: float = 1.0,
+        cycles: int = 1,
         in_tokens: bool = False,
     ) -> None:
         self.kind = kind
         self.total = max(total, 1)
         self.floor = floor
+        self.power = power
+        self.cycles = cycles
         self.in_tokens = in_tokens
         steps = -(-self.total // step)
         if warmup <= AUTOMATIC and kind in ("annealing", "constant"):
@@ -47,6 +53,12 @@ class Schedule:
             decay = max(1, steps // 10) * step
         self.warmup = warmup
         self.decay = decay
+        self.timescale = warmup or 10_000 * step
+        self.fall_start = warmup
+        if kind == "fms_cosine":
+            self.fall_start = 0
+        elif kind.startswith("wsd"):
+            self.fall_start = self.total - decay
 
     def next_factor(self, state: TrainState, tokens_per_step: int, ahead: int = 0) -> float:
         """That of the step to come, after `ahead` steps that the state does not count yet."""
@@ -59,16 +71,49 @@ class Schedule:
         rise = 1.0
         if self.warmup:
             rise = min(1.0, x / self.warmup)
-        if self.kind == "cosine":
-            cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, x / self.total)))
-            return min(1 - (1 - rise) ** 2, self.floor + (1 - self.floor) * cosine)
-        if self.kind == "linear":
-            return min(rise, max(self.floor, 1 - (1 - self.floor) * x / self.total))
-        if self.kind == "wsd" and self.decay:
-            return min(rise, max(self.floor, (self.total - x) / self.decay))
+        if self.kind == "fms_cosine":
+            rise = 1 - (1 - rise) ** 2
+        return min(rise, self._fall(x, before))
+
+    def _fall(self, x: int, before: int) -> float:
+        """The factor at x where the warm-up is over."""
+        if self.kind == "constant":
+            return 1.0
         if self.kind == "annealing":
-            return min(rise, max(0.0, 1 - before / self.total))
-        return rise
+            return max(0.0, 1 - before / self.total)
+        if self.kind == "wsd":
+            return max(self.floor, (self.total - x) / self.decay) if self.decay else 1.0
+        if self.kind == "linear_from_start":
+            return max(self.floor, 1 - (1 - self.floor) * x / self.total)
+        if self.kind == "inverse_sqrt":
+            return math.sqrt(self.timescale / (x - self.warmup + self.timescale))
+        share = (x - self.fall_start) / max(1, self.total - self.fall_start)
+        shape = SHAPES[self.kind](self, min(1.0, max(0.0, share)))
+        return self.floor + (1 - self.floor) * shape
+
+    def _cosine(self, share: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * share))
+
+    def _restarted(self, share: float) -> float:
+        return self._cosine(self.cycles * share % 1) if share < 1 else 0.0
+
+    def _polynomial(self, share: float) -> float:
+        return (1 - share) ** self.power
+
+    def _root(self, share: float) -> float:
+        return 1 - math.sqrt(share)
+
+
+# From 1 to 0 over the share of the fall that has passed.
+SHAPES = {
+    "cosine": Schedule._cosine,
+    "fms_cosine": Schedule._cosine,
+    "wsd_cosine": Schedule._cosine,
+    "cosine_with_restarts": Schedule._restarted,
+    "linear": Schedule._polynomial,
+    "polynomial": Schedule._polynomial,
+    "wsd_sqrt": Schedule._root,
+}
 
 
 @dataclass(frozen=True)
@@ -118,20 +163,20 @@ def schedule_of(
         if not (math.isclose(*rates) or is_given or is_shorter):
             curve = former
             change = (
-                f"keeps its former curve, at {rates[0]:.2e} now, and stays where that ends; "
-                f"schedule_steps={length} would set {rates[1]:.2e}"
+                f"follows the former schedule, {rates[0]:.2e} now, and keeps the value at its end; "
+                f"schedule_steps={length} would make it {rates[1]:.2e}"
             )
         if not math.isclose(*rates):
             say(
-                f"schedule   its length was {former_length}, is {length}: the learning rate {change}"
+                f"schedule   its length was {former_length} and is now {length}: the learning rate {change}"
             )
 
     state.schedule = {"num_steps": str(length), "curve": asdict(curve)}
     schedule = _made(settings, curve, state, tokens_per_step)
     if curve != new and not schedule.factor(curve.total):
         raise UserError(
-            f"num_steps={length}: the learning rate is 0 from the end of the former {former_length} on, "
-            f"where nothing is learnt; schedule_steps={length} lets it follow the new length"
+            f"num_steps={length}: the schedule ends at {former_length}, and the learning rate is 0 after "
+            f"that; schedule_steps={length} gives the schedule the new length"
         )
     return schedule
 
@@ -146,6 +191,8 @@ def _made(settings: TrainConfig, curve: Curve, state: TrainState, tokens_per_ste
         step = 1
         warmup = config.warmup_steps.steps(tokens_per_step)
         decay = config.decay_steps.steps(tokens_per_step)
+    if config.warmup_ratio:
+        warmup = math.ceil(config.warmup_ratio * curve.total)
     return Schedule(
         config.schedule,
         curve.total,
@@ -153,5 +200,7 @@ def _made(settings: TrainConfig, curve: Curve, state: TrainState, tokens_per_ste
         warmup=warmup,
         decay=decay,
         floor=config.min_learning_rate_ratio,
+        power=config.polynomial_power,
+        cycles=config.restart_cycles,
         in_tokens=curve.in_tokens,
     )

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from config.presets import title
-from config.train_config import TrainConfig
+from config.train_config import DataConfig, TrainConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.conventions import DTYPES
@@ -26,18 +26,18 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
 from mamba_fsdp.ops.backends import resolve_backends
+from mamba_fsdp.parallel.context import Context
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import expected_memory
 from mamba_fsdp.report.console import scaled
-from mamba_fsdp.run_layout import CHECKPOINTS, committed
 from mamba_fsdp.train import first_use
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.run_schedule import RunSchedule, run_length, say_length, schedule_run
-from mamba_fsdp.train.start import Weights, start
+from mamba_fsdp.train.start import Weights, say_start, start
 from mamba_fsdp.train.state import TrainState
 
 Say = Callable[[str], None]  # prints a line, on rank 0
@@ -81,20 +81,23 @@ def set_up(
 ) -> TrainContext | None:
     """Prepares a run; all ranks call it. weights: of init_from. Returns None for a dry run. Raises
     UserError where things don't fit."""
-    layout = split_step(settings.training, world.rank, world.size)
-    backends = choose_backends(settings, world, folder, say)
-
+    layout = split_step(settings, world.rank, world.size)
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file
     # system busy.
-    data = world.on_rank0(partial(open_data, settings, say))
+    data = world.on_rank0(partial(open_data, settings))
+    backends = choose_backends(settings, world, folder, say)
+    say_data(settings.data, data, say)
     if settings.training.dry_run:
-        say_what_a_run_would_do(settings, folder, layout, data, say)
+        tokens = one_for_all(data.sources.values()) if data.sources else None
+        say_start(settings, tokens, world, weights, say)
+        say_steps(settings, layout, data, say)
         return None
 
     checkpointer = make_checkpointer(settings, world, folder, layout, say)
     parallel = build_model(settings, world, backends)
     spec = parameters(settings.model)
-    optimizer = make_optimizer(parallel.parameters(), spec, settings.optimizer, world.device)
+    dtype = DTYPES[settings.training.mixed_precision]
+    optimizer = make_optimizer(parallel, spec, settings.optimizer, dtype)
 
     tokens = one_for_all(data.sources.values())
     state, begins = start(settings, tokens, parallel, optimizer, checkpointer, weights, say)
@@ -149,7 +152,13 @@ def choose_backends(
         say(f"kernels    {choice}; {origin}")
     else:
         dtype = DTYPES[training.mixed_precision]
-        uses = operator_uses(model, dtype, settings.data.reset_at_documents, training.deterministic)
+        uses = operator_uses(
+            model,
+            dtype,
+            settings.data.reset_at_documents,
+            training.deterministic,
+            settings.parallel.context_parallel > 1,
+        )
         choice = resolve_backends(training.kernels, world.device.type, uses)
         say(f"kernels    {choice}")
     memory = expected_memory(settings, world, choice.backends)
@@ -167,29 +176,27 @@ def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
     on_gpu = world.device.type == "cuda"
     if on_gpu and needed > LARGEST_ERROR * there:
         raise UserError(
-            f"a GPU needs at least {scaled(needed, 'B')} and has {scaled(there, 'B')}: {TAKES_LESS}"
+            f"this needs at least {scaled(needed, 'B')} of a GPU, which has {scaled(there, 'B')}: {TAKES_LESS}"
         )
     if on_gpu and needed > there:
-        say(f"warning    that is all that the GPU has, {scaled(there, 'B')}: {TAKES_LESS}")
+        say(f"warning    the GPU has only {scaled(there, 'B')}: {TAKES_LESS}")
     on_machine = needed * world.local_size
     if not on_gpu and on_machine > 0.4 * there:
         say(
-            f"warning    {scaled(on_machine, 'B')} of the machine's {scaled(there, 'B')}, where the "
+            f"warning    {scaled(on_machine, 'B')} of the machine's {scaled(there, 'B')} are needed, and "
             f"reference backends may take twice as much: {TAKES_LESS}"
         )
 
 
-def open_data(settings: TrainConfig, say: Say) -> Data:
+def open_data(settings: TrainConfig) -> Data:
     """Opens what the settings name, on rank 0. Raises UserError where one is missing or doesn't
     fit."""
     vocab_size = settings.model.vocab_size
     if settings.data.use_dummy_dataset:
         dummy = DummySource(vocab_size)
-        say("data       made-up tokens, for benchmarks; no validation")
         name = dummy.path.name
         return Data({name: dummy}, {name: 1.0}, [])
     if settings.training.dry_run and missing_builtin(settings.data):
-        say(f"data       {settings.data.dataset_path}, which a run makes first")
         return Data({}, {}, [])
     sources, shares = training_sources(settings.data)
     validation = validation_sources(settings.data)
@@ -202,10 +209,19 @@ def open_data(settings: TrainConfig, say: Say) -> Data:
                 f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; "
                 f"set vocab_size={store.vocab_size}"
             )
-    read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in sources.values())
-    validated = ", ".join(str(store.path) for store in validation) or "none"
-    say(f"data       {read}; validation: {validated}")
     return Data(sources, shares, validation)
+
+
+def say_data(config: DataConfig, data: Data, say: Say) -> None:
+    if config.use_dummy_dataset:
+        say("data       made-up tokens, for benchmarks; no validation")
+    elif not data.sources:
+        say(f"data       {config.dataset_path}, which the run makes first")
+    else:
+        stores = data.sources.values()
+        read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in stores)
+        validated = ", ".join(str(store.path) for store in data.validation) or "none"
+        say(f"data       {read}; validation: {validated}")
 
 
 def make_sampler(settings: TrainConfig, data: Data, state: TrainState) -> Sampler:
@@ -214,13 +230,8 @@ def make_sampler(settings: TrainConfig, data: Data, state: TrainState) -> Sample
     return Sampler(data.sources, data.shares, seq_length, seed, state=state.data or None)
 
 
-def say_what_a_run_would_do(
-    settings: TrainConfig, folder: RunFolder, layout: BatchLayout, data: Data, say: Say
-) -> None:
+def say_steps(settings: TrainConfig, layout: BatchLayout, data: Data, say: Say) -> None:
     """The end of a dry run."""
-    checkpoints = committed(folder.path / CHECKPOINTS)
-    if checkpoints:
-        say(f"resumes    from {checkpoints[-1].name}, if it is whole")
     if data.sources:
         state = TrainState()
         length = run_length(settings, make_sampler(settings, data, state))
@@ -255,4 +266,7 @@ def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -
             compute_dtype=dtype,
             reset_at_documents=settings.data.reset_at_documents,
         )
+    sharing = settings.parallel.context_parallel
+    if sharing > 1:
+        network.share_sequences(Context.of(world, sharing))
     return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)

@@ -12,13 +12,16 @@ from config import resolve
 from config.model_config import checked_model
 from config.train_config import TrainConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.restore import Check, Restored, restore
+from mamba_fsdp.checkpoint.contents import read_state
+from mamba_fsdp.checkpoint.restore import Check, Restored, find_checkpoint, newest_whole, restore
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import check_tokenizer
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import ParallelModel, fill_parts
-from mamba_fsdp.run_layout import is_own
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.run_layout import CHECKPOINTS, is_own
 from mamba_fsdp.train.state import TrainState
 
 
@@ -86,7 +89,7 @@ def start(
 
     if resumed:
         first = config.init_from or origin
-        other = f"; {first} was for its first start" if first and not is_own_folder else ""
+        other = f"; {first} applied to its first start only" if first and not is_own_folder else ""
         say(f"resumes    from {source}, step {state.step}{other}")
     elif source is not None:
         say(f"starting   from {begins}")
@@ -96,6 +99,39 @@ def start(
         )
     state.tokenizer = tokens.tokenizer
     return state, begins
+
+
+def say_start(
+    settings: TrainConfig,
+    tokens: Source | None,
+    world: World,
+    weights: Weights | None,
+    say: Callable[[str], None],
+) -> None:
+    """Says from which checkpoint `start` would start. Raises UserError where it is another model's, or has learnt
+    other tokens. tokens: None where they are not made yet."""
+    origin = settings.checkpoint.load_ckpt_path
+    run = settings.checkpoint.save_ckpt_path
+    check = check_of_model(settings, "save_ckpt_path")
+    choice = newest_whole(Path(run, CHECKPOINTS), world, say)
+    if choice:
+        source = choice.path
+        say(f"resumes    from {source}")
+    elif origin and not weights and not is_own(origin, run):
+        check = check_of_model(settings, "load_ckpt_path")
+        source = find_checkpoint(origin, world, say)
+        say(f"starting   from {source}")
+    else:
+        return
+
+    def compare() -> None:
+        saved = read_state(source).state
+        check(saved, source)
+        if tokens and not settings.data.allow_other_tokenizer:
+            learnt = TrainState.from_saved(saved, source).tokenizer
+            check_tokenizer(tokens.path, tokens.tokenizer, source, [learnt])
+
+    world.on_rank0(compare)
 
 
 def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
@@ -111,13 +147,19 @@ def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
 
 
 def check_of_model(settings: TrainConfig, named_by: str) -> Check:
-    """What raises UserError where a checkpoint holds another model than the settings'. named_by: the
-    setting that leads to the checkpoint."""
+    """What raises UserError where a checkpoint holds another model than the settings', or another
+    optimiser's state. named_by: the setting that leads to the checkpoint."""
 
     def check(saved: dict, checkpoint: Path) -> None:
         remedy = f"; give these settings again, or another {named_by}"
         model = checked_model(checkpoint, saved["settings"]["model"])
         resolve.check_same_model(settings, model, str(checkpoint), remedy)
+        there = saved["settings"].get("optimizer", {}).get("optimizer", "adamw")
+        if there != settings.optimizer.optimizer:
+            raise UserError(
+                f"{checkpoint} holds the state of optimizer={there}; give that again, or begin another run "
+                f"with its weights: init_from={checkpoint}"
+            )
 
     return check
 

@@ -48,12 +48,12 @@ class TrainState:
         fields raise UserError."""
         progress = saved.get("progress")
         if not isinstance(progress, dict):
-            raise UserError(f"{checkpoint}: its state is not that of a training")
+            raise UserError(f"{checkpoint}: its state.json does not hold the state of a run")
         initial = asdict(cls())
         known = {name: value for name, value in progress.items() if name in initial}
         for name, value in known.items():
             if not isinstance(value, (type(initial[name]), int)):
-                raise UserError(f"{checkpoint}: its state is not that of a training")
+                raise UserError(f"{checkpoint}: its state.json does not hold the state of a run")
         unknown = progress.keys() - initial.keys() - RETIRED
         if unknown:
             raise UserError(

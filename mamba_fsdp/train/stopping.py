@@ -26,6 +26,7 @@ class StopRequest:
     def __init__(self, run_folder: Path, on_rank0: bool) -> None:
         self.reason = ""
         self.interrupted = False
+        self.has_stepped = False  # the loop says so
         self.next_look = 0.0
         # Under torchrun the launcher says it.
         self.announces = on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ
@@ -53,8 +54,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
-            if self.interrupted:
-                raise KeyboardInterrupt  # twice: the user does not want to wait for the checkpoint
+            if self.interrupted or not self.has_stepped:
+                raise KeyboardInterrupt  # twice: nobody wants to wait; or there is nothing to save
             self.interrupted = True
         if not self.reason:
             self.reason = signal.Signals(number).name

@@ -83,7 +83,13 @@ def evaluate(
             module.train(was_training)
             return math.nan, 0
         here = batch.to(world.device)
-        loss = module(here.tokens, labels=here.labels, seq_idx=here.seq_idx, weights=here.weights)
+        loss = module(
+            here.tokens,
+            labels=here.labels,
+            seq_idx=here.seq_idx,
+            weights=here.weights,
+            documents=here.documents,
+        )
         loss_sum += float(loss)
         weight += batch.total_weight()
         tokens += float((batch.labels != IGNORED_LABEL).sum())
@@ -91,7 +97,7 @@ def evaluate(
     loss_sum, weight, tokens = world.all_reduce_sum([loss_sum, weight, tokens])
     if not weight:
         raise UserError(
-            "of what is to be evaluated no token counts in the loss; choose other data (in a training run: "
+            "no token of the data counts in the loss; choose other data (in a training run: "
             "another validation_path, or none)"
         )
     return loss_sum / weight, int(tokens)

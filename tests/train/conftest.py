@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from config import resolve
+import mamba_fsdp
 from mamba_fsdp.data.store import StoreWriter
 from tests.support.tiny import TINY
 
@@ -52,18 +52,10 @@ def train(corpus, tiny_file, capsys):
     """train(run folder, **settings) -> what it printed, in this process. As training.py does it."""
 
     def run_here(run, **given):
-        from mamba_fsdp.interop.convert import publish
-        from mamba_fsdp.train.run import run_training
-        from mamba_fsdp.verbs.loading import starting_weights
-
-        words = {
-            key: str(value)
-            for key, value in {"dataset_path": corpus, "save_ckpt_path": run, **given}.items()
-        }
         capsys.readouterr()
         try:
-            settings, explicit = resolve.resolve_settings(words, tiny_file)
-            run_training(settings, starting_weights(settings, explicit), write_model=publish)
+            words = {"dataset_path": corpus, "save_ckpt_path": run, **given}
+            mamba_fsdp.train(tiny_file, **words)
         finally:  # what training sets for its whole process
             torch.set_flush_denormal(False)
             torch.use_deterministic_algorithms(False)

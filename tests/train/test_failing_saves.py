@@ -115,7 +115,8 @@ def test_a_run_that_can_t_save_stops(train, tmp_path, failing, number, code):
     train(tmp_path, **LONG | {"num_steps": 2})
     begun = failing(10**9, number)
     with pytest.raises(
-        UserError, match="^3 saves in a row failed .max_failed_saves.*the last: .*step 8 could"
+        UserError,
+        match="^3 saves in a row failed .max_failed_saves.*the last error: .*step 8 could",
     ) as told:
         train(tmp_path, **LONG, max_failed_saves=3)
     assert begun == [4, 6, 8] and told.value.exit_code == code

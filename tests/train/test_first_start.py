@@ -46,7 +46,7 @@ def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
     remove(origin)
     said = train(tmp_path / "run", num_steps=2, **{setting: origin}, **model)
     assert (
-        f"step_00000001, step 1; {origin} was for its first start" in said
+        f"step_00000001, step 1; {origin} applied to its first start only" in said
         and "finished   2 steps" in said
     )
     with pytest.raises(UserError, match=rf"{tmp_path}/run.* another model .*expand=1 \(there 4\)"):
@@ -66,7 +66,7 @@ def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, mo
     for path in ("data/mine", "builtin", str(tmp_path)):
         assert not missing_builtin(DataConfig(path))
     make_missing_builtin(DataConfig("data/builtin/"))
-    assert made == [("builtin", folder)]
+    assert made == [("builtin", "data/builtin")]
     (folder / "train").mkdir(parents=True)
     assert missing_builtin(DataConfig(str(folder))) == folder, "an empty folder"
     (folder / "train/index.json").touch()
@@ -77,7 +77,7 @@ def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, mo
 
 def test_a_dry_run_does_not_make_it(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "data       data/builtin, which a run makes first" in train(
+    assert "data       data/builtin, which the run makes first" in train(
         "run", dataset_path="data/builtin", dry_run=True
     )
     assert not list(tmp_path.iterdir())

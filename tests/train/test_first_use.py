@@ -91,7 +91,8 @@ def choose(folder, world=None, **given):
 def tensors_of(operator):
     package, name = FUNCTIONS[operator]
     names = list(inspect.signature(getattr(package.BACKENDS["reference"], name)).parameters)
-    numbers = {"seq_idx", "initial_state", "return_last_state", "chunk_size", "eps", "group_size"}
+    numbers = {"seq_idx", "initial_state", "return_last_state", "chunk_size"}
+    numbers |= {"eps", "group_size", "norm_first"}
     return [(operator, name, names.index(name)) for name in names if name not in numbers] + [
         (operator, "result", -1)
     ]
@@ -123,10 +124,10 @@ def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, monkeypatch):
     monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", negate(1)))
     choice, origin = choose(tmp_path / "run")
     assert choice.backends == {**REFERENCE_OF_MAMBA1, "scan": "cpp"}
-    assert "conv not cpp: gradient of mixer.conv1d.weight is 2 of its largest value off" in str(
+    assert "conv not cpp: gradient of mixer.conv1d.weight is off by 2 of its largest value" in str(
         choice
     )
-    assert origin.startswith("proved and timed, right on 1 ranks")
+    assert origin.startswith("tested and timed; right on all 1 ranks")
     monkeypatch.setitem(scan.BACKENDS, "cpp", changed("scan", fail))
     said = r"only plain PyTorch is left for scan.*not cpp: RuntimeError: out of resources: shared memory\).*install"
     with pytest.raises(UserError, match=said):
@@ -164,7 +165,7 @@ def test_a_backend_that_does_not_repeat_is_not_deterministic(tmp_path, monkeypat
     assert choose(tmp_path / "run")[0].backends["conv"] == "cpp"
     choice, _ = choose(tmp_path / "repeating", deterministic=True)
     assert choice.backends == {**REFERENCE_OF_MAMBA1, "scan": "cpp"}
-    assert "conv not cpp: it does not repeat bit for bit" in str(choice)
+    assert "conv not cpp: its results do not repeat bit for bit" in str(choice)
 
 
 def test_the_faster_one_is_taken_and_kept(tmp_path, monkeypatch):
@@ -176,16 +177,18 @@ def test_the_faster_one_is_taken_and_kept(tmp_path, monkeypatch):
     times = {"cpp": 2.0, "triton": 1.0}
     monkeypatch.setattr(FirstUse, "milliseconds", lambda self, chosen: times[chosen["scan"]])
     choice, origin = choose(tmp_path / "run")
-    assert choice.backends["scan"] == "triton" and origin.startswith("proved and timed")
+    assert choice.backends["scan"] == "triton" and origin.startswith("tested and timed")
     record = json.loads((tmp_path / "run" / "kernels.json").read_text())
     assert sorted(record["milliseconds"].values()) == [1.0, 2.0]
     assert record["made_for"]["torch"] in torch.__version__ and not record["under_way"]
     times["triton"] = 3.0
-    assert choose(tmp_path / "run")[1].startswith("as this run began, right on 1 ranks")
+    assert choose(tmp_path / "run")[1].startswith(
+        "chosen when this run began; right on all 1 ranks"
+    )
     choice, origin = choose(tmp_path / "next")
-    assert choice.backends["scan"] == "triton" and origin.startswith("as found before (")
+    assert choice.backends["scan"] == "triton" and origin.startswith("chosen for an earlier run (")
     choice, origin = choose(tmp_path / "run", precision="bf16", kernels="conv=cpp")
-    assert choice.backends["scan"] == "cpp" and origin.startswith("proved and timed")
+    assert choice.backends["scan"] == "cpp" and origin.startswith("tested and timed")
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(
         UserError, match="scan can't be triton: triton does not load .*kernels.json and"
@@ -242,8 +245,13 @@ def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
     assert one == other
     here = f"the chosen kernels fail on rank 1 on {socket.gethostname()}: "
     assert "conv not cpp: gradient of mixer.conv1d.weight" in one[0]
-    assert one[1].startswith(here + "gradient of mixer.conv1d.weight is 2 of its largest value off")
-    assert one[2].startswith(here + "other bits than rank 0") and "--exclude=NODE" in one[2]
+    assert one[1].startswith(
+        here + "gradient of mixer.conv1d.weight is off by 2 of its largest value"
+    )
+    assert (
+        one[2].startswith(here + "its bits differ from those of rank 0")
+        and "--exclude=NODE" in one[2]
+    )
 
 
 def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
@@ -251,8 +259,8 @@ def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
     monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
     run = tmp_path / "run"
     more = {"kernels": "auto", "eval_interval": 0, "publish": "false"}
-    assert "; proved and" not in train(run, dry_run=True, kernels="auto")
-    assert "loss; proved and timed, right on 1 ranks, " in train(run, num_steps=2, **more)
+    assert "; tested and" not in train(run, dry_run=True, kernels="auto")
+    assert "loss; tested and timed; right on all 1 ranks, " in train(run, num_steps=2, **more)
     monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", negate(1)))
     with pytest.raises(
         UserError, match="the chosen kernels fail on rank 0 .* delete .*kernels.json"
@@ -260,4 +268,6 @@ def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
         train(run, num_steps=4, **more)
     monkeypatch.undo()
     monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
-    assert "loss; as this run began, right on 1 ranks, " in train(run, num_steps=4, **more)
+    assert "loss; chosen when this run began; right on all 1 ranks, " in train(
+        run, num_steps=4, **more
+    )

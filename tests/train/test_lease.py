@@ -163,7 +163,7 @@ def test_a_run_that_ended_without_a_word_is_not_called_running(tmp_path, capsys,
     (tmp_path / "checkpoints/step_00000007/COMMIT").touch()
     write_status(tmp_path, "running", 3)
     left_by(tmp_path, **{**asdict(Holder.this_process()), **holder})
-    inspect.main(str(tmp_path))
+    inspect.main(str(tmp_path), inspect.Options())
     told = read_status(tmp_path)
     assert (told["status"], told["step"]) == (status, 3 if status == "running" else 7)
     killed = f"killed: the run of process {os.getpid()} on {module.socket.gethostname()}, begun "

@@ -32,8 +32,8 @@ def test_another_global_batch_is_told_once():
         for _ in range(3):
             state.advance(samples, 256 * samples, 1.0, applied=True, excused=False)
     assert [line.split("; ")[0] for line in said] == [
-        "batch      2 samples a step from here on, 4 before",
-        "batch      4 samples a step from here on, 2 before",
+        "batch      2 samples per step from here on, 4 before",
+        "batch      4 samples per step from here on, 2 before",
     ]
 
 
@@ -52,7 +52,7 @@ def test_a_run_of_epochs_resumes_and_is_lengthened(train, tmp_path, weights_of, 
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "broken"))
     assert "over " in train(tmp_path / "whole", num_epochs=0.9, **common)
     said = train(tmp_path / "whole", num_epochs=1.8, **common)
-    assert "keeps its former curve" in said and metrics_of(tmp_path / "whole")[-1]["step"] in (
+    assert "follows the former schedule" in said and metrics_of(tmp_path / "whole")[-1]["step"] in (
         2 * whole,
         2 * whole - 1,
     )

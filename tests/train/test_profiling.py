@@ -34,6 +34,15 @@ def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, refused
     assert len(said) == warned
 
 
+def test_a_machine_without_a_gpu_that_is_too_small_is_warned_of(monkeypatch):
+    """Much of it may never be touched, and it may swap: no reason to refuse."""
+    machine = Instance("cpu", 1, 25.0)
+    monkeypatch.setattr("mamba_fsdp.train.setup.machine_at_hand", lambda: machine)
+    said = []
+    check_memory({"activations": 401 * 10**9}, World(0, 1, 0, 1, torch.device("cpu")), said.append)
+    assert len(said) == 1 and said[0].startswith("warning    401.0 GB of the machine's 25.0 GB")
+
+
 @pytest.mark.slow
 def test_too_little_memory_on_a_gpu_says_what_helps(train, tmp_path, change_loss, monkeypatch):
     def fail(state, true_loss):

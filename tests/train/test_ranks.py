@@ -1,15 +1,17 @@
 """The same run on any number of ranks: equal losses, and a checkpoint resumes on other ranks and strategies."""
 
 import os
+import signal
 import time
 from datetime import timedelta
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from config import resolve
-from mamba_fsdp.checkpoint import files
+from mamba_fsdp.checkpoint import contents, files
 from mamba_fsdp.train import loop, run
 from tests.support.forked import said_by, start_ranks
 from tests.support.ranks import run_ranks
@@ -67,12 +69,20 @@ def train_changed(world, change, words, file, files):
 def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(
     train_on, tmp_path, metrics_of
 ):
-    """Also from the first step on; nothing is lost or repeated where another number of ranks resumes."""
+    """Also from the first step on, and where ranks share sequences; nothing is lost or repeated where another number of
+    ranks resumes."""
     train_on(1, tmp_path / "whole", num_steps=8, batch_size=2)
     relay = tmp_path / "relay"
-    legs = ((4, "fsdp"), (2, "ddp"), (3, "fsdp"), (1, "none"))
-    for steps, (ranks, strategy) in zip((2, 4, 6, 8), legs):
-        said = train_on(ranks, relay, num_steps=steps, sharding_strategy=strategy, batch_size=1)
+    legs = ((4, "fsdp", 2), (2, "ddp", 1), (3, "fsdp", 3), (1, "none", 1))
+    for steps, (ranks, strategy, sharing) in zip((2, 4, 6, 8), legs):
+        said = train_on(
+            ranks,
+            relay,
+            num_steps=steps,
+            sharding_strategy=strategy,
+            context_parallel=sharing,
+            batch_size=1,
+        )
         assert steps == 2 or f"step {steps - 2}" in said
         assert (
             ranks == 1 or "slowest_rank" in (relay / "metrics.jsonl").read_text().splitlines()[-2]
@@ -82,6 +92,54 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(
         for run in (tmp_path / "whole", relay)
     )
     assert parts == pytest.approx(whole, rel=2e-5)
+
+
+HYBRID = {  # something of each family of hybrids in one model
+    "layers": "mamba1,mamba2/attention+mlp,mlp",
+    "n_layer": 3,
+    "d_ssm": 24,
+    "headdim": 8,
+    "bcdt_norm_eps": 1e-6,
+    "ssm_norm": "before",
+    "n_head": 2,
+    "n_kv_head": 1,
+    "rope_scaling": "yarn,factor=4,beta_fast=3,beta_slow=1,attention_factor=1.1,original_max_position_embeddings=16",
+    "d_intermediate": 24,
+    "mlp_activation": "relu2",
+    "multipliers": "embedding=3,residual=0.7,logits=2,ssm_in=1.2,ssm_B=0.5,attention_out=0.8,attention_k=0.6,mlp_out=0.9",
+    "reset_at_documents": True,
+}
+
+
+def die_in_step_4(rank, batch_loss=loop.batch_loss):
+    batches = []
+
+    def dying(parallel, batch):
+        batches.append(batch)
+        if len(batches) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch_loss(parallel, batch)
+
+    loop.batch_loss = dying
+
+
+@pytest.mark.slow
+def test_hybrids_resume_a_killed_run_to_the_bit(train_on, run_changed, tmp_path, weights_of):
+    """On two ranks that share the weights; and with whole weights each they train the same model."""
+    steps = {"num_steps": 5, "global_batch_size": 4, "eval_interval": 5, **HYBRID}
+    train_on(2, tmp_path / "whole", **steps, sharding_strategy="fsdp")
+    _, ended_well = run_changed(die_in_step_4, **steps, sharding_strategy="fsdp")
+    assert not ended_well
+    said = train_on(2, tmp_path / "run", **steps, sharding_strategy="fsdp")
+    assert "step_00000002" in said
+    whole = weights_of(tmp_path / "whole")
+    resumed = weights_of(tmp_path / "run")
+    assert whole.keys() == resumed.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
+    train_on(2, tmp_path / "ddp", **steps, sharding_strategy="ddp")
+    for name, tensor in weights_of(tmp_path / "ddp").items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-3, atol=1e-4)
 
 
 def stick_in_step_2(rank, batch_loss=loop.batch_loss):
@@ -99,13 +157,13 @@ def stick_in_step_2(rank, batch_loss=loop.batch_loss):
 def slow_disk(seconds, rank):
     """Rank 1 waits at each piece that it hashes: twenty when it writes, eighteen when it verifies."""
 
-    class Slow(files.Crc32):
+    class Slow(contents.Crc32):
         def update(self, data):
             if rank == 1 and len(data) > 1000:
                 time.sleep(seconds)
             super().update(data)
 
-    files.HASHES["xxh3"] = Slow
+    contents.HASHES["xxh3"] = Slow
     files.BLOCK = files.READ_BLOCK = 8000
 
 

@@ -45,7 +45,9 @@ def test_a_log_that_is_cut_short_while_the_run_lives_is_never_made_longer(tmp_pa
     metrics.write({"step": 5}, {"step": 6})
     assert b"\0" not in path.read_bytes()
     assert [entry["step"] for entry in records.read(path)] == [3, 6]
-    assert capsys.readouterr().err.count("metrics.jsonl: line 2 is no entry of a run; such") == 1
+    assert (
+        capsys.readouterr().err.count("metrics.jsonl: line 2 is not an entry of a run; such") == 1
+    )
     records.Log(path, 3).write({"step": 4})
     assert [entry["step"] for entry in records.read(path)] == [3, 4]
 

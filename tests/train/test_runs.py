@@ -146,8 +146,20 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     )
     train(tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    assert "resumes    from step_00000006" in train(tmp_path / "run", dry_run=True)
+    newest = tmp_path / "run/checkpoints/step_00000006"
+    assert f"resumes    from {newest}" in train(tmp_path / "run", dry_run=True)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    for other in ({"save_ckpt_path": tmp_path / "run"}, {"load_ckpt_path": tmp_path / "run"}):
+        (named_by,) = other
+        with pytest.raises(UserError, match=f"d_model=32 .there 16.; .* another {named_by}"):
+            train(tmp_path / "new", d_model=32, dry_run=True, **other)
+    assert f"starting   from {newest}" in train(
+        tmp_path / "new", dry_run=True, load_ckpt_path=tmp_path / "run"
+    )
+    with open(newest / "rank_00000.safetensors", "r+b") as file:
+        file.write(b"broken")
+    said = train(tmp_path / "run", dry_run=True)
+    assert f"{newest} is broken and is skipped" in said and f"resumes    from {newest}" not in said
 
 
 def test_a_finished_run_has_nothing_to_do(train, tmp_path):
@@ -219,21 +231,27 @@ def test_starting_from_another_run(train, tmp_path, metrics_of):
         ),
         (
             {"save_ckpt_path": "tests/train"},
-            "save_ckpt_path tests/train holds other things and no run",
+            "save_ckpt_path tests/train is not a run folder",
         ),
     ],
 )
-def test_mistakes_found_at_the_start(train, tmp_path, given, message):
+def test_mistakes_found_at_the_start(train, tmp_path, given, message, capsys):
+    """Those in the data before the model is told."""
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         train(tmp_path / "run", **given)
+    if given.keys() & {"dataset_path", "datasets", "validation_path", "vocab_size"}:
+        assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("given", [{"dataset_path": "/nowhere"}, {"d_model": 32}], ids=str)
-def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_path, given):
-    """Nobody reads `finished` of a run whose last start came to nothing; a good start mends it."""
+def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_path):
+    """Nobody reads `finished` of a run whose last start came to nothing; a good start mends it. What is refused before
+    it has the folder changes nothing there."""
     train(tmp_path)
+    with pytest.raises(UserError):
+        train(tmp_path, dataset_path="/nowhere")
+    assert read_status(tmp_path)["status"] == "finished"
     with pytest.raises(UserError) as failure:
-        train(tmp_path, **given)
+        train(tmp_path, d_model=32)
     status = read_status(tmp_path)
     assert (status["status"], status["step"]) == ("failed", 6) and str(failure.value) in status[
         "reason"

@@ -124,7 +124,7 @@ def test_bad_samples_are_those_of_the_last_bad_step(train, tmp_path, lose, ahead
     monkeypatch.setattr(Loader, "step", noted)
     lose(lambda step: float("nan") if step in (2, 3) else 1.0)
     with pytest.raises(
-        UserError, match="2 steps in a row were not finite, the last is step 3: "
+        UserError, match="of 2 steps in a row was not finite; the last is step 3, of the samples "
     ) as said:
         train(tmp_path, eval_interval=0, checkpoint_interval=6, max_skipped_steps=2)
     assert max(drawn) == 3 + ahead and f"samples {', '.join(drawn[3])}. " in str(said.value)

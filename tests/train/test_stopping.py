@@ -13,6 +13,7 @@ def test_a_signal_is_a_request_and_the_old_handler_comes_back(tmp_path, number):
     before = signal.getsignal(number)
     with stopping.StopRequest(tmp_path, True) as stop:
         assert not stop.look()
+        stop.has_stepped = True
         os.kill(os.getpid(), number)
         assert stop.look() and stop.reason == number.name
     assert signal.getsignal(number) == before
@@ -30,14 +31,22 @@ def test_under_nohup_a_terminal_that_closes_is_no_request(tmp_path):
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path):
-    with pytest.raises(KeyboardInterrupt), stopping.StopRequest(tmp_path, True):
+    with pytest.raises(KeyboardInterrupt), stopping.StopRequest(tmp_path, True) as stop:
+        stop.has_stepped = True
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun's, in between
+        assert stop.reason == "SIGINT"
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_before_the_first_step_ctrl_c_does_not_wait(tmp_path):
+    with pytest.raises(KeyboardInterrupt), stopping.StopRequest(tmp_path, True):
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_two_signals_are_one_request(tmp_path, capsys):
     with stopping.StopRequest(tmp_path, True) as stop:
+        stop.has_stepped = True
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)  # the launcher's
         assert stop.look() and stop.reason == "SIGINT"

@@ -102,7 +102,8 @@ def test_training_refuses_another_tokenizer(train, data, run_of, tmp_path):
     ]:
         with pytest.raises(UserError, match=REFUSED.format(f".*{one}", f".*{other}")):
             train(tmp_path / "new", **given)
-    with pytest.raises(
-        UserError, match=REFUSED.format(".*b/train", ".*run/checkpoints/step_00000006")
-    ):
-        train(run_of["run"], dataset_path=data, datasets="b", num_steps=9)
+    for dry_run in (False, True):
+        with pytest.raises(
+            UserError, match=REFUSED.format(".*b/train", ".*run/checkpoints/step_00000006")
+        ):
+            train(run_of["run"], dataset_path=data, datasets="b", num_steps=9, dry_run=dry_run)

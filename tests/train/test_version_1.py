@@ -9,6 +9,7 @@ import pytest
 from config.resolve import resolve_settings
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.train.run import run_training
+from tests.support.tiny import TINY
 
 pytestmark = pytest.mark.torch22
 WRITTEN = Path(__file__).parent / "version_1"
@@ -54,3 +55,36 @@ def test_the_run_resumes_as_it_would_have_then(tmp_path, metrics_of, checkpoints
     )
     assert [entry["step"] for entry in metrics_of(run)] == list(range(1, 9))
     assert [entry["loss"] for entry in metrics_of(run)] == pytest.approx(LOSSES, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "schedule, then", [("fms_cosine", "cosine"), ("linear_from_start", "linear")]
+)
+@pytest.mark.parametrize("words", [(), ("schedule",)])
+def test_a_run_of_version_1_trains_on_as_it_did(
+    tmp_path, corpus, metrics_of, capsys, schedule, then, words
+):
+    """Its config.yaml has other names for what it trains with, and it began with other defaults. The
+    same command resumes it, again and again, as if nothing had changed."""
+
+    def train(run, **given):
+        paths = {"dataset_path": corpus, "save_ckpt_path": run, "checkpoint_interval": 1}
+        given = {name: str(value) for name, value in {**TINY, **paths, **given}.items()}
+        del given["learning_rate"], given["mixed_precision"]
+        run_training(resolve_settings(given)[0])
+        return capsys.readouterr().out
+
+    began = {"schedule": schedule, "lr": 0.003, "precision": "fp32"}
+    train(tmp_path / "whole", **began)
+    run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    settings = (run / "config.yaml").read_text()
+    settings = settings.replace("version: '2'\n", "").replace(f": {schedule}", f": {then}")
+    (run / "config.yaml").write_text(settings)
+    for steps in (4, 5):
+        for checkpoint in (run / "checkpoints").iterdir():
+            if int(checkpoint.name[5:]) > steps:
+                shutil.rmtree(checkpoint)
+        said = train(run, **dict.fromkeys(words, then))
+        assert f"resumes    from {run}/checkpoints/step_0000000{steps}" in said
+        assert f"an earlier version began the run in {run}" in said
+        assert metrics_of(run) == metrics_of(tmp_path / "whole")

@@ -1,0 +1,141 @@
+"""Muon: the matrices of mixers and MLPs step along their orthogonalised momentum, all else by AdamW.
+
+Jordan et al. 2024, kellerjordan.github.io/posts/muon. A step is scaled as in Liu et al. 2025, Muon is
+Scalable for LLM Training (arXiv 2502.16982): its elements are as large as AdamW's, so that one
+learning rate and one weight decay serve both. Matrices that lie stacked in one parameter (in_proj's
+z, x, B, C and dt) are orthogonalised one by one.
+
+Each is orthogonalised whole and once, by the rank that owns its parameter: the ranks of the owner's
+shard group send it their parts of the momentum, and it sends all ranks their parts of the step. That
+takes two all-to-alls, each for all parameters at once and in the dtype of the orthogonalisation."""
+
+import math
+from itertools import chain
+from typing import Any
+
+import torch
+
+from mamba_fsdp.parallel.model import ParameterSlot
+from mamba_fsdp.parallel.world import World
+
+# Jordan's values.
+MOMENTUM = 0.95
+ITERATIONS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # singular values come to lie in 0.7 .. 1.2
+SMALLEST_NORM = 1e-7
+ADAMW_RMS = 0.2  # of the elements of AdamW's step, with a learning rate of 1 (Liu et al.)
+
+
+def _share_out(slots, ranks):
+    """Returns by rank which parameters it owns: the most costly goes first, to whom has least. The
+    costs are multiply-adds of an iteration, about."""
+    costs = {slot: min(slot.shape) * math.prod(slot.shape) for slot in slots}
+    owned = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for slot in sorted(costs, key=costs.get, reverse=True):
+        rank = loads.index(min(loads))
+        owned[rank].append(slot)
+        loads[rank] += costs[slot]
+    return owned
+
+
+def _step_of(matrix):
+    """Returns about U V^T of the matrix U S V^T by Newton-Schulz iterations, as large as a step of
+    AdamW at a learning rate of 1."""
+    rows, columns = matrix.shape
+    if rows > columns:
+        return _step_of(matrix.T).T
+    a, b, c = COEFFICIENTS
+    x = matrix / (matrix.norm() + SMALLEST_NORM)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return ADAMW_RMS * math.sqrt(columns) * x
+
+
+class Muon(torch.optim.AdamW):
+    """An AdamW that also updates the parameters of `rows`, by Muon. All ranks step together."""
+
+    def __init__(
+        self,
+        groups: list[Any],
+        rows: dict[ParameterSlot, list[int]],
+        world: World,
+        dtype: torch.dtype,
+        **adamw: Any,
+    ) -> None:
+        """rows: of each of the matrices that are stacked in a parameter. dtype: of the
+        orthogonalisation."""
+        super().__init__([*groups, {"params": [slot.local for slot in rows]}], **adamw)
+        self.rows = rows
+        self.world = world
+        self.nothing = torch.empty(0, dtype=dtype, device=world.device)
+        self.owned = _share_out(rows, world.size)
+        for slot in rows:
+            self.state[slot.local]["momentum_buffer"] = torch.zeros_like(slot.local)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """As AdamW's. The device refuses the step where `found_inf` is 1, which may be missing."""
+        refused = getattr(self, "found_inf", torch.zeros(()))
+        momenta = {slot: self._update_momentum(slot, refused) for slot in self.rows}
+        group = self.param_groups[-1]
+        rate = group["lr"] * (1 - refused)
+        for slot, step in zip(chain(*self.owned), self._steps(momenta)):
+            slot.local.mul_(1 - rate * group["weight_decay"])
+            slot.local.sub_(rate * step.view_as(slot.local).float())
+        super().step()  # which passes over the matrices: they have no gradients any more
+
+    def _update_momentum(self, slot, refused):
+        """Takes the gradient into the momentum. Returns this rank's part of what is to be
+        orthogonalised, which looks a step ahead as Nesterov does."""
+        mean = self.state[slot.local]["momentum_buffer"]
+        gradient = slot.local.grad
+        slot.local.grad = None
+        if gradient is None:  # FSDP1: this rank has no part of it
+            return self.nothing
+        gradient = torch.where(refused > 0, mean, gradient)
+        mean.lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp_(mean, MOMENTUM).view(-1).to(self.nothing.dtype)
+
+    def _steps(self, momenta):
+        """Returns this rank's parts of all steps at a learning rate of 1, in the order of their
+        owners, from its parts of the momenta."""
+        rank = self.world.rank
+        ranks = range(self.world.size)
+        mine = self.owned[rank]
+        outgoing = [
+            [momenta[slot][: _sent(slot, rank, owner)] for slot in self.owned[owner]]
+            for owner in ranks
+        ]
+        incoming = [[_sent(slot, other, rank) for slot in mine] for other in ranks]
+        parts = self._exchange(outgoing, incoming)
+
+        steps = []
+        for number, slot in enumerate(mine):
+            whole = torch.cat(parts[number :: len(mine)]).view(slot.shape)
+            matrices = whole.split(self.rows[slot])
+            steps.append(torch.cat([_step_of(matrix) for matrix in matrices]).view(-1))
+        outgoing = [[step[slot.part(other)] for slot, step in zip(mine, steps)] for other in ranks]
+        incoming = [[slot.local.numel() for slot in slots] for slots in self.owned]
+        return self._exchange(outgoing, incoming)
+
+    def _exchange(self, outgoing, incoming):
+        """Sends each rank its tensors. Returns those from all ranks; incoming: their sizes, by
+        rank."""
+        counts = [sum(map(len, tensors)) for tensors in outgoing]
+        expected = list(map(sum, incoming))
+        sent = torch.cat([self.nothing, *chain(*outgoing)])
+        received = self.world.all_to_all(sent, counts, expected)
+        return received.split(list(chain(*incoming)))
+
+
+def _sent(slot, rank, owner):
+    """How many elements of a parameter a rank sends to its owner: all that it holds, or none where
+    it is not of the owner's shard group, which has all of them."""
+    group = slot.cut.ranks
+    if rank // group != owner // group:
+        return 0
+    held = slot.part(rank)
+    return held.stop - held.start
