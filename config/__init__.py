@@ -1,1 +1,1 @@
-"""Every setting, tables of models and of other launchers' words, and ready runs as YAML files."""
+"""Every setting and its help; as YAML files tables of models, recipes and other launchers' words, and ready runs."""

@@ -11,43 +11,48 @@ from mamba_fsdp.errors import UserError
 class DatasetConfig:
     """How text, or tokens of another format, become token stores."""
 
-    tokenizer: str = setting("train:4096")
-    """train:SIZE trains a byte-level BPE of that size on the input; else the name or path of a transformers tokenizer,
-    or a tokenizer.json file; none takes token ids without one."""
+    tokenizer: str = setting("train:4096", elsewhere="tokenizer_name tokenizer_path")
+    """train:SIZE trains a byte-level BPE tokenizer of SIZE tokens on the input. Otherwise: the name or path of a
+    transformers tokenizer, or a tokenizer.json file. none: the input is token ids."""
     eos_token: str = setting("")
-    """The token put after each document, with --tokenizer=none its number; empty takes the one that the tokenizer
-    names."""
-    validation_fraction: float = setting(0.01, at_least=0, below=1)
-    """Share of the documents held out for OUT/validation; 0 for none. Where that is no whole document, the last tokens
-    of the input are."""
+    """The token that ends each document; with --tokenizer=none its id. Empty: the one that the tokenizer names."""
+    validation_fraction: float = setting(
+        0.01, at_least=0, below=1, elsewhere="val_fraction validation_split_percentage test_size"
+    )
+    """Share of the documents held out as OUT/validation; 0 holds out none. If the input has too few documents, its last
+    tokens are held out."""
     splits: str = setting("held_out", choices=("held_out", "official"))
-    """Where OUT/validation comes from: a share is held out, or official: the input's own splits become OUT/train,
-    OUT/validation and OUT/test. Those of a datasets name, or files and folders named so, as save_to_disk names them."""
+    """held_out: OUT/validation is a share of the input. official: the input's own splits become OUT/train,
+    OUT/validation and OUT/test. A split is a folder or file named train, validation or test, or a split of a name on
+    the Hub."""
     documents: str = setting("file")
-    """What a document of a .txt file is: file (all of it), lines, blank_line (what stands between blank lines), or
-    separator:TEXT, such as separator:'<|endoftext|>'."""
-    text_column: str = setting("text")
-    """The column or JSON field that holds the text, or token ids as a list, taken as they are (then --tokenizer names
-    the one that made them). document.text is the field text within document."""
+    """What one document of a text file is: file (all of it), lines, blank_line (what stands between blank lines), or
+    separator:TEXT, as in separator:'<|endoftext|>'."""
+    text_column: str = setting(
+        "text", elsewhere="text_field text_key json_keys column_name col_name"
+    )
+    """The column or JSON field that holds the text, or a list of token ids (then --tokenizer names the tokenizer that
+    made them). document.text is the field text inside document."""
     format: str = setting("auto", choices=("auto", "text", "json", "csv", "parquet", "arrow"))
-    """How to read the files; auto goes by their names."""
-    config: str = setting("")
-    """Configuration of a datasets name."""
+    """How to read the files. auto: by their names."""
+    config: str = setting("", elsewhere="dataset_config dataset_config_name subset")
+    """Configuration of a name on the Hub."""
     split: str = setting("")
-    """Split of a datasets name or a save_to_disk folder; empty takes train where there are several."""
+    """The split to read, of a name on the Hub or of a folder with train/ and validation/. all: every split. Empty:
+    train, if the input has splits."""
     pack: str = setting("document", choices=("document", "none"))
-    """What comes after each document: document puts its end-of-text token there, none nothing: rows of token ids that
-    are blocks of one long text follow each other as they are."""
+    """document: put the end-of-text token after each document. none: put nothing there, for rows of token ids that are
+    blocks of one long text."""
     strip_tokens: list[str] = setting([])
-    """Token ids to take from both ends of documents that come as token ids, besides the tokenizer's own bos and eos."""
+    """Token ids to remove from both ends of documents that come as token ids, besides the tokenizer's bos and eos."""
     vocab_size: int = setting(0, at_least=0)
-    """With --tokenizer=none, one more than the largest token id; up to 65,536 a token takes two bytes, else four."""
+    """With --tokenizer=none: the largest token id plus one. Up to 65,536 a token takes two bytes, above four."""
     part: str = setting("")
-    """I/N, such as 0/4 to 3/4: this is one of N processes, on any machines that share OUT. Each does its share of the
-    input's files (of its documents where there are fewer files than parts); the last to end completes OUT."""
+    """I/N, as in 0/4 to 3/4: this process is one of N, on any machines that share OUT. Each reads its share of the
+    input's files, or of its documents if there are fewer files than parts. The last one to finish completes OUT."""
     shard_tokens: int = setting(1 << 28, at_least=1)
-    """Tokens after which a store begins its next file."""
-    overwrite: bool = setting(False)
+    """A store begins its next file after this many tokens."""
+    overwrite: bool = setting(False, elsewhere="overwrite_cache force")
     """Replace what an earlier run left in OUT."""
 
     def check(self) -> None:

@@ -1,17 +1,14 @@
 """Options: how one is described (`name: int = setting(8, at_least=1)`, its meaning as the string
-below it), how its text becomes a value, how a help page shows it. The settings of training, those
-of get_dataset.py and the verbs share this."""
+below it), and how its text becomes a value. The settings of training, those of get_dataset.py and
+the verbs share this; config/help.py shows them."""
 
-import ast
 import dataclasses
 import difflib
-import inspect
 import math
 import operator
 import re
-import textwrap
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -29,6 +26,7 @@ BOOLEANS = {
     "off": False,
     "0": False,
 }
+NOTHING: Mapping[str, str] = {}
 UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, in either case
 NUMBER = r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?"
 LIMITS = {
@@ -94,9 +92,11 @@ def setting(
     *,
     needs: Needs | None = None,
     instead_of: str = "",
+    elsewhere: str = "",
     **bounds: Any,
 ) -> Any:
-    """A dataclass field with its Bounds, what it needs, and the setting that it stands in place of.
+    """A dataclass field with its Bounds, what it needs, the setting that it stands in place of, and
+    what others call it `elsewhere`.
 
     A list as default is copied for each instance. Where the default is a text that is not empty, so
     must be each value.
@@ -106,6 +106,7 @@ def setting(
         "bounds": Bounds(some_text=some_text, **bounds),
         "needs": needs,
         "instead_of": instead_of,
+        "elsewhere": elsewhere,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -249,6 +250,17 @@ def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -
     return read(name, leaf.type, text, bounds, where)
 
 
+@lru_cache(maxsize=None)
+def named_numbers(name: str, text: str) -> dict[str, float]:
+    """The numbers in the `text` of the setting `name`, as in embedding=12,logits=0.125. Raises
+    UserError for any other text."""
+    numbers = {}
+    for item in filter(None, text.replace(" ", "").split(",")):
+        key, _, value = item.partition("=")
+        numbers[key] = read(f"{name}: {key}", float, value)
+    return numbers
+
+
 def shown(value: Any) -> str:
     """A value as it is written on the command line."""
     if isinstance(value, list):
@@ -258,50 +270,27 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "") -> str:
-    """A hint for an unknown `name`: the nearest of the `known` names if it may be meant, or
-    `otherwise`."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
-    return f"did you mean {dashes}{near[0]}?" if near else otherwise
-
-
-# ---------------------------------------------------------------- on a help page
-
-
-def help_lines(section: type) -> list[str]:
-    """The help page's lines on the fields of the dataclass `section`: default, bounds and
-    meaning."""
-    lines = []
-    meanings = meanings_in(section)
-    for leaf in dataclasses.fields(section):
-        lines.append(f"  --{leaf.name}={shown(default(leaf))}  ({takes(leaf)})")
-        lines += textwrap.wrap(
-            meanings[leaf.name], 116, initial_indent=" " * 6, subsequent_indent=" " * 6
-        )
-    return lines
+def near_name(
+    name: str,
+    known: Iterable[str],
+    otherwise: str,
+    dashes: str = "",
+    elsewhere: Mapping[str, str] = NOTHING,
+) -> str:
+    """A hint for an unknown `name`: the nearest of the `known` names, or the one that is called like
+    it `elsewhere` ({that name: ours}), if it may be meant; else `otherwise`."""
+    near = difflib.get_close_matches(name, [*known, *elsewhere], n=1, cutoff=0.75)
+    if not near:
+        return otherwise
+    return f"did you mean {dashes}{elsewhere.get(near[0], near[0])}?"
 
 
 def takes(leaf: dataclasses.Field) -> str:
     """What the field `leaf` takes: its choices, or its type and limits."""
     bounds = leaf.metadata["bounds"]
     if bounds.choices:
-        separator = "," if isinstance(default(leaf), list) else "|"
+        separator = "," if isinstance(default(leaf), list) else " | "
         return separator.join(bounds.choices)
     _, kind = KINDS[leaf.type]
     limits = [f"{name.replace('_', ' ')} {limit}" for name, limit in bounds.limits().items()]
     return ", ".join([kind, *limits])
-
-
-@lru_cache(maxsize=None)
-def meanings_in(section: type) -> dict[str, str]:
-    """{field name: the string written below it in the dataclass `section`}."""
-    meanings = {}
-    (described,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    assert isinstance(described, ast.ClassDef)
-    for above, below in zip(described.body, described.body[1:]):
-        match above, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                value=ast.Constant(value=str(text))
-            ):
-                meanings[name] = " ".join(text.split())
-    return meanings

@@ -14,13 +14,16 @@ class Given:
     """The settings that one place gives. Mistakes are collected, so that all of them can be told at
     once."""
 
-    def __init__(self, words: Mapping[str, Any], where: str, of_run: bool = False) -> None:
-        """words: {name: text, or what YAML has there}. where: as in "on the command line". of_run:
-        an earlier run wrote it, so that what is retired is no mistake of the user's."""
+    def __init__(self, words: Mapping[str, Any], where: str, version: str = "") -> None:
+        """words: {name: text, or what YAML has there}. where: as in "on the command line". version:
+        of the run that wrote it, so that what is retired is no mistake of the user's; else 0."""
         self.words = words
         self.where = where
-        self.of_run = of_run
+        self.version = version
         self.values: dict[str, Any] = {}  # by the names of our settings
+        self.implied: dict[
+            str, Any
+        ] = {}  # the same, of words that were given, unless others say it
         self.given_as: dict[str, str] = {}  # by the same: the word for it
         self.notes: dict[str, str] = {}  # by the words as given
         self.mistakes: dict[str, str] = {}  # by the same
@@ -38,10 +41,10 @@ class Given:
         own = setting_names().get(key)
         entry = other_launchers.find(key, own, SECTIONS, all_settings())
         leaf = key.rpartition(".")[2]
-        if entry is not None and entry.usual and self.of_run:
+        if entry is not None and entry.usual and self.version:
             value = shown(text)
             if other_launchers.plain(value) not in entry.usual:
-                note = f"{leaf}={value} is no longer a setting and ignored; {entry.why}"
+                note = f"{leaf}={value} is no longer a setting and is ignored; {entry.why}"
                 self.notes[key] = note
         elif entry is not None:
             self._read_entry(key, text, entry)
@@ -49,7 +52,8 @@ class Given:
             self._set(own, text, key)
         else:
             # The suggestion looks past a wrong section; the setting does not.
-            hint = near_name(leaf, ["config", *all_settings()], "training.py --help lists them")
+            known = ["config", *all_settings(), *other_launchers.entries()]
+            hint = near_name(leaf, known, "--help=all lists them")
             raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
 
     def _read_entry(self, key: str, text: Any, entry: other_launchers.Entry) -> None:
@@ -58,6 +62,8 @@ class Given:
             self.notes[key] = meaning.note
         if meaning.setting:
             self._set(meaning.setting, meaning.value, key)
+            for name, value in entry.also.items():
+                self.implied[name] = read_field(name, all_settings()[name][1], value)
 
     def _set(self, name: str, text: Any, key: str) -> None:
         """Sets `name`, given by the word `key`. Raises UserError where an earlier word for it says

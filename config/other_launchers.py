@@ -24,9 +24,7 @@ def without_ba(text: str) -> str:
 def composer_duration(text: str) -> str:
     """Composer's 1006878720tok or 100ba. Raises ValueError for its other units."""
     if not text.endswith(("ba", "tok")):
-        raise ValueError(
-            "epochs and the like are no unit of it here; write steps (as in 100ba) or tokens (2Btok)"
-        )
+        raise ValueError("write steps (as in 100ba) or tokens (2Btok); there is no other unit here")
     return without_ba(text)
 
 
@@ -53,6 +51,7 @@ class Entry:
     values: dict[str, str | None]  # None changes nothing
     refused: dict[str, str]
     convert: str
+    also: dict[str, str]  # settings that it implies where they are not given
     usual: list[str]  # not empty for what is a setting of earlier versions
     why: str
 
@@ -68,6 +67,7 @@ class Entry:
             values=values,
             refused=fields.get("refused", {}),
             convert=fields.get("convert", ""),
+            also=fields.get("also", {}),
             usual=fields.get("usual", []),
             why=fields.get("why", ""),
         )
@@ -96,7 +96,7 @@ class Entry:
         if self.setting:
             return f"expected {' or '.join([*self.values, *self.refused])}"
         if self.values:
-            return f"there is none here: {self.why}"
+            return f"not possible here: {self.why}"
         return self.why
 
 
@@ -122,7 +122,8 @@ def meaning(entry: Entry, key: str, text: Any) -> Meaning:
     note = ""
     unchanged = str(text).lower() == str(value).lower()
     if not unchanged or entry.setting != name:
-        note = f"{said} is {entry.setting}={shown(value)} here"
+        implied = "".join(f", {name}={usual} unless given" for name, usual in entry.also.items())
+        note = f"{said} is {entry.setting}={shown(value)} here{implied}"
     return Meaning(entry.setting, value, note)
 
 

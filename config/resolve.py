@@ -1,5 +1,5 @@
-"""From the command line, a YAML file, a preset and the defaults to one checked TrainConfig; the
-help page; the YAML form.
+"""From the command line, a YAML file, a preset with its recipe and the defaults to one checked TrainConfig, and its YAML
+form.
 
 Order of precedence: command line, then --config FILE.yaml, then the preset that model_name names,
 then the defaults. Every value is read by the type of its field, never guessed: a run id 0123 stays
@@ -11,17 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from config import fields, other_launchers, presets
-from config.fields import Duration, help_lines, shown
+from config.fields import Duration, shown
 from config.given import Given
 from config.model_config import ModelConfig
-from config.presets import preset, usual_length
+from config.presets import preset, recipe
 from config.text_yaml import load_yaml
-from config.train_config import SECTIONS, TrainConfig, all_settings
+from config.train_config import SECTIONS, VERSION, CheckpointConfig, TrainConfig, all_settings
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.run_layout import CHECKPOINTS, SETTINGS, committed
+from mamba_fsdp.storage import exists
+
+EARLIER = "1"  # the version of a run's config.yaml that says none
+# What earlier versions of a run's config.yaml called so has another name.
+RENAMED_SCHEDULES = {"cosine": "fms_cosine", "linear": "linear_from_start"}
+# Their defaults were others too.
+KEPT_SECTIONS = ("optimizer", "lr_schedule", "training")
 
 
 def resolve_settings(
-    given: Mapping[str, Any], config_file: str | None = None, stray: Sequence[str] = ()
+    given: Mapping[str, Any],
+    config_file: str | None = None,
+    stray: Sequence[str] = (),
+    resumes: bool = True,
+    where: str = "on the command line",
 ) -> tuple[TrainConfig, set[str]]:
     """The TrainConfig of what is `given` (name -> text) over `config_file`, the preset and the
     defaults.
@@ -31,20 +43,31 @@ def resolve_settings(
     Words of other launchers are taken where they mean the same (config/other_launchers.yaml), and
     told in the settings' `notes`. Raises UserError for unknown names (with the nearest), values of
     the wrong type or out of bounds, all of these at once; for settings that do nothing, impossible
-    combinations, and `stray` words, which name no setting.
+    combinations, and `stray` words, which name no setting. resumes: whether what lies in the run
+    folder counts. where: as in "on the command line".
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
-    on_line = Given(given, "on the command line")
+    on_line = Given(given, where)
     in_file = read_file(config_file)
     check_none([*on_line.mistakes.values(), *in_file.mistakes.values()])
+    version = VERSION
+    if resumes:
+        version = keep_earlier_run(in_file, on_line)
     drop_alternatives(in_file.values, on_line.values)
     chosen = {**in_file.values, **on_line.values}
+    implied = {**in_file.implied, **on_line.implied}
+    drop_alternatives(implied, chosen)
+    chosen = implied | chosen
     _build(chosen).check()
     notes = [*in_file.notes.values(), *on_line.notes.values()]
     notes += drop_pointless(chosen, on_line, in_file)
     settings = _build(chosen)
     settings.notes = notes
+    settings.version = version
+    names_data = {"dataset_path", "datasets", "use_dummy_dataset"} & on_line.values.keys()
+    places = [on_line] if names_data else [on_line, in_file]
+    settings.names_folder = any("save_ckpt_path" in place.values for place in places)
     return settings, set(chosen)
 
 
@@ -52,33 +75,104 @@ def resolve_settings(
 
 
 def read_file(name: str | None) -> Given:
-    """What the file `name` gives; nothing without one. Raises UserError where it can't be read."""
+    """What the file `name` gives, a path or a ready run, or the recipe of that name; nothing without
+    one. Raises UserError where it can't be read."""
     if not name:
         return Given({}, "")
     path = find_config_file(name)
+    if path is None:
+        return Given({"model_name": name}, f"in {presets.RECIPES_FILE}")
     content = load_yaml(path)
     of_run = SECTIONS.keys() <= content.keys()  # only a run writes all of them
-    return Given(flatten(content, path), f"in {path}", of_run)
+    version = content.pop("version", EARLIER) if of_run else ""
+    given = Given(flatten(content, path), f"in {path}", version)
+    if version == EARLIER:
+        rename_schedule(given.values)
+    return given
+
+
+def read_run(folder: Path) -> Given | None:
+    """The settings of the run in `folder`; None where there is none with a checkpoint, or they can't
+    be read."""
+    file = folder / SETTINGS
+    if not exists(file) or not committed(folder / CHECKPOINTS):
+        return None
+    try:
+        return read_file(str(file))
+    except UserError:
+        return None
+
+
+def check_experiment(settings: TrainConfig) -> None:
+    """Raises UserError where no run folder is given for these settings and the usual one holds a run
+    of another model or on other data."""
+    folder = settings.checkpoint.save_ckpt_path
+    run = None if settings.names_folder else read_run(Path(folder))
+    if run is None:
+        return
+    there = _build(run.values)
+    differing = {}
+    if not settings.checkpoint.init_from:
+        differing = differing_model(settings, there.model)
+    if not settings.data.places() & there.data.places():
+        differing["dataset_path"] = (settings.data.dataset_path, there.data.dataset_path)
+    if differing:
+        raise UserError(
+            f"{folder} holds another run: {_listed(differing)}; name a folder for this one, as in "
+            f"save_ckpt_path={folder}-2; to resume that one, give its settings again"
+        )
+
+
+def rename_schedule(values: dict[str, Any]) -> None:
+    """Gives the schedule that an earlier version called so its name of today."""
+    if "schedule" in values:
+        values["schedule"] = RENAMED_SCHEDULES.get(values["schedule"], values["schedule"])
+
+
+def keep_earlier_run(in_file: Given, on_line: Given) -> str:
+    """Where an earlier version began the run that these settings resume, adds to `in_file` how it
+    trains, unless another value is given. Returns the version that the run keeps to."""
+    folder = {**in_file.values, **on_line.values}.get("save_ckpt_path", default("save_ckpt_path"))
+    run = read_run(Path(folder))
+    if run is None or run.version != EARLIER:
+        return VERSION
+    for given in (in_file, on_line):
+        rename_schedule(given.values)
+        drop_alternatives(run.values, given.values)
+    for name, value in run.values.items():
+        section, _ = all_settings()[name]
+        if section in KEPT_SECTIONS:
+            in_file.values.setdefault(name, value)
+    in_file.version = EARLIER
+    in_file.notes["version"] = (
+        f"an earlier version began the run in {folder}: it keeps that version's defaults, except for settings given now"
+    )
+    return EARLIER
 
 
 def ready_runs() -> dict[str, Path]:
-    """{name: its YAML file} of the runs in config/ and its recipes/."""
-    tables = (other_launchers.FILE, presets.FILE)
-    files = Path(__file__).parent.rglob("*.yaml")
+    """{name: its YAML file} of the runs in config/."""
+    tables = (other_launchers.FILE, presets.FILE, presets.RECIPES_FILE)
+    files = Path(__file__).parent.glob("*.yaml")
     return {path.stem: path for path in files if path not in tables}
 
 
-def find_config_file(name: str) -> Path:
-    """The path of a YAML file given as a path or as the name of a ready run. Raises UserError."""
+def find_config_file(name: str) -> Path | None:
+    """The path of a YAML file given as a path or as the name of a ready run; None for the name of a
+    recipe. Raises UserError."""
     ready = ready_runs()
-    for path in (Path(name), ready.get(name)):
-        if path and path.is_file():
-            return path
-    hint = f"give a path or one of {', '.join(sorted(ready))}"
+    path = Path(name)
+    if not path.is_file():
+        path = ready.get(name, path)
+    if path.is_file():
+        return path
     same = other_launchers.content()["ready_runs"].get(Path(name).stem)
     if same:
-        hint = f"that run is --config={same} here"
-    raise UserError(f"config: there is no file {name}; {hint}")
+        raise UserError(f"config: there is no file {name}; that run is --config={same} here")
+    if "/" in name or presets.plain(name) not in presets.SPELLINGS:
+        hint = f"give a path, a model's name or one of {', '.join(sorted(ready))}"
+        raise UserError(f"config: there is no file {name}; {hint}")
+    return None
 
 
 def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -91,6 +185,8 @@ def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
             flat[key] = value
         elif isinstance(value, dict):
             flat.update({f"{key}.{name}": inner for name, inner in value.items()})
+        elif value and key in all_settings():
+            flat[key] = value
         elif value:
             raise UserError(f"{path}: {key} is a section; put its settings below it")
     return flat
@@ -107,7 +203,7 @@ def check_none(mistakes: Sequence[str]) -> None:
         raise UserError("\n  ".join(mistakes))
 
 
-def drop_alternatives(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:
+def drop_alternatives(in_file: dict[str, Any], on_line: Mapping[str, Any]) -> None:
     """Of two settings in place of each other, drops the file's where the command line gives the
     other. Raises UserError where one place gives both; a run's config.yaml has both, one of them
     with its default."""
@@ -118,7 +214,7 @@ def drop_alternatives(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:
         for place in (on_line, in_file):
             if _gives(place, name) and _gives(place, other):
                 raise UserError(
-                    f"{name}={shown(place[name])} stands in place of {other}={shown(place[other])}; "
+                    f"{name}={shown(place[name])} excludes {other}={shown(place[other])}; "
                     "give one of them"
                 )
         if _gives(on_line, name):
@@ -153,8 +249,8 @@ def drop_pointless(chosen: dict[str, Any], on_line: Given, in_file: Given) -> li
         if name in theirs:
             notes.append(sentence)
         elif name in on_line.values:
-            wrong.append(f"{sentence}; leave it out (on the command line)")
-        elif name in in_file_alone and not in_file.of_run:
+            wrong.append(f"{sentence}; leave it out ({on_line.where})")
+        elif name in in_file_alone and not in_file.version:
             wrong.append(f"{sentence}; leave it out ({in_file.where})")
     check_none(wrong)
     return notes
@@ -195,8 +291,11 @@ def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
     model_name = chosen.get("model_name", default("model_name"))
     values = {name: default(name) for name in all_settings()}
     values |= preset(model_name)
-    values["seq_length"] = usual_length(model_name)
-    return values
+    path = chosen.get("load_ckpt_path", "")
+    start = CheckpointConfig(load_ckpt_path=path, init_from=chosen.get("init_from", ""))
+    trained = dict(recipe(model_name, from_weights=start.is_from_weights()))
+    drop_alternatives(trained, chosen)
+    return values | trained
 
 
 def default(name: str) -> Any:
@@ -218,7 +317,7 @@ def adopt_model(
         for name in there.keys() - set(explicit):
             setattr(settings.model, name, there[name])
         if "seq_length" not in explicit:
-            settings.data.seq_length = usual_length(settings.model.model_name)
+            settings.data.seq_length = recipe(settings.model.model_name)["seq_length"]
     check_same_model(settings, model, source)
     given = there.keys() & set(explicit)
     check_none([f"{line}; leave it out" for line in pointless(settings, given, there).values()])
@@ -229,14 +328,15 @@ def check_same_model(
 ) -> None:
     """Raises UserError, naming the settings, where the `model` that `source` holds is not that of
     `settings`."""
-    differing = [
-        f"{name}={now} (there {there})"
-        for name, (now, there) in differing_model(settings, model).items()
-    ]
+    differing = differing_model(settings, model)
     if differing:
         raise UserError(
-            f"{source} holds another model than the settings ask for: {', '.join(differing)}{remedy}"
+            f"{source} holds another model than the settings ask for: {_listed(differing)}{remedy}"
         )
+
+
+def _listed(differing: Mapping[str, tuple[str, str]]) -> str:
+    return ", ".join(f"{name}={now} (there {there})" for name, (now, there) in differing.items())
 
 
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:
@@ -249,12 +349,12 @@ def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tupl
     for name in there:
         ours = shown(getattr(settings.model, name))
         theirs = shown(getattr(model, name))
-        if now[name] != there[name] and ours != theirs and _works(name, settings):
+        if now.get(name) != there[name] and ours != theirs and _works(name, settings):
             found[name] = (ours, theirs)
     return found
 
 
-# ---------------------------------------------------------------- as YAML, and as a help page
+# ---------------------------------------------------------------- as YAML
 
 
 def as_dict(settings: TrainConfig) -> dict[str, dict[str, Any]]:
@@ -273,22 +373,4 @@ def as_yaml(settings: TrainConfig) -> str:
     """The settings as YAML, every section of them, for the run folder and for --config."""
     import yaml
 
-    return yaml.safe_dump(as_dict(settings), sort_keys=False)
-
-
-def help_page() -> str:
-    """Every setting with its type, bounds, default, meaning and other names."""
-    lines = [
-        "Train a Mamba language model. The same command again resumes after a stop or a crash.",
-        "",
-        "  python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]",
-        "",
-        "A setting may carry its section (--optimizer.learning_rate) and stand in YAML, flat or in sections.",
-        "The command line wins over --config, that over the preset named by model_name, that over the defaults.",
-        "Whole numbers may end in k, M, B or T (10k, 1.5M); durations are steps (10k), or tokens (2Btok).",
-        "Words of other launchers work where they mean the same: docs/from-*.md, config/other_launchers.yaml.",
-    ]
-    for section, kind in SECTIONS.items():
-        lines += ["", f"{section}: {' '.join(kind.__doc__.split())}"]
-        lines += help_lines(kind)
-    return "\n".join(lines)
+    return yaml.safe_dump({"version": settings.version, **as_dict(settings)}, sort_keys=False)

@@ -7,15 +7,32 @@ config/resolve.py resolves them.
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from config.fields import Duration, condition, setting
+from config.fields import Duration, Needs, condition, setting, shown
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.backends import demands
+
+VERSION = "2"  # of a run's config.yaml; resolve.py says what 1 meant
+SCHEDULES = (
+    "cosine",
+    "linear",
+    "wsd",
+    "wsd_cosine",
+    "wsd_sqrt",
+    "polynomial",
+    "cosine_with_restarts",
+    "inverse_sqrt",
+    "constant",
+    "annealing",
+    "fms_cosine",
+    "linear_from_start",
+)
 
 
 def steps(default: int, **more: Any) -> Any:
@@ -23,6 +40,26 @@ def steps(default: int, **more: Any) -> Any:
 
 
 # What must hold for a setting to have an effect.
+
+
+def value_of(name: str, *values: Any) -> Needs:
+    """That the setting `name` has one of these values."""
+
+    def met(settings: "TrainConfig") -> bool:
+        section, _ = all_settings()[name]
+        return getattr(getattr(settings, section), name) in values
+
+    return Needs(f"{name}={' or '.join(map(shown, values))}", met)
+
+
+weighting = value_of("position_weighting", True)
+polynomial = value_of("schedule", "polynomial")
+restarts = value_of("schedule", "cosine_with_restarts")
+final_decay = value_of("schedule", "wsd", "wsd_cosine", "wsd_sqrt")
+recomputing = value_of("fsdp_activation_checkpointing", True)
+sharding = value_of("sharding_strategy", "fsdp", "hsdp", "auto")
+ending = [name for name in SCHEDULES if name not in ("constant", "inverse_sqrt")]
+end_of_schedule = value_of("schedule", *ending)
 
 
 @condition("eval_interval above 0")
@@ -45,37 +82,12 @@ def workers(settings: "TrainConfig") -> bool:
     return settings.data.num_workers > 0
 
 
-@condition("position_weighting=true")
-def weighting(settings: "TrainConfig") -> bool:
-    return settings.data.position_weighting
-
-
-@condition("schedule=wsd")
-def final_decay(settings: "TrainConfig") -> bool:
-    return settings.lr_schedule.schedule == "wsd"
-
-
-@condition("a schedule other than constant")
-def end_of_schedule(settings: "TrainConfig") -> bool:
-    return settings.lr_schedule.schedule != "constant"
-
-
 @condition(
-    "a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0"
+    "a schedule that decays to a floor: not constant, annealing, inverse_sqrt, or wsd with decay_steps=0"
 )
 def floor(settings: "TrainConfig") -> bool:
-    falls_to_it = settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
+    falls_to_it = settings.lr_schedule.schedule not in ("constant", "annealing", "inverse_sqrt")
     return falls_to_it and settings.lr_schedule.decay_steps.count != 0
-
-
-@condition("fsdp_activation_checkpointing=true")
-def recomputing(settings: "TrainConfig") -> bool:
-    return settings.parallel.fsdp_activation_checkpointing
-
-
-@condition("sharding_strategy=fsdp or hsdp")
-def sharding(settings: "TrainConfig") -> bool:
-    return settings.parallel.sharding_strategy in ("auto", "fsdp", "hsdp")
 
 
 @condition("tracker=wandb")
@@ -88,38 +100,43 @@ class DataConfig:
     """What is read, and in what order."""
 
     dataset_path: str = setting("data/builtin")
-    """Token store made by get_dataset.py, or a folder that holds several of them (see datasets).
-    data/builtin is made where it is missing."""
+    """A token store made by get_dataset.py, or a folder with stores train/ and validation/, or with
+    several to mix (see datasets). data/builtin is made if it is missing."""
     datasets: list[str] = setting([])
-    """Names of the stores inside dataset_path to mix, as in code,text; empty means its train store,
-    or itself."""
+    """Names of the stores in dataset_path to mix, as in code,text. Empty: its train store, or
+    dataset_path itself."""
     weights: list[float] = setting([])
-    """Shares of the datasets in the samples, in their order, on any scale; empty means in
-    proportion to their tokens."""
+    """Share of each dataset in the samples, on any scale. Empty: in proportion to their tokens."""
     validation_path: str = setting("auto", needs=interval_or_no_store)
-    """Token store that validation reads; auto takes what is called validation beside the training
-    data, none does without."""
+    """The token store to validate on. auto: the one named validation beside the training data.
+    none: no validation."""
     allow_other_tokenizer: bool = setting(False)
-    """Let tokens of different tokenizers meet: of the datasets, the validation, and the model that
-    the run starts or resumes from."""
+    """Accept datasets, validation data and a model to start from that have different tokenizers."""
     use_dummy_dataset: bool = setting(False)
-    """Train on made-up tokens instead of data, for benchmarks: they count up through the
-    vocabulary, without end."""
+    """Train on made-up tokens, for benchmarks: they count up through the vocabulary without end."""
     seq_length: int = setting(256, at_least=1)
-    """Tokens per sample. It comes with model_name: 256 for demo, 2048 for mamba-* and mamba2-*,
-    4096 for the others and for state-spaces/mamba-*, as the AWS test case writes them."""
+    """Sequence length (context length): tokens per sample. Its default comes with model_name, as
+    all of its recipe (config/recipes.yaml)."""
     reset_at_documents: bool = setting(False)
-    """Let no state, convolution or attention cross the start of a document within a sample."""
+    """Stop state, convolution and attention at the start of each document within a sample."""
     position_weighting: bool = setting(False)
-    """Weight each token's loss with tanh(p / position_window), p the tokens of its document that
-    stand before it in the sample: what can be guessed from little counts little. The mean is over
-    the weights of the global batch."""
+    """Weight each token's loss with tanh(p / position_window), where p is the number of tokens of
+    its document before it in the sample. The loss is the weighted mean over the global batch."""
     position_window: float = setting(10.0, above=0, needs=weighting)
-    """Tokens after which position_weighting gives three quarters of the full weight."""
+    """After this many tokens position_weighting gives three quarters of the full weight."""
     num_workers: int = setting(1, at_least=0, at_most=64)
-    """Threads per rank that read batches ahead; 0 reads each when it is needed."""
+    """Threads per rank that read batches ahead. 0: read each batch when it is needed."""
     prefetch: int = setting(2, at_least=1, at_most=1024, needs=workers)
-    """Steps read ahead."""
+    """Steps to read ahead."""
+
+    def places(self) -> set[str]:
+        """What is read, by absolute paths."""
+        if self.use_dummy_dataset:
+            return {"made-up tokens"}
+        return {
+            os.path.realpath(os.path.join(self.dataset_path, name))
+            for name in self.datasets or [""]
+        }
 
     def check(self) -> None:
         """Raises UserError for weights that are no shares of the datasets."""
@@ -136,10 +153,14 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW; weight decay only on matrices (not on norms, biases, A_log, D, dt_bias)."""
+    """How the weights are updated. Weight decay is on matrices only, not on norms, biases, A_log, D, dt_bias."""
 
-    learning_rate: float = setting(3e-4, above=0)
-    """Peak learning rate."""
+    optimizer: str = setting("adamw", choices=("adamw", "muon"))
+    """muon updates the matrices of mixers and MLPs by their orthogonalised momentum, and the rest as adamw does. Its
+    steps are as large as AdamW's: learning_rate and weight_decay serve both."""
+    learning_rate: float = setting(3e-3, above=0)
+    """Peak learning rate; its default comes with model_name, or is 0.0003 if that has no recipe or
+    the run starts from weights."""
     weight_decay: float = setting(0.1, at_least=0)
     """Decoupled weight decay."""
     beta1: float = setting(0.9, at_least=0, at_most=0.9999999)
@@ -149,82 +170,96 @@ class OptimizerConfig:
     adam_epsilon: float = setting(1e-8, above=0)
     """Added to the root of the second moment."""
     grad_clip_thresh: float = setting(1.0, at_least=0)
-    """Gradients are scaled down to this global norm; 0 leaves them as they are."""
+    """Gradient clipping: gradients are scaled down to this global norm. 0: no clipping."""
 
 
 @dataclass
 class ScheduleConfig:
     """The learning rate over the run. Durations are steps, or tokens when written as in 2Btok."""
 
-    schedule: str = setting("cosine", choices=("cosine", "wsd", "linear", "constant", "annealing"))
-    """cosine and linear decay to the floor; wsd holds, then decays linearly over decay_steps;
-    annealing goes straight to 0."""
+    schedule: str = setting("cosine", choices=SCHEDULES)
+    """After a linear warm-up, cosine, linear, polynomial and cosine_with_restarts decay to the floor;
+    wsd, wsd_cosine and wsd_sqrt hold, then decay over decay_steps: linearly, as a cosine, as a root;
+    inverse_sqrt falls without end; annealing goes straight to 0. fms_cosine, of fms-fsdp, rises
+    quadratically and follows the cosine from step 0; linear_from_start is the linear of earlier
+    versions."""
+    polynomial_power: float = setting(1.0, above=0, needs=polynomial)
+    """Exponent of polynomial."""
+    restart_cycles: int = setting(1, at_least=1, needs=restarts)
+    """Times that cosine_with_restarts falls from learning_rate to the floor."""
     warmup_steps: Duration = steps(-1, at_least=-1)
     """Warm-up; -1 means a twentieth of the run, at most 2000 steps (annealing and constant:
     none)."""
+    warmup_ratio: float = setting(0.0, at_least=0, at_most=1, instead_of="warmup_steps")
+    """Warm-up as a share of the schedule's length; 0 leaves it to warmup_steps."""
     decay_steps: Duration = steps(-1, at_least=-1, needs=final_decay)
-    """Length of the final decay of wsd; -1 means a tenth of the run."""
+    """Length of the final decay of wsd. -1: a tenth of the run."""
     schedule_steps: Duration = steps(-1, at_least=-1, needs=end_of_schedule)
-    """Length of the schedule where it is not that of the run: a longer run stays where it ends; -1
-    means the run's. A run that is made longer keeps the length that it had where its learning rate
-    would change."""
+    """Length of the schedule; -1 means that of the run. A run that goes on longer keeps the learning
+    rate of the schedule's end. If num_steps is raised, the schedule keeps its length where another
+    would change the learning rate."""
     min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=floor)
-    """Floor of cosine, wsd and linear, as a share of learning_rate."""
+    """Floor of the schedules that decay to one, as a share of learning_rate."""
 
 
 @dataclass
 class TrainingConfig:
-    """The loop."""
+    """The loop: length, batch, precision, validation."""
 
     num_epochs: float = setting(0.0, at_least=0, instead_of="num_steps")
-    """Length of the run in epochs; 0 leaves it to num_steps. An epoch is as many samples as the
-    sources of the mixture have windows of seq_length tokens together, so that weights left out read
-    each window once."""
+    """Length of the run in epochs; 0 leaves it to num_steps. An epoch has as many samples as the
+    training data has windows of seq_length tokens."""
     num_steps: Duration = steps(1000, at_least=1)
-    """Length of the run in steps, or tokens as in 20Mtok: then the learning rate is a function of
-    the tokens seen, which another global batch later in the run does not bend."""
+    """Length of the run in steps, or in tokens as in 20Mtok. In tokens, the learning rate follows
+    the tokens seen, so that a later change of the global batch does not change its curve."""
     dry_run: bool = setting(False)
-    """Say what would be trained, how large it is and what memory it takes, and stop there: nothing
-    is written."""
+    """Print what would be trained, its size, the memory that it needs and the checkpoint that it
+    would resume, then stop. Nothing is written."""
     batch_size: int = setting(8, at_least=1)
-    """Samples per device and forward pass."""
+    """Samples per device and forward pass (the micro-batch)."""
     global_batch_size: int = setting(0, at_least=0)
-    """Samples per step over all devices, reached by gradient accumulation; 0 means batch_size times
-    the devices."""
+    """Samples per step over all devices, reached by gradient accumulation. 0: batch_size times the
+    number of devices."""
     gradient_accumulation_steps: int = setting(1, at_least=1, instead_of="global_batch_size")
-    """Forward passes of each device per step: what a step has, where the number of devices is to
-    decide on it. With global_batch_size a step has the same samples on any number of them."""
+    """Forward passes of each device per step. With global_batch_size instead, a step has the same
+    samples on any number of devices."""
     seed: int = setting(2023, at_least=0)
-    """Seed of the initial weights and of the order of samples."""
-    mixed_precision: str = setting("bf16", choices=("bf16", "fp16", "fp32"))
-    """Precision of the matrix products; weights, their update, the recurrence and reductions are
-    fp32. true means bf16, false fp32."""
+    """Seed of the initial weights and of the order of the samples."""
+    mixed_precision: str = setting("auto", choices=("auto", "bf16", "fp16", "fp32"))
+    """Dtype of the matrix products: bf16, fp16 or fp32. auto: bf16 on a GPU, fp32 on a CPU. Weights,
+    their update, the recurrence and reductions are in fp32 precision. true means bf16, false
+    fp32."""
     kernels: str = setting("auto")
-    """Backends of the operators: auto takes the fastest of those that prove right on this GPU, and
-    keeps to them for the run; fused (CUDA libraries), triton, cpp (C on a CPU) or reference (plain
-    PyTorch) demands that backend of all that have it, scan=reference,conv=cpp of those named. What
-    can't serve or is wrong is an error."""
+    """Backends of the operators. auto: the fastest that is right on this GPU, for the whole run.
+    fused (CUDA libraries), triton, flash (attention), cpp (C on a CPU) or reference (plain PyTorch):
+    this backend wherever it exists. scan=reference,conv=cpp: for these operators only. A backend that does not
+    work or is wrong is an error."""
     deterministic: bool = setting(False)
-    """Take only what repeats, so that two equal runs are equal bit for bit. On a GPU each backend
-    must repeat in the run's first minute; those of the CUDA libraries are passed over."""
+    """Use only what is deterministic: two equal runs are equal bit for bit. On a GPU the first
+    minute tests each backend for it; those of the CUDA libraries are not used."""
     max_skipped_steps: int = setting(10, at_least=1)
-    """Stop after this many steps in a row whose loss or gradient was not finite (none of them is
-    applied)."""
+    """Stop after this many steps in a row with a loss or gradient that is not finite. Such steps
+    change no weight."""
     eval_interval: Duration = steps(200, at_least=0, needs=store_or_no_interval)
-    """Validate every so often, at the start and at the end; 0 never."""
+    """Validation interval; a run also validates at its start and its end. 0: never."""
     eval_batches: int = setting(-1, at_least=-1, needs=validation)
-    """Global batches that a validation reads, spread evenly over each store; 0 means all of it, -1
-    as many as cost a twentieth of the training between two validations."""
+    """Global batches per validation, spread evenly over each store. 0: all data. -1: as many as
+    cost a twentieth of the training between two validations."""
 
     def check(self) -> None:
         """Raises UserError for a global batch that can't be split, and for `kernels` that there are
         not."""
         if self.global_batch_size % self.batch_size:
             raise UserError(
-                f"global_batch_size {self.global_batch_size} is no multiple of "
+                f"global_batch_size {self.global_batch_size} is not a multiple of "
                 f"batch_size {self.batch_size}"
             )
         demands(self.kernels)
+
+    def settle_precision(self, device_type: str) -> None:
+        """Chooses the precision that auto is on a `cpu` or another device."""
+        if self.mixed_precision == "auto":
+            self.mixed_precision = "fp32" if device_type == "cpu" else "bf16"
 
 
 @dataclass
@@ -232,31 +267,37 @@ class CheckpointConfig:
     """Where the run lives, and what it starts from."""
 
     save_ckpt_path: str = setting("runs/train")
-    """The run folder. A committed checkpoint in it always wins: the run resumes from there."""
+    """The run folder. If it holds a committed checkpoint, the run resumes from it, whatever
+    load_ckpt_path and init_from say."""
     load_ckpt_path: str = setting("")
-    """Start from this: a file (.pth, .pt, .bin, .safetensors) gives the model; a run or checkpoint
-    folder the optimiser too, and with resuming_dataset the position in the data. The same folder as
-    save_ckpt_path may be empty at first."""
+    """What a new run starts from. A file (.pth, .pt, .bin, .safetensors): its weights. A run or
+    checkpoint folder: weights and optimiser, and with resuming_dataset the position in the data. It
+    may be save_ckpt_path itself."""
     resuming_dataset: bool = setting(False)
     """Take the position in the data from load_ckpt_path too."""
     init_from: str = setting("")
-    """Start from these weights: a transformers or state-spaces folder, a run, a checkpoint, a .pth
-    file. Its shape is the model's, and model settings that are given must agree with it; where
-    there is no config.json, they say it."""
+    """Weights that a new run starts from: a transformers or state-spaces folder, a run, a
+    checkpoint or a .pth file. The model has their shape; model settings must agree with it, and
+    describe the model if there is no config.json."""
     checkpoint_interval: Duration = steps(500, at_least=1)
-    """Save a checkpoint every so often; one is always saved at the end and when stopped."""
+    """Checkpoint interval; a run also saves at its end and when it is stopped."""
     keep_checkpoints: int = setting(3, at_least=1)
-    """Committed checkpoints kept; older ones are removed, but none that another process reads."""
+    """Number of newest checkpoints to keep. Older ones are removed, unless another process reads
+    them."""
     keep_every: Duration = steps(0, at_least=0)
     """The first checkpoint at or after each multiple of this many steps is never removed. 0: all may be."""
     max_failed_saves: int = setting(5, at_least=1)
-    """Stop after so many saves in a row that failed; until then the run trains on and tries again
-    after a minute, then two, then four ..."""
+    """Stop after this many failed saves in a row. Until then the run trains on and tries again
+    after one minute, two, four and so on."""
     async_checkpoint: bool = setting(True)
     """Write checkpoints while training continues."""
     publish: bool = setting(True)
-    """At the end, write the model as one file into pth/; without it: python -m mamba_fsdp import
-    RUN FOLDER."""
+    """At the end, write the model into pth/ as one file. Without it, python -m mamba_fsdp export
+    RUN FOLDER --format=pth does so later."""
+
+    def is_from_weights(self) -> bool:
+        """Whether the run starts from weights alone."""
+        return bool(self.init_from) or self.names_a_file()
 
     def names_a_file(self) -> bool:
         """Whether load_ckpt_path names a file, of weights alone."""
@@ -278,22 +319,26 @@ class ParallelConfig:
     """How the model is spread over the devices."""
 
     sharding_strategy: str = setting("auto", choices=("auto", "fsdp", "hsdp", "ddp", "none"))
-    """fsdp shards over all devices, hsdp within a node and replicates across, ddp replicates; auto:
-    fsdp, or none on one device."""
+    """fsdp shards over all devices; hsdp shards within a node and replicates across nodes; ddp
+    replicates. auto: fsdp, or none on one device."""
     fsdp_activation_checkpointing: bool = setting(False)
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them: less memory, more
+    time."""
     selective_checkpointing: str = setting("1", needs=recomputing)
-    """Share of the blocks that recompute, as a fraction: 1/3 or 0.33; 0 none."""
+    """Share of the blocks that recompute their activations, as in 1/3 or 0.33. 0: none."""
     accumulate_unsharded: bool = setting(False, needs=sharding)
-    """Sum a step's gradients before they are reduced: less traffic with gradient accumulation, but
-    each device then holds the gradients of the whole model in fp32."""
+    """Sum a step's gradients on each device before they are reduced. Gradient accumulation then
+    sends less, but each device holds the whole model's gradients in fp32."""
+    context_parallel: int = setting(1, at_least=1)
+    """Number of neighbouring devices that share each sequence, for sequences too long for one. Each
+    of N computes 1/N of the positions."""
     low_cpu_fsdp: bool = setting(True)
-    """Build the model without storage and fill each rank's shard alone."""
+    """Build the model without storage; each rank fills its own shard only."""
     use_torch_compile: bool = setting(False)
-    """Compile each block and, on a GPU, the loss."""
+    """Compile each block with torch.compile and, on a GPU, the loss."""
     timeout_minutes: float = setting(10.0, above=0)
-    """A rank that makes no progress for so long prints where it stands and ends the job; give more
-    where compiling or data on a slow disk needs it."""
+    """A rank without progress for this long prints its stack traces and ends the job. Raise it if
+    compiling or slow data needs more."""
 
     def selective_share(self) -> Fraction:
         """selective_checkpointing as a number in [0, 1]. Raises UserError where it is none."""
@@ -315,23 +360,24 @@ class ReportConfig:
     """What is shown and recorded."""
 
     report_interval: Duration = steps(20, at_least=1)
-    """Steps, or tokens, between lines in metrics.jsonl and the log."""
+    """Steps, or tokens, between entries in metrics.jsonl and the log."""
     tracker: list[str] = setting([], choices=("tensorboard", "wandb"))
-    """Send the metrics there too, as in tensorboard,wandb; tensorboard's files lie in the run
-    folder; none is none of them."""
+    """Send metrics to these too, as in tensorboard,wandb. TensorBoard's files go to the run folder.
+    none: no tracker."""
     wandb_project: str = setting("", needs=wandb)
-    """Project in W&B; empty takes WANDB_PROJECT of the environment, else mamba-fsdp."""
+    """Project in W&B. Empty: WANDB_PROJECT in the environment, else mamba-fsdp."""
     wandb_name: str = setting("", needs=wandb)
-    """Name of the run there; empty takes WANDB_NAME of the environment, else the run folder's."""
+    """Name of the run in W&B. Empty: WANDB_NAME in the environment, else the run folder's name."""
     use_profiler: bool = setting(False)
-    """Record a torch profile of steps 5 to 7 of this start into the run folder
-    (profile/rank_R.json), and say what it shows."""
+    """Record a torch profile of steps 5 to 7 of this start into profile/rank_R.json in the run
+    folder, and print a summary."""
 
 
 @dataclass
 class TrainConfig:
     """All settings of a run. `notes`: lines for its log on what was given in words of other
-    launchers."""
+    launchers. `version`: of what its config.yaml means. `names_folder`: whether save_ckpt_path was
+    given for this model and data."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -344,6 +390,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self.notes: list[str] = []
+        self.version = VERSION
+        self.names_folder = False
 
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU
@@ -369,7 +417,6 @@ def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
         for leaf in dataclasses.fields(kind):
             assert leaf.name not in found, f"two settings are called {leaf.name}"
             found[leaf.name] = (section, leaf)
-    assert not found.keys() & SECTIONS.keys(), "a setting is called like a section"
     return found
 
 

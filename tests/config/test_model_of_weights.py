@@ -44,5 +44,7 @@ def test_other_settings_are_refused(given, message):
 
 def test_a_setting_that_the_layers_of_the_weights_make_pointless():
     config, explicit = resolve.resolve_settings({"init_from": "there", "chunk_size": "32"})
-    with pytest.raises(UserError, match="chunk_size=32 does nothing without a mamba2 layer"):
+    with pytest.raises(
+        UserError, match="chunk_size=32 does nothing without a mamba2 or mamba3 layer"
+    ):
         resolve.adopt_model(config, ModelConfig(d_model=48), explicit, "init_from there")
