@@ -3,15 +3,19 @@
 
     python get_dataset.py [INPUT [OUT]] [--OPTION=VALUE ...]
 
-INPUT   a file, folder or glob of .txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz or .zst), .parquet or
-        .arrow files, a save_to_disk folder, or a name for datasets.load_dataset. Default: builtin, the source of
-        Python's own library. What is hidden in a folder (.name) is left out.
-OUT     a folder for the stores OUT/train and OUT/validation. Default: data/ and the input's name.
+INPUT  a file, folder or glob of .txt, .md, .jsonl, .ndjson, .json, .csv (each
+       also .gz or .zst), .parquet or .arrow files, a save_to_disk folder, or a
+       name for datasets.load_dataset. Default: builtin, the source of Python's
+       own library. Hidden files (.name) are left out.
+OUT    a folder for the stores OUT/train and OUT/validation. Default: data/ and
+       the input's name.
 
-Killed or interrupted, the same command resumes; complete, it says so. Whole numbers may end in k, M, B or T (10k).
+After a kill or Ctrl-C, the same command resumes. Whole
+numbers may end in k, M, B or T (10k).
 """
 
 import os
+import sys
 from pathlib import Path
 
 from mamba_fsdp import interpreter
@@ -19,17 +23,31 @@ from mamba_fsdp import interpreter
 interpreter.need("fire", "numpy", "tokenizers", "datasets")
 
 from config.dataset_config import DatasetConfig
-from config.fields import help_lines
+from config.help import Page
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 
+USUAL = "tokenizer validation_fraction splits documents text_column config overwrite".split()
+
 
 def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
+    # Imported late: --help and mistakes in the options are answered at once.
+    from mamba_fsdp.data.corpus import is_local
+
     options.check()
-    # Imported late: --help and mistakes in the options answer at once.
+    out = out or str(default_folder(input))
+    source = input if is_local(input) else f"{input} on the Hugging Face Hub"
+    if input != "builtin":
+        print(f"making {out} from {source}", flush=True)
+        interpreter.show_wait()
+    # This imports libraries for seconds: mistakes are told before.
     from mamba_fsdp.data.tokenize import make_dataset
 
-    make_dataset(input, out or default_folder(input), options)
+    try:
+        make_dataset(input, out, options)
+    except KeyboardInterrupt:  # what its threads still compute is of no use
+        sys.stdout.flush()
+        os._exit(130)
 
 
 def default_folder(input: str) -> Path:
@@ -40,9 +58,9 @@ def default_folder(input: str) -> Path:
     return Path("data") / name
 
 
-def help_page() -> str:
-    return "\n".join([__doc__, *help_lines(DatasetConfig)])
+def page() -> Page:
+    return Page(__doc__, {"": DatasetConfig}, USUAL)
 
 
 if __name__ == "__main__":
-    command_line.run(main, help_page)
+    command_line.run(main, page)

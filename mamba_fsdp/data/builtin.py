@@ -29,10 +29,9 @@ def missing_builtin(data: DataConfig) -> Path | None:
 
 def make_missing_builtin(data: DataConfig) -> None:
     """Makes it in full where it is missing. Raises UserError as get_dataset.py does."""
-    folder = missing_builtin(data)
-    if folder is None:
+    if not missing_builtin(data):
         return
     from mamba_fsdp.data.tokenize import make_dataset  # late: most runs don't need it
 
     print(f"making {BUILTIN} from the source of a Python library, for a first try", flush=True)
-    make_dataset("builtin", folder, DatasetConfig())
+    make_dataset("builtin", BUILTIN, DatasetConfig())

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config.dataset_config import DatasetConfig
+from mamba_fsdp.data.store import SPLITS
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import read_object
 
@@ -29,8 +30,6 @@ KINDS = {
     ".arrow": "arrow",
     ".npy": "datalayout",
 }
-# The stores that official splits become, and words by which an input names them.
-STORES = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
 ARCHIVES = (".gz", ".zst")  # of text, JSON and CSV
 SAVED = {"_data_files": [{"filename": ...}]}  # in state.json of a folder that `datasets` saved
 # Folders of the standard library's that are not its own.
@@ -43,8 +42,8 @@ class Shard:
 
     name: str  # path of a file, or name on the Hub
     kind: str  # of KINDS, or hub
-    split: str = "train"  # of a name on the Hub
-    store: str = "train"  # of STORES: where its documents go that are not held out
+    split: str = ""  # of a name on the Hub; the folder or file named after a split
+    store: str = "train"  # of SPLITS: where its documents go that are not held out
 
 
 class Document(NamedTuple):
@@ -57,16 +56,51 @@ class Document(NamedTuple):
 
 def find_shards(input: str, options: DatasetConfig) -> list[Shard]:
     """The shards of what `input` names, in order. Raises UserError where there is nothing to read."""
+    read = _local_shards if is_local(input) else _hub_shards
+    return _of_the_split(read(os.path.expanduser(input), options), options, input)
+
+
+def is_local(input: str) -> bool:
+    """Whether `input` names files here, not a name on the Hub. Raises UserError for a path where nothing is."""
     path = os.path.expanduser(input)
-    if input != "builtin" and not os.path.lexists(path) and not glob.has_magic(path):
-        return _hub_shards(input, options)
-    shards = _local_shards(path, options)
-    split = options.split
-    if split and not any(split in Path(shard.name).parts for shard in shards):
-        raise UserError(f"--split={split}: there is none of that name in {input}")
-    if not any(shard.store == "train" for shard in shards):
-        raise UserError(f"--splits=official: {input} has no split for training")
-    return shards
+    if input == "builtin" or os.path.lexists(path) or glob.has_magic(path):
+        return True
+    check_hub_name(path)
+    return False
+
+
+def check_hub_name(name: str) -> None:
+    """Raises UserError for what is no name on the Hub but a path, by its looks: nobody need ask the Hub for it."""
+    if name.startswith((".", "/")) or name.count("/") > 1 or kind_of(Path(name)):
+        raise UserError(f"{name}: there is no such file or folder")
+
+
+def _of_the_split(shards: list[Shard], options: DatasetConfig, input: str) -> list[Shard]:
+    """The shards that the options ask for, with their stores. Prints what is left out. Raises UserError where none is."""
+    names = {shard.split for shard in shards}
+    wanted = options.split or "train"
+    chosen = {wanted} & names or {name for name in names if named_split(name) == wanted}
+    if options.splits == "official":
+        for shard in shards:
+            shard.store = named_split(shard.split)
+        if "" in map(named_split, names) or not chosen:
+            raise UserError(
+                f"--splits=official: the files or folders of {input} are not all named after the splits train, "
+                "validation and test; leave it out, and a share of the text is held out"
+            )
+    if wanted == "all" or options.splits == "official":
+        chosen = names
+    if not options.split:
+        chosen.add("")
+    kept = [shard for shard in shards if shard.split in chosen]
+    if not kept:
+        raise UserError(f"--split={wanted}: there is none of that name in {input}")
+    if len(kept) < len(shards):
+        print(
+            f"left out: {', '.join(sorted(names - chosen)[:4])} ({len(shards) - len(kept):,} of {len(shards):,} "
+            f"files), beside the split {wanted}; --splits=official makes stores of them, --split=all reads them too"
+        )
+    return kept
 
 
 def describe(shards: list[Shard]) -> dict:
@@ -75,12 +109,13 @@ def describe(shards: list[Shard]) -> dict:
         return {"dataset": shards[0].name, "splits": [shard.split for shard in shards]}
     digest = hashlib.sha256()
     size = 0
-    for shard in shards:
+    names = [os.fsencode(Path(shard.name).absolute()) for shard in shards]
+    for name, shard in zip(names, shards):
         stat = os.stat(shard.name)
         size += stat.st_size
-        digest.update(os.fsencode(shard.name))
+        digest.update(name)
         digest.update(f"\0{shard.kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-    first = os.fsencode(shards[0].name).decode(errors="replace")
+    first = names[0].decode(errors="replace")
     return {"files": len(shards), "first": first, "bytes": size, "digest": digest.hexdigest()}
 
 
@@ -113,54 +148,63 @@ def kind_of(path: Path, format: str = "auto") -> str | None:
 
 
 def _local_shards(name, options) -> list[Shard]:
-    places = [Path(name)]
-    format = options.format
     if name == "builtin":
-        places = builtin_files()
-        format = "text"
-    elif glob.has_magic(name) and not os.path.exists(name):
+        return [Shard(str(path), "text") for path in builtin_files()]
+    places = [Path(name)]
+    if glob.has_magic(name) and not os.path.exists(name):
         places = [Path(place) for place in sorted(glob.glob(name, recursive=True))]
-    shards = []
-    left_out = []
-    for place in places:
-        for path in _files_below(place, options):
-            kind = kind_of(path, format)
-            if not kind:
-                left_out.append(path.name)
-                continue
-            shard = Shard(str(path.absolute()), kind)
-            if options.splits == "official":
-                within = path.relative_to(place) if path != place else path.name
-                shard.store = store_of(within)
-            shards.append(shard)
-    if not shards:
+    found = [path for place in places for path in _files_below(place)]
+    kinds = {path: kind_of(path, options.format) for path in found}
+    files = [path for path, kind in kinds.items() if kind]
+    unknown = [path.name for path, kind in kinds.items() if not kind]
+    if not files:
         raise UserError(
             f"{name}: no file named {', '.join(KINDS)} there; --format=text takes every file as text"
         )
-    if left_out:
+    if unknown:
         print(
-            f"left out: {len(left_out):,} files whose names don't tell a format, such as "
-            f"{ascii(left_out[0])}; --format=text takes all as text"
+            f"left out: {len(unknown):,} files whose names don't tell a format, such as "
+            f"{ascii(unknown[0])}; --format=text takes all as text"
         )
+    root = places[0]
+    if len(places) > 1 or not root.is_dir():
+        root = Path(os.path.commonpath([place.parent for place in places]))
+    splits = _splits_of([path.relative_to(root) for path in files], options.split or "train")
+    shards = []
+    for path, split in zip(files, splits):
+        shards.append(Shard(str(path), str(kinds[path]), split))
     return shards
 
 
-def store_of(name: str | Path) -> str:
-    """The store for the official split that a name, or a file by its path, is called after. Raises UserError where it
-    is none or two."""
-    words = set(re.split(r"[^a-z]+", str(name).lower()))
-    found = [store for store, spellings in STORES.items() if words & spellings]
-    if len(found) != 1:
-        raise UserError(
-            f"--splits=official: {name} is named after none of the splits train, validation and test, or after "
-            "two; leave it out, and a share of the text is held out"
-        )
-    return found[0]
+def _splits_of(files: list[Path], wanted: str) -> list[str]:
+    """The name of the folder or file that makes each file, by its path within the input, part of a split; "" if none.
+
+    Whatever lies beside a folder `wanted` is a split. Elsewhere a folder named after one is, and a file named after one
+    where something beside it is named after train.
+    """
+    entries = {entry for file in files for entry in [file, *file.parents]}
+    have_train = {entry.parent for entry in entries if named_split(entry.name) == "train"}
+    splits = []
+    for file in files:
+        split = ""
+        for entry in [file, *file.parents][:-1]:  # outwards: the outermost counts
+            is_named = named_split(entry.name) and (entry != file or entry.parent in have_train)
+            if is_named or entry.parent / wanted in entries:
+                split = entry.name
+        splits.append(split)
+    return splits
 
 
-def _files_below(place: Path, options: DatasetConfig) -> Iterator[Path]:
+def named_split(name: str) -> str:
+    """The split, of SPLITS, that a folder, a file or a split is named after; "" for none or several."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    found = [split for split, names in SPLITS.items() if words.intersection(names)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _files_below(place: Path) -> Iterator[Path]:
     """A file itself; the files in a folder, hidden ones left out, links followed once. Of folders that `datasets` saved
-    those that hold the rows, of the split or splits that the options name."""
+    those that hold the rows."""
     if not place.is_dir():
         yield place
         return
@@ -174,8 +218,6 @@ def _files_below(place: Path, options: DatasetConfig) -> Iterator[Path]:
         seen.add(target)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "dataset_dict.json" in names:
-            if options.splits != "official":
-                folders[:] = {options.split or "train"}.intersection(folders)
             names = []
         if "state.json" in names and "dataset_info.json" in names:
             saved = read_object(folder / "state.json", SAVED, "save it again")
@@ -202,15 +244,9 @@ def _hub_shards(name, options) -> list[Shard]:
     import datasets
 
     try:
-        if options.splits == "official":
-            splits = datasets.get_dataset_split_names(name, options.config or None)
-            return [Shard(name, "hub", split, store_of(split)) for split in splits]
-        split = options.split or "train"
-        open_on_hub(name, options.config, split)
-        return [Shard(name, "hub", split)]
-    except UserError:
-        raise
+        splits = datasets.get_dataset_split_names(name, options.config or None)
     except Exception as error:  # the name, split or config is unknown, there is no network, ...
         raise UserError(
             f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)})"
         ) from error
+    return [Shard(name, "hub", split) for split in splits]

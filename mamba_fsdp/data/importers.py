@@ -76,8 +76,8 @@ def check_all_count(table: Any) -> None:
         flags = table[column].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         if (flags == value).any():
             raise ValueError(
-                f"its {column} leave tokens out of the loss, which a token store can't say; take "
-                "these tokens out of its rows, or remove that column"
+                f"its {column} leave tokens out of the loss, which a token store can't record; "
+                "remove these tokens, or that column"
             )
 
 
@@ -105,7 +105,7 @@ def _batches(name: str) -> Iterator[pyarrow.RecordBatch]:
         elif whole[-8:].to_pybytes() == END_OF_STREAM:
             yield from pyarrow.ipc.open_stream(whole)
         else:
-            raise ValueError("it ends before its end, or is no Arrow file; copy it again")
+            raise ValueError("it is cut short, or is not an Arrow file; copy it again")
 
 
 # DataLayout: FILE.npy of little-endian int32 without a header, FILE.npy.size with their number. Bits 0 to 15 are the
@@ -127,7 +127,7 @@ def datalayout_documents(shard: Shard, options: DatasetConfig) -> Iterator[Docum
         positions = body >> 16 & HIGHEST_POSITION
         if ((positions > 0) & (body >> 30 & 1 == 0)).any():
             raise ValueError(
-                "it leaves tokens out of the loss (bit 30), which a token store can't say; set that bit, or leave "
+                "it leaves tokens out of the loss (bit 30), which a token store can't record; set that bit, or leave "
                 "these tokens out"
             )
         bounds = {0, len(entries), *(document_starts(window, eos) + first).tolist()}
@@ -158,7 +158,9 @@ def _check_size(name):
     said = Path(f"{name}.size")
     size = Path(name).stat().st_size
     if not said.exists():
-        raise ValueError(f"copied without {said.name}, which says how many tokens it holds")
+        raise ValueError(
+            f"{said.name} is missing, which says how many tokens it holds; copy it too"
+        )
     count = int(said.read_text())
     if size != 4 * count or not count:
         raise ValueError(

@@ -1,9 +1,11 @@
 """Shards of the input become documents, as texts or arrays of token ids; `datasets` goes through tables."""
 
+import csv
 import glob
 import io
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -27,11 +29,13 @@ from mamba_fsdp.errors import first_line
 
 BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
 ROWS = 64  # of a table at a time
+DELIMITERS = ",;\t|"  # of fields in CSV files, and in what is called so
 START = {"shard": 0, "row": 0, "documents": 0}  # a position: what has been read
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
 
 datasets.disable_progress_bars()
 datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what went wrong is said once, by us
+logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # each of its retries too
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Batch:
     position: dict[str, int] = field(default_factory=dict)  # where a reader resumes behind them
     size: int = 0  # characters or tokens
     store: str = "train"  # where they go
+    shards: int = 1  # that are read
 
 
 def read_batches(
@@ -79,6 +84,7 @@ def read_batches(
         if document.ends:
             seen += 1
         batch.position = {"shard": place[0], "row": place[1], "documents": seen}
+        batch.shards = len(shards)
     if batch.position:
         yield batch
 
@@ -121,9 +127,26 @@ def _open(shard, options):
         return open_on_hub(shard.name, options.config, shard.split)
     how: dict[str, Any] = {}
     if shard.kind == "csv":  # each field is text as it stands there: no number, and NA is no gap
+        _check_header(shard.name, column)
         how = {"usecols": [column], "converters": {column: str}, "keep_default_na": False}
     files = [glob.escape(shard.name)]
     return datasets.load_dataset(shard.kind, data_files=files, split="train", streaming=True, **how)
+
+
+def _check_header(name, column):
+    """Raises ValueError for a CSV file without the column, or with another delimiter."""
+    with _opened(name) as file:
+        line = file.readline()
+    delimiter = max(DELIMITERS, key=line.count)
+    header = next(csv.reader([line]), [])
+    if delimiter != ",":
+        raise ValueError(
+            f"its fields are separated by {delimiter!r}, not by commas; save it again with commas"
+        )
+    if column not in header:
+        raise ValueError(
+            f"there is no column {column!r}; it has: {', '.join(header)}; name one with --text_column"
+        )
 
 
 # ---------------------------------------------------------------- text and JSON lines
@@ -182,7 +205,7 @@ def _parsed(where, line):
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {first_line(error)}") from None
+        raise ValueError(f"{where} is not JSON: {first_line(error)}") from None
 
 
 def _field(where, record, column):
@@ -199,7 +222,7 @@ def _field(where, record, column):
     if isinstance(value, list) and all(type(token) is int for token in value):
         return np.array(value, dtype=np.int64)
     if not isinstance(value, str):
-        raise ValueError(f"{where}: {column!r} is {type(value).__name__}, no text or token ids")
+        raise ValueError(f"{where}: {column!r} is {type(value).__name__}, not text or token ids")
     value.encode()  # JSON can spell half a character, which is an error here
     return value
 

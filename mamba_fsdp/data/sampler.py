@@ -131,18 +131,18 @@ class Sampler:
     def _check_position(self, state: dict) -> None:
         """Raises UserError where the samples taken so far would name other windows than they
         did."""
-        anew = "or begin the data anew in another run folder: load_ckpt_path=RUN without resuming_dataset"
+        anew = "or start the data from its beginning in another run folder: load_ckpt_path=RUN without resuming_dataset"
         for name, now in (("seed", self.seed), ("seq_length", self.seq_length)):
             if state[name] != now:
                 raise UserError(
-                    f"{name} is {now}, but the data's position was saved with {name} {state[name]}, which cuts "
-                    f"or orders the data otherwise; set {name}={state[name]}, {anew}"
+                    f"{name} is {now}, but the data's position was saved with {name} {state[name]}, which "
+                    f"orders the data differently; set {name}={state[name]}, {anew}"
                 )
         for name, identity in self.identity.items():
             if state["identity"].get(name, identity) != identity:
                 raise UserError(
-                    f"source {name!r} holds other data than when its position was saved; put the former "
-                    f"data back, give the new data another name, {anew}"
+                    f"source {name!r} holds other data than when its position was saved; restore the "
+                    f"former data, give the new data another name, {anew}"
                 )
 
 
@@ -167,7 +167,7 @@ def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarra
     values = np.array([weights[name] for name in names], dtype=np.float64)
     if not (values < LARGEST_WEIGHT).all() or (values < 0).any() or values.sum() <= 0:
         raise UserError(
-            f"weights {dict(weights)} make no mixture: each has to be at least 0 and below "
+            f"weights {dict(weights)} are no mixture: each must be at least 0 and below "
             f"{LARGEST_WEIGHT:g}, and one above 0"
         )
     shares = values / values.sum() * PATTERN_LENGTH

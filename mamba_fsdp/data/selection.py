@@ -1,16 +1,20 @@
-"""Which sources a run reads: those it trains on with their weights, and those it validates on."""
+"""Which sources a run reads: those it trains on with their weights, and those it validates on. Without torch."""
 
+import atexit
 from collections.abc import Iterable, Iterator
 from itertools import combinations, count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from config.train_config import DataConfig
-from mamba_fsdp.data.loader import Batch, BatchLayout, Loader
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.data.store import TokenStore, is_store, split_in
+from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, split_in
 from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, check_tokenizer
 from mamba_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from mamba_fsdp.data.loader import Batch
 
 
 def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, float]]:
@@ -21,13 +25,14 @@ def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, flo
 
 
 def validation_sources(data: DataConfig) -> list[Source]:
-    """What to validate on, if anything: validation_path, or with `auto` each `validation` beside a training source."""
+    """What to validate on, if anything: validation_path, or with `auto` each validation split beside a training source."""
     if data.validation_path == "none":
         return []
     if data.validation_path != "auto":
         return [_open(split_in(Path(data.validation_path), "validation"), data)]
     trained = _places(data).values()
-    beside = dict.fromkeys(path.parent / "validation" for path in trained)
+    names = SPLITS["validation"]
+    beside = dict.fromkeys(path.parent / name for path in trained for name in names)
     return [_open(path, data) for path in beside if is_store(path) and path not in trained]
 
 
@@ -75,8 +80,10 @@ def one_for_all(stores: Iterable[Source]) -> Source:
 
 def batches(
     dataset_path: str | Path, *, seq_length: int = 256, batch_size: int = 8, seed: int = 2023
-) -> Iterator[Batch]:
+) -> Iterator["Batch"]:
     """Yields without end what training with these settings on one device reads, in its order. Raises UserError."""
+    from mamba_fsdp.data.loader import BatchLayout, Loader
+
     data = DataConfig(str(dataset_path), seq_length=seq_length)
     sources, weights = training_sources(data)
     vocab_size = max(source.vocab_size for source in sources.values()) or 1 << 31
@@ -87,5 +94,8 @@ def batches(
         BatchLayout(0, 1, batch_size),
         vocab_size=vocab_size,
     ) as loader:
+        # A program may end with the generator half read: its threads end before the interpreter does.
+        atexit.register(loader.close)
+        loader.callback(atexit.unregister, loader.close)
         for step in count():
             yield from loader.step(step)

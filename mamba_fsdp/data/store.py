@@ -38,6 +38,12 @@ from mamba_fsdp.storage import (
 
 SHARDS = [{"name": ..., "tokens": 1, "documents": 1, "bin_sha256": "", "doc_sha256": ""}]
 INDEX = {"dtype": "", "vocab_size": 0, "eos": -1, "tokenizer": "", "shards": SHARDS}
+# What get_dataset.py calls its stores, and the words by which folders and files name such a split.
+SPLITS = {
+    "train": ["train"],
+    "validation": ["validation", "valid", "val", "dev"],
+    "test": ["test"],
+}
 LOOKS_AT_ONCE = (
     16  # at files: each is a round trip on a network file system, and a large store has thousands
 )
@@ -77,7 +83,7 @@ class TokenStore:
         path = self.path / "tokenizer"
         if not path.is_dir():
             raise UserError(
-                f"{path}: the store holds no tokenizer; make it again with get_dataset.py --tokenizer=..."
+                f"{path}: the store has no tokenizer; make it again with get_dataset.py --tokenizer=..."
             )
         return path
 
@@ -140,9 +146,11 @@ def is_store(path: Path) -> bool:
 
 
 def split_in(path: Path, split: str = "train") -> Path:
-    """The store `path` itself, or its subfolder for `split` (train or validation) if that is a store."""
-    if not is_store(path) and is_store(path / split):
-        return path / split
+    """The store `path` itself, or its subfolder for `split`, by any name in SPLITS, if that is a store."""
+    if not is_store(path):
+        for name in SPLITS[split]:
+            if is_store(path / name):
+                return path / name
     return path
 
 
@@ -206,7 +214,7 @@ class StoreWriter:
         tokens = np.asarray(tokens)
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             raise UserError(
-                f"{self.path}: token ids from {tokens.min()} to {tokens.max()}, but there are {self.vocab_size}; "
+                f"{self.path}: token ids from {tokens.min()} to {tokens.max()}, but the vocabulary has {self.vocab_size}; "
                 "name the tokenizer that made them with --tokenizer, or the --vocab_size where there is none"
             )
         while len(tokens):
@@ -339,11 +347,11 @@ def _why_no_store(folder):
     if not folder.exists():
         return f"{folder}: no such folder; make a token store there with get_dataset.py"
     if (folder / "train" / "index.json").exists():
-        return f"{folder}: holds token stores but is none itself; name {folder / 'train'}"
+        return f"{folder}: a folder of token stores; name one of them, as in {folder / 'train'}"
     if (folder / ".progress").exists() or (folder / "00000.bin").exists():
         return f"{folder}: an unfinished token store (no index.json); run its get_dataset.py command again"
     return (
-        f"{folder}: not a token store (no index.json); training reads these. Make one of text or token ids with: "
+        f"{folder}: not a token store (no index.json), which training reads. Make one from text or token ids with: "
         f".venv/bin/python get_dataset.py {shlex.quote(str(folder))} OUT"
     )
 

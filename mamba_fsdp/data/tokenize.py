@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import SHARDS, TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
-from mamba_fsdp.report.console import output_that_may_go
+from mamba_fsdp.report.console import Console, duration, output_that_may_go
 from mamba_fsdp.storage import DATASET, read_object, write_atomically
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
@@ -99,7 +100,7 @@ def make_dataset(
     except OSError as error:
         place = error.filename or out
         raise UserError(
-            f"{place}: can't be written ({error.strerror}); mend that, then the same command resumes"
+            f"{place}: can't be written ({error.strerror}); fix that, then the same command resumes"
         ) from error
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; the same command resumes from here", file=sys.stderr)
@@ -183,7 +184,9 @@ class _Part:
         states = [PartState.load(folder) for folder in self.folders]
         left = [state for state in states if not state.finished]
         if left:
-            print(f"part {self.number} is finished; {len(left)} to come complete {self.out}")
+            print(
+                f"part {self.number} is finished; {len(left)} more have to finish to complete {self.out}"
+            )
             return None
         with self._lease("merge"):
             if (self.out / "dataset.json").exists():  # by now
@@ -230,8 +233,17 @@ class _Part:
             return tokenizers_.load(options.tokenizer, options.eos_token)
         if not (folder / "tokenizer.json").exists():
             print(f"training a tokenizer of {size} tokens", flush=True)
-            training = [shard for shard in self.shards if shard.store == "train"]
-            tokenizers_.train(_sample(training, options), size).save(folder)
+            began = time.monotonic()
+            shards = [shard for shard in self.shards if shard.store == "train"]
+            texts = _sample(shards, options)
+            # In a thread of its own: the library is deaf to Ctrl-C.
+            training = ThreadPool(1).apply_async(tokenizers_.train, (texts, size))
+            console = Console()
+            while not training.ready():
+                training.wait(0.2)
+                console.passing(f"  {duration(time.monotonic() - began)} so far")
+            console.clear()
+            training.get().save(folder)
         return tokenizers_.load(str(folder / "tokenizer.json"), tokenizers_.END_OF_TEXT)
 
     def _tokenize(self, tokenizer, lease, save_seconds):
@@ -244,7 +256,14 @@ class _Part:
         part = (self.number, self.count)
         batches = read_batches(self.shards, self.options, BATCH_SIZE, part, state.position)
         started = saved = time.monotonic()
+        console = Console()
         tokens = 0
+        before = 0
+        for store in state.stores.values():
+            before += store["tokens"] + sum(shard["tokens"] for shard in store["shards"])
+        if before:
+            print(f"resumes behind {before:,} tokens", flush=True)
+        console.passing("reading ...")
         try:
             for batch, ids in encode(batches, tokenizer, self.options):
                 if not state.written and self.options.pack == "document":
@@ -252,16 +271,23 @@ class _Part:
                 self._write(batch, ids)
                 tokens += len(ids)
                 now = time.monotonic()
+                rate = tokens / (now - started)
+                told = (
+                    f"file {batch.position['shard'] + 1:,} of {batch.shards:,}: "
+                    f"{before + tokens:,} tokens, {rate:,.0f} tokens/s"
+                )
+                console.passing(told)
                 if now - saved >= save_seconds:
                     self._save(lease)
                     saved = now
-                    rate = tokens / (now - started)
-                    print(f"{tokens:,} tokens, {rate:,.0f} tokens/s", flush=True)
+                    if not console.live:
+                        console.line(told)
             for writer in self.writers.values():
                 writer.finish_shards()
             state.finished = True
             self._save(lease)
         finally:
+            console.clear()
             for writer in self.writers.values():
                 writer.close()
 
@@ -295,7 +321,9 @@ class _Part:
         """Makes what was written durable, and then the state that says so."""
         self.state.stores = {name: writer.state() for name, writer in self.writers.items()}
         if not lease.is_held():
-            raise UserError(f"{self.out}: this process stood still, and another took over its part")
+            raise UserError(
+                f"{self.out}: this process was suspended, and another took over its part"
+            )
         self.state.save(self.folder)
 
 
@@ -305,7 +333,7 @@ def _tell_of_blocks(batch):
     is_text = any(isinstance(document.content, str) for document in batch.documents)
     if len(batch.documents) > 1 and len(lengths) == 1 and not is_text:
         print(
-            f"each row holds {lengths.pop():,} tokens, as blocks of one long text do: --pack=none lays them end to end, "
+            f"every row has {lengths.pop():,} tokens, like blocks of one long text: --pack=none lays those end to end, "
             "without an eos between"
         )
 
@@ -318,20 +346,23 @@ def encode(
         # Text that spells a special token, as a page about tokenizers does, is text.
         tokenizer.backend.encode_special_tokens = True
     ahead: deque[Future] = deque()
-    with ThreadPoolExecutor(BATCHES_AHEAD) as threads:
+    threads = ThreadPoolExecutor(BATCHES_AHEAD)
+    try:
         for batch in batches:
             ahead.append(threads.submit(_encoded, batch, tokenizer, options))
             if len(ahead) > BATCHES_AHEAD:
                 yield ahead.popleft().result()
         for one in ahead:
             yield one.result()
+    finally:  # after Ctrl-C too, which waits for nothing
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _encoded(batch, tokenizer, options):
     texts = [each.content for each in batch.documents if isinstance(each.content, str)]
     if texts and not tokenizer.backend:
         raise UserError(
-            "the input holds text, and --tokenizer=none is for token ids; name their column with "
+            "the input holds text, but --tokenizer=none is for token ids; name the column of ids with "
             "--text_column, or another tokenizer"
         )
     encodings = iter(())
@@ -398,7 +429,7 @@ def _sample(shards: list[Shard], options: DatasetConfig) -> Iterator[str]:
                 if not isinstance(content, str):
                     raise UserError(
                         f"{group[0].name}: holds token ids; name the tokenizer that made them with "
-                        "--tokenizer, or take them without: --tokenizer=none"
+                        "--tokenizer, or give --tokenizer=none"
                     )
                 left -= len(content)
                 yield content

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from config.fields import whole_number
+from mamba_fsdp.data.corpus import check_hub_name
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import write_atomically
 
@@ -25,11 +26,9 @@ SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n"})  # as voc
 IDENTITY = "ids:"  # what an identity begins with; another way to make one needs another name
 ANOTHER_TOKENIZER = (
     "use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
-    "--allow_other_tokenizer=true if you know that it fits"
+    "--allow_other_tokenizer=true if you know that they fit"
 )
-MAKE_IDS = (
-    "make token ids with it and give get_dataset.py these: --text_column=input_ids --tokenizer=none"
-)
+MAKE_IDS = "make token ids with it and import these: get_dataset.py --text_column=input_ids --tokenizer=none"
 
 
 @contextlib.contextmanager
@@ -148,7 +147,7 @@ def check_tokenizer(one: object, identity: str, other: object, others: Iterable[
     if found:
         shown = ", ".join(text[: len(IDENTITY) + 8] for text in (identity, found))
         raise UserError(
-            f"{one} and {other} have different tokenizers ({shown}): the same token id is another text; "
+            f"{one} and {other} have different tokenizers ({shown}): a token id means different text in each; "
             f"{ANOTHER_TOKENIZER}"
         )
 
@@ -187,6 +186,8 @@ def train(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub, in a fast form. Code that
     lies beside it is never run. Raises UserError."""
+    if not Path(name).exists():
+        check_hub_name(str(name))
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:

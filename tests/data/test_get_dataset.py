@@ -4,6 +4,7 @@ was left alone."""
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,17 +143,17 @@ def test_a_folder_is_walked_links_and_odd_names_too(prepare, tmp_path, capsys):
 REFUSED = {  # file: (content, what is said of it)
     "a.txt": (b"fine, \xff not", "can't decode byte 0xff"),
     "b.txt": ("text".encode("utf-16"), "can't decode byte 0xff"),
-    "c.jsonl": (b'{"text": "a"}\n{"text": ', "line 2 is no JSON"),
+    "c.jsonl": (b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
     "d.jsonl": (b'{"txt": "a"}', "line 1 has no 'text'"),
-    "e.jsonl": (b'{"text": 3}', "'text' is int, no text or token ids"),
+    "e.jsonl": (b'{"text": 3}', "'text' is int, not text or token ids"),
     "f.jsonl": (b'{"text": "\\ud800"}', "surrogates not allowed"),
     "g.csv": (b"id,words\n1,a\n", "can't be read as csv"),
     "h.parquet": (b"no parquet", "can't be read as parquet"),
-    "i.arrow": (b"no arrow", "no Arrow file"),
+    "i.arrow": (b"no arrow", "not an Arrow file"),
     "j.jsonl.gz": (gzip.compress(b'{"text": "a"}')[:-9], "can't be read as json"),
-    "k.json": (b"[{", "is no JSON"),
-    "l.npy": (b"1234", "copied without"),
-    "m.jsonl": (b"[" * 200_000, "is no JSON"),
+    "k.json": (b"[{", "is not JSON"),
+    "l.npy": (b"1234", "is missing, which says"),
+    "m.jsonl": (b"[" * 200_000, "is not JSON"),
 }
 
 
@@ -174,7 +175,11 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere.txt"], "nowhere.txt"),
+        (["nowhere.txt"], "error: nowhere.txt: there is no such file or folder"),
+        (["./nowhere"], "error: ./nowhere: there is no such file or folder"),
+        (["a/b/c"], "error: a/b/c: there is no such file or folder"),
+        (["bad"], "error: bad/a.jsonl: can't be read as json"),
+        (["in", "--tokenizer=a/b/c"], "error: a/b/c: there is no such file or folder"),
         (["in", "--split=test"], "none of that name"),
         (["in", "--tokenizer=none"], "give the token id that ends documents"),
         (["in", "--documents=pages"], "write file, lines"),
@@ -183,7 +188,7 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
         (["in", "--workers=2"], "there is no such option"),
         (
             ["in", "--splits=official"],
-            "is named after none of the splits train, validation and test",
+            "not all named after the splits train, validation and test",
         ),
         (["in", "in"], "not empty and not made by this program"),
         (["empty"], "no file named"),
@@ -193,11 +198,13 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
 )
 def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **how: 1 / 0)  # no network
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: 1 / 0)  # no network
     for name, text in {"in": "some text", "blank": " \n"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(text)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/a.jsonl").write_text("{")
     with pytest.raises(SystemExit) as ended:
         command_line.run(get_dataset.main, str, [words[0], *(words[1:] or ["out"])])
     told = capsys.readouterr().err
@@ -212,7 +219,7 @@ def test_a_split_of_a_saved_dataset(prepare, tmp_path):
     for split in ("", "train", "test"):
         prepare(tmp_path / "saved", tmp_path / f"of_{split}", split=split)
         assert read_back(tmp_path / f"of_{split}" / "train") == [split or "train"]
-    with pytest.raises(UserError, match="no file named"):
+    with pytest.raises(UserError, match="none of that name"):
         prepare(tmp_path / "saved", tmp_path / "none", split="dev")
 
 
@@ -241,7 +248,7 @@ def test_official_splits_become_stores(prepare, tmp_path, monkeypatch):
         assert {name: read_back(out / name) for name in texts} == texts
         assert sorted(path.parent.name for path in out.glob("*/index.json")) == sorted(texts)
     (files / "wiki.train.json").unlink()
-    with pytest.raises(UserError, match="no split for training"):
+    with pytest.raises(UserError, match="not all named after"):
         prepare(files, tmp_path / "none", splits="official")
 
 
@@ -252,6 +259,7 @@ def test_a_name_on_the_hub_is_streamed(prepare, tmp_path, monkeypatch):
         asked.append((name, config, split, streaming))
         return datasets.Dataset.from_dict({"text": ODD_TEXTS}).to_iterable_dataset(num_shards=3)
 
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: ["train"])
     monkeypatch.setattr(datasets, "load_dataset", load)
     prepare("some/corpus", tmp_path / "out", config="de")
     assert read_back(tmp_path / "out" / "train") == ODD_TEXTS
@@ -351,8 +359,39 @@ def stands(part, lease):
 tokenize._Part._save = stands
 tokenize.BATCH_SIZE = 1000
 tokenize.make_dataset = functools.partial(tokenize.make_dataset, save_seconds=0.0)
-command_line.run(get_dataset.main, get_dataset.help_page)
+command_line.run(get_dataset.main, get_dataset.page)
 """
+
+
+# Python hears nothing while a library computes.
+DEAF = """
+import hashlib, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv.pop(1))
+import get_dataset
+from mamba_fsdp import command_line
+from mamba_fsdp.data import tokenizer
+def train(*_):
+    Path("training").touch()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+tokenizer.train = train
+command_line.run(get_dataset.main, get_dataset.page)
+"""
+
+
+def test_ctrl_c_is_heard_while_a_tokenizer_is_trained(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEAF, str(ROOT), "a.txt", "out"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "training").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert "same command resumes" in process.communicate()[1] and process.returncode == 130
 
 
 @pytest.mark.slow
@@ -376,9 +415,10 @@ def test_kill_9_and_ctrl_c_resume_to_the_bytes_of_one_run(prepare, tmp_path, tok
         assert process.returncode == code and "Traceback" not in said
         assert ("out is unfinished; the same command resumes from here" in said) == (code == 130)
         (tmp_path / "saved").unlink()
-    assert command(*words, cwd=tmp_path).returncode == 0
+    last = command(*words, cwd=tmp_path)
+    assert last.returncode == 0 and re.search("^resumes behind [1-9]", last.stdout, re.MULTILINE)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
-    again = command(*words, cwd=tmp_path)
+    again = command(str(tmp_path / words[0]), *words[1:], cwd=tmp_path)
     assert "complete already" in again.stdout
     with pytest.raises(UserError, match="shard_tokens was 268435456 and is 9"):
         prepare(tmp_path / "a.jsonl", tmp_path / "whole", validation_fraction=0.01, shard_tokens=9)
@@ -417,7 +457,7 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         with pytest.raises(
-            UserError, match="No space left.*mend that, then the same command resumes"
+            UserError, match="No space left.*fix that, then the same command resumes"
         ):
             prepare(tmp_path / "a.jsonl", tmp_path / "out")
     prepare(tmp_path / "a.jsonl", tmp_path / "out")

@@ -100,7 +100,7 @@ def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
     store = TokenStore(tmp_path / "out" / "train")
     assert store.read(0, store.token_count).tokens.tolist() == sum(rows, [])
     assert store.document_count == 2
-    hint = "each row holds 6 tokens"
+    hint = "every row has 6 tokens"
     assert hint not in capsys.readouterr().out
     prepare(tmp_path / "in", tmp_path / "documents", **IDS)
     assert hint in capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_a_tokenizer_names_its_ids_and_their_bounds(prepare, tmp_path, tokenizer
     prepare(tmp_path / "in", tmp_path / "out")
     assert TokenStore(tmp_path / "out" / "train").tokenizer_path.is_dir()
     write_rows(tmp_path / "other", [[5, 6], [300, 1, 2]])
-    with pytest.raises(UserError, match="token ids from 0 to 300, but there are 300"):
+    with pytest.raises(UserError, match="token ids from 0 to 300, but the vocabulary has 300"):
         prepare(tmp_path / "other", tmp_path / "none")
 
 

@@ -114,7 +114,7 @@ def test_the_id_type_follows_the_vocabulary(tmp_path, vocab_size, dtype):
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path):
     """No id is stored that the model's embedding would not hold."""
-    with pytest.raises(UserError, match="from 0 to 100, but there are 100"):
+    with pytest.raises(UserError, match="from 0 to 100, but the vocabulary has 100"):
         write(tmp_path, [[100]])
 
 
