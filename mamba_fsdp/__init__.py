@@ -1,9 +1,16 @@
-"""Pretrain Mamba language models with FSDP. README.md says how to use it and what lies where.
+"""Pretrain Mamba language models with FSDP. README.md says how to use it, docs/architecture.md what
+lies where.
 
-From Python: `load` a model, let it `generate`, `evaluate` it, read training `batches`; README.md shows them.
+From Python: `train` a model or `load` one, let it `generate`, `evaluate` it, read training `batches`; README.md shows
+them. A mistake in the arguments is a mamba_fsdp.errors.UserError.
 """
 
+import os
 from importlib import import_module
+
+# Threads that spin while they wait make a CPU five times slower as soon as anything else runs there. Torch
+# reads it when it is imported, ranks inherit it, and the user's own value stays.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "1.0"
 PUBLIC = {
@@ -15,6 +22,20 @@ PUBLIC = {
 
 
 def __getattr__(name: str) -> object:  # late: importing torch takes seconds
+    if name == "train":
+        return import_module(f"{__name__}.train")  # a package that can be called
     if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
+    config = str(import_module("config").__file__)
+    if not os.path.samefile(os.path.dirname(config), f"{__path__[0]}/../config"):
+        raise ImportError(
+            f"{config} hides this project's config/: rename it, or work in another folder"
+        )
+    command_line = import_module(f"{__name__}.command_line")
+    function = getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
+    globals()[name] = command_line.for_python(function, f"{__name__}.{name}")
+    return globals()[name]
+
+
+def __dir__() -> "list[str]":
+    return [*PUBLIC, "train", "__doc__", "__version__"]

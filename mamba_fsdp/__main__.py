@@ -2,21 +2,28 @@
 verb explains it."""
 
 import importlib
+import inspect
 import sys
+from types import ModuleType
+from typing import NoReturn
 
 from mamba_fsdp import interpreter
 
 interpreter.need("fire", "numpy", "torch", "yaml")
 
+from config import other_launchers
 from config.fields import near_name
+from config.help import Page, asked_for, meanings_in
+from config.train_config import SECTIONS
 from mamba_fsdp import command_line
+from mamba_fsdp.errors import UserError
 
 VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; import's is import_
     "generate": "continue a text with a trained model",
     "evaluate": "loss, perplexity and bits per byte over a token store",
-    "inspect": "say what a run, a checkpoint, data of any format or a weights file holds",
+    "inspect": "say what a run, a checkpoint, data or a weights file holds",
     "checkpoints": "list a run's checkpoints, and verify them",
-    "export": "write a model for transformers or mamba_ssm, or as consolidated.00.pth",
+    "export": "write a model for transformers, for mamba_ssm, or as a .pth file",
     "import": "bring a transformers or state-spaces model to consolidated.00.pth",
     "report": "show runs in one HTML file: curves, settings, restarts",
     "plan": "say whether a training fits on machines, and how long it takes",
@@ -25,22 +32,62 @@ VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; i
 }
 
 
+ELSEWHERE = {  # what others call these, and what training is started with
+    "train": "1.train.sbatch",
+    "tokenize": "get_dataset.py",
+    "sample": "generate",
+    "eval": "evaluate",
+    "convert": "import",
+    "info": "inspect",
+}
+
+
+OVERVIEW = """
+mamba-fsdp VERB ...      or: python -m mamba_fsdp VERB ...
+
+  {verbs}
+
+VERB --help lists a verb's options, VERB --help=WORD those about a word.
+Training: ./1.train.sbatch --help. Its data: get_dataset.py --help.
+Completion for bash: source mamba_fsdp/launch/completion.bash
+"""
+
+
 def main() -> None:
-    verb, *arguments = sys.argv[1:] or ["--help"]
-    if verb in ("--help", "-h", "help"):
-        print("python -m mamba_fsdp VERB ...  (--help after a verb lists its options; --version)\n")
-        for name, meaning in VERBS.items():
-            print(f"  {name:<11} {meaning}")
-    elif verb == "--version":
-        print(command_line.VERSION)
-    elif verb not in VERBS:
-        hint = near_name(verb, VERBS, f"choose one of {', '.join(VERBS)}")
-        print(f"error: there is no verb {verb!r}; {hint}", file=sys.stderr)
-        raise SystemExit(2)
-    else:
+    words = sys.argv[1:] or ["--help"]
+    if words[0] == "help":
+        words[0] = "--help"
+    asked = asked_for(words[:2])
+    if asked in VERBS and words[0] not in VERBS:
+        words = [asked, "--help"]
+    verb, *arguments = words
+    if verb in VERBS:
         name = verb.replace("import", "import_")
         module = importlib.import_module(f"mamba_fsdp.verbs.{name}")
-        command_line.run(module.main, lambda: str(module.__doc__).strip(), arguments)
+        command_line.run(module.main, lambda: page_of(module), arguments)
+    else:
+        command_line.run(refuse, overview, [verb])
+
+
+def refuse(verb: str) -> NoReturn:
+    hint = near_name(verb, VERBS, f"choose one of {', '.join(VERBS)}", elsewhere=ELSEWHERE)
+    raise UserError(f"there is no verb {verb!r}; {hint}")
+
+
+def overview() -> Page:
+    verbs = [f"{name:<11} {meaning}" for name, meaning in VERBS.items()]
+    return Page(OVERVIEW.format(verbs="\n  ".join(verbs)), {})
+
+
+def page_of(module: ModuleType) -> Page:
+    """The help page of a verb. Where it takes the settings of training too, --help=all has them."""
+    options = command_line.options_of(module.main)
+    page = Page(str(module.__doc__), {"": options} if options else {})
+    if options and "given" in inspect.signature(module.main).parameters:
+        page.usual = meanings_in(options)
+        page.sections |= SECTIONS
+        page.words = other_launchers.entries
+    return page
 
 
 if __name__ == "__main__":

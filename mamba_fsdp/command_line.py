@@ -1,18 +1,19 @@
-"""What all verbs share: Fire splits words, annotations give their types, a mistake is two lines and
-no traceback."""
+"""What all verbs share, and the functions of the package: Fire splits words, dataclasses of options give their types,
+a mistake is a line and no traceback."""
 
+import contextlib
 import dataclasses
 import errno
+import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import fire
-
 import mamba_fsdp
-from config.fields import KINDS, near_name, read, read_field
+from config.fields import default, near_name, read_field, shown
+from config.help import Page, asked_for, meanings_in
 from mamba_fsdp.errors import UserError, leave_for_torchrun
 from mamba_fsdp.report.console import Console, fit_for
 
@@ -21,23 +22,35 @@ VERSION = f"mamba_fsdp {mamba_fsdp.__version__}"
 
 
 def run(
-    verb: Callable[..., Any], help_page: Callable[[], str], arguments: Sequence[str] | None = None
+    verb: Callable[..., Any], page: Callable[[], Page], arguments: Sequence[str] | None = None
 ) -> None:
     """Calls `verb` with the command line's words and exits with its code.
 
-    help_page: gives the text of --help. Exit codes: what the verb returns or 0; a UserError's own;
+    page: gives the page of --help. Exit codes: what the verb returns or 0; a UserError's own;
     130 for Ctrl-C.
     """
     if arguments is None:
         arguments = sys.argv[1:]
-    try:
+    with mistakes_in_a_line():
         if "--version" in arguments:
             Console().line(VERSION)
-            raise SystemExit(0)
-        if {"--help", "-h"} & {*arguments} or arguments == ["help"]:
-            Console().line(help_page())
-            raise SystemExit(0)
-        raise SystemExit(call(verb, arguments) or 0)
+        elif not show_help(page, arguments):
+            raise SystemExit(call(verb, arguments) or 0)
+
+
+def show_help(page: Callable[[], Page], arguments: Sequence[str]) -> bool:
+    """Shows what the words ask of the help page; False where they ask for none."""
+    asked = asked_for(arguments)
+    if asked is not None:
+        Console().line(page().text(asked))
+    return asked is not None
+
+
+@contextlib.contextmanager
+def mistakes_in_a_line() -> Iterator[None]:
+    """Inside, what users can mend and Ctrl-C end the process with a line, and a reader that has gone without one."""
+    try:
+        yield
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(130) from None
@@ -65,68 +78,91 @@ def _fail(error: UserError) -> NoReturn:
 
 
 def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
-    """verb(...) with its words as the values of its parameters.
-
-    A parameter's annotation gives the type of its value; without one it stays text. One that is a dataclass of settings takes all options that
-    are its fields. Raises UserError for words that don't fit: too many, missing, unknown (with the
-    nearest name), of the wrong type or out of bounds.
-    """
+    """verb(...) with its words as the values of its parameters, see `invoke`."""
     if "--" in arguments:  # behind which Fire takes flags of its own
         raise UserError("nothing is expected after --; see --help")
-    parameters = inspect.signature(verb).parameters
     positional, named = split(arguments)
-    _check_known(named, parameters)
-    for name, parameter in parameters.items():
-        if dataclasses.is_dataclass(parameter.annotation):
-            named[name] = _read_group(parameter.annotation, named)
-    try:
-        bound = inspect.signature(verb).bind(*positional, **named)
-    except TypeError as error:
-        raise UserError(f"{error}; see --help") from None
-    for name, value in bound.arguments.items():
-        bound.arguments[name] = _read_value(parameters[name], value)
-    return verb(*bound.args, **bound.kwargs)
+    return invoke(verb, positional, named, "--", "see --help")
 
 
-def _check_known(named: Collection[str], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Raises UserError for an option that is no parameter and no field of a dataclass among
-    them."""
-    known = []
-    for name, parameter in parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:  # takes any
-            return
-        if dataclasses.is_dataclass(parameter.annotation):
-            known += [leaf.name for leaf in dataclasses.fields(parameter.annotation)]
-        else:
-            known.append(name)
+def for_python(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function `name` of the package: `function`, called by `invoke`."""
+
+    @functools.wraps(function)
+    def checked(*positional, **named):
+        return invoke(function, positional, named, "", f"see help({name})")
+
+    told = [inspect.getdoc(function) or ""]
+    if options_of(function):
+        told += [f"{leaf}: {text}" for leaf, text in meanings_in(options_of(function)).items()]
+    checked.__doc__ = "\n".join(told)
+    checked.__signature__ = with_options(function)  # type: ignore[attr-defined]
+    return checked
+
+
+def invoke(
+    function: Callable[..., Any],
+    positional: Sequence[Any],
+    named: Mapping[str, Any],
+    dashes: str,
+    see: str,
+) -> Any:
+    """function(...), whose parameter `options` is made of arguments that are its fields.
+
+    Raises UserError for what does not fit: too many, missing, unknown (with the nearest name); of a
+    field also the wrong type, or out of bounds. dashes: what stands before a name. see: where names
+    are explained.
+    """
+    options = options_of(function)
+    leaves = {leaf.name: leaf for leaf in dataclasses.fields(options)} if options else {}
+    signature = with_options(function)
+    elsewhere: dict[str, str] = {}
+    for name, leaf in leaves.items():
+        elsewhere |= dict.fromkeys(leaf.metadata["elsewhere"].split(), name)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     for name in named:
-        if name not in known:
-            hint = near_name(name, known, "see --help", "--")
-            raise UserError(f"--{name}: there is no such option; {hint}")
-
-
-def _read_group(group: Any, named: dict[str, Any]) -> Any:
-    """The dataclass `group` with those of the options that are its fields, which leave `named`."""
+        if name not in signature.parameters and (name in elsewhere or not takes_any):
+            hint = near_name(name, signature.parameters, see, dashes, elsewhere)
+            raise UserError(f"{dashes}{name}: there is no such option; {hint}")
+    try:
+        bound = signature.bind(*positional, **named)
+    except TypeError as error:
+        raise UserError(f"{error}; {see}") from None
     values = {}
-    for leaf in dataclasses.fields(group):
-        if leaf.name in named:
-            values[leaf.name] = read_field(f"--{leaf.name}", leaf, named.pop(leaf.name))
-    return group(**values)
+    for name, leaf in leaves.items():
+        value = bound.arguments.pop(name, None)
+        if value is not None:
+            values[name] = read_field(f"{dashes}{name}", leaf, shown(value))
+    if options:
+        return function(*bound.args, **bound.kwargs, options=options(**values))
+    return function(*bound.args, **bound.kwargs)
 
 
-def _read_value(parameter: inspect.Parameter, value: Any) -> Any:
-    """The value of a parameter from its text, or texts where it is one such as *words."""
-    kind = parameter.annotation
-    if kind not in KINDS:
-        return value
-    if isinstance(value, tuple):
-        return tuple(read(parameter.name, kind, word) for word in value)
-    return read(f"--{parameter.name}", kind, value)
+def options_of(function: Callable[..., Any]) -> Any:
+    """The dataclass that the parameter `options` is; None without one."""
+    parameter = inspect.signature(function).parameters.get("options")
+    return parameter and parameter.annotation
+
+
+def with_options(function: Callable[..., Any]) -> inspect.Signature:
+    """The function's signature with the fields of `options` in its place."""
+    signature = inspect.signature(function)
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        if name != "options":
+            parameters.append(parameter)
+            continue
+        for leaf in dataclasses.fields(parameter.annotation):
+            one = parameter.replace(name=leaf.name, default=default(leaf), annotation=leaf.type)
+            parameters.append(one)
+    return signature.replace(parameters=parameters)
 
 
 def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     """(positional, named) words, by Fire's rules but none of them guessed into a type: 0123 stays
     0123."""
+    import fire  # takes longer than all that a help page needs
+
     words: list[tuple[tuple[str, ...], dict[str, Any]]] = []
 
     @fire.decorators.SetParseFn(str)

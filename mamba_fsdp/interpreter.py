@@ -1,7 +1,8 @@
 """Can this Python run the command? Asked before the command imports more, in words that any Python
-3 reads."""
+3 reads. And what a terminal shows while the command imports more."""
 
 import importlib.util
+import os
 import sys
 
 OLDEST = (3, 10)
@@ -18,6 +19,17 @@ def need(*packages):
         told = "error: %s lacks %s; use .venv/bin/python, which ./0.create_env.sh makes\n"
         sys.stderr.write(told % (sys.executable, ", ".join(missing)))
         raise SystemExit(2)
+    if os.isatty(1) and os.isatty(2) and "RANK" not in os.environ:
+        sys.stdout = Overwriting(sys.stdout)
+        sys.stderr = Overwriting(sys.stderr)
+        show_wait()
+
+
+def show_wait():
+    """Says on a terminal that libraries are loaded, until something else is said."""
+    if isinstance(sys.stderr, Overwriting):
+        os.write(2, b"loading the libraries ...")
+        Overwriting.wipe = "\r\033[K"
 
 
 def _say_stopped(kind, error, trace):
@@ -25,3 +37,21 @@ def _say_stopped(kind, error, trace):
         sys.stderr.write("\nstopped by Ctrl-C\n")
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+class Overwriting:
+    """stdout or stderr of a terminal: what comes first on either takes the place of the line that
+    is shown."""
+
+    wipe = ""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        text = Overwriting.wipe + text
+        Overwriting.wipe = ""
+        return self.stream.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)

@@ -83,7 +83,7 @@ class Look:
         return holder is not None and holder.has_ended()
 
     def __str__(self) -> str:
-        return str(self.holder() or "a process that does not say which")
+        return str(self.holder() or "an unknown process")
 
 
 class Lease:
@@ -99,7 +99,7 @@ class Lease:
         while not self.try_take():
             holder = self.look()
             report(
-                f"waiting    to see whether the run of {holder} still lives: it held {self.file.parent}"
+                f"waiting    to see whether the run of {holder} is still alive: it held {self.file.parent}"
             )
             if self.shows_life():
                 raise UserError(
@@ -152,7 +152,7 @@ class Lease:
             os.stat(self.file.parent)
         except OSError as error:
             raise UserError(
-                f"{self.file}: can't be read ({error.strerror}); mend that and run again"
+                f"{self.file}: can't be read ({error.strerror}); fix that and run again"
             ) from None
         if self._is_ours(seen):
             return
@@ -160,7 +160,7 @@ class Lease:
         if seen:
             what = f"is in use by the run of {seen}"
         raise LostError(
-            f"{self.file.parent} {what}: this run stood still for a while, or somebody removed the file; it "
+            f"{self.file.parent} {what}: this run was suspended for a while, or somebody removed the file; it "
             "stops here and writes nothing more"
         )
 

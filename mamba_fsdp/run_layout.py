@@ -41,7 +41,7 @@ PROFILE = "profile"
 TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb_id"
 REPORT = "report.html"
-# Of a checkpoint for each parameter: the weight and AdamW's two moments, all fp32.
+# Of a checkpoint for each parameter: the weight and AdamW's two moments, all fp32. Muon's has less.
 CHECKPOINT_BYTES = 12
 # May be there when nothing has begun yet.
 BEFORE_A_RUN = {SETTINGS, STOP, FAILURES, PREFLIGHT, PROFILE}
@@ -78,7 +78,7 @@ def check_is_run_folder(folder: str | Path) -> None:
     if not foreign or {CHECKPOINTS, STATUS, LEASE} & names:
         return
     raise UserError(
-        f"save_ckpt_path {folder} holds other things and no run ({', '.join(foreign[:4])}); name a new folder or "
+        f"save_ckpt_path {folder} is not a run folder (it holds {', '.join(foreign[:4])}); name a new folder or "
         "an empty one"
     )
 

@@ -51,7 +51,7 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
                 _print_line(f"warning: {what}: {error.strerror}; trying again for a minute")
             if time.monotonic() - began >= SECONDS_OF_TRYING:
                 raise StorageError(
-                    f"{what}: {error.strerror}, also after a minute of trying again; the same command "
+                    f"{what}: {error.strerror}, even after a minute of retries; the same command "
                     "resumes once the storage answers"
                 ) from error
             heart.beat()
@@ -59,7 +59,7 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
             pause *= 2
         else:
             if began is not None:
-                _print_line(f"{what}: went well again after {time.monotonic() - began:.1f} s")
+                _print_line(f"{what}: works again after {time.monotonic() - began:.1f} s")
             return result
 
 

@@ -8,7 +8,6 @@ wants only these reads, and verifies, the first part of the file.
 import contextlib
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
+from mamba_fsdp.checkpoint.contents import BAD_CONTENT, HASHES
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
@@ -31,25 +30,6 @@ FLUSH = (
     1 << 28
 )  # bytes that are flushed at a time: one flush of a whole file could look like a hang
 LONGEST_HEADER = 100_000_000  # bytes, as the format has it: what a damaged length says is not read
-
-# What content that is not as it was written leads to.
-BAD_CONTENT = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
-
-
-class Crc32:
-    """The checksum of versions 1 and 2, with the methods of hashlib's."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, data: Any) -> None:
-        self.value = zlib.crc32(data, self.value)
-
-    def hexdigest(self) -> str:
-        return f"{self.value:08x}"
-
-
-HASHES = {"xxh3": xxhash.xxh3_64, "crc32": Crc32}
 
 
 @dataclass(frozen=True)

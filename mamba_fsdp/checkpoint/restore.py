@@ -6,16 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.checkpoint.files import Filled, hash_file
-from mamba_fsdp.checkpoint.folder import (
-    BrokenError,
+from mamba_fsdp.checkpoint.contents import (
     Contents,
-    Reader,
-    check_same_tensors,
-    read_commit,
+    check_size,
+    commit_or_problem,
     read_state,
-    stored_name,
 )
+from mamba_fsdp.checkpoint.files import Filled, hash_file
+from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors, stored_name
 from mamba_fsdp.checkpoint.ranges import gaps
 from mamba_fsdp.checkpoint.retention import hold_until_the_end
 from mamba_fsdp.errors import UserError
@@ -55,12 +53,11 @@ def verify(
     """Compares the files of a committed checkpoint with the sizes and checksums in COMMIT. Called by all ranks, which
     share the files: each byte is read by one of them. Returns on all what is wrong, in sentences.
 
-    part: "all", or only "model", its weights, or "state", state.json; "sizes": without reading. shards: what a rank
-    reads of its own is put into them on the way, whatever the verdict, and noted in `filled`, so that `load` need not
-    read it again; where as many ranks have written, that is all of it. Raises UserError on all ranks for one of another
-    version.
+    part: "all", or only "model", its weights, or "state", state.json. shards: what a rank reads of its own is put into
+    them on the way, whatever the verdict, and noted in `filled`, so that `load` need not read it again; where as many
+    ranks have written, that is all of it. Raises UserError on all ranks for one of another version.
     """
-    files, problems = world.on_rank0(partial(_commit_or_problem, checkpoint))
+    files, problems = world.on_rank0(partial(commit_or_problem, checkpoint))
     names = sorted(name for name in files if part != "state" or name == STATE)
     first = len(names) * world.rank // world.size
     stop = len(names) * (world.rank + 1) // world.size
@@ -76,24 +73,15 @@ def verify(
     return sorted(world.gather_unique(problems))
 
 
-def _commit_or_problem(checkpoint):
-    try:
-        return read_commit(checkpoint), []
-    except BrokenError as error:
-        return {}, [str(error)]
-
-
 def _verify_file(path, entry, part, shards, filled):
     """What is wrong with a file of which COMMIT has `entry`, or with that part of it; "" for nothing. Adds what it has
     put into the shards to `filled`."""
     expected = entry.get("model", entry) if part == "model" else entry
     kind = "xxh3" if "xxh3" in expected else "crc32"
+    problem = check_size(path, entry)
+    if problem:
+        return problem
     try:
-        size = retry_io(path.stat, path).st_size
-        if size != entry["bytes"]:
-            return f"{path.name} has {size} bytes, not {entry['bytes']}"
-        if part == "sizes":
-            return ""
         read = retry_io(partial(hash_file, path, expected["bytes"], kind, shards), path)
     except OSError as error:
         return f"{path.name}: {error.strerror}"
@@ -133,7 +121,7 @@ def newest_whole(
         broken.append(checkpoint.name)
         if world.rank == 0:
             report(
-                f"warning: checkpoint {checkpoint} is broken and passed over: {'; '.join(problems)}"
+                f"warning: checkpoint {checkpoint} is broken and is skipped: {'; '.join(problems)}"
             )
     if candidates:
         raise UserError(

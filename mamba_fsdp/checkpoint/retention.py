@@ -101,7 +101,9 @@ class Retention:
             for path in whole[:-keep]:
                 if path != newest and not exists(path / KEPT) and not is_in_use(path):
                     if keep < self.keep:
-                        self.report(f"checkpoint {path.name} makes room for a newer one")
+                        self.report(
+                            f"checkpoint {path.name} is removed to make room for a newer one"
+                        )
                     self._remove(path, own / path.name)
         except LostError:
             raise
@@ -203,7 +205,7 @@ def remove_left_over(
             path.rename(own / path.name)
     size = size_of(own)
     report(
-        f"cleaned    {len(dead)} unfinished, of killed processes, removed from {folder}: {size / 1e9:.3f} GB"
+        f"cleaned    {len(dead)} unfinished, left by killed processes, removed from {folder}: {size / 1e9:.3f} GB"
     )
     delete(own)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mamba_fsdp.checkpoint.files import BAD_CONTENT
-from mamba_fsdp.checkpoint.folder import Reader, is_model, read_state
+from mamba_fsdp.checkpoint.contents import BAD_CONTENT, read_state
+from mamba_fsdp.checkpoint.folder import Reader, is_model
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 
@@ -87,11 +87,11 @@ def _open_pth(path):
     except BAD_PICKLE:
         raise UserError(
             f"{path} is damaged or holds more than tensors and plain values, which only its own program "
-            "reads. Where you trust it, save its tensors alone: "
+            "reads. If you trust it, save its tensors alone: "
             f"{CONVERSION.format(path=path)}"
         ) from None
     if not found:
-        raise UserError(f"{path} is no dict of tensors by parameter name")
+        raise UserError(f"{path} is not a dict of tensors by parameter name")
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     return Tensors(path, shapes, {}, lambda name, start, stop: found[name].reshape(-1)[start:stop])
 
@@ -109,8 +109,8 @@ def _check_stored(path, tensors):
         needed = tensor.numel() * tensor.element_size()
         if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() < needed:
             raise UserError(
-                f"{path}: {name} is to have {tensor.numel():,} elements, but the file holds fewer; save it again, "
-                "made whole by contiguous()"
+                f"{path}: {name} should have {tensor.numel():,} elements, but the file holds fewer; save it again "
+                "after contiguous()"
             )
 
 

@@ -33,7 +33,7 @@ check_variables() { # GPUS_PER_NODE is another name for PROCESSES_PER_NODE
     [ -n "${GPUS_PER_NODE:-}" ] || return 0
     export PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-$GPUS_PER_NODE}
     [ "$PROCESSES_PER_NODE" = "$GPUS_PER_NODE" ] ||
-        fail "GPUS_PER_NODE=$GPUS_PER_NODE and PROCESSES_PER_NODE=$PROCESSES_PER_NODE are two names for one thing"
+        fail "GPUS_PER_NODE=$GPUS_PER_NODE and PROCESSES_PER_NODE=$PROCESSES_PER_NODE mean the same; give one of them"
 }
 
 add_mounts() { # what DATA_PATH=FOLDER and FSX_MOUNT=FOLDER:FOLDER,... name, to MOUNTS
@@ -138,7 +138,7 @@ make_corpus() { # in the folder of the built-in data, "" for other data, where i
     [ -n "$1" ] && [ -z "$dry" ] || return 0
     if compgen -G "$1/.progress*" > /dev/null || { [ ! -f "$1/train/index.json" ] && [ ! -f "$1/index.json" ]; }; then
         say "making data/builtin from the source of a Python library, for a first try"
-        "${@:2}" "$python" "$project/get_dataset.py" builtin "$1"
+        "${@:2}" "$python" "$project/get_dataset.py" builtin "${1#"$PWD"/}"
     fi
 }
 

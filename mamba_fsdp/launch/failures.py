@@ -52,7 +52,7 @@ class Failure:
         """Names the rank and, if a sentence says it, what became of it."""
         said = self.said
         if "\n" in said:
-            said = f"It ended with exit code {self.exit_code}; what it said stands above."
+            said = f"It ended with exit code {self.exit_code}; its output is above."
         return f"rank {self.rank} on {self.node}: {said}"
 
 
@@ -74,4 +74,4 @@ def _what_it_said(process: ProcessFailure) -> str:
         return f"It was ended by {name}.{USUAL_REASONS.get(name, '')}"
     if isinstance(process.message, dict):  # from its error file
         return process.message["extraInfo"]["py_callstack"].rstrip()
-    return f"It ended with exit code {process.exitcode}; what it said stands above."
+    return f"It ended with exit code {process.exitcode}; its output is above."

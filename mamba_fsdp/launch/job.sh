@@ -47,7 +47,7 @@ requeue() { # Slurm ends this script
         ! scontrol requeue "$job" || exit 0
         sleep 2
     done
-    say "error: Slurm refused; sbatch the same command to resume"
+    say "error: Slurm refused to queue the job again; sbatch the same command to resume"
     exit 1
 }
 
@@ -103,7 +103,7 @@ await() { # run a command while traps are served at once; its exit code
     set +m
     while :; do
         before=$signals
-        wait "$child" && code=0 || code=$?
+        wait "$child" 2> /dev/null && code=0 || code=$? # bash would tell by which signal it ended
         [ "$before" != "$signals" ] || return "$code" # else a signal ended the wait, not the command
     done
 }
@@ -126,7 +126,7 @@ keep_asking() { # again and again: a training that is only starting takes STOP f
             limit=$(date +%s -d "${limit:-never}" 2> /dev/null) || true
         fi
         if [ -n "$limit" ] && [ $((limit - $(date +%s))) -lt "$LAST_SECONDS" ]; then
-            say "$LAST_SECONDS s before the time limit: the training has not ended, and nobody waits for it"
+            say "$LAST_SECONDS s before the time limit: the training has not ended, and the job does not wait for it"
             requeue
         fi
         sleep 2 > /dev/null 2>&1

@@ -81,7 +81,7 @@ def check_version(environment: str | Path = sys.prefix) -> None:
     ]
     if not stamp.is_file() or stamp.read_text() not in ours:
         raise UserError(
-            f"the environment {environment} is half-made or was made from other requirements than this "
+            f"the environment {environment} is incomplete or was made from other requirements than this "
             "checkout's; run ./0.create_env.sh, or with an image: build and import it again"
         )
 
@@ -113,9 +113,6 @@ def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
     caches = run_folder.parent / CACHES
     processes = processes_per_node()
     wanted = {
-        # Threads that spin while they wait make training on a CPU five times slower as soon as
-        # anything else runs there.
-        "OMP_WAIT_POLICY": "PASSIVE",
         # Ranks that start again must not find the addresses of those before them.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # Compiled kernels outlive the job. Rank 0 alone writes Triton's, see patches/.

@@ -10,26 +10,41 @@ import os
 from pathlib import Path
 
 from config import resolve
+from config.settings_page import settings_page
 from config.train_config import TrainConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.data.builtin import builtin_folder
+from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.launch.machine import PROJECT, check_version
-from mamba_fsdp.run_layout import check_exists, check_is_run_folder
+from mamba_fsdp.run_layout import CHECKPOINTS, check_exists, check_is_run_folder, committed
 
 
 def plan(*stray, config=None, **given) -> None:  # the command line would check what has a type
     check_version()
     settings, _ = resolve.resolve_settings(given, config, stray)
+    resolve.check_experiment(settings)
     check_is_run_folder(settings.checkpoint.save_ckpt_path)
     if not os.environ.get("IMAGE"):  # which sees no folder yet that settings name: preflight will
-        check_exists(settings.checkpoint.load_ckpt_path, settings.checkpoint.save_ckpt_path)
-    builtin = builtin_folder(settings.data) or ""
+        check_places(settings)
     print(
         run_folder(settings),
-        builtin,
+        builtin_folder(settings.data) or "",
         *folders_outside_project(settings),
         sep="\n",
     )
+
+
+def check_places(settings: TrainConfig) -> None:
+    """Raises UserError where what a run starts from or reads is not there."""
+    checkpoint = settings.checkpoint
+    check_exists(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
+    if checkpoint.init_from and not committed(Path(checkpoint.save_ckpt_path, CHECKPOINTS)):
+        check_place(checkpoint.init_from)
+    if not settings.data.use_dummy_dataset and not builtin_folder(settings.data):
+        from mamba_fsdp.data.selection import training_sources, validation_sources  # numpy
+
+        training_sources(settings.data)
+        validation_sources(settings.data)
 
 
 def run_folder(settings: TrainConfig) -> Path:
@@ -51,4 +66,4 @@ def folders_outside_project(settings: TrainConfig) -> list[Path]:
 
 
 if __name__ == "__main__":
-    command_line.run(plan, resolve.help_page)
+    command_line.run(plan, settings_page)

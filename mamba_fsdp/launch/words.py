@@ -1,6 +1,6 @@
 """What the project's files alone tell of settings, for a host with nothing but Python 3.10 and PyYAML:
 
-    python3 -m mamba_fsdp.launch.words [--help] [--SETTING=VALUE ...]
+    python3 -m mamba_fsdp.launch.words [--help[=WORD]] [--SETTING=VALUE ...]
 
 Exit code 2 and the reason for settings that can't be, 1 where this Python can't read them. An
 image, which has all else, is still to be unpacked on many nodes then.
@@ -17,22 +17,19 @@ def main(words):
     if sys.version_info < OLDEST or not importlib.util.find_spec("yaml"):
         return 1
     from config import resolve
-    from mamba_fsdp.errors import UserError
+    from config.settings_page import settings_page
+    from mamba_fsdp import command_line
 
-    if "--help" in words:
-        print(resolve.help_page())
-        return 0
-    given = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals:
+    with command_line.mistakes_in_a_line():
+        if command_line.show_help(settings_page, words):
             return 0
-        given[name.lstrip("-").replace("-", "_")] = text
-    try:
-        resolve.resolve_settings(given, given.pop("config", None))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        given = {}
+        for word in words:
+            name, equals, text = word.partition("=")
+            if not equals:
+                return 0
+            given[name.lstrip("-").replace("-", "_")] = text
+        resolve.resolve_settings(given, given.pop("config", None), resumes=False)
     return 0
 
 

@@ -54,12 +54,17 @@ def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
     training = settings.training
     parallel = settings.parallel
     world = World(0, nodes * machine.devices, 0, machine.devices, CPU)
-    layout = split_step(training, world.rank, world.size)
+    layout = split_step(settings, world.rank, world.size)
+    device_type = "cpu" if machine.device == "cpu" else "cuda"
+    training.settle_precision(device_type)
     dtype = DTYPES[training.mixed_precision]
     uses = operator_uses(
-        settings.model, dtype, settings.data.reset_at_documents, training.deterministic
+        settings.model,
+        dtype,
+        settings.data.reset_at_documents,
+        training.deterministic,
+        parallel.context_parallel > 1,
     )
-    device_type = "cpu" if machine.device == "cpu" else "cuda"
     backends = resolve_backends(training.kernels, device_type, uses, ("triton",)).backends
     memory = expected_memory(settings, world, backends)
     if device_type == "cuda":

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from config.model_config import Layer, ModelConfig
 from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.loader import own_positions
 from mamba_fsdp.model import spec
 from mamba_fsdp.ops.loss import CHUNK
 from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy
@@ -50,8 +51,13 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.settings.training.batch_size * self.settings.data.seq_length
+        """Tokens of a micro-batch that a device computes."""
+        return self.settings.training.batch_size * own_positions(self.settings)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share each sequence."""
+        return self.settings.parallel.context_parallel
 
     @cached_property
     def strategy(self) -> str:
@@ -126,7 +132,7 @@ def expected_memory(
     parts = {
         "weights": weights_bytes(work),
         "gradients": gradients_bytes(work),
-        "moments": 2 * weights_bytes(work),  # AdamW's two
+        "moments": moments_bytes(work),
         "gathered": gathered_bytes(work),
         "activations": activations_bytes(work),
         "loss": loss_bytes(work),
@@ -134,16 +140,27 @@ def expected_memory(
     return {name: int(size) for name, size in parts.items()}
 
 
-def weights_bytes(work: Workload) -> int:
-    """Weights are fp32. Sharding cuts each by rows over its group of ranks; those that compute in fp32 stay whole."""
+def weights_bytes(work: Workload, of_muon: bool = False) -> int:
+    """Weights are fp32. Sharding cuts each by rows over its group of ranks; those that compute in fp32 stay whole.
+    of_muon: only those that Muon can update."""
     elements = 0
     for parameter in spec.parameters(work.model).values():
+        if of_muon and not parameter.rows:
+            continue
         if parameter.fp32:
             elements += parameter.size
         else:
             rows = parameter.shape[0]
             elements += math.ceil(rows / work.shard_ranks) * (parameter.size // rows)
     return FP32 * elements
+
+
+def moments_bytes(work: Workload) -> int:
+    """Of each weight AdamW has two; Muon one of each of its own."""
+    twice = 2 * weights_bytes(work)
+    if work.settings.optimizer.optimizer == "muon":
+        return twice - weights_bytes(work, of_muon=True)
+    return twice
 
 
 def gradients_bytes(work: Workload) -> int:
@@ -178,7 +195,8 @@ def activations_bytes(work: Workload) -> float:
         # What its programs, a thousand at least, write down within a chunk.
         model = work.model
         programs = max(1024, work.settings.training.batch_size * model.d_inner // 32)
-        total += programs * SCAN_STRIDE // 2 * (model.d_state + 2) * 32 * FP32
+        kept_states = SCAN_STRIDE // 4 + 1
+        total += programs * kept_states * (model.d_state + 4) * 32 * FP32
     return total
 
 
@@ -201,28 +219,39 @@ def loss_bytes(work: Workload) -> float:
 
 
 def block_bytes(work: Workload, layer: Layer) -> BlockBytes:
-    """Returns what a block keeps and takes: its mixer, its MLP, and the norms' inputs."""
-    width = work.width
-    norm_input = (FP32 + width) * work.model.d_model
-    mixer = _mixer_bytes(work, layer)
-    kept = norm_input + mixer.kept
-    working = mixer.working
-    if layer.mlp:
-        # Both halves of fc1, the gate's SiLU, their product: gone when it is the mixer's turn.
-        intermediate = width * work.model.resolved_d_intermediate
-        mlp_kept = norm_input + 4 * intermediate
+    """Returns what a block keeps and takes: its mixers, its MLP, and the norms' inputs."""
+    norm_input = (FP32 + work.width) * work.model.d_model
+    mixers = [_mixer_bytes(work, mixer) for mixer in layer.mixers]
+    kept = norm_input + sum(mixer.kept for mixer in mixers)
+    working = max(mixer.working for mixer in mixers)
+    if layer.mlp:  # gone when it is the mixer's turn
+        mlp = _mlp_bytes(work)
+        mlp_kept = norm_input + mlp.kept
         kept += mlp_kept
-        working = max(working - mlp_kept, 2 * intermediate)
+        working = max(working - mlp_kept, mlp.working)
     return BlockBytes(kept, working + norm_input)
 
 
-def _mixer_bytes(work: Workload, layer: Layer) -> BlockBytes:
-    if layer.mixer == "attention":
+def _mlp_bytes(work: Workload) -> BlockBytes:
+    """Keeps both halves of fc1, the gate's SiLU and their product; or the ReLU and its square."""
+    intermediate = work.width * work.model.resolved_d_intermediate
+    is_gated = work.model.mlp_activation == "swiglu"
+    return BlockBytes((4 if is_gated else 2) * intermediate, 2 * intermediate)
+
+
+def _mixer_bytes(work: Workload, mixer: str) -> BlockBytes:
+    if mixer == "mlp":
+        return _mlp_bytes(work)
+    if mixer == "attention":
         return _attention_bytes(work)
-    if layer.mixer in work.backends:
-        return _mamba1_bytes(work) if layer.mixer == "mamba1" else _mamba2_bytes(work)
+    if mixer == "mamba3":
+        return _mamba3_bytes(work)
+    if mixer in work.backends:
+        return _mamba1_bytes(work) if mixer == "mamba1" else _mamba2_bytes(work)
+    if work.sharing > 1:
+        return _parts_bytes(work, mixer)
     # The reference backends keep what each product comes to, and the input of the last.
-    products = _products(work.model, spec.MIXERS[layer.mixer])
+    products = _products(work.model, spec.MIXERS[mixer])
     outputs = sum(product.shape[0] for product in products)
     last = products[-1]
     return BlockBytes(work.width * (outputs + last.size // last.shape[0]), 0.0)
@@ -251,16 +280,52 @@ def _mamba2_bytes(work: Workload) -> BlockBytes:
     return BlockBytes(work.width * rows + 4 * model.ngroups, working)
 
 
+def _parts_bytes(work: Workload, mixer: str) -> BlockBytes:
+    """Of a Mamba mixer that has its sequences in parts: keeps what each operator takes and gives."""
+    model = work.model
+    channels = model.d_inner
+    if mixer == "mamba1":
+        # xz, the convolution's input and output, dt, y; dt and delta in fp32.
+        whole = _mamba1_bytes(work)
+        return BlockBytes(work.width * 6 * channels + 2 * FP32 * channels, whole.working)
+    # [z, x, B, C, dt], the convolution's input and output, y and what it reads of the entering state.
+    whole = _mamba2_bytes(work)
+    convolved = channels + 2 * model.ngroups * model.d_state
+    kept = whole.kept + work.width * 2 * (convolved + channels)
+    of_norm = 0
+    if work.backends["norm"] == "reference":
+        of_norm = 4 * FP32 * channels
+    # What the norm kept is gone when SSD's gradients are made.
+    return BlockBytes(kept + of_norm, max(0, whole.working - of_norm))
+
+
+def _mamba3_bytes(work: Workload) -> BlockBytes:
+    """Keeps [z, x, B, C, dt, A, trapezoid, angles], each head's B and C in fp32 and as the SSD takes them, its angles with
+    their cosines and sines, and x and y three times; takes the gradients of B and C. Measured on fake tensors."""
+    model = work.model
+    rows = _products(model, spec.MIXERS["mamba3"])[0].shape[0]
+    of_heads = model.n_ssm_head * model.d_state
+    kept: float = work.width * (rows + 2 * of_heads + 3 * model.d_inner)
+    kept += FP32 * (2.75 * of_heads + 1.5 * model.d_inner) + 2 * of_heads
+    working = 4 * FP32 * of_heads + model.d_inner * (2 + model.d_state / 8)
+    return BlockBytes(kept, working)
+
+
 def _attention_bytes(work: Workload) -> BlockBytes:
-    """Keeps q, k, v and what comes out; turns positions in fp32."""
+    """Keeps q, k, v, those of k and v of all ranks that share the sequence, and what comes out; turns positions in
+    fp32."""
     model = work.model
     heads = model.n_head * model.resolved_head_dim
-    if model.n_kv_head < model.n_head:
-        elements = 4 * heads
-    else:
-        rows = _products(model, spec.MIXERS["attention"])[0].shape[0]
-        elements = rows + heads * (3 if model.resolved_rotary_dim else 1)
-    return BlockBytes(work.width * elements + 4 * model.n_head, 5 * work.width * heads)
+    keys = model.n_kv_head * model.resolved_head_dim
+    elements = 2 * heads + 2 * keys
+    working = 5 * work.width * heads
+    if work.sharing > 1:
+        of_all_ranks = 2 * keys * work.sharing
+        elements += of_all_ranks
+        working += (FP32 + work.width) * of_all_ranks
+    if model.resolved_rotary_dim:
+        elements += heads + keys
+    return BlockBytes(work.width * elements + 4 * model.n_head, working)
 
 
 def _products(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:

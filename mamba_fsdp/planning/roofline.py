@@ -16,7 +16,7 @@ from mamba_fsdp.planning.memory import FP32, Workload
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
 # Bytes for each state and token: of Mamba-2 fitted to published rates of mamba-ssm; of Mamba-1, nowhere published,
 # assumed after Dao and Gu 2024 (arXiv 2405.21060), section 9.3.
-STATE_BYTES = {"mamba1": 12, "mamba2": 3}
+STATE_BYTES = {"mamba1": 12, "mamba2": 3, "mamba3": 3}
 HOP_SECONDS = 5e-6  # of a ring
 BLOCK_LAUNCH_SECONDS = (
     5e-4  # forward and backward: what starting a block's kernels takes the host; assumed
@@ -77,7 +77,7 @@ def attention_flops(work: Workload) -> float:
     forward = spec.MIXERS["attention"].flops(work.model, work.settings.data.seq_length)
     flops = 0.0
     for layer, repeats in zip(work.model.layer_list(), work.repeats):
-        if layer.mixer == "attention":
+        if "attention" in layer.mixers:
             flops += (0.5 + 3 * repeats) * forward
     return flops
 
@@ -87,7 +87,8 @@ def recurrence_bytes(work: Workload) -> float:
     states = work.model.d_inner * work.model.d_state
     moved = 0.0
     for layer, repeats in zip(work.model.layer_list(), work.repeats):
-        moved += repeats * states * STATE_BYTES.get(layer.mixer, 0)
+        for mixer in layer.mixers:
+            moved += repeats * states * STATE_BYTES.get(mixer, 0)
     return moved
 
 
@@ -126,6 +127,8 @@ def network_traffic(work: Workload, machine: Instance, passes: int) -> Traffic:
 
     if work.strategy == "none":
         return Traffic()
+    shared_rate = link_rate if work.sharing <= local_size else network_rate
+    of_sequences = passes * shared_bytes(work) / shared_rate
     layers = work.model.n_layer
     outside = work.outside_size
     count = spec.parameter_count(work.model)
@@ -133,17 +136,38 @@ def network_traffic(work: Workload, machine: Instance, passes: int) -> Traffic:
     if work.strategy == "ddp":
         return Traffic(
             overlapping=2 * seconds(FP32 * blocks, layers, nodes),
-            exposed=2 * seconds(FP32 * outside, 1, nodes),
+            exposed=2 * seconds(FP32 * outside, 1, nodes) + of_sequences,
         )
     across = nodes if work.strategy == "fsdp" else 1
     reductions = 1 if work.settings.parallel.accumulate_unsharded else passes
     traffic = Traffic(
         overlapping=2 * passes * seconds(work.width * blocks, layers, across)
         + reductions * seconds(FP32 * blocks, layers, across),
-        exposed=passes * seconds(work.width * outside, 1, across)
+        exposed=of_sequences
+        + passes * seconds(work.width * outside, 1, across)
         + reductions * seconds(FP32 * outside, 1, across),
     )
     if work.strategy == "hsdp" and nodes > 1:
         # Each rank's shard with those of the other nodes, all at once by one network.
         traffic.overlapping += 2 * FP32 * count * (nodes - 1) / nodes / network_rate
     return traffic
+
+
+def shared_bytes(work: Workload) -> float:
+    """Bytes that a rank receives in a micro-batch of those which share its sequences: the states of all in fp32 and their
+    gradients, or all keys and values and, in fp32, their gradients. Blocks that recompute receive the former twice."""
+    if work.sharing == 1:
+        return 0.0
+    model = work.model
+    sequences = work.settings.training.batch_size
+    states = work.sharing * sequences * model.d_inner * model.d_state
+    keys = work.sharing * work.tokens * 2 * model.n_kv_head * model.resolved_head_dim
+    received = 0.0
+    for layer, recomputes in zip(work.model.layer_list(), work.recomputes):
+        forward = 2 if recomputes else 1
+        for mixer in layer.mixers:
+            if mixer == "attention":
+                received += keys * (forward * work.width + FP32)
+            elif mixer in STATE_BYTES:
+                received += states * (forward + 1) * FP32
+    return received

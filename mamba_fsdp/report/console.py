@@ -65,13 +65,13 @@ class Console:
         """Prints lines that stay."""
         if not self.enabled:
             return
-        self._clear()
+        self.clear()
         print(fit_for(self.stream, text), file=self.stream, flush=True)
 
     def passing(self, text: str) -> None:
         """Shows a live line until something else comes."""
         if self.live and time.monotonic() >= self.next_update:
-            self._clear()
+            self.clear()
             self.shown = fit_for(self.stream, text)[: self._width()]
             self.next_update = time.monotonic() + SECONDS_BETWEEN_UPDATES
             print("\r" + self.shown, end="", file=self.stream, flush=True)
@@ -115,7 +115,8 @@ class Console:
             columns = 0
         return (columns or 80) - 1  # 0 is of one that does not tell
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Takes the live line away."""
         if self.shown:
             spaces = " " * min(len(self.shown), self._width())
             print(f"\r{spaces}", end="\r", file=self.stream)

@@ -39,6 +39,8 @@ def summarise_run(folder: Path) -> dict[str, Any]:
     curves: see `curve`, by metric that is not always 0; last: the latest value of each; axes: at the same places the step and the tokens
     up to it; settings: by section.name.
     """
+    if not folder.exists():
+        raise UserError(f"{folder}: there is no such folder")
     if not (folder / METRICS).exists() and not (folder / CHECKPOINTS).exists():
         raise UserError(f"{folder}: holds no {METRICS}; is it a run folder?")
     entries = read(folder / METRICS)
@@ -77,7 +79,9 @@ def _read_settings(file: Path) -> dict[str, Any]:
     grow without end, by YAML's aliases."""
     settings = {}
     try:
-        for section, part in yaml.safe_load(file.read_text()).items():
+        content = yaml.safe_load(file.read_text())
+        content.pop("version", None)
+        for section, part in content.items():
             for name, value in part.items():
                 items = value if isinstance(value, list) else [value]
                 if not any(isinstance(item, (dict, list, tuple)) for item in items):

@@ -63,7 +63,7 @@ class Log:
         except OSError as error:
             raise UserError(
                 f"{self.path}: can't be written ({error.strerror}); "
-                "mend that, then the same command resumes"
+                "fix that, then the same command resumes"
             ) from None
 
     def _append(self, *, sync=False):
@@ -113,7 +113,7 @@ def read(path: Path) -> list[dict]:
 
 
 def entries(path: Path) -> Iterator[tuple[dict, int]]:
-    """Yields each object of a file of JSON lines, with the bytes up to its end. Lines that are none are passed over,
+    """Yields each object of a file of JSON lines, with the bytes up to its end. Lines that are none are skipped,
     with a word on stderr; without, a last one that a crash cut short."""
     if not exists(path):
         return
@@ -127,7 +127,7 @@ def entries(path: Path) -> Iterator[tuple[dict, int]]:
                 yield entry, end
             elif line.endswith(b"\n") and not is_told:
                 print(
-                    f"warning: {path}: line {number} is no entry of a run; such lines are passed over",
+                    f"warning: {path}: line {number} is not an entry of a run; such lines are skipped",
                     file=sys.stderr,
                 )
                 is_told = True

@@ -43,7 +43,7 @@ def make_trackers(
             tracker = WeightsAndBiases(wandb, run_folder, settings, project, name)
         except ConnectionRefusedError as refusal:
             print_line(
-                f"tracker    W&B is off: {refusal}; training does without it. `wandb login` or WANDB_API_KEY logs in, "
+                f"tracker    W&B is off: {refusal}; training continues without it. `wandb login` or WANDB_API_KEY logs in, "
                 "WANDB_MODE=offline records into the run folder"
             )
         else:

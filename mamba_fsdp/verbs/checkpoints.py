@@ -1,12 +1,11 @@
 """python -m mamba_fsdp checkpoints RUN [--verify]
 
-List the checkpoints of a run, or a single one: step, tokens, size, when it was committed, and whether it is whole.
-`kept` are those that stay for ever (keep_every). Unfinished ones are being written, or a killed process left them; the
-run removes those at its next start.
+List the checkpoints of a run, or a single one: step, tokens, size, when it
+was committed, and whether it is whole. `kept` marks those that are never
+removed (keep_every). An unfinished one is being written, or a killed process
+left it; the run's next start removes it.
 
-  --verify  read every byte and compare it with the checksums; without, only see that each file is there with its size
-
-Exits with 0 where all are whole, with 1 where one is broken, with 2 where there is none.
+Exit codes: 0 all are whole, 1 one is broken, 2 there is none.
 """
 
 from contextlib import suppress
@@ -14,9 +13,18 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from config.fields import setting
+from mamba_fsdp.checkpoint.contents import read_state, verify_sizes
+from mamba_fsdp.checkpoint.retention import held, left_over, size_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console, scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, KEPT, committed, no_checkpoint, step_of
+
+
+@dataclass
+class Options:
+    verify: bool = setting(False)
+    """Read every byte and compare it with the checksums; without it, only the files' sizes are checked."""
 
 
 @dataclass
@@ -31,9 +39,7 @@ class Row:
     tokens: float | None = None
 
 
-def main(run: str, verify: bool = False) -> int:
-    from mamba_fsdp.checkpoint.retention import held, left_over, size_of
-
+def main(run: str, options: Options) -> int:
     place = Path(run)
     console = Console()
     found = [place]
@@ -49,7 +55,7 @@ def main(run: str, verify: bool = False) -> int:
         with held(path):
             size = scaled(size_of(path), "B")
             console.passing(f"reading {path.name}, {number} of {len(found)}, {size}")
-            row = describe(path, verify)
+            row = describe(path, options.verify)
             if path.exists():  # else its run has pruned it meanwhile
                 rows.append(row)
     for path in unfinished:
@@ -67,19 +73,13 @@ def main(run: str, verify: bool = False) -> int:
 
 def describe(path: Path, verify: bool) -> Row:
     """What a committed checkpoint is, as far as it can be read."""
-    from mamba_fsdp.checkpoint import restore
-    from mamba_fsdp.checkpoint.folder import read_state
-    from mamba_fsdp.checkpoint.retention import size_of
-    from mamba_fsdp.parallel.world import World
-
     verdict = "whole" if verify else "not verified"
     row = Row(step_of(path.name) or 0, size_of(path), verdict, kept=(path / KEPT).exists())
     with suppress(OSError):
         moment = datetime.fromtimestamp((path / COMMIT).stat().st_mtime)
         row.committed = f"{moment:%Y-%m-%d %H:%M}"
     try:
-        part = "all" if verify else "sizes"
-        problems = restore.verify(path, World.alone(), part)
+        problems = read_all(path) if verify else verify_sizes(path)
         if problems:
             row.verdict = f"broken: {'; '.join(problems)}"
         row.tokens = read_state(path).state.get("progress", {}).get("tokens")
@@ -87,3 +87,11 @@ def describe(path: Path, verify: bool) -> Row:
         if not row.verdict.startswith("broken"):
             row.verdict = f"broken: {error}"
     return row
+
+
+def read_all(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, in sentences, when every byte is read."""
+    from mamba_fsdp.checkpoint import restore  # which imports torch
+    from mamba_fsdp.parallel.world import World
+
+    return restore.verify(path, World.alone())

@@ -1,7 +1,8 @@
 """python -m mamba_fsdp doctor
 
-What this machine has and whether it works: packages, environment, GPUs, EFA, the backend that serves each operator. A
-verdict a line: `ok`, `FAIL`, or `-` for what is not here and need not be. Exits with 1 where any fails.
+What this machine has and whether it works: packages, environment, GPUs, EFA,
+the backend that serves each operator. A verdict a line: `ok`, `FAIL`, or `-`
+for what is not here and need not be. The exit code is 1 if any fails.
 """
 
 from mamba_fsdp.report.console import Console

@@ -1,20 +1,11 @@
-"""python -m mamba_fsdp evaluate MODEL DATA [--seq_length=2048] [--stride=0] [--batch_size=8] [--limit=0]
-                                         [--json]
+"""python -m mamba_fsdp evaluate MODEL DATA [--OPTION=VALUE ...]
 
-Token loss, perplexity per token and per word, and bits per byte of a model, every token predicted once from those
-before it in its window (docs/evaluating.md). MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a
-transformers or state-spaces folder. DATA is a token store, or a folder with stores in validation/ or test/;
-get_dataset.py makes one of text. Under torchrun the ranks share the work.
-
-  --seq_length          tokens per window; more context, lower loss, more memory
-  --stride              from one window to the next; 0: seq_length, no overlap. Smaller: each token has at least
-                        seq_length - stride others before it, and the work is seq_length / stride times as much
-  --batch_size          windows per forward pass, fewer where they are long
-  --limit               windows in all, spread evenly over the data; 0 for all
-  --json                the numbers as JSON on stdout, what is told otherwise on stderr
-  --reset_at_documents  let nothing cross the start of a document
-  --allow_other_tokenizer  where you know that the model fits the tokens of another tokenizer than its own
-  --model_name          the preset that MODEL is, where there is no config.json beside it
+Token loss, perplexity per token and per word, and bits per byte of a model,
+every token predicted once from those before it in its window
+(docs/evaluating.md). MODEL is a run folder, a checkpoint, a
+consolidated.00.pth, or a transformers or state-spaces folder. DATA is a token
+store, or a folder with stores in validation/ or test/; get_dataset.py makes
+one from text. Under torchrun the ranks share the work.
 """
 
 import json
@@ -25,17 +16,19 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from config.fields import setting
 from config.train_config import DataConfig
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.data.store import TokenStore, is_store
+from mamba_fsdp.data.store import SPLITS, TokenStore, is_store
 from mamba_fsdp.data.tokenizer import check_tokenizer, load_words
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import Console
+from mamba_fsdp.run_layout import TOKENIZER
 
 if TYPE_CHECKING:
     from mamba_fsdp.verbs.loading import Loaded
@@ -46,19 +39,27 @@ POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # in a forward pass, if a window 
 
 @dataclass
 class EvaluationConfig:
-    """The options, as the help page above tells them."""
+    """The options beside the model and the data."""
 
-    seq_length: int = setting(2048, at_least=1)
-    stride: int = setting(0, at_least=0)
-    batch_size: int = setting(8, at_least=1)
-    limit: int = setting(0, at_least=0)
+    seq_length: int = setting(
+        2048, at_least=1, elsewhere="max_seq_length max_length seq_len block_size context_length"
+    )
+    """Tokens per window: more context, lower loss, more memory."""
+    stride: int = setting(0, at_least=0, elsewhere="doc_stride")
+    """Tokens from one window to the next; 0: seq_length, no overlap. Smaller: each token has at least
+    seq_length - stride others before it, and the work is seq_length / stride times as much."""
+    batch_size: int = setting(8, at_least=1, elsewhere="eval_batch_size per_device_eval_batch_size")
+    """Windows per forward pass, fewer if they are long."""
+    limit: int = setting(0, at_least=0, elsewhere="max_eval_samples num_samples eval_batches")
+    """Windows in all, spread evenly over the data; 0 for all."""
     json: bool = setting(False)
+    """Print the numbers as JSON on stdout, everything else on stderr."""
     reset_at_documents: bool = setting(False)
+    """Let nothing cross the start of a document."""
     allow_other_tokenizer: bool = setting(False)
-    model_name: str = setting("")
-
-
-DEFAULTS = EvaluationConfig()
+    """Accept data of another tokenizer than the model's."""
+    model_name: str = setting("", elsewhere="model_variant")
+    """MODEL's preset, if there is no config.json beside it."""
 
 
 @dataclass
@@ -96,7 +97,10 @@ class Evaluation:
         return lines
 
 
-def main(model: str, data: str, options: EvaluationConfig = DEFAULTS) -> None:
+def main(model: str, data: str, options: EvaluationConfig) -> None:
+    check_place(model)
+    stores = stores_in(data, model)
+    # This imports torch: what is not there is told without it.
     from mamba_fsdp.verbs.loading import inference_world, load
 
     world = inference_world()
@@ -107,7 +111,7 @@ def main(model: str, data: str, options: EvaluationConfig = DEFAULTS) -> None:
     )
     console.line(f"model          {model}")
     numbers = {}  # by name of a store
-    for name, store in stores_in(data, loaded).items():
+    for name, store in stores.items():
         found = measure(loaded, store, options, console.passing)
         numbers[name] = asdict(found)
         console.line(f"data           {name}")
@@ -119,10 +123,10 @@ def main(model: str, data: str, options: EvaluationConfig = DEFAULTS) -> None:
     world.close()
 
 
-def evaluate(model: "Loaded", data: str | Path, **options: Any) -> Evaluation:
-    """Returns the Evaluation of a model over the token store at the path `data`. The options are fields of
-    EvaluationConfig."""
-    return measure(model, data, EvaluationConfig(**options), Console(enabled=False).passing)
+def evaluate(model: "Loaded", data: str | Path, options: EvaluationConfig) -> Evaluation:
+    """Returns the Evaluation of a model over the token store at the path `data`: its loss,
+    perplexities and bits per byte. Raises UserError."""
+    return measure(model, data, options, Console(enabled=False).passing)
 
 
 def measure(
@@ -137,8 +141,8 @@ def measure(
     began = time.perf_counter()
     if options.stride > options.seq_length:
         raise UserError(
-            f"--stride={options.stride} is longer than a window, --seq_length={options.seq_length}: what lies between two "
-            "would be left out"
+            f"--stride={options.stride} is longer than --seq_length={options.seq_length}: tokens between two "
+            "windows would be left out"
         )
     store = TokenStore(data)
     if not options.allow_other_tokenizer:
@@ -243,18 +247,20 @@ def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> t
     return words, size
 
 
-def stores_in(data: str, model: "Loaded") -> dict[str, Path]:
+def stores_in(data: str, model: str) -> dict[str, Path]:
     """Returns {name: path} of the token stores that `data` means. Raises UserError for anything else, with the command
     that makes a store of text."""
     stores = {}
-    for split in ("", "validation", "test"):
+    for split in ("", *SPLITS["validation"], *SPLITS["test"]):
         path = Path(data, split)
         if is_store(path):
             stores[f"{data} {split}".strip()] = path
     if not stores:
-        tokenizer = model.weights.tokenizer_path or "PATH"
+        tokenizer = Path(model, TOKENIZER)
+        if not tokenizer.is_dir():
+            tokenizer = Path("PATH")
         raise UserError(
-            f"{data} is no token store. Make one of text: .venv/bin/python get_dataset.py {shlex.quote(data)} OUT "
+            f"{data} is not a token store. Make one from text: .venv/bin/python get_dataset.py {shlex.quote(data)} OUT "
             f"--tokenizer={tokenizer} --validation_fraction=0; then evaluate OUT/train"
         )
     return stores

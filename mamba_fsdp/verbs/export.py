@@ -1,33 +1,38 @@
-"""python -m mamba_fsdp export MODEL OUT [--format=hf|state-spaces|pth] [--dtype=fp32|bf16|fp16] [--tokenizer=FOLDER]
+"""python -m mamba_fsdp export MODEL OUT [--OPTION=VALUE ...]
 
-Write a model into the new folder OUT, one tensor in memory at a time: `hf` for transformers' AutoModelForCausalLM
-(safetensors, with the tokenizer), `state-spaces` for mamba_ssm's MambaLMHeadModel.from_pretrained, `pth` for
-consolidated.00.pth with config.json and tokenizer/, as a run writes it at its end. MODEL is a run folder, a checkpoint,
-a .pth file, or a transformers or state-spaces folder.
-
-  --dtype       of the numbers; without it they stay as they are
-  --tokenizer   a tokenizer's folder to go along, in place of MODEL's own if it has one
-  --model_name  the preset that MODEL is, where there is no config.json beside it
+Write a model into the new folder OUT, one tensor in memory at a time. MODEL
+is a run folder, a checkpoint, a .pth file, or a transformers or state-spaces
+folder.
 """
 
 from dataclasses import dataclass
 
 from config.fields import setting
+from mamba_fsdp.interop.places import check_place
 
 
 @dataclass
-class ExportConfig:
-    """The options beside the format, as the help page above tells them."""
+class ImportConfig:
+    """The options that import has too."""
 
-    dtype: str = setting("")
-    tokenizer: str = setting("")
-    model_name: str = setting("")
+    dtype: str = setting("", elsewhere="torch_dtype precision")
+    """fp32, bf16 or fp16; without it each tensor keeps its type."""
+    tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
+    """A tokenizer's folder to write instead of MODEL's own."""
+    model_name: str = setting("", elsewhere="model_variant")
+    """MODEL's preset, if there is no config.json beside it."""
 
 
-DEFAULTS = ExportConfig()
+@dataclass
+class ExportConfig(ImportConfig):
+    format: str = setting("hf", elsewhere="output_format")
+    """hf for transformers' AutoModelForCausalLM (safetensors, with the tokenizer), state-spaces for
+    mamba_ssm's MambaLMHeadModel.from_pretrained, pth for consolidated.00.pth with config.json and
+    tokenizer/, as a run writes it at its end."""
 
 
-def main(model: str, out: str, format: str = "hf", options: ExportConfig = DEFAULTS) -> None:
+def main(model: str, out: str, options: ExportConfig) -> None:
+    check_place(model)
     from mamba_fsdp.interop.convert import write_model
 
-    print(write_model(model, out, format=format, **vars(options)))
+    print(write_model(model, out, **vars(options)))

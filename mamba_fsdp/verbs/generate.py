@@ -1,28 +1,20 @@
-"""python -m mamba_fsdp generate MODEL [--prompt=TEXT] [--length=100] [--temperature=0.8] [--top_k=0] [--top_p=1.0]
-                                    [--seed=0] [--tokenizer=PATH]
+"""python -m mamba_fsdp generate MODEL [--prompt=TEXT] [--OPTION=VALUE ...]
 
-Continue a text as it comes. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a transformers or
-state-spaces folder. The text goes to stdout, as it is but
-on a terminal, where control characters are shown; the speed to stderr. Ctrl-C ends it.
-
-  --prompt       text to continue; without it the text begins at a document's start
-  --length       tokens to generate at most; the end of the document ends it
-  --temperature  0 always takes the likeliest token; 1 draws as the model says
-  --top_k        draw from the k likeliest tokens only; 0 from all
-  --top_p        draw from the likeliest tokens that together have this probability
-  --seed         equal seeds give equal texts
-  --tokenizer    a tokenizer's folder, where MODEL came without one
-  --model_name   the preset that MODEL is, where there is no config.json beside it
+Continue a text, and print it as it is generated. MODEL is a run folder, a
+checkpoint, a consolidated.00.pth, or a transformers or state-spaces folder.
+The text goes to stdout, the speed to stderr. On a terminal, control
+characters are made visible. Ctrl-C ends it.
 """
 
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from config.fields import setting
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import fit_for
 
 if TYPE_CHECKING:
@@ -32,32 +24,41 @@ if TYPE_CHECKING:
 
 @dataclass
 class GenerationConfig:
-    """The options beside the prompt, as the help page above tells them."""
+    """The options beside the model."""
 
-    length: int = setting(100, at_least=1)
+    prompt: str = setting("")
+    """Text to continue; without it the text begins at a document's start."""
+    length: int = setting(
+        100, at_least=1, elsewhere="max_new_tokens max_tokens max_length num_tokens n_predict"
+    )
+    """Tokens to generate at most; the text ends earlier where the document does."""
     temperature: float = setting(0.8, at_least=0)
+    """0 always takes the likeliest token; 1 draws as the model says."""
     top_k: int = setting(0, at_least=0)
+    """Draw from the k likeliest tokens only; 0 from all."""
     top_p: float = setting(1.0, above=0, at_most=1)
+    """Draw from the likeliest tokens that together have this probability."""
     seed: int = setting(0)
-    tokenizer: str = setting("")
-    model_name: str = setting("")
+    """Equal seeds give equal texts."""
+    tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
+    """A tokenizer's folder, if MODEL has none."""
+    model_name: str = setting("", elsewhere="model_variant")
+    """MODEL's preset, if there is no config.json beside it."""
 
 
-DEFAULTS = GenerationConfig()
-
-
-def main(model: str, prompt: str = "", options: GenerationConfig = DEFAULTS) -> None:
-    check_valid(prompt)
+def main(model: str, options: GenerationConfig) -> None:
+    check_valid(options.prompt)
+    check_place(model)
     from mamba_fsdp.verbs.loading import load
 
     loaded = load(model, model_name=options.model_name)
-    pieces = continuation(loaded, prompt, options)
+    pieces = generate(loaded, options)
     count = 0
     began = time.perf_counter()
     try:
         for piece in pieces:
             if count == 0:
-                print(fit_for(sys.stdout, prompt), end="")
+                print(fit_for(sys.stdout, options.prompt), end="")
             print(fit_for(sys.stdout, piece), end="", flush=True)
             count += 1
     finally:  # after Ctrl-C too
@@ -68,12 +69,7 @@ def main(model: str, prompt: str = "", options: GenerationConfig = DEFAULTS) -> 
             print(speed, file=sys.stderr)
 
 
-def generate(model: "Loaded", prompt: str = "", **options: Any) -> Iterator[str]:
-    """Yields the text that continues `prompt`, piece by piece; options: the fields of GenerationConfig."""
-    return continuation(model, prompt, GenerationConfig(**options))
-
-
-def continuation(model: "Loaded", prompt: str, options: GenerationConfig) -> Iterator[str]:
+def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
     """Yields the text of each token that continues the prompt; it may be empty, see TextStream.add.
 
     Raises UserError for a prompt that is no valid Unicode, and for a model without a tokenizer.
@@ -81,19 +77,20 @@ def continuation(model: "Loaded", prompt: str, options: GenerationConfig) -> Ite
     import torch
 
     from mamba_fsdp.data.tokenizer import load_words
-    from mamba_fsdp.model import generate
+    from mamba_fsdp.model.generate import generate as tokens_of
 
+    prompt = options.prompt
     check_valid(prompt)
     tokenizer = load_words(options.tokenizer or model.tokenizer_path)
     if tokenizer.eos is None and not prompt:
         raise UserError(
-            "the tokenizer names no token that ends a document, so a text can't begin: give a --prompt"
+            "the tokenizer names no end-of-document token, which a text without a prompt starts from; give a --prompt"
         )
     device = next(model.network.parameters()).device
     prompt_ids: list[int | None] = [*tokenizer.encode(prompt)]
     if not prompt_ids:
         prompt_ids = [tokenizer.eos]
-    steps = generate.generate(
+    steps = tokens_of(
         model.network,
         torch.tensor([prompt_ids], device=device),
         length=options.length,

@@ -1,24 +1,26 @@
 """python -m mamba_fsdp inspect PATH [--verify]
 
-Say what PATH holds: a run folder, a checkpoint, a model (consolidated.00.pth, transformers,
-state-spaces, other trainers' files; of one without config.json, its tensors), or a token store.
-
-  --verify    read every byte: of a token store, compared with the checksums; of a checkpoint or a run, as
-              python -m mamba_fsdp checkpoints does. Exits with 1 or 2 where anything is damaged. Refuses models, which
-              hold no checksums
+Say what PATH holds: a run folder, a checkpoint, a model (consolidated.00.pth,
+transformers, state-spaces, other trainers' files; of one without config.json,
+its tensors), a token store, or text or tokens that get_dataset.py makes one
+of.
 """
 
 import json
 import math
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
+from config.dataset_config import DatasetConfig
+from config.fields import setting
 from config.model_config import ModelConfig, checked_model
 from config.presets import title
-from mamba_fsdp.checkpoint.retention import size_of
-from mamba_fsdp.data.store import TokenStore, is_store, split_in
+from mamba_fsdp.data.corpus import find_shards, kind_of
+from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, split_in
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.console import read_share, say, scaled
+from mamba_fsdp.report.console import read_share, say
 from mamba_fsdp.report.records import read
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
@@ -30,34 +32,42 @@ from mamba_fsdp.run_layout import (
 )
 from mamba_fsdp.verbs import checkpoints
 
+WEIGHTS = {".safetensors", ".pth", ".pt", ".bin", ".distcp"}
 SAMPLES = 3
 SAMPLE_TOKENS = 64
 SAMPLE_WIDTH = 160  # characters shown of one
 
 
-def main(path: str, verify: bool = False) -> int:
+@dataclass
+class Options:
+    verify: bool = setting(False)
+    """Read every byte of a token store, checkpoint or run and compare it with the checksums. The exit code is 1 or 2 if
+    anything is damaged. Models hold no checksums and are refused."""
+
+
+def main(path: str, options: Options) -> int:
+    verify = options.verify
     place = Path(path)
     if (place / CHECKPOINTS).is_dir() or (place / STATUS).is_file():
-        show_run(place)
-    elif (place / COMMIT).is_file():
-        show_checkpoint(place)
-    elif is_data(place):
-        held_out = split_in(place, "validation")
-        show_data(split_in(place), verify)
-        if held_out != place:
-            show_data(held_out, verify)
+        return show_run(place, verify)
+    if (place / COMMIT).is_file():
+        return show_checkpoint(place, verify)
+    if is_data(place):
+        for store in dict.fromkeys(split_in(place, split) for split in SPLITS):
+            if is_store(store):
+                show_data(store, verify)
     elif verify:
         raise UserError(
             f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums"
         )
+    elif is_input(place):
+        show_input(place)
     else:
         show_model(place)
-    if verify and ((place / CHECKPOINTS).is_dir() or (place / COMMIT).is_file()):
-        return checkpoints.main(str(place), verify=True)
     return 0
 
 
-def show_run(path: Path) -> None:
+def show_run(path: Path, verify: bool) -> int:
     from mamba_fsdp.train.run_folder import RunFolder
 
     say("run", path)
@@ -73,25 +83,25 @@ def show_run(path: Path) -> None:
             if metric == "val_loss" and last.get("val_share"):
                 told += f" ({read_share(last['val_share'])})"
             say(name, told)
-    found = committed(path / CHECKPOINTS)
-    if found:
-        say("checkpoints", f"{len(found)}, the newest {found[-1]}")
+    if verify or committed(path / CHECKPOINTS):
+        return checkpoints.main(str(path), checkpoints.Options(verify))
+    return 0
 
 
-def show_checkpoint(path: Path) -> None:
+def show_checkpoint(path: Path, verify: bool) -> int:
     from mamba_fsdp.checkpoint.folder import Reader
 
+    say("checkpoint", path)
+    code = checkpoints.main(str(path), checkpoints.Options(verify))
+    if code:
+        return code
     state = Reader(path).state
     progress = state["progress"]
-    say("checkpoint", path)
-    say(
-        "step",
-        f"{progress['step']:,}, {progress['tokens']:,} tokens, {progress['skipped_steps']} steps skipped",
-    )
+    say("tokens", f"{progress['tokens']:,}, {progress['skipped_steps']} steps skipped")
     say("written by", f"{state['world_size']} ranks, torch {state['torch']}")
     say("data", json.dumps(progress["data"].get("drawn")))
     say("model", describe_model(checked_model(path, state["settings"]["model"])))
-    say("size", scaled(size_of(path), "B"))
+    return 0
 
 
 def is_data(place: Path) -> bool:
@@ -103,6 +113,18 @@ def is_data(place: Path) -> bool:
     if not place.exists():
         raise UserError(f"{place}: there is no such file or folder")
     return False
+
+
+def is_input(place: Path) -> bool:
+    """Whether PATH is text or tokens for get_dataset.py, and no weights lie there."""
+    paths = [place, *place.rglob("*")]
+    return any(map(kind_of, paths)) and not any(path.suffix in WEIGHTS for path in paths)
+
+
+def show_input(path: Path) -> None:
+    shards = find_shards(str(path), DatasetConfig())
+    command = f".venv/bin/python get_dataset.py {shlex.quote(str(path))} OUT"
+    say("data", f"{len(shards):,} files, which {command} imports")
 
 
 def show_model(path: Path) -> None:

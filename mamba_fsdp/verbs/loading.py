@@ -61,9 +61,7 @@ class Loaded(NamedTuple):
     def tokenizer_path(self) -> Path:
         """Of the tokenizer that came along. Raises UserError where there is none."""
         if not self.weights.tokenizer_path:
-            raise UserError(
-                f"{self.weights.source} came without a tokenizer; name one: --tokenizer=PATH"
-            )
+            raise UserError(f"{self.weights.source} has no tokenizer; name one: --tokenizer=PATH")
         return self.weights.tokenizer_path
 
 

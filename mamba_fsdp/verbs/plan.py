@@ -1,74 +1,91 @@
-"""python -m mamba_fsdp plan [PRESET] [--config=FILE] [--SETTING=VALUE ...] --nodes=N --instance=NAME
+"""python -m mamba_fsdp plan [PRESET] [--config=FILE] [--NAME=VALUE ...]
 
-Does this training fit, and how long does it take? By formulas: nothing is run, no GPU is needed.
+Does this training fit, and how long does it take? By formulas: nothing is
+run, no GPU is needed. The names are the options below and the settings of
+training.py, which --help=all lists too.
 
-  python -m mamba_fsdp plan mamba-2.8b --nodes=2 --instance=p5.48xlarge --tokens=300B
-  python -m mamba_fsdp plan --config=bamba-9b --nodes=24 --instance=p4de.24xlarge
+  python -m mamba_fsdp plan mamba-2.8b --nodes=2 --instance=p5.48xlarge
+  python -m mamba_fsdp plan mamba_9.8b --nodes=24 --instance=p4de.24xlarge
   python -m mamba_fsdp plan mamba-130m --memory=24 --peak=165 --bandwidth=1008
 
-  --nodes=1           machines
-  --instance=NAME     what they are: a line of mamba_fsdp/planning/devices.py, as p4d.24xlarge; without it the machine
-                      at hand, whose speed is not known
-  --devices=N         of a machine
-  --memory=GB         of a device       --peak=TFLOPS      of a device, dense, in bf16
-  --bandwidth=GB/s    of its memory     --nvlink=GB/s      of a device to the others of its machine, one way
-  --network=Gbit/s    of a machine to the others, one way
-  --tokens=N          length of the training, as in 300B; by default num_steps, where that is not given 1B
-  --json              the same as JSON, in bytes and seconds
-
-The settings are those of training.py. The last lines are these as given and the fastest that fits: of batch sizes (with
-global_batch_size those that keep the step), shares of recomputing blocks. How exact this is:
-docs/planning.md. Exit codes: 0 it fits, 1 it does not, 2 a mistake.
+The last lines are the settings as given and the fastest that fit: of batch
+sizes (with global_batch_size those that keep the step), shares of recomputing
+blocks. How exact this is: docs/planning.md. Exit codes: 0 it fits, 1 it does
+not, 2 a mistake.
 """
 
 import json as as_json
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from config.fields import Bounds, near_name, read
-from config.presets import title
+from config.fields import near_name, setting
+from config.presets import recipe, title
 from config.resolve import resolve_settings
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.planning.devices import INSTANCES, Instance
-from mamba_fsdp.planning.estimate import Estimate, best, estimate, machine_at_hand
 from mamba_fsdp.report.console import scaled
 
-ABOVE_0 = Bounds(above=0)
+if TYPE_CHECKING:
+    from mamba_fsdp.planning.estimate import Estimate
+
 USUAL_TOKENS = 10**9
 
 
-def main(
-    *preset: str,
-    nodes: str = "1",
-    instance: str = "",
-    tokens: str = "",
-    json: bool = False,
-    **given: Any,
-) -> int:
-    count = read("--nodes", int, nodes, Bounds(at_least=1, at_most=100_000))
-    machine = choose_machine(instance, given)
+@dataclass
+class PlanConfig:
+    """The options beside the settings of the training. 0 leaves a number open."""
+
+    nodes: int = setting(1, at_least=1, at_most=100_000, elsewhere="nnodes num_nodes node")
+    """Machines."""
+    instance: str = setting("", elsewhere="instance_type machine")
+    """What they are: a line of mamba_fsdp/planning/devices.py, as p4d.24xlarge. Without it the machine
+    at hand, whose speed is not known."""
+    devices: int = setting(0, at_least=0, elsewhere="gpus gpus_per_node num_gpus")
+    """Devices of a machine."""
+    memory: float = setting(0.0, at_least=0)
+    """GB of a device."""
+    bandwidth: float = setting(0.0, at_least=0)
+    """GB/s of that memory."""
+    peak: float = setting(0.0, at_least=0)
+    """TFLOP/s of a device, dense, in bf16."""
+    nvlink: float = setting(0.0, at_least=0)
+    """GB/s of a device to the others of its machine, one way."""
+    network: float = setting(0.0, at_least=0)
+    """Gbit/s of a machine to the others, one way."""
+    tokens: int = setting(0, at_least=0)
+    """Length of the training, as in 300B. 0: num_steps, or the length of the recipe, or 1B."""
+    json: bool = setting(False)
+    """The same as JSON, in bytes and seconds."""
+
+
+def main(*preset: str, options: PlanConfig, **given: Any) -> int:
+    count = options.nodes
+    machine = choose_machine(options)
     config = given.pop("config", None)
     if preset:
         given = {"model_name": preset[0], **given}
-    settings, explicit = resolve_settings(given, config, preset[1:])
+    settings, explicit = resolve_settings(given, config, preset[1:], resumes=False)
+    # These import torch: what is wrong with the words is told without it.
+    from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
+
+    machine = machine or machine_at_hand()
     found = estimate(settings, count, machine)
     better = best(settings, count, machine)
-    length = USUAL_TOKENS
-    if tokens:
-        length = read("--tokens", int, tokens, ABOVE_0)
-    elif "num_steps" in explicit:
+    length = options.tokens or USUAL_TOKENS
+    named = explicit | recipe(settings.model.model_name).keys()
+    if not options.tokens and "num_steps" in named:
         length = settings.training.num_steps.tokens(found.tokens_per_step)
     figures: dict[str, Any] = {}
     if found.step:
         days = length / found.tokens_per_second / 86400
         figures = {"tokens": length, "days": days, "device_hours": 24 * days * found.devices}
-    if json:
+    if options.json:
         best_found = asdict(better) if better else None
         print(as_json.dumps({**asdict(found), **figures, "best": best_found}, indent=1))
     else:
         print(f"model      {title(settings.model)}: {found.parameters:,} parameters")
-        machines = f"{found.nodes} x {instance}" if instance else str(found.nodes)
+        machines = f"{found.nodes} x {options.instance}".removesuffix(" x ")
         print(
             f"machines   {machines}: {found.devices} x {machine.device} of {machine.memory:.1f} GB"
         )
@@ -77,21 +94,19 @@ def main(
     return 0 if found.fits else 1
 
 
-def choose_machine(instance: str, given: dict[str, Any]) -> Instance:
-    """Returns the machine that is meant; takes out of `given` what describes it. Raises UserError for an unknown one, or
-    where its memory is not known."""
-    hardware: dict[str, Any] = {}
-    for field in fields(Instance)[1:]:
-        if field.name in given:
-            kind = int if field.name == "devices" else float
-            hardware[field.name] = read(f"--{field.name}", kind, given.pop(field.name), ABOVE_0)
+def choose_machine(options: PlanConfig) -> Instance | None:
+    """Returns the machine that is meant, None for the one at hand. Raises UserError for an unknown one, or where its
+    memory is not known."""
+    instance = options.instance
+    named = {field.name: getattr(options, field.name) for field in fields(Instance)[1:]}
+    hardware: dict[str, Any] = {name: number for name, number in named.items() if number}
     if instance and instance not in INSTANCES:
         hint = near_name(instance, INSTANCES, "one of " + ", ".join(INSTANCES))
         raise UserError(f"--instance={instance}: not known; {hint}")
     if instance:
         return replace(INSTANCES[instance], **hardware)
     if not hardware:
-        return machine_at_hand()
+        return None
     if "memory" not in hardware:
         raise UserError(
             f"--{next(iter(hardware))}: say of what: --instance=NAME, or --memory=GB of a device"
@@ -100,10 +115,12 @@ def choose_machine(instance: str, given: dict[str, Any]) -> Instance:
 
 
 def report_lines(
-    found: Estimate, figures: dict[str, Any], better: Estimate | None, seq_length: int
+    found: "Estimate", figures: dict[str, Any], better: "Estimate | None", seq_length: int
 ) -> Iterator[str]:
     """Yields the report for a terminal of 80 columns."""
-    verdict = "it fits" if found.fits else f"it does NOT fit; most are the {found.largest_part}"
+    verdict = (
+        "it fits" if found.fits else f"it does NOT fit; the largest part: {found.largest_part}"
+    )
     yield f"memory     {scaled(found.bytes, 'B')} a device: {verdict}"
     for part, size in found.memory.items():
         if size:
@@ -111,7 +128,7 @@ def report_lines(
     if found.step:
         yield from speed_lines(found, figures, seq_length)
     else:
-        yield "step       --instance=NAME, or --memory, --peak and --bandwidth, tell its seconds"
+        yield "step       needs --instance=NAME, or --memory, --peak and --bandwidth"
     yield f"checkpoint {scaled(found.checkpoint_bytes, 'B')}"
     yield f"{'':<11}{'nodes':>5}{'batch_size':>12}{'recompute':>11}{'global':>8}{'memory':>11}{'tokens/s':>13}"
     yield table_line("as given", found)
@@ -121,7 +138,7 @@ def report_lines(
         yield "nothing that was tried fits; take more nodes, a smaller model or seq_length, or larger devices"
 
 
-def speed_lines(found: Estimate, figures: dict[str, Any], seq_length: int) -> Iterator[str]:
+def speed_lines(found: "Estimate", figures: dict[str, Any], seq_length: int) -> Iterator[str]:
     yield (
         f"step       {found.seconds_per_step:.3f} s of {found.global_batch_size:,} x {seq_length:,} = "
         f"{found.tokens_per_step:,} tokens"
@@ -140,7 +157,7 @@ def speed_lines(found: Estimate, figures: dict[str, Any], seq_length: int) -> It
     )
 
 
-def table_line(name: str, found: Estimate) -> str:
+def table_line(name: str, found: "Estimate") -> str:
     rate = f"{found.tokens_per_second:,.0f}" if found.step else "-"
     return (
         f"{name:<11}{found.nodes:>5}{found.batch_size:>12}{found.recompute:>11}"

@@ -1,9 +1,11 @@
 """python -m mamba_fsdp preflight report FOLDER [settings of the training command]
 python -m mamba_fsdp preflight judge FOLDER NODE ...
 
-Are the nodes of a job fit for this training? 1.train.sbatch runs `report` on every node, in the training's own
-environment, then `judge` once, which prints what each NODE is and what is wrong with it. FOLDER is a fresh folder in
-the run folder with a file `token`. Exit codes of judge: 0, 2 for what you have to mend, 1 for trouble that may pass.
+Are the nodes of a job fit for this training? 1.train.sbatch runs `report` on
+every node, in the training's own environment, then `judge` once, which prints
+what each NODE is and what is wrong with it. FOLDER is a fresh folder in the
+run folder with a file `token`. Exit codes of judge: 0, 2 for what you have to
+fix, 1 for trouble that may pass.
 """
 
 import json

@@ -1,20 +1,28 @@
 """python -m mamba_fsdp report RUN [RUN ...] [--out=FILE.html]
 
-Show one or more runs, of which some may still be training, in one HTML file that needs no network: curves by steps or
-tokens, settings and where they differ, the data's mixture, restarts, checkpoints (docs/watching.md).
-
-  --out  the file, or a folder for it; without it RUN/report.html, RUN the first
+Show one or more runs, finished or still training, in one HTML file that needs
+no network: curves by steps or tokens, settings and where they differ, the
+data's mixture, restarts, checkpoints (docs/watching.md).
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from config.fields import setting
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.page import make_page
 from mamba_fsdp.run_layout import REPORT
 from mamba_fsdp.storage import write_for_user
 
 
-def main(*runs: str, out: str = "") -> None:
+@dataclass
+class Options:
+    out: str = setting("", elsewhere="output output_dir")
+    """The file to write, or a folder for it; without it report.html in the first RUN."""
+
+
+def main(*runs: str, options: Options) -> None:
+    out = options.out
     folders: dict[Path, Path] = {}  # each once, whatever names it
     for run in runs:
         folders.setdefault(Path(run).resolve(), Path(run))

@@ -45,9 +45,9 @@ DAMAGES = {
     ),
     "state.json: No such file": lambda path: (path / "state.json").unlink(),
     "state.json has": lambda path: (path / "state.json").write_text("{}"),
-    "COMMIT is no list of files": lambda path: (path / "COMMIT").write_text('{"files": '),
-    "COMMIT is no list": lambda path: edit(path / "COMMIT", files={}),
-    "COMMIT is no list of": lambda path: edit(path / "COMMIT", files=OTHERS_FILE),
+    "COMMIT is not a list of files": lambda path: (path / "COMMIT").write_text('{"files": '),
+    "COMMIT is not a list": lambda path: edit(path / "COMMIT", files={}),
+    "COMMIT is not a list of": lambda path: edit(path / "COMMIT", files=OTHERS_FILE),
     "COMMIT is of step 20": lambda path: edit(path / "COMMIT", step=20),
     "COMMIT is damaged": lambda path: edit(path / "COMMIT", version=7),
     "COMMIT is damaged: its format or version": lambda path: edit(

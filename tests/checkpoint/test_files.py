@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mamba_fsdp.checkpoint import files
-from mamba_fsdp.checkpoint.folder import Contents, Reader
+from mamba_fsdp.checkpoint.contents import Contents
+from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.heartbeat import heart
 
 pytestmark = pytest.mark.torch22

@@ -56,8 +56,8 @@ LAYOUTS = [
 ]
 
 
-def unbroken(world):
-    parallel, optimizer = build(world, strategy="none")
+def unbroken(world, muon):
+    parallel, optimizer = build(world, strategy="none", muon=muon)
     return train(world, parallel, optimizer, range(4))
 
 
@@ -67,7 +67,7 @@ def unbroken(world):
     [
         ({"strategy": "fsdp"}, True),
         ({"strategy": "hsdp", "shard_size": 2}, False),
-        ({"strategy": "ddp"}, True),
+        ({"strategy": "ddp", "muon": True}, True),
     ],
     ids=str,
 )
@@ -75,12 +75,13 @@ def test_any_layout_reads_what_any_layout_saved(run, how, asynchronous):
     """Model and optimiser come back bit for bit on any number of ranks and any strategy, with rank 0's state, and the
     next losses and gradients are those of one unbroken process."""
     (first, saved), *_ = run_ranks(4, save, run, how, asynchronous)
-    expected = unbroken(start_world())
+    muon = how.get("muon", False)
+    expected = unbroken(start_world(), muon)
     torch.testing.assert_close(first, expected[:2], rtol=2e-5, atol=2e-5)
-    assert len(saved) == 3 * 17
+    assert len(saved) == 3 * 17 - (6 if muon else 0)
     assert all(tensor.isfinite().all() and tensor.any() for tensor in saved.values())
     for count, other in LAYOUTS:
-        for state, tensors, following in run_ranks(count, read, run, other):
+        for state, tensors, following in run_ranks(count, read, run, {**other, "muon": muon}):
             torch.testing.assert_close(following, expected[2:], rtol=2e-5, atol=2e-5)
             assert state == {"step": 2, "rank": 0} and tensors.keys() == saved.keys()
             assert all(torch.equal(tensors[name], saved[name]) for name in saved), (count, other)
@@ -95,28 +96,34 @@ import sys
 import torch
 from tests.checkpoint.test_restoring import read, run_ranks, save
 if __name__ == "__main__":
-    run, action = sys.argv[1:]
     how = {"strategy": "fsdp"}
-    work = (save, run, how, True) if action == "write" else (read, run, how)
-    torch.save(run_ranks(2, *work)[0][1], f"{run}.{action}")
+    for word in sys.argv[1:]:
+        action, run = word.split("=")
+        work = (save, run, how, True) if action == "write" else (read, run, how)
+        torch.save(run_ranks(2, *work)[0][1], f"{run}.{action}")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("writer, reader", [("pinned", "newest"), ("newest", "pinned")])
-def test_each_stack_reads_the_others_checkpoints(run, pythons, project, writer, reader):
+def test_each_stack_reads_the_others_checkpoints(run, pythons, project):
     """torch 2.2 with FSDP1 and the newest torch with FSDP2 read each other's checkpoints bit for bit."""
     program = run.parent / "program.py"
     program.write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": str(project)}
-    for stack, action in [(writer, "write"), (reader, "read")]:
-        words = [pythons[stack], str(program), str(run), action]
-        subprocess.run(words, check=True, env=environment)
-    written, got = (
-        torch.load(f"{run}.{action}", weights_only=True) for action in ("write", "read")
-    )
-    assert written.keys() == got.keys()
-    assert all(torch.equal(written[name], got[name]) for name in written)
+    by_pinned = f"{run}-pinned"
+    by_newest = f"{run}-newest"
+    for stack, actions in [
+        ("pinned", [f"write={by_pinned}"]),
+        ("newest", [f"read={by_pinned}", f"write={by_newest}"]),
+        ("pinned", [f"read={by_newest}"]),
+    ]:
+        subprocess.run([pythons[stack], str(program), *actions], check=True, env=environment)
+    for checkpoints in (by_pinned, by_newest):
+        written, got = (
+            torch.load(f"{checkpoints}.{action}", weights_only=True) for action in ("write", "read")
+        )
+        assert written.keys() == got.keys()
+        assert all(torch.equal(written[name], got[name]) for name in written)
 
 
 def count_reads(world, run):

@@ -149,7 +149,7 @@ def test_leftovers_of_killed_saves_are_removed_and_said(run):
     with held(run / names[2]):
         make_checkpoints(run, [], report=said.append)
     assert said == [
-        f"cleaned    1 unfinished, of killed processes, removed from {run / where}: 0.003 GB"
+        f"cleaned    1 unfinished, left by killed processes, removed from {run / where}: 0.003 GB"
         for where in ("checkpoints", "pth")
     ]
     assert [name for name in names if (run / name).exists()] == names[2:]

@@ -166,7 +166,7 @@ def test_an_old_checkpoint_makes_room_for_a_newer_one(run, monkeypatch, room, st
     with stops:
         make_checkpoints(run, [1, 2, 3, 4], keep=3, report=said.append)
     assert names_in(run) == [f"step_0000000{step}" for step in steps]
-    early = [line for line in said if "makes room for a newer one" in line]
+    early = [line for line in said if "is removed to make room for a newer one" in line]
     assert len(early) == {4: 0, 2: 2, 1: 0}[room]
 
 

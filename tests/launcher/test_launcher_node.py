@@ -121,7 +121,7 @@ def test_ranks_start_again_in_place_as_long_as_there_are_new_checkpoints(
     assert returned == code and (project / "begun").read_text() == "!!!!"
     told = [line for line in output.splitlines() if line.startswith("restarts   the ranks after")]
     assert told[-1].startswith("restarts   the ranks after the loss of rank 0 on ")
-    assert told[-1].endswith("It ended with exit code 1; what it said stands above.")
+    assert told[-1].endswith("It ended with exit code 1; its output is above.")
     assert (where == AMONG_NODES) == told[0].endswith("the loss of a node")
     if where == AMONG_NODES:
         status_and_code, first, _ = (

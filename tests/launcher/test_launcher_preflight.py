@@ -147,7 +147,7 @@ def test_data_is_there_on_all_nodes(report, judge, tmp_path):
 def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp):
     if stamp is not None:
         (tmp_path / ".complete").write_text(stamp)
-    with pytest.raises(UserError, match="half-made or was made from other requirements"):
+    with pytest.raises(UserError, match="incomplete or was made from other requirements"):
         machine.check_version(tmp_path)
 
 

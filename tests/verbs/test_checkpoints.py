@@ -9,7 +9,7 @@ import pytest
 from mamba_fsdp import command_line
 from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.retention import until_the_end
-from mamba_fsdp.verbs import checkpoints
+from mamba_fsdp.verbs import checkpoints, inspect
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_table_of_a_whole_run(run, call):
             "rank_00000.safetensors has 50 bytes",
         ),
         (lambda path: (path / "state.json").unlink(), True, "state.json: No such file"),
-        (lambda path: (path / "COMMIT").write_text("{"), True, "COMMIT is no list of files"),
+        (lambda path: (path / "COMMIT").write_text("{"), True, "COMMIT is not a list of files"),
         (
             lambda path: (path / "COMMIT").write_text(
                 (path / "COMMIT").read_text().replace('"version": ', '"version": 9')
@@ -87,6 +87,8 @@ def test_broken_ones_are_told_with_the_reason_and_an_exit_code(
     assert said.splitlines()[-1].endswith("  whole") and "Traceback" not in said
     code, said = call(checkpoints, run)
     assert code == 1 and words in " ".join(said.split()) or not without_reading
+    code, said = call(inspect, run / "checkpoints/step_00000002", "--verify")
+    assert code == 1 and words in " ".join(said.split())
 
 
 def test_what_its_run_prunes_meanwhile_is_not_broken(run, call, monkeypatch):

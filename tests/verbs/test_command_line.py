@@ -1,6 +1,7 @@
 """Words become arguments by the verb's own annotations, and a mistake is one line."""
 
 import dataclasses
+import inspect
 import subprocess
 import sys
 
@@ -12,28 +13,58 @@ from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 
 
-def verb(first, *rest, count: int = 1, share: float = 0.5, wanted: bool = False, name=""):
-    return first, rest, count, share, wanted, name
-
-
 @dataclasses.dataclass
 class Options:
+    """What the verbs below take."""
+
+    count: int = setting(1, elsewhere="number how_many")
+    """How many there are; no more than needed. Further words."""
     share: float = setting(0.5, above=0, below=1)
+    """Part of all."""
+    wanted: bool = setting(False)
+    """Whether it is wanted."""
     kind: str = setting("plain", choices=("plain", "fancy"))
+    """What it looks like."""
     note: str = setting("")
+    """What it says."""
 
 
-def bounded(first, count: int = 1, *, options: Options):
-    return first, count, options
+def verb(first, *rest, options: Options):
+    return first, rest, options
+
+
+def in_order(first, options: Options):
+    """Does something."""
+    return first, options
 
 
 def test_a_dataclass_takes_the_options_that_are_its_fields():
-    assert command_line.call(bounded, ["a", "--share=0.25", "--note= x ", "--count=2"]) == (
+    words = ["a", "b", "--share=0.25", "--note= x ", "--count=2"]
+    assert command_line.call(verb, words) == (
         "a",
-        2,
-        Options(share=0.25, note=" x "),
+        ("b",),
+        Options(count=2, share=0.25, note=" x "),
     )
-    assert command_line.call(bounded, ["a"]) == ("a", 1, Options())
+    assert command_line.call(verb, ["a"]) == ("a", (), Options())
+    assert command_line.call(in_order, ["a", "3", "--share=0.25"]) == ("a", Options(3, 0.25))
+
+
+def test_a_function_of_the_package_takes_them_as_keywords():
+    function = command_line.for_python(in_order, "in_order")
+    assert function("a", 3, wanted=True, note=None) == ("a", Options(3, wanted=True))
+    assert str(inspect.signature(function)).startswith("(first, count: int = 1, share: float")
+    assert "Does something." in function.__doc__ and "share: Part of all." in function.__doc__
+    for words, message in (
+        ({"cuont": 3}, "^cuont: there is no such option; did you mean count.$"),
+        ({"how_many": 3}, "did you mean count.$"),
+        ({"nosuch": 3}, r"^nosuch: there is no such option; see help\(in_order\)$"),
+        ({"count": 1.5}, "^count=1.5: expected a whole number$"),
+        ({"share": 2}, "^share=2: must be below 1$"),
+    ):
+        with pytest.raises(UserError, match=message):
+            function("a", **words)
+    with pytest.raises(UserError, match="missing a required argument: 'first'"):
+        function()
 
 
 @pytest.mark.parametrize(
@@ -44,13 +75,14 @@ def test_a_dataclass_takes_the_options_that_are_its_fields():
         (["a", "--share=x"], "^--share=x: expected a number$"),
         (["a", "--kind=other"], "^--kind=other: must be one of plain, fancy$"),
         (["a", "--kind="], "^--kind=: expected some text$"),
+        (["a", "--how_many=1"], "^--how_many: there is no such option; did you mean --count.$"),
         (["a", "--shore=1"], "^--shore: there is no such option; did you mean --share.$"),
         (["a", "--options=1"], "^--options: there is no such option; "),
     ],
 )
 def test_values_out_of_bounds_are_refused(words, message):
     with pytest.raises(UserError, match=message):
-        command_line.call(bounded, words)
+        command_line.call(verb, words)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +96,10 @@ def test_values_out_of_bounds_are_refused(words, message):
 def test_settings_and_verbs_read_the_same_words_alike(kind, name, texts):
     """What one program takes all take, as the same value; what one refuses all refuse, in the same words."""
 
-    def verb(value: kind):
-        return value
+    Value = dataclasses.make_dataclass("Value", [("value", kind, setting(kind()))])
+
+    def verb(options: Value):
+        return options.value
 
     for text in texts:
         try:
@@ -83,23 +117,11 @@ def test_settings_and_verbs_read_the_same_words_alike(kind, name, texts):
 
 
 def test_words_are_not_guessed():
-    assert command_line.call(verb, ["0123", "1e3", "--name=true"]) == (
-        "0123",
-        ("1e3",),
-        1,
-        0.5,
-        False,
-        "true",
-    )
-    assert command_line.call(verb, ["a", "--count=3", "--share", "2", "--wanted"]) == (
-        "a",
-        (),
-        3,
-        2.0,
-        True,
-        "",
-    )
-    assert command_line.call(verb, ["a", "--nowanted"])[4] is False
+    words = ["0123", "1e3", "--note=true"]
+    assert command_line.call(verb, words) == ("0123", ("1e3",), Options(note="true"))
+    words = ["a", "--count=3", "--share", "0.2", "--wanted"]
+    assert command_line.call(verb, words) == ("a", (), Options(3, 0.2, True))
+    assert command_line.call(verb, ["a", "--nowanted"])[2].wanted is False
 
 
 @pytest.mark.parametrize(
@@ -120,7 +142,7 @@ def test_mistakes_are_refused_with_the_reason(words, message):
 @pytest.mark.parametrize(
     "words, code, start",
     [
-        ([], 0, "python -m mamba_fsdp VERB"),
+        ([], 0, "mamba-fsdp VERB"),
         (["report", "--version"], 0, "mamba_fsdp "),
         (["generate", "--help"], 0, "python -m mamba_fsdp generate"),
         (["genrate"], 2, "error: there is no verb 'genrate'"),

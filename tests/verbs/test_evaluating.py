@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import mamba_fsdp
 from mamba_fsdp import command_line
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
@@ -56,7 +57,7 @@ def test_each_token_is_scored_once_with_at_least_window_less_stride_before_it(mo
         scored = end
         if end == len(tokens):
             break
-    found = evaluate.evaluate(model, STORE, seq_length=window, stride=stride)
+    found = mamba_fsdp.evaluate(model, STORE, seq_length=window, stride=stride)
     assert found.tokens == scored - 1 == len(tokens) - 1
     assert (found.window, found.stride) == (window, stride)
     assert found.loss == pytest.approx(total / found.tokens, rel=1e-5)
@@ -64,7 +65,7 @@ def test_each_token_is_scored_once_with_at_least_window_less_stride_before_it(mo
 
 def test_words_and_bytes_are_those_of_the_predicted_text(model, monkeypatch):
     """Whatever the windows, and the pieces that are decoded at a time."""
-    whole = evaluate.evaluate(model, STORE, seq_length=32)
+    whole = mamba_fsdp.evaluate(model, STORE, seq_length=32)
     store = TokenStore(STORE)
     decode = load_words(model.tokenizer_path).decode
     texts = [decode(document[:-1].tolist()) for document in stored_documents(store)]
@@ -74,10 +75,10 @@ def test_words_and_bytes_are_those_of_the_predicted_text(model, monkeypatch):
     bits = whole.loss * whole.tokens / math.log(2)
     assert whole.bits_per_byte == pytest.approx(bits / whole.bytes)
     monkeypatch.setattr(evaluate, "DECODED_AT_ONCE", store.token_count // 3)
-    again = evaluate.evaluate(model, STORE, seq_length=32, stride=8)
+    again = mamba_fsdp.evaluate(model, STORE, seq_length=32, stride=8)
     assert again.bytes == whole.bytes and again.loss != whole.loss
     assert whole.words <= again.words <= whole.words + 3  # one document, cut in words
-    windows = evaluate.evaluate(model, STORE, seq_length=32, stride=8, limit=9)
+    windows = mamba_fsdp.evaluate(model, STORE, seq_length=32, stride=8, limit=9)
     assert windows.tokens == 32 + 8 * 8 and windows.words < whole.words
 
 
@@ -106,7 +107,7 @@ def test_json_of_a_diverged_model_parses(run, monkeypatch):
 def test_a_model_of_another_tokenizer_is_refused(run, tmp_path):
     from mamba_fsdp.data import tokenizer
 
-    export.main("runs/demo", str(tmp_path / "theirs"))
+    export.main("runs/demo", str(tmp_path / "theirs"), export.ExportConfig())
     tokenizer.train(["def other words"], 257).save(tmp_path / "theirs")
     code, out, err = run(tmp_path / "theirs", STORE)
     assert code == 2 and "different tokenizers" in err
@@ -116,7 +117,7 @@ def test_a_model_of_another_tokenizer_is_refused(run, tmp_path):
     "words, message",
     [
         (["runs/demo"], "missing a required argument: 'data'"),
-        (["runs/demo", STORE, "--seq_length=8", "--stride=9"], "longer than a window"),
+        (["runs/demo", STORE, "--seq_length=8", "--stride=9"], "is longer than --seq_length=8"),
         (["runs/demo", "a.txt"], "get_dataset.py a.txt OUT --tokenizer=runs/demo/tokenizer "),
         (["nothing", STORE], "no such file or folder"),
         (["runs/demo", STORE, "--seq_lenght=1"], "did you mean --seq_length"),
@@ -130,7 +131,7 @@ def test_mistakes_are_a_line(run, words, message):
 def test_a_store_of_another_vocabulary_is_refused(model):
     model.weights.config.vocab_size = 9
     with pytest.raises(UserError, match="they don't belong together"):
-        evaluate.evaluate(model, STORE)
+        mamba_fsdp.evaluate(model, STORE)
 
 
 @pytest.mark.slow

@@ -62,12 +62,12 @@ def test_equal_seeds_give_equal_texts_and_an_export_the_same(run):
 
 
 def test_what_is_generated_does_not_drive_the_terminal(run, monkeypatch):
-    monkeypatch.setattr(generate, "continuation", lambda *_: iter(["\x1b[2J", "\r"]))
+    monkeypatch.setattr(generate, "generate", lambda *_: iter(["\x1b[2J", "\r"]))
     assert run("runs/demo", "--prompt=a")[1] == "a\x1b[2J\r\n"
     monkeypatch.setattr(console, "is_terminal", lambda stream: True)
     assert run("runs/demo", "--prompt=\x1b")[1] == r"\x1b\x1b[2J\x0d" + "\n"
     monkeypatch.setattr(
-        generate, "continuation", lambda *_: generate.check_valid("\x07" * 9999 + "\udcef")
+        generate, "generate", lambda *_: generate.check_valid("\x07" * 9999 + "\udcef")
     )
     code, _, err = run("runs/demo", "--tokenizer=\x07" + "x" * 9999)
     assert code == 2 and "\x07" not in err and len(err) < 3000
@@ -77,7 +77,7 @@ def test_an_error_before_the_text_is_one_line(run, monkeypatch):
     model = loading.load("runs/demo")
     model.network.backbone.norm_f.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        "".join(generate.generate(model, "def"))
+        "".join(generate.generate(model, generate.GenerationConfig("def")))
     monkeypatch.setattr(loading, "load", lambda *given, **more: model)
     for word, message in (
         ("--prompt=def", "the model's answer is not finite"),

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from mamba_fsdp import interpreter
+from tests.support.terminal import drawings
 
 BARE = [os.path.realpath(sys.executable), "-S"]  # as one of the system's, without any package
 COMMANDS = [
@@ -46,6 +47,16 @@ def test_a_python_that_is_too_old(monkeypatch, capsys):
 )
 def test_an_old_python_reads_what_comes_before_the_question(project, name):
     ast.parse((project / name).read_text(), feature_version=(3, 6))
+
+
+def test_a_terminal_shows_at_once_that_it_is_loading(project, terminal):
+    """Until the first line, which takes its place."""
+    process = terminal.start(
+        [sys.executable, "-m", "mamba_fsdp", "checkpoints", "/nowhere"], cwd=project
+    )
+    assert process.wait(400) == 2
+    first, last = drawings(terminal.text())
+    assert first == "loading the libraries ..." and last.startswith("\x1b[Kerror: /nowhere: ")
 
 
 def test_ctrl_c_is_a_line_while_modules_are_imported_too(project):

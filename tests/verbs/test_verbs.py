@@ -91,12 +91,17 @@ def test_inspect_says_what_a_run_a_checkpoint_and_models_hold(there, capsys):
         "runs/demo": (
             "run            runs/demo",
             "status         finished",
-            "the newest runs/demo/checkpoints/step_00000004",
+            "step   tokens      size  committed         verdict",
+            "4     256 ",
         ),
-        "runs/demo/checkpoints/step_00000002": ("step           2, 128 tokens", "1 ranks, torch"),
+        "runs/demo/checkpoints/step_00000002": (
+            "tokens         128, 0 steps skipped",
+            "1 ranks, torch",
+            "  not verified",
+        ),
         "exported/demo": ("model          exported/demo", "2 layers mamba1, d_model 16"),
     }.items():
-        inspect.main(place)
+        inspect.main(place, inspect.Options())
         told = capsys.readouterr().out
         assert all(word in told for word in words), told
 
@@ -106,8 +111,12 @@ def test_an_export_can_be_read_by_others(there, tmp_path):
     (tmp_path / ".hf.0123456789ab.partial").mkdir()
     before = os.umask(0o027)
     try:
-        export.main("runs/demo", str(tmp_path / "hf"))
-        export.main("runs/demo/pth/step_00000004", str(tmp_path / "theirs"), format="state-spaces")
+        export.main("runs/demo", str(tmp_path / "hf"), export.ExportConfig())
+        export.main(
+            "runs/demo/pth/step_00000004",
+            str(tmp_path / "theirs"),
+            export.ExportConfig(format="state-spaces"),
+        )
     finally:
         os.umask(before)
     assert sorted(os.listdir(tmp_path)) == ["hf", "theirs"]
@@ -119,12 +128,16 @@ def test_an_export_can_be_read_by_others(there, tmp_path):
 
 def test_an_export_as_pth_is_what_the_run_published(there, tmp_path):
     published = there / "runs/demo/pth/step_00000004"
-    export.main("runs/demo", str(tmp_path / "pth"), format="pth")
+    export.main("runs/demo", str(tmp_path / "pth"), export.ExportConfig(format="pth"))
     for path in published.rglob("*"):
         if path.is_file():
             other = tmp_path / "pth" / path.relative_to(published)
             assert path.read_bytes() == other.read_bytes()
-    export.main("runs/demo/checkpoints/step_00000002", str(tmp_path / "older"), format="pth")
+    export.main(
+        "runs/demo/checkpoints/step_00000002",
+        str(tmp_path / "older"),
+        export.ExportConfig(format="pth"),
+    )
     state, older = (
         torch.load(folder / "consolidated.00.pth", weights_only=True)["lm_head.weight"]
         for folder in (published, tmp_path / "older")

@@ -1,0 +1,197 @@
+"""What a checkpoint says of itself: COMMIT and state.json, and whether its files are there. Without torch.
+
+Both say the version that wrote them. In version 1 each tensor has its own layout, as "pieces", and COMMIT knows whole
+files only. Checksums are crc32 before version 3.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from mamba_fsdp.checkpoint.ranges import Layout, is_cut
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.run_layout import COMMIT, STATE, step_of
+from mamba_fsdp.storage import CHECKPOINT, like, parse_object, retry_io
+
+DTYPES = {"F64", "F32", "F16", "BF16"}  # of conventions.SAFETENSORS_DTYPES
+# What the loop's state holds at least, of a run of ours.
+LOOP_STATE = {
+    "progress": {"step": 0, "tokens": 0, "skipped_steps": 0, "data": {}},
+    "world_size": 1,
+    "torch": "",
+    "settings": {"model": {}, "data": {"dataset_path": "", "seq_length": 1}},
+}
+# What content that is not as it was written leads to.
+BAD_CONTENT = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
+
+
+class Crc32:
+    """The checksum of versions 1 and 2, with the methods of hashlib's."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, data: Any) -> None:
+        self.value = zlib.crc32(data, self.value)
+
+    def hexdigest(self) -> str:
+        return f"{self.value:08x}"
+
+
+HASHES = {"xxh3": xxhash.xxh3_64, "crc32": Crc32}
+
+
+class BrokenError(UserError):
+    """A checkpoint is not what was written."""
+
+
+def read_commit(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """{file: its size and checksums} as COMMIT has it.
+
+    Raises BrokenError if that is not what was written, or is another step's; UserError if another version of this
+    program wrote it: then it is not broken, and an older one is no substitute.
+    """
+    path = checkpoint / COMMIT
+    try:
+        content = parse_object(retry_io(path.read_bytes, path))
+        if not CHECKPOINT.reads(content):
+            _check_damaged(checkpoint, content)
+        files = content["files"]
+        like(list(files), [...])
+        if STATE not in files:
+            raise ValueError
+        for entry in files.values():
+            for part in (entry, entry.get("model", entry)):
+                like(part, {"bytes": 0})
+                if not part.keys() & HASHES.keys():
+                    raise ValueError
+        _check_step(checkpoint, COMMIT, content)
+    except OSError as error:
+        raise BrokenError(f"{COMMIT}: {error.strerror}") from None
+    except BAD_CONTENT:
+        raise BrokenError(f"{COMMIT} is not a list of files") from None
+    return files
+
+
+def _check_damaged(checkpoint, commit):
+    """Raises BrokenError for a COMMIT that this program can't read where it can read state.json, UserError where it can
+    read neither: COMMIT has no checksum of its own, and a flipped bit there is no other version."""
+    state = parse_object(retry_io((checkpoint / STATE).read_bytes, checkpoint / STATE))
+    if CHECKPOINT.reads(state):
+        raise BrokenError(f"{COMMIT} is damaged: its format or version is not that of {STATE}")
+    CHECKPOINT.check(checkpoint / COMMIT, commit)
+
+
+def _check_step(checkpoint, name, content):
+    """Raises BrokenError for a file of another step than the folder's name says; folders may have names of their own."""
+    step = step_of(checkpoint.name)
+    if step is not None and content["step"] != step:
+        raise BrokenError(
+            f"{name} is of step {content['step']}, but the folder's name says another"
+        )
+
+
+@dataclass
+class Contents:
+    """What state.json says, as the newest version has it."""
+
+    state: dict[str, Any]  # what the loop saved
+    files: list[str]
+    layouts: list[Layout]
+    tensors: dict[str, dict[str, Any]]  # stored name -> {shape, dtype, tied, layout: its number}
+
+
+def read_state(checkpoint: Path) -> Contents:
+    """What state.json of a checkpoint says. Raises BrokenError, and UserError for another version."""
+    try:
+        content = parse_object(retry_io((checkpoint / STATE).read_bytes, checkpoint / STATE))
+        CHECKPOINT.check(checkpoint / STATE, content)
+        _check_step(checkpoint, STATE, content)
+        if content.get("version", 1) == 1:
+            _cut_as_later(content)
+        contents = Contents(
+            content["state"], content["files"], content["layouts"], content["tensors"]
+        )
+        _check_contents(contents)
+    except OSError as error:
+        raise BrokenError(
+            f"can't read checkpoint {checkpoint}: {STATE}: {error.strerror}"
+        ) from None
+    except BrokenError as error:
+        raise BrokenError(f"checkpoint {checkpoint} is broken: {error}") from None
+    except BAD_CONTENT:
+        raise BrokenError(
+            f"checkpoint {checkpoint} is broken: {STATE} is not what was written"
+        ) from None
+    return contents
+
+
+def _cut_as_later(content):
+    """Turns version 1, where each tensor has its pieces as [start, count, file], into layouts."""
+    layouts: list[Layout] = []
+    for entry in content["tensors"].values():
+        pieces = entry.pop("pieces")
+        layout = {
+            "starts": [piece[0] for piece in pieces],
+            "files": [piece[2] for piece in pieces],
+        }
+        if layout not in layouts:
+            layouts.append(layout)
+        entry["layout"] = layouts.index(layout)
+    content["layouts"] = layouts
+
+
+def _check_contents(contents):
+    """Raises one of BAD_CONTENT, or BrokenError, for what would be used without a look."""
+    if contents.state.keys() >= {"progress", "settings"}:
+        like(contents.state, LOOP_STATE)
+    like(contents.state, {})
+    like(list(contents.files), [...])
+    for layout in contents.layouts:
+        if len(layout["starts"]) != len(layout["files"]):
+            raise ValueError
+        for number in layout["files"]:
+            contents.files[number]
+    seen = set()
+    for name, entry in contents.tensors.items():
+        like(entry, {"shape": [0], "tied": [""], "layout": 0})
+        if entry["dtype"] not in DTYPES:
+            raise ValueError
+        cut = entry["layout"], math.prod(entry["shape"])
+        if cut not in seen and not is_cut(contents.layouts[cut[0]]["starts"], cut[1]):
+            raise BrokenError(f"the pieces of {name} do not cover the whole tensor")
+        seen.add(cut)
+
+
+def commit_or_problem(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """(what COMMIT says, []), or ({}, what is wrong with it). Raises UserError for another version."""
+    try:
+        return read_commit(checkpoint), []
+    except BrokenError as error:
+        return {}, [str(error)]
+
+
+def verify_sizes(checkpoint: Path) -> list[str]:
+    """What is wrong with a committed checkpoint, in sentences, as far as the sizes of its files tell. Raises UserError
+    for another version."""
+    files, problems = commit_or_problem(checkpoint)
+    for name, entry in sorted(files.items()):
+        problem = check_size(checkpoint / name, entry)
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def check_size(path: Path, entry: dict[str, Any]) -> str:
+    """What is wrong with the size of a file of which COMMIT has `entry`; "" for nothing."""
+    try:
+        size = retry_io(path.stat, path).st_size
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    if size != entry["bytes"]:
+        return f"{path.name} has {size} bytes, not {entry['bytes']}"
+    return ""

@@ -1,0 +1,56 @@
+"""Training in this process: what training.py does once it has its settings, and `mamba_fsdp.train`."""
+
+import os
+import sys
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from config.fields import shown
+from config.resolve import check_experiment, resolve_settings
+from config.train_config import TrainConfig
+from mamba_fsdp.data.builtin import make_missing_builtin
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch.machine import LAUNCHER
+from mamba_fsdp.launch.plan import check_places
+from mamba_fsdp.run_layout import check_is_run_folder
+
+
+def train(config: str | None = None, **settings: Any) -> Path:
+    """Trains in this process, and returns the run folder. The same call again resumes.
+
+    settings: as training.py takes them: num_steps=100, dataset_path="data/mine". config: a YAML file
+    or a ready run. Raises UserError.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("train: call it in the main thread, which gets the signals that stop it")
+    given = {name: shown(value) for name, value in settings.items() if value is not None}
+    resolved, explicit = resolve_settings(given, config, where="in the call")
+    prepare(resolved)
+    run(resolved, explicit)
+    return Path(resolved.checkpoint.save_ckpt_path)
+
+
+def prepare(settings: TrainConfig) -> None:
+    """What comes before libraries that take seconds to import: raises UserError for what is not there, and makes the
+    built-in data where it is wanted and missing. On rank 0; where the ranks meet, the others wait."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    check_experiment(settings)
+    check_is_run_folder(settings.checkpoint.save_ckpt_path)
+    check_places(settings)
+    if not settings.training.dry_run:
+        make_missing_builtin(settings.data)
+    if LAUNCHER not in os.environ and "torch" not in sys.modules:  # the launcher has said so
+        print("loading    PyTorch", flush=True)
+
+
+def run(settings: TrainConfig, explicit: Collection[str]) -> int:
+    """Trains as the settings say, of which the user gave `explicit`. Returns exit code 0."""
+    from mamba_fsdp.interop.convert import publish
+    from mamba_fsdp.train.run import run_training
+    from mamba_fsdp.verbs.loading import starting_weights
+
+    weights = starting_weights(settings, explicit)
+    return run_training(settings, weights, write_model=publish)

@@ -1,0 +1,68 @@
+"""What needs no torch is answered without it: it takes seconds to import, and far longer on a busy machine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SLOW = ("torch", "datasets", "transformers")
+VERB = ["-m", "mamba_fsdp"]
+
+
+@pytest.fixture
+def ask(project, tmp_path):
+    """ask(*words) -> (exit code, what was said), of a Python in which no slow library can be imported."""
+    for name in SLOW:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('imported {name}')\n")
+    (tmp_path / "training.py").symlink_to(project / "training.py")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{project}"}
+
+    def ask(*words):
+        done = subprocess.run(
+            [sys.executable, *map(str, words)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([*VERB, "plan", "--instance=p9"], "--instance=p9: not known"),
+        ([*VERB, "plan", "--tokens=few"], "--tokens=few: expected a whole number"),
+        ([*VERB, "evaluate", "nothing", "data"], "nothing: there is no such file or folder"),
+        ([*VERB, "evaluate", "run", "data"], "run is neither a committed checkpoint nor"),
+        ([*VERB, "generate", "empty"], "empty holds no model"),
+        ([*VERB, "export", "nothing", "out"], "nothing: there is no such file or folder"),
+        (["training.py", "--dataset_path=nothing"], "nothing: no such folder"),
+        (["training.py", "--use_dummy_dataset", "--init_from=empty"], "empty holds no model"),
+    ],
+)
+def test_mistakes(ask, tmp_path, words, said):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    code, told = ask(*words)
+    assert code == 2 and told.startswith(f"error: {said}") and len(told.splitlines()) == 1
+
+
+def test_a_listing_of_checkpoints(ask, used):
+    code, told = ask(*VERB, "checkpoints", used / "runs/demo")
+    assert code == 0 and len(told.splitlines()) == 3
+
+
+def test_a_store_that_is_not_there_is_told_before_the_model_is_read(ask, used):
+    code, told = ask(*VERB, "evaluate", used / "runs/demo", "a.txt")
+    assert code == 2 and f"get_dataset.py a.txt OUT --tokenizer={used}/runs/demo/tokenizer " in told
+
+
+def test_dtypes_of_checkpoints_are_those_that_torch_reads():
+    from mamba_fsdp.checkpoint.contents import DTYPES
+    from mamba_fsdp.conventions import SAFETENSORS_DTYPES
+
+    assert DTYPES == SAFETENSORS_DTYPES.keys()

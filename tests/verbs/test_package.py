@@ -1,0 +1,111 @@
+"""What `import mamba_fsdp` gives: five functions, whose arguments are checked by name, from any folder."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import mamba_fsdp
+from mamba_fsdp.errors import UserError
+from tests.support.corpora import write_store
+
+
+def python(code, folder, project, **environment):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**kept, "PYTHONPATH": str(project), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_it_shows_its_functions_with_what_they_are_for():
+    public = {name for name in dir(mamba_fsdp) if not name.startswith("_")}
+    assert public == {"load", "generate", "evaluate", "batches", "train"}
+    for name in public:
+        function = getattr(mamba_fsdp, name)
+        assert callable(function) and function.__doc__ and inspect.signature(function).parameters
+    assert "length: Tokens to generate" in mamba_fsdp.generate.__doc__
+    importlib.import_module("mamba_fsdp.train.schedule")  # which does not hide the function
+    assert callable(mamba_fsdp.train)
+
+
+@pytest.mark.parametrize(
+    "name, words, message",
+    [
+        (
+            "load",
+            {"modelname": "x"},
+            "^modelname: there is no such option; did you mean model_name.$",
+        ),
+        ("generate", {"max_new_tokens": 3}, "did you mean length.$"),
+        ("evaluate", {"seqlength": 3}, "did you mean seq_length.$"),
+        ("batches", {"bathc_size": 3}, "did you mean batch_size.$"),
+        (
+            "batches",
+            {},
+            r"missing a required argument: 'dataset_path'; see help\(mamba_fsdp.batches",
+        ),
+        (
+            "train",
+            {"num_stepss": 3},
+            r"^num_stepss: there .* \(in the call\); did you mean num_steps.$",
+        ),
+        ("train", {"beta2": 1.5}, "^beta2=1.5: must be at most 0.9999999"),
+        ("train", {"position_window": 5}, r"leave it out \(in the call\)$"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_its_name(name, words, message):
+    with pytest.raises(UserError, match=message) as caught:
+        getattr(mamba_fsdp, name)(**words)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_training_in_a_thread_is_refused():
+    found = []
+
+    def train():
+        try:
+            mamba_fsdp.train(use_dummy_dataset=True)
+        except UserError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert "main thread" in found[0]
+
+
+def test_the_import_is_light_and_its_threads_wait_without_spinning(project, tmp_path):
+    code = (
+        "import mamba_fsdp, os, sys; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    )
+    assert python(code, tmp_path, project).stdout == "PASSIVE False\n"
+    assert python(code, tmp_path, project, OMP_WAIT_POLICY="ACTIVE").stdout == "ACTIVE False\n"
+
+
+def test_a_program_may_end_with_its_batches_half_read(project, tmp_path):
+    """Their threads end with it: later the interpreter has already taken away what ends them."""
+    write_store(tmp_path / "store", [range(1, 60)] * 4, vocab_size=64, eos=0, tokenizer="none")
+    code = (
+        "import atexit, threading, mamba_fsdp; "
+        "batches = mamba_fsdp.batches('store', seq_length=8, batch_size=1); next(batches); "
+        "atexit._run_exitfuncs(); print(threading.active_count())"
+    )
+    ended = python(code, tmp_path, project)
+    assert (ended.stdout, ended.stderr) == ("1\n", "")
+
+
+def test_a_file_that_hides_the_settings_is_named(project, tmp_path):
+    code = "import mamba_fsdp; mamba_fsdp.load"
+    (tmp_path / "config").mkdir()  # hides nothing
+    assert python("import mamba_fsdp; mamba_fsdp.batches", tmp_path, project).returncode == 0
+    (tmp_path / "config.py").touch()
+    last = python(code, tmp_path, project).stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: {tmp_path}/config.py hides this project's config/")
