@@ -8,6 +8,7 @@
 #   torch2.2  the stack of the default image: torch 2.2.2, cu121 (about 7 GB)
 #   --dev     also what the tests need
 #
+# It brings the command .venv/bin/mamba-fsdp, which works from any folder, as does `import mamba_fsdp` in its Python.
 # Without --stack: current where there is an NVIDIA driver, else cpu. Run again when nothing changed, it returns at
 # once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv. INSTALL_KERNELS=1 adds mamba-ssm's and
 # causal-conv1d's compiled CUDA kernels, to compare with the project's own.
@@ -77,18 +78,34 @@ install() { # requirements file, further pip arguments. Python compiles what is 
         --no-compile "${@:2}" -r "$1" 2>&1 | tee -a "$log" | show_progress
 }
 
+live() { # a line that the next one takes the place of, on a terminal
+    local width
+    [ -t 1 ] && [ "${TERM:-dumb}" != dumb ] || return 0
+    width=$(($(tput cols 2>/dev/null || echo 80) - 1))
+    printf '\r%-*.*s\r' "$width" "$width" "$1"
+}
+
+installed() { compgen -G "$VENV/lib/python*/site-packages/*.dist-info" | wc -l || true; }
+
 show_progress() { # what pip is at, as one live line on a terminal; elsewhere only how many packages there are
-    local line commas count=0 width=0
-    if [ -t 1 ] && [ "${TERM:-dumb}" != dumb ]; then width=$(($(tput cols 2>/dev/null || echo 80) - 1)); fi
-    live() { [ "$width" = 0 ] || printf '\r%-*.*s\r' "$width" "$width" "$1"; }
-    while IFS= read -r line; do
+    local line commas code before=0 packages=0 count=0
+    while :; do
+        code=0
+        IFS= read -r -t 1 line || code=$?
+        if [ "$code" -gt 128 ]; then # nothing was said for a second: pip is silent while it installs
+            [ "$packages" = 0 ] || live "  $(($(installed) - before)) of $packages"
+            continue
+        fi
+        [ "$code" = 0 ] || break
         case $line in
         Collecting\ * | Processing\ *) count=$((count + 1)) ;;
         *Downloading\ *) ;; # a size comes behind
         Installing\ *)
             commas=${line//[^,]/}
+            packages=$((${#commas} + 1))
+            before=$(installed)
             live ''
-            echo "  installing $((${#commas} + 1)) packages"
+            echo "  installing $packages packages"
             continue
             ;;
         *) continue ;;
@@ -144,6 +161,16 @@ patch_triton() {
         fail "Triton could not be patched" "see the lines above and $log"
 }
 
+# Makes `import mamba_fsdp` and the command mamba-fsdp work from any folder. Each time: the project may have moved.
+make_importable() {
+    local packages bin=$VENV/bin
+    if [ -L "$VENV" ] || [ ! -w "$bin" ]; then return; fi # another checkout's
+    packages=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    pwd -P > "$packages/mamba-fsdp.pth"
+    printf '#!/bin/sh\nexec %q -I -m mamba_fsdp "$@"\n' "$(cd "$bin" && pwd -P)/python" > "$bin/mamba-fsdp"
+    chmod +x "$bin/mamba-fsdp"
+}
+
 stamp() { # two lines: the stack, and what identifies the files it was made from
     echo "$stack"
     sha256sum < "requirements/$stack.txt" | cut -d' ' -f1
@@ -154,9 +181,10 @@ dev_stamp=$(sha256sum < requirements/dev.txt)
 if [ "$(cat "$VENV/.complete" 2>/dev/null)" = "$(stamp)" ]; then
     echo "$VENV is complete: stack $stack"
 else
+    echo "making $VENV for the $stack stack (some minutes the first time)"
     find_python
     check_space
-    echo "making $VENV for the $stack stack with $("$python" --version) (some minutes the first time)"
+    live "  an environment of $("$python" --version)"
     rm -rf "$VENV" # without a matching stamp it is half-made, of another stack, or out of date
     "$python" -m venv "$VENV" || fail "$python could not make $VENV" "look at the lines above; is the folder writable?"
     log=$VENV/install.log
@@ -166,6 +194,7 @@ else
     mv "$VENV/.complete.part" "$VENV/.complete"
     echo "$VENV is complete: stack $stack"
 fi
+make_importable
 if [ "${INSTALL_KERNELS:-0}" = 1 ] && [ ! -e "$VENV/.complete-kernels" ]; then
     echo "adding mamba-ssm's and causal-conv1d's kernels"
     log=$VENV/install-kernels.log

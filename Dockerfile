@@ -104,9 +104,13 @@ ENV TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager \
 
 WORKDIR /opt/mamba-train
 COPY . .
+# `import mamba_fsdp` and the command mamba-fsdp work from any folder.
+RUN echo /opt/mamba-train > "$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mamba-fsdp.pth" \
+    && printf '#!/bin/sh\nexec /usr/local/bin/python3 -I -m mamba_fsdp "$@"\n' > /usr/local/bin/mamba-fsdp \
+    && chmod 755 /usr/local/bin/mamba-fsdp
 # The image checks itself: the doctor, and a model that is trained for two steps on this machine's CPU. What the launcher
 # and many ranks import besides is compiled, too.
-RUN chmod -R a+rX . && python3 -m mamba_fsdp doctor \
+RUN chmod -R a+rX . && mamba-fsdp doctor \
     && python3 training.py --model_name=demo --use_dummy_dataset --num_steps=2 --save_ckpt_path=/tmp/run \
     && python3 -c 'import torch.distributed.fsdp, mamba_fsdp.launch.node' \
     && rm -rf /tmp/cache /tmp/run

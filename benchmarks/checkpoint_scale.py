@@ -24,8 +24,8 @@ from config.presets import preset
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer, RankFile
+from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.files import FileRead
-from mamba_fsdp.checkpoint.folder import read_state
 from mamba_fsdp.checkpoint.ranges import pack, part_to_write
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import Shard

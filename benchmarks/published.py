@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from config.model_config import ModelConfig
-from config.presets import preset, usual_length
+from config.presets import preset, recipe
 from config.train_config import TrainConfig
 from mamba_fsdp.planning.devices import INSTANCES, PEAK_TFLOPS, Instance
 from mamba_fsdp.planning.estimate import Estimate, estimate
@@ -71,7 +71,7 @@ PUBLISHED = [
 def expected(row: Published) -> Estimate:
     settings = TrainConfig()
     settings.model = ModelConfig(**preset(row.model))
-    settings.data.seq_length = row.length or usual_length(row.model)
+    settings.data.seq_length = row.length or recipe(row.model)["seq_length"]
     settings.training.batch_size = row.batch
     settings.parallel.sharding_strategy = row.strategy
     if row.recompute:

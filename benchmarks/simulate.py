@@ -1,6 +1,6 @@
 """A training step that computes nothing: what a rank holds and sends, of any model on any number of ranks.
 
-    python -m benchmarks.simulate PRESET RANKS [--length 64] [--batch 1]
+    python -m benchmarks.simulate PRESET RANKS [--length 64] [--batch 1] [--context 1] [--recompute]
 
 The step is the loop's own, on fake tensors in a fake process group: they have shapes, dtypes and devices, no content.
 A minute for a large model: the reference backends take many calls for one of Triton's. Sharded models need a torch with
@@ -28,10 +28,12 @@ from config.model_config import ModelConfig
 from config.presets import preset
 from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
-from mamba_fsdp.data.loader import Batch
+from mamba_fsdp.data.loader import Batch, split_step
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
+from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import resolve_backends
+from mamba_fsdp.parallel.context import Context
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.train.clock import Clock
@@ -50,7 +52,9 @@ class _NoKernel:
         pass
 
 
-NO_KERNELS: Any = {"mamba_fsdp.ops.ssd.triton_kernels": _NoKernel()}
+NO_KERNELS: Any = {
+    f"mamba_fsdp.ops.{operator}.triton_kernels": _NoKernel() for operator in ("scan", "ssd")
+}
 CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -81,34 +85,40 @@ def simulate(
     exist. device: where the fake tensors lie. inside: count what Triton's backends hold while they run, too. A step that
     asks for a number raises. Not for sharding_strategy=ddp, nor within a process group."""
     training, data = settings.training, settings.data
+    training.settle_precision("cuda")
     dtype, documents = DTYPES[training.mixed_precision], data.reset_at_documents
-    uses = operator_uses(settings.model, dtype, documents, training.deterministic)
+    sharing = settings.parallel.context_parallel
+    uses = operator_uses(settings.model, dtype, documents, training.deterministic, sharing > 1)
     backends = resolve_backends(training.kernels, "cuda", uses, assumed=("triton",)).backends
     world = _World(rank, size, rank % local_size, min(size, local_size), device)
     assert choose_strategy(settings.parallel, world) != "ddp", "its reducer reads what it sends"
+    tokens = torch.zeros(training.batch_size, data.seq_length, dtype=torch.int64)
+    batch = Batch(
+        tokens,
+        tokens,
+        tokens.int() if documents else None,
+        weights=tokens.float() if data.position_weighting else None,
+        documents=Documents([data.seq_length] * training.batch_size) if documents else None,
+    )
+    layout = split_step(settings, rank, size)
+    if layout.part:
+        batch = layout.part.of(batch)
     with _process_group(world), FakeTensorMode(), _Watch(device, inside) as watch:
         with device:
             network = MambaLM(
                 settings.model, backends=backends, compute_dtype=dtype, reset_at_documents=documents
             )
+        if sharing > 1:
+            network.share_sequences(Context.of(world, sharing))
         how = replace(settings.parallel, low_cpu_fsdp=False)
         parallel = parallelize(network, how, world=world, compute_dtype=dtype)
-        optimizer = make_optimizer(
-            parallel.parameters(), parameters(settings.model), settings.optimizer, device
-        )
+        optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
         moments = [
             shard.data
             for shard in parallel.shards(optimizer)
             if shard.name.startswith("optimizer/")
         ]
-        tokens = torch.zeros(training.batch_size, data.seq_length, dtype=torch.int64)
-        batch = _Batch(
-            tokens,
-            tokens,
-            tokens.int() if documents else None,
-            weights=tokens.float() if data.position_weighting else None,
-        )
-        batches = [batch] * max(1, training.global_batch_size // (training.batch_size * size))
+        batches = [_fake(batch)] * layout.grad_accumulation_steps
         state, schedule = TrainState(), Schedule("constant", 1)
         parts: Any = SimpleNamespace(
             settings=settings,
@@ -118,7 +128,7 @@ def simulate(
             state=state,
             loss_scale=LossScale(state, device, dynamic=training.mixed_precision == "fp16"),
             schedule=SimpleNamespace(
-                tokens_per_step=size * len(batches) * tokens.numel(), lr=schedule
+                tokens_per_step=layout.global_batch * data.seq_length, lr=schedule
             ),
             loader=SimpleNamespace(step=lambda step: batches),
             checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool, stage=bool),
@@ -146,6 +156,15 @@ class _World(World):
 class _Batch(Batch):
     def total_weight(self):
         return float(self.labels.numel())
+
+
+def _fake(batch: Batch) -> _Batch:
+    """The batch on fake tensors. Call within their mode."""
+    fields = batch._asdict()
+    for name, field in fields.items():
+        if isinstance(field, torch.Tensor):
+            fields[name] = torch.zeros(field.shape, dtype=field.dtype)
+    return _Batch(**fields)
 
 
 @contextlib.contextmanager
@@ -252,11 +271,15 @@ def main():
     words.add_argument("ranks", type=int)
     words.add_argument("--length", type=int, default=64, help="tokens of a sample")
     words.add_argument("--batch", type=int, default=1, help="samples of a micro-batch")
+    words.add_argument("--context", type=int, default=1, help="ranks that share each sample")
+    words.add_argument("--recompute", action="store_true", help="activations in the backward pass")
     given = words.parse_args()
     settings = TrainConfig()
     settings.model = ModelConfig(**preset(given.preset))
     settings.data.seq_length = given.length
     settings.training.batch_size = given.batch
+    settings.parallel.context_parallel = given.context
+    settings.parallel.fsdp_activation_checkpointing = given.recompute
     found = simulate(settings, given.ranks, inside=True)
     for part, size in found.peak.items():
         print(f"{part:<24}{size / 1e9:>12.3f} GB")

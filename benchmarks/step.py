@@ -44,13 +44,12 @@ def seconds_of(given):
     def both(context, logger, saver, step):
         nonlocal bare
         stats, now = finish_step(context, logger, saver, step), time.perf_counter()
-        own = context.parallel.parameters()
         optimizer, before = bare or (
             make_optimizer(
-                own,
+                context.parallel,
                 parameters(context.settings.model),
                 context.settings.optimizer,
-                context.world.device,
+                torch.float32,
             ),
             now,
         )

@@ -41,6 +41,7 @@ def pytest_configure():
     for number, usual in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGQUIT, signal.SIG_DFL),
     ):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, usual)

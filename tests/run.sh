@@ -42,7 +42,8 @@ export MAMBA_FSDP_TEST_STACK=$stack
 pytest=("$venv/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=25)
 pytest+=(--durations-min=1 "${selection[@]}")
 
-# The kernels in a second call, beside a Triton that interprets them. Which of the words belong to which call:
+# The kernels in a second call, beside a Triton that interprets them, once: it compiles them by the pinned stack's
+# Triton too. Which of the words belong to which call:
 words=() kernels=() paths=0
 for word in "$@"; do
     case $word in
@@ -59,7 +60,7 @@ if [ $paths = 0 ] || chosen "${words[@]}"; then
     "${pytest[@]}" "${words[@]}" || status=$?
 fi
 [ $paths = 1 ] || kernels=(tests/kernels "${kernels[@]}")
-if [ $status != 2 ] && chosen "${kernels[@]}"; then
+if [ $status != 2 ] && [ "$stack" = cpu ] && chosen "${kernels[@]}"; then
     if triton=$("$venv/bin/python" -m benchmarks.kernels.install); then
         second=0
         PYTHONPATH=$triton${PYTHONPATH:+:$PYTHONPATH} TRITON_INTERPRET=1 "${pytest[@]}" "${kernels[@]}" || second=$?

@@ -57,7 +57,7 @@ def our_step(
     world = World.alone(device=device)
     parallel = parallelize(model, ParallelConfig(), world=world, compute_dtype=torch.bfloat16)
     fill_parts(parallel.shards(), lambda name, start, stop: weights[name].reshape(-1)[start:stop])
-    optimizer = make_optimizer(parallel.parameters(), parameters(config), OPTIMIZER, device)
+    optimizer = make_optimizer(parallel, parameters(config), OPTIMIZER, torch.bfloat16)
 
     def step(tokens):
         batch = Batch(tokens[:, :-1], labels=tokens[:, 1:])

@@ -24,7 +24,7 @@ USUAL = {
     "num_steps": 12,
     "checkpoint_interval": 4,
 }
-SIZE = {"seq_length": 1024, "batch_size": 8}
+SIZE = {"seq_length": 1024, "batch_size": 8, "global_batch_size": 0}
 TINY = {"d_model": 16, "n_layer": 1, "vocab_size": 64, "d_state": 4, "seq_length": 16}
 
 
@@ -92,7 +92,7 @@ def measure(folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
 def trace(out: Path, folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
     """Leaves a Chrome trace of steps 5 to 7 of each model in `out`; the log has torch's table."""
     for model in ("mamba-1.4b", "mamba2-1.3b"):
-        settings = TINY if rehearse else {"seq_length": 2048, "batch_size": 8, "model_name": model}
+        settings = TINY if rehearse else SIZE | {"seq_length": 2048, "model_name": model}
         settings = settings | {"use_profiler": "true", "num_steps": 8, "checkpoint_interval": 1000}
         train(folder / model, settings)
         shutil.copy(folder / model / PROFILE / "rank_0.json", out / f"{model}.json")

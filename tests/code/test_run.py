@@ -24,7 +24,12 @@ def run(project, tmp_path, monkeypatch):
     """run(words, SECOND="1") gives exit status and pytest's calls, as [(beside Triton, words)]."""
     (tmp_path / "tests").mkdir()
     shutil.copy(project / "tests/run.sh", tmp_path / "tests")
-    for name, script in (("0.create_env.sh", "#!/bin/sh\n"), (".venv/bin/python", PYTHON)):
+    scripts = {
+        "0.create_env.sh": "#!/bin/sh\n",
+        ".venv/bin/python": PYTHON,
+        ".venv-torch2.2/bin/python": PYTHON,
+    }
+    for name, script in scripts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
@@ -51,6 +56,7 @@ def run(project, tmp_path, monkeypatch):
         ("tests/model -x", [(False, "tests/model -x")]),
         ("tests/kernels/test_scan.py -x", [(True, "tests/kernels/test_scan.py -x")]),
         ("tests/model tests/kernels", [(False, "tests/model"), (True, "tests/kernels")]),
+        ("--stack torch2.2 -x", [(False, "-m torch22 -x")]),
         ("--slow", [(False, "-m slow"), (True, "-m slow tests/kernels")]),
     ],
 )

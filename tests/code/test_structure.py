@@ -114,3 +114,15 @@ def test_the_library_has_few_rooms(project):
     folders = [path for path in library.iterdir() if (path / "__init__.py").exists()]
     files = [path for path in library.glob("*.py") if path.name != "__init__.py"]
     assert len(folders) + len(files) <= 22
+
+
+def test_imports_of_our_own_name_files_that_are_there(project):
+    """Also in benchmarks, which no test runs as a whole."""
+    for path, tree in modules(project).items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            place = project.joinpath(*node.module.split("."))
+            if node.module.split(".")[0] in ("benchmarks", "config", "mamba_fsdp"):
+                is_there = place.is_dir() or place.with_suffix(".py").exists()
+                assert is_there, f"{path} imports {node.module}"

@@ -66,6 +66,25 @@ def stub(folder, name, body):
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+def works_from_any_folder(checkout):
+    """The package of the checkout, and its command, also after the checkout was made again; a linked .venv is left as
+    it is."""
+    package = checkout / "mamba_fsdp"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys; print(__file__, sys.argv[1:])")
+    elsewhere = checkout / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mamba_fsdp.py").write_text("raise SystemExit('the wrong one')")
+    command = checkout / ".venv/bin/mamba-fsdp"
+    said = subprocess.run([command, "a b", "c"], cwd=elsewhere, capture_output=True, text=True)
+    assert said.stdout == f"{package}/__main__.py ['a b', 'c']\n", said.stderr
+    code = "import mamba_fsdp; print(mamba_fsdp.__file__)"
+    python = [checkout / ".venv/bin/python", "-c", code]
+    said = subprocess.run(python, cwd="/", capture_output=True, text=True)
+    assert said.stdout == f"{package}/__init__.py\n"
+
+
 @pytest.mark.slow
 def test_made_once_then_left_alone_until_something_changes(create, tmp_path):
     first = create("--stack", "cpu", PYTHON=sys.executable)
@@ -74,6 +93,7 @@ def test_made_once_then_left_alone_until_something_changes(create, tmp_path):
     marker.touch()
     second = create("--stack", "cpu")
     assert second.stdout == ".venv is complete: stack cpu\n" and marker.exists()
+    works_from_any_folder(tmp_path)
     (tmp_path / "requirements" / "cpu.txt").write_text("# another list\n")
     assert "making" in create("--stack", "cpu").stdout and not marker.exists()
     assert "making" in create("--stack", "torch2.2").stdout  # one folder, another stack
@@ -104,10 +124,10 @@ def test_what_pip_does_is_seen_in_one_line_of_a_terminal(create, quick_python, t
     )
     assert process.wait(600) == 0
     rows = drawings(terminal.text())
-    assert rows[1].startswith("  1: package_with_quite") and rows[-2:] == [
-        "  installing 3 packages",
-        ".venv is complete: stack cpu",
-    ]
+    assert rows[1].startswith("  an environment of Python 3")
+    assert rows[2].startswith("  1: package_with_quite")
+    rows = [row for row in rows if not row.endswith(" of 3")]  # seen where it takes seconds
+    assert rows[-2:] == ["  installing 3 packages", ".venv is complete: stack cpu"]
     assert all(len(row) < 80 for row in rows), rows
     shutil.rmtree(tmp_path / ".venv")
     assert create("--stack", "cpu").stdout.splitlines()[1:] == rows[-2:]

@@ -216,9 +216,9 @@ def read_run(folder):
     """As the verbs do, each of which may refuse it."""
 
     call_all(
-        lambda: inspect.main(str(folder)),
-        lambda: inspect.main(f"{folder}/checkpoints/step_00000003"),
-        lambda: checkpoints.main(str(folder)),
+        lambda: inspect.main(str(folder), inspect.Options()),
+        lambda: inspect.main(f"{folder}/checkpoints/step_00000003", inspect.Options()),
+        lambda: checkpoints.main(str(folder), checkpoints.Options()),
         lambda: make_page([folder]),
     )
 

@@ -23,7 +23,7 @@ BOUNDED = pytest.mark.parametrize("bounded", [False, True])
 def test_all_that_is_there_is_right(kind, bounded, precision):
     """Part by part and mixers in one call: layout, norm groups, document boundaries; gradients of everything."""
     if precision == "fp32" and kind != "mamba1":
-        pytest.skip("mamba-ssm's products in TF32 are passed over")
+        pytest.skip("mamba-ssm's products in TF32 are skipped")
     settings = TrainConfig(CONFIGS[kind])
     settings.data.reset_at_documents = bounded
     settings.training.mixed_precision = precision

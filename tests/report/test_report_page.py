@@ -118,20 +118,20 @@ def test_runs_are_named_by_what_differs(tmp_path, paths, names):
 
 
 def test_what_is_no_run_or_has_nothing_yet_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="nowhere: holds no metrics.jsonl; is it a run folder"):
-        report.main(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="nowhere: there is no such folder"):
+        report.main(str(tmp_path / "nowhere"), options=report.Options())
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(UserError, match="nothing is recorded yet"):
-        report.main(str(tmp_path))
+        report.main(str(tmp_path), options=report.Options())
     run = write_run(tmp_path / "run", [1.0])
     with pytest.raises(UserError, match="config.yaml.*can't be written"):
-        report.main(str(run), out=str(run / "config.yaml/report.html"))
+        report.main(str(run), options=report.Options(str(run / "config.yaml/report.html")))
     with pytest.raises(UserError, match="/proc/x.html: can't be written"):
-        report.main(str(run), out="/proc/x.html")
+        report.main(str(run), options=report.Options("/proc/x.html"))
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"metrics.jsonl: can't be read \(Is a directory\)$"):
-        report.main(str(run))
+        report.main(str(run), options=report.Options())
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_browser_draws_the_page_without_a_network(tmp_path, browse):
         write_run(tmp_path / "a" / long, [4.0, None, 3.0, 2.0], seed=1),
         write_run(tmp_path / "b/train", [5.0, *np.linspace(3.5, 3, 1400), 80.0], seed=2),
     ]
-    report.main(*map(str, runs), out=str(tmp_path))
+    report.main(*map(str, runs), options=report.Options(str(tmp_path)))
     found = browse(tmp_path / "report.html", (Path(__file__).parent / "try_page.js").read_text())
     names = [f"a/{long}", "b/train"]
     assert found["errors"] == found["network"] == [] and found["title"] == "Training report: 2 runs"

@@ -132,7 +132,10 @@ def test_a_run_whom_wandb_refuses_does_without_it(tmp_path, fake):
     fake("online", RuntimeError("no route to its server\nmore of it"))
     assert make_trackers(["wandb"], tmp_path, {}, 0, print_line=told.append) == []
     assert len(told) == 2 and "nobody is logged in" in told[0]
-    assert "W&B is off: no route to its server; training does without it. `wandb login`" in told[1]
+    assert (
+        "W&B is off: no route to its server; training continues without it. `wandb login`"
+        in told[1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A storm: runs that are killed at random moments, started again, and then compared with unbroken ones bit for bit.
 
-    python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp] [--busy=2] [--ours] [--folder=F]
+    python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp,context] [--busy=2] [--ours] [--folder=F]
 
 A round is a kill: of one rank, of all, or of their launcher; at the n-th file operation of a kind (saving, committing,
 pruning, consolidating and all else that touches the run folder), after a step, or at any time. The moments follow from
@@ -24,7 +24,8 @@ from pathlib import Path
 
 from tests.storm import rank
 
-RANKS = {"ddp": 3, "fsdp": 2, "hsdp": 4}  # DDP: from three on the order of a sum matters
+# DDP: from three on the order of a sum matters. context: fsdp whose ranks share each sequence.
+RANKS = {"ddp": 3, "fsdp": 2, "hsdp": 4, "context": 2}
 STEPS = 12
 SECONDS_TO_END = 200  # for ranks whose launcher or peer is gone
 TIMES = ("tokens_per_second", "mfu", "slowest_rank", "seconds", "goodput", "memory_gb", "gpu_")

@@ -123,6 +123,9 @@ def run(task):
         "sharding_strategy": task["strategy"],
         "async_checkpoint": task["async"],
     }
+    if task["strategy"] == "context":
+        words["sharding_strategy"] = "fsdp"
+        words["context_parallel"] = task["ranks"]
     if task["strategy"] == "hsdp":
         halve_the_node()
     command_line.run(

@@ -24,7 +24,7 @@ def rage(project, *words):
 
 def test_killed_runs_end_as_unbroken_ones(project):
     rounds = os.environ.get("STORM_ROUNDS")
-    kills = ["--rounds=10", "--strategies=ddp,fsdp", "--seed=1"]
+    kills = ["--rounds=10", "--strategies=ddp,context", "--seed=1"]
     if rounds:
         kills = [f"--rounds={rounds}"]
     rage(project, "tests.storm", *kills)

@@ -14,6 +14,7 @@ ATTENTION = dict(n_head=4, d_intermediate=48)
 FAMILIES = {
     "mamba1": ModelConfig(layers="mamba1", **SIZES),
     "mamba2": ModelConfig(layers="mamba2", headdim=16, ngroups=2, **SIZES),
+    "mamba3": ModelConfig(layers="mamba3+mlp", headdim=8, ngroups=2, d_intermediate=48, **SIZES),
     "hybrid": ModelConfig(
         layers="mamba2+mlp,attention+mlp",
         headdim=16,
@@ -24,6 +25,19 @@ FAMILIES = {
     ),
     "llama": ModelConfig(
         layers="attention+mlp", n_kv_head=1, tie_embeddings=False, **ATTENTION, **SIZES
+    ),
+    "hybrids": ModelConfig(
+        layers="mamba2/attention+mlp,mlp,mamba1",
+        headdim=16,
+        d_ssm=48,
+        ssm_norm="none",
+        bcdt_norm_eps=1e-6,
+        n_kv_head=2,
+        rope_scaling="yarn,factor=4,beta_fast=3,beta_slow=1,attention_factor=1.1,original_max_position_embeddings=16",
+        mlp_activation="relu2",
+        multipliers="embedding=1.5,residual=0.7,logits=2,ssm_in=1.2,ssm_B=0.5,ssm_out=0.9,attention_k=0.6,mlp_out=0.8",
+        **ATTENTION,
+        **SIZES,
     ),
     "everything": ModelConfig(
         layers="mamba1+mlp,mamba2,attention", headdim=16, n_kv_head=4, **ATTENTION, **SIZES

@@ -56,7 +56,9 @@ with open(run / "starts.jsonl", "ab", buffering=0) as file:  # in one piece, bes
     file.write(line.encode())
 if rank == 0:
     (run / "STOP").unlink(missing_ok=True)
-print(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}", flush=True)
+# In one call, as ranks of a node share a pipe and none may write into the line of another.
+sys.stdout.write(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}\n")
+sys.stdout.flush()
 if fake == "mistake":
     fail(2)
 status("running", step)

@@ -9,10 +9,12 @@ import traceback
 import torch
 from torch.distributed import TCPStore
 
-from config.train_config import ParallelConfig
+from config.train_config import OptimizerConfig, ParallelConfig
+from mamba_fsdp.model.spec import ONES, Parameter
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.train.optimizer import make_optimizer
 from tests.support.double import Double
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
@@ -100,8 +102,10 @@ def value_of(name, shape):
     return torch.randn(shape, generator=generator) * 0.1 + (1 if "norm" in name else 0)
 
 
-def build(world, strategy, dtype=torch.float32, tie=True, layers=3, shard_size=None, **how):
-    """(filled ParallelModel of the double, its AdamW). how: settings of ParallelConfig."""
+def build(
+    world, strategy, dtype=torch.float32, tie=True, layers=3, shard_size=None, muon=False, **how
+):
+    """(filled ParallelModel of the double, its AdamW or Muon). how: settings of ParallelConfig."""
     settings = ParallelConfig(sharding_strategy=strategy, **how)
     with torch.device("meta" if settings.low_cpu_fsdp else "cpu"):
         model = Double(compute_dtype=dtype, tie=tie, layers=layers)
@@ -111,7 +115,21 @@ def build(world, strategy, dtype=torch.float32, tie=True, layers=3, shard_size=N
         parallel.shards(),
         lambda name, start, stop: value_of(name, shapes[name]).reshape(-1)[start:stop],
     )
+    if muon:
+        config = OptimizerConfig(optimizer="muon", learning_rate=1e-2)
+        return parallel, make_optimizer(parallel, spec_of_double(parallel), config, dtype)
     return parallel, torch.optim.AdamW(parallel.parameters().values(), lr=1e-2)
+
+
+def spec_of_double(parallel):
+    """What Muon needs to know: in_proj holds matrices whose rows no number of ranks divides, out_proj one."""
+    rows = {"in_proj.weight": {"z": 29, "x": 12, "B": 7}, "out_proj.weight": {"weight": 24}}
+    return {
+        slot.name: Parameter(
+            slot.shape, ONES, decay=True, rows=rows.get(".".join(slot.name.split(".")[-2:]), {})
+        )
+        for slot in parallel.slots
+    }
 
 
 def tokens(step):

@@ -10,7 +10,7 @@ from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 
-# One of everything odd: sizes that are no multiple of anything, ties, padding, head ratios, partial rotary, state
+# One of everything odd: sizes that are not a multiple of anything, ties, padding, head ratios, partial rotary, state
 # sizes.
 CONFIGS = {
     "mamba1": ModelConfig(
@@ -100,6 +100,19 @@ GROUPED = ModelConfig(
     layers="mamba2", d_model=32, n_layer=2, vocab_size=50, d_state=16, headdim=16, ngroups=2
 )  # transformers >= 5
 
+MAMBA3 = ModelConfig(
+    layers="mamba3+mlp",
+    d_model=32,
+    n_layer=2,
+    vocab_size=50,
+    pad_vocab_size_multiple=16,
+    d_state=24,
+    headdim=16,
+    ngroups=2,
+    d_intermediate=128,
+    decay_activation="softplus",
+)  # which no version of transformers has
+
 
 def random_state(config, seed=0):
     """{name: tensor}: initial values, but nothing is left at a value that would hide a mix-up, such as ones."""
@@ -113,9 +126,9 @@ def random_state(config, seed=0):
     return state
 
 
-def model_of(config, get):
+def model_of(config, get, dtype=torch.float32):
     """Our MambaLM with the weights that get(name) gives."""
-    model = MambaLM(config)
+    model = MambaLM(config, compute_dtype=dtype).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(get(name))
@@ -168,8 +181,8 @@ def assert_same(weights, config, state):
     assert weights.config.layer_list() == config.layer_list()
     mixers = {layer.mixer for layer in config.layer_list()}
     for field in {
-        "mamba1": ("d_state", "d_conv", "expand", "resolved_dt_rank"),
-        "mamba2": ("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size"),
+        "mamba1": ("d_state", "d_conv", "d_inner", "resolved_dt_rank"),
+        "mamba2": ("d_state", "d_conv", "d_inner", "headdim", "ngroups", "chunk_size"),
         "attention": (
             "n_head",
             "n_kv_head",
