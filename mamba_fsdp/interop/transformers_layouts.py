@@ -288,7 +288,8 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float, float, str]:
     inner = [fields.inner("rope_scaling"), fields.inner("rope_parameters")]
 
     def agreed(name, default, kind=float):
-        given = {rope.pop(name, kind=kind) for rope in (fields, *inner) if name in rope.content}
+        all_given = {rope.pop(name, None, kind) for rope in (fields, *inner)}
+        given = all_given - {None}
         if len(given) > 1:
             fields.refuse(name, f"is given twice, as {' and '.join(map(str, sorted(given)))}")
         return given.pop() if given else default
@@ -304,10 +305,26 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float, float, str]:
         "beta_slow": 1.0,
     }
     numbers = {name: agreed(name, usual.get(name)) for name in ROPE_SCALINGS.get(kind, ())}
-    if kind == "yarn" and numbers["factor"] and not numbers["attention_factor"]:
-        numbers["attention_factor"] = 0.1 * math.log(numbers["factor"]) + 1.0
+    if kind == "yarn":
+        mscale = agreed("mscale", None)
+        mscale_all_dim = agreed("mscale_all_dim", None)
+        if numbers["factor"] and not numbers["attention_factor"]:
+            numbers["attention_factor"] = _attention_factor(
+                numbers["factor"], mscale, mscale_all_dim
+            )
     items = [f"{name}={float(number)}" for name, number in sorted(numbers.items()) if number]
     for rope in inner:
         rope.expect({"truncate": (True, True)})
         rope.finish()
     return theta, share, "" if kind == "default" else ",".join([kind, *items])
+
+
+def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """Returns what YaRN multiplies cosines and sines by where the config does not say it."""
+
+    def scale(weight):
+        return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
+
+    if mscale and mscale_all_dim:
+        return scale(mscale) / scale(mscale_all_dim)
+    return scale(1)

@@ -222,26 +222,36 @@ ROPE = {
     "dynamic": {"factor": 3.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0, "beta_fast": 3.0},
+    "yarn, mscale": {"factor": 4.0, "beta_fast": 3.0, "mscale": 2.0, "mscale_all_dim": 0.8},
+    "yarn, mscale alone": {"factor": 4.0, "beta_fast": 3.0, "mscale": 2.0},
+    "yarn, attention_factor": {
+        "factor": 0.5,
+        "mscale": 2.0,
+        "mscale_all_dim": 0.8,
+        "attention_factor": 1.3,
+    },
+    "yarn, shrunk": {"factor": 0.5},
 }
 
 
-@pytest.mark.parametrize("kind", ROPE)
-def test_scaled_rotary_positions_are_those_of_transformers(kind, tmp_path):
+@pytest.mark.parametrize("case", ROPE)
+def test_scaled_rotary_positions_are_those_of_transformers(case, tmp_path):
     """Of a text longer than the original length: logits, and what comes back from its class. And to the bit, what each
-    pair of channels turns by in a large one."""
+    pair of channels turns by in a large one, and what cosines and sines are multiplied by."""
+    kind = case.split(",")[0]
     if TRANSFORMERS_5:
-        numbers = {**ROPE[kind], "original_max_position_embeddings": 8192}
+        numbers = {**ROPE[case], "original_max_position_embeddings": 8192}
         large = transformers.LlamaConfig(
             max_position_embeddings=8192,
             rope_theta=5e5,
             rope_scaling={"rope_type": kind, **numbers},
         )
         turns, _ = ROPE_INIT_FUNCTIONS[kind](large, "cpu", seq_len=20_000)
-        numbers |= {"beta_fast": 3.0, "beta_slow": 1.0}
+        numbers = {"beta_fast": 32.0, "beta_slow": 1.0, **numbers}
         found = frequencies(128, 5e5, torch.device("cpu"), (kind, numbers), 20_000)
         assert torch.equal(found, turns)
     original = 20
-    rope = {"rope_type": kind, **ROPE[kind]}
+    rope = {"rope_type": kind, **ROPE[case]}
     if kind == "llama3":
         rope["original_max_position_embeddings"] = original
     config = transformers.LlamaConfig(
@@ -258,6 +268,8 @@ def test_scaled_rotary_positions_are_those_of_transformers(kind, tmp_path):
     theirs = transformers.LlamaForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path / "hf")
     weights = read_weights(tmp_path / "hf")
+    _, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=60)
+    assert weights.config.rope[1].get("attention_factor", 1.0) == factor
     tokens = torch.randint(0, 50, (2, 60))
     logits = theirs(tokens, use_cache=False).logits
     plain = dataclasses.replace(weights.config, rope_scaling="")
