@@ -150,30 +150,45 @@ def kind_of(path: Path, format: str = "auto") -> str | None:
 def _local_shards(name, options) -> list[Shard]:
     if name == "builtin":
         return [Shard(str(path), "text") for path in builtin_files()]
-    places = [Path(name)]
+    places = _places_of(name)
+    kinds = {}
+    for place in places:
+        for path in _files_below(place):
+            kinds[path] = kind_of(path, options.format)
+    files = _with_a_kind(name, kinds)
+    root = _root_of(places)
+    splits = _splits_of([path.relative_to(root) for path in files], options.split or "train")
+    return [Shard(str(path), str(kinds[path]), split) for path, split in zip(files, splits)]
+
+
+def _places_of(name: str) -> list[Path]:
+    """The files and folders that a path means, or a pattern."""
     if glob.has_magic(name) and not os.path.exists(name):
-        places = [Path(place) for place in sorted(glob.glob(name, recursive=True))]
-    found = [path for place in places for path in _files_below(place)]
-    kinds = {path: kind_of(path, options.format) for path in found}
+        return [Path(place) for place in sorted(glob.glob(name, recursive=True))]
+    return [Path(name)]
+
+
+def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
+    """The files that can be read; the others are told. Raises UserError where there is none."""
     files = [path for path, kind in kinds.items() if kind]
-    unknown = [path.name for path, kind in kinds.items() if not kind]
     if not files:
         raise UserError(
             f"{name}: no file named {', '.join(KINDS)} there; --format=text takes every file as text"
         )
+    unknown = [path.name for path, kind in kinds.items() if not kind]
     if unknown:
         print(
             f"left out: {len(unknown):,} files whose names don't tell a format, such as "
             f"{ascii(unknown[0])}; --format=text takes all as text"
         )
-    root = places[0]
-    if len(places) > 1 or not root.is_dir():
-        root = Path(os.path.commonpath([place.parent for place in places]))
-    splits = _splits_of([path.relative_to(root) for path in files], options.split or "train")
-    shards = []
-    for path, split in zip(files, splits):
-        shards.append(Shard(str(path), str(kinds[path]), split))
-    return shards
+    return files
+
+
+def _root_of(places: list[Path]) -> Path:
+    """The folder whose parts can be splits: the one that was named, else the one that holds all places."""
+    if len(places) == 1 and places[0].is_dir():
+        return places[0]
+    return Path(os.path.commonpath([place.parent for place in places]))
 
 
 def _splits_of(files: list[Path], wanted: str) -> list[str]:
