@@ -80,25 +80,40 @@ def test_without_triton_the_rest_runs(run):
     assert run(NO_TRITON="1") == (0, [(False, "")])
 
 
-def test_what_ci_makes_beside_the_tests_ends_with_them(project, tmp_path):
+@pytest.fixture
+def ci(project, tmp_path):
+    """ci(pinned, rest) runs .ci/run, where the tests of the pinned stack and the others are these scripts."""
+
+    def run(pinned, rest):
+        for name, script in (
+            ("0.create_env.sh", ""),
+            ("tests/run.sh", f'case "$*" in *torch2.2*) {pinned} ;; *) {rest} ;; esac'),
+            ("bin/dpkg-query", ""),
+            (".ci/run", (project / ".ci/run").read_text()),
+        ):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(
+                script if script.startswith("#!") else f"#!/bin/sh\n{script}\n"
+            )
+            (tmp_path / name).chmod(0o755)
+        path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+        return subprocess.run([tmp_path / ".ci/run"], env=path, capture_output=True, text=True)
+
+    return run
+
+
+def test_what_ci_runs_beside_the_tests_ends_with_them(ci, tmp_path):
     """Else the next run, of which it knows nothing, would make the same environment at the same time."""
-    for name, script in (
-        ("0.create_env.sh", "sleep 600 &\necho $! >begun\nmv begun running\nwait\n"),
-        ("tests/run.sh", "until [ -e running ]; do sleep 0.1; done\nexit 3\n"),
-        ("bin/dpkg-query", ""),
-        (".ci/run", (project / ".ci/run").read_text()),
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}")
-        (tmp_path / name).chmod(0o755)
-    assert (
-        subprocess.run(
-            [tmp_path / ".ci/run"], env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-        ).returncode
-        == 3
-    )
+    endless = "sleep 600 & echo $! >begun; mv begun running; wait"
+    assert ci(endless, "until [ -e running ]; do sleep 0.1; done; exit 3").returncode == 3
     process = Path("/proc", (tmp_path / "running").read_text().strip(), "cmdline")
     deadline = time.monotonic() + 300
     while process.exists() and process.read_bytes():  # nothing is left of a zombie's
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_ci_fails_with_the_pinned_stack_and_says_why(ci):
+    done = ci("echo pinned; exit 4", "echo rest")
+    assert done.returncode == 4 and "rest\n" in done.stdout and "pinned\n" in done.stdout
+    assert ci("exit 0", "exit 0").returncode == 0
