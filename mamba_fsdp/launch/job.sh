@@ -27,6 +27,10 @@ decide() { # what becomes of the job, from the training's exit code and what the
         say "not queued again, since no restart can fix this"
         show_first_error
         exit 2
+    elif [ "$status" = stopped ]; then # as much of it as the failure left
+        say "ended at $(newest_checkpoint): the file STOP asked, and a rank failed meanwhile; sbatch the same command to resume"
+        show_first_error
+        exit 1
     elif [ "$restarts" -ge "${MAX_RESTARTS:-3}" ] && [ "$newest" = "$(newest_checkpoint)" ]; then
         say "error: gave up after $restarts restarts without a checkpoint newer than $newest" \
             "(MAX_RESTARTS=${MAX_RESTARTS:-3}); fix the cause, then sbatch the same command to resume"

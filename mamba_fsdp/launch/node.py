@@ -37,7 +37,7 @@ from mamba_fsdp.launch.machine import (
 )
 from mamba_fsdp.parallel.compat import agent_logs
 from mamba_fsdp.parallel.world import allow_many_files
-from mamba_fsdp.run_layout import CHECKPOINTS, FAILURES, committed
+from mamba_fsdp.run_layout import CHECKPOINTS, FAILURES, STOP, committed
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train.run_folder import RunFolder
 
@@ -100,6 +100,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, **agent_logs(config))
         self.run_folder = run
         self.failures = failures
+        self.earlier_stop = self.stop_file_time()
         # False where Slurm starts the step again, for a node that went: others failed for its sake.
         self.has_started = False
         self.failure: Failure | None = None  # the last one of this node
@@ -140,16 +141,30 @@ class Agent(LocalElasticAgent):
         leave(self.failures, f"{failure.node}.json", json.dumps(asdict(failure)))
 
     def may_restart(self, failure: Failure) -> bool:
-        """Whether ranks start again in place: once for each new checkpoint, and not after a mistake.
+        """Whether ranks start again in place: once for each new checkpoint, and not after a mistake
+        or a request to stop.
 
         What this does not mend, another start of the job may: 1.train.sbatch sees to that.
         """
         if failure.exit_code == UserError.exit_code or os.environ.get("MAX_RESTARTS") == "0":
             return False
+        if self.is_stop_asked():
+            return False
         checkpoints = committed(self.run_folder / CHECKPOINTS)
         is_new = checkpoints != self.restarted_from
         self.restarted_from = checkpoints
         return is_new
+
+    def is_stop_asked(self) -> bool:
+        """Whether the file STOP was made since this agent began; an earlier one was for another run."""
+        return self.stop_file_time() not in (None, self.earlier_stop)
+
+    def stop_file_time(self) -> int | None:
+        """When the file STOP was written, by the clock of its storage; None where there is none."""
+        try:
+            return os.stat(self.run_folder / STOP).st_mtime_ns
+        except OSError:
+            return None
 
     def _stop_workers(self, *_: Any, **__: Any) -> None:
         super()._shutdown(signal.SIGKILL)
@@ -212,6 +227,8 @@ def conclude(agent: Agent, code: int, alone: bool) -> int:
         failure = first_failure(agent.failures) or agent.failure
     # A rank that was killed has left the status `running`, which this corrects:
     status = RunFolder(agent.run_folder).status().get("status", "unknown")
+    if code and agent.is_stop_asked():
+        status = "stopped"
     text = ""
     if failure:
         code = failure.exit_code

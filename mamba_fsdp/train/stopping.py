@@ -33,8 +33,10 @@ class StopRequest:
         self.file: Path | None = None
         if on_rank0:
             self.file = run_folder / STOP
-            # A file that is there already was for a run that is over.
-            retry_io(partial(self.file.unlink, missing_ok=True), self.file)
+            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+                # A file that is there already was for a run that is over. Where ranks start again in
+                # place, it is for this one.
+                retry_io(partial(self.file.unlink, missing_ok=True), self.file)
 
     def __enter__(self) -> "StopRequest":
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
@@ -45,11 +47,11 @@ class StopRequest:
         }
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        with contextlib.suppress(OSError):
-            if self.file:
+        if self.file and kind is None:  # what failed is not to be started again by the launcher
+            with contextlib.suppress(OSError):
                 self.file.unlink()
 
     def _on_signal(self, number: int, _frame: object) -> None:

@@ -29,7 +29,15 @@ if count < 4:
     pathlib.Path(f"run/checkpoints/step_{count:08d}/COMMIT").touch()
 sys.exit(count != int(os.environ["GOOD_START"]))
 """
-
+DIES_WHEN_ASKED_TO_STOP = """
+import os, signal, time
+open("begun", "a").write("!")
+os.makedirs("run/checkpoints/step_00000001", exist_ok=True)
+open("run/checkpoints/step_00000001/COMMIT", "w").close()
+while not os.path.exists("run/STOP") or os.stat("run/STOP").st_size == 0:
+    time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 LEAVES_A_FAILURE = """
 import json
 from pathlib import Path
@@ -128,6 +136,17 @@ def test_ranks_start_again_in_place_as_long_as_there_are_new_checkpoints(
             (project / "run/failures/7.0/outcome").read_text().split("\n", 2)
         )
         assert status_and_code == "unknown 1" and first.endswith("failed first.")
+
+
+def test_ranks_that_die_when_they_are_asked_to_stop_do_not_start_again(start_node):
+    """Though there is a new checkpoint. A file STOP of an earlier run is no request."""
+    makes_stop = "import os; os.makedirs('run'); open('run/STOP', 'w').close()\n"
+    process, project = start_node(*AMONG_NODES, training=DIES_WHEN_ASKED_TO_STOP, before=makes_stop)
+    wait_until((project / "begun").exists)
+    (project / "run/STOP").write_text("enough")
+    code, _ = finish(process)
+    assert code == 128 + signal.SIGKILL and (project / "begun").read_text() == "!"
+    assert (project / "run/failures/7.0/outcome").read_text().startswith("stopped 137\n")
 
 
 def test_sigterm_while_it_looks_for_other_nodes_is_quiet(start_node):

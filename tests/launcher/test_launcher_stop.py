@@ -21,9 +21,10 @@ def run(project, folder, script):
         'for file in environment job; do source "$project/mamba_fsdp/launch/$file.sh"; done; '
         f'run_folder="{folder}/run"; '
     )
-    process = subprocess.Popen(
-        ["bash", "-euc", preamble + script], env=CLEAN, start_new_session=True
-    )
+    with open(folder / "said", "w") as said:
+        process = subprocess.Popen(
+            ["bash", "-euc", preamble + script], env=CLEAN, start_new_session=True, stdout=said
+        )
     code = process.wait(400)
     return process.pid, code, [path.name for path in (folder / "run").iterdir()]
 
@@ -48,6 +49,14 @@ def living(session):
 def test_nobody_asks_when_the_script_is_over(project, tmp_path, script):
     """Else the next start of the job finds STOP, and ends as if somebody wanted it."""
     assert run(project, tmp_path, script)[1:] == (3, [])
+
+
+def test_a_job_in_which_a_rank_dies_after_a_request_is_not_queued_again(project, tmp_path):
+    lost = "rank 1 on node2 failed first."
+    outcome = f"failures=$run_folder; printf 'stopped 137\\n{lost}\\n' > $failures/outcome; "
+    _, code, _ = run(project, tmp_path, f"{outcome} SLURM_JOB_NODELIST='' decide 1")
+    first, last = (tmp_path / "said").read_text().splitlines()
+    assert code == 1 and first.startswith("ended at start: the file STOP asked") and last == lost
 
 
 @pytest.mark.slow

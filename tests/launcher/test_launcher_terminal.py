@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mamba_fsdp.data.store import StoreWriter
+from mamba_fsdp.report.records import read_events
 from tests.support.projects import make_project, make_venv
 
 pytestmark = pytest.mark.slow
@@ -114,6 +115,27 @@ def test_ctrl_c_that_ends_the_reader_too_stops_the_run_with_a_checkpoint(
     status = wait_for_end(project / "run")
     assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
     assert (project / f"run/checkpoints/step_{status['step']:08d}/COMMIT").exists()
+
+
+def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, command, tmp_path):
+    environment = {"PROCESSES_PER_NODE": "2", "TMPDIR": str(tmp_path)}
+    words = [*command(100_000), "--checkpoint_interval=5"]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(
+            words, cwd=project, env={**CLEAN, **environment}, stdout=log, stderr=log
+        )
+    wait_for_steps(project / "run", 10)
+    (project / "spins-1").touch()
+    process.send_signal(signal.SIGINT)
+    while not (project / "run/STOP").exists():
+        time.sleep(0.05)
+    os.kill(tree_of(tmp_path)["rank 1"], signal.SIGKILL)
+    (project / "spins-1").unlink()
+    assert process.wait(400) == 128 + signal.SIGKILL
+    said = (tmp_path / "log").read_text()
+    assert "It was ended by SIGKILL" in said and "restarts   the ranks" not in said, said
+    assert said.splitlines()[-1].startswith("to resume from step_")
+    assert [event["event"] for event in read_events(project / "run")].count("started") == 1
 
 
 def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(

@@ -68,3 +68,12 @@ def test_the_stop_file_is_seen_by_rank_0_and_removed_at_both_ends(
         (tmp_path / "STOP").write_text(content)
         assert stop.look() and stop.reason == reason and not other.look()
     assert not (tmp_path / "STOP").exists()
+
+
+def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path, monkeypatch):
+    """And for the ranks that it starts again in place."""
+    with pytest.raises(ConnectionError), stopping.StopRequest(tmp_path, True):
+        (tmp_path / "STOP").touch()
+        raise ConnectionError
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert stopping.StopRequest(tmp_path, True).look()
