@@ -124,9 +124,10 @@ def die_in_step_4(rank, batch_loss=loop.batch_loss):
 
 
 @pytest.mark.slow
+@pytest.mark.torch22
 def test_hybrids_resume_a_killed_run_to_the_bit(train_on, run_changed, tmp_path, weights_of):
     """On two ranks that share the weights; and with whole weights each they train the same model."""
-    steps = {"num_steps": 5, "global_batch_size": 4, "eval_interval": 5, **HYBRID}
+    steps = {**STEPS, "global_batch_size": 4, **HYBRID}
     train_on(2, tmp_path / "whole", **steps, sharding_strategy="fsdp")
     _, ended_well = run_changed(die_in_step_4, **steps, sharding_strategy="fsdp")
     assert not ended_well
