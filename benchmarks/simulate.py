@@ -30,7 +30,7 @@ from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Batch, split_step
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import operator_uses, parameters
+from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.context import Context
@@ -88,7 +88,7 @@ def simulate(
     training.settle_precision("cuda")
     dtype, documents = DTYPES[training.mixed_precision], data.reset_at_documents
     sharing = settings.parallel.context_parallel
-    uses = operator_uses(settings.model, dtype, documents, training.deterministic, sharing > 1)
+    uses = settings.operator_uses()
     backends = resolve_backends(training.kernels, "cuda", uses, assumed=("triton",)).backends
     world = _World(rank, size, rank % local_size, min(size, local_size), device)
     assert choose_strategy(settings.parallel, world) != "ddp", "its reducer reads what it sends"

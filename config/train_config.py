@@ -16,7 +16,8 @@ from typing import Any
 from config.fields import Duration, Needs, condition, setting, shown
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops.backends import demands
+from mamba_fsdp.model import spec
+from mamba_fsdp.ops.backends import Use, demands
 
 VERSION = "2"  # of a run's config.yaml; resolve.py says what 1 meant
 SCHEDULES = (
@@ -402,6 +403,18 @@ class TrainConfig:
         self.training.check()
         self.checkpoint.check()
         self.parallel.selective_share()
+
+    def operator_uses(self) -> dict[str, list[Use]]:
+        """What the training asks of each operator, once its precision is settled."""
+        from mamba_fsdp.conventions import DTYPES  # which needs torch, and a command line does not
+
+        return spec.operator_uses(
+            self.model,
+            DTYPES[self.training.mixed_precision],
+            self.data.reset_at_documents,
+            self.training.deterministic,
+            self.parallel.context_parallel > 1,
+        )
 
 
 SECTIONS: dict[str, Any] = {

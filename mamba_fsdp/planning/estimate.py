@@ -9,9 +9,8 @@ from fractions import Fraction
 import torch
 
 from config.train_config import TrainConfig
-from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import split_step
-from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameter_count
+from mamba_fsdp.model.spec import flops_per_token, parameter_count
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.planning.devices import Instance
@@ -57,14 +56,7 @@ def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
     layout = split_step(settings, world.rank, world.size)
     device_type = "cpu" if machine.device == "cpu" else "cuda"
     training.settle_precision(device_type)
-    dtype = DTYPES[training.mixed_precision]
-    uses = operator_uses(
-        settings.model,
-        dtype,
-        settings.data.reset_at_documents,
-        training.deterministic,
-        parallel.context_parallel > 1,
-    )
+    uses = settings.operator_uses()
     backends = resolve_backends(training.kernels, device_type, uses, ("triton",)).backends
     memory = expected_memory(settings, world, backends)
     if device_type == "cuda":

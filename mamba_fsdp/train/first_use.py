@@ -3,10 +3,13 @@
 1. Rank 0 proves each backend of each operator: one layer of each kind of the model, between an embedding and a loss, goes
    forward and backward in the run's precision over one row, beside the reference in float64.
 2. What is wrong, does not compile or raises is passed over, and said. Where nothing but the reference is left for a scan,
-   the run stops. What ends the process, or hangs until the watchdog ends it, is passed over at the run's third start.
+   the run stops. What hangs until the watchdog ends the process is passed over at the next start, what ends the process
+   otherwise at the third: a time limit or a person may have done it.
 3. What is right is timed at the run's shapes. deterministic=true takes the first that repeats instead.
 4. The choice is kept in the run, which stays with it, and beside the runs, for others with such a GPU and such software.
 5. At every start each rank proves what was chosen; those whose results are wrong, or have other bits, are named.
+
+A model that only answers (evaluate, generate) takes the first of what is right.
 """
 
 import contextlib
@@ -33,7 +36,6 @@ from mamba_fsdp.data.loader import own_positions
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops import backends as known
 from mamba_fsdp.ops.backends import MIXER_PARTS, REFERENCE, Choice, resolve_backends
 from mamba_fsdp.parallel.world import World
@@ -75,14 +77,21 @@ class Record:
         """Notes in the file that `what` is under way, for the next start of a run that ends in it. Raises UserError where
         that has happened before."""
         if self.under_way.count(what) >= ENDED_STARTS:
-            raise UserError(f"{ENDED_STARTS} starts ended while it was tried")
-        self.under_way.append(what)
-        if path:
-            self.write(path)
+            raise UserError("earlier starts hung or ended while it was tried")
+        ended_before = list(self.under_way)
+
+        def note(starts: int) -> None:
+            self.under_way = ended_before + [what] * starts
+            if path:
+                self.write(path)
+
+        note(1)
+        heart.if_stuck = partial(note, ENDED_STARTS)
         try:
             yield
         finally:
-            self.under_way.remove(what)
+            heart.if_stuck = None
+            self.under_way = ended_before
 
     @classmethod
     def read(cls, path: Path) -> "Record | None":
@@ -121,10 +130,7 @@ class FirstUse:
         self.seq_idx = settings.data.reset_at_documents
         self.dtype = DTYPES[training.mixed_precision]
         self.shape = (training.batch_size, own_positions(settings))
-        self.in_parts = settings.parallel.context_parallel > 1
-        self.uses = operator_uses(
-            self.model, self.dtype, self.seq_idx, self.deterministic, self.in_parts
-        )
+        self.uses = settings.operator_uses()
         self.demanded = known.demands(self.kernels, self.uses)
         kinds = dict.fromkeys(self.model.layer_list())
         self.layers = [layer.mixer + "+mlp" * layer.mlp for layer in kinds]
@@ -146,10 +152,7 @@ class FirstUse:
         return found | {
             "code": code.hexdigest()[:16],
             "kernels": self.kernels,
-            "deterministic": self.deterministic,
-            "reset_at_documents": self.seq_idx,
-            "sequences in parts": self.in_parts,
-            "dtype": str(self.dtype),
+            "uses": repr(self.uses),
             "batch_size, seq_length": self.shape,
             "model": vars(self.model),
         }
@@ -382,6 +385,15 @@ def relative_errors(found: Results, exact: Results) -> dict[str, float]:
         error = (found[name].double() - true).abs().max() / true.abs().max().clamp(min=1e-30)
         errors[name] = float(error.nan_to_num(nan=math.inf))
     return errors
+
+
+def choose_for_answers(settings: TrainConfig, device: torch.device) -> Choice:
+    """Returns the backends of a model that is not trained. Nothing is timed or kept."""
+    use = FirstUse(settings, device)
+    failed: Reasons = {}
+    if device.type in DEVICES:
+        failed = use.prove(Record({}))
+    return resolve_backends(use.kernels, device.type, use.uses, failed=failed)
 
 
 def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[Choice, str]:

@@ -24,7 +24,7 @@ from mamba_fsdp.data.selection import (
 from mamba_fsdp.data.source import DummySource, Source
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
+from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.context import Context
 from mamba_fsdp.parallel.model import ParallelModel
@@ -151,14 +151,7 @@ def choose_backends(
         choice, origin = first_use.choose(settings, world, folder.path)
         say(f"kernels    {choice}; {origin}")
     else:
-        dtype = DTYPES[training.mixed_precision]
-        uses = operator_uses(
-            model,
-            dtype,
-            settings.data.reset_at_documents,
-            training.deterministic,
-            settings.parallel.context_parallel > 1,
-        )
+        uses = settings.operator_uses()
         choice = resolve_backends(training.kernels, world.device.type, uses)
         say(f"kernels    {choice}")
     memory = expected_memory(settings, world, choice.backends)

@@ -49,5 +49,8 @@ def _give_up(minutes: float, rank: int) -> None:
     )
     print(f"\nerror: {wrong}. Its threads stand at:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
+    with contextlib.suppress(OSError):
+        if heart.if_stuck:
+            heart.if_stuck()
     leave_for_torchrun(UserError(f"{wrong}; where its threads stood is above"))
     os._exit(1)

@@ -9,18 +9,16 @@ from typing import NamedTuple
 import torch
 
 from config import resolve
-from config.train_config import ParallelConfig, TrainConfig
+from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.weights import Weights, find_weights, read_weights
-from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops import cpp
-from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.model import fill_parts
-from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.run_layout import CHECKPOINTS, check_exists, committed
 from mamba_fsdp.storage import exists
+from mamba_fsdp.train.first_use import choose_for_answers
+from mamba_fsdp.train.setup import build_model
 
 
 def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights | None:
@@ -77,18 +75,10 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
     world = World.alone(device=inference_world().device)
     cpp.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)
-    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    uses = operator_uses(weights.config, dtype, reset_at_documents)
-    choice = resolve_backends("auto", world.device.type, uses)
-    with torch.device("meta"):
-        model = MambaLM(
-            weights.config,
-            backends=choice.backends,
-            compute_dtype=dtype,
-            reset_at_documents=reset_at_documents,
-        )
-    parallel = parallelize(
-        model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype
-    )
+    settings = TrainConfig(weights.config)
+    settings.data.reset_at_documents = reset_at_documents
+    settings.training.settle_precision(world.device.type)
+    choice = choose_for_answers(settings, world.device)
+    parallel = build_model(settings, world, choice.backends)
     fill_parts(parallel.shards(), weights.slice)
     return Loaded(parallel.model.eval().requires_grad_(False), weights)

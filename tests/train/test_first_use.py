@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 
+import mamba_fsdp
 from config.model_config import ModelConfig
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
@@ -207,19 +208,24 @@ def lose_device(self):
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_what_ends_two_starts_is_passed_over_in_the_third(tmp_path, monkeypatch):
-    start = PROCESSES.Process(target=hang, args=(tmp_path / "run",))
+def test_what_hangs_or_ends_two_starts_is_passed_over(tmp_path, monkeypatch):
+    run = tmp_path / "hanging" / "run"
+    start = PROCESSES.Process(target=hang, args=(run,))
     start.start()
     start.join()
     assert start.exitcode == 1
+    choice, _ = choose(run)
+    assert choice.backends["conv"] == "reference"
+    assert "conv not cpp: earlier starts hung or ended while it was tried" in str(choice)
+
+    run = tmp_path / "lost" / "run"
     with monkeypatch.context() as lost:
         lost.setattr(FirstUse, "synchronize", lose_device)
-        with pytest.raises(UserError, match="lost to this process; start again") as ended:
-            choose(tmp_path / "run")
-    assert ended.value.exit_code == 1  # the launcher starts it again
-    choice, _ = choose(tmp_path / "run")
-    assert choice.backends["conv"] == "reference"
-    assert "conv not cpp: 2 starts ended while it was tried" in str(choice)
+        for _ in range(2):
+            with pytest.raises(UserError, match="lost to this process; start again") as ended:
+                choose(run)
+            assert ended.value.exit_code == 1  # the launcher starts it again
+    assert choose(run)[0].backends == choice.backends
 
 
 def on_two_ranks(world, folder):
@@ -252,6 +258,16 @@ def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
         one[2].startswith(here + "its bits differ from those of rank 0")
         and "--exclude=NODE" in one[2]
     )
+
+
+def test_a_model_that_answers_takes_what_is_right(tmp_path, monkeypatch, train):
+    """As evaluate, generate and mamba_fsdp.load have it."""
+    train(tmp_path, num_steps=1, eval_interval=0)
+    assert mamba_fsdp.load(tmp_path).network.backends["conv"] == "cpp"
+    monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
+    monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", negate(1)))
+    backends = mamba_fsdp.load(tmp_path).network.backends
+    assert backends == {**REFERENCE_OF_MAMBA1, "scan": "cpp"}
 
 
 def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
