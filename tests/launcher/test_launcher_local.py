@@ -210,6 +210,7 @@ def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, 
     assert code == 0, output
     (start,) = starts(tmp_path / "runs/a")
     assert start["cwd"] == str(tmp_path)
+    assert output.count(f"\nrun        {tmp_path}/runs/a\n") == 1
     made = tmp_path / "data/builtin"
     assert (made / "train/index.json").read_text() == "builtin data/builtin"
     assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
