@@ -10,18 +10,31 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+# Those of srun that the launcher and docs/image.md use; auto-resume is HyperPod's. And what Pyxis adds.
+SLURM_OPTIONS = set(
+    "auto-resume cpu-bind export gpus gpus-per-node kill-on-bad-exit label nodelist nodes ntasks "
+    "ntasks-per-node overlap".split()
+)
+PYXIS_OPTIONS = set(
+    "container-env container-image container-mounts container-name container-workdir "
+    "no-container-mount-home".split()
+)
 # Writes its words down, then runs the command as each node would, one after the other. What the container lacks:
 # Slurm's commands, and the folders in HIDDEN unless they are mounted.
 SRUN = f'''#!{sys.executable}
-import json, os, subprocess, sys
+import itertools, json, os, subprocess, sys
 from pathlib import Path
 
 words, state = sys.argv[1:], Path(os.environ["STATE"])
 with open(os.environ["RECORD"], "a") as file:
     file.write(json.dumps(words) + "\\n")
-command = words[[i for i, word in enumerate(words) if not word.startswith("--")][0]:]
-given = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-nodes = ["node1"] if "--nodes=1" in words else ["node1", "node2"]
+options = list(itertools.takewhile(lambda word: word.startswith("--"), words))
+command = words[len(options):]
+given = dict(option[2:].split("=", 1) for option in options if "=" in option)
+for option in options:
+    if option[2:].split("=")[0] not in {SLURM_OPTIONS | PYXIS_OPTIONS}:
+        sys.exit(f"srun: unrecognized option '{{option}}'")
+nodes = ["node1"] if given.get("nodes") == "1" or "SLURM_JOB_ID" not in os.environ else ["node1", "node2"]
 image, mounts = given.get("container-image"), [m.split(":")[0] for m in given.get("container-mounts", "").split(",")]
 
 def refuse(node, text):
@@ -65,7 +78,7 @@ def run(node):
     for path in hidden:
         path.rename(f"{{path}}.hidden")
     try:
-        return subprocess.run(command, env=environment).returncode
+        return subprocess.run(command, env=environment, cwd=given.get("container-workdir")).returncode
     finally:
         for path in hidden:
             Path(f"{{path}}.hidden").rename(path)
@@ -102,7 +115,8 @@ def make_cluster(folder, project):
     """A cluster of node1 and node2 that runs job 77: submit(*words, script=..., **environment) as Slurm would.
 
     submit gives (finished process, [the words of each srun], [the node of each unpacking]); containers(node): the names
-    of those that are there.
+    of those that are there; environment: with which any program finds the commands; image: the folder of what a
+    container has of programs.
     """
     commands, image = folder / "commands", folder / "image"
     for path in (commands, image, folder / "state/node1", folder / "state/node2", folder / "spool"):
@@ -124,6 +138,15 @@ def make_cluster(folder, project):
     def lines(path):
         return path.read_text().splitlines() if path.exists() else []
 
+    everywhere = {
+        **os.environ,
+        "RECORD": str(folder / "record"),
+        "STATE": str(folder / "state"),
+        "SCOPE": "job",
+        "IMAGE_PATH": str(image),
+        "PATH": f"{commands}:{os.environ['PATH']}",
+    }
+
     def submit(*words, script="1.train.sbatch", **environment):
         shutil.copy(project / script, folder / "spool/slurm_script")
         slurm = {
@@ -132,15 +155,10 @@ def make_cluster(folder, project):
             "SLURMD_NODENAME": "node1",
             "PROJECT": str(project),
             "SCRIPT": script,
-            "RECORD": str(folder / "record"),
-            "STATE": str(folder / "state"),
-            "SCOPE": "job",
-            "IMAGE_PATH": str(image),
-            "PATH": f"{commands}:{os.environ['PATH']}",
         }
         done = subprocess.run(
             ["bash", folder / "spool/slurm_script", *words],
-            env={**os.environ, **slurm, **environment},
+            env={**everywhere, **slurm, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -155,4 +173,6 @@ def make_cluster(folder, project):
     def containers(node):
         return sorted(path.name for path in (folder / "state" / node).iterdir())
 
-    return SimpleNamespace(submit=submit, containers=containers, folder=folder)
+    return SimpleNamespace(
+        submit=submit, containers=containers, folder=folder, environment=everywhere, image=image
+    )
