@@ -1,6 +1,7 @@
 """The program in processes forked from one that has its imports: as Popens of it, without the seconds that these take."""
 
 import atexit
+import gc
 import os
 import runpy
 import signal
@@ -67,6 +68,7 @@ def _run(program, words, environment, out, err):
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
+    gc.freeze()  # see ranks.py
     *as_module, name = program
     sys.argv = [name, *words]
     try:

@@ -1,5 +1,6 @@
 """Running a function on several ranks over gloo, each in a process of its own, and a tiny training to compare."""
 
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ PROCESSES = multiprocessing.get_context(
 PROCESSES.set_forkserver_preload(
     [
         "fire",
+        "pytest",  # and what else the tests' own modules import, where the ranks' functions lie
         "torch.distributed.fsdp",
         "torch.distributed.device_mesh",
         "torch._dynamo",
@@ -88,6 +90,7 @@ def _rank(sender, rank, count, port, function, arguments):
             TORCHELASTIC_RESTART_COUNT="0",
         )
     torch.set_num_threads(1)
+    gc.freeze()  # what was there before it: a collection would look at it all, and so copy its pages
     try:
         world = start_world(timeout_minutes=3)
         sender.send_bytes(pickle.dumps((function(world, *arguments), None)))
