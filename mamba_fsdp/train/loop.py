@@ -46,6 +46,8 @@ def train(
     under_way: deque[StepUnderWay] = deque()
     if validation_due and not validate(context, logger, stop):
         return stop.reason or ELSEWHERE
+    if stop.agreed(context.world):
+        return stop.reason or ELSEWHERE
     while state.step < schedule.total_steps:
         under_way.append(take_step(context, logger.clock, stop, ahead=len(under_way)))
 

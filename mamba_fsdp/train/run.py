@@ -124,7 +124,11 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         return context.checkpointer.newest()
     if world.rank == 0:
         folder.write_status("stopped", state.step, reason)
-    console.line(f"stopped    at step {state.step} ({reason}); the same command resumes from here")
+    if stop.has_stepped:
+        how = f"at step {state.step} ({reason}); the same command resumes from here"
+    else:
+        how = f"before the first step of this start ({reason}): nothing was lost"
+    console.line(f"stopped    {how}")
     return None
 
 

@@ -10,6 +10,9 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import STOP
 from mamba_fsdp.storage import retry_io
 
@@ -61,12 +64,11 @@ class StopRequest:
             self.interrupted = True
         if not self.reason:
             self.reason = signal.Signals(number).name
+            how = "before the first step, or after it with a checkpoint"
+            if self.has_stepped:
+                how = "after this step, with a checkpoint"
             if self.announces:
-                print(
-                    f"\n{self.reason}: stopping after this step, with a checkpoint",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"\n{self.reason}: stopping {how}", file=sys.stderr, flush=True)
 
     def look(self) -> bool:
         """Returns whether a stop has been asked for on this rank."""
@@ -76,6 +78,12 @@ class StopRequest:
             now = time.monotonic()
             self.next_look = now + min((now - began) / SHARE_OF_TIME, MOST_SECONDS_BETWEEN_LOOKS)
         return bool(self.reason)
+
+
+    def agreed(self, world: World) -> bool:
+        """Returns whether a stop has been asked for on any rank. All ranks call it."""
+        asked = torch.tensor(float(self.look()), dtype=torch.float64, device=world.device)
+        return bool(world.all_reduce_sum(asked) > 0)
 
 
 def _why(file: Path) -> str:

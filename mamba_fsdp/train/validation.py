@@ -34,8 +34,7 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
     def is_stopped(tokens: int) -> bool:
         read = min(1.0, tokens * world.size / wanted)
         logger.console.passing(f"step {step}: validation, {read:.0%} read")
-        asked = torch.tensor(float(stop.look()), dtype=torch.float64, device=world.device)
-        return bool(world.all_reduce_sum(asked) > 0)
+        return stop.agreed(world)
 
     with logger.clock.paused():
         batches = _batches(context, limit)

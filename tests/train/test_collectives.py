@@ -119,7 +119,7 @@ def stopped_at(world, look, words, file):
 
 
 def test_ranks_stop_at_the_same_batch_of_a_validation(corpus, tiny_file, tmp_path):
-    """Look 2 is within the validation at the start, 5 at the first batch of that of step 2; the last run has them."""
+    """Look 2 is within the validation at the start, 6 at the first batch of that of step 2; the last run has them."""
     words = {
         "dataset_path": corpus,
         "save_ckpt_path": tmp_path,
@@ -129,7 +129,7 @@ def test_ranks_stop_at_the_same_batch_of_a_validation(corpus, tiny_file, tmp_pat
         "eval_interval": 2,
         "eval_batches": 2,
     }
-    for look, validated in ((2, set()), (5, {0}), (99, {0, 2, 4})):
+    for look, validated in ((2, set()), (6, {0}), (99, {0, 2, 4})):
         run_ranks(
             2, stopped_at, look, {name: str(value) for name, value in words.items()}, tiny_file
         )

@@ -102,12 +102,27 @@ def test_reading_late_leaves_the_same_run(
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_stop_is_heard_with_a_step_under_way(train, tmp_path, metrics_of, monkeypatch, ahead, at):
     """The step under way is counted and saved too, but for a step before a checkpoint: then there is none."""
-    looks = itertools.count(1)
+    looks = itertools.count()  # the first is before the first step
     monkeypatch.setattr(StopRequest, "look", lambda request: next(looks) >= at)
     said = train(tmp_path, eval_interval=0, checkpoint_interval=3)
     stopped = min(at + ahead, 3)
     assert f"stopped    at step {stopped}" in said and metrics_of(tmp_path)[-1]["step"] == stopped
     assert [path.name[-1] for path in tmp_path.glob("checkpoints/step_*")] == [str(stopped)]
+
+
+@pytest.mark.parametrize("eval_interval", [0, 3])
+def test_a_stop_before_the_first_step_ends_at_once(train, tmp_path, monkeypatch, eval_interval):
+    """During the validation at the start too; a resumed run has lost nothing either."""
+    for steps in (0, 2):
+        if steps:
+            train(tmp_path, num_steps=steps, eval_interval=eval_interval)
+        with monkeypatch.context() as patch:
+            patch.setattr(StopRequest, "look", lambda request: True)
+            said = train(tmp_path, num_steps=4, eval_interval=eval_interval)
+        assert "stopped    before the first step of this start (" in said
+        assert len(list(tmp_path.glob("checkpoints/step_*"))) == min(steps, 1)
+        status = json.loads((tmp_path / "status.json").read_text())
+        assert (status["status"], status["step"]) == ("stopped", steps)
 
 
 def test_bad_samples_are_those_of_the_last_bad_step(train, tmp_path, lose, ahead, monkeypatch):
