@@ -21,7 +21,7 @@ from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import ParallelModel, fill_parts
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import CHECKPOINTS, is_own
+from mamba_fsdp.run_layout import CHECKPOINTS, SETTINGS, is_own
 from mamba_fsdp.train.state import TrainState
 
 
@@ -61,6 +61,7 @@ def start(
         source = resumed.path
         learnt = [state.tokenizer]
         begins = f"checkpoint {resumed.path.name}"
+        warn_of_version(settings, resumed, say)
     elif weights:
         source = config.init_from or origin
         learnt = weights.tokenizer_identities()
@@ -99,6 +100,18 @@ def start(
         )
     state.tokenizer = tokens.tokenizer
     return state, begins
+
+
+def warn_of_version(settings: TrainConfig, resumed: Restored, say: Callable[[str], None]) -> None:
+    """Says where the settings of a run may mean something else than they did: its config.yaml, by
+    which resolve.py keeps to an earlier version's defaults, is gone."""
+    version = resumed.state.get("settings_version", resolve.EARLIER)
+    file = Path(settings.checkpoint.save_ckpt_path, SETTINGS)
+    if version != settings.version and not file.exists():
+        say(
+            f"warning    {file} is gone, and an earlier version may have begun the run, with other defaults: "
+            "give the schedule, warm-up and optimizer settings that it began with"
+        )
 
 
 def say_start(

@@ -79,7 +79,6 @@ class StopRequest:
             self.next_look = now + min((now - began) / SHARE_OF_TIME, MOST_SECONDS_BETWEEN_LOOKS)
         return bool(self.reason)
 
-
     def agreed(self, world: World) -> bool:
         """Returns whether a stop has been asked for on any rank. All ranks call it."""
         asked = torch.tensor(float(self.look()), dtype=torch.float64, device=world.device)

@@ -39,7 +39,8 @@ def test_the_store_is_whole():
 @pytest.mark.parametrize(
     "checkpoints", [WRITTEN / "run/checkpoints", WRITTEN.with_name("version_2")], ids=[1, 2]
 )
-def test_the_run_resumes_as_it_would_have_then(tmp_path, metrics_of, checkpoints):
+def test_the_run_resumes_as_it_would_have_then(tmp_path, metrics_of, capsys, checkpoints):
+    """It says where only the checkpoints tell that an earlier version began it."""
     run = shutil.copytree(WRITTEN / "run", tmp_path / "run", ignore=lambda *_: {"checkpoints"})
     shutil.copytree(checkpoints, run / "checkpoints")
     given = {
@@ -48,11 +49,14 @@ def test_the_run_resumes_as_it_would_have_then(tmp_path, metrics_of, checkpoints
         "batch_size": 2,
         "num_steps": 8,
     }
-    run_training(
-        resolve_settings({name: str(value) for name, value in given.items()}, run / "config.yaml")[
-            0
-        ]
-    )
+    given = {name: str(value) for name, value in given.items()}
+    config = run / "config.yaml"
+    is_gone = checkpoints == WRITTEN.with_name("version_2")
+    if is_gone:
+        config = config.rename(tmp_path / "config.yaml")
+    run_training(resolve_settings(given, config)[0])
+    said = capsys.readouterr().out
+    assert (f"{run}/config.yaml is gone, and an earlier version may" in said) == is_gone
     assert [entry["step"] for entry in metrics_of(run)] == list(range(1, 9))
     assert [entry["loss"] for entry in metrics_of(run)] == pytest.approx(LOSSES, rel=1e-5)
 
