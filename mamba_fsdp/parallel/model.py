@@ -57,8 +57,7 @@ class ParameterSlot:
     """A parameter's place in the model, and this rank's part of it. Sharding replaces the parameter; its owners (several
     when tied) stay.
 
-    local: the part as the optimiser sees it, a plain tensor that shares the model's storage. start,
-    replicas and replica_index are those of a Shard.
+    local: the part as the optimiser sees it, a plain tensor that shares the model's storage.
     """
 
     owners: list[tuple[nn.Module, str]]  # (module, attribute)
@@ -66,9 +65,6 @@ class ParameterSlot:
     shape: tuple[int, ...]  # of the whole parameter
     local: nn.Parameter = field(init=False)
     cut: Cut = field(init=False)
-    start: int = 0
-    replicas: int = 1
-    replica_index: int = 0
 
     @property
     def name(self) -> str:
@@ -97,18 +93,6 @@ class ParameterSlot:
         new = nn.Parameter(value, requires_grad=old.requires_grad)
         for module, attribute in self.owners:
             setattr(module, attribute, new)
-
-    def shard(self, name: str, data: torch.Tensor, tied: tuple[str, ...] = ()) -> Shard:
-        """Returns the Shard of `data`, which is cut from the tensor `name` as this part is from the parameter."""
-        return Shard(
-            name,
-            self.shape,
-            self.start,
-            data.detach().view(-1),
-            self.replicas,
-            self.replica_index,
-            tied,
-        )
 
 
 def find_slots(model: nn.Module) -> list[ParameterSlot]:
@@ -154,9 +138,6 @@ class ParallelModel:
             slot.local, slot.cut = parts.get(slot, whole)
             held = slot.part(world.rank)
             assert slot.local.numel() == held.stop - held.start, f"{slot.name} is cut otherwise"
-            slot.start = held.start
-            slot.replicas = world.size // slot.cut.ranks
-            slot.replica_index = world.rank // slot.cut.ranks
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns {name: what the optimiser updates}: this rank's part of each parameter, maybe empty or flat."""
@@ -166,15 +147,25 @@ class ParallelModel:
         """Returns a Shard for every parameter; of an optimiser over `parameters()` also optimizer/<parameter>/<moment> of
         each moment, which are zeros at first: exp_avg and exp_avg_sq, or Muon's momentum_buffer."""
         found = [
-            slot.shard(slot.name, slot.local, tied=tuple(slot.names[1:])) for slot in self.slots
+            self._shard(slot, slot.name, slot.local, tied=tuple(slot.names[1:]))
+            for slot in self.slots
         ]
         if optimizer:
             _make_moments(optimizer)
             for slot in self.slots:
                 for moment, data in optimizer.state[slot.local].items():
                     if moment != "step":
-                        found.append(slot.shard(f"optimizer/{slot.name}/{moment}", data))
+                        found.append(self._shard(slot, f"optimizer/{slot.name}/{moment}", data))
         return found
+
+    def _shard(self, slot, name, data, tied=()):
+        """Returns the Shard of `data`, which is cut from the tensor `name` as the slot's part is from its parameter."""
+        rank = self.world.rank
+        group = slot.cut.ranks
+        start = slot.part(rank).start
+        replicas = self.world.size // group
+        flat = data.detach().view(-1)
+        return Shard(name, slot.shape, start, flat, replicas, rank // group, tied)
 
     def accumulate(self, last: bool) -> AbstractContextManager:
         """Returns the context for one micro-batch's forward and backward; what may wait is reduced with the `last`."""
@@ -193,11 +184,12 @@ class ParallelModel:
     def gradient_squares(self) -> torch.Tensor:
         """Returns this rank's share of the whole gradient's squared 2-norm, 0-dim fp64; inf and nan come through."""
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        # Each element counts once: of replicas, only number 0 does.
+        # Each element counts once: of replicas, only the first does.
+        rank = self.world.rank
         gradients = [
             slot.local.grad
             for slot in self.slots
-            if slot.replica_index == 0 and slot.local.grad is not None and slot.local.grad.numel()
+            if rank < slot.cut.ranks and slot.local.grad is not None and slot.local.grad.numel()
         ]
         if gradients:
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()

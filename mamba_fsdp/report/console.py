@@ -7,9 +7,10 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+Say = Callable[[str], None]  # prints a line, on rank 0
 SECONDS_BETWEEN_UPDATES = 0.2
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}
 SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS}

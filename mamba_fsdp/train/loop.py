@@ -44,9 +44,8 @@ def train(
     state = context.state
     saver = Saver(context, logger)
     under_way: deque[StepUnderWay] = deque()
-    if validation_due and not validate(context, logger, stop):
-        return stop.reason or ELSEWHERE
-    if stop.agreed(context.world):
+    goes_on = not validation_due or validate(context, logger, stop)
+    if not goes_on or stop.agreed(context.world):
         return stop.reason or ELSEWHERE
     while state.step < schedule.total_steps:
         under_way.append(take_step(context, logger.clock, stop, ahead=len(under_way)))
@@ -67,9 +66,7 @@ def train(
             continue
 
         is_last = state.step == schedule.total_steps
-        eval_broken_off = False
-        if schedule.is_due(schedule.eval_steps, state.step):
-            eval_broken_off = not validate(context, logger, stop)
+        eval_broken_off = eval_due and not validate(context, logger, stop)
         must_stop = stop_requested or eval_broken_off
         if must_stop or saver.is_due(state.step):
             saver.save(final=is_last or must_stop)

@@ -2,12 +2,12 @@
 most."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from mamba_fsdp.data.loader import Loader
+from mamba_fsdp.report.console import Say
 from mamba_fsdp.run_layout import PROFILE
 
 DATA = "waiting for data"  # what that is called in the trace
@@ -15,9 +15,7 @@ ROWS = 8  # operators in the table
 STEPS = 3
 
 
-def make_profiler(
-    run_folder: Path, rank: int, loader: Loader, say: Callable[[str], None]
-) -> torch.profiler.profile:
+def make_profiler(run_folder: Path, rank: int, loader: Loader, say: Say) -> torch.profiler.profile:
     """Writes profile/rank_R.json, a trace of steps 5 to 7 of this start for Perfetto or
     chrome://tracing, and says on rank 0 what took most."""
 

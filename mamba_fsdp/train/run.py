@@ -110,7 +110,7 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         return context.checkpointer.newest()
     if world.rank == 0:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(context.settings))
-        folder.copy_tokenizer(one_for_all(context.sources.values()))
+        folder.copy_tokenizer(one_for_all(context.data.sources.values()))
         facts = {"ranks": world.size, "from": context.begins}
         add_event(folder.path, "started", state.step, **facts)
     with (

@@ -1,7 +1,6 @@
 """The run in steps: how many there are, how each is split, and what is due after which."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from config.fields import Duration
@@ -10,7 +9,7 @@ from mamba_fsdp.data.loader import BatchLayout
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
-from mamba_fsdp.report.console import scaled
+from mamba_fsdp.report.console import Say, scaled
 from mamba_fsdp.train.schedule import Schedule, schedule_of
 from mamba_fsdp.train.state import TrainState
 
@@ -55,7 +54,7 @@ def schedule_run(
     state: TrainState,
     length: Duration,
     stores: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> RunSchedule:
     """Returns the run's steps from `state` on. A `length` in tokens counts those seen so far.
     stores: it validates on."""
@@ -92,7 +91,7 @@ def schedule_run(
     )
 
 
-def say_length(settings: TrainConfig, schedule: RunSchedule, say: Callable[[str], None]) -> None:
+def say_length(settings: TrainConfig, schedule: RunSchedule, say: Say) -> None:
     """Says how many steps there are, of how many tokens and FLOPs."""
     seq_length = settings.data.seq_length
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step

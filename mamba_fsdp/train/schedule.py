@@ -2,12 +2,12 @@
 longer."""
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from config.fields import Duration
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.console import Say
 from mamba_fsdp.train.state import TrainState
 
 AUTOMATIC = -1  # and below: so many tokens times the tokens of a step
@@ -129,7 +129,7 @@ def schedule_of(
     state: TrainState,
     length: Duration,
     tokens_per_step: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Schedule:
     """Returns the schedule of a run of `length`, over schedule_steps where that is given. It counts
     tokens where the length is in tokens: its steps are then those of the run's start, so that

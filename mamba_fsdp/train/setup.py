@@ -1,7 +1,6 @@
 """From the settings to what the loop works on: data, model, optimiser, starting point, length,
 loader."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,7 +31,7 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import expected_memory
-from mamba_fsdp.report.console import scaled
+from mamba_fsdp.report.console import Say, scaled
 from mamba_fsdp.train import first_use
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
@@ -40,7 +39,6 @@ from mamba_fsdp.train.run_schedule import RunSchedule, run_length, say_length, s
 from mamba_fsdp.train.start import Weights, say_start, start
 from mamba_fsdp.train.state import TrainState
 
-Say = Callable[[str], None]  # prints a line, on rank 0
 LARGEST_ERROR = 1.2  # of the memory that is expected, as a factor: docs/planning.md
 TAKES_LESS = (
     "lower batch_size or seq_length (global_batch_size keeps the batch), set "
@@ -64,8 +62,7 @@ class TrainContext:
 
     settings: TrainConfig
     world: World
-    sources: dict[str, Source]
-    validation: list[Source]
+    data: Data
     begins: str  # what the run starts from, in words
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -90,7 +87,8 @@ def set_up(
     if settings.training.dry_run:
         tokens = one_for_all(data.sources.values()) if data.sources else None
         say_start(settings, tokens, world, weights, say)
-        say_steps(settings, layout, data, say)
+        if tokens:
+            plan_steps(settings, layout, data, TrainState(), say)
         return None
 
     checkpointer = make_checkpointer(settings, world, folder, layout, say)
@@ -103,9 +101,7 @@ def set_up(
     state, begins = start(settings, tokens, parallel, optimizer, checkpointer, weights, say)
     until_the_end.close()  # what was read from another run has been read
 
-    sampler = make_sampler(settings, data, state)
-    length = run_length(settings, sampler)
-    schedule = schedule_run(settings, layout, state, length, len(data.validation), say)
+    sampler, schedule = plan_steps(settings, layout, data, state, say)
     loader = Loader(
         data.sources,
         sampler,
@@ -115,15 +111,13 @@ def set_up(
         first_step=state.step,
         pin_memory=world.device.type == "cuda",
     )
-    say_length(settings, schedule, say)
     if state.step < schedule.total_steps:
         checkpointer.check_room(parallel.shards(optimizer))
     is_fp16 = settings.training.mixed_precision == "fp16"
     return TrainContext(
         settings=settings,
         world=world,
-        sources=data.sources,
-        validation=data.validation,
+        data=data,
         begins=begins,
         parallel=parallel,
         optimizer=optimizer,
@@ -217,19 +211,21 @@ def say_data(config: DataConfig, data: Data, say: Say) -> None:
         say(f"data       {read}; validation: {validated}")
 
 
-def make_sampler(settings: TrainConfig, data: Data, state: TrainState) -> Sampler:
-    seq_length = settings.data.seq_length
-    seed = settings.training.seed
-    return Sampler(data.sources, data.shares, seq_length, seed, state=state.data or None)
-
-
-def say_steps(settings: TrainConfig, layout: BatchLayout, data: Data, say: Say) -> None:
-    """The end of a dry run."""
-    if data.sources:
-        state = TrainState()
-        length = run_length(settings, make_sampler(settings, data, state))
-        schedule = schedule_run(settings, layout, state, length, len(data.validation), say)
-        say_length(settings, schedule, say)
+def plan_steps(
+    settings: TrainConfig, layout: BatchLayout, data: Data, state: TrainState, say: Say
+) -> tuple[Sampler, RunSchedule]:
+    """Returns which samples the run has from `state` on, and its steps; says how many."""
+    sampler = Sampler(
+        data.sources,
+        data.shares,
+        settings.data.seq_length,
+        settings.training.seed,
+        state=state.data or None,
+    )
+    length = run_length(settings, sampler)
+    schedule = schedule_run(settings, layout, state, length, len(data.validation), say)
+    say_length(settings, schedule, say)
+    return sampler, schedule
 
 
 def make_checkpointer(

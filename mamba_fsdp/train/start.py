@@ -1,7 +1,7 @@
 """Where a run starts: the newest checkpoint in its folder, else what the settings name, else random
 weights."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import ParallelModel, fill_parts
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.report.console import Say
 from mamba_fsdp.run_layout import CHECKPOINTS, SETTINGS, is_own
 from mamba_fsdp.train.state import TrainState
 
@@ -42,7 +43,7 @@ def start(
     optimizer: torch.optim.Optimizer,
     checkpointer: Checkpointer,
     weights: Weights | None,
-    say: Callable[[str], None],
+    say: Say,
 ) -> tuple[TrainState, str]:
     """Fills the shards of model and optimiser. Returns the train state that belongs to them, and
     what the run starts from, in words. Raises UserError for a model that is known to have learnt
@@ -102,7 +103,7 @@ def start(
     return state, begins
 
 
-def warn_of_version(settings: TrainConfig, resumed: Restored, say: Callable[[str], None]) -> None:
+def warn_of_version(settings: TrainConfig, resumed: Restored, say: Say) -> None:
     """Says where the settings of a run may mean something else than they did: its config.yaml, by
     which resolve.py keeps to an earlier version's defaults, is gone."""
     version = resumed.state.get("settings_version", resolve.EARLIER)
@@ -119,7 +120,7 @@ def say_start(
     tokens: Source | None,
     world: World,
     weights: Weights | None,
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     """Says from which checkpoint `start` would start. Raises UserError where it is another model's, or has learnt
     other tokens. tokens: None where they are not made yet."""

@@ -24,12 +24,10 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
     seq_length = context.settings.data.seq_length
     began = time.perf_counter()
     limit = context.schedule.eval_batches * context.schedule.layout.global_batch
-    in_all = 0
-    wanted = 0
-    for store in context.validation:
-        labels = store.token_count - 1
-        in_all += labels
-        wanted += min(labels, limit * seq_length) if limit else labels
+    labels = [store.token_count - 1 for store in context.data.validation]
+    wanted = sum(labels)
+    if limit:
+        wanted = sum(min(each, limit * seq_length) for each in labels)
 
     def is_stopped(tokens: int) -> bool:
         read = min(1.0, tokens * world.size / wanted)
@@ -41,13 +39,13 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
         loss, tokens = evaluate(context.parallel.module, batches, world, is_stopped)
         if not tokens:
             return False
-        logger.validated(step, loss, tokens, tokens / in_all, time.perf_counter() - began)
+        logger.validated(step, loss, tokens, tokens / sum(labels), time.perf_counter() - began)
     return True
 
 
 def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
     """Returns this rank's batches of all stores. limit: windows of each; 0: all."""
-    for store in context.validation:
+    for store in context.data.validation:
         yield from evaluation_batches(
             store,
             str(store.path),
