@@ -123,8 +123,9 @@ def measure(config, ranks):
         found = {"commit_seconds": time.perf_counter() - began, "save_calls": sum(calls.values())}
         calls.clear()
         began = time.perf_counter()
-        with mock.patch.object(restore, "hash_file", lambda *_: FileRead(0, HASH["xxh3"])):
-            Checkpointer(run, world, report=lambda text: None).newest()
+        with mock.patch.object(restore, "hash_file", lambda *_: FileRead(HASH["xxh3"], {})):
+            Checkpointer(run, world, report=print)
+            restore.newest_whole(checkpointer.folder, world, report=print)
         contents = read_state(newest)
         return found | {
             "start_seconds": time.perf_counter() - began,

@@ -26,7 +26,7 @@ import torch
 from mamba_fsdp.checkpoint.files import DTYPE_NAMES, checksum, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, stored_name
 from mamba_fsdp.checkpoint.ranges import find_layouts, pack, part_to_write
-from mamba_fsdp.checkpoint.restore import Check, Choice, Restored, load, newest_whole
+from mamba_fsdp.checkpoint.restore import Check, Restored, load, newest_whole
 from mamba_fsdp.checkpoint.retention import Retention, delete
 from mamba_fsdp.errors import UserError, first_line, joined
 from mamba_fsdp.parallel.model import Shard
@@ -66,18 +66,8 @@ class Save:
     phase: Phase = Phase.WRITING
     began: float = field(default_factory=time.monotonic)
     copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
-    written: Future[RankFile] = field(default_factory=Future)
-    committed: Future[tuple[Path, UserError | None]] | None = None  # on rank 0, once COMMITTING
-
-    def work(self) -> Future | None:
-        """What this rank does in this phase, if anything."""
-        return self.written if self.phase is Phase.WRITING else self.committed
-
-    def wait_here(self) -> None:
-        """Waits for that. Says nothing of how it went."""
-        work = self.work()
-        if work:
-            wait([work])
+    # This rank's, of a RankFile; then on rank 0 that of the commit, as `attempt` returns it.
+    work: Future[Any] = field(default_factory=Future)
 
 
 class Checkpointer:
@@ -113,29 +103,15 @@ class Checkpointer:
 
         self.world.on_rank0(partial(retry_io, self.retention.clean, self.folder))
 
-    def newest(self) -> Path | None:
-        """The checkpoint that it has committed or resumed from last, else the newest whole one in the folder, or None;
-        broken ones are reported and passed over. Raises UserError when there are checkpoints but none is whole."""
-        self.wait()
-        if self.last is None:
-            self._choose()
-        return self.last
-
     def resume(self, shards: Sequence[Shard], check: Check | None = None) -> Restored | None:
         """Fills the shards from the newest whole checkpoint, which is verified on the way; None if there is none. check:
-        see `load`. Raises UserError as `newest` and `load` do."""
-        self.wait()
-        choice = self._choose(shards)
+        see `load`. Raises UserError as `newest_whole` and `load` do."""
+        choice = newest_whole(self.folder, self.world, self.report, shards=shards)
         if choice is None:
             return None
-        return Restored(choice.path, load(choice.path, shards, self.world, check, choice.filled))
-
-    def _choose(self, shards: Sequence[Shard] = ()) -> Choice | None:
-        choice = newest_whole(self.folder, self.world, self.report, shards=shards)
-        if choice:
-            self.retention.broken.update(choice.broken)
-            self.last = choice.path
-        return choice
+        self.retention.broken.update(choice.broken)
+        self.last = choice.path
+        return load(choice, shards, self.world, check)
 
     def check_room(self, shards: Sequence[Shard]) -> None:
         """Takes the memory that saves need. Raises UserError on all ranks where storage has no room for a checkpoint."""
@@ -191,7 +167,7 @@ class Checkpointer:
         save = Save(step, folder, state, tensors)
         copies = self._start_copying(save, pieces)
         self.pending = save
-        save.written = self.world.run_in_thread(partial(self._write, save, copies, pack(ranges)))
+        save.work = self.world.run_in_thread(partial(self._write, save, copies, pack(ranges)))
 
     def _start_copying(self, save, pieces):
         """What gives the pieces with their copies in host memory, to be called in the writing thread."""
@@ -238,8 +214,7 @@ class Checkpointer:
 
     def is_writing(self) -> bool:
         """Whether this rank still writes, or commits. Once none does, all ranks call `settle`."""
-        work = self.pending.work() if self.pending else None
-        return work is not None and not work.done()
+        return self.pending is not None and not self.pending.work.done()
 
     def stage(self) -> tuple[int, Phase] | None:
         """The step and the phase of the save under way, the same on all ranks: what `is_writing` told holds for it."""
@@ -253,17 +228,14 @@ class Checkpointer:
             if not save:
                 return
             if save.phase is Phase.WRITING:
-                files = self.world.gather_on_rank0(save.written.result())
+                files = self.world.gather_on_rank0(save.work.result())
                 save.phase = Phase.COMMITTING
                 if self.world.rank == 0:
                     commit = partial(self._commit, save, files)
-                    save.committed = self.world.run_in_thread(partial(attempt, commit))
+                    save.work = self.world.run_in_thread(partial(attempt, commit))
                 return
             self.pending = None
-            outcome: Any = None
-            if save.committed:
-                outcome = save.committed.result()
-            path, failure = self.world.broadcast_object(outcome)
+            path, failure = self.world.broadcast_object(save.work.result())
             if failure:
                 raise failure
             self.last = path
@@ -274,7 +246,7 @@ class Checkpointer:
         """Waits for the save under way, and for its commit. Raises UserError on all ranks if it failed."""
         with self._training_waits():
             while self.pending:
-                self.world.run_local(self.pending.wait_here)
+                self.world.run_local(partial(wait, [self.pending.work]))
                 self.settle()
 
     def stall_seconds(self) -> float:

@@ -4,8 +4,10 @@ Both say the version that wrote them. In version 1 each tensor has its own layou
 files only. Checksums are crc32 before version 3.
 """
 
+import contextlib
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,17 +51,36 @@ class BrokenError(UserError):
     """A checkpoint is not what was written."""
 
 
+@contextlib.contextmanager
+def _broken_where_odd(name: str) -> Iterator[None]:
+    """Raises BrokenError for what reading the file `name` comes to, where it is not as it was written."""
+    try:
+        yield
+    except OSError as error:
+        raise BrokenError(f"{name}: {error.strerror}") from None
+    except BAD_CONTENT:
+        raise BrokenError(f"{name} is not what was written") from None
+
+
+def _read(path):
+    return parse_object(retry_io(path.read_bytes, path))
+
+
 def read_commit(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """{file: its size and checksums} as COMMIT has it.
 
     Raises BrokenError if that is not what was written, or is another step's; UserError if another version of this
     program wrote it: then it is not broken, and an older one is no substitute.
     """
-    path = checkpoint / COMMIT
-    try:
-        content = parse_object(retry_io(path.read_bytes, path))
+    with _broken_where_odd(COMMIT):
+        content = _read(checkpoint / COMMIT)
         if not CHECKPOINT.reads(content):
-            _check_damaged(checkpoint, content)
+            # COMMIT has no checksum of its own, and a flipped bit there is no other version.
+            if CHECKPOINT.reads(_read(checkpoint / STATE)):
+                raise BrokenError(
+                    f"{COMMIT} is damaged: its format or version is not that of {STATE}"
+                )
+            CHECKPOINT.check(checkpoint / COMMIT, content)
         files = content["files"]
         like(list(files), [...])
         if STATE not in files:
@@ -70,20 +91,7 @@ def read_commit(checkpoint: Path) -> dict[str, dict[str, Any]]:
                 if not part.keys() & HASHES.keys():
                     raise ValueError
         _check_step(checkpoint, COMMIT, content)
-    except OSError as error:
-        raise BrokenError(f"{COMMIT}: {error.strerror}") from None
-    except BAD_CONTENT:
-        raise BrokenError(f"{COMMIT} is not a list of files") from None
     return files
-
-
-def _check_damaged(checkpoint, commit):
-    """Raises BrokenError for a COMMIT that this program can't read where it can read state.json, UserError where it can
-    read neither: COMMIT has no checksum of its own, and a flipped bit there is no other version."""
-    state = parse_object(retry_io((checkpoint / STATE).read_bytes, checkpoint / STATE))
-    if CHECKPOINT.reads(state):
-        raise BrokenError(f"{COMMIT} is damaged: its format or version is not that of {STATE}")
-    CHECKPOINT.check(checkpoint / COMMIT, commit)
 
 
 def _check_step(checkpoint, name, content):
@@ -108,25 +116,18 @@ class Contents:
 def read_state(checkpoint: Path) -> Contents:
     """What state.json of a checkpoint says. Raises BrokenError, and UserError for another version."""
     try:
-        content = parse_object(retry_io((checkpoint / STATE).read_bytes, checkpoint / STATE))
-        CHECKPOINT.check(checkpoint / STATE, content)
-        _check_step(checkpoint, STATE, content)
-        if content.get("version", 1) == 1:
-            _cut_as_later(content)
-        contents = Contents(
-            content["state"], content["files"], content["layouts"], content["tensors"]
-        )
-        _check_contents(contents)
-    except OSError as error:
-        raise BrokenError(
-            f"can't read checkpoint {checkpoint}: {STATE}: {error.strerror}"
-        ) from None
+        with _broken_where_odd(STATE):
+            content = _read(checkpoint / STATE)
+            CHECKPOINT.check(checkpoint / STATE, content)
+            _check_step(checkpoint, STATE, content)
+            if content.get("version", 1) == 1:
+                _cut_as_later(content)
+            contents = Contents(
+                content["state"], content["files"], content["layouts"], content["tensors"]
+            )
+            _check_contents(contents)
     except BrokenError as error:
         raise BrokenError(f"checkpoint {checkpoint} is broken: {error}") from None
-    except BAD_CONTENT:
-        raise BrokenError(
-            f"checkpoint {checkpoint} is broken: {STATE} is not what was written"
-        ) from None
     return contents
 
 

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import FileIO
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
@@ -26,9 +26,8 @@ from mamba_fsdp.storage import like, parse_object
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written at a time
 READ_BLOCK = 1 << 20  # bytes that are read at a time: they stay in the processor's cache
-FLUSH = (
-    1 << 28
-)  # bytes that are flushed at a time: one flush of a whole file could look like a hang
+# Bytes that are flushed at a time: one flush of a whole file could look like a hang.
+FLUSH = 1 << 28
 LONGEST_HEADER = 100_000_000  # bytes, as the format has it: what a damaged length says is not read
 
 
@@ -163,26 +162,18 @@ Filled = dict[str, list[tuple[int, int]]]  # name -> [(first element, the one af
 class FileRead:
     """What reading a file, or its first part, has come to."""
 
-    bytes: int
     digest: str
-    filled: Filled = field(
-        default_factory=dict
-    )  # the elements that were put into shards on the way
+    filled: Filled  # the elements that were put into shards on the way
 
 
 def checksum(path: Path) -> dict[str, int | str]:
     """{"bytes": size, "xxh3": checksum} of a file. Raises OSError."""
-    read = hash_file(path)
-    return {"bytes": read.bytes, "xxh3": read.digest}
+    size = path.stat().st_size
+    return {"bytes": size, "xxh3": hash_file(path, size, "xxh3", {}).digest}
 
 
-def hash_file(
-    path: Path,
-    limit: int | None = None,
-    kind: str = "xxh3",
-    shards: Mapping[str, Shard] | None = None,
-) -> FileRead:
-    """Reads a file, or its first `limit` bytes, once, and computes its checksum. Raises OSError.
+def hash_file(path: Path, end: int, kind: str, shards: Mapping[str, Shard]) -> FileRead:
+    """Reads the first `end` bytes of a file once, and computes their checksum. Raises OSError.
 
     shards: by the names of their tensors; what the file holds of them is put into them while it is read. Nobody has
     verified its header yet: where that is odd, nothing is filled, and what is filled counts only if the checksum fits.
@@ -191,42 +182,36 @@ def hash_file(
     filled: Filled = {}
     done = 0
     with FileIO(path) as file:
-        end = os.fstat(file.fileno()).st_size if limit is None else limit
-        to_fill: list[tuple[Piece, Shard]] = []
+        pieces: list[Piece] = []
         if shards:
             with contextlib.suppress(*BAD_CONTENT):
-                to_fill = [
-                    (piece, shards[piece.name])
-                    for piece in read_header(file)
-                    if piece.name in shards
-                ]
+                pieces = [piece for piece in read_header(file) if piece.name in shards]
             file.seek(0)
-        for piece, shard in to_fill:
+        for piece in pieces:
+            shard = shards[piece.name]
             first = max(piece.start, shard.start)
             stop = min(piece.start + piece.count, shard.start + len(shard.data))
             position = piece.position + (first - piece.start) * piece.dtype.itemsize
             size = (stop - first) * piece.dtype.itemsize
             if size <= 0 or position < done or position + size > end:
                 continue
-            done += _hash_bytes(file, digest, position - done)
+            _hash_bytes(file, digest, position - done)
             with contextlib.suppress(EOFError):  # the file was cut short meanwhile
                 target = shard.data[first - shard.start : stop - shard.start]
                 _hash_into(file, digest, target, piece.dtype)
                 filled.setdefault(piece.name, []).append((first, stop))
-            done += size
-        done += _hash_bytes(file, digest, end - done)
-    return FileRead(done, digest.hexdigest(), filled)
+            done = position + size
+        _hash_bytes(file, digest, end - done)
+    return FileRead(digest.hexdigest(), filled)
 
 
 def _hash_bytes(file, digest, limit):
-    """Reads up to `limit` bytes of the file, from where it stands, into the checksum. Returns how many there were."""
-    size = 0
+    """Reads up to `limit` bytes of the file, from where it stands, into the checksum."""
     block = memoryview(bytearray(min(READ_BLOCK, limit)))
-    while count := file.readinto(block[: limit - size]):
+    while count := file.readinto(block[:limit]):
         digest.update(block[:count])
-        size += count
+        limit -= count
         heart.beat()
-    return size
 
 
 def _hash_into(file, digest, target, dtype):

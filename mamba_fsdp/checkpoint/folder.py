@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mamba_fsdp.checkpoint.contents import BAD_CONTENT, BrokenError, Contents, read_state
+from mamba_fsdp.checkpoint.contents import BAD_CONTENT, BrokenError, Contents
 from mamba_fsdp.checkpoint.files import read_exactly, read_header
 from mamba_fsdp.checkpoint.ranges import overlaps
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
@@ -49,11 +49,10 @@ class Reader:
     in a file is noted when it is first opened.
     """
 
-    def __init__(self, checkpoint: str | Path, contents: Contents | None = None):
-        """contents: what read_state gives, where it has been read already. Raises UserError where it can't be read."""
-        self.path = Path(checkpoint)
-        self.contents = contents or read_state(self.path)
-        self.state = self.contents.state
+    def __init__(self, checkpoint: Path, contents: Contents):
+        """contents: what read_state gives of it."""
+        self.path = checkpoint
+        self.contents = contents
         self.numbers = {name: number for number, name in enumerate(self.contents.tensors)}
         self.places: dict[str, np.ndarray] = {}  # of a file: see _read_places
         most_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)

@@ -6,12 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.checkpoint.contents import (
-    Contents,
-    check_size,
-    commit_or_problem,
-    read_state,
-)
+from mamba_fsdp.checkpoint.contents import Contents, check_size, commit_or_problem, read_state
 from mamba_fsdp.checkpoint.files import Filled, hash_file
 from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors, stored_name
 from mamba_fsdp.checkpoint.ranges import gaps
@@ -28,11 +23,11 @@ Check = Callable[[dict[str, Any], Path], None]
 
 @dataclass
 class Choice:
-    """The newest whole checkpoint of a run."""
+    """A whole checkpoint."""
 
     path: Path
-    filled: Filled  # what this rank has put into its shards on the way
     broken: list[str] = field(default_factory=list)  # names of newer ones that were passed over
+    filled: Filled = field(default_factory=dict)  # what this rank has put into its shards already
 
 
 @dataclass
@@ -111,10 +106,10 @@ def newest_whole(
     for checkpoint in reversed(candidates):
         if hold:
             world.on_rank0(partial(hold_until_the_end, checkpoint))
-        filled: Filled = {}
-        problems = verify(checkpoint, world, part, shards, filled)
+        choice = Choice(checkpoint, broken)
+        problems = verify(checkpoint, world, part, shards, choice.filled)
         if not problems:
-            return Choice(checkpoint, filled, broken)
+            return choice
         if not world.on_rank0(partial(exists, checkpoint)):
             # Its run has pruned it meanwhile, and has newer ones.
             return newest_whole(checkpoints, world, report, part, shards, hold)
@@ -132,71 +127,53 @@ def newest_whole(
 
 
 def find_checkpoint(
-    path: str | Path, world: World, report: Callable[[str], Any] = print, part: str = "all"
-) -> Path:
+    path: str | Path,
+    world: World,
+    report: Callable[[str], Any] = print,
+    part: str = "all",
+    shards: Sequence[Shard] = (),
+) -> Choice:
     """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
 
     Its run does not prune it as long as this process lives, or until `until_the_end` is closed. Raises UserError where
-    there is none, or where the one that was named is broken: `part` of it, see `verify`.
+    there is none, or where the one that was named is broken. part, shards: see `verify`.
     """
-    return _find(Path(path), world, report, part).path
-
-
-def _find(path, world, report, part="all", shards=()) -> Choice:
-    """The Choice of the checkpoint that `path` means; raises as `find_checkpoint`."""
+    path = Path(path)
     if world.on_rank0(partial(exists, path / COMMIT)):
         world.on_rank0(partial(hold_until_the_end, path))
-        filled: Filled = {}
-        problems = verify(path, world, part, shards, filled)
+        choice = Choice(path)
+        problems = verify(path, world, part, shards, choice.filled)
         if problems:
             raise UserError(f"checkpoint {path} is broken: {'; '.join(problems)}")
-        return Choice(path, filled)
-    below = path / CHECKPOINTS
-    choice = newest_whole(below if below.is_dir() else path, world, report, part, shards, hold=True)
-    if choice is None:
+        return choice
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    newest = newest_whole(folder, world, report, part, shards, hold=True)
+    if newest is None:
         raise no_checkpoint(path)
-    return choice
-
-
-def restore(
-    path: str | Path,
-    shards: Sequence[Shard],
-    world: World,
-    report: Callable[[str], Any] = print,
-    check: Check | None = None,
-) -> Restored:
-    """Verifies the checkpoint that `path` means, see find_checkpoint, and loads it. Raises as these do."""
-    choice = _find(Path(path), world, report, shards=shards)
-    return Restored(choice.path, load(choice.path, shards, world, check, choice.filled))
+    return newest
 
 
 def load(
-    checkpoint: Path,
-    shards: Sequence[Shard],
-    world: World,
-    check: Check | None = None,
-    filled: Filled | None = None,
-) -> dict[str, Any]:
-    """Fills `shards`, of any strategy and world size, from a checkpoint. Returns the state that was saved with them.
+    choice: Choice, shards: Sequence[Shard], world: World, check: Check | None = None
+) -> Restored:
+    """Fills `shards`, of any strategy and world size, from a checkpoint: what verifying it has not put there already.
 
     The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
-    check(state, checkpoint) may refuse first, on rank 0. filled: what verifying it has put into the shards already; the
-    rest is read. Raises UserError on all ranks if any can't load.
+    check(state, checkpoint) may refuse first, on rank 0. Raises UserError on all ranks if any can't load.
     """
-    contents = world.on_rank0(partial(_read_checked, checkpoint, shards, check))
-    reader = Reader(checkpoint, contents)
-    done = filled or {}
+    contents = world.on_rank0(partial(_read_checked, choice.path, shards, check))
+    reader = Reader(choice.path, contents)
 
     def fill():
         for shard in shards:
             name = stored_name(shard.name)
             end = shard.start + len(shard.data)
-            for start, stop in gaps(shard.start, end, done.get(name, ())):
+            for start, stop in gaps(shard.start, end, choice.filled.get(name, ())):
                 target = shard.data[start - shard.start : stop - shard.start]
                 target.copy_(reader.read(name, start, stop))
 
     world.on_all_ranks(fill)
-    return contents.state
+    return Restored(choice.path, contents.state)
 
 
 def _read_checked(checkpoint, shards, check) -> Contents:

@@ -45,9 +45,9 @@ class Retention:
         self,
         folder: Path,
         keep: int,
-        every: int = 0,
-        report: Callable[[str], None] = print,
-        check_ours: Callable[[], None] = nothing,
+        every: int,
+        report: Callable[[str], None],
+        check_ours: Callable[[], None],
     ) -> None:
         assert keep >= 1
         self.folder = folder

@@ -21,7 +21,7 @@ from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, Weights, read_w
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
-FORMATS = ("hf", "state-spaces", "pth")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION_CONFIG = "generation_config.json"
 Get = Callable[[str], torch.Tensor]  # a parameter by our name, in the type to be written
 
@@ -44,8 +44,6 @@ def write_model(
     model_name, verified: see read_weights. Raises UserError: nothing to read, the format can't hold this model, `out` exists, the
     disk refuses; then nothing is written.
     """
-    if format not in FORMATS:
-        raise UserError(f"format={format}: write one of {', '.join(FORMATS)}")
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: write one of {', '.join(DTYPES)}")
     out = Path(out)
@@ -63,21 +61,10 @@ def write_model(
         return tensor
 
     with new_folder(out) as unfinished:
-        if format == "hf":
-            fields = _write_hf(unfinished, weights, get)
-        elif format == "state-spaces":
-            fields = state_spaces.write_config(weights.config)
-            _write_state_dict(unfinished / PICKLED, weights, get)
-        else:
-            fields = dict(vars(weights.config))
-            if weights.seq_length:
-                fields["seq_length"] = weights.seq_length
-            _write_state_dict(unfinished / CONSOLIDATED, weights, get)
-        (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        fields = WRITERS[format](unfinished, weights, get)
+        _write_object(unfinished / MODEL_CONFIG, fields)
         if weights.tokenizer_path:
-            folder = unfinished
-            if format == "pth":
-                folder = unfinished / TOKENIZER
+            folder = unfinished / TOKENIZER if format == "pth" else unfinished
             _copy_tokenizer(weights.tokenizer_path, folder)
     return out
 
@@ -94,19 +81,22 @@ def publish(source: str | Path, out: Path, *, verified: bool = False) -> None:
             raise
 
 
+# Each writes all but config.json, whose fields it returns, and the tokenizer.
+
+
 def _write_hf(folder: Path, weights: Weights, get: Get) -> dict[str, Any]:
-    """Writes all but config.json, whose fields it returns."""
     layout = layout_for(weights.config)
+    fields = layout.write_config(weights.config)
     tokenizer = None
     if weights.tokenizer_path:
         tokenizer = load_for_transformers(weights.tokenizer_path)
-    fields = layout.write_config(weights.config)
-    ids = {}
-    for kind in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        # Without a tokenizer they are null: transformers' defaults mean other tokens in every model.
-        fields[kind] = getattr(tokenizer, kind, None)
-        if fields[kind] is not None:
-            ids[kind] = fields[kind]
+    # Without a tokenizer they are null: transformers' defaults mean other tokens in every model.
+    ids = {kind: getattr(tokenizer, kind, None) for kind in TOKEN_IDS}
+    fields |= ids
+    if ids["eos_token_id"] is not None:
+        known = {kind: number for kind, number in ids.items() if number is not None}
+        generation = {"pad_token_id": ids["eos_token_id"], **known}
+        _write_object(folder / GENERATION_CONFIG, generation)
     fields["torch_dtype"] = str(get(EMBEDDING).dtype).removeprefix("torch.")
     if weights.seq_length and weights.config.has("attention"):
         fields.setdefault("max_position_embeddings", weights.seq_length)
@@ -122,10 +112,24 @@ def _write_hf(folder: Path, weights: Weights, get: Get) -> dict[str, Any]:
 
     their_names = [their_name for parts in parts_of.values() for their_name, _ in parts]
     write_safetensors(folder / SINGLE, their_names, tensors())
-    if "eos_token_id" in ids:
-        generation = {"pad_token_id": ids["eos_token_id"], **ids}
-        (folder / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
     return fields
+
+
+def _write_state_spaces(folder, weights, get):
+    fields = state_spaces.write_config(weights.config)
+    _write_state_dict(folder / PICKLED, weights, get)
+    return fields
+
+
+def _write_ours(folder, weights, get):
+    fields = dict(vars(weights.config))
+    if weights.seq_length:
+        fields["seq_length"] = weights.seq_length
+    _write_state_dict(folder / CONSOLIDATED, weights, get)
+    return fields
+
+
+WRITERS = {"hf": _write_hf, "state-spaces": _write_state_spaces, "pth": _write_ours}
 
 
 def _write_state_dict(path: Path, weights: Weights, get: Get) -> None:
@@ -133,7 +137,11 @@ def _write_state_dict(path: Path, weights: Weights, get: Get) -> None:
     tied = {}
     if weights.config.tie_embeddings:
         tied[LM_HEAD] = EMBEDDING
-    write_pth(path, ((name, get(name)) for name in weights.names), tied)
+    write_pth(path, ((name, get(name)) for name in weights.shapes), tied)
+
+
+def _write_object(path, fields):
+    path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _copy_tokenizer(source, folder):

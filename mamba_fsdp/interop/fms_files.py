@@ -19,7 +19,7 @@ WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_mo
 FMS_TOP: dict[str, str] = TABLES["fms"]["top"]
 FMS_LAYER: dict[str, str] = TABLES["fms"]["layer"]
 FMS_ORDER = list(FMS_LAYER)  # of those that are parts of one of ours
-FMS_EMBEDDINGS = {"shared.emb.weight", "base_model.embedding.weight"}
+FMS_EMBEDDINGS = {name for name, ours in FMS_TOP.items() if ours == EMBEDDING}
 EMBEDDINGS = {EMBEDDING, *FMS_EMBEDDINGS, *(layout.top[EMBEDDING] for layout in LAYOUTS)}
 
 
@@ -48,7 +48,7 @@ def find_model(tensors: Tensors) -> Tensors:
     def read(name, start, stop):
         return tensors.slice(stored_names[name], start, stop)
 
-    return Tensors(tensors.source, shapes, {}, read)
+    return Tensors(tensors.source, shapes, read)
 
 
 def from_fms(tensors: Tensors, config: ModelConfig | None) -> Tensors:
@@ -56,24 +56,26 @@ def from_fms(tensors: Tensors, config: ModelConfig | None) -> Tensors:
     None where only names and shapes are wanted."""
     if not FMS_EMBEDDINGS & tensors.shapes.keys():
         return tensors
-    parts: dict[str, list[str]] = {}  # of each of ours, from above
-    for name in sorted(tensors.shapes, key=_place):
-        parts.setdefault(_our_name(name), []).append(name)
+    parts: dict[str, list[tuple[int, str]]] = {}  # of each of ours: (place among them, name)
+    for name in tensors.shapes:
+        place, ours = _our_place(name)
+        parts.setdefault(ours, []).append((place, name))
+    names = {ours: [name for _, name in sorted(found)] for ours, found in parts.items()}
     shapes = {}
-    for name, names in parts.items():
-        rows = sum(tensors.shapes[part][0] for part in names)
-        shapes[name] = (rows, *tensors.shapes[names[0]][1:])
+    for ours, theirs in names.items():
+        rows = sum(tensors.shapes[name][0] for name in theirs)
+        shapes[ours] = (rows, *tensors.shapes[theirs[0]][1:])
 
-    def read(name, start, stop):
-        rows = torch.cat([tensors.get(part) for part in parts[name]])
-        if parts[name][0].endswith("wg1_fused.weight"):
+    def read(ours, start, stop):
+        rows = torch.cat([tensors.get(name) for name in names[ours]])
+        if names[ours][0].endswith("wg1_fused.weight"):
             gate, up = rows.chunk(2)
             rows = torch.cat([up, gate])
-        if name.endswith("mixer.in_proj.weight") and config:
+        if ours.endswith("mixer.in_proj.weight") and config:
             rows = _with_halves_rotated(rows, config)
         return rows.reshape(-1)[start:stop]
 
-    return Tensors(tensors.source, shapes, {}, read)
+    return Tensors(tensors.source, shapes, read)
 
 
 def _with_halves_rotated(rows, config):
@@ -85,23 +87,9 @@ def _with_halves_rotated(rows, config):
     return torch.cat([halves.reshape(query_and_key.shape), rows[-value_rows:]])
 
 
-def _in_layer(name):
-    """Returns the number of the layer and the name within it, or None for what is in none."""
-    match = re.fullmatch(r"(?:base_model\.)?layers\.(\d+)\.(.+)\.weight", name)
+def _our_place(name):
+    """Returns (its place among the parts of ours that it is one of, our name)."""
+    match = re.fullmatch(r"(?:base_model\.)?(layers\.\d+)\.(.+)\.weight", name)
     if match and match[2] in FMS_LAYER:
-        return match[1], match[2]
-    return None
-
-
-def _our_name(name):
-    found = _in_layer(name)
-    if found:
-        layer, within = found
-        return f"backbone.layers.{layer}.{FMS_LAYER[within]}.weight"
-    stem = name.removesuffix(".weight")
-    return f"{FMS_TOP[stem]}.weight" if stem in FMS_TOP else name
-
-
-def _place(name):
-    found = _in_layer(name)
-    return FMS_ORDER.index(found[1]) if found else 0
+        return FMS_ORDER.index(match[2]), f"backbone.{match[1]}.{FMS_LAYER[match[2]]}.weight"
+    return 0, FMS_TOP.get(name, name)

@@ -42,7 +42,7 @@ def open_safetensors(source: Path) -> Tensors:
     def read(name, start, stop):
         return files[name].get_tensor(name).reshape(-1)[start:stop]
 
-    return Tensors(source, shapes, {}, read)
+    return Tensors(source, shapes, read)
 
 
 def _open(path):

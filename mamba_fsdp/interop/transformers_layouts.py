@@ -10,13 +10,13 @@ uses for initial values alone, as we do: written as 0.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from config.model_config import Layer, ModelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
+from mamba_fsdp.interop.fields import TABLES, Fields, model_config, pattern, write_fields
 from mamba_fsdp.model.spec import MIXER_NAMES, ORIGINAL, ROPE_SCALINGS, multipliers_of, parameters
 
 MIXTURE = "mixtures of experts, of which this program has neither the router nor the experts"
@@ -25,30 +25,8 @@ LETTERS = "hybrid_override_pattern"
 Part = tuple[str, tuple[int, ...]]  # name and shape of one of their tensors
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One architecture of transformers; the fields are those of layouts.yaml, which describes them."""
-
-    architecture: str
-    model_type: str
-    holds: str
-    layers: list[list]
-    settings: Table
-    fixed: Table
-    ignored: list[str]
-    top: dict[str, str]
-    layer_prefix: str
-    tensors: dict[str, list[str]]
-    mamba: str
-    ours: dict[str, Any]
-    written: dict[str, Any]
-    multipliers: dict[str, list[str]]
-    swapped: list[str]
-    told_by: str
-    words: dict[str, str]
-    free_width: bool
-    rotated: float | None
-    rotates_if: str
+class Layout(SimpleNamespace):
+    """One architecture of transformers; layouts.yaml describes its attributes."""
 
     def fits(self, config: ModelConfig) -> bool:
         """Whether the layout can hold this model: what it would write says the same when it is read."""
@@ -100,7 +78,7 @@ class Layout:
         return {self.told_by: told}
 
     def read_layers(self, fields: Fields, values: dict[str, Any]) -> None:
-        """Adds the layers, each with one of `mixers` or by the indices of those with attention."""
+        """Adds the layers."""
         mixer, has_mlp = self.layers[0]
         mixers = [mixer] * (values["n_layer"] or 0)
         if self.told_by == INDICES:
@@ -250,18 +228,15 @@ def layout_for(config: ModelConfig) -> Layout:
 def layout_of(fields: Fields) -> Layout:
     """Returns the layout that a config.json names. Raises UserError for any other model."""
     model_type = fields.content.get("model_type")
-    architectures = fields.content.get("architectures") or []
-    if not isinstance(architectures, list) or not all(
-        isinstance(name, str) for name in architectures
-    ):
-        fields.refuse("architectures", "is no list of names")
+    architectures = fields.pop("architectures", [], kind=list)
     for layout in LAYOUTS:
         named = not architectures or layout.architecture in architectures
         if model_type == layout.model_type and named:
             return layout
-    kind = f"type {model_type!r} ({', '.join(architectures) or 'no architecture'})"
     readable = ", ".join(layout.architecture for layout in LAYOUTS)
-    raise UserError(f"{fields.path}: a model of {kind}; this program reads {readable}")
+    raise UserError(
+        f"{fields.path}: a model of type {model_type!r}, architectures {architectures}; this program reads {readable}"
+    )
 
 
 def _unit(field: str, config: ModelConfig) -> float:

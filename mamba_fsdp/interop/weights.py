@@ -15,21 +15,26 @@ which all ranks do together, verifies a checkpoint and checks names and shapes o
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
 
 from config.model_config import ModelConfig, checked_model
 from config.presets import preset
-from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors
+from mamba_fsdp.checkpoint.contents import read_state
+from mamba_fsdp.checkpoint.folder import check_same_tensors
+from mamba_fsdp.checkpoint.ranges import overlaps
 from mamba_fsdp.checkpoint.restore import find_checkpoint
-from mamba_fsdp.checkpoint.tensors import Tensors, open_tensors
+from mamba_fsdp.checkpoint.tensors import Tensors, open_checkpoint
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.fms_files import find_model, from_fms
 from mamba_fsdp.interop.places import check_place, refuse_dcp
+from mamba_fsdp.interop.pth_files import open_pth
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, open_safetensors
 from mamba_fsdp.interop.transformers_layouts import Layout, layout_of
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
@@ -64,7 +69,7 @@ class Description:
 class Weights:
     """A source of weights, which has to be opened before it is read.
 
-    names: of all parameters, without a tied lm_head.weight. tokenizer: the identity that a checkpoint knows.
+    shapes: of all parameters by name, without a tied lm_head.weight. tokenizer: the identity that a checkpoint knows.
     """
 
     def __init__(
@@ -79,10 +84,10 @@ class Weights:
         self.tokenizer_path = tokenizer_path
         self.tokenizer = tokenizer
         self.open_tensors = open_tensors
-        shapes = {name: parameter.shape for name, parameter in parameters(model.config).items()}
-        self.names = list(shapes)
+        spec = parameters(model.config)
+        self.shapes = {name: parameter.shape for name, parameter in spec.items()}
         self.tied = (LM_HEAD, EMBEDDING)
-        self.parts = {name: [(name, shape)] for name, shape in shapes.items()}  # see Layout.parts
+        self.parts = {name: [(name, shape)] for name, shape in self.shapes.items()}  # see Layout
         self.swapped: tuple[str, ...] = ()  # ends of the names whose halves lie the other way round
         if model.layout:
             self.tied = (model.layout.top[LM_HEAD], model.layout.top[EMBEDDING])
@@ -100,29 +105,24 @@ class Weights:
         """Returns one whole parameter on the CPU, in the type it is stored in."""
         if name == LM_HEAD and self.config.tie_embeddings:
             name = EMBEDDING
-        shape = parameters(self.config)[name].shape
+        shape = self.shapes[name]
         return self.slice(name, 0, math.prod(shape)).view(shape)
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) of a flattened parameter on the CPU, in the type they are stored in."""
         if name.endswith(self.swapped):
-            size = parameters(self.config)[name].size
+            size = math.prod(self.shapes[name])
             return self._stored(name, 0, size).roll(size // 2)[start:stop]
         return self._stored(name, start, stop)
 
     def _stored(self, name, start, stop):
         """Elements [start, stop) of a parameter as its parts are stored."""
+        parts = self.parts[name]  # one below the other: one after the other when flattened
+        *starts, size = accumulate([math.prod(shape) for _, shape in parts], initial=0)
         found = []
-        low = 0
-        for part, shape in self.parts[
-            name
-        ]:  # one below the other: one after the other when flattened
-            high = low + math.prod(shape)
-            first = max(start, low)
-            last = min(stop, high)
-            if first < last:
-                found.append(self.tensors.slice(part, first - low, last - low))
-            low = high
+        for part in overlaps(start, stop, starts, size):
+            stored, _ = parts[part.piece]
+            found.append(self.tensors.slice(stored, part.offset, part.offset + part.count))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def tokenizer_identities(self) -> Iterator[str]:
@@ -139,10 +139,8 @@ class Weights:
         self.tokenizer_path = folder
 
     def _check(self):
-        found = dict(self.tensors.shapes)
-        for name in self.tensors.shapes:
-            if name.endswith(OLDER_LLAMA):
-                del found[name]
+        shapes = self.tensors.shapes
+        found = {name: shape for name, shape in shapes.items() if not name.endswith(OLDER_LLAMA)}
         head, embedding = self.tied
         if self.config.tie_embeddings and head in found and embedding in found:
             if not torch.equal(self.tensors.get(head), self.tensors.get(embedding)):
@@ -151,10 +149,7 @@ class Weights:
                     "one (tied embeddings)"
                 )
             del found[head]
-        wanted = {}
-        for parts in self.parts.values():
-            wanted.update(parts)
-        check_same_tensors(self.source, wanted, found)
+        check_same_tensors(self.source, dict(chain(*self.parts.values())), found)
 
 
 def read_weights(source: str | Path, *, model_name: str = "", verified: bool = False) -> Weights:
@@ -182,15 +177,15 @@ def find_weights(
 
 def _find_checkpoint(path, verified):
     """Of the newest checkpoint as far as state.json tells; which one is whole shows when it is opened."""
-    checkpoint = find_checkpoint(path, World.alone(), report=lambda text: None, part="state")
-    state = Reader(checkpoint).state
+    checkpoint = find_checkpoint(path, World.alone(), report=lambda text: None, part="state").path
+    state = read_state(checkpoint).state
     config = checked_model(checkpoint, state["settings"]["model"])
     model = Description(config, seq_length=state["settings"]["data"]["seq_length"])
     tokenizer = str(state.get("progress", {}).get("tokenizer", ""))
 
     def open_whole(world):
-        whole = checkpoint if verified else find_checkpoint(path, world, part="model")
-        return open_tensors(whole, world)
+        whole = checkpoint if verified else find_checkpoint(path, world, part="model").path
+        return open_checkpoint(whole, world)
 
     return Weights(
         model, open_whole, _tokenizer_in(checkpoint.parent.parent / TOKENIZER), tokenizer
@@ -245,9 +240,9 @@ def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Te
             f"{path} is one rank's part of a checkpoint; name the checkpoint instead: {path.parent}"
         )
     if path.suffix == ".safetensors" or path.name == INDEX:
-        tensors = world.on_all_ranks(lambda: open_safetensors(path))
+        tensors = world.on_all_ranks(partial(open_safetensors, path))
     else:
-        tensors = open_tensors(path, world)
+        tensors = world.on_all_ranks(partial(open_pth, path))
     return from_fms(find_model(tensors), config)
 
 

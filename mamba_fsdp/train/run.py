@@ -107,7 +107,7 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         console.line(
             f"over       {folder.path} already has all its {state.step} steps; raise num_steps to train on"
         )
-        return context.checkpointer.newest()
+        return context.checkpointer.last
     if world.rank == 0:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(context.settings))
         folder.copy_tokenizer(one_for_all(context.data.sources.values()))
@@ -121,7 +121,7 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         console.passing("the first step ...")
         reason = loop.train(context, logger, stop, validation_due)
     if not reason:
-        return context.checkpointer.newest()
+        return context.checkpointer.last
     if world.rank == 0:
         folder.write_status("stopped", state.step, reason)
     if stop.has_stepped:

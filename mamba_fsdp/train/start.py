@@ -13,7 +13,7 @@ from config.model_config import checked_model
 from config.train_config import TrainConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.contents import read_state
-from mamba_fsdp.checkpoint.restore import Check, Restored, find_checkpoint, newest_whole, restore
+from mamba_fsdp.checkpoint.restore import Check, Restored, find_checkpoint, load, newest_whole
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import check_tokenizer
 from mamba_fsdp.errors import UserError
@@ -69,7 +69,8 @@ def start(
         begins = f"the weights in {source}"
     elif origin and not is_own_folder:
         check = check_of_model(settings, "load_ckpt_path")
-        restored = restore(origin, shards, parallel.world, report=say, check=check)
+        found = find_checkpoint(origin, parallel.world, say, shards=shards)
+        restored = load(found, shards, parallel.world, check)
         saved = saved_state(restored, parallel, optimizer)
         source = restored.path
         learnt = [saved.tokenizer]
@@ -133,7 +134,7 @@ def say_start(
         say(f"resumes    from {source}")
     elif origin and not weights and not is_own(origin, run):
         check = check_of_model(settings, "load_ckpt_path")
-        source = find_checkpoint(origin, world, say)
+        source = find_checkpoint(origin, world, say).path
         say(f"starting   from {source}")
     else:
         return

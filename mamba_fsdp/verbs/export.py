@@ -25,7 +25,7 @@ class ImportConfig:
 
 @dataclass
 class ExportConfig(ImportConfig):
-    format: str = setting("hf", elsewhere="output_format")
+    format: str = setting("hf", choices=("hf", "state-spaces", "pth"), elsewhere="output_format")
     """hf for transformers' AutoModelForCausalLM (safetensors, with the tokenizer), state-spaces for
     mamba_ssm's MambaLMHeadModel.from_pretrained, pth for consolidated.00.pth with config.json and
     tokenizer/, as a run writes it at its end."""

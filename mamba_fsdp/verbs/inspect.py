@@ -89,13 +89,13 @@ def show_run(path: Path, verify: bool) -> int:
 
 
 def show_checkpoint(path: Path, verify: bool) -> int:
-    from mamba_fsdp.checkpoint.folder import Reader
+    from mamba_fsdp.checkpoint.contents import read_state
 
     say("checkpoint", path)
     code = checkpoints.main(str(path), checkpoints.Options(verify))
     if code:
         return code
-    state = Reader(path).state
+    state = read_state(path).state
     progress = state["progress"]
     say("tokens", f"{progress['tokens']:,}, {progress['skipped_steps']} steps skipped")
     say("written by", f"{state['world_size']} ranks, torch {state['torch']}")

@@ -8,14 +8,23 @@ from collections import Counter
 import pytest
 import torch
 
-from mamba_fsdp.checkpoint import files, restore
+from mamba_fsdp.checkpoint import files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.files import checksum
 from mamba_fsdp.checkpoint.folder import Reader
-from mamba_fsdp.checkpoint.restore import find_checkpoint, load
+from mamba_fsdp.checkpoint.restore import Choice, find_checkpoint, load
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import Shard
-from tests.support.checkpoints import WORLD, make_checkpoints, problems, shards_of, steps_in
+from tests.support.checkpoints import (
+    WORLD,
+    make_checkpoints,
+    newest,
+    problems,
+    quiet,
+    shards_of,
+    steps_in,
+)
 
 pytestmark = pytest.mark.torch22
 
@@ -45,9 +54,9 @@ DAMAGES = {
     ),
     "state.json: No such file": lambda path: (path / "state.json").unlink(),
     "state.json has": lambda path: (path / "state.json").write_text("{}"),
-    "COMMIT is not a list of files": lambda path: (path / "COMMIT").write_text('{"files": '),
-    "COMMIT is not a list": lambda path: edit(path / "COMMIT", files={}),
-    "COMMIT is not a list of": lambda path: edit(path / "COMMIT", files=OTHERS_FILE),
+    "COMMIT is not what was written": lambda path: (path / "COMMIT").write_text('{"files": '),
+    "COMMIT is not what was": lambda path: edit(path / "COMMIT", files={}),
+    "COMMIT is not what": lambda path: edit(path / "COMMIT", files=OTHERS_FILE),
     "COMMIT is of step 20": lambda path: edit(path / "COMMIT", step=20),
     "COMMIT is damaged": lambda path: edit(path / "COMMIT", version=7),
     "COMMIT is damaged: its format or version": lambda path: edit(
@@ -62,11 +71,11 @@ def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, words):
     make_checkpoints(run, [1, 2])
     DAMAGES[words](run / "checkpoints/step_00000002")
     said = []
-    assert Checkpointer(run, WORLD, report=said.append).newest().name == "step_00000001"
+    assert newest(run, said.append).name == "step_00000001"
     assert len(said) == 1 and "step_00000002 is broken" in said[0] and words in said[0]
     with pytest.raises(UserError, match="step_00000002 is broken"):
         find_checkpoint(run / "checkpoints/step_00000002", WORLD)
-    assert find_checkpoint(run, WORLD, report=said.append).name == "step_00000001"
+    assert find_checkpoint(run, WORLD, report=said.append).path.name == "step_00000001"
 
 
 def test_a_checkpoint_under_another_steps_name_is_passed_over(run):
@@ -74,9 +83,9 @@ def test_a_checkpoint_under_another_steps_name_is_passed_over(run):
     make_checkpoints(run, [1, 2])
     folder = run / "checkpoints"
     (folder / "step_00000001").rename(folder / "step_00000900")
-    assert Checkpointer(run, WORLD).newest().name == "step_00000002"
+    assert newest(run).name == "step_00000002"
     (folder / "step_00000900").rename(run / "best")
-    assert find_checkpoint(run / "best", WORLD).name == "best"
+    assert find_checkpoint(run / "best", WORLD).path.name == "best"
 
 
 def damages(content, other):
@@ -109,7 +118,8 @@ def test_no_damage_goes_unnoticed(run, file):
         (newest / file).unlink() if damaged is None else (newest / file).write_bytes(damaged)
         said = []
         target = shards_of(0)
-        found = restore.restore(run, target, WORLD, report=said.append)
+        found = find_checkpoint(run, WORLD, said.append, shards=target)
+        found = load(found, target, WORLD)
         outcomes[found.path.name] += 1
         step = found.state["step"]
         for filled, saved in zip(target, shards_of(step), strict=True):
@@ -134,14 +144,14 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype, monkeypa
         Shard("a.weight", (10, 10), 30, torch.zeros(50, dtype=dtype)),
         Shard("b", (7,), 0, torch.zeros(7, dtype=dtype)),
     ]
-    checkpointer = Checkpointer(run, WORLD, report=lambda text: None)
+    checkpointer = Checkpointer(run, WORLD, report=quiet)
     with monkeypatch.context() as patched:
         patched.setattr(Reader, "read", None)
         assert checkpointer.resume(target).state == {"step": 1}
     for again in (False, True):
         if again:  # what may have changed since is read
             target[0].data.zero_()
-            load(checkpointer.newest(), target, WORLD)
+            load(Choice(checkpointer.last), target, WORLD)
         for filled, saved in zip(target, shards_of(1), strict=True):
             part = saved.data[filled.start : filled.start + len(filled.data)]
             assert torch.equal(filled.data, part.to(dtype))
@@ -154,7 +164,7 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype, monkeypa
 )
 def test_what_can_t_be_a_header_fills_nothing_and_is_broken(run, monkeypatch, changes):
     """Not even where it has the checksum that was committed. None: the length of it is more than a header's can be."""
-    path = make_checkpoints(run, [1]).newest() / "rank_00000.safetensors"
+    path = make_checkpoints(run, [1]).last / "rank_00000.safetensors"
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
@@ -164,9 +174,9 @@ def test_what_can_t_be_a_header_fills_nothing_and_is_broken(run, monkeypatch, ch
     if changes is None:
         monkeypatch.setattr(files, "LONGEST_HEADER", len(header) - 1)
     target = {f"model/{shard.name}": shard for shard in shards_of(0)}
-    assert not files.hash_file(path, shards=target).filled
+    assert not files.hash_file(path, path.stat().st_size, "xxh3", target).filled
     with pytest.raises(UserError, match="rank_00000.safetensors is broken"):
-        load(path.parent, shards_of(0), WORLD)
+        load(Choice(path.parent), shards_of(0), WORLD)
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
@@ -190,13 +200,13 @@ def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
 
 def test_checkpoints_from_before_commits_had_a_version_are_read(run):
     """They say nothing of a file's first part either, and have other checksums."""
-    path = make_checkpoints(run, [1, 2]).newest()
+    path = make_checkpoints(run, [1, 2]).last
     sums = {}
     for name, entry in json.loads((path / "COMMIT").read_text())["files"].items():
         checked = zlib.crc32((path / name).read_bytes())
         sums[name] = {"bytes": entry["bytes"], "crc32": f"{checked:08x}"}
     edit(path / "COMMIT", format=None, version=None, files=sums)
-    assert find_checkpoint(run, WORLD, part="model") == path
+    assert find_checkpoint(run, WORLD, part="model").path == path
     assert Checkpointer(run, WORLD).resume(shards_of(0)).state == {"step": 2}
 
 
@@ -205,7 +215,7 @@ def test_no_whole_checkpoint_is_no_reason_to_start_anew(run):
     make_checkpoints(run, [1])
     flip(run / "checkpoints/step_00000001/rank_00000.safetensors")
     with pytest.raises(UserError, match="none of the 1 checkpoints.*rank_00000"):
-        Checkpointer(run, WORLD, report=lambda text: None).newest()
+        newest(run)
     with pytest.raises(UserError, match="nowhere"):
         find_checkpoint(run / "nowhere", WORLD)
 
@@ -214,13 +224,13 @@ def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run):
     """And never counts among those that are kept."""
     make_checkpoints(run, [1, 2])
     os.truncate(run / "checkpoints/step_00000002/rank_00000.safetensors", 30)
-    checkpointer = Checkpointer(run, WORLD, keep=2, report=lambda text: None)
-    assert checkpointer.newest().name == "step_00000001"
+    checkpointer = Checkpointer(run, WORLD, keep=2, report=quiet)
+    assert checkpointer.resume(shards_of(0)).path.name == "step_00000001"
     for step in (2, 3):
         checkpointer.save(step, shards_of(step), {"new": step})
         checkpointer.wait()
     assert steps_in(run) == [2, 3] and not problems(run / "checkpoints/step_00000002")
-    assert Reader(run / "checkpoints/step_00000002").state == {"new": 2}
+    assert read_state(run / "checkpoints/step_00000002").state == {"new": 2}
 
 
 @pytest.mark.parametrize(
@@ -236,7 +246,7 @@ def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run):
 def test_tensors_that_don_t_fit_are_refused_by_name(run, wanted, words):
     target = [Shard(name, shape, 0, torch.zeros(shape).view(-1)) for name, shape in wanted.items()]
     with pytest.raises(UserError, match=words):
-        load(make_checkpoints(run, [1]).newest(), target, WORLD)
+        load(Choice(make_checkpoints(run, [1]).last), target, WORLD)
 
 
 def test_a_check_may_refuse_before_anything_is_loaded(run):
@@ -245,5 +255,5 @@ def test_a_check_may_refuse_before_anything_is_loaded(run):
 
     target = shards_of(0)
     with pytest.raises(UserError, match="no 1"):
-        load(make_checkpoints(run, [1]).newest(), target, WORLD, check=refuse)
+        load(Choice(make_checkpoints(run, [1]).last), target, WORLD, check=refuse)
     assert not target[0].data.any()

@@ -11,8 +11,9 @@ import torch
 
 from mamba_fsdp.checkpoint import files, folder
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.restore import find_checkpoint
-from mamba_fsdp.checkpoint.tensors import open_tensors
+from mamba_fsdp.checkpoint.tensors import open_checkpoint
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World, start_world
 from tests.support.ranks import build, run_ranks, train, whole
@@ -85,8 +86,10 @@ def test_any_layout_reads_what_any_layout_saved(run, how, asynchronous):
             torch.testing.assert_close(following, expected[2:], rtol=2e-5, atol=2e-5)
             assert state == {"step": 2, "rank": 0} and tensors.keys() == saved.keys()
             assert all(torch.equal(tensors[name], saved[name]) for name in saved), (count, other)
-    model = open_tensors(run / "checkpoints/step_00000002", World.alone())
-    assert model.tied == {"lm_head.weight": "backbone.embedding.weight"}
+    path = run / "checkpoints/step_00000002"
+    entries = read_state(path).tensors
+    assert entries["model/backbone.embedding.weight"]["tied"] == ["lm_head.weight"]
+    model = open_checkpoint(path, World.alone())
     assert {name for name in saved if not name.startswith("optimizer/")} == model.shapes.keys()
     assert all(torch.equal(model.get(name), saved[name]) for name in model.shapes)
 
@@ -182,7 +185,7 @@ def test_who_wants_the_weights_alone_demands_that_they_are_whole_and_no_more(run
     content[offset] ^= 1
     path.write_bytes(content)
     if whole:
-        assert find_checkpoint(run, World.alone(), part="model") == path.parent
+        assert find_checkpoint(run, World.alone(), part="model").path == path.parent
     else:
         with pytest.raises(UserError, match="none of the 1 checkpoints .* content of rank_00001"):
             find_checkpoint(run, World.alone(), report=lambda text: None, part="model")

@@ -37,7 +37,7 @@ def test_the_newest_stay_and_the_first_at_or_after_each_multiple(run):
 
 def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(run, tmp_path):
     """Pruned, or left by a killed save: what it leads to may be another run's."""
-    other = make_checkpoints(tmp_path / "other", [1]).newest()
+    other = make_checkpoints(tmp_path / "other", [1]).last
     (run / "checkpoints").mkdir(parents=True)
     left = run / "checkpoints/.step_00000002.0123456789ab.partial"
     left.mkdir()
@@ -53,7 +53,7 @@ def test_a_kept_one_that_is_broken_is_made_up_for(run):
     for step in (10, 11):
         (run / f"checkpoints/step_000000{step}/state.json").unlink()
     checkpointer = Checkpointer(run, WORLD, keep=1, keep_every=10, report=lambda text: None)
-    checkpointer.newest()
+    checkpointer.resume(shards_of(0))
     for step in (12, 20, 30):
         checkpointer.save(step, shards_of(step), {})
         checkpointer.wait()
@@ -61,7 +61,7 @@ def test_a_kept_one_that_is_broken_is_made_up_for(run):
 
 
 def read_until_told(run, pipe):
-    path = find_checkpoint(run, WORLD, report=lambda text: None)
+    path = find_checkpoint(run, WORLD, report=lambda text: None).path
     pipe.send(path.name)
     pipe.recv()
     pipe.send(problems(path))

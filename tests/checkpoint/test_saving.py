@@ -16,14 +16,15 @@ from mamba_fsdp import storage
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.folder import Reader
-from mamba_fsdp.checkpoint.restore import load
+from mamba_fsdp.checkpoint.contents import read_state
+from mamba_fsdp.checkpoint.restore import Choice, load
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.report.records import read_events
 from tests.support.checkpoints import (
     WORLD,
     make_checkpoints,
     names_in,
+    newest,
     problems,
     shards_of,
     steps_in,
@@ -38,17 +39,17 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
     is told and noted."""
     said = []
     checkpointer = Checkpointer(run, WORLD, report=lambda text: said.append((text, names_in(run))))
-    assert checkpointer.newest() is None
+    assert newest(run) is None
     checkpointer.save(3, shards_of(3), {"step": 3})
     assert checkpointer.stage() == (3, module.Phase.WRITING) and not said
-    checkpointer.pending.written.result()
+    checkpointer.pending.work.result()
     assert not checkpointer.is_writing() and not names_in(run)[0].startswith("step")
     checkpointer.settle()
     assert checkpointer.stage() == (3, module.Phase.COMMITTING)
     checkpointer.wait()
     assert said == [("checkpoint step_00000003 is committed", ["step_00000003"])]
-    assert checkpointer.newest() == Checkpointer(run, WORLD).newest()
-    assert Reader(checkpointer.newest()).state == {"step": 3}
+    assert checkpointer.last == newest(run)
+    assert read_state(checkpointer.last).state == {"step": 3}
     (event,) = read_events(run)
     assert event["bytes"] > 400 and event["seconds"] > 0 and checkpointer.stall_seconds() > 0
 
@@ -57,7 +58,7 @@ def test_other_programs_can_read_the_files(run):
     """A rank's file is plain safetensors, with pieces named <tensor>@<start>."""
     from safetensors.torch import load_file
 
-    content = load_file(make_checkpoints(run, [1]).newest() / "rank_00000.safetensors")
+    content = load_file(make_checkpoints(run, [1]).last / "rank_00000.safetensors")
     assert content.keys() == {"model/a.weight@0", "model/b@0"}
     assert torch.equal(content["model/a.weight@0"], torch.full((100,), 1.0))
 
@@ -87,7 +88,7 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
     checkpointer.wait()
     assert len(kept) and checkpointer.buffer is kept
     target = shards_of(0)
-    assert load(checkpointer.newest(), target, WORLD) == {"list": [1]}
+    assert load(Choice(checkpointer.last), target, WORLD).state == {"list": [1]}
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 
@@ -144,7 +145,7 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     assert in_training == ["after training", "aside", True, "record", "wait"]
     assert ("synchronize", False) in calls and len(pinned) == 1
     target = shards_of(0)
-    load(checkpointer.newest(), target, WORLD)
+    load(Choice(checkpointer.last), target, WORLD)
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 

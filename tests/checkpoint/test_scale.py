@@ -13,6 +13,7 @@ from benchmarks import checkpoint
 from benchmarks.checkpoint_scale import measure
 from config.model_config import ModelConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer, RankFile, Save
+from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.files import write_pieces
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.ranges import pack, part_to_write
@@ -88,7 +89,7 @@ def test_a_thousand_ranks_tell_little_of_a_thousand_tensors(run, cut, shard_size
     tensors = {
         name: {"shape": SHAPES[name.split("/")[-1]], "dtype": "F32", "tied": []} for name in names
     }
-    contents = Reader(commit(run, tensors, told)).contents
+    contents = read_state(commit(run, tensors, told))
     assert (run / "checkpoints/step_00000001/state.json").stat().st_size < 400_000
     for number in range(0, len(names), 41):
         layout = contents.layouts[contents.tensors[names[number]]["layout"]]
@@ -102,7 +103,7 @@ def read_with_few_files(_, checkpoint):
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, highest + 30))
     start_world()
-    reader = Reader(checkpoint)
+    reader = Reader(checkpoint, read_state(checkpoint))
     tensors = [reader.read(name, 0, 120).tolist() for name in ("model/a", "model/b", "model/a")]
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - highest, tensors
 

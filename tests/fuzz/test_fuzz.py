@@ -32,14 +32,15 @@ from config import resolve
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.checkpoint import files as checkpoint_files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.folder import Reader
+from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.restore import find_checkpoint
-from mamba_fsdp.checkpoint.tensors import open_tensors
+from mamba_fsdp.checkpoint.tensors import open_checkpoint
 from mamba_fsdp.data import corpus, reading, tokenize, tokenizer
 from mamba_fsdp.data.store import StoreWriter, TokenStore, _checksum
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
+from mamba_fsdp.interop.pth_files import open_pth
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.lease import Holder
 from mamba_fsdp.parallel.model import Shard
@@ -138,12 +139,12 @@ def seal_checkpoint(folder):
 
 
 def read_checkpoint(folder):
-    checkpoint = find_checkpoint(folder, World.alone(), lambda text: None)
-    tensors = open_tensors(checkpoint, World.alone())
+    checkpoint = find_checkpoint(folder, World.alone(), lambda text: None).path
+    tensors = open_checkpoint(checkpoint, World.alone())
     for name, shape in tensors.shapes.items():
         if math.prod(shape) < 1 << 20:  # as who reads it has seen that these are the model's shapes
             tensors.get(name)
-    TrainState.from_saved(Reader(checkpoint).state, checkpoint)
+    TrainState.from_saved(read_state(checkpoint).state, checkpoint)
 
 
 def make_model(folder):
@@ -311,7 +312,7 @@ READERS = {  # name: (make, read, seal: what makes checksums fit again, which ha
         lambda folder: [read_weights(folder / name) for name in ("ours", "theirs")],
         None,
     ),
-    "pth": (make_pth, lambda folder: open_tensors(folder / "weights.pth", World.alone()), None),
+    "pth": (make_pth, lambda folder: open_pth(folder / "weights.pth"), None),
     "yaml": (
         make_yaml,
         lambda folder: resolve.resolve_settings({}, str(folder / "settings.yaml")),

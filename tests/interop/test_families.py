@@ -276,7 +276,9 @@ def test_scaled_rotary_positions_are_those_of_transformers(case, tmp_path):
     assert_close(model_of(weights.config, weights.get)(tokens), logits, kind)
     assert (model_of(plain, weights.get)(tokens) - logits).abs().max() > 1e-3
 
-    ours = write_ours(tmp_path / "ours", weights.config, {n: weights.get(n) for n in weights.names})
+    ours = write_ours(
+        tmp_path / "ours", weights.config, {n: weights.get(n) for n in weights.shapes}
+    )
     write_model(ours, tmp_path / "back")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     assert torch.equal(back(tokens, use_cache=False).logits, logits)

@@ -332,8 +332,6 @@ def test_nothing_is_overwritten_and_words_are_checked(tmp_path):
         write_model(tmp_path / "ours", source)
     with pytest.raises(UserError, match="ours exists already"):
         write_pth_folder(source, tmp_path / "ours")
-    with pytest.raises(UserError, match="format=gguf: write one of hf, state-spaces"):
-        write_model(source, tmp_path / "out", format="gguf")
     with pytest.raises(UserError, match="dtype=int8: write one of fp32, bf16, fp16"):
         write_model(source, tmp_path / "out", dtype="int8")
     assert not (tmp_path / "out").exists()

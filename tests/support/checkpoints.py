@@ -5,11 +5,15 @@ import os
 import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.restore import verify
+from mamba_fsdp.checkpoint.restore import newest_whole, verify
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 
 WORLD = World.alone()
+
+
+def quiet(text):
+    """Reports nothing."""
 
 
 def shards_of(value):
@@ -20,11 +24,17 @@ def shards_of(value):
 
 def make_checkpoints(run, steps, **how):
     """The Checkpointer that has saved these steps, each full of its number."""
-    checkpointer = Checkpointer(run, WORLD, report=how.pop("report", lambda text: None), **how)
+    checkpointer = Checkpointer(run, WORLD, report=how.pop("report", quiet), **how)
     for step in steps:
         checkpointer.save(step, shards_of(step), {"step": step})
         checkpointer.wait()
     return checkpointer
+
+
+def newest(run, report=quiet):
+    """The path of the newest whole checkpoint, or None."""
+    choice = newest_whole(run / "checkpoints", WORLD, report)
+    return choice and choice.path
 
 
 def names_in(run):

@@ -165,7 +165,7 @@ def write_tokenizer(folder):
 
 def assert_same(weights, config, state):
     """The Weights are bitwise these tensors, and the config means the same model."""
-    assert set(weights.names) == set(state)
+    assert set(weights.shapes) == set(state)
     for name, tensor in state.items():
         found = weights.get(name)
         assert found.dtype == tensor.dtype and torch.equal(found, tensor), name

@@ -39,6 +39,10 @@ def ask(project, tmp_path):
         ([*VERB, "evaluate", "nothing", "data"], "nothing: there is no such file or folder"),
         ([*VERB, "evaluate", "run", "data"], "run is neither a committed checkpoint nor"),
         ([*VERB, "generate", "empty"], "empty holds no model"),
+        (
+            [*VERB, "export", "nothing", "out", "--format=gguf"],
+            "--format=gguf: must be one of hf",
+        ),
         ([*VERB, "export", "nothing", "out"], "nothing: there is no such file or folder"),
         (["training.py", "--dataset_path=nothing"], "nothing: no such folder"),
         (["training.py", "--use_dummy_dataset", "--init_from=empty"], "empty holds no model"),

@@ -61,7 +61,7 @@ def test_the_table_of_a_whole_run(run, call):
             "rank_00000.safetensors has 50 bytes",
         ),
         (lambda path: (path / "state.json").unlink(), True, "state.json: No such file"),
-        (lambda path: (path / "COMMIT").write_text("{"), True, "COMMIT is not a list of files"),
+        (lambda path: (path / "COMMIT").write_text("{"), True, "COMMIT is not what was written"),
         (
             lambda path: (path / "COMMIT").write_text(
                 (path / "COMMIT").read_text().replace('"version": ', '"version": 9')
