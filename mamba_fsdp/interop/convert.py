@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +68,10 @@ def write_model(
     return out
 
 
-write_pth_folder = partial(write_model, format="pth")
-
-
 def publish(source: str | Path, out: Path, *, verified: bool = False) -> None:
     """Writes `source` as pth, unless `out` is there."""
     try:
-        write_pth_folder(source, out, verified=verified)
+        write_model(source, out, "pth", verified=verified)
     except UserError:
         if not out.exists():  # else another process was faster
             raise

@@ -4,6 +4,8 @@ import json
 import os
 import zlib
 from collections import Counter
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import Shard
 from tests.support.checkpoints import (
     WORLD,
+    flip,
     make_checkpoints,
     newest,
     problems,
@@ -27,12 +30,6 @@ from tests.support.checkpoints import (
 )
 
 pytestmark = pytest.mark.torch22
-
-
-def flip(path, at=-5):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 def edit(file, **changes):
@@ -45,23 +42,17 @@ def edit(file, **changes):
 
 
 OTHERS_FILE = {"state.json": {"bytes": 1, "xxh3": ""}, "../../x": {"bytes": 1, "xxh3": ""}}
-DAMAGES = {
-    "rank_00000.safetensors has 40 bytes": lambda path: os.truncate(
-        path / "rank_00000.safetensors", 40
-    ),
-    "content of rank_00000.safetensors has changed": lambda path: flip(
-        path / "rank_00000.safetensors"
-    ),
-    "state.json: No such file": lambda path: (path / "state.json").unlink(),
-    "state.json has": lambda path: (path / "state.json").write_text("{}"),
-    "COMMIT is not what was written": lambda path: (path / "COMMIT").write_text('{"files": '),
-    "COMMIT is not what was": lambda path: edit(path / "COMMIT", files={}),
-    "COMMIT is not what": lambda path: edit(path / "COMMIT", files=OTHERS_FILE),
-    "COMMIT is of step 20": lambda path: edit(path / "COMMIT", step=20),
-    "COMMIT is damaged": lambda path: edit(path / "COMMIT", version=7),
-    "COMMIT is damaged: its format or version": lambda path: edit(
-        path / "COMMIT", format="mamba_fsdq"
-    ),
+DAMAGES = {  # what is said: what was done to which file
+    "rank_00000.safetensors has 40 bytes": ("rank_00000.safetensors", os.truncate, 40),
+    "content of rank_00000.safetensors has changed": ("rank_00000.safetensors", flip),
+    "state.json: No such file": ("state.json", os.unlink),
+    "state.json has": ("state.json", Path.write_text, "{}"),
+    "COMMIT is not what was written": ("COMMIT", Path.write_text, '{"files": '),
+    "COMMIT is not what was": ("COMMIT", partial(edit, files={})),
+    "COMMIT is not what": ("COMMIT", partial(edit, files=OTHERS_FILE)),
+    "COMMIT is of step 20": ("COMMIT", partial(edit, step=20)),
+    "COMMIT is damaged": ("COMMIT", partial(edit, version=7)),
+    "COMMIT is damaged: its format or version": ("COMMIT", partial(edit, format="mamba_fsdq")),
 }
 
 
@@ -69,7 +60,8 @@ DAMAGES = {
 def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, words):
     """Any damage to any file is noticed; the older whole one is chosen; the report names folder and file."""
     make_checkpoints(run, [1, 2])
-    DAMAGES[words](run / "checkpoints/step_00000002")
+    name, damage, *how = DAMAGES[words]
+    damage(run / "checkpoints/step_00000002" / name, *how)
     said = []
     assert newest(run, said.append).name == "step_00000001"
     assert len(said) == 1 and "step_00000002 is broken" in said[0] and words in said[0]

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 from collections import Counter
 
@@ -16,6 +17,7 @@ from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.tensors import open_checkpoint
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World, start_world
+from tests.support.checkpoints import equal, flip, quiet
 from tests.support.ranks import build, run_ranks, train, whole
 
 pytestmark = pytest.mark.torch22
@@ -48,13 +50,31 @@ def read(world, run, how):
     return state, tensors, train(world, parallel, optimizer, range(2, 4))
 
 
-LAYOUTS = [
-    (1, {"strategy": "none"}),
-    (2, {"strategy": "ddp"}),
-    (2, {"strategy": "fsdp"}),
-    (3, {"strategy": "fsdp"}),
-    (4, {"strategy": "hsdp", "shard_size": 2}),
+SAVES = [
+    ({"strategy": "fsdp"}, True),
+    ({"strategy": "hsdp", "shard_size": 2}, False),
+    ({"strategy": "ddp", "muon": True}, True),
 ]
+LAYOUTS = {  # number of ranks: how they read
+    1: [{"strategy": "none"}],
+    2: [{"strategy": "ddp"}, {"strategy": "fsdp"}],
+    3: [{"strategy": "fsdp"}],
+    4: [{"strategy": "hsdp", "shard_size": 2}],
+}
+
+
+def save_each(world, run):
+    return [save(world, run / str(number), *how) for number, how in enumerate(SAVES)]
+
+
+def read_each(world, run, layouts):
+    """[(number of the save, layout, what `read` gives)]"""
+    found = []
+    for number, (how, _) in enumerate(SAVES):
+        for layout in layouts:
+            whose = {**layout, "muon": how.get("muon", False)}
+            found.append((number, layout, read(world, run / str(number), whose)))
+    return found
 
 
 def unbroken(world, muon):
@@ -63,35 +83,27 @@ def unbroken(world, muon):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how, asynchronous",
-    [
-        ({"strategy": "fsdp"}, True),
-        ({"strategy": "hsdp", "shard_size": 2}, False),
-        ({"strategy": "ddp", "muon": True}, True),
-    ],
-    ids=str,
-)
-def test_any_layout_reads_what_any_layout_saved(run, how, asynchronous):
+def test_any_layout_reads_what_any_layout_saved(run):
     """Model and optimiser come back bit for bit on any number of ranks and any strategy, with rank 0's state, and the
     next losses and gradients are those of one unbroken process."""
-    (first, saved), *_ = run_ranks(4, save, run, how, asynchronous)
-    muon = how.get("muon", False)
-    expected = unbroken(start_world(), muon)
-    torch.testing.assert_close(first, expected[:2], rtol=2e-5, atol=2e-5)
-    assert len(saved) == 3 * 17 - (6 if muon else 0)
-    assert all(tensor.isfinite().all() and tensor.any() for tensor in saved.values())
-    for count, other in LAYOUTS:
-        for state, tensors, following in run_ranks(count, read, run, {**other, "muon": muon}):
-            torch.testing.assert_close(following, expected[2:], rtol=2e-5, atol=2e-5)
-            assert state == {"step": 2, "rank": 0} and tensors.keys() == saved.keys()
-            assert all(torch.equal(tensors[name], saved[name]) for name in saved), (count, other)
-    path = run / "checkpoints/step_00000002"
-    entries = read_state(path).tensors
-    assert entries["model/backbone.embedding.weight"]["tied"] == ["lm_head.weight"]
-    model = open_checkpoint(path, World.alone())
-    assert {name for name in saved if not name.startswith("optimizer/")} == model.shapes.keys()
-    assert all(torch.equal(model.get(name), saved[name]) for name in model.shapes)
+    saves, *_ = run_ranks(4, save_each, run)
+    expected = [unbroken(start_world(), how.get("muon", False)) for how, _ in SAVES]
+    for number, (first, saved) in enumerate(saves):
+        torch.testing.assert_close(first, expected[number][:2], rtol=2e-5, atol=2e-5)
+        assert len(saved) == 3 * 17 - (6 if "muon" in SAVES[number][0] else 0)
+        assert all(tensor.isfinite().all() and tensor.any() for tensor in saved.values())
+        path = run / str(number) / "checkpoints/step_00000002"
+        entries = read_state(path).tensors
+        assert entries["model/backbone.embedding.weight"]["tied"] == ["lm_head.weight"]
+        model = open_checkpoint(path, World.alone())
+        assert {name for name in saved if not name.startswith("optimizer/")} == model.shapes.keys()
+        assert all(torch.equal(model.get(name), saved[name]) for name in model.shapes)
+    for count, layouts in LAYOUTS.items():
+        for found in run_ranks(count, read_each, run, layouts):
+            for number, layout, (state, tensors, following) in found:
+                torch.testing.assert_close(following, expected[number][2:], rtol=2e-5, atol=2e-5)
+                assert state == {"step": 2, "rank": 0}
+                assert equal(tensors, saves[number][1]), (SAVES[number], count, layout)
 
 
 PROGRAM = """
@@ -125,8 +137,7 @@ def test_each_stack_reads_the_others_checkpoints(run, pythons, project):
         written, got = (
             torch.load(f"{checkpoints}.{action}", weights_only=True) for action in ("write", "read")
         )
-        assert written.keys() == got.keys()
-        assert all(torch.equal(written[name], got[name]) for name in written)
+        assert equal(written, got)
 
 
 def count_reads(world, run):
@@ -160,14 +171,21 @@ def count_reads(world, run):
     return read_bytes["verify"], read_bytes["load"], len(states), held
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run folder to which three ranks have saved step 2 under FSDP."""
+    run = tmp_path_factory.mktemp("saved")
+    run_ranks(3, save, run, {"strategy": "fsdp"}, True)
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 2])
-def test_each_byte_is_read_once_and_again_only_by_who_holds_it(run, ranks):
+def test_each_byte_is_read_once_and_again_only_by_who_holds_it(saved, ranks):
     """All ranks together read each byte once, and what lies in other files than a rank has verified once more: on as many
     ranks as have saved, only what all of them hold. Rank 0 reads COMMIT and state.json for all."""
-    run_ranks(3, save, run, {"strategy": "fsdp"}, True)
-    results = run_ranks(ranks, count_reads, run)
-    commit = json.loads((run / "checkpoints/step_00000002/COMMIT").read_text())["files"]
+    results = run_ranks(ranks, count_reads, saved)
+    commit = json.loads((saved / "checkpoints/step_00000002/COMMIT").read_text())["files"]
     verified, again, _, held = (sum(column) for column in zip(*results, strict=True))
     headers = verified - sum(entry["bytes"] for entry in commit.values())
     assert 0 < headers < 3 * 20_000  # which say where the pieces lie, and are verified
@@ -176,16 +194,12 @@ def test_each_byte_is_read_once_and_again_only_by_who_holds_it(run, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offset, whole", [(-5, True), (5000, False)])
-def test_who_wants_the_weights_alone_demands_that_they_are_whole_and_no_more(run, offset, whole):
+def test_who_wants_the_weights_alone_demands_that_they_are_whole_and_no_more(saved, run):
     """A broken moment does not matter; a broken weight is refused."""
-    run_ranks(2, save, run, {"strategy": "fsdp"}, True)
+    shutil.copytree(saved, run)
     path = run / "checkpoints/step_00000002/rank_00001.safetensors"
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-    if whole:
-        assert find_checkpoint(run, World.alone(), part="model").path == path.parent
-    else:
-        with pytest.raises(UserError, match="none of the 1 checkpoints .* content of rank_00001"):
-            find_checkpoint(run, World.alone(), report=lambda text: None, part="model")
+    flip(path)
+    assert find_checkpoint(run, World.alone(), part="model").path == path.parent
+    flip(path, at=5000)
+    with pytest.raises(UserError, match="none of the 1 checkpoints .* content of rank_00001"):
+        find_checkpoint(run, World.alone(), report=quiet, part="model")

@@ -14,7 +14,7 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.retention import held, hold_until_the_end, new_folder
 from mamba_fsdp.errors import UserError
-from tests.support.checkpoints import WORLD, make_checkpoints, problems, shards_of, steps_in
+from tests.support.checkpoints import WORLD, make_checkpoints, problems, quiet, shards_of, steps_in
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_a_kept_one_that_is_broken_is_made_up_for(run):
     make_checkpoints(run, [9, 10, 11], keep=5, keep_every=10)
     for step in (10, 11):
         (run / f"checkpoints/step_000000{step}/state.json").unlink()
-    checkpointer = Checkpointer(run, WORLD, keep=1, keep_every=10, report=lambda text: None)
+    checkpointer = Checkpointer(run, WORLD, keep=1, keep_every=10, report=quiet)
     checkpointer.resume(shards_of(0))
     for step in (12, 20, 30):
         checkpointer.save(step, shards_of(step), {})
@@ -61,7 +61,7 @@ def test_a_kept_one_that_is_broken_is_made_up_for(run):
 
 
 def read_until_told(run, pipe):
-    path = find_checkpoint(run, WORLD, report=lambda text: None).path
+    path = find_checkpoint(run, WORLD, report=quiet).path
     pipe.send(path.name)
     pipe.recv()
     pipe.send(problems(path))

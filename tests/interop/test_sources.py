@@ -7,7 +7,7 @@ import transformers
 
 from config.resolve import resolve_settings
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.interop.convert import write_model, write_pth_folder
+from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
@@ -55,7 +55,7 @@ def test_a_broken_checkpoint_is_passed_over_and_said(run, capsys):
 @pytest.mark.parametrize("source", [".", "checkpoints/step_00000002"])
 def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
     """What a run publishes at its end can itself be exported, by any of its names."""
-    published = write_pth_folder(run / source, run / "pth" / "step_00000002")
+    published = write_model(run / source, run / "pth" / "step_00000002", format="pth")
     assert_same(read_weights(published), CONFIG, random_state(CONFIG, seed=2))
     for name in (run / source, published, published / "consolidated.00.pth"):
         out = write_model(name, run / f"out-{len(list(run.iterdir()))}")

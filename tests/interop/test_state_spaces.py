@@ -14,7 +14,7 @@ from config.model_config import ModelConfig
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
-from mamba_fsdp.interop.convert import write_model, write_pth_folder
+from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.weights import read_weights
 from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
@@ -39,7 +39,7 @@ def test_native_to_state_spaces_to_native_is_bitwise(config, tmp_path):
         write_ours(tmp_path / "ours", config, state), tmp_path / "theirs", format="state-spaces"
     )
     assert_same(read_weights(tmp_path / "theirs"), config, state)
-    write_pth_folder(tmp_path / "theirs", tmp_path / "back")
+    write_model(tmp_path / "theirs", tmp_path / "back", format="pth")
     weights = read_weights(tmp_path / "back")
     assert_same(weights, config, state)
     assert (weights.config.vocab_size, weights.config.pad_vocab_size_multiple) == (

@@ -37,6 +37,13 @@ def newest(run, report=quiet):
     return choice and choice.path
 
 
+def flip(path, at=-5):
+    """Changes one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
 def names_in(run):
     return sorted(os.listdir(run / "checkpoints"))
 

@@ -176,7 +176,7 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
         raise UserError("no room")
 
     with monkeypatch.context() as patched, pytest.raises(UserError, match="no room"):
-        patched.setattr("mamba_fsdp.interop.convert.write_pth_folder", full_disk)
+        patched.setattr("mamba_fsdp.interop.convert.write_model", full_disk)
         train(tmp_path)
     assert read_status(tmp_path)["status"] == "failed"
     assert "raise num_steps to train on" in train(tmp_path)
