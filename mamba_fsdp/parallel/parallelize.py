@@ -45,19 +45,17 @@ def parallelize(
     *,
     world: World,
     compute_dtype: torch.dtype,
-    shard_size: int | None = None,
 ) -> ParallelModel:
     """Spreads `model` (on the meta device with low_cpu_fsdp, else on the CPU) over the world as the settings say.
 
     With low_cpu_fsdp it gets storage for this rank's part only, with undefined content: `fill_parts` it. The
-    parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. shard_size: ranks in a group
-    of hsdp, by default those of a node. Raises UserError where the strategy does not fit the number of ranks.
+    parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. The groups of hsdp are nodes.
+    Raises UserError where the strategy does not fit the number of ranks.
     """
     strategy = choose_strategy(settings, world)
+    shard_size = world.local_size
     if strategy == "fsdp":
         shard_size = world.size
-    elif not shard_size:
-        shard_size = world.local_size
     if world.size % shard_size:
         raise UserError(
             f"sharding_strategy=hsdp: {world.size} ranks can't be cut into groups of {shard_size}; "

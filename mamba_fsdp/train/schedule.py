@@ -2,7 +2,6 @@
 longer."""
 
 import math
-from dataclasses import asdict, dataclass
 
 from config.fields import Duration
 from config.train_config import TrainConfig
@@ -116,14 +115,6 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The length over which a schedule runs."""
-
-    total: int
-    in_tokens: bool
-
-
 def schedule_of(
     settings: TrainConfig,
     state: TrainState,
@@ -135,31 +126,32 @@ def schedule_of(
     tokens where the length is in tokens: its steps are then those of the run's start, so that
     another global batch does not bend it.
 
-    The train state remembers the curve. A run that resumes with a longer num_steps keeps to its
-    former curve and stays where that ends, unless the new one has the same rate at hand. Says so
-    where the rates differ. Raises UserError where the rate would be held at 0."""
+    The train state remembers the curve: the length over which the schedule runs. A run that resumes
+    with a longer num_steps keeps to its former curve and stays where that ends, unless the new one
+    has the same rate at hand. Says so where the rates differ. Raises UserError where the rate would
+    be held at 0."""
     schedule_steps = settings.lr_schedule.schedule_steps
     is_given = schedule_steps.count > 0
     if is_given:
         length = schedule_steps
-    new = Curve(length.count, length.unit == "tok")
-    former = new
+    former = length
     former_length = str(length)
     if state.schedule:
         former_length = state.schedule["num_steps"]
         saved = state.schedule["curve"]
-        former = Curve(saved["total"], saved["in_tokens"])
-    curve = new
+        unit = "tok" if saved["in_tokens"] else "steps"
+        former = Duration(saved["total"], unit)
+    curve = length
     if former_length == str(length) and not is_given:
         curve = former  # as an earlier start chose for this length
-    elif former != new:
+    elif former != length:
         peak = settings.optimizer.learning_rate
         rates = [
             peak * _made(settings, each, state, tokens_per_step).next_factor(state, tokens_per_step)
-            for each in (former, new)
+            for each in (former, length)
         ]
         change = f"goes from {rates[0]:.2e} to {rates[1]:.2e}"
-        is_shorter = former.in_tokens == new.in_tokens and former.total > new.total
+        is_shorter = former.unit == length.unit and former.count > length.count
         if not (math.isclose(*rates) or is_given or is_shorter):
             curve = former
             change = (
@@ -171,9 +163,10 @@ def schedule_of(
                 f"schedule   its length was {former_length} and is now {length}: the learning rate {change}"
             )
 
-    state.schedule = {"num_steps": str(length), "curve": asdict(curve)}
+    saved = {"total": curve.count, "in_tokens": curve.unit == "tok"}
+    state.schedule = {"num_steps": str(length), "curve": saved}
     schedule = _made(settings, curve, state, tokens_per_step)
-    if curve != new and not schedule.factor(curve.total):
+    if curve != length and not schedule.factor(curve.count):
         raise UserError(
             f"num_steps={length}: the schedule ends at {former_length}, and the learning rate is 0 after "
             f"that; schedule_steps={length} gives the schedule the new length"
@@ -181,9 +174,12 @@ def schedule_of(
     return schedule
 
 
-def _made(settings: TrainConfig, curve: Curve, state: TrainState, tokens_per_step: int) -> Schedule:
+def _made(
+    settings: TrainConfig, curve: Duration, state: TrainState, tokens_per_step: int
+) -> Schedule:
     config = settings.lr_schedule
-    if curve.in_tokens:
+    in_tokens = curve.unit == "tok"
+    if in_tokens:
         step = state.first_tokens_per_step
         warmup = config.warmup_steps.tokens(step)
         decay = config.decay_steps.tokens(step)
@@ -192,15 +188,15 @@ def _made(settings: TrainConfig, curve: Curve, state: TrainState, tokens_per_ste
         warmup = config.warmup_steps.steps(tokens_per_step)
         decay = config.decay_steps.steps(tokens_per_step)
     if config.warmup_ratio:
-        warmup = math.ceil(config.warmup_ratio * curve.total)
+        warmup = math.ceil(config.warmup_ratio * curve.count)
     return Schedule(
         config.schedule,
-        curve.total,
+        curve.count,
         step=step,
         warmup=warmup,
         decay=decay,
         floor=config.min_learning_rate_ratio,
         power=config.polynomial_power,
         cycles=config.restart_cycles,
-        in_tokens=curve.in_tokens,
+        in_tokens=in_tokens,
     )

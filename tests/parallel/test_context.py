@@ -1,5 +1,6 @@
 """Sequences that ranks share: losses and gradients are those of one process with the whole sequences."""
 
+import dataclasses
 from functools import partial
 from itertools import product
 
@@ -98,11 +99,12 @@ def sharded_norms(world):
     batch = whole_batch(37, documents=True)
     one_row = Batch(*(field[layout.rank : layout.rank + 1] for field in batch[:3]))
     norms = []
+    world = dataclasses.replace(world, local_size=2)
     for strategy in ("fsdp", "hsdp"):
         model = small_model("everything", reset_at_documents=True)
         model.share_sequences(Context.of(world, 2))
         how = ParallelConfig(sharding_strategy=strategy, low_cpu_fsdp=False)
-        parallel = parallelize(model, how, world=world, compute_dtype=torch.float32, shard_size=2)
+        parallel = parallelize(model, how, world=world, compute_dtype=torch.float32)
         mine = layout.part.of(one_row)
         loss = parallel.module(
             mine.tokens, labels=mine.labels, seq_idx=mine.seq_idx, documents=mine.documents

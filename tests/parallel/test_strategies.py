@@ -260,7 +260,6 @@ LOW_AND_UNSHARDED = {"strategy": "fsdp", "accumulate_unsharded": True, "dtype": 
     "how, word",
     [
         ({"strategy": "none"}, "choose ddp"),
-        ({"strategy": "zero3"}, "zero3"),
         ({"strategy": "hsdp", "shard_size": 3}, "groups of 3"),
         pytest.param(
             LOW_AND_UNSHARDED,

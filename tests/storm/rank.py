@@ -1,5 +1,6 @@
 """A rank of a storm's run, which may kill itself and others at a named moment; and a launcher that forks such ranks."""
 
+import dataclasses
 import faulthandler
 import json
 import os
@@ -138,7 +139,9 @@ def halve_the_node():
     from mamba_fsdp.train import setup
 
     parallelize = setup.parallelize
-    setup.parallelize = lambda *given, **more: parallelize(*given, **more, shard_size=2)
+    setup.parallelize = lambda *given, world, **more: parallelize(
+        *given, world=dataclasses.replace(world, local_size=2), **more
+    )
 
 
 class Death:

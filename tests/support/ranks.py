@@ -1,5 +1,6 @@
 """Running a function on several ranks over gloo, each in a process of its own, and a tiny training to compare."""
 
+import dataclasses
 import gc
 import hashlib
 import multiprocessing
@@ -108,11 +109,14 @@ def value_of(name, shape):
 def build(
     world, strategy, dtype=torch.float32, tie=True, layers=3, shard_size=None, muon=False, **how
 ):
-    """(filled ParallelModel of the double, its AdamW or Muon). how: settings of ParallelConfig."""
+    """(filled ParallelModel of the double, its AdamW or Muon). shard_size: ranks of a node. how: settings of
+    ParallelConfig."""
+    if shard_size:
+        world = dataclasses.replace(world, local_size=shard_size)
     settings = ParallelConfig(sharding_strategy=strategy, **how)
     with torch.device("meta" if settings.low_cpu_fsdp else "cpu"):
         model = Double(compute_dtype=dtype, tie=tie, layers=layers)
-    parallel = parallelize(model, settings, world=world, compute_dtype=dtype, shard_size=shard_size)
+    parallel = parallelize(model, settings, world=world, compute_dtype=dtype)
     shapes = {shard.name: shard.shape for shard in parallel.shards()}
     fill_parts(
         parallel.shards(),
