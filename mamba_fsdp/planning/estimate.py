@@ -43,10 +43,6 @@ class Estimate:
     tokens_per_second: float = 0.0
     share_of_peak: float = 0.0
 
-    @property
-    def largest_part(self) -> str:
-        return max(self.memory, key=self.memory.__getitem__)
-
 
 def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
     """Returns what is expected of a training on so many nodes. Raises UserError for what can't be split over them."""

@@ -89,6 +89,16 @@ class Workload:
         return [4 / 3 if recomputes else 1.0 for recomputes in self.recomputes]
 
     @property
+    def mixers(self) -> list[tuple[str, float]]:
+        """Every mixer of the blocks, and how often its block `repeats`."""
+        layers = zip(self.model.layer_list(), self.repeats)
+        return [(mixer, repeats) for layer, repeats in layers for mixer in layer.mixers]
+
+    @cached_property
+    def parameters(self) -> list[spec.Parameter]:
+        return list(spec.parameters(self.model).values())
+
+    @property
     def head_size(self) -> int:
         """Elements of the output layer."""
         return spec.output_layer(self.model).size
@@ -105,10 +115,22 @@ class Workload:
             sum(
                 product.size
                 for part in spec.layer_parts(layer).values()
-                for product in _products(self.model, part)
+                for product in products_of(self.model, part)
             )
             for layer in self.model.layer_list()
         ]
+
+    @cached_property
+    def of_muon(self) -> list[spec.Parameter]:
+        """The parameters that Muon updates."""
+        if self.settings.optimizer.optimizer != "muon":
+            return []
+        return [parameter for parameter in self.parameters if parameter.rows]
+
+    def most_owned(self, costs: list[int]) -> float:
+        """What falls to the rank that has most of it, about, where Muon gives each of its parameters to one rank. costs:
+        of each parameter."""
+        return max([sum(costs) / self.world.size, *costs])
 
     @cached_property
     def block_bytes(self) -> list[BlockBytes]:
@@ -129,24 +151,25 @@ def expected_memory(
 ) -> dict[str, int]:
     """Returns bytes by part, on the rank that holds most."""
     work = Workload(settings, world, backends)
+    weights = held_bytes(work, work.parameters)
     parts = {
-        "weights": weights_bytes(work),
+        "weights": weights,
         "gradients": gradients_bytes(work),
-        "moments": moments_bytes(work),
+        # Of each weight AdamW has two; Muon one of each of its own.
+        "moments": 2 * weights - held_bytes(work, work.of_muon),
         "gathered": gathered_bytes(work),
         "activations": activations_bytes(work),
         "loss": loss_bytes(work),
     }
+    passing = parts["gathered"] + parts["activations"] + parts["loss"]
+    parts["muon"] = max(0, muon_bytes(work) - passing)
     return {name: int(size) for name, size in parts.items()}
 
 
-def weights_bytes(work: Workload, of_muon: bool = False) -> int:
-    """Weights are fp32. Sharding cuts each by rows over its group of ranks; those that compute in fp32 stay whole.
-    of_muon: only those that Muon can update."""
+def held_bytes(work: Workload, parameters: list[spec.Parameter]) -> int:
+    """Weights are fp32. Sharding cuts each by rows over its group of ranks; those that compute in fp32 stay whole."""
     elements = 0
-    for parameter in spec.parameters(work.model).values():
-        if of_muon and not parameter.rows:
-            continue
+    for parameter in parameters:
         if parameter.fp32:
             elements += parameter.size
         else:
@@ -155,19 +178,24 @@ def weights_bytes(work: Workload, of_muon: bool = False) -> int:
     return FP32 * elements
 
 
-def moments_bytes(work: Workload) -> int:
-    """Of each weight AdamW has two; Muon one of each of its own."""
-    twice = 2 * weights_bytes(work)
-    if work.settings.optimizer.optimizer == "muon":
-        return twice - weights_bytes(work, of_muon=True)
-    return twice
+def muon_bytes(work: Workload) -> float:
+    """What Muon's step takes, when activations are gone, beyond the gradients that it frees: momenta, what is sent and
+    received of them, and the steps."""
+    gradients = held_bytes(work, work.of_muon)
+    held = gradients / FP32
+    owned = work.most_owned([parameter.size for parameter in work.of_muon])
+    replicas = work.world.size // work.shard_ranks
+    elements = held + (2 + replicas) * owned
+    if work.world.size > 1:  # else what is sent is received
+        elements += held
+    return work.width * elements - gradients
 
 
 def gradients_bytes(work: Workload) -> int:
     """Gradients lie as the weights do; with accumulate_unsharded all of them are whole."""
     if work.is_sharded and work.settings.parallel.accumulate_unsharded:
         return FP32 * spec.parameter_count(work.model)
-    return weights_bytes(work)
+    return held_bytes(work, work.parameters)
 
 
 def gathered_bytes(work: Workload) -> int:
@@ -193,10 +221,9 @@ def activations_bytes(work: Workload) -> float:
     total = work.tokens * most
     if "mamba1" in work.backends:
         # What its programs, a thousand at least, write down within a chunk.
-        model = work.model
-        programs = max(1024, work.settings.training.batch_size * model.d_inner // 32)
+        programs = max(1024, work.settings.training.batch_size * work.model.d_inner // 32)
         kept_states = SCAN_STRIDE // 4 + 1
-        total += programs * kept_states * (model.d_state + 4) * 32 * FP32
+        total += programs * kept_states * (work.model.d_state + 4) * 32 * FP32
     return total
 
 
@@ -251,7 +278,7 @@ def _mixer_bytes(work: Workload, mixer: str) -> BlockBytes:
     if work.sharing > 1:
         return _parts_bytes(work, mixer)
     # The reference backends keep what each product comes to, and the input of the last.
-    products = _products(work.model, spec.MIXERS[mixer])
+    products = products_of(work.model, spec.MIXERS[mixer])
     outputs = sum(product.shape[0] for product in products)
     last = products[-1]
     return BlockBytes(work.width * (outputs + last.size // last.shape[0]), 0.0)
@@ -272,7 +299,7 @@ def _mamba2_bytes(work: Workload) -> BlockBytes:
     """Keeps [z, x, B, C, dt]; takes the states of both ways, a chunk of 32 each."""
     model = work.model
     states = model.d_state
-    rows = _products(model, spec.MIXERS["mamba2"])[0].shape[0]
+    rows = _projected(model, "mamba2")
     chunk = max(16, min(32, 4096 // max(16, states)))
     convolved = model.d_inner + 2 * model.ngroups * states
     working = work.width * (convolved + rows + (4 + 2 * states / chunk) * model.d_inner)
@@ -303,7 +330,7 @@ def _mamba3_bytes(work: Workload) -> BlockBytes:
     """Keeps [z, x, B, C, dt, A, trapezoid, angles], each head's B and C in fp32 and as the SSD takes them, its angles with
     their cosines and sines, and x and y three times; takes the gradients of B and C. Measured on fake tensors."""
     model = work.model
-    rows = _products(model, spec.MIXERS["mamba3"])[0].shape[0]
+    rows = _projected(model, "mamba3")
     of_heads = model.n_ssm_head * model.d_state
     kept: float = work.width * (rows + 2 * of_heads + 3 * model.d_inner)
     kept += FP32 * (2.75 * of_heads + 1.5 * model.d_inner) + 2 * of_heads
@@ -328,6 +355,11 @@ def _attention_bytes(work: Workload) -> BlockBytes:
     return BlockBytes(work.width * elements + 4 * model.n_head, working)
 
 
-def _products(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:
+def _projected(model: ModelConfig, mixer: str) -> int:
+    """Outputs of a mixer's first product."""
+    return products_of(model, spec.MIXERS[mixer])[0].shape[0]
+
+
+def products_of(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:
     """What a mixer or MLP multiplies with: matrices (outputs, inputs), and a convolution (channels, 1, width)."""
     return [parameter for parameter in part.parameters(model).values() if parameter.decay]

@@ -11,7 +11,7 @@ from config.train_config import TrainConfig
 from mamba_fsdp.model import spec
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.devices import Instance
-from mamba_fsdp.planning.memory import FP32, Workload
+from mamba_fsdp.planning.memory import FP32, Workload, products_of
 
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
 # Bytes for each state and token: of Mamba-2 fitted to published rates of mamba-ssm; of Mamba-1, nowhere published,
@@ -23,6 +23,7 @@ BLOCK_LAUNCH_SECONDS = (
 )
 FP32_SLOWDOWN = 16  # of products in fp32 against bf16, about, on each of the devices
 ADAMW_BYTES = 40  # moved for each weight
+NEWTON_SCHULZ_ITERATIONS = 5  # as in train/muon.py
 
 
 @dataclass
@@ -54,7 +55,8 @@ def step_seconds(
     launching = passes * work.model.n_layer * BLOCK_LAUNCH_SECONDS
     seconds["launch"] = max(0.0, launching - computing)
     traffic = network_traffic(work, machine, passes)
-    beyond = max(0.0, traffic.overlapping - sum(seconds.values()))
+    beyond = max(0.0, traffic.overlapping - max(launching, computing))
+    seconds["muon"] = muon_flops(work) / (products_rate * EFFICIENCY["products"])
     seconds["network"] = traffic.exposed + beyond
     seconds["hidden"] = traffic.overlapping - beyond
     return seconds
@@ -65,31 +67,37 @@ def products_flops(work: Workload) -> float:
     multiplied = 3.0 * work.head_size
     for layer, repeats in zip(work.model.layer_list(), work.repeats):
         for part in spec.layer_parts(layer).values():
-            for parameter in part.parameters(work.model).values():
-                if parameter.decay and len(parameter.shape) == 2:
-                    multiplied += 3 * repeats * parameter.size
+            for product in products_of(work.model, part):
+                if len(product.shape) == 2:  # no convolution
+                    multiplied += 3 * repeats * product.size
     return 2 * multiplied
+
+
+def muon_flops(work: Workload) -> float:
+    """Of the rank that orthogonalises most. An iteration of Newton-Schulz on a matrix of r rows, the shorter side, and c
+    columns: two products of r x r x c and one of r x r x r."""
+    costs = []
+    for parameter in work.of_muon:
+        multiplied = 0
+        for rows in parameter.rows.values():
+            shorter, longer = sorted((rows, parameter.shape[1]))
+            multiplied += 2 * shorter**2 * longer + shorter**3
+        costs.append(2 * NEWTON_SCHULZ_ITERATIONS * multiplied)
+    return work.most_owned(costs)
 
 
 def attention_flops(work: Workload) -> float:
     """q . k and weights . v of half the positions, 3.5 times (Dao 2023, arXiv 2307.08691, section 4), and once more in
     blocks that recompute."""
     forward = spec.MIXERS["attention"].flops(work.model, work.settings.data.seq_length)
-    flops = 0.0
-    for layer, repeats in zip(work.model.layer_list(), work.repeats):
-        if "attention" in layer.mixers:
-            flops += (0.5 + 3 * repeats) * forward
-    return flops
+    repeated = [repeats for mixer, repeats in work.mixers if mixer == "attention"]
+    return forward * sum(0.5 + 3 * repeats for repeats in repeated)
 
 
 def recurrence_bytes(work: Workload) -> float:
     """Bytes per token whose moving takes as long as the recurrence: STATE_BYTES for each state."""
     states = work.model.d_inner * work.model.d_state
-    moved = 0.0
-    for layer, repeats in zip(work.model.layer_list(), work.repeats):
-        for mixer in layer.mixers:
-            moved += repeats * states * STATE_BYTES.get(mixer, 0)
-    return moved
+    return states * sum(repeats * STATE_BYTES.get(mixer, 0) for mixer, repeats in work.mixers)
 
 
 def moved_bytes(work: Workload) -> float:
@@ -109,48 +117,79 @@ def copied_bytes(work: Workload, passes: int) -> float:
     return passes * count * (6 * work.width + 8) + ADAMW_BYTES * count / work.shard_ranks
 
 
+@dataclass(frozen=True)
+class Links:
+    """What the devices of a node, and the nodes, are joined by."""
+
+    local_size: int  # devices of a node
+    link_rate: float  # bytes a second of a device to those of its node
+    network_rate: float  # of a node to the others
+
+    def gathering(self, size: float, calls: int, nodes: int) -> float:
+        """Seconds of all-gathers or reduce-scatters of `size` bytes together over so many nodes."""
+        over_links = size * (self.local_size - 1) / self.local_size / self.link_rate
+        over_network = size * (nodes - 1) / nodes / self.network_rate
+        hops = calls * (nodes * self.local_size - 1)
+        return max(over_links, over_network) + hops * HOP_SECONDS
+
+    def exchanging(self, most: float, together: float, ranks: int) -> float:
+        """Seconds of an all-to-all of `ranks`: most: bytes of the rank that has most; together: of all of them."""
+        nodes = ranks // self.local_size
+        if nodes > 1:
+            moving = max(most, together / nodes) * (nodes - 1) / nodes / self.network_rate
+        else:
+            moving = most * (ranks - 1) / ranks / self.link_rate
+        return moving + (ranks - 1) * HOP_SECONDS
+
+
 def network_traffic(work: Workload, machine: Instance, passes: int) -> Traffic:
     """An all-gather brings (n - 1) / n of the weights to each of n devices, over the node's links and the network at
     once; a reduce-scatter the same in fp32, an all-reduce twice that (Thakur et al. 2005). What blocks send overlaps
     with computing."""
-    local_size = work.world.local_size
-    nodes = work.world.size // local_size
-    network_rate = machine.network / 8 * 1e9 * EFFICIENCY["network"]
-    link_rate = machine.nvlink * 1e9 * EFFICIENCY["links"]
-
-    def seconds(size, calls, across):
-        """Of all-gathers or reduce-scatters of `size` bytes together over so many nodes."""
-        over_links = (local_size - 1) / local_size / link_rate
-        over_network = (across - 1) / across / network_rate if across > 1 else 0.0
-        hops = calls * (across * local_size - 1)
-        return size * max(over_links, over_network) + hops * HOP_SECONDS
-
     if work.strategy == "none":
         return Traffic()
-    shared_rate = link_rate if work.sharing <= local_size else network_rate
-    of_sequences = passes * shared_bytes(work) / shared_rate
+    links = Links(
+        local_size=work.world.local_size,
+        link_rate=machine.nvlink * 1e9 * EFFICIENCY["links"],
+        network_rate=machine.network / 8 * 1e9 * EFFICIENCY["network"],
+    )
+    nodes = work.world.size // links.local_size
+    shared_rate = links.link_rate if work.sharing <= links.local_size else links.network_rate
+    exposed = passes * shared_bytes(work) / shared_rate + muon_exchange(work, links)
     layers = work.model.n_layer
     outside = work.outside_size
     count = spec.parameter_count(work.model)
     blocks = count - outside
     if work.strategy == "ddp":
         return Traffic(
-            overlapping=2 * seconds(FP32 * blocks, layers, nodes),
-            exposed=2 * seconds(FP32 * outside, 1, nodes) + of_sequences,
+            overlapping=2 * links.gathering(FP32 * blocks, layers, nodes),
+            exposed=2 * links.gathering(FP32 * outside, 1, nodes) + exposed,
         )
     across = nodes if work.strategy == "fsdp" else 1
     reductions = 1 if work.settings.parallel.accumulate_unsharded else passes
     traffic = Traffic(
-        overlapping=2 * passes * seconds(work.width * blocks, layers, across)
-        + reductions * seconds(FP32 * blocks, layers, across),
-        exposed=of_sequences
-        + passes * seconds(work.width * outside, 1, across)
-        + reductions * seconds(FP32 * outside, 1, across),
+        overlapping=2 * passes * links.gathering(work.width * blocks, layers, across)
+        + reductions * links.gathering(FP32 * blocks, layers, across),
+        exposed=exposed
+        + passes * links.gathering(work.width * outside, 1, across)
+        + reductions * links.gathering(FP32 * outside, 1, across),
     )
     if work.strategy == "hsdp" and nodes > 1:
         # Each rank's shard with those of the other nodes, all at once by one network.
-        traffic.overlapping += 2 * FP32 * count * (nodes - 1) / nodes / network_rate
+        traffic.overlapping += 2 * FP32 * count * (nodes - 1) / nodes / links.network_rate
     return traffic
+
+
+def muon_exchange(work: Workload, links: Links) -> float:
+    """Seconds in which the ranks of a shard group send the momentum of each parameter to its owner, and the owner its
+    step to all ranks that hold a part of it."""
+    if not work.of_muon:
+        return 0.0
+    sizes = [work.width * parameter.size for parameter in work.of_muon]
+    owned = work.most_owned(sizes)
+    replicas = work.world.size // work.shard_ranks
+    momenta = links.exchanging(owned, sum(sizes) / replicas, work.shard_ranks)
+    return momenta + links.exchanging(replicas * owned, replicas * sum(sizes), work.world.size)
 
 
 def shared_bytes(work: Workload) -> float:
@@ -163,11 +202,10 @@ def shared_bytes(work: Workload) -> float:
     states = work.sharing * sequences * model.d_inner * model.d_state
     keys = work.sharing * work.tokens * 2 * model.n_kv_head * model.resolved_head_dim
     received = 0.0
-    for layer, recomputes in zip(work.model.layer_list(), work.recomputes):
-        forward = 2 if recomputes else 1
-        for mixer in layer.mixers:
-            if mixer == "attention":
-                received += keys * (forward * work.width + FP32)
-            elif mixer in STATE_BYTES:
-                received += states * (forward + 1) * FP32
+    for mixer, repeats in work.mixers:
+        forward = 2 if repeats > 1 else 1
+        if mixer == "attention":
+            received += keys * (forward * work.width + FP32)
+        elif mixer in STATE_BYTES:
+            received += states * (forward + 1) * FP32
     return received

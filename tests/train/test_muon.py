@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.simulate import simulate
 from config.model_config import ModelConfig
@@ -18,7 +19,8 @@ from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.compat import HAS_FSDP2, step_unless
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import CPU, World
-from mamba_fsdp.planning.memory import expected_memory
+from mamba_fsdp.planning import roofline
+from mamba_fsdp.planning.memory import Workload, expected_memory
 from mamba_fsdp.train import muon as muon_module
 from mamba_fsdp.train.optimizer import make_optimizer
 from tests.support.ranks import build, run_ranks, train, whole
@@ -201,22 +203,38 @@ def test_each_matrix_is_orthogonalised_once_in_all_and_then_sent():
 
 
 @pytest.mark.skipif(not HAS_FSDP2, reason="the simulation is of FSDP2")
-@pytest.mark.parametrize("size", [8, 256])
-def test_what_a_rank_holds_and_sends(size):
+@pytest.mark.parametrize("size", [1, 8, 256])
+def test_what_a_rank_holds_sends_and_multiplies_is_what_plan_expects(size, monkeypatch):
     """One momentum; two collectives a step, in bf16, of a share of the matrices and what the rank owns: on many ranks
-    that is one parameter."""
+    that is one parameter. Rank 0 owns the most costly one."""
+    multiplied = []
+
+    def counted(matrix, step_of=muon_module._step_of):
+        if matrix.shape[0] > matrix.shape[1]:
+            return step_of(matrix)  # which calls this with its transpose
+        with FlopCounterMode(display=False) as counter:
+            step = step_of(matrix)
+        multiplied.append(counter.get_total_flops())
+        return step
+
+    monkeypatch.setattr(muon_module, "_step_of", counted)
     settings = TrainConfig()
-    settings.model = ModelConfig(layers="mamba2+mlp", n_layer=2, d_model=256, vocab_size=1024)
+    settings.model = ModelConfig(layers="mamba2+mlp", n_layer=2, d_model=512, vocab_size=512)
     settings.data.seq_length = 64
     settings.training.batch_size = 1
     settings.optimizer.optimizer = "muon"
     found = simulate(settings, size)
-    expected = expected_memory(settings, World(0, size, 0, 8, CPU), {"mamba2": "triton"})
+    work = Workload(settings, World(0, size, 0, min(8, size), CPU), {"mamba2": "triton"})
+    expected = expected_memory(work.settings, work.world, work.backends)
     assert found.peak["moments"] == pytest.approx(expected["moments"], rel=0.01)
-
+    assert sum(multiplied) == pytest.approx(roofline.muon_flops(work), rel=1e-6)
+    if size == 1:  # where the step takes more than the backward pass
+        assert expected["muon"]
+        assert sum(found.peak.values()) == pytest.approx(sum(expected.values()), rel=0.05)
+        return
     exchanges = [each for each in found.collectives if each.name.startswith("alltoall")]
     assert [(each.dtype, each.ranks) for each in exchanges] == [(torch.bfloat16, size)] * 2
-    matrices = [each.size for each in parameters(settings.model).values() if each.rows]
-    assert all(each.numel <= max(sum(matrices) / size, *matrices) for each in exchanges)
+    owned = work.most_owned([parameter.size for parameter in work.of_muon])
+    assert [each.numel for each in exchanges] == pytest.approx([owned] * 2, rel=1e-6)
     reduced = [each.numel * 4 for each in found.collectives if "scatter" in each.name]
     assert sum(each.numel * 2 for each in exchanges) < 0.2 * sum(reduced)

@@ -70,6 +70,8 @@ def test_numbers_agree_with_each_other(told):
     assert found["best"]["global_batch_size"] == 512
     slower = json.loads(told(f"{words} --network=1")[1])
     assert slower["tokens_per_second"] < 0.5 * found["tokens_per_second"]
+    muon = json.loads(told(f"{words} --optimizer=muon")[1])
+    assert muon["step"]["muon"] > 0 and muon["step"]["network"] > found["step"]["network"]
 
 
 @pytest.mark.parametrize(
