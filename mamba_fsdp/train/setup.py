@@ -41,9 +41,8 @@ from mamba_fsdp.train.state import TrainState
 
 LARGEST_ERROR = 1.2  # of the memory that is expected, as a factor: docs/planning.md
 TAKES_LESS = (
-    "lower batch_size or seq_length (global_batch_size keeps the batch), set "
-    "fsdp_activation_checkpointing=true, or shard over more ranks; python -m mamba_fsdp plan with the "
-    "same settings says what takes most, and what fits"
+    "lower batch_size or seq_length, set fsdp_activation_checkpointing=true, or add ranks; "
+    "see `mamba-fsdp plan`"
 )
 
 
@@ -170,8 +169,7 @@ def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
     on_machine = needed * world.local_size
     if not on_gpu and on_machine > 0.4 * there:
         say(
-            f"warning    {scaled(on_machine, 'B')} of the machine's {scaled(there, 'B')} are needed, and "
-            f"reference backends may take twice as much: {TAKES_LESS}"
+            f"warning    {scaled(on_machine, 'B')} of the machine's {scaled(there, 'B')}: {TAKES_LESS}"
         )
 
 

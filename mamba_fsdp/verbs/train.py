@@ -42,7 +42,11 @@ def prepare(settings: TrainConfig) -> None:
     check_places(settings)
     if not settings.training.dry_run:
         make_missing_builtin(settings.data)
-    if LAUNCHER not in os.environ and "torch" not in sys.modules:  # the launcher has said so
+    if LAUNCHER in os.environ:  # which has said the same
+        return
+    if not settings.training.dry_run:
+        print(f"run        {settings.checkpoint.save_ckpt_path}", flush=True)
+    if "torch" not in sys.modules:
         print("loading    PyTorch", flush=True)
 
 

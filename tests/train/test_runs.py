@@ -120,6 +120,7 @@ def test_a_request_to_stop_commits_a_checkpoint_and_going_on_finishes(
     assert not (tmp_path / "STOP").exists()
     process = start_training(tmp_path, **{**common, "num_steps": status["step"] + 5})
     out, err = process.communicate(timeout=600)
+    assert out.count(f"run        {tmp_path}\n") == 1
     assert f"step {status['step']}" in out and process.returncode == 0, (out, err)
     assert read_status(tmp_path)["status"] == "finished" and weights_of(tmp_path)
 
