@@ -14,11 +14,10 @@ from typing import Any, NoReturn
 import mamba_fsdp
 from config.fields import default, near_name, read_field, shown
 from config.help import Page, asked_for, meanings_in
-from mamba_fsdp.errors import UserError, leave_for_torchrun
+from mamba_fsdp.errors import StorageError, UserError, leave_for_torchrun
 from mamba_fsdp.report.console import Console, fit_for
 
 MOST_OF_A_LINE = 2000  # characters of an error, which may quote what a file holds
-VERSION = f"mamba_fsdp {mamba_fsdp.__version__}"
 
 
 def run(
@@ -31,11 +30,13 @@ def run(
     """
     if arguments is None:
         arguments = sys.argv[1:]
+    code = None
     with mistakes_in_a_line():
         if "--version" in arguments:
-            Console().line(VERSION)
+            Console().line(f"mamba_fsdp {mamba_fsdp.__version__}")
         elif not show_help(page, arguments):
-            raise SystemExit(call(verb, arguments) or 0)
+            code = call(verb, arguments)
+    raise SystemExit(code or 0)
 
 
 def show_help(page: Callable[[], Page], arguments: Sequence[str]) -> bool:
@@ -51,22 +52,32 @@ def mistakes_in_a_line() -> Iterator[None]:
     """Inside, what users can mend and Ctrl-C end the process with a line, and a reader that has gone without one."""
     try:
         yield
+        if sys.stdout:  # None where it is closed
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         raise SystemExit(0) from None
     except OSError as error:
-        if not error.filename or error.errno not in (errno.EACCES, errno.ENAMETOOLONG):
-            leave_for_torchrun(error)
-            raise
-        _fail(UserError(f"{error.filename}: {error.strerror}"))  # wherever a path is used
+        if error.filename and error.errno in (errno.EACCES, errno.ENAMETOOLONG):
+            _fail(UserError(f"{error.filename}: {error.strerror}"))  # wherever a path is used
+        if error.errno == errno.ENOSPC:  # of the output, say
+            drop_output()
+            _fail(StorageError(f"can't write {error.filename or 'any more'}: {error.strerror}"))
+        leave_for_torchrun(error)
+        raise
     except UserError as error:
         _fail(error)
     except Exception as error:
         leave_for_torchrun(error)
         raise
+
+
+def drop_output() -> None:
+    """Sends stdout nowhere, or Python would complain at its end that it can't be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: UserError) -> NoReturn:

@@ -167,3 +167,15 @@ def test_a_stdout_that_is_closed_is_no_traceback(project):
         f"{sys.executable} get_dataset.py --help >&-", shell=True, cwd=project, capture_output=True
     )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_stdout_that_is_full_is_a_line(project, unbuffered):
+    done = subprocess.run(
+        f"PYTHONUNBUFFERED={unbuffered} {sys.executable} -m mamba_fsdp --help >/dev/full",
+        shell=True,
+        cwd=project,
+        capture_output=True,
+    )
+    assert done.returncode == 74
+    assert done.stderr == b"error: can't write any more: No space left on device\n"
