@@ -84,9 +84,9 @@ class DatasetConfig:
             raise UserError(f"--split={self.split} and --splits=official exclude each other")
         number, count = self.part_of()
         if number >= count:
-            last = max(count, 4) - 1
+            parts = max(count, 4)
             raise UserError(
-                f"--part={self.part}: write I/N; the parts of {last + 1} are 0/{last + 1} to {last}/{last + 1}"
+                f"--part={self.part}: write I/N; the parts of {parts} are 0/{parts} to {parts - 1}/{parts}"
             )
         if self.part and self.overwrite:
             raise UserError(

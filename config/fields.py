@@ -16,17 +16,9 @@ from typing import Any, NamedTuple
 
 from mamba_fsdp.errors import UserError
 
-BOOLEANS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
-NOTHING: Mapping[str, str] = {}
+TRUE = ("true", "yes", "on", "1")
+FALSE = ("false", "no", "off", "0")
+BOOLEANS = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, in either case
 NUMBER = r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?"
 LIMITS = {
@@ -60,12 +52,9 @@ def condition(words: str) -> Callable[[Callable[[Any], bool]], Needs]:
 class Bounds(NamedTuple):
     """What holds of every value of an option."""
 
-    above: float | None = None
-    at_least: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    choices: tuple[str, ...] = ()
-    some_text: bool = False
+    limits: dict[str, float]  # by their names in LIMITS
+    choices: tuple[str, ...]
+    some_text: bool
 
     def check(self, value: Any) -> None:
         """Raises ValueError, which says what must hold, where `value` is out of bounds."""
@@ -75,16 +64,9 @@ class Bounds(NamedTuple):
         if self.choices and not set(chosen) <= set(self.choices):
             raise ValueError(f"must be one of {', '.join(self.choices)}")
         number = value.count if isinstance(value, Duration) else value
-        for name, limit in self.limits().items():
+        for name, limit in self.limits.items():
             if not LIMITS[name](number, limit):
                 raise ValueError(f"must be {name.replace('_', ' ')} {limit}")
-
-    def limits(self) -> dict[str, float]:
-        """Those of LIMITS that there are."""
-        return {name: getattr(self, name) for name in LIMITS if getattr(self, name) is not None}
-
-
-UNBOUNDED = Bounds()
 
 
 def setting(
@@ -93,9 +75,10 @@ def setting(
     needs: Needs | None = None,
     instead_of: str = "",
     elsewhere: str = "",
-    **bounds: Any,
+    choices: tuple[str, ...] = (),
+    **limits: float,
 ) -> Any:
-    """A dataclass field with its Bounds, what it needs, the setting that it stands in place of, and
+    """A dataclass field with its choices or LIMITS, what it needs, the setting that it stands in place of, and
     what others call it `elsewhere`.
 
     A list as default is copied for each instance. Where the default is a text that is not empty, so
@@ -103,7 +86,7 @@ def setting(
     """
     some_text = isinstance(default, str) and default != ""
     metadata = {
-        "bounds": Bounds(some_text=some_text, **bounds),
+        "bounds": Bounds(limits, choices, some_text),
         "needs": needs,
         "instead_of": instead_of,
         "elsewhere": elsewhere,
@@ -220,34 +203,28 @@ def parse(kind: Any, text: Any) -> Any:
         ]
     if isinstance(text, (list, dict)):
         raise ValueError("expected one value")
-    if text is None:
-        text = ""
-    if kind is str and "\0" in str(text):
+    written = "" if text is None else str(text)
+    if kind is not str:
+        parser, _ = KINDS[kind]
+        return parser(written.strip())
+    if "\0" in written:
         raise ValueError("holds a NUL character")
-    if kind is str:
-        return str(text)
-    parser, _ = KINDS[kind]
-    return parser(str(text).strip())
-
-
-def read(name: str, kind: Any, text: Any, bounds: Bounds = UNBOUNDED, where: str = "") -> Any:
-    """The value of the option `name` of type `kind`. Raises UserError for another type or beyond
-    its bounds, which ends in `where` it was read."""
-    try:
-        value = parse(kind, text)
-        bounds.check(value)
-    except ValueError as error:
-        raise UserError(f"{name}={text}: {error}{where}") from None
-    return value
+    return written
 
 
 def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -> Any:
-    """The same for the dataclass field `leaf`; a choice may stand in capitals."""
+    """The value of the option `name`, a choice maybe in capitals, for the dataclass field `leaf`.
+    Raises UserError for another type or beyond its bounds, which ends in `where` it was read."""
     bounds = leaf.metadata["bounds"]
     small = str(text).lower()
     if small in bounds.choices:
         text = small
-    return read(name, leaf.type, text, bounds, where)
+    try:
+        value = parse(leaf.type, text)
+        bounds.check(value)
+    except ValueError as error:
+        raise UserError(f"{name}={text}: {error}{where}") from None
+    return value
 
 
 @lru_cache(maxsize=None)
@@ -257,7 +234,10 @@ def named_numbers(name: str, text: str) -> dict[str, float]:
     numbers = {}
     for item in filter(None, text.replace(" ", "").split(",")):
         key, _, value = item.partition("=")
-        numbers[key] = read(f"{name}: {key}", float, value)
+        try:
+            numbers[key] = finite_number(value)
+        except ValueError as error:
+            raise UserError(f"{name}: {item}: {error}") from None
     return numbers
 
 
@@ -275,7 +255,7 @@ def near_name(
     known: Iterable[str],
     otherwise: str,
     dashes: str = "",
-    elsewhere: Mapping[str, str] = NOTHING,
+    elsewhere: Mapping[str, str] = {},
 ) -> str:
     """A hint for an unknown `name`: the nearest of the `known` names, or the one that is called like
     it `elsewhere` ({that name: ours}), if it may be meant; else `otherwise`."""
@@ -292,5 +272,5 @@ def takes(leaf: dataclasses.Field) -> str:
         separator = "," if isinstance(default(leaf), list) else " | "
         return separator.join(bounds.choices)
     _, kind = KINDS[leaf.type]
-    limits = [f"{name.replace('_', ' ')} {limit}" for name, limit in bounds.limits().items()]
+    limits = [f"{name.replace('_', ' ')} {limit}" for name, limit in bounds.limits.items()]
     return ", ".join([kind, *limits])

@@ -6,7 +6,7 @@ from typing import Any
 
 from config import other_launchers
 from config.fields import near_name, read_field, shown
-from config.train_config import SECTIONS, all_settings, setting_names
+from config.train_config import all_settings, setting_names
 from mamba_fsdp.errors import UserError
 
 
@@ -17,13 +17,11 @@ class Given:
     def __init__(self, words: Mapping[str, Any], where: str, version: str = "") -> None:
         """words: {name: text, or what YAML has there}. where: as in "on the command line". version:
         of the run that wrote it, so that what is retired is no mistake of the user's; else 0."""
-        self.words = words
         self.where = where
         self.version = version
         self.values: dict[str, Any] = {}  # by the names of our settings
-        self.implied: dict[
-            str, Any
-        ] = {}  # the same, of words that were given, unless others say it
+        # The same, of words that were given, unless others say it.
+        self.implied: dict[str, Any] = {}
         self.given_as: dict[str, str] = {}  # by the same: the word for it
         self.notes: dict[str, str] = {}  # by the words as given
         self.mistakes: dict[str, str] = {}  # by the same
@@ -39,7 +37,7 @@ class Given:
 
     def _read(self, key: str, text: Any) -> None:
         own = setting_names().get(key)
-        entry = other_launchers.find(key, own, SECTIONS, all_settings())
+        entry = other_launchers.find(key)
         leaf = key.rpartition(".")[2]
         if entry is not None and entry.usual and self.version:
             value = shown(text)
@@ -57,11 +55,11 @@ class Given:
             raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
 
     def _read_entry(self, key: str, text: Any, entry: other_launchers.Entry) -> None:
-        meaning = other_launchers.meaning(entry, key, text)
-        if meaning.note:
-            self.notes[key] = meaning.note
-        if meaning.setting:
-            self._set(meaning.setting, meaning.value, key)
+        meant, note = other_launchers.meaning(entry, key, text)
+        if note:
+            self.notes[key] = note
+        if meant is not None:
+            self._set(entry.setting, meant, key)
             for name, value in entry.also.items():
                 self.implied[name] = read_field(name, all_settings()[name][1], value)
 
@@ -73,17 +71,12 @@ class Given:
             self.values[name] = value
             self.given_as[name] = key
             return
-        before = self.given_as[name]
-        both_ours = {key, before} <= setting_names().keys()
-        if both_ours or not _agree(value, self.values[name]):
+        earlier = self.given_as[name]
+        both_ours = {key, earlier} <= setting_names().keys()
+        agrees = value == self.values[name]
+        if isinstance(value, list):  # of which it may be a part
+            agrees = set(value) <= set(self.values[name])
+        if both_ours or not agrees:
             raise UserError(
-                f"{name}: given twice {self.where} (as {before} and {key}); give it once"
+                f"{name}: given twice {self.where} (as {earlier} and {key}); give it once"
             )
-
-
-def _agree(value: Any, before: Any) -> bool:
-    """Whether a value given again says nothing else than the one `before`; of a list it may be a
-    part."""
-    if isinstance(value, list) and isinstance(before, list):
-        return set(value) <= set(before)
-    return value == before

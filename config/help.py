@@ -35,15 +35,15 @@ def asked_for(arguments: Sequence[str]) -> str | None:
 
 @dataclass
 class Option:
-    """What a page tells of a field of the dataclass `kind`."""
+    """What a page tells of a field of a dataclass."""
 
     leaf: dataclasses.Field
-    kind: type
+    meaning: str
     elsewhere: list[str]  # its names in other programs
 
     def lines(self, is_brief: bool) -> list[str]:
         """Its name and default, and beside them what it means, in brief the first sentence of it."""
-        told = meanings_in(self.kind)[self.leaf.name]
+        told = self.meaning
         if is_brief:
             told = first_sentence(told)
         else:
@@ -56,7 +56,7 @@ class Option:
         return words_of(self.leaf.name, *self.elsewhere)
 
     def is_about(self, words: Sequence[str]) -> bool:
-        told = self.names() + words_of(meanings_in(self.kind)[self.leaf.name])
+        told = self.names() + words_of(self.meaning)
         return all(word in told for word in words)
 
 
@@ -114,7 +114,7 @@ class Page:
             for word, entry in entries.items():
                 if entry.setting == leaf.name != word and "." not in word:
                     elsewhere.append(word)
-            options.append(Option(leaf, kind, elsewhere))
+            options.append(Option(leaf, meanings_in(kind)[leaf.name], elsewhere))
         return options
 
 

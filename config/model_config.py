@@ -12,14 +12,17 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.model import spec
 
 
-def read_by_layers(name: str) -> Needs:
-    """What must hold for the model's setting `name` to have an effect: a layer that reads it."""
+def read_by_layers(name: str) -> Needs | None:
+    """What must hold for the model's setting `name` to have an effect: a layer that reads it. None where it is not of
+    layers."""
     readers = spec.parts_that_read(name)
+    if not readers:
+        return None
+    kind = f"a {' or '.join(readers)} layer"
     if readers == ["mlp"]:
         kind = "a layer with +mlp"
-    else:
-        article = "an" if readers[0] == "attention" else "a"
-        kind = f"{article} {' or '.join(readers)} layer"
+    if readers == ["attention"]:
+        kind = "an attention layer"
 
     @condition(kind)
     def is_read(settings) -> bool:
@@ -67,41 +70,37 @@ class ModelConfig:
     """Use the embedding as output layer too."""
     norm_eps: float = setting(1e-5, above=0)
     """Epsilon of every RMSNorm."""
-    d_state: int = setting(16, at_least=1, needs=read_by_layers("d_state"))
+    d_state: int = setting(16, at_least=1)
     """State size per channel (Mamba-1) or per head (Mamba-2 and -3)."""
-    d_conv: int = setting(4, at_least=2, at_most=4, needs=read_by_layers("d_conv"))
+    d_conv: int = setting(4, at_least=2, at_most=4)
     """Width of the causal convolution."""
-    expand: int = setting(2, at_least=1, needs=read_by_layers("expand"))
+    expand: int = setting(2, at_least=1)
     """Inner width of an SSM layer as a multiple of d_model."""
-    d_ssm: int = setting(0, at_least=0, instead_of="expand", needs=read_by_layers("d_ssm"))
+    d_ssm: int = setting(0, at_least=0, instead_of="expand")
     """Inner width of an SSM layer; 0 means expand * d_model."""
-    dt_rank: int = setting(0, at_least=0, needs=read_by_layers("dt_rank"))
+    dt_rank: int = setting(0, at_least=0)
     """Mamba-1: rank of the dt projection; 0 means ceil(d_model / 16)."""
-    bcdt_norm_eps: float = setting(0.0, at_least=0, needs=read_by_layers("bcdt_norm_eps"))
+    bcdt_norm_eps: float = setting(0.0, at_least=0)
     """Mamba-1: epsilon of RMSNorms without weights on B, C and dt, as Falcon-Mamba has them; 0 means
     no such norms."""
-    headdim: int = setting(64, at_least=1, needs=read_by_layers("headdim"))
+    headdim: int = setting(64, at_least=1)
     """Mamba-2 and -3: channels per head."""
-    ngroups: int = setting(1, at_least=1, needs=read_by_layers("ngroups"))
+    ngroups: int = setting(1, at_least=1)
     """Mamba-2 and -3: groups of heads that share B and C."""
-    chunk_size: int = setting(256, at_least=1, needs=read_by_layers("chunk_size"))
+    chunk_size: int = setting(256, at_least=1)
     """Mamba-2 and -3: positions per chunk of the fused scan (the result does not depend on it)."""
-    decay_activation: str = setting(
-        "heavy_tail", choices=("heavy_tail", "softplus"), needs=read_by_layers("decay_activation")
-    )
+    decay_activation: str = setting("heavy_tail", choices=("heavy_tail", "softplus"))
     """Mamba-3: what makes A positive: 1 + x or 1 / (1 - x), as in mamba-ssm since June 2026 and in the
     published weights, or softplus, as before."""
-    ssm_norm: str = setting(
-        "after", choices=("after", "before", "none"), needs=read_by_layers("ssm_norm")
-    )
+    ssm_norm: str = setting("after", choices=("after", "before", "none"))
     """Mamba-2: whether the RMSNorm of the output stands after the gate, before it, or is left out."""
-    n_head: int = setting(8, at_least=1, needs=read_by_layers("n_head"))
+    n_head: int = setting(8, at_least=1)
     """Attention: query heads."""
-    n_kv_head: int = setting(8, at_least=1, needs=read_by_layers("n_kv_head"))
+    n_kv_head: int = setting(8, at_least=1)
     """Attention: key and value heads (fewer than n_head: grouped-query attention)."""
-    head_dim: int = setting(0, at_least=0, needs=read_by_layers("head_dim"))
+    head_dim: int = setting(0, at_least=0)
     """Attention: channels per head; 0 means d_model / n_head."""
-    rotary_dim: int = setting(-1, at_least=-1, needs=read_by_layers("rotary_dim"))
+    rotary_dim: int = setting(-1, at_least=-1)
     """Attention: first channels of each head that are rotated by position; 0 none, -1 all of the
     head."""
     rope_theta: float = setting(10000.0, above=0, needs=rotation)
@@ -110,12 +109,10 @@ class ModelConfig:
     """Attention: slower rotation for longer texts, as transformers has it: linear,factor=2, or dynamic,
     llama3, yarn with their numbers, as in
     llama3,factor=8,low_freq_factor=1,high_freq_factor=4,original_max_position_embeddings=8192."""
-    d_intermediate: int = setting(0, at_least=0, needs=read_by_layers("d_intermediate"))
+    d_intermediate: int = setting(0, at_least=0)
     """Width of the MLP in layers mlp or +mlp; 0 means 8/3 of d_model, rounded up to a multiple of
     128."""
-    mlp_activation: str = setting(
-        "swiglu", choices=("swiglu", "relu2"), needs=read_by_layers("mlp_activation")
-    )
+    mlp_activation: str = setting("swiglu", choices=("swiglu", "relu2"))
     """MLP: SwiGLU, with a gate, or squared ReLU, without."""
     multipliers: str = setting("")
     """Constant factors, as in embedding=12,residual=0.22,logits=0.125: of the embedding, of what

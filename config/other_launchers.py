@@ -5,10 +5,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from config.fields import BOOLEANS, shown
 from config.text_yaml import load_yaml
+from config.train_config import SECTIONS, all_settings, setting_names
 from mamba_fsdp.errors import UserError
 
 FILE = Path(__file__).with_suffix(".yaml")
@@ -77,15 +78,17 @@ class Entry:
         for what can't be had."""
         if self.convert:
             return CONVERSIONS[self.convert](str(text))
-        value = plain(text, {*self.values, *self.refused})
-        if value not in self.values and value not in self.refused:
+        known = {*self.values, *self.refused}
+        value = plain(text, known)
+        if value not in known:
             value = ANY
         if value in self.refused:
             raise ValueError(self.refused[value])
         if value not in self.values:
             raise ValueError(self._expected())
-        if self.values[value] != ANY:
-            return self.values[value]
+        ours = self.values[value]
+        if ours != ANY:
+            return ours
         if isinstance(text, Mapping):
             raise ValueError("expected a value, not settings")
         return text
@@ -100,16 +103,9 @@ class Entry:
         return self.why
 
 
-class Meaning(NamedTuple):
-    """What a word and its value are here."""
-
-    setting: str  # ours; "" where nothing changes
-    value: Any  # as text
-    note: str  # for the log; "" where theirs and ours are the same
-
-
-def meaning(entry: Entry, key: str, text: Any) -> Meaning:
-    """What `key`=`text` is here. Raises UserError, with what does it here."""
+def meaning(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
+    """The value, as text, that `key`=`text` gives to `entry.setting`, None where it changes nothing; and a note for the
+    log, "" where theirs and ours are the same. Raises UserError, with what does it here."""
     name = key.rpartition(".")[2]
     said = f"{name}={'...' if isinstance(text, list) else text}"
     try:
@@ -118,13 +114,13 @@ def meaning(entry: Entry, key: str, text: Any) -> Meaning:
         raise UserError(f"{said}: {error}") from None
     if value is None or not entry.setting:
         why = f": {entry.why}" if entry.why else ""
-        return Meaning("", None, f"{said} changes nothing here{why}")
+        return None, f"{said} changes nothing here{why}"
     note = ""
     unchanged = str(text).lower() == str(value).lower()
     if not unchanged or entry.setting != name:
         implied = "".join(f", {name}={usual} unless given" for name, usual in entry.also.items())
         note = f"{said} is {entry.setting}={shown(value)} here{implied}"
-    return Meaning(entry.setting, value, note)
+    return value, note
 
 
 def plain(text: Any, known: Collection[str] = ()) -> str:
@@ -154,23 +150,17 @@ def entries() -> dict[str, Entry]:
     return found
 
 
-def find(
-    key: str, own: str | None, sections: Collection[str], settings: Collection[str]
-) -> Entry | None:
-    """The entry of the name `key`, with its section or without.
-
-    own: our setting of that name, if there is one. sections, settings: the names of ours. A name of
-    ours counts only below its own section, or below one that is none of ours.
-    """
+def find(key: str) -> Entry | None:
+    """The entry of the name `key`, with its section or without. A name of ours counts only below its
+    own section, or below one that is none of ours."""
+    section, _, leaf = key.rpartition(".")
+    is_ours = leaf in all_settings()
+    is_theirs = section in content()["sections"].split()
     if key in entries():
         return entries()[key]
-    if own:
-        return entries().get(own)
-    section, _, leaf = key.rpartition(".")
-    is_theirs = section in content()["sections"].split()
-    if leaf not in settings:
-        return entries().get(leaf) if is_theirs or section in sections else None
-    if is_theirs:
+    if is_ours and is_theirs:
         same = Entry.read({"words": leaf, "is": leaf})
         return entries().get(leaf, same)
+    if key in setting_names() or (is_theirs or section in SECTIONS) and not is_ours:
+        return entries().get(leaf)
     return None

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from config import fields, other_launchers, presets
-from config.fields import Duration, shown
+from config.fields import Duration, Needs, shown
 from config.given import Given
-from config.model_config import ModelConfig
+from config.model_config import ModelConfig, read_by_layers
 from config.presets import preset, recipe
 from config.text_yaml import load_yaml
 from config.train_config import SECTIONS, VERSION, CheckpointConfig, TrainConfig, all_settings
@@ -263,18 +263,17 @@ def pointless(
     `usual` value is no mistake."""
     found = {}
     for name in names:
-        section, leaf = all_settings()[name]
-        value = getattr(getattr(settings, section), name)
-        if value != usual[name] and not _works(name, settings):
-            needs = leaf.metadata["needs"].words
-            found[name] = f"{name}={shown(value)} does nothing without {needs}"
+        value = settings.value(name)
+        needs = needs_of(name)
+        if value != usual[name] and needs and not needs.met(settings):
+            found[name] = f"{name}={shown(value)} does nothing without {needs.words}"
     return found
 
 
-def _works(name: str, settings: TrainConfig) -> bool:
-    """Whether setting `name` has an effect in `settings`."""
-    needs = all_settings()[name][1].metadata["needs"]
-    return needs is None or needs.met(settings)
+def needs_of(name: str) -> Needs | None:
+    """What setting `name` needs to have an effect."""
+    _, leaf = all_settings()[name]
+    return leaf.metadata["needs"] or read_by_layers(name)
 
 
 def _build(chosen: Mapping[str, Any]) -> TrainConfig:
@@ -349,7 +348,9 @@ def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tupl
     for name in there:
         ours = shown(getattr(settings.model, name))
         theirs = shown(getattr(model, name))
-        if now.get(name) != there[name] and ours != theirs and _works(name, settings):
+        needs = needs_of(name)
+        works = needs is None or needs.met(settings)
+        if now.get(name) != there[name] and ours != theirs and works:
             found[name] = (ours, theirs)
     return found
 

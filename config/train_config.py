@@ -47,8 +47,7 @@ def value_of(name: str, *values: Any) -> Needs:
     """That the setting `name` has one of these values."""
 
     def met(settings: "TrainConfig") -> bool:
-        section, _ = all_settings()[name]
-        return getattr(getattr(settings, section), name) in values
+        return settings.value(name) in values
 
     return Needs(f"{name}={' or '.join(map(shown, values))}", met)
 
@@ -394,6 +393,10 @@ class TrainConfig:
         self.version = VERSION
         self.names_folder = False
 
+    def value(self, name: str) -> Any:
+        section, _ = all_settings()[name]
+        return getattr(getattr(self, section), name)
+
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU
         starts."""
@@ -436,8 +439,5 @@ def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
 @lru_cache(maxsize=None)
 def setting_names() -> dict[str, str]:
     """{name of a setting, with its section or without: the name without}."""
-    names = {}
-    for name, (section, _) in all_settings().items():
-        names[name] = name
-        names[f"{section}.{name}"] = name
-    return names
+    with_sections = {f"{section}.{name}": name for name, (section, _) in all_settings().items()}
+    return with_sections | {name: name for name in all_settings()}

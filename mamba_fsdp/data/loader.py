@@ -235,11 +235,9 @@ class Loader(ExitStack):
         return list(zip(names, windows.tolist()))
 
 
-def evaluation_windows(
-    token_count: int, seq_length: int, stride: int, limit: int | None
-) -> np.ndarray:
+def evaluation_windows(token_count: int, seq_length: int, stride: int, limit: int) -> np.ndarray:
     """Returns the windows that predict each token of a source but its first once, window w from
-    token w * stride on; or `limit` of them, spread evenly. Behind the first, those of a smaller
+    token w * stride on; or `limit` of them, spread evenly; 0: all. Behind the first, those of a smaller
     stride predict their last `stride` tokens only, each from seq_length - stride tokens or more
     before it."""
     behind_the_first = max(0, token_count - 1 - seq_length)
@@ -255,11 +253,11 @@ def evaluation_batches(
     layout: BatchLayout,
     *,
     vocab_size: int,
-    limit: int | None = None,
+    limit: int = 0,
     stride: int = 0,
 ) -> Iterator[Batch]:
-    """Yields this rank's batches over a source in its own order: all of it, or `limit` windows
-    spread evenly over it.
+    """Yields this rank's batches over a source in its own order: `limit` windows spread evenly over
+    it; 0: all of it.
 
     The windows are the same for every world size, and each token but the first is a label exactly
     once; stride: see evaluation_windows; 0: seq_length. All ranks get the same number of full

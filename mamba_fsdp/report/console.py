@@ -132,18 +132,15 @@ class Output:
         self.failed = False
 
     def write(self, text: str) -> int:
-        with self._failures():
-            self.stream.write(text)
+        self._attempt(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with self._failures():
-            self.stream.flush()
+        self._attempt(self.stream.flush)
 
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
+    def _attempt(self, action, *arguments):
         try:
-            yield
+            action(*arguments)
         except (OSError, ValueError):  # ValueError: closed, or a character that its encoding lacks
             self.failed = True
 

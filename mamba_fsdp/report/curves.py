@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,6 @@ from mamba_fsdp.run_layout import CHECKPOINTS, METRICS, SETTINGS, committed, ste
 
 BUCKETS = 500  # points of a curve that has more than twice as many; each stands for neighbours of equal number
 NO_CURVES = {"tokens", "val_tokens", "val_share", "slowest_rank"}
-
-
-@dataclass
-class Column:
-    """The values of one metric and the steps that have one."""
-
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
@@ -48,24 +39,25 @@ def summarise_run(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder}: nothing is recorded yet; {METRICS} begins with the first report"
         )
-    columns: dict[str, Column] = {}
+    columns: dict[str, dict[int, float]] = {}  # of each metric by step
     for entry in entries:
         for metric, value in numbers_of(entry).items():
-            column = columns.setdefault(metric, Column())
-            column.steps.append(entry["step"])
-            column.values.append(math.nan if value is None else value)
+            column = columns.setdefault(metric, {})
+            column[entry["step"]] = math.nan if value is None else value
     curves = {}
     last = {"step": entries[-1]["step"]}
     for metric, column in columns.items():
+        steps = [*column]
+        values = [*column.values()]
         is_drawn = metric not in NO_CURVES and not metric.startswith("source_")
-        if is_drawn and any(column.values):
-            curves[metric] = curve(column.steps, column.values)
-        if math.isfinite(column.values[-1]):
-            last[metric] = column.values[-1]
+        if is_drawn and any(values):
+            curves[metric] = curve(steps, values)
+        if math.isfinite(values[-1]):
+            last[metric] = values[-1]
     return {
         "curves": curves,
         "last": last,
-        "axes": _axes(columns),
+        "axes": _axes(columns.get("tokens", {})),
         "settings": _read_settings(folder / SETTINGS),
         "folder": str(folder),
         "status": read_status(folder),
@@ -91,12 +83,11 @@ def _read_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _axes(columns: dict[str, Column]) -> dict[str, list]:
-    tokens = columns.get("tokens", Column())
-    places = np.unique(np.linspace(0, len(tokens.steps), 2 * BUCKETS, dtype=int))
-    steps = np.array([0, *tokens.steps])[places]
-    counts = np.array([0, *tokens.values])[places]
-    return {"step": steps.tolist(), "tokens": counts.tolist()}
+def _axes(tokens: dict[int, float]) -> dict[str, list]:
+    places = np.unique(np.linspace(0, len(tokens), 2 * BUCKETS, dtype=int))
+    steps = np.array([0, *tokens])
+    counts = np.array([0, *tokens.values()])
+    return {"step": steps[places].tolist(), "tokens": counts[places].tolist()}
 
 
 def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, list]:

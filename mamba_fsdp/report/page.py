@@ -4,7 +4,6 @@ import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mamba_fsdp.report.curves import name_runs, summarise_run
 
@@ -27,14 +26,10 @@ def make_page(folders: Sequence[Path]) -> str:
         }
         runs.append(look | summarise_run(folder))
     made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    content = json.dumps({"made": made, "charts": charts_of(runs), "runs": runs}, default=str)
+    metrics = {metric for run in runs for metric in run["curves"]}
+    charts = [chart for chart in LOOKS["charts"] if metrics & chart["metrics"].keys()]
+    content = json.dumps({"made": made, "charts": charts, "runs": runs}, default=str)
     template = (FOLDER / "page.html").read_text(encoding="utf-8")
     before, between, after = template.split("__CUT__")
     no_tags = content.replace("<", "\\u003c")  # so that no text ends the <script>
     return before + get_plotlyjs() + between + no_tags + after
-
-
-def charts_of(runs: Sequence[dict]) -> list[dict[str, Any]]:
-    """Returns the charts of charts.json that a run has a curve for."""
-    metrics = {metric for run in runs for metric in run["curves"]}
-    return [chart for chart in LOOKS["charts"] if metrics & chart["metrics"].keys()]

@@ -174,8 +174,9 @@ def _is_number(value: Any) -> bool:
 
 def was_validated(run_folder: Path, step: int) -> bool:
     """Whether the metrics hold a validation of the model after `step`."""
-    entries_of_run = read(run_folder / METRICS)
-    return any(entry["step"] == step and "val_loss" in entry for entry in entries_of_run)
+    return any(
+        entry["step"] == step and "val_loss" in entry for entry in read(run_folder / METRICS)
+    )
 
 
 def write_status(
@@ -212,13 +213,8 @@ def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
 
 
 def read_events(run_folder: Path) -> list[dict]:
-    """The events of a run, oldest first, without lines cut short; [] where an older version made the run."""
-    found: list[dict] = []
-    with contextlib.suppress(FileNotFoundError), open(run_folder / EVENTS, "rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                found.append(parse_object(line))
-    return found
+    """The events of a run, oldest first; [] where an older version made the run. Raises UserError."""
+    return read(run_folder / EVENTS)
 
 
 def _now():

@@ -16,8 +16,7 @@ from mamba_fsdp.report.records import numbers_of
 from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 from mamba_fsdp.storage import write_atomically
 
-INSTALL_WANDB = ".venv/bin/python -m pip install -r requirements/wandb.txt"
-INSTALL_TENSORBOARD = ".venv/bin/python -m pip install tensorboard"
+INSTALL = {"wandb": "-r requirements/wandb.txt", "tensorboard": "tensorboard"}
 
 
 def make_trackers(
@@ -38,7 +37,7 @@ def make_trackers(
     if "tensorboard" in kinds:
         trackers.append(TensorBoard(run_folder, settings, step))
     if "wandb" in kinds:
-        wandb = _import_package("wandb", "wandb", INSTALL_WANDB)
+        wandb = _import_package("wandb", "wandb")
         try:
             tracker = WeightsAndBiases(wandb, run_folder, settings, project, name)
         except ConnectionRefusedError as refusal:
@@ -58,12 +57,12 @@ def tag_of(metric: str) -> str:
     return f"{group}/{metric}"
 
 
-def _import_package(module: str, kind: str, command: str) -> ModuleType:
+def _import_package(kind: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError:
         raise UserError(
-            f"tracker={kind} needs a package that is not installed: {command}"
+            f"tracker={kind} needs a package that is not installed: .venv/bin/python -m pip install {INSTALL[kind]}"
         ) from None
 
 
@@ -71,7 +70,7 @@ class TensorBoard:
     """Event files in the run folder. What an interrupted run wrote after `step` is purged: these steps come again."""
 
     def __init__(self, run_folder: Path, settings: dict, step: int) -> None:
-        tensorboard = _import_package("torch.utils.tensorboard", "tensorboard", INSTALL_TENSORBOARD)
+        tensorboard = _import_package("tensorboard", "torch.utils.tensorboard")
         purge_step = step + 1 if step else 0
         self.writer = tensorboard.SummaryWriter(
             str(run_folder / TENSORBOARD), purge_step=purge_step

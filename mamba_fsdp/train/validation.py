@@ -52,7 +52,7 @@ def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
             context.settings.data,
             context.schedule.layout,
             vocab_size=context.settings.model.vocab_size,
-            limit=limit or None,
+            limit=limit,
         )
 
 

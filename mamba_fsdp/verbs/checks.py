@@ -13,18 +13,9 @@ from pathlib import Path
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.launch import machine
 
-PACKAGES = {  # as pip names them: as Python imports them
-    "torch": "torch",
-    "transformers": "transformers",
-    "tokenizers": "tokenizers",
-    "datasets": "datasets",
-    "numpy": "numpy",
-    "safetensors": "safetensors",
-    "fire": "fire",
-    "PyYAML": "yaml",
-    "tensorboard": "tensorboard",
-}
-OPTIONAL = {"triton": "triton", "causal-conv1d": "causal_conv1d", "mamba-ssm": "mamba_ssm"}
+PACKAGES = "torch transformers tokenizers datasets numpy safetensors fire PyYAML tensorboard"
+OPTIONAL = ("triton", "causal-conv1d", "mamba-ssm")
+MODULES = {"PyYAML": "yaml", "causal-conv1d": "causal_conv1d", "mamba-ssm": "mamba_ssm"}
 EFA_FOLDER = Path("/sys/class/infiniband")  # where Linux lists EFA devices
 
 
@@ -69,7 +60,8 @@ def find_python() -> str:
 def find_packages() -> str:
     """Imports what the program needs, and what it would use, and returns the versions."""
     versions = []
-    for name, module in {**PACKAGES, **OPTIONAL}.items():
+    for name in (*PACKAGES.split(), *OPTIONAL):
+        module = MODULES.get(name, name)
         if name in OPTIONAL and importlib.util.find_spec(module) is None:
             continue
         importlib.import_module(module)
@@ -142,25 +134,17 @@ def find_efa_plugin() -> str:
 
 
 def find_operators() -> str:
-    """Proves each operator's backends where that is a GPU, and returns what a run would take, with what keeps better ones
-    away."""
+    """Returns what a run would take, with what keeps better ones away: on a GPU each operator's backends are proved."""
     import torch
 
     from config.model_config import ModelConfig
     from config.train_config import TrainConfig
-    from mamba_fsdp.ops.backends import resolve_backends
-    from mamba_fsdp.train import first_use
+    from mamba_fsdp.train.first_use import choose_for_answers
 
     settings = TrainConfig(ModelConfig(layers="mamba1,mamba2,attention", d_model=256))
-    device = torch.device("cpu")
-    settings.training.mixed_precision = "fp32"
-    if torch.cuda.is_available():
-        device = torch.device("cuda")
-        settings.training.mixed_precision = "bf16"
-    use = first_use.FirstUse(settings, device)
-    if device.type in first_use.DEVICES:
-        return f"{device}: {use.resolve(use.prove(first_use.Record({})))}"
-    return f"{device}: {resolve_backends('auto', device.type, use.uses)}"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    settings.training.settle_precision(device.type)
+    return f"{device}: {choose_for_answers(settings, device)}"
 
 
 CHECKS: Sequence[Check] = (

@@ -13,7 +13,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +112,7 @@ def main(model: str, data: str, options: EvaluationConfig) -> None:
     console.line(f"model          {model}")
     numbers = {}  # by name of a store
     for name, store in stores.items():
-        found = measure(loaded, store, options, console.passing)
+        found = measure(loaded, store, options, console)
         numbers[name] = asdict(found)
         console.line(f"data           {name}")
         console.line("\n".join(found.lines()))
@@ -126,13 +126,13 @@ def main(model: str, data: str, options: EvaluationConfig) -> None:
 def evaluate(model: "Loaded", data: str | Path, options: EvaluationConfig) -> Evaluation:
     """Returns the Evaluation of a model over the token store at the path `data`: its loss,
     perplexities and bits per byte. Raises UserError."""
-    return measure(model, data, options, Console(enabled=False).passing)
+    return measure(model, data, options, Console(enabled=False))
 
 
 def measure(
-    model: "Loaded", data: str | Path, options: EvaluationConfig, progress: Callable[[str], object]
+    model: "Loaded", data: str | Path, options: EvaluationConfig, console: Console
 ) -> Evaluation:
-    """As `evaluate`; progress is told how far it is. Called by all ranks. Raises UserError where there is no store, or
+    """As `evaluate`; the console shows how far it is. Called by all ranks. Raises UserError where there is no store, or
     the model does not know its tokens."""
     from mamba_fsdp.data.loader import BatchLayout, evaluation_batches, evaluation_windows
     from mamba_fsdp.train.validation import evaluate as evaluate_loss
@@ -157,30 +157,27 @@ def measure(
     world = inference_world()
     window = max(1, min(options.seq_length, store.token_count - 1))
     stride = min(options.stride or window, window)
-    limit = options.limit or None
     fitting = max(1, POSITIONS[world.device.type] // window)
     layout = BatchLayout(world.rank, world.size, min(options.batch_size, fitting))
     settings = DataConfig(seq_length=window, reset_at_documents=model.network.reset_at_documents)
-    windows = evaluation_windows(store.token_count, window, stride, limit)
+    windows = evaluation_windows(store.token_count, window, stride, options.limit)
     batches = evaluation_batches(
         store,
         str(data),
         settings,
         layout,
         vocab_size=vocab_size,
-        limit=limit,
+        limit=options.limit,
         stride=stride,
     )
-
-    def batches_with_progress():
-        windows_read = 0
-        for batch in batches:
-            progress(f"{min(windows_read, len(windows)):,} of {len(windows):,} windows read")
-            windows_read += len(batch.tokens) * world.size
-            yield batch
-
-    loss, tokens = evaluate_loss(model.network, batches_with_progress(), world)
     spans = predicted_spans(windows, window, stride, store.token_count)
+    wanted = sum(end - start for start, end in spans)
+
+    def show(tokens: int) -> bool:
+        console.passing(f"{min(1.0, tokens * world.size / wanted):.0%} read")
+        return False
+
+    loss, tokens = evaluate_loss(model.network, batches, world, show)
     counts = count_words_and_bytes(store, spans[world.rank :: world.size])
     words, size = world.all_reduce_sum([float(count) for count in counts])
     nats = loss * tokens

@@ -79,15 +79,14 @@ def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
     from mamba_fsdp.data.tokenizer import load_words
     from mamba_fsdp.model.generate import generate as tokens_of
 
-    prompt = options.prompt
-    check_valid(prompt)
+    check_valid(options.prompt)
     tokenizer = load_words(options.tokenizer or model.tokenizer_path)
-    if tokenizer.eos is None and not prompt:
+    if tokenizer.eos is None and not options.prompt:
         raise UserError(
             "the tokenizer names no end-of-document token, which a text without a prompt starts from; give a --prompt"
         )
     device = next(model.network.parameters()).device
-    prompt_ids: list[int | None] = [*tokenizer.encode(prompt)]
+    prompt_ids: list[int | None] = [*tokenizer.encode(options.prompt)]
     if not prompt_ids:
         prompt_ids = [tokenizer.eos]
     steps = tokens_of(

@@ -60,18 +60,17 @@ class PlanConfig:
 
 
 def main(*preset: str, options: PlanConfig, **given: Any) -> int:
-    count = options.nodes
     machine = choose_machine(options)
-    config = given.pop("config", None)
     if preset:
         given = {"model_name": preset[0], **given}
+    config = given.pop("config", None)
     settings, explicit = resolve_settings(given, config, preset[1:], resumes=False)
     # These import torch: what is wrong with the words is told without it.
     from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
 
     machine = machine or machine_at_hand()
-    found = estimate(settings, count, machine)
-    better = best(settings, count, machine)
+    found = estimate(settings, options.nodes, machine)
+    better = best(settings, options.nodes, machine)
     length = options.tokens or USUAL_TOKENS
     named = explicit | recipe(settings.model.model_name).keys()
     if not options.tokens and "num_steps" in named:
@@ -118,9 +117,10 @@ def report_lines(
     found: "Estimate", figures: dict[str, Any], better: "Estimate | None", seq_length: int
 ) -> Iterator[str]:
     """Yields the report for a terminal of 80 columns."""
-    verdict = (
-        "it fits" if found.fits else f"it does NOT fit; the largest part: {found.largest_part}"
-    )
+    verdict = "it fits"
+    if not found.fits:
+        largest = max(found.memory, key=found.memory.__getitem__)
+        verdict = f"it does NOT fit; the largest part: {largest}"
     yield f"memory     {scaled(found.bytes, 'B')} a device: {verdict}"
     for part, size in found.memory.items():
         if size:

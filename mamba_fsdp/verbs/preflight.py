@@ -137,25 +137,17 @@ def problems_of_checks(reports: dict[str, dict]) -> list[Problem]:
     """What fails on a node, or is other than on the first one."""
     problems = []
     for check in JOB_CHECKS:
-        texts = {}
+        texts: dict[str, str] = {}  # by nodes where it does not fail
         for node, content in reports.items():
             finding = content["findings"][check.name]
+            text = finding["text"]
             if finding["verdict"] == "FAIL":
-                problems.append(Problem(check.exit_code or 0, f"{node}: {finding['text']}"))
-            else:
-                texts[node] = finding["text"]
-        if check.if_nodes_differ:
-            sentences = disagreements(texts, check.if_nodes_differ)
-            problems += [Problem(1, sentence) for sentence in sentences]
+                problems.append(Problem(check.exit_code or 0, f"{node}: {text}"))
+                continue
+            texts[node] = text
+            first, expected = next(iter(texts.items()))
+            if check.if_nodes_differ and text != expected:
+                remedy = check.if_nodes_differ.format(node=node)
+                sentence = f"{node}: it has {text}, {first} has {expected}; {remedy}"
+                problems.append(Problem(1, sentence))
     return problems
-
-
-def disagreements(found: dict[str, str], remedy: str) -> list[str]:
-    """Returns a sentence for each node that differs from the first in what it has: `found`, {node: words}."""
-    sentences = []
-    for node, words in found.items():
-        first, expected = next(iter(found.items()))
-        if words != expected:
-            told = remedy.format(node=node)
-            sentences.append(f"{node}: it has {words}, {first} has {expected}; {told}")
-    return sentences

@@ -10,7 +10,7 @@ from config.model_config import ModelConfig
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.conv import triton as backend
 
-WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"]
+WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"].limits
 DOCUMENTS = torch.tensor(
     [[0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4, 5, 6], [3] * 8 + [4] * 5]
 )  # ends before, at, after 8
@@ -44,7 +44,7 @@ def blocks(monkeypatch):
     return set_blocks
 
 
-@pytest.mark.parametrize("width", range(WIDTHS.at_least, WIDTHS.at_most + 1))
+@pytest.mark.parametrize("width", range(WIDTHS["at_least"], WIDTHS["at_most"] + 1))
 def test_documents_and_widths(width):
     assert_like_reference(kernels, reference, leaves(width=width), seq_idx=DOCUMENTS)
 
