@@ -31,14 +31,16 @@ USUAL = "tokenizer validation_fraction splits documents text_column config overw
 
 
 def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
-    # Imported late: --help and mistakes in the options are answered at once.
+    # Imported late: --help and mistakes in the options are answered at once. Asks for names on the Hub, too.
     from mamba_fsdp.data.corpus import is_local
 
     options.check()
     out = out or str(default_folder(input))
-    source = input if is_local(input) else f"{input} on the Hugging Face Hub"
-    if input != "builtin":
-        print(f"making {out} from {source}", flush=True)
+    tokenizer = options.tokenizer
+    if tokenizer != "none" and not tokenizer.startswith("train:"):
+        is_local(tokenizer)
+    if is_local(input) and input != "builtin":
+        print(f"making {out} from {input}", flush=True)
         interpreter.show_wait()
     # This imports libraries for seconds: mistakes are told before.
     from mamba_fsdp.data.tokenize import make_dataset

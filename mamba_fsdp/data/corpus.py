@@ -1,20 +1,26 @@
 """What INPUT of get_dataset.py names, as shards: files, save_to_disk folders, or the shards of a name on the Hub."""
 
 import contextlib
+import functools
 import glob
 import hashlib
 import os
 import re
+import socket
+import sys
 import sysconfig
+import threading
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.store import SPLITS
+from mamba_fsdp.data.store import SPLITS, near_path
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import read_object
 
@@ -31,6 +37,8 @@ KINDS = {
     ".npy": "datalayout",
 }
 ARCHIVES = (".gz", ".zst")  # of text, JSON and CSV
+HUB = "https://huggingface.co"
+HUB_SECONDS = 5.0  # in which it answers, or counts as out of reach
 SAVED = {"_data_files": [{"filename": ...}]}  # in state.json of a folder that `datasets` saved
 # Folders of the standard library's that are not its own.
 NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
@@ -61,18 +69,49 @@ def find_shards(input: str, options: DatasetConfig) -> list[Shard]:
 
 
 def is_local(input: str) -> bool:
-    """Whether `input` names files here, not a name on the Hub. Raises UserError for a path where nothing is."""
+    """Whether `input` names files here; else see ask_hub."""
     path = os.path.expanduser(input)
     if input == "builtin" or os.path.lexists(path) or glob.has_magic(path):
         return True
-    check_hub_name(path)
+    ask_hub(path)
     return False
 
 
-def check_hub_name(name: str) -> None:
-    """Raises UserError for what is no name on the Hub but a path, by its looks: nobody need ask the Hub for it."""
+@functools.cache  # said and tried once
+def ask_hub(name: str) -> None:
+    """Says that the Hub is asked for a name, as nothing here is called so. Raises UserError for one that looks like a path.
+
+    Libraries try for half a minute to reach the Hub. Where it is out of reach, those that are imported later are told
+    to be content with their cache.
+    """
+    hint = near_path(Path(name))
     if name.startswith((".", "/")) or name.count("/") > 1 or kind_of(Path(name)):
-        raise UserError(f"{name}: there is no such file or folder")
+        raise UserError(f"{name}: there is no such file or folder{hint}")
+    told = f"asking the Hugging Face Hub for {name}: no file or folder is called so here{hint}"
+    print(told, file=sys.stderr, flush=True)
+    if "HF_HUB_OFFLINE" not in os.environ and not _hub_answers():
+        print("the Hub can't be reached; looking in its cache", file=sys.stderr, flush=True)
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _hub_answers() -> bool:
+    """Whether the Hub takes a connection. Taken for granted behind a proxy."""
+    if urllib.request.getproxies():
+        return True
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or HUB)
+    port = hub.port or {"http": 80}.get(hub.scheme, 443)
+    answers = threading.Event()
+
+    def connect():
+        with contextlib.suppress(OSError):
+            socket.create_connection((hub.hostname, port)).close()
+            answers.set()
+
+    # Looking up the name, and trying one address after the other, can take much longer.
+    connecting = threading.Thread(target=connect, daemon=True)
+    connecting.start()
+    connecting.join(HUB_SECONDS)
+    return answers.is_set()
 
 
 def _of_the_split(shards: list[Shard], options: DatasetConfig, input: str) -> list[Shard]:
@@ -80,10 +119,11 @@ def _of_the_split(shards: list[Shard], options: DatasetConfig, input: str) -> li
     names = {shard.split for shard in shards}
     wanted = options.split or "train"
     chosen = {wanted} & names or {name for name in names if named_split(name) == wanted}
+    each_is_named = bool(chosen) and "" not in map(named_split, names)
     if options.splits == "official":
         for shard in shards:
             shard.store = named_split(shard.split)
-        if "" in map(named_split, names) or not chosen:
+        if not each_is_named:
             raise UserError(
                 f"--splits=official: the files or folders of {input} are not all named after the splits train, "
                 "validation and test; leave it out, and a share of the text is held out"
@@ -96,10 +136,13 @@ def _of_the_split(shards: list[Shard], options: DatasetConfig, input: str) -> li
     if not kept:
         raise UserError(f"--split={wanted}: there is none of that name in {input}")
     if len(kept) < len(shards):
-        print(
+        told = (
             f"left out: {', '.join(sorted(names - chosen)[:4])} ({len(shards) - len(kept):,} of {len(shards):,} "
-            f"files), beside the split {wanted}; --splits=official makes stores of them, --split=all reads them too"
+            f"files), other splits than {wanted}; --split=all reads them too"
         )
+        if each_is_named:
+            told += ", --splits=official makes stores of them"
+        print(told)
     return kept
 
 
@@ -262,6 +305,6 @@ def _hub_shards(name, options) -> list[Shard]:
         splits = datasets.get_dataset_split_names(name, options.config or None)
     except Exception as error:  # the name, split or config is unknown, there is no network, ...
         raise UserError(
-            f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)})"
+            f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)}){near_path(Path(name))}"
         ) from error
     return [Shard(name, "hub", split) for split in splits]

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from config.dataset_config import DatasetConfig
+from config.fields import near_name
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import (
@@ -152,6 +153,14 @@ def split_in(path: Path, split: str = "train") -> Path:
             if is_store(path / name):
                 return path / name
     return path
+
+
+def near_path(path: Path) -> str:
+    """A hint for a path where nothing is: what beside it may be meant; "" if nothing."""
+    hint = near_name(path.name, [beside.name for beside in path.parent.glob("*")], "")
+    if hint:
+        hint = f"; {hint}"
+    return hint
 
 
 def _map_file(path, dtype, count):
@@ -345,7 +354,8 @@ def _read_index(folder):
 
 def _why_no_store(folder):
     if not folder.exists():
-        return f"{folder}: no such folder; make a token store there with get_dataset.py"
+        hint = near_path(folder) or "; make a token store there with get_dataset.py"
+        return f"{folder}: no such folder{hint}"
     if (folder / "train" / "index.json").exists():
         return f"{folder}: a folder of token stores; name one of them, as in {folder / 'train'}"
     if (folder / ".progress").exists() or (folder / "00000.bin").exists():

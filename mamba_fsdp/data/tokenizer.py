@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from config.fields import whole_number
-from mamba_fsdp.data.corpus import check_hub_name
+from mamba_fsdp.data.corpus import ask_hub
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import write_atomically
 
@@ -187,7 +187,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub, in a fast form. Code that
     lies beside it is never run. Raises UserError."""
     if not Path(name).exists():
-        check_hub_name(str(name))
+        ask_hub(str(name))
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:

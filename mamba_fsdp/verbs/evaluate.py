@@ -23,7 +23,7 @@ import numpy as np
 from config.fields import setting
 from config.train_config import DataConfig
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.data.store import SPLITS, TokenStore, is_store
+from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path
 from mamba_fsdp.data.tokenizer import check_tokenizer, load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import check_place
@@ -256,8 +256,11 @@ def stores_in(data: str, model: str) -> dict[str, Path]:
         tokenizer = Path(model, TOKENIZER)
         if not tokenizer.is_dir():
             tokenizer = Path("PATH")
+        hint = ""
+        if not Path(data).exists():
+            hint = near_path(Path(data))
         raise UserError(
-            f"{data} is not a token store. Make one from text: .venv/bin/python get_dataset.py {shlex.quote(data)} OUT "
+            f"{data} is not a token store{hint}. Make one from text: .venv/bin/python get_dataset.py {shlex.quote(data)} OUT "
             f"--tokenizer={tokenizer} --validation_fraction=0; then evaluate OUT/train"
         )
     return stores

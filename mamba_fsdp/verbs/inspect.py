@@ -17,7 +17,7 @@ from config.fields import setting
 from config.model_config import ModelConfig, checked_model
 from config.presets import title
 from mamba_fsdp.data.corpus import find_shards, kind_of
-from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, split_in
+from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path, split_in
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import read_share, say
@@ -111,7 +111,7 @@ def is_data(place: Path) -> bool:
     if is_store(split_in(place)):
         return True
     if not place.exists():
-        raise UserError(f"{place}: there is no such file or folder")
+        raise UserError(f"{place}: there is no such file or folder{near_path(place)}")
     return False
 
 

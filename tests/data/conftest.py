@@ -8,6 +8,12 @@ from mamba_fsdp.data.tokenize import make_dataset
 from tests.support.corpora import make_texts
 
 
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """Nothing here asks the Hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
 @pytest.fixture(scope="session")
 def texts():
     return make_texts(60)

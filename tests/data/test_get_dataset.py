@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import get_dataset
 from mamba_fsdp import command_line
-from mamba_fsdp.data import reading, tokenize
+from mamba_fsdp.data import corpus, reading, tokenize
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import for_validation
 from mamba_fsdp.errors import UserError
@@ -176,6 +176,7 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
     ("words", "said"),
     [
         (["nowhere.txt"], "error: nowhere.txt: there is no such file or folder"),
+        (["bad/b.jsonl"], "no such file or folder; did you mean a.jsonl?"),
         (["./nowhere"], "error: ./nowhere: there is no such file or folder"),
         (["a/b/c"], "error: a/b/c: there is no such file or folder"),
         (["bad"], "error: bad/a.jsonl: can't be read as json"),
@@ -193,12 +194,10 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
         (["in", "in"], "not empty and not made by this program"),
         (["empty"], "no file named"),
         (["blank"], "holds no text"),
-        (["some/name"], "no file or folder here"),
     ],
 )
 def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: 1 / 0)  # no network
     for name, text in {"in": "some text", "blank": " \n"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(text)
@@ -210,6 +209,32 @@ def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, capsys, word
     told = capsys.readouterr().err
     assert ended.value.code == 2 and said in told
     assert told.count("\n") == 1 and told.startswith("error: ")
+
+
+def no_route(place):
+    raise OSError(101, "Network is unreachable")
+
+
+@pytest.mark.parametrize("connect", [no_route, lambda place: time.sleep(20)])
+def test_a_mistyped_name_is_told_at_once_and_the_hub_is_not_waited_for(
+    tmp_path, monkeypatch, capsys, connect
+):
+    """By libraries imported later: they are told not to ask it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(corpus.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(corpus.socket, "create_connection", connect)
+    monkeypatch.setattr(corpus, "HUB_SECONDS", 0.1)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: 1 / 0)
+    corpus.ask_hub.cache_clear()
+    (tmp_path / "mytexts").mkdir()
+    with pytest.raises(SystemExit):
+        command_line.run(get_dataset.main, str, ["mytxts", "out"])
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("asking the Hugging Face Hub for mytxts: no file or folder")
+    assert "cache" in second and last.startswith("error: mytxts: no file or folder here")
+    assert first.endswith("did you mean mytexts?") and last.endswith("did you mean mytexts?")
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 def test_a_split_of_a_saved_dataset(prepare, tmp_path):

@@ -67,7 +67,9 @@ def test_training_gets_no_other_split(prepare, tmp_path, capsys, name, pattern):
     assert documents_of(tmp_path / "out") == [[5, 7, 0]]
     others = len(TREES[name][0]) - 1
     told = capsys.readouterr().out
-    assert f"({others} of {others + 1} files), beside the split train; --splits=official" in told
+    assert f"({others} of {others + 1} files), other splits than train; --split=all reads" in told
+    is_complete = name not in ("no folder for training", "saved")
+    assert ("--splits=official makes stores of them" in told) == is_complete
     prepare(tree / pattern, tmp_path / "all", **IDS, split="all")
     assert TokenStore(tmp_path / "all" / "train").document_count == 1 + others
 
