@@ -10,12 +10,11 @@ import socket
 import sys
 import sysconfig
 import threading
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 
@@ -36,8 +35,8 @@ KINDS = {
     ".arrow": "arrow",
     ".npy": "datalayout",
 }
-ARCHIVES = (".gz", ".zst")  # of text, JSON and CSV
-HUB = "https://huggingface.co"
+ARCHIVES = {".gz": "gzip", ".zst": "zstd"}  # of text, JSON and CSV
+HUB = ("huggingface.co", 443)
 HUB_SECONDS = 5.0  # in which it answers, or counts as out of reach
 SAVED = {"_data_files": [{"filename": ...}]}  # in state.json of a folder that `datasets` saved
 # Folders of the standard library's that are not its own.
@@ -95,16 +94,14 @@ def ask_hub(name: str) -> None:
 
 
 def _hub_answers() -> bool:
-    """Whether the Hub takes a connection. Taken for granted behind a proxy."""
-    if urllib.request.getproxies():
+    """Whether the Hub takes a connection. Taken for granted where a proxy or a mirror is set."""
+    if getproxies() or "HF_ENDPOINT" in os.environ:
         return True
-    hub = urlsplit(os.environ.get("HF_ENDPOINT") or HUB)
-    port = hub.port or {"http": 80}.get(hub.scheme, 443)
     answers = threading.Event()
 
     def connect():
         with contextlib.suppress(OSError):
-            socket.create_connection((hub.hostname, port)).close()
+            socket.create_connection(HUB).close()
             answers.set()
 
     # Looking up the name, and trying one address after the other, can take much longer.
@@ -291,15 +288,8 @@ def _refuse(error):
     raise UserError(f"{error.filename}: can't be read ({error.strerror})") from error
 
 
-def open_on_hub(name: str, config: str, split: str):
-    """A split of a name on the Hub, streaming."""
-    import datasets  # a second to import: only where needed
-
-    return datasets.load_dataset(name, config or None, split=split, streaming=True)
-
-
 def _hub_shards(name, options) -> list[Shard]:
-    import datasets
+    import datasets  # a second to import: only where needed
 
     try:
         splits = datasets.get_dataset_split_names(name, options.config or None)

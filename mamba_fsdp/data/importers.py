@@ -1,6 +1,5 @@
 """Tokens as others keep them become documents: columns of tables, fms-fsdp's Arrow files, Composer's DataLayout."""
 
-import contextlib
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,23 +11,12 @@ from pyarrow import compute, types
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.corpus import Document, Shard
-from mamba_fsdp.errors import UserError, first_line
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no column `text`, the default
 UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens out of the loss}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
 WINDOW = 1 << 20  # tokens of DataLayout read at a time
-
-
-@contextlib.contextmanager
-def named_errors(name: str, kind: str) -> Iterator[None]:
-    """Inside, whatever stops this file or a library is a UserError that names the file, which was read as `kind`."""
-    try:
-        yield
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or first_line(error)[:300]
-        raise UserError(f"{name}: can't be read as {kind} ({reason})") from error
 
 
 def column_of(table: Any, column: str) -> Any:
@@ -40,7 +28,9 @@ def column_of(table: Any, column: str) -> Any:
     names = table.column_names
     for name in (column, *TOKEN_COLUMNS):
         if name in names and column in (name, "text"):
-            return table[name].combine_chunks()
+            found = table[name].combine_chunks()
+            found.validate(full=True)  # else wrong offsets are followed anywhere
+            return _decoded(found)
     raise ValueError(
         f"there is no column {column!r}; it has: {', '.join(names)}; name one with --text_column"
     )
@@ -48,19 +38,19 @@ def column_of(table: Any, column: str) -> Any:
 
 def rows_of(array: Any) -> list[Any]:
     """A column's rows as texts, or as token ids (n,) int64; null is "" or no ids."""
-    array.validate(full=True)  # else wrong offsets are followed anywhere
-    if types.is_dictionary(array.type):
-        array = array.dictionary_decode()
     if not hasattr(array.type, "value_type"):
         return array.cast(pyarrow.large_string()).fill_null("").to_pylist()
     lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-    return np.split(plain_ids(array.flatten()), np.cumsum(lengths))[:-1]
+    return np.split(plain_ids(_decoded(array.flatten())), np.cumsum(lengths))[:-1]
+
+
+def _decoded(array):
+    """An array whose values may be listed in a dictionary."""
+    return array.dictionary_decode() if types.is_dictionary(array.type) else array
 
 
 def plain_ids(array: Any) -> np.ndarray:
     """Token ids (n,) int64 of an array of integers."""
-    if types.is_dictionary(array.type):
-        array = array.dictionary_decode()
     if array.null_count:
         raise ValueError("it has places without a token (null)")
     if len(array) and not types.is_integer(array.type):
@@ -88,8 +78,7 @@ def arrow_documents(shard: Shard, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents of each record batch."""
     for batch in _batches(shard.name):
         column = column_of(pyarrow.Table.from_batches([batch]), options.text_column)
-        held = column.type.value_type if types.is_dictionary(column.type) else column.type
-        if types.is_integer(held):
+        if types.is_integer(column.type):
             yield Document(plain_ids(column))
         else:
             yield from map(Document, rows_of(column))

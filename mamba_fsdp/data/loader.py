@@ -151,39 +151,31 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchLayout:
     return BatchLayout(rank, ranks, training.batch_size, global_batch // per_pass, part)
 
 
+@dataclass(eq=False)
 class Loader(ExitStack):
-    """This rank's micro batches of every step.
+    """This rank's micro batches of every step: step s takes samples [g*G, (g+1)*G), g = s - first_step, G the global
+    batch of `layout`.
 
-    sampler: of these sources. Step s takes samples [g*G, (g+1)*G) of it, g = s - first_step, G the
-    global batch of `layout`. data.num_workers threads read up to data.prefetch steps ahead (0
-    workers: `step` itself reads). vocab_size: the model's. A context manager; `close` stops the
-    threads."""
+    data.num_workers threads read up to data.prefetch steps ahead (0 workers: `step` itself reads). A context manager;
+    `close` stops the threads."""
 
-    def __init__(
-        self,
-        sources: Mapping[str, Source],
-        sampler: Sampler,
-        data: DataConfig,
-        layout: BatchLayout,
-        *,
-        vocab_size: int,
-        first_step: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
+    sources: Mapping[str, Source]
+    sampler: Sampler  # of these sources
+    data: DataConfig
+    layout: BatchLayout
+    vocab_size: int  # the model's
+    first_step: int = 0
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
-        assert sampler.seq_length == data.seq_length, "the sampler counts windows of another length"
-        self.sources = sources
-        self.sampler = sampler
-        self.data = data
-        self.layout = layout
-        self.vocab_size = vocab_size
-        self.first_step = first_step
-        self.pin_memory = pin_memory
+        same_length = self.sampler.seq_length == self.data.seq_length
+        assert same_length, "the sampler counts windows of another length"
         self.block = lru_cache(4)(self._read_block)
         self.ahead: dict[int, Future[list[Batch]]] = {}  # step -> its micro batches
         self.pool = None
-        if data.num_workers:
-            self.pool = ThreadPoolExecutor(data.num_workers, "loader")
+        if self.data.num_workers:
+            self.pool = ThreadPoolExecutor(self.data.num_workers, "loader")
             self.callback(self.pool.shutdown, cancel_futures=True)
 
     def step(self, step: int) -> list[Batch]:
@@ -211,7 +203,9 @@ class Loader(ExitStack):
         batches = []
         for start in range(0, mine, size):
             micro_batch = samples[start : start + size]
-            batch = _batch(self.sources, micro_batch, self.data, self.vocab_size)
+            batch = _batch(
+                self.sources, micro_batch, self.data, self.vocab_size, self.data.seq_length
+            )
             if self.layout.part:
                 batch = self.layout.part.of(batch)
             if self.pin_memory:
@@ -280,19 +274,14 @@ def _batch(
     samples: Sequence[Sample],
     data: DataConfig,
     vocab_size: int,
-    stride: int = 0,
+    stride: int,
 ) -> Batch:
-    """Returns the batch of these samples, window w from token w * stride on; 0: seq_length."""
-    stride = stride or data.seq_length
+    """Returns the batch of these samples, window w from token w * stride on."""
     shape = (len(samples), data.seq_length)
     tokens = np.zeros(shape, np.int64)
     labels = np.full(shape, IGNORED_LABEL, np.int64)
-    seq_idx = None
-    weights = None
-    if data.reset_at_documents:
-        seq_idx = np.zeros(shape, np.int32)
-    if data.position_weighting:
-        weights = np.zeros(shape, np.float32)
+    seq_idx = np.zeros(shape, np.int32)
+    weights = np.zeros(shape, np.float32)
     for row, (name, window) in enumerate(samples):
         if window is None:
             continue
@@ -306,20 +295,21 @@ def _batch(
             labels[row, : data.seq_length - stride] = (
                 IGNORED_LABEL  # the windows before predict them
             )
-        if seq_idx is not None:
+        if data.reset_at_documents:
             seq_idx[row, :length] = np.cumsum(_starts(found.positions)[:-1])
-        if weights is not None:
+        if data.position_weighting:
             place_in_window = np.arange(length + 1)
             starts = np.where(_starts(found.positions), place_in_window, 0)
             before = place_in_window - np.maximum.accumulate(starts)
             weights[row, :length] = np.tanh(before[1:] / data.position_window)
             labels[row, weights[row] == 0] = IGNORED_LABEL
-    arrays = {"tokens": tokens, "labels": labels, "seq_idx": seq_idx, "weights": weights}
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
-    documents = None
-    if "seq_idx" in tensors:
-        documents = Documents.of(tensors["seq_idx"])
-    return Batch(samples=samples, documents=documents, **tensors)
+    batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), samples=samples)
+    if data.reset_at_documents:
+        documents = torch.from_numpy(seq_idx)
+        batch = batch._replace(seq_idx=documents, documents=Documents.of(documents))
+    if data.position_weighting:
+        batch = batch._replace(weights=torch.from_numpy(weights))
+    return batch
 
 
 def _starts(positions: np.ndarray) -> np.ndarray:

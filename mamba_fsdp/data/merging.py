@@ -20,18 +20,18 @@ ShardFiles = tuple[Path, dict]  # their path without suffix, their entry in an i
 
 
 def part_writer(
-    folder: Path, tokenizer: TextTokenizer, options: DatasetConfig, state: dict | None = None
+    folder: Path, tokenizer: TextTokenizer, options: DatasetConfig, resumed: dict[str, Any]
 ) -> StoreWriter:
     """A writer of a store, or of one part's share of it."""
     assert tokenizer.eos is not None  # or it would not have been loaded
     return StoreWriter(
         folder,
-        vocab_size=tokenizer.vocab_size,
-        eos=tokenizer.eos,
-        tokenizer=tokenizer.identity,
-        shard_tokens=options.shard_tokens,
-        whole=options.pack == "document",
-        state=state,
+        tokenizer.vocab_size,
+        tokenizer.eos,
+        tokenizer.identity,
+        options.shard_tokens,
+        options.pack == "document",
+        resumed,
     )
 
 
@@ -101,7 +101,7 @@ def _hold_out_end(
     """Too few documents for a whole one: the last tokens, of the last shard, become the validation store. Writes both
     parts of that shard into `folder`."""
     path, _ = shards["train"].pop()
-    writers = {name: part_writer(folder / name, tokenizer, options) for name in shards}
+    writers = {name: part_writer(folder / name, tokenizer, options, {}) for name in shards}
     train = writers["train"]
     tokens = np.memmap(f"{path}.bin", train.dtype, "r")
     total = len(tokens) + sum(entry["tokens"] for _, entry in shards["train"])

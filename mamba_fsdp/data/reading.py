@@ -17,15 +17,14 @@ import numpy as np
 import pyarrow
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.corpus import Document, Shard, open_on_hub
+from mamba_fsdp.data.corpus import ARCHIVES, Document, Shard
 from mamba_fsdp.data.importers import (
     arrow_documents,
     column_of,
     datalayout_documents,
-    named_errors,
     rows_of,
 )
-from mamba_fsdp.errors import first_line
+from mamba_fsdp.errors import UserError, first_line
 
 BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
 ROWS = 64  # of a table at a time
@@ -92,9 +91,12 @@ def read_batches(
 def _documents(shards, options, first):
     """Yields ((number of a shard, of a document or part of one in it), that) from a shard on."""
     for number, shard in enumerate(shards[first:], first):
-        with named_errors(shard.name, shard.kind):
+        try:
             for row, document in enumerate(READERS[shard.kind](shard, options), 1):
                 yield (number, row), document
+        except Exception as error:  # the libraries raise whatever a file runs into
+            reason = getattr(error, "strerror", None) or first_line(error)[:300]
+            raise UserError(f"{shard.name}: can't be read as {shard.kind} ({reason})") from error
 
 
 def _short_parts(document):
@@ -124,7 +126,9 @@ def _table_documents(shard, options):
 def _open(shard, options):
     column = options.text_column
     if shard.kind == "hub":
-        return open_on_hub(shard.name, options.config, shard.split)
+        return datasets.load_dataset(
+            shard.name, options.config or None, split=shard.split, streaming=True
+        )
     how: dict[str, Any] = {}
     if shard.kind == "csv":  # each field is text as it stands there: no number, and NA is no gap
         _check_header(shard.name, column)
@@ -195,7 +199,7 @@ def _json_documents(shard, options):
 def _opened(name):
     """The text of a file, unpacked."""
     file = open(name, "rb")  # by Python, for names that are no UTF-8
-    compression = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(name)[1].lower())
+    compression = ARCHIVES.get(os.path.splitext(name)[1].lower())
     if compression:
         file = pyarrow.CompressedInputStream(file, compression)
     return io.TextIOWrapper(file, "utf-8-sig", newline="\n")

@@ -17,8 +17,9 @@ import json
 import os
 import shlex
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -94,11 +95,8 @@ class TokenStore:
         first = min(bisect.bisect_right(self._starts, start), len(self._shards)) - 1
         last = max(first, bisect.bisect_left(self._starts, start + count) - 1)
         parts = [self._read_shard(shard, start, start + count) for shard in range(first, last + 1)]
-        tokens, positions = parts[0]
-        if len(parts) > 1:
-            tokens = np.concatenate([part[0] for part in parts])
-            positions = np.concatenate([part[1] for part in parts])
-        return Tokens(tokens, positions)
+        tokens, positions = zip(*parts)
+        return Tokens(np.concatenate(tokens), np.concatenate(positions))
 
     def verify(self) -> None:
         """Reads every file and compares checksums. Raises UserError naming the first damaged one."""
@@ -182,35 +180,26 @@ def _map_file(path, dtype, count):
         raise UserError(f"{path}: can't be read ({error.strerror}); {remedy}") from error
 
 
+@dataclass
 class StoreWriter:
     """Writes a store. `state()` makes what was appended durable and returns what a new writer resumes from.
 
     Raises OSError as the disk does, UserError for tokens outside the vocabulary and documents of 2**31 tokens or more.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        vocab_size: int,
-        eos: int,
-        tokenizer: str,
-        shard_tokens: int = DatasetConfig.shard_tokens,
-        whole: bool = True,
-        state: dict | None = None,
-    ):
-        """eos: -1 where none is known. tokenizer: its identity, see tokenizer.py; "" for none. whole: a shard's last
-        document ends in it; else tokens are cut into shards anywhere, and what no eos ends counts as a document.
-        state: an earlier writer's, made with the same arguments."""
-        assert -1 <= eos < vocab_size <= 1 << 32 and shard_tokens > 0
-        self.path = Path(path)
-        self.vocab_size = vocab_size
-        self.eos = eos
-        self.tokenizer = tokenizer
-        self.shard_tokens = shard_tokens
-        self.whole = whole
-        self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-        state = {"shards": [], "tokens": 0, "documents": 0, "open": 0, **(state or {})}
+    path: Path
+    vocab_size: int
+    eos: int  # -1 where none is known
+    tokenizer: str  # its identity, see tokenizer.py; "" for none
+    shard_tokens: int = DatasetConfig.shard_tokens
+    # A shard's last document ends in it; else tokens are cut anywhere, and what no eos ends counts as a document.
+    whole: bool = True
+    resumed: dict[str, Any] = field(default_factory=dict)  # an earlier writer's state
+
+    def __post_init__(self) -> None:
+        assert -1 <= self.eos < self.vocab_size <= 1 << 32 and self.shard_tokens > 0
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        state = {"shards": [], "tokens": 0, "documents": 0, "open": 0, **self.resumed}
         self._shards = list(state["shards"])
         self._open = state["open"]  # tokens of the document that has not ended
         self._tokens = state["tokens"]  # of the shard that is being written

@@ -41,6 +41,7 @@ from mamba_fsdp.storage import DATASET, read_object, write_atomically
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
 BATCHES_AHEAD = 2  # one in the library, the one before it becomes an array
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
+SAVE_SECONDS = 10.0  # of work that a kill can lose
 SAMPLED_SHARDS = 64  # at most, that these come from
 PROGRESS = ".progress"
 BEGUN = f"{PROGRESS}/begun.json"
@@ -79,13 +80,11 @@ class PartState:
 
 
 @output_that_may_go()
-def make_dataset(
-    input: str, out: str | Path, options: DatasetConfig, *, save_seconds: float = 10.0
-) -> dict | None:
+def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> dict | None:
     """Makes token stores in OUT of what `input` names, as the options say; resumes where earlier calls stopped.
 
-    save_seconds: how many seconds of work a kill can lose. Returns dataset.json's content, None where other parts have
-    yet to end. Raises UserError for bad input, and for what can't be written.
+    Returns dataset.json's content, None where other parts have yet to end. Raises UserError for bad input, and for what
+    can't be written.
     """
     out = Path(out)
     shards = find_shards(input, options)
@@ -93,10 +92,7 @@ def make_dataset(
     settings["input"] = describe(shards)
     try:
         _prepare(out, options.overwrite)
-        done = _complete(out, settings)
-        if done is None:
-            done = _Part(out, shards, options, settings).run(save_seconds)
-        return done
+        return _complete(out, settings) or _Part(out, shards, options, settings).run()
     except OSError as error:
         place = error.filename or out
         raise UserError(
@@ -151,28 +147,28 @@ def _recorded(out, name, settings):
     return found
 
 
+@dataclass
 class _Part:
     """One part of the work, and the end of all of it if the other parts have ended."""
 
-    def __init__(
-        self, out: Path, shards: list[Shard], options: DatasetConfig, settings: dict
-    ) -> None:
-        self.out = out
-        self.shards = shards
-        self.options = options
-        self.settings = settings
-        self.number, self.count = options.part_of()
-        self.folders = [out / PROGRESS / f"{part}-of-{self.count}" for part in range(self.count)]
+    out: Path
+    shards: list[Shard]
+    options: DatasetConfig
+    settings: dict
+
+    def __post_init__(self) -> None:
+        self.number, self.count = self.options.part_of()
+        progress = self.out / PROGRESS
+        self.folders = [progress / f"{part}-of-{self.count}" for part in range(self.count)]
         self.folder = self.folders[self.number]
-        self.stores = ["train"]
-        self.held_out = options.validation_fraction
-        if options.splits == "official":
-            self.stores = sorted({shard.store for shard in shards})
+        self.held_out = self.options.validation_fraction
+        self.stores = sorted({shard.store for shard in self.shards})
+        if self.options.splits == "official":
             self.held_out = 0
         elif self.held_out:
             self.stores.append("validation")
 
-    def run(self, save_seconds: float) -> dict | None:
+    def run(self) -> dict | None:
         """Returns dataset.json's content if all parts have ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._lease(self.folder.name) as lease:
@@ -180,7 +176,7 @@ class _Part:
             self._check_others(tokenizer)
             self.state = PartState.load(self.folder)
             if not self.state.finished:
-                self._tokenize(tokenizer, lease, save_seconds)
+                self._tokenize(tokenizer, lease)
         states = [PartState.load(folder) for folder in self.folders]
         left = [state for state in states if not state.finished]
         if left:
@@ -189,14 +185,15 @@ class _Part:
             )
             return None
         with self._lease("merge"):
-            if (self.out / "dataset.json").exists():  # by now
-                return _complete(self.out, self.settings)
+            done = _complete(self.out, self.settings)  # by now
+            if done:
+                return done
             if describe(self.shards) != self.settings["input"]:
                 raise UserError(f"{self.out}: the input changed while it was read; {START_AGAIN}")
             parts = list(zip(self.folders, states))
             done = merge(self.out, parts, tokenizer, self.options, self.settings)
             shutil.rmtree(self.out / PROGRESS, ignore_errors=True)
-        return done
+            return done
 
     def _check_others(self, tokenizer):
         """Raises UserError where this or another part was begun otherwise than this one is now."""
@@ -246,13 +243,13 @@ class _Part:
             training.get().save(folder)
         return tokenizers_.load(str(folder / "tokenizer.json"), tokenizers_.END_OF_TEXT)
 
-    def _tokenize(self, tokenizer, lease, save_seconds):
+    def _tokenize(self, tokenizer, lease):
         state = self.state
         self.eos = tokenizer.eos
         self.writers = {}
         for name in self.stores:
-            written = state.stores.get(name)
-            self.writers[name] = part_writer(self.folder / name, tokenizer, self.options, written)
+            resumed = state.stores.get(name, {})
+            self.writers[name] = part_writer(self.folder / name, tokenizer, self.options, resumed)
         part = (self.number, self.count)
         batches = read_batches(self.shards, self.options, BATCH_SIZE, part, state.position)
         started = saved = time.monotonic()
@@ -277,7 +274,7 @@ class _Part:
                     f"{before + tokens:,} tokens, {rate:,.0f} tokens/s"
                 )
                 console.passing(told)
-                if now - saved >= save_seconds:
+                if now - saved >= SAVE_SECONDS:
                     self._save(lease)
                     saved = now
                     if not console.live:
@@ -342,9 +339,6 @@ def encode(
     batches: Iterable[Batch], tokenizer: tokenizers_.TextTokenizer, options: DatasetConfig
 ) -> Iterator[tuple[Batch, np.ndarray]]:
     """Yields (batch, its ids (n,) int64). Raises UserError for text without a tokenizer."""
-    if tokenizer.backend:
-        # Text that spells a special token, as a page about tokenizers does, is text.
-        tokenizer.backend.encode_special_tokens = True
     ahead: deque[Future] = deque()
     threads = ThreadPoolExecutor(BATCHES_AHEAD)
     try:
@@ -360,23 +354,14 @@ def encode(
 
 def _encoded(batch, tokenizer, options):
     texts = [each.content for each in batch.documents if isinstance(each.content, str)]
-    if texts and not tokenizer.backend:
-        raise UserError(
-            "the input holds text, but --tokenizer=none is for token ids; name the column of ids with "
-            "--text_column, or another tokenizer"
-        )
-    encodings = iter(())
-    if texts:
-        encodings = iter(tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False))
+    encoded = iter(tokenizer.encode_documents(texts))
     adds_eos = options.pack == "document"
-    separators = [tokenizer.eos, *map(int, options.strip_tokens)]
-    if tokenizer.bos is not None:
-        separators.append(tokenizer.bos)
+    separators = [*tokenizer.separators, *map(int, options.strip_tokens)]
     parts = [np.zeros(0, np.int64)]
     for document in batch.documents:
         ids = document.content
         if isinstance(ids, str):
-            ids = np.array(next(encodings).ids, dtype=np.uint32)
+            ids = np.array(next(encoded), dtype=np.uint32)
             # Of vocabularies that hold the eos as a plain word: it must not cut the document.
             ids = ids[ids != tokenizer.eos]
         elif adds_eos:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,21 @@ ANOTHER_TOKENIZER = (
 MAKE_IDS = "make token ids with it and import these: get_dataset.py --text_column=input_ids --tokenizer=none"
 
 
-@contextlib.contextmanager
-def no_panic() -> Iterator[None]:
-    """Inside, what stops the library's Rust is a ValueError; it is no Exception."""
+def without_panic(read: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    """What read(*given, **how) returns. What stops the library's Rust, which is no Exception, is a ValueError."""
     try:
-        yield
+        return read(*given, **how)
     except BaseException as error:
-        raise (ValueError(error) if type(error).__name__ == "PanicException" else error) from None
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(error) from None
 
 
 class TextTokenizer:
     """A `tokenizers` backend with what reading and writing text take, and what token stores need to know of it.
 
-    eos, bos: ids, None where there is none; vocab_size: one more than the largest id; identity: see `identity_of`.
+    eos: its id, None where there is none; separators: ids of what can stand at the ends of a document; vocab_size: one
+    more than the largest id; identity: see `identity_of`.
     transformers_form: the `transformers` tokenizer that `backend` is part of, where it comes from one.
     """
 
@@ -54,9 +56,8 @@ class TextTokenizer:
         self.eos_token = eos_token
         self._transformers_form = transformers_form
         self.eos = backend.token_to_id(eos_token) if eos_token else None
-        self.bos = None
-        if transformers_form and transformers_form.bos_token:
-            self.bos = backend.token_to_id(transformers_form.bos_token)
+        bos_token = getattr(transformers_form, "bos_token", None)
+        self.separators = [backend.token_to_id(token) for token in (eos_token, bos_token) if token]
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
 
     @functools.cached_property
@@ -66,6 +67,12 @@ class TextTokenizer:
     def encode(self, text: str) -> list[int]:
         """Without the tokens that some add at the ends."""
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_documents(self, texts: list[str]) -> list[list[int]]:
+        """The same of many texts on all cores. What spells a special token, as a page about tokenizers does, is text."""
+        self.backend.encode_special_tokens = True
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: list[int]) -> str:
         return self.backend.decode(tokens, skip_special_tokens=False)
@@ -91,11 +98,20 @@ class NoTokenizer(TextTokenizer):
 
     def __init__(self, eos_token: str, vocab_size: int):
         self.identity = ""
-        self.bos = None
         self.eos_token = eos_token
         self.backend = None  # type: ignore[assignment]
         self.eos = int(eos_token or -1)
+        self.separators = [self.eos]
         self.vocab_size = max(vocab_size, self.eos + 1)
+
+    def encode_documents(self, texts: list[str]) -> list[list[int]]:
+        """Raises UserError for any."""
+        if texts:
+            raise UserError(
+                "the input holds text, but --tokenizer=none is for token ids; name the column of ids with "
+                "--text_column, or another tokenizer"
+            )
+        return []
 
     def save(self, folder: Path) -> None:
         """Writes nothing."""
@@ -129,7 +145,7 @@ def identities_in(name: str | Path | None) -> Iterator[str]:
     path = Path(name or "")
     with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
         if (path / "tokenizer.json").is_file():
-            yield identity_of(no_panic()(Tokenizer.from_file)(str(path / "tokenizer.json")))
+            yield identity_of(without_panic(Tokenizer.from_file, str(path / "tokenizer.json")))
     with contextlib.suppress(Exception):
         if name and ((path / "tokenizer_config.json").is_file() or not path.is_dir()):
             yield identity_of(load_for_transformers(name).backend_tokenizer)
@@ -191,8 +207,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:
-        load = no_panic()(AutoTokenizer.from_pretrained)
-        form = load(name, trust_remote_code=False)
+        form = without_panic(AutoTokenizer.from_pretrained, name, trust_remote_code=False)
     except Exception as error:  # the libraries raise whatever a file runs into
         raise UserError(
             f"tokenizer {name}: can't be loaded as a folder, a tokenizer.json file or a name on the Hugging Face Hub "
@@ -212,7 +227,7 @@ def load_words(path: str | Path) -> TextTokenizer:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
             raise ValueError("transformers may amend its files")
-        backend = no_panic()(Tokenizer.from_file)(str(Path(path, "tokenizer.json")))
+        backend = without_panic(Tokenizer.from_file, str(Path(path, "tokenizer.json")))
         eos = fields["eos_token"]
         if isinstance(eos, dict):
             eos = eos["content"]
@@ -231,7 +246,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     if path.is_file():
         form = None
         try:
-            backend = no_panic()(Tokenizer.from_file)(str(path))
+            backend = without_panic(Tokenizer.from_file, str(path))
         except Exception as error:  # the library raises bare Exception
             raise UserError(
                 f"tokenizer {name}: {path.name} can't be read ({first_line(error)})"

@@ -31,7 +31,7 @@ def tokenizer(texts, tmp_path_factory):
 def prepare(tokenizer):
     """Runs the library on an input; one worker, no validation, the small tokenizer, unless told otherwise."""
 
-    def run(source, out, *, save_seconds=5.0, **settings):
+    def run(source, out, **settings):
         options = DatasetConfig(
             **{
                 "tokenizer": tokenizer,
@@ -40,6 +40,6 @@ def prepare(tokenizer):
                 **settings,
             }
         )
-        return make_dataset(str(source), out, options, save_seconds=save_seconds)
+        return make_dataset(str(source), out, options)
 
     return run

@@ -72,7 +72,7 @@ def test_bytes_depend_on_neither_the_calls_nor_an_interruption(tmp_path_factory,
             state = json.loads(json.dumps(writer.state()))
             writer.append(flat[start:])  # lost: the process is killed here
             writer.close()
-            writer = StoreWriter(folder / "pieces", **arguments, state=state)
+            writer = StoreWriter(folder / "pieces", **arguments, resumed=state)
         piece = flat[start:end]
         writer.append(piece)
     pieces = writer.finish()

@@ -278,13 +278,11 @@ def make_rows(folder):
     datasets.Dataset.from_dict({"input_ids": DOCUMENTS}).save_to_disk(folder / "data")
 
 
-def read_dataset(folder, save_seconds=60.0):
+def read_dataset(folder):
     """Resumes."""
     options = DatasetConfig(tokenizer="train:300", documents="lines", shard_tokens=40)
     with patch.object(tokenize, "BATCH_SIZE", 100), patch.object(reading, "BLOCK", 100):
-        tokenize.make_dataset(
-            str(folder.parent / "texts.txt"), folder / "data", options, save_seconds=save_seconds
-        )
+        tokenize.make_dataset(str(folder.parent / "texts.txt"), folder / "data", options)
 
 
 def make_dataset(folder):
@@ -298,9 +296,12 @@ def make_dataset(folder):
             raise KeyboardInterrupt
         return real(*given)
 
-    with patch.object(tokenize._Part, "_write", interrupted):
-        with contextlib.suppress(KeyboardInterrupt):
-            read_dataset(folder, 0.0)
+    with (
+        patch.object(tokenize._Part, "_write", interrupted),
+        patch.object(tokenize, "SAVE_SECONDS", 0.0),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        read_dataset(folder)
 
 
 READERS = {  # name: (make, read, seal: what makes checksums fit again, which half of the mutations get)

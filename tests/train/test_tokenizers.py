@@ -40,7 +40,7 @@ def data(corpus, tmp_path_factory):
                 vocab_size=64,
                 eos=0,
                 tokenizer=identity,
-                state={"shards": shards, "tokens": 0, "documents": 0, "open": 0},
+                resumed={"shards": shards, "tokens": 0, "documents": 0, "open": 0},
             ).finish()
             if name != "unknown":
                 tokenizer.save(root / name / part / "tokenizer")
