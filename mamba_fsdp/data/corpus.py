@@ -151,7 +151,10 @@ def describe(shards: list[Shard]) -> dict:
     size = 0
     names = [os.fsencode(Path(shard.name).absolute()) for shard in shards]
     for name, shard in zip(names, shards):
-        stat = os.stat(shard.name)
+        try:
+            stat = os.stat(shard.name)
+        except OSError as error:  # a link to nowhere
+            _refuse(error)
         size += stat.st_size
         digest.update(name)
         digest.update(f"\0{shard.kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())

@@ -180,6 +180,7 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
         (["./nowhere"], "error: ./nowhere: there is no such file or folder"),
         (["a/b/c"], "error: a/b/c: there is no such file or folder"),
         (["bad"], "error: bad/a.jsonl: can't be read as json"),
+        (["astray"], "astray/a.txt: can't be read (No such file or directory)"),
         (["in", "--tokenizer=a/b/c"], "error: a/b/c: there is no such file or folder"),
         (["in", "--split=test"], "none of that name"),
         (["in", "--tokenizer=none"], "give the token id that ends documents"),
@@ -204,6 +205,8 @@ def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, capsys, word
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/a.jsonl").write_text("{")
+    (tmp_path / "astray").mkdir()
+    (tmp_path / "astray/a.txt").symlink_to("nowhere")
     with pytest.raises(SystemExit) as ended:
         command_line.run(get_dataset.main, str, [words[0], *(words[1:] or ["out"])])
     told = capsys.readouterr().err
