@@ -56,7 +56,7 @@ def seconds_of(given):
         optimizer.zero_grad(set_to_none=True)
         began = time.perf_counter()
         for batch in step.batches:
-            (loop.batch_loss(context.parallel, batch) / batch.labels.numel()).backward()
+            (loop.batch_loss(context.parallel.module, batch) / batch.labels.numel()).backward()
         optimizer.step()
         bare = optimizer, time.perf_counter()
         found.append((now - before, bare[1] - began))

@@ -25,7 +25,7 @@ from mamba_fsdp.train.saver import Saver
 from mamba_fsdp.train.setup import TrainContext
 from mamba_fsdp.train.step_stats import StepStats, StepSums, sum_over_ranks
 from mamba_fsdp.train.stopping import StopRequest
-from mamba_fsdp.train.validation import validate
+from mamba_fsdp.train.validation import batch_loss, validate
 
 ELSEWHERE = "requested on another rank"  # why this one stops
 AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbers are read
@@ -164,18 +164,6 @@ def finish_step(
     return stats
 
 
-def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
-    """Returns the sum of the token losses (nats) of one micro batch."""
-    heart.beat()
-    return parallel.module(
-        batch.tokens,
-        labels=batch.labels,
-        seq_idx=batch.seq_idx,
-        weights=batch.weights,
-        documents=batch.documents,
-    )
-
-
 def accumulate_gradients(
     parallel: ParallelModel,
     optimizer: torch.optim.Optimizer,
@@ -189,7 +177,7 @@ def accumulate_gradients(
     loss_sum = torch.zeros((), device=parallel.world.device)
     for index, batch in enumerate(batches):
         with parallel.accumulate(last=index == len(batches) - 1):
-            loss = batch_loss(parallel, batch)
+            loss = batch_loss(parallel.module, batch)
             (loss * scale).backward()
         loss_sum += loss.detach()
     parallel.reduce_gradients()

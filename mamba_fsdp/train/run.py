@@ -1,7 +1,7 @@
 """One run: its start, its end, and what it leaves when it fails."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
-from mamba_fsdp.parallel.world import World, start_world
+from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report.console import Console, output_that_may_go
 from mamba_fsdp.report.records import add_event, was_validated
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
@@ -46,12 +46,12 @@ def run_training(
     cpp.tune_process(world.device.type)
     settings.training.settle_precision(world.device.type)
     console = Console(enabled=world.rank == 0)
-    progress = Progress()
+    state = TrainState()
+    first_step = 0
     try:
         with (
             contextlib.closing(world),
             watchdog(settings.parallel.timeout_minutes, world.rank),
-            out_of_memory_explained(world, progress),
         ):
             for note in settings.notes:
                 console.line(f"settings   {note}")
@@ -60,35 +60,38 @@ def run_training(
             context = set_up(settings, world, folder, weights, console.line)
             if not context:
                 return 0
-            progress.begin(context.state)
+            state = context.state
+            first_step = state.step
             last = train(context, folder, console)
             del context  # model and optimizer, before the world is closed
         if last and world.rank == 0:
             if not settings.checkpoint.publish:
                 write_model = None
             finish(folder, last, write_model, console)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and not progress.has_stepped():
-            console.line("stopped    before the first step of this start: nothing was lost")
-        folder.write_failure(progress.state.step, error)
-        raise
+    except BaseException as raised:
+        error = raised
+        if state.step == first_step:
+            error = explained(raised, world.rank)
+            if isinstance(error, KeyboardInterrupt):
+                console.line("stopped    before the first step of this start: nothing was lost")
+        folder.write_failure(state.step, error)
+        if error is raised:
+            raise
+        raise error from raised
     finally:
         folder.lease.give_back()
     return 0
 
 
-class Progress:
-    """How far this start of the run has come, for who tells of its failure."""
-
-    def __init__(self) -> None:
-        self.begin(TrainState())
-
-    def begin(self, state: TrainState) -> None:
-        self.state = state
-        self.first_step = state.step
-
-    def has_stepped(self) -> bool:
-        return self.state.step > self.first_step
+def explained(error: BaseException, rank: int) -> BaseException:
+    """Returns a UserError in place of PyTorch's error where memory has run out before the first step
+    is done: then the settings ask for too much. Later it may be an accident that a restart mends."""
+    is_out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+    if not is_out_of_memory:
+        return error
+    return UserError(f"rank {rank} has too little memory: {TAKES_LESS} ({first_line(error)[:200]})")
 
 
 def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | None:
@@ -130,24 +133,6 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         how = f"before the first step of this start ({reason}): nothing was lost"
     console.line(f"stopped    {how}")
     return None
-
-
-@contextlib.contextmanager
-def out_of_memory_explained(world: World, progress: Progress) -> Iterator[None]:
-    """Raises UserError instead of PyTorch's error where memory runs out before the first step is
-    done: then the settings ask for too much. Later it may be an accident that a restart mends, and
-    stays PyTorch's error."""
-    try:
-        yield
-    except RuntimeError as error:
-        is_out_of_memory = isinstance(
-            error, torch.cuda.OutOfMemoryError
-        ) or "can't allocate memory" in str(error)
-        if not is_out_of_memory or progress.has_stepped():
-            raise
-        raise UserError(
-            f"rank {world.rank} has too little memory: {TAKES_LESS} ({first_line(error)[:200]})"
-        ) from error
 
 
 def finish(

@@ -139,7 +139,9 @@ def schedule_of(
     if state.schedule:
         former_length = state.schedule["num_steps"]
         saved = state.schedule["curve"]
-        unit = "tok" if saved["in_tokens"] else "steps"
+        unit = "steps"
+        if saved["in_tokens"]:
+            unit = "tok"
         former = Duration(saved["total"], unit)
     curve = length
     if former_length == str(length) and not is_given:

@@ -58,7 +58,7 @@ def start(
     learnt: Iterable[str] = []
     begins = "the start"
     if resumed:
-        state = saved_state(resumed, parallel, optimizer)
+        state = TrainState.from_saved(resumed.state, resumed.path)
         source = resumed.path
         learnt = [state.tokenizer]
         begins = f"checkpoint {resumed.path.name}"
@@ -71,7 +71,7 @@ def start(
         check = check_of_model(settings, "load_ckpt_path")
         found = find_checkpoint(origin, parallel.world, say, shards=shards)
         restored = load(found, shards, parallel.world, check)
-        saved = saved_state(restored, parallel, optimizer)
+        saved = TrainState.from_saved(restored.state, restored.path)
         source = restored.path
         learnt = [saved.tokenizer]
         state.optimizer_steps = saved.optimizer_steps
@@ -79,6 +79,7 @@ def start(
         if config.resuming_dataset:
             state.data = saved.data
             begins = f"model and optimiser in {source}, the data's position"
+    parallel.set_optimizer_steps(optimizer, state.optimizer_steps)
 
     if not settings.data.allow_other_tokenizer:
         parallel.world.on_rank0(
@@ -177,12 +178,3 @@ def check_of_model(settings: TrainConfig, named_by: str) -> Check:
             )
 
     return check
-
-
-def saved_state(
-    restored: Restored, parallel: ParallelModel, optimizer: torch.optim.Optimizer
-) -> TrainState:
-    """The train state of a checkpoint that is in the shards of the model and the optimiser."""
-    state = TrainState.from_saved(restored.state, restored.path)
-    parallel.set_optimizer_steps(optimizer, state.optimizer_steps)
-    return state

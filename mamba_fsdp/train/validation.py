@@ -56,6 +56,18 @@ def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
         )
 
 
+def batch_loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Returns the sum of the token losses (nats) of one micro batch."""
+    heart.beat()
+    return module(
+        batch.tokens,
+        labels=batch.labels,
+        seq_idx=batch.seq_idx,
+        weights=batch.weights,
+        documents=batch.documents,
+    )
+
+
 @torch.no_grad()
 def evaluate(
     module: torch.nn.Module,
@@ -75,19 +87,11 @@ def evaluate(
     weight = 0.0
     tokens = 0.0
     for batch in batches:
-        heart.beat()
         if is_stopped and is_stopped(int(tokens)):
             module.train(was_training)
             return math.nan, 0
         here = batch.to(world.device)
-        loss = module(
-            here.tokens,
-            labels=here.labels,
-            seq_idx=here.seq_idx,
-            weights=here.weights,
-            documents=here.documents,
-        )
-        loss_sum += float(loss)
+        loss_sum += float(batch_loss(module, here))
         weight += batch.total_weight()
         tokens += float((batch.labels != IGNORED_LABEL).sum())
     module.train(was_training)

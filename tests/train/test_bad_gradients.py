@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 def gradients(world, parallel, optimizer, step, scale=1.0, factor=1.0):
     """This rank's losses of a step, times `factor`, and their gradients."""
     mine = tokens(step).view(world.size, 2, -1, 9)[world.rank]
-    loop.batch_loss = lambda parallel, batch: (
-        parallel.module(batch.tokens, labels=batch.labels) * factor
-    )
+    loop.batch_loss = lambda module, batch: module(batch.tokens, labels=batch.labels) * factor
     batches = [Batch(rows[:, :-1], rows[:, 1:]) for rows in mine]
     return loop.accumulate_gradients(parallel, optimizer, batches, torch.tensor(scale / 192))
 

@@ -114,11 +114,11 @@ HYBRID = {  # something of each family of hybrids in one model
 def die_in_step_4(rank, batch_loss=loop.batch_loss):
     batches = []
 
-    def dying(parallel, batch):
+    def dying(module, batch):
         batches.append(batch)
         if len(batches) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        return batch_loss(parallel, batch)
+        return batch_loss(module, batch)
 
     loop.batch_loss = dying
 
@@ -146,11 +146,11 @@ def test_hybrids_resume_a_killed_run_to_the_bit(train_on, run_changed, tmp_path,
 def stick_in_step_2(rank, batch_loss=loop.batch_loss):
     steps = []
 
-    def stuck(parallel, batch):
+    def stuck(module, batch):
         if rank == 1 and len(steps) == 1:
             time.sleep(300)
         steps.append(batch)
-        return batch_loss(parallel, batch)
+        return batch_loss(module, batch)
 
     loop.batch_loss = stuck
 

@@ -28,8 +28,8 @@ def lose(monkeypatch):
     def change(factor):
         steps = itertools.count(1)
 
-        def loss(parallel, batch):
-            loss = true_loss(parallel, batch)
+        def loss(module, batch):
+            loss = true_loss(module, batch)
             return loss * factor(next(steps)) if torch.is_grad_enabled() else loss
 
         monkeypatch.setattr(loop, "batch_loss", loss)
