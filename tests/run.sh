@@ -34,7 +34,8 @@ torch2.2) venv=.venv-torch2.2 selection=(-m torch22) ;;
 esac
 
 VENV=$venv ./0.create_env.sh --stack "$stack" --dev
-# Once, also where PYTHONDONTWRITEBYTECODE would leave it to each process:
+# Else each of a thousand processes compiles all of torch that it imports, which takes longer than the import:
+unset PYTHONDONTWRITEBYTECODE
 "$venv/bin/python" -m compileall -q mamba_fsdp config
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
 export MAMBA_FSDP_TEST_STACK=$stack

@@ -2,6 +2,7 @@
 
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -60,6 +61,7 @@ def fork(work, *arguments):
     child = os.fork()
     if child:
         return child
+    gc.freeze()  # what it inherits: a collection would look at it all, and so copy its pages
     code = 1
     try:
         code = work(*arguments) or 0

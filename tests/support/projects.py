@@ -105,11 +105,10 @@ def make_project(folder, training=FAKE_TRAINING):
     """A project folder with the checkout's launcher and library; training: the text of training.py, None for the real
     one. With another than the real one get_dataset.py is no real one either."""
     folder.mkdir(parents=True)
+    half_written = shutil.ignore_patterns("*.pyc.*")  # bytecode itself stays valid in a copy
     for name in PARTS:
         if (PROJECT / name).is_dir():
-            shutil.copytree(
-                PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(PROJECT / name, folder / name, ignore=half_written)
         else:
             shutil.copy(PROJECT / name, folder / name)
     (folder / "logs").mkdir()
