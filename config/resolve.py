@@ -21,6 +21,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import CHECKPOINTS, SETTINGS, committed
 from mamba_fsdp.storage import exists
 
+MOST_MISTAKES = 20  # that are told: a file may be none of settings at all
 EARLIER = "1"  # the version of a run's config.yaml that says none
 # What earlier versions of a run's config.yaml called so has another name.
 RENAMED_SCHEDULES = {"cosine": "fms_cosine", "linear": "linear_from_start"}
@@ -196,9 +197,9 @@ def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def check_none(mistakes: Sequence[str]) -> None:
-    """Raises UserError with all of these sentences, one a line, if there are any."""
+    """Raises UserError with these sentences, one a line, if there are any."""
     if len(mistakes) > 1:
-        mistakes = [f"{len(mistakes)} mistakes:", *mistakes]
+        mistakes = [f"{len(mistakes)} mistakes:", *mistakes[:MOST_MISTAKES]]
     if mistakes:
         raise UserError("\n  ".join(mistakes))
 

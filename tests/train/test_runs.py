@@ -241,7 +241,7 @@ def test_mistakes_found_at_the_start(train, tmp_path, given, message, capsys):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         train(tmp_path / "run", **given)
     if given.keys() & {"dataset_path", "datasets", "validation_path", "vocab_size"}:
-        assert capsys.readouterr().out == ""
+        assert "model " not in capsys.readouterr().out
 
 
 def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_path):
