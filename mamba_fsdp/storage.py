@@ -132,7 +132,7 @@ def remove_unwritten(path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_for_user(path: str | Path, data: str, check: Callable[[], object] = lambda: None) -> None:
+def write_for_user(path: str | Path, data: str, check: Callable[[], object] = nothing) -> None:
     """As write_atomically, but raises UserError where the path can't be written."""
     try:
         write_atomically(path, data, check)

@@ -199,12 +199,10 @@ def run_ranks(agent: Agent) -> int:
     signal.signal(signal.SIGQUIT, _stop)
     try:
         result = agent.run()
-    except (ChildFailedError, StorageError):  # the latter: the ranks have met it too
-        return 1
+    except (ChildFailedError, StorageError, api.RendezvousClosedError):
+        return 1  # ranks have failed, met that storage too, or are another node's that has given up
     except SignalException as request:
         raise SystemExit(128 + request.sigval) from None
-    except api.RendezvousClosedError:  # another node has given up
-        return 1
     except api.RendezvousError as error:
         said = (
             f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it "

@@ -56,12 +56,11 @@ def folders_outside_project(settings: TrainConfig) -> list[Path]:
 
     What is there is not asked: the container that this runs in does not see where links lead out of the project.
     """
-    values = [
-        value for section in dataclasses.asdict(settings).values() for value in section.values()
-    ]
-    texts = [value for value in values if isinstance(value, str) and "/" in value]
-    named = [run_folder(settings), *(Path(os.path.abspath(text)) for text in texts)]
-    folders = {*named, *(path.resolve() for path in named)}
+    named: set[Path] = set()
+    for section in dataclasses.asdict(settings).values():
+        texts = [value for value in section.values() if isinstance(value, str)]
+        named.update(Path(os.path.abspath(text)) for text in texts)
+    folders = named | {path.resolve() for path in named}
     return sorted(folder for folder in folders if not folder.is_relative_to(PROJECT))
 
 
