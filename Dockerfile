@@ -38,7 +38,7 @@ RUN mkdir /wheels \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         ca-certificates g++ git python3 python3-dev python3-venv \
     && python3 -m venv /build/venv \
-    && /build/venv/bin/pip install --no-cache-dir --disable-pip-version-check --constraint "/build/$STACK.txt" \
+    && /build/venv/bin/pip install --no-cache-dir --no-compile --disable-pip-version-check --constraint "/build/$STACK.txt" \
         torch numpy setuptools packaging ninja==1.13.0 wheel==0.45.1 \
     && PYTHON=/build/venv/bin/python bash /build/build_kernels.sh "$STACK" /wheels \
     && rm -rf /build/venv /var/lib/apt/lists/*

@@ -6,8 +6,9 @@ from tests.support import projects
 
 
 @pytest.fixture
-def launcher_project(tmp_path):
+def launcher_project(tmp_path, monkeypatch):
     """A project folder with a space in its name, a fake training program and a .venv."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     project = projects.make_project(tmp_path / "the project")
     projects.make_venv(project)
     return project

@@ -5,19 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import finish, wait_until
 from tests.support.projects import starts
 
-CLEAN = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith("SLURM") and name != "CUDA_VISIBLE_DEVICES"
-}
 RUN = "--save_ckpt_path=runs/a"
 ENDLESS = [RUN, "--num_steps=9999"]
 
@@ -25,7 +20,7 @@ ENDLESS = [RUN, "--num_steps=9999"]
 def launch(project, *settings, cwd=None, **environment):
     return subprocess.Popen(
         [project / "1.train.sbatch" if cwd else "./1.train.sbatch", *settings],
-        env={**CLEAN, **environment},
+        env={**os.environ, **environment},
         cwd=cwd or project,
         text=True,
         stdout=subprocess.PIPE,
@@ -33,21 +28,9 @@ def launch(project, *settings, cwd=None, **environment):
     )
 
 
-def finish(process):
-    output, _ = process.communicate(timeout=400)
-    return process.returncode, output
-
-
 def train(project, *settings, **environment):
     """(exit code, what was said)"""
     return finish(launch(project, *settings, **environment))
-
-
-def wait_until(happened):
-    end = time.monotonic() + 400
-    while not happened():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -9,13 +9,9 @@ import time
 import pytest
 
 from mamba_fsdp.launch.machine import set_environment
+from tests.support.processes import finish, wait_until
 from tests.support.projects import FAKE_TRAINING, make_project, make_venv, starts
 
-CLEAN = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("SLURM", "TRITON_", "GLOO_")) and name != "CUDA_VISIBLE_DEVICES"
-}
 ALONE = ["--standalone"]
 AMONG_NODES = ["--nnodes=1", "--rdzv-endpoint=localhost:0", "--rdzv-id=7.0"]  # as in Slurm
 STARTS_FOR_EVER = "import os, time\nopen(f'started-{os.environ[\"RANK\"]}', 'w')\ntime.sleep(600)\n"
@@ -56,9 +52,10 @@ pytestmark = [pytest.mark.torch22, pytest.mark.slow]
 
 
 @pytest.fixture
-def start_node(tmp_path):
+def start_node(tmp_path, monkeypatch):
     """start_node(*words, training=FAKE_TRAINING, before="", **environment) -> (process, project folder). before: what
     the launcher runs first."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     started = []
 
     def start(*words, training=FAKE_TRAINING, before="", **environment):
@@ -71,7 +68,7 @@ def start_node(tmp_path):
         started.append(
             subprocess.Popen(
                 command,
-                env={**CLEAN, **environment},
+                env={**os.environ, **environment},
                 cwd=project,
                 text=True,
                 stdout=subprocess.PIPE,
@@ -83,18 +80,6 @@ def start_node(tmp_path):
     yield start
     for process in started:
         process.kill()
-
-
-def wait_until(happened):
-    end = time.monotonic() + 400
-    while not happened():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.05)
-
-
-def finish(process):
-    output, _ = process.communicate(timeout=400)
-    return process.returncode, output
 
 
 def test_ranks_that_are_asked_to_stop_have_the_time_they_need(start_node):

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import signal
@@ -14,11 +13,11 @@ import numpy as np
 import pytest
 
 from mamba_fsdp.data.store import StoreWriter
-from mamba_fsdp.report.records import read_events
+from mamba_fsdp.report import records
+from tests.support.processes import wait_until
 from tests.support.projects import make_project, make_venv
 
 pytestmark = pytest.mark.slow
-CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
 SETTINGS = [
     "--dataset_path=store",
     "--save_ckpt_path=run",
@@ -71,29 +70,18 @@ def command(project):
 
 
 def wait_for_steps(run, count):
-    end = time.monotonic() + 400
-    while (
-        not (run / "metrics.jsonl").exists()
-        or (run / "metrics.jsonl").read_bytes().count(b"\n") < count
-    ):
-        assert time.monotonic() < end, "the run came to no step"
-        time.sleep(0.05)
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= count)
 
 
 def wait_for_end(run):
     """Of a run whose launcher may be gone; returns its status."""
-    end = time.monotonic() + 400
-    while (
-        not (run / "status.json").exists()
-        or json.loads((run / "status.json").read_text())["status"] == "running"
-    ):
-        assert time.monotonic() < end, "the run did not end"
-        time.sleep(0.05)
-    return json.loads((run / "status.json").read_text())
+    wait_until(lambda: records.read_status(run).get("status", "running") != "running")
+    return records.read_status(run)
 
 
 def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(project, command, terminal):
-    process = terminal.start(command(100_000), cwd=project, env=CLEAN)
+    process = terminal.start(command(100_000), cwd=project)
     wait_for_steps(project / "run", 20)
     terminal.close()
     assert process.wait(400) == 130
@@ -107,7 +95,7 @@ def test_ctrl_c_that_ends_the_reader_too_stops_the_run_with_a_checkpoint(
 ):
     """`./1.train.sbatch | tee log`: the terminal sends SIGINT to both, and nobody reads what is said then."""
     process = terminal.start(
-        ["bash", "-c", " ".join(command(100_000)) + " 2>&1 | tee log"], cwd=project, env=CLEAN
+        ["bash", "-c", " ".join(command(100_000)) + " 2>&1 | tee log"], cwd=project
     )
     wait_for_steps(project / "run", 20)
     terminal.type("\x03")
@@ -122,27 +110,26 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
     words = [*command(100_000), "--checkpoint_interval=5"]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
-            words, cwd=project, env={**CLEAN, **environment}, stdout=log, stderr=log
+            words, cwd=project, env={**os.environ, **environment}, stdout=log, stderr=log
         )
     wait_for_steps(project / "run", 10)
     (project / "spins-1").touch()
     process.send_signal(signal.SIGINT)
-    while not (project / "run/STOP").exists():
-        time.sleep(0.05)
+    wait_until((project / "run/STOP").exists)
     os.kill(tree_of(tmp_path)["rank 1"], signal.SIGKILL)
     (project / "spins-1").unlink()
     assert process.wait(400) == 128 + signal.SIGKILL
     said = (tmp_path / "log").read_text()
     assert "It was ended by SIGKILL" in said and "restarts   the ranks" not in said, said
     assert said.splitlines()[-1].startswith("to resume from step_")
-    assert [event["event"] for event in read_events(project / "run")].count("started") == 1
+    assert [event["event"] for event in records.read_events(project / "run")].count("started") == 1
 
 
 def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(
     project, command, terminal
 ):
     words = " ".join(["nohup", *command(400)]) + " 2>&1 | head -5 > log"
-    terminal.start(["bash", "-c", words], cwd=project, env=CLEAN)
+    terminal.start(["bash", "-c", words], cwd=project)
     wait_for_steps(project / "run", 20)
     terminal.close()
     assert wait_for_end(project / "run")["status"] == "finished"
@@ -179,7 +166,11 @@ def test_kill_9_of_any_process_leaves_nothing(project, command, tmp_path):
         environment = {"PROCESSES_PER_NODE": "2", "MAX_RESTARTS": "0", "TMPDIR": str(scratch)}
         with open(tmp_path / "log", "w") as log:
             process = subprocess.Popen(
-                command(100_000), cwd=project, env={**CLEAN, **environment}, stdout=log, stderr=log
+                command(100_000),
+                cwd=project,
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=log,
             )
         wait_for_steps(project / "run", 3)
         tree = {**tree_of(scratch), "the script": process.pid}
