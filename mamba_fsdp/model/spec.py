@@ -233,6 +233,8 @@ def _check_attention(config):
         raise UserError(
             f"rope_scaling={config.rope_scaling}: its kind or a number is unknown or missing"
         )
+    if any(number <= 0 for number in numbers.values()):
+        raise UserError(f"rope_scaling={config.rope_scaling}: all its numbers must be above 0")
 
 
 def _mlp(config):

@@ -286,7 +286,15 @@ def test_scaled_rotary_positions_are_those_of_transformers(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["longrope,factor=2", "linear", "linear,factor=x", "llama3,factor=8", "linear,beta=1"]
+    "text",
+    [
+        "longrope,factor=2",
+        "linear",
+        "linear,factor=x",
+        "llama3,factor=8",
+        "linear,beta=1",
+        "linear,factor=-2",
+    ],
 )
 def test_a_rope_scaling_that_lacks_something_is_refused(text):
     with pytest.raises(UserError, match="rope_scaling"):
