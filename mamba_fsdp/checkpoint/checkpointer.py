@@ -307,7 +307,10 @@ class Checkpointer:
         try:
             errors = [file.error for file in files if file.error]
             if errors:
-                raise joined(errors, f"the checkpoint of step {save.step} could not be saved: ")
+                raise joined(
+                    errors,
+                    f"the checkpoint of step {save.step} could not be saved in {self.folder}: ",
+                )
             size = self._complete(save, files)
             path = self.retention.place(save.folder)
         finally:

@@ -213,7 +213,8 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, UserError | None]:
         return None, error
     except OSError as error:
         kind = StorageError if error.errno in MAY_PASS else UserError
-        return None, kind(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        reason = error.strerror or str(error)
+        return None, kind(f"{error.filename}: {reason}" if error.filename else reason)
     except Exception as error:
         return None, UserError(f"{type(error).__name__}: {error}")
 

@@ -129,7 +129,7 @@ def test_a_run_that_can_t_save_stops(train, tmp_path, failing, number, code):
 def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing, asynchronous):
     failing(1)
     with pytest.raises(
-        UserError, match="^the checkpoint of step 12 could not be saved: .*No space left"
+        UserError, match="^the checkpoint of step 12 could not be saved in .*: .*No space left"
     ):
         train(tmp_path, **LONG | {"async_checkpoint": asynchronous}, checkpoint_interval=100)
     assert read_status(tmp_path)["status"] == "failed"
