@@ -7,6 +7,7 @@ import torch
 
 from config import resolve
 from config.dataset_config import DatasetConfig
+from mamba_fsdp import command_line
 
 MODEL = {
     "d_model": 16,
@@ -53,3 +54,28 @@ def there(used, monkeypatch):
     monkeypatch.chdir(used)
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     return used
+
+
+@pytest.fixture
+def answer(capsys):
+    """answer(verb's module, *words) -> (exit code, stdout, stderr)."""
+
+    def answer(verb, *words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            command_line.run(verb.main, str, list(map(str, words)))
+        told = capsys.readouterr()
+        return end.value.code, told.out, told.err
+
+    return answer
+
+
+@pytest.fixture
+def call(answer):
+    """call(verb's module, *words) -> (exit code, what was said)."""
+
+    def call(verb, *words):
+        code, out, err = answer(verb, *words)
+        return code, out + err
+
+    return call

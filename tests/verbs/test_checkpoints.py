@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from mamba_fsdp import command_line
 from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.verbs import checkpoints, inspect
@@ -21,19 +20,6 @@ def run(used, tmp_path):
     )  # killed ones'
     yield tmp_path / "run"
     until_the_end.close()
-
-
-@pytest.fixture
-def call(capsys):
-    """call(verb, *words) -> (exit code, what was said)."""
-
-    def call(verb, *words):
-        with pytest.raises(SystemExit) as end:
-            command_line.run(verb.main, lambda: "", list(map(str, words)))
-        told = capsys.readouterr()
-        return end.value.code or 0, told.out + told.err
-
-    return call
 
 
 def test_the_table_of_a_whole_run(run, call):

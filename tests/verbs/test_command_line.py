@@ -10,6 +10,7 @@ import pytest
 from config.fields import setting
 from config.resolve import resolve_settings
 from mamba_fsdp import command_line
+from mamba_fsdp.__main__ import main
 from mamba_fsdp.errors import UserError
 
 
@@ -153,29 +154,35 @@ def test_mistakes_are_refused_with_the_reason(words, message):
         (["inspect", "n" * 300], 2, "error: " + "n" * 300),
     ],
 )
-def test_verbs_explain_themselves_and_refuse_in_one_line(project, words, code, start):
-    done = subprocess.run(
-        [sys.executable, "-m", "mamba_fsdp", *words], cwd=project, capture_output=True, text=True
-    )
-    said = done.stdout if code == 0 else done.stderr
-    assert (done.returncode, said[: len(start)]) == (code, start), done
+def test_verbs_explain_themselves_and_refuse_in_one_line(monkeypatch, capsys, words, code, start):
+    monkeypatch.setattr(sys, "argv", ["mamba-fsdp", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    told = capsys.readouterr()
+    said = told.err if code else told.out
+    assert (end.value.code, said[: len(start)]) == (code, start), told
     assert code == 0 or len(said.splitlines()) == 1
 
 
-def test_a_stdout_that_is_closed_is_no_traceback(project):
+@pytest.mark.parametrize(
+    "environment, output, code, said",
+    [
+        ("", ">&-", 0, b""),
+        (
+            "PYTHONUNBUFFERED=1",
+            ">/dev/full",
+            74,
+            b"error: can't write any more: No space left on device\n",
+        ),
+        ("PYTHONUNBUFFERED=", ">/dev/full", 74, b"error: can't write any more: No space"),
+    ],
+)
+def test_a_stdout_that_is_closed_or_full_is_no_traceback(project, environment, output, code, said):
     done = subprocess.run(
-        f"{sys.executable} get_dataset.py --help >&-", shell=True, cwd=project, capture_output=True
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_stdout_that_is_full_is_a_line(project, unbuffered):
-    done = subprocess.run(
-        f"PYTHONUNBUFFERED={unbuffered} {sys.executable} -m mamba_fsdp --help >/dev/full",
+        f"{environment} {sys.executable} get_dataset.py --help {output}",
         shell=True,
         cwd=project,
         capture_output=True,
     )
-    assert done.returncode == 74
-    assert done.stderr == b"error: can't write any more: No space left on device\n"
+    assert done.returncode == code and done.stderr.startswith(said)
+    assert done.stderr.count(b"\n") == bool(code)

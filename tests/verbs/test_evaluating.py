@@ -2,13 +2,13 @@
 
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 import mamba_fsdp
-from mamba_fsdp import command_line
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
@@ -21,17 +21,9 @@ pytestmark = pytest.mark.torch22
 
 
 @pytest.fixture
-def run(there, capsys):
+def run(there, answer):
     """run(*words) -> (exit code, stdout, stderr) of evaluate."""
-
-    def run(*words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit:
-            command_line.run(evaluate.main, lambda: "help", [str(word) for word in words])
-        told = capsys.readouterr()
-        return exit.value.code, told.out, told.err
-
-    return run
+    return partial(answer, evaluate)
 
 
 @pytest.fixture
@@ -116,10 +108,7 @@ def test_a_model_of_another_tokenizer_is_refused(run, tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["runs/demo"], "missing a required argument: 'data'"),
         (["runs/demo", STORE, "--seq_length=8", "--stride=9"], "is longer than --seq_length=8"),
-        (["runs/demo", "a.txt"], "get_dataset.py a.txt OUT --tokenizer=runs/demo/tokenizer "),
-        (["nothing", STORE], "no such file or folder"),
         (["runs/demo", STORE, "--seq_lenght=1"], "did you mean --seq_length"),
     ],
 )

@@ -4,10 +4,10 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
-from mamba_fsdp import command_line
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report import console
@@ -36,17 +36,9 @@ def test_a_character_of_several_tokens_waits_until_it_is_whole():
 
 
 @pytest.fixture
-def run(there, capsys):
+def run(there, answer):
     """run(*words) -> (exit code, stdout, stderr) of generate."""
-
-    def run(*words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit:
-            command_line.run(generate.main, lambda: "", list(words))
-        told = capsys.readouterr()
-        return exit.value.code, told.out, told.err
-
-    return run
+    return partial(answer, generate)
 
 
 def test_equal_seeds_give_equal_texts_and_an_export_the_same(run):

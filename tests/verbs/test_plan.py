@@ -7,23 +7,15 @@ import shlex
 import pytest
 
 from benchmarks import published
-from mamba_fsdp import command_line
 from mamba_fsdp.verbs import plan
 
 P4D = "--instance=p4d.24xlarge"
 
 
 @pytest.fixture
-def told(capsys):
+def told(call):
     """told(words) -> (exit code, what is printed)."""
-
-    def run(words):
-        with pytest.raises(SystemExit) as exit:
-            command_line.run(plan.main, lambda: str(plan.__doc__), shlex.split(words))
-        said = capsys.readouterr()
-        return exit.value.code, said.out + said.err
-
-    return run
+    return lambda words: call(plan, *shlex.split(words))
 
 
 def test_published_rates_are_met_within_a_third(project):

@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 
-from mamba_fsdp import command_line
 from mamba_fsdp.verbs import export, inspect
 
 pytestmark = pytest.mark.torch22
@@ -37,16 +36,9 @@ def test_importing_the_package_imports_nothing_heavy(project):
 
 
 @pytest.fixture
-def verify(capsys):
+def verify(call):
     """verify(path) -> (exit code, what is said) of inspect PATH --verify."""
-
-    def verify(path):
-        with pytest.raises(SystemExit) as exit:
-            command_line.run(inspect.main, lambda: "", [str(path), "--verify"])
-        told = capsys.readouterr()
-        return exit.value.code, told.out + told.err
-
-    return verify
+    return lambda path: call(inspect, path, "--verify")
 
 
 @pytest.mark.parametrize(
