@@ -147,7 +147,10 @@ REFUSED = {  # file: (content, what is said of it)
     "d.jsonl": (b'{"txt": "a"}', "line 1 has no 'text'"),
     "e.jsonl": (b'{"text": 3}', "'text' is int, not text or token ids"),
     "f.jsonl": (b'{"text": "\\ud800"}', "surrogates not allowed"),
-    "g.csv": (b"id,words\n1,a\n", "can't be read as csv"),
+    "g.csv": (b"id,words\n1,a\n", "no column 'text'; it has: id, words; name one"),
+    "semicolons.csv": (b'id;"text"\n1;hello\n', "separated by ';', not by commas"),
+    "tabs.csv": (b'id\t"text"\n1\thello\n', "separated by '\\t', not by commas"),
+    "bars.csv": (b'id|"text"\n1|hello\n', "separated by '|', not by commas"),
     "h.parquet": (b"no parquet", "can't be read as parquet"),
     "i.arrow": (b"no arrow", "not an Arrow file"),
     "j.jsonl.gz": (gzip.compress(b'{"text": "a"}')[:-9], "can't be read as json"),
@@ -246,17 +249,6 @@ def test_a_mistyped_name_is_told_at_once_and_the_hub_is_not_waited_for(
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
-def test_a_split_of_a_saved_dataset(prepare, tmp_path):
-    saved = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "test")}
-    datasets.DatasetDict(saved).save_to_disk(tmp_path / "saved")
-    saved["train"].to_parquet(tmp_path / "saved/train/cache.parquet")  # what else lies there
-    for split in ("", "train", "test"):
-        prepare(tmp_path / "saved", tmp_path / f"of_{split}", split=split)
-        assert read_back(tmp_path / f"of_{split}" / "train") == [split or "train"]
-    with pytest.raises(UserError, match="none of that name"):
-        prepare(tmp_path / "saved", tmp_path / "none", split="dev")
-
-
 def test_official_splits_become_stores(prepare, tmp_path, monkeypatch):
     """Of a saved dataset, of files named after them (one of these a list of records), and of a name on the Hub."""
     texts = {"train": ["a", "b"], "validation": ["c"], "test": ["d"]}
@@ -286,18 +278,24 @@ def test_official_splits_become_stores(prepare, tmp_path, monkeypatch):
         prepare(files, tmp_path / "none", splits="official")
 
 
-def test_a_name_on_the_hub_is_streamed(prepare, tmp_path, monkeypatch):
+def test_a_name_on_the_hub_is_streamed_and_its_other_splits_left_out(
+    prepare, tmp_path, monkeypatch, capsys
+):
     asked = []
+    splits = ["train", "validation"]
 
     def load(name, config, *, split, streaming):
         asked.append((name, config, split, streaming))
         return datasets.Dataset.from_dict({"text": ODD_TEXTS}).to_iterable_dataset(num_shards=3)
 
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: ["train"])
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: splits)
     monkeypatch.setattr(datasets, "load_dataset", load)
     prepare("some/corpus", tmp_path / "out", config="de")
     assert read_back(tmp_path / "out" / "train") == ODD_TEXTS
     assert set(asked) == {("some/corpus", "de", "train", True)}
+    assert "left out: validation (1 of 2 files)" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--split=dev: there is none of that name in some/corpus"):
+        prepare("some/corpus", tmp_path / "none", split="dev")
     with pytest.raises(UserError, match="config was de and is fr"):
         prepare("some/corpus", tmp_path / "out", config="fr")
 
@@ -414,47 +412,44 @@ command_line.run(get_dataset.main, get_dataset.page)
 """
 
 
-def test_ctrl_c_is_heard_while_a_tokenizer_is_trained(tmp_path):
-    (tmp_path / "a.txt").write_text("some text")
+def stopped_by(number, folder, program, words, sign):
+    """The exit code and what is said of a program that gets a signal when it has written the file `sign`."""
     process = subprocess.Popen(
-        [sys.executable, "-c", DEAF, str(ROOT), "a.txt", "out"],
-        cwd=tmp_path,
+        [sys.executable, "-c", program, str(ROOT), *words],
+        cwd=folder,
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (tmp_path / "training").exists():
+    while not (folder / sign).exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert "same command resumes" in process.communicate()[1] and process.returncode == 130
+    process.send_signal(number)
+    said = process.communicate()[1]
+    (folder / sign).unlink()
+    return process.returncode, said
+
+
+def test_ctrl_c_is_heard_while_a_tokenizer_is_trained(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    code, said = stopped_by(signal.SIGINT, tmp_path, DEAF, ["a.txt", "out"], "training")
+    assert code == 130 and "same command resumes" in said
 
 
 @pytest.mark.slow
-def test_kill_9_and_ctrl_c_resume_to_the_bytes_of_one_run(prepare, tmp_path, tokenizer):
+def test_kill_9_and_ctrl_c_resume_to_the_bytes_of_one_run(prepare, tmp_path, tokenizer, capsys):
     """Each process stands when it has saved one batch more than the one before it."""
     (tmp_path / "a.jsonl").write_text(as_json_lines(make_texts(100)))
     prepare(tmp_path / "a.jsonl", tmp_path / "whole", validation_fraction=0.01)
     words = ["a.jsonl", "out", f"--tokenizer={tokenizer}", "--eos_token=<|endoftext|>"]
-    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
-        process = subprocess.Popen(
-            [sys.executable, "-c", STANDS, str(ROOT), *words],
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        while not (tmp_path / "saved").exists():
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.01)
-        process.send_signal(number)
-        said = process.communicate()[1]
-        assert process.returncode == code and "Traceback" not in said
+    for number, expected in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        code, said = stopped_by(number, tmp_path, STANDS, words, "saved")
+        assert code == expected and "Traceback" not in said
         assert ("out is unfinished; the same command resumes from here" in said) == (code == 130)
-        (tmp_path / "saved").unlink()
     last = command(*words, cwd=tmp_path)
     assert last.returncode == 0 and re.search("^resumes behind [1-9]", last.stdout, re.MULTILINE)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
-    again = command(str(tmp_path / words[0]), *words[1:], cwd=tmp_path)
-    assert "complete already" in again.stdout
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", validation_fraction=0.01)
+    assert "complete already" in capsys.readouterr().out
     with pytest.raises(UserError, match="shard_tokens was 268435456 and is 9"):
         prepare(tmp_path / "a.jsonl", tmp_path / "whole", validation_fraction=0.01, shard_tokens=9)
 

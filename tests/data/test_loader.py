@@ -42,35 +42,26 @@ def two_sources():
 
 
 def loader_of(
-    sources,
-    *,
-    state=None,
-    seed=0,
-    rank=0,
-    world_size=1,
-    batch_size=2,
-    grad_accumulation_steps=1,
-    vocab_size=10**6,
-    first_step=0,
-    num_workers=2,
-    **data,
+    sources, *layout, state=None, seed=0, vocab_size=10**6, first_step=0, num_workers=2, **data
 ):
+    """layout: as BatchLayout has it."""
     order = Sampler(sources, {name: i + 1.5 for i, name in enumerate(sources)}, L, seed, state)
     return Loader(
         sources,
         order,
         DataConfig(seq_length=L, num_workers=num_workers, **data),
-        BatchLayout(rank, world_size, batch_size, grad_accumulation_steps),
+        BatchLayout(*layout),
         vocab_size=vocab_size,
         first_step=first_step,
     )
 
 
-def rows_of_step(sources, step, world_size, **settings):
-    """The samples and tokens of a step over all ranks, in order."""
+def rows_of_step(sources, step, split, **settings):
+    """The samples and tokens of a step over all ranks, in order. split: (ranks, batch size, batches of each)."""
+    world_size, *each = split
     samples, tokens, labels = [], [], []
     for rank in range(world_size):
-        with loader_of(sources, rank=rank, world_size=world_size, **settings) as loader:
+        with loader_of(sources, rank, world_size, *each, **settings) as loader:
             batches = loader.step(step)
         for batch in batches:
             samples += batch.samples
@@ -90,29 +81,18 @@ def rows_of_step(sources, step, world_size, **settings):
 def test_a_step_is_the_same_for_every_world_size_split_and_worker_count(
     split, workers, prefetch, step, seed
 ):
-    world_size, batch_size, grad_accumulation_steps = split
     sources = two_sources()
     samples, tokens, labels = rows_of_step(
-        sources,
-        step,
-        world_size,
-        batch_size=batch_size,
-        grad_accumulation_steps=grad_accumulation_steps,
-        num_workers=workers,
-        prefetch=prefetch,
-        seed=seed,
+        sources, step, split, num_workers=workers, prefetch=prefetch, seed=seed
     )
-    expected = rows_of_step(sources, step, 1, batch_size=12, num_workers=0, seed=seed)
-    assert (
-        samples == expected[0]
-        and torch.equal(tokens, expected[1])
-        and torch.equal(labels, expected[2])
-    )
+    expected = rows_of_step(sources, step, (1, 12), num_workers=0, seed=seed)
+    assert samples == expected[0]
+    assert torch.equal(tokens, expected[1]) and torch.equal(labels, expected[2])
 
 
 def test_rows_are_the_windows_and_labels_are_shifted_by_one():
     sources = two_sources()
-    with loader_of(sources, batch_size=6, grad_accumulation_steps=2) as loader:
+    with loader_of(sources, 0, 1, 6, 2) as loader:
         for step in range(5):
             for batch in loader.step(step):
                 assert (
@@ -130,27 +110,20 @@ def test_resuming_at_any_step_with_another_split_is_as_if_unbroken():
     """A state taken before step s, continued with other ranks, threads, batch and numbering, gives the same samples
     on."""
     sources = two_sources()
-    with loader_of(sources, batch_size=12) as whole:
+    with loader_of(sources, 0, 1, 12) as whole:
         unbroken = [sample for step in range(40) for sample in whole.step(step)[0].samples]
         for step in (0, 1, 7, 20):
             state = whole.state_before(step)  # no matter how far the threads have read ahead
             samples = []
             for later in range(step, step + 4):
-                samples += rows_of_step(
-                    sources,
-                    later,
-                    2,
-                    batch_size=3,
-                    grad_accumulation_steps=3,
-                    state=state,
-                    first_step=step,
-                )[0]
+                rows = rows_of_step(sources, later, (2, 3, 3), state=state, first_step=step)
+                samples += rows[0]
             assert samples == unbroken[12 * step :][:72]
 
 
 def test_documents_are_counted_from_each_rows_first_token():
     sources = {"a": Numbers(50 * L + 1, document=3)}
-    with loader_of(sources, batch_size=25, reset_at_documents=True) as loader:
+    with loader_of(sources, 0, 1, 25, reset_at_documents=True) as loader:
         batch = loader.step(0)[0]
     assert batch.seq_idx.dtype == torch.int32
     for row, (_, window) in enumerate(batch.samples):
@@ -161,7 +134,7 @@ def test_documents_are_counted_from_each_rows_first_token():
 def test_labels_weigh_by_what_of_their_document_stands_before_them_in_the_row():
     """tanh(p / window), p counted from the start of the row or of the document in it; a start itself is ignored."""
     sources = {"a": Numbers(50 * L + 1, document=5)}
-    with loader_of(sources, batch_size=25, position_weighting=True, position_window=3) as loader:
+    with loader_of(sources, 0, 1, 25, position_weighting=True, position_window=3) as loader:
         batch = loader.step(0)[0]
     total = 0.0
     for row, (_, window) in enumerate(batch.samples):
@@ -186,7 +159,7 @@ def test_a_document_without_its_head_is_one_of_its_own():
         positions=np.array([7, 8, 9, 5, 6, 7, 0, 0, 1])
     )
     with loader_of(
-        {"a": source}, batch_size=1, position_weighting=True, reset_at_documents=True
+        {"a": source}, 0, 1, 1, position_weighting=True, reset_at_documents=True
     ) as loader:
         batch = loader.step(0)[0]
     assert batch.seq_idx.tolist() == [[0, 0, 0, 1, 1, 1, 2, 3]]
@@ -195,7 +168,7 @@ def test_a_document_without_its_head_is_one_of_its_own():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_while_reading_reaches_the_caller_with_the_sources_name(workers):
-    with loader_of({"wiki": Broken(100)}, num_workers=workers) as loader:
+    with loader_of({"wiki": Broken(100)}, 0, 1, 2, num_workers=workers) as loader:
         with pytest.raises(
             UserError, match=r"source 'wiki', window \d+ \(tokens .*Input/output error.*0001.bin"
         ):
@@ -206,13 +179,13 @@ def test_an_error_while_reading_reaches_the_caller_with_the_sources_name(workers
 
 def test_a_token_outside_the_models_vocabulary_is_refused():
     """On a GPU it would be a device-side assertion that names nothing."""
-    with loader_of({"a": Numbers(50 * L + 1)}, batch_size=50, vocab_size=50 * L) as loader:
+    with loader_of({"a": Numbers(50 * L + 1)}, 0, 1, 50, vocab_size=50 * L) as loader:
         with pytest.raises(
             UserError,
             match="source 'a', window 49 .*token id 400 is not below the model's vocab_size 400",
         ):
             loader.step(0)
-    with loader_of({"a": Numbers(50 * L + 1)}, batch_size=50, vocab_size=50 * L + 1) as loader:
+    with loader_of({"a": Numbers(50 * L + 1)}, 0, 1, 50, vocab_size=50 * L + 1) as loader:
         loader.step(0)
 
 

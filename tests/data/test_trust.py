@@ -3,12 +3,13 @@
 import io
 import json
 import re
-import subprocess
 import sys
 
 import pytest
 
+from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer
+from mamba_fsdp.data.tokenize import make_dataset
 from mamba_fsdp.errors import UserError
 from tests.support.corpora import ROOT
 
@@ -31,21 +32,13 @@ def evil(tmp_path, monkeypatch):
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_tokenizer_folder_with_code_runs_none_of_it(evil):
-    """Where `yes |` answers whatever is asked."""
-    words = ["get_dataset.py", "in.txt", "out", "--tokenizer=evil"]
-    done = subprocess.run(
-        [sys.executable, ROOT / words[0], *words[1:]],
-        input="y\n" * 100,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and done.stderr.startswith("error: tokenizer evil: can't be loaded")
+def import_with(name):
+    make_dataset("in.txt", "out", DatasetConfig(tokenizer=name))
 
 
-@pytest.mark.parametrize("load", [tokenizer.load, tokenizer.load_words])
-def test_nor_where_a_verb_loads_it(evil, monkeypatch, load):
-    """generate --tokenizer, inspect and evaluate."""
+@pytest.mark.parametrize("load", [import_with, tokenizer.load_words])
+def test_a_tokenizer_folder_with_code_runs_none_of_it(evil, monkeypatch, load):
+    """Where `yes |` answers whatever is asked: neither get_dataset.py nor generate, inspect and evaluate."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     with pytest.raises(UserError, match="tokenizer evil: can't be loaded"):
         load("evil")
