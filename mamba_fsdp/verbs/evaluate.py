@@ -252,15 +252,14 @@ def stores_in(data: str, model: str) -> dict[str, Path]:
         path = Path(data, split)
         if is_store(path):
             stores[f"{data} {split}".strip()] = path
+    if not Path(data).exists():
+        raise UserError(f"{data}: there is no such file or folder{near_path(Path(data))}")
     if not stores:
         tokenizer = Path(model, TOKENIZER)
         if not tokenizer.is_dir():
             tokenizer = Path("PATH")
-        hint = ""
-        if not Path(data).exists():
-            hint = near_path(Path(data))
         raise UserError(
-            f"{data} is not a token store{hint}. Make one from text: .venv/bin/python get_dataset.py {shlex.quote(data)} OUT "
+            f"{data} is not a token store. Make one from text: .venv/bin/python get_dataset.py {shlex.quote(data)} OUT "
             f"--tokenizer={tokenizer} --validation_fraction=0; then evaluate OUT/train"
         )
     return stores

@@ -109,6 +109,7 @@ def test_a_model_of_another_tokenizer_is_refused(run, tmp_path):
     "words, message",
     [
         (["runs/demo", STORE, "--seq_length=8", "--stride=9"], "is longer than --seq_length=8"),
+        (["runs/demo", "a.txt"], "get_dataset.py a.txt OUT --tokenizer=runs/demo/tokenizer "),
         (["runs/demo", STORE, "--seq_lenght=1"], "did you mean --seq_length"),
     ],
 )
