@@ -61,10 +61,14 @@ def seeded():
 
 # What takes longest begins first, so that no worker is left with it while the others have nothing to do.
 LONGEST_FIRST = [
-    "readme/test_readme.py",
     "container/test_image.py",
+    "readme/test_readme.py",
+    "slurm/test_slurm_training.py",
+    "storm/test_storm.py",
     "model/test_lm.py",
     "slurm/test_slurm_launcher.py",
+    "parallel/test_context.py",
+    "readme/test_from_pages.py",
     "kernels/test_compiled.py",
     "kernels/test_triton_mixers.py",
     "launcher/test_launcher_node.py",
