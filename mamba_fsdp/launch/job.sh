@@ -124,7 +124,8 @@ start_asking() { # the signal that makes us ask
 keep_asking() { # again and again: a training that is only starting takes STOP for an old request and removes it
     local limit=''
     while kill -0 $$ 2>/dev/null; do # whatever has become of this script
-        say "SIG$stop_asked" 2> /dev/null > "$run_folder/STOP" || true # there may be no run folder yet
+        # By a rename, so that no rank reads it before it says why. There may be no run folder yet.
+        { say "SIG$stop_asked" > "$run_folder/.STOP" && mv -f "$run_folder/.STOP" "$run_folder/STOP"; } 2> /dev/null || true
         if [ "$stop_asked" = USR1 ] && [ -z "$limit" ]; then # TERM comes before an end that Slurm itself sees to
             limit=$(scontrol show job "${job:-}" 2> /dev/null | sed -n "s/.* EndTime=\([^ ]*\).*/\1/p") || true
             limit=$(date +%s -d "${limit:-never}" 2> /dev/null) || true
@@ -142,7 +143,7 @@ stop_asking() { # the step is over, or this script
     [ -n "$asker" ] || return 0
     kill "$asker" 2>/dev/null || true
     wait "$asker" 2>/dev/null || true # it makes no STOP any more
-    rm -f "$run_folder/STOP"
+    rm -f "$run_folder/STOP" "$run_folder/.STOP"
     asker=''
 }
 
