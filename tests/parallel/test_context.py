@@ -124,7 +124,14 @@ def test_sharded_parts_come_to_the_whole():
 
 
 @pytest.mark.parametrize(
-    "size, how", [(2, "eager"), (2, "recomputed"), (2, "compiled"), (3, "eager"), (4, "eager")]
+    "size, how",
+    [
+        (2, "eager"),
+        (2, "recomputed"),
+        (3, "eager"),
+        pytest.param(2, "compiled", marks=pytest.mark.slow),
+        pytest.param(4, "eager", marks=pytest.mark.slow),
+    ],
 )
 def test_parts_come_to_the_whole(size, how):
     """Of lengths that no number of ranks divides, of fewer positions than ranks, with cuts anywhere in a document."""
