@@ -56,8 +56,10 @@ BOUNDS = {
     "back": {16: 136, 32: 136, 64: 76},
     "local": {16: 41, 32: 38, 64: 22},
     "local back": {16: 41, 32: 38, 64: 22},
-    "gradients": {32: 190, 64: 160},
+    "between": {32: 12, 64: 12},
+    "gradients": {32: 210, 64: 170},
 }
+CHANNELS = {32: (80, 86, 89, 120), 64: (90, 100)}  # of the gradients' programs, by architecture
 SWEEP = "x B C D steps {}ends end_decays {}last x_batch b_batch c_batch length segments per_segment"
 
 
@@ -103,6 +105,21 @@ def sweeps(P, warps=4, **more):
     ]
 
 
+def gradients(name, more_arguments, P, ccs, elements, **more):
+    """Of B and C, with P channels at a time."""
+    arguments = f"dy x B C steps seq_idx {more_arguments}dB dC flows dy_batch x_batch b_batch c_batch length"
+    return kernel(
+        f"{name}, {P} channels",
+        name,
+        arguments,
+        SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, P=P, TILES=HEADDIM // P),
+        elements,
+        ccs=ccs,
+        instructions=BOUNDS[name][P],
+        **more,
+    )
+
+
 KERNELS = [
     kernel(
         "steps",
@@ -118,20 +135,18 @@ KERNELS = [
     *sweeps(64, ccs=(100,)),
     *sweeps(16, warps=2, ccs=(100,)),  # without wgmma and tcgen05; sm_90 spills 7 with Triton 3.6
     *(
-        kernel(
-            f"gradients, {P} channels",
+        gradients(
             "gradients",
-            "dy x B C steps seq_idx entering leaving dB dC flows dy_batch x_batch b_batch c_batch length",
-            SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, P=P, TILES=HEADDIM // P),
+            "entering leaving ",
+            P,
+            ccs,
             Q * HEADDIM,
             warps=8,
-            ccs=ccs,
-            instructions=BOUNDS["gradients"][P],
             stack=64,
             spills=4,  # of 1,100 instructions
             shared=56 * 1024,
         )
-        for P, ccs in ((32, (80, 86, 89, 120)), (64, (90, 100)))
+        for P, ccs in CHANNELS.items()
     ),
     kernel(
         "finish",
@@ -143,4 +158,5 @@ KERNELS = [
         registers=168,
         instructions=9,
     ),
+    *(gradients("between", "", P, ccs, 2 * Q * HEADDIM, warps=4) for P, ccs in CHANNELS.items()),
 ]

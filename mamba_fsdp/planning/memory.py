@@ -296,14 +296,14 @@ def _mamba1_bytes(work: Workload) -> BlockBytes:
 
 
 def _mamba2_bytes(work: Workload) -> BlockBytes:
-    """Keeps [z, x, B, C, dt]; takes the states of both ways, a chunk of 32 each."""
+    """Keeps [z, x, B, C, dt]; takes the states of both ways, a pair of chunks of 32 each."""
     model = work.model
     states = model.d_state
     rows = _projected(model, "mamba2")
     chunk = max(16, min(32, 4096 // max(16, states)))
     convolved = model.d_inner + 2 * model.ngroups * states
-    working = work.width * (convolved + rows + (4 + 2 * states / chunk) * model.d_inner)
-    working += model.n_ssm_head * (states / 2 + 12 + 16 * math.ceil(states / 64))
+    working = work.width * (convolved + rows + (4 + states / chunk) * model.d_inner)
+    working += model.n_ssm_head * (states / 2 + 12 + 24)
     return BlockBytes(work.width * rows + 4 * model.ngroups, working)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from compare import assert_like_reference
 
-from mamba_fsdp.ops.ssd import ssd
-from mamba_fsdp.ops.ssd.triton import GRADIENTS, SWEEP
+from mamba_fsdp.ops.ssd import ssd, triton_kernels
+from mamba_fsdp.ops.ssd.triton import GRADIENTS, SWEEP, ssd_backward
 from tests.support.definitions import ssd_values
 
 MOST = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6}  # of sums over whole rows, as dA is
@@ -117,3 +117,33 @@ def test_extreme_dt(bias):
     values = leaves()
     values["dt_bias"] += bias
     assert_like_reference(ours, reference, values, 1e-4)
+
+
+class Counted:
+    """Stands in for a kernel: adds up the bytes of the tensors of its launches, each once."""
+
+    def __init__(self):
+        self.bytes = 0
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *arguments, **constants):
+        self.bytes += sum(each.nbytes for each in arguments if torch.is_tensor(each))
+
+
+def test_the_backward_pass_moves_no_more_than_that_of_mamba_ssm(monkeypatch):
+    """At the sizes of mamba2-2.7b: 180 KB a token, counted in the same way from the kernels that mamba-ssm's calls."""
+    kernels = {name: Counted() for name in ("add_up", "sweep", "between", "gradients", "finish")}
+    for name, counted in kernels.items():
+        monkeypatch.setattr(triton_kernels, name, counted)
+    tokens = (4, 4096)  # so many that a row has one segment
+    x = torch.empty(*tokens, 80, 64, dtype=torch.bfloat16)
+    B = torch.empty(*tokens, 1, 128, dtype=torch.bfloat16)
+    dt = torch.empty(*tokens, 80, dtype=torch.bfloat16)
+    of_head = torch.empty(80)
+    grads = ssd_backward(x, None, x, dt, of_head, B, B, of_head, of_head, None, None)
+    assert grads[0].shape == x.shape
+    kernels["between"].bytes //= 2  # it reads x of the first chunks, and its gradient of the second
+    moved = sum(counted.bytes for counted in kernels.values()) / tokens[0] / tokens[1]
+    assert 150e3 < moved < 180e3

@@ -1,7 +1,8 @@
 """SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes nothing but
 inputs and outputs; where batch and heads are too few for a GPU, it goes through segments of the sequence at once, each
-from what a sweep before made of those before it. The backward pass makes the states at the chunks' ends again, by a
-sweep from each end, and then all gradients in one kernel. Equal sizes give equal bits: sums have a fixed order."""
+from what a sweep before made of those before it. The backward pass makes the states at the ends of pairs of
+chunks again, by a sweep from each end, and then all gradients: those of what one chunk of a pair gives the other, and the
+rest. Equal sizes give equal bits: sums have a fixed order."""
 
 import torch
 
@@ -64,7 +65,7 @@ class _Call:
         _, _, self.groups, d_state = B.shape
         N = max(16, 1 << (d_state - 1).bit_length())
         Q = max(16, min(CHUNK, 4096 // N))
-        self.chunks = -(-self.length // Q)
+        self.chunks = 2 * -(-self.length // (2 * Q))
         self.share = self.heads // self.groups
         self.constants = {
             "HEADS": self.heads,
@@ -100,7 +101,7 @@ class _Call:
         return self.x.new_empty(shape, dtype=torch.float32)
 
     def sweep(self, x, B, C, first, states=False, out=True, reverse=False):
-        """The states entering each chunk, the outputs, the last state. See the kernel."""
+        """The states entering each pair of chunks, the outputs, the last state. See the kernel."""
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
         options = self.options(SWEEP)
@@ -112,7 +113,7 @@ class _Call:
         segments = -(-self.chunks // per_segment)
         ends = self.fp32(rows, segments, size)
         end_decays = self.fp32(rows, segments)
-        states = x.new_empty(rows, self.chunks, size) if states else None
+        states = x.new_empty(rows, self.chunks // 2, size) if states else None
         out = x.new_empty(x.shape) if out else None
         last = self.fp32(self.batch, self.heads, x.shape[3], B.shape[3])
         first = None if first is None else first.float().contiguous()
@@ -145,7 +146,7 @@ class _Call:
 
 def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, remake=False):
     """y and the last state, of the arguments of ops/ssd's ssd. Nothing but these is needed for the gradients. remake: y
-    and, instead of the last, the states entering each chunk, which save ssd_backward a sweep."""
+    and, instead of the last, the states entering each pair of chunks, which save ssd_backward a sweep."""
     if x.is_meta:
         return x.new_empty(x.shape), x.new_empty(
             x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32
@@ -157,7 +158,7 @@ def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, remake=False):
 
 def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, entering=None):
     """The gradients of x, dt, A, B, C, D, dt_bias and the first state, also of those that are None, as if zeros."""
-    from mamba_fsdp.ops.ssd.triton_kernels import finish, gradients
+    from mamba_fsdp.ops.ssd.triton_kernels import between, finish, gradients
 
     call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
     grad = _packed(grad.to(call.x.dtype))
@@ -166,25 +167,19 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
     leaving, dx, grad_state = call.sweep(grad, call.C, call.B, grad_last, states=True, reverse=True)
     options = call.options(GRADIENTS)
     blocks = -(-call.share // options["BLOCK"])
-    flows = call.fp32(call.batch, call.heads, call.chunks, 5, call.constants["Q"])
+    flows = call.fp32(call.batch, call.heads, call.chunks, 6, call.constants["Q"])
     dB, dC = call.fp32(2, blocks, *B.shape)
-    gradients[call.groups * blocks, call.chunks, call.batch](
-        grad,
-        call.x,
-        call.B,
-        call.C,
-        call.steps,
-        call.seq_idx,
-        entering,
-        leaving,
-        dB,
-        dC,
-        flows,
-        *_batches(grad, call.x, call.B, call.C),
-        call.length,
-        **_rows(DY=grad, X=call.x, B=call.B, C=call.C),
-        **call.constants,
-        **options,
+    inputs = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
+    results = (dB, dC, flows)
+    strides = _batches(grad, call.x, call.B, call.C)
+    constants = call.constants | options | _rows(DY=grad, X=call.x, B=call.B, C=call.C)
+    programs = call.groups * blocks
+    pairs = call.chunks // 2
+    between[programs, pairs, call.batch](
+        *inputs, *results, *strides, call.length, **constants | {"num_warps": 4}
+    )
+    gradients[2 * programs, pairs, call.batch](
+        *inputs, entering, leaving, *results, *strides, call.length, **constants
     )
     ddt = dt.new_empty(dt.shape)
     totals = call.fp32(3, call.batch * call.chunks, call.heads)

@@ -1,6 +1,6 @@
 """Kernels of SSD: one sweep that carries a head's states in registers from chunk to chunk; and of its backward pass,
-behind the sweeps, from the states at both ends of a chunk and the gradients of those, the gradients of B and C, and
-what the chunk says of its decays; from this the gradients of dt, A, the bias.
+behind the sweeps, the gradients of B and C and what a chunk says of its decays: from the other chunk of its pair, then from
+the states before the pair and the gradients of those behind it; from this the gradients of dt, A, the bias.
 
 The exponents of decays are summed as fixed-point integers (units of 2**-31), exactly: a decay between two positions is
 then free, to the last bit, of whatever else the chunk holds, such as other documents. Both parts of a sum, `high` in
@@ -86,7 +86,7 @@ def chunk_steps(steps, plane, seq_idx, start, length, r, Q: tl.constexpr):
     document = r
     if seq_idx is not None:
         document = tl.load(seq_idx + tl.minimum(start + r, length - 1))
-        before = tl.load(seq_idx + tl.maximum(start - 1, 0))
+        before = tl.load(seq_idx + tl.minimum(tl.maximum(start, 1), length) - 1)
         end = tl.load(seq_idx + tl.minimum(start + Q, length) - 1)
         from_start = tl.where(document == before, from_start, 0.0)
         to_end = tl.where(document == end, to_end, 0.0)
@@ -108,7 +108,7 @@ def decays_within(high, low, document, r, DOCUMENTS: tl.constexpr, REVERSE: tl.c
 
 
 @triton.jit  # one kernel: helpers would need all of its state as arguments
-def sweep(  # noqa: PLR0915
+def sweep(  # noqa: C901, PLR0915
     x,
     B,
     C,
@@ -145,12 +145,12 @@ def sweep(  # noqa: PLR0915
     """Carries the states (N, P) of a head through a segment of its sequence, from the state `first`.
 
     LOCAL: from zero, to the segment's `ends` and `end_decays`, which the sweeps of other segments start from; else
-    `out` gets the outputs and `states` the state that enters each chunk, where they are not None. REVERSE: from the end
-    with x the outputs' gradients, C for B and B for C: `out` gets the gradients of x, `states` those of the states that
-    leave each chunk. SHARE: heads of a group.
+    `out` gets the outputs and `states` the state that enters each pair of chunks, where they are not None. REVERSE: from
+    the end with x the outputs' gradients, C for B and B for C: `out` gets the gradients of x, `states` those of the
+    states that leave each pair. SHARE: heads of a group.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
-    chunks = tl.cdiv(length, Q)
+    chunks = 2 * tl.cdiv(length, 2 * Q)
     head = tl.program_id(0) // TILES
     batch = tl.program_id(1).to(tl.int64)
     segment = tl.program_id(2)
@@ -194,11 +194,12 @@ def sweep(  # noqa: PLR0915
         x_ = load(x + at * X_ROW, X_ROW, r, p, left, HEADDIM, P, T)
         b = load(B + at * B_ROW, B_ROW, r, n, left, D_STATE, N, T)
         if states is not None and not LOCAL:
-            tl.store(
-                states + (row * chunks + chunk) * N * HEADDIM + place,
-                state.to(states.dtype.element_ty),
-                mask=is_channel,
-            )
+            if chunk % 2 == REVERSE:
+                tl.store(
+                    states + (row * chunks + chunk) // 2 * N * HEADDIM + place,
+                    state.to(states.dtype.element_ty),
+                    mask=is_channel,
+                )
         if out is not None and not LOCAL:
             c = load(C + at * C_ROW, C_ROW, r, n, left, D_STATE, N, T)
             weights = dot(c, tl.trans(b)) * decays_within(
@@ -228,6 +229,101 @@ def sweep(  # noqa: PLR0915
         tl.store(end_decays + row * segments + segment, decay)
     elif segment == (0 if REVERSE else segments - 1):
         tl.store(last + last_place, state, mask=in_last)
+
+
+@triton.jit  # one kernel: helpers would need all of its state as arguments
+def between(  # noqa: PLR0915
+    dy,
+    x,
+    B,
+    C,
+    steps,
+    seq_idx,
+    dB,
+    dC,
+    flows,
+    dy_batch,
+    x_batch,
+    b_batch,
+    c_batch,
+    length,
+    DY_ROW: tl.constexpr,
+    X_ROW: tl.constexpr,
+    B_ROW: tl.constexpr,
+    C_ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    TILES: tl.constexpr,
+    D_STATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """What the first chunk of a pair gives to the second: dB of the first, dC of the second, the sixth row of `flows`.
+
+    The arguments are those of `gradients`, which goes on from here.
+    """
+    T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    per_group = tl.cdiv(SHARE, BLOCK)
+    pairs = tl.cdiv(length, 2 * Q)
+    groups = HEADS // SHARE
+    pair = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    batches = tl.num_programs(2)
+    group = tl.program_id(0) // per_group
+    block = tl.program_id(0) % per_group
+    start = 2 * pair * Q
+    left = length - start
+    at = start.to(tl.int64)
+    r = tl.arange(0, Q)
+    n = tl.arange(0, N)
+    x += batch * x_batch + at * X_ROW
+    dy += batch * dy_batch + (at + Q) * DY_ROW
+    B += batch * b_batch + at * B_ROW + group * D_STATE
+    C += batch * c_batch + (at + Q) * C_ROW + group * D_STATE
+    b = load(B, B_ROW, r, n, left, D_STATE, N, T)
+    c = load(C, C_ROW, r, n, left - Q, D_STATE, N, T)
+    cb = dot(c, tl.trans(b))
+    db = tl.zeros([Q, N], tl.float32)
+    dc = tl.zeros([Q, N], tl.float32)
+    plane = batches.to(tl.int64) * HEADS * pairs * 2 * Q
+    if seq_idx is not None:
+        seq_idx += batch * length
+    first = block * BLOCK
+    for head in range(group * SHARE + first, group * SHARE + tl.minimum(first + BLOCK, SHARE)):
+        own = (batch * HEADS + head) * pairs + pair
+        delta, _, to_end, total_of_first, _, _, _ = chunk_steps(
+            steps + own * 2 * Q, plane, seq_idx, start, length, r, Q
+        )
+        _, from_start, _, total_of_second, _, _, _ = chunk_steps(
+            steps + (own * 2 + 1) * Q, plane, seq_idx, start + Q, length, r, Q
+        )
+        products = tl.zeros([Q, Q], tl.float32)
+        for tile in tl.static_range(TILES):
+            p = tile * P + tl.arange(0, P)
+            x_ = load(x + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T)
+            dy_ = load(dy + head * HEADDIM, DY_ROW, r, p, left - Q, HEADDIM, P, T)
+            products += dot(dy_, tl.trans(x_))
+        products *= from_start[:, None] * to_end[None, :]
+        grad_cb = (products * delta[None, :]).to(T)
+        dc += dot(grad_cb, b)
+        db += dot(tl.trans(grad_cb), c)
+        products *= cb
+        passed = flows + (own * 2 * 6 + 4) * Q
+        tl.store(passed + 3, total_of_second)
+        tl.store(passed + 6 * Q + 3, total_of_first)
+        flow = passed + Q + r
+        tl.store(flow, tl.sum(products, 0))
+        tl.store(flow + 6 * Q, tl.sum(products * delta[None, :], 1))
+    place = (((block * batches + batch) * length + start + r) * groups + group)[
+        :, None
+    ] * D_STATE + n[None, :]
+    is_state = (n < D_STATE)[None, :]
+    tl.store(dB + place, db, mask=(r < left)[:, None] & is_state)
+    tl.store(dC + Q * groups * D_STATE + place, dc, mask=(r < left - Q)[:, None] & is_state)
 
 
 @triton.jit  # one kernel: helpers would need all of its state as arguments
@@ -265,18 +361,21 @@ def gradients(  # noqa: PLR0915
 ):
     """Of one chunk and up to BLOCK heads of a group, one after another: dB and dC add up on the way.
 
-    entering, leaving: the states, and the gradients of those after the chunk. Of this block's heads: dB, dC (blocks of
-    a group's heads, batch, length, groups, d_state), still to be summed. Of each head: `flows` (batch, heads, chunks,
-    5, Q), see `finish`. All are fp32.
+    entering, leaving: the states before its pair of chunks, and the gradients of those after it; the pair's other chunk
+    is the neighbouring program's, so that both come from memory once. Of this block's heads: dB, dC (blocks of a
+    group's heads, batch, length, groups, d_state), still to be summed. Of each head: `flows` (batch, heads, chunks, 6,
+    Q), see `finish`. All but the states are fp32.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
-    chunks = tl.cdiv(length, Q)
+    pairs = tl.cdiv(length, 2 * Q)
     groups = HEADS // SHARE
-    chunk = tl.program_id(1)
+    pair = tl.program_id(1)
+    second = tl.program_id(0) % 2
+    chunk = 2 * pair + second
     batch = tl.program_id(2).to(tl.int64)
-    group = tl.program_id(0) // per_group
-    block = tl.program_id(0) % per_group
+    group = tl.program_id(0) // 2 // per_group
+    block = tl.program_id(0) // 2 % per_group
     start = chunk * Q
     batches = tl.num_programs(2)
     left = length - start
@@ -288,17 +387,27 @@ def gradients(  # noqa: PLR0915
     b = load(B, B_ROW, r, n, left, D_STATE, N, T)
     c = load(C, C_ROW, r, n, left, D_STATE, N, T)
     cb = dot(c, tl.trans(b))
-    db = tl.zeros([Q, N], tl.float32)
-    dc = tl.zeros([Q, N], tl.float32)
-    plane = batches.to(tl.int64) * HEADS * chunks * Q
+    place = (((block * batches + batch) * length + start + r) * groups + group)[
+        :, None
+    ] * D_STATE + n[None, :]
+    is_state = (n < D_STATE)[None, :]
+    of_first = (r < left * (1 - second))[:, None]
+    of_second = (r < left * second)[:, None]
+    db = tl.load(dB + place, mask=of_first & is_state, other=0.0)
+    dc = tl.load(dC + place, mask=of_second & is_state, other=0.0)
+    plane = batches.to(tl.int64) * HEADS * pairs * 2 * Q
     if seq_idx is not None:
         seq_idx += batch * length
     first = block * BLOCK
     for head in range(group * SHARE + first, group * SHARE + tl.minimum(first + BLOCK, SHARE)):
-        row = batch * HEADS + head
-        delta, from_start, to_end, _, high, low, document = chunk_steps(
-            steps + (row * chunks + chunk) * Q, plane, seq_idx, start, length, r, Q
+        row = (batch * HEADS + head) * pairs + pair
+        own = 2 * row + second
+        delta, from_start, to_end, total, high, low, document = chunk_steps(
+            steps + own * Q, plane, seq_idx, start, length, r, Q
         )
+        total_of_other = tl.load(flows + (own * 6 + 4) * Q + 3)
+        from_pair = from_start * tl.where(second == 1, total_of_other, 1.0)
+        to_pair_end = to_end * tl.where(second == 1, 1.0, total_of_other)
         x_head = x + batch * x_batch + at * X_ROW + head * HEADDIM
         dy_head = dy + batch * dy_batch + at * DY_ROW + head * HEADDIM
         products = tl.zeros([Q, Q], tl.float32)
@@ -311,9 +420,8 @@ def gradients(  # noqa: PLR0915
         grad_cb = (products * delta[None, :]).to(T)
         dc += dot(grad_cb, b)
         db += dot(tl.trans(grad_cb), c)
-        own = row * chunks + chunk
-        flow = flows + own * 5 * Q + r
-        passed = flows + (own * 5 + 4) * Q
+        flow = flows + own * 6 * Q + r
+        passed = flows + (own * 6 + 4) * Q
         products *= cb
         tl.store(flow, tl.sum(products, 0))
         passing = tl.cumsum(
@@ -329,25 +437,24 @@ def gradients(  # noqa: PLR0915
             if TILES > 1:
                 x_ = load(x_head, X_ROW, r, p, left, HEADDIM, P, T)
                 dy_ = load(dy_head, DY_ROW, r, p, left, HEADDIM, P, T)
-            state = own * N * HEADDIM + n[:, None] * HEADDIM + p[None, :]
+            state = row * N * HEADDIM + n[:, None] * HEADDIM + p[None, :]
             s = tl.load(entering + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
             g = tl.load(leaving + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
-            read = dot(dy_, tl.trans(s)) * from_start[:, None]
+            read = dot(dy_, tl.trans(s)) * from_pair[:, None]
             dc += read
             read_sum += tl.sum(read * c.to(tl.float32), 1)
-            kept = dot(x_, tl.trans(g)) * to_end[:, None]
+            kept = dot(x_, tl.trans(g)) * to_pair_end[:, None]
             db += kept * delta[:, None]
             kept_sum += tl.sum(kept * b.to(tl.float32), 1)
             across += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)
             through += tl.sum(x_.to(tl.float32) * dy_.to(tl.float32), 0)
         tl.store(flow + 2 * Q, read_sum)
         tl.store(flow + 3 * Q, kept_sum)
-        tl.store(passed, tl.sum(across, 0))
+        tl.store(passed, tl.sum(across, 0) * total * total_of_other)
         tl.store(passed + 1, tl.sum(through, 0))
-    place = (((block * batches + batch) * length + start + r) * groups + group)[
-        :, None
-    ] * D_STATE + n[None, :]
-    there = (r < left)[:, None] & (n < D_STATE)[None, :]
+        far = tl.where(second == 1, read_sum, kept_sum * delta)
+        tl.store(passed + 2, tl.sum(far, 0))
+    there = (r < left)[:, None] & is_state
     tl.store(dB + place, db, mask=there)
     tl.store(dC + place, dc, mask=there)
 
@@ -371,8 +478,10 @@ def finish(
     """ddt (batch, length, heads) and, of this chunk's positions for A, the bias, D, totals (3, batch, chunks, heads).
 
     `flows` of each position: what its input gives to the chunk's outputs; what all inputs up to it give to those behind
-    it; what its output gets of the chunk before; what its input gives to the chunks behind. In a fifth row what passes
-    the whole chunk, and what passes D. All are times the gradients; where one input gives, without delta.
+    it; what its output gets of the pairs of chunks before; what its input gives to the pairs behind. In a fifth row what
+    passes the whole pair, what passes D, and what the chunk gets of the pairs before, if it is the second, or else gives
+    to those behind. In a sixth what its input gives to the pair's second chunk, or its output gets of the first. All are
+    times the gradients; where one input gives, without delta.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -382,17 +491,20 @@ def finish(
     start = chunk * Q
     r = tl.arange(0, Q)
     row = (batch * heads + head) * chunks + chunk
-    flow = flows + row * 5 * Q + r
-    passed = flows + (row * 5 + 4) * Q
+    second = chunk % 2
+    flow = flows + row * 6 * Q + r
+    passed = flows + (row * 6 + 4) * Q
+    passed_by_other = passed + (1 - 2 * second) * 6 * Q
     given = tl.load(flow)
     within = tl.load(flow + Q - 1, mask=r > 0, other=0.0)
-    read = tl.load(flow + 2 * Q)
-    kept = tl.load(flow + 3 * Q)
-    across = tl.load(passed)
+    near = tl.load(flow + 5 * Q)
+    read = tl.load(flow + 2 * Q) + near * second
+    kept = tl.load(flow + 3 * Q) + near * (1 - second)
+    across = tl.load(passed) + tl.load(passed_by_other + 2)
     through = tl.load(passed + 1)
     if seq_idx is not None:
         seq_idx += batch * length
-    delta, _, _, total, _, _, document = chunk_steps(
+    delta, _, _, _, _, _, document = chunk_steps(
         steps + row * Q, batches.to(tl.int64) * heads * chunks * Q, seq_idx, start, length, r, Q
     )
 
@@ -400,7 +512,7 @@ def finish(
     passing = tl.where(r[:, None] >= r[None, :], read[:, None], (delta * kept)[:, None])
     if seq_idx is not None:
         passing = tl.where(document[:, None] == document[None, :], passing, 0.0)
-    passing = within + tl.sum(passing, 0) + total * across
+    passing = within + tl.sum(passing, 0) + across
     there = r < length - start
     dt = dt + batch * dt_batch + (start + r).to(tl.int64) * dt_row + head
     raw = tl.load(dt, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head).to(tl.float32)
