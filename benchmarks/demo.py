@@ -5,6 +5,7 @@ discount from the counts) is estimated on the very tokens that the run has drawn
 validation windows.
 """
 
+import argparse
 import subprocess
 import sys
 import time
@@ -89,6 +90,7 @@ def validation_loss(bigram: Bigram, config: TrainConfig) -> float:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
     config, _ = resolve.resolve_settings({}, "config/demo.yaml")
     run = Path(config.checkpoint.save_ckpt_path)
     if not (run / SETTINGS).exists():

@@ -10,6 +10,7 @@ network (hsdp) it is taken as twice as fast. torch.compile is not in the formula
 those of 2024 do not.
 """
 
+import argparse
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -106,4 +107,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
     print(table())

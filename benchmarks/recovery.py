@@ -6,6 +6,7 @@ Slurm is lost, as root, where Slurm is installed (nodes are switched on again at
 is empty). data/builtin must be there: ./1.train.sbatch makes it.
 """
 
+import argparse
 import contextlib
 import os
 import signal
@@ -135,11 +136,14 @@ def lose_nodes():
     return seconds
 
 
-def main(words):
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("lost", nargs="*", help="ranks, nodes")
+    lost = parser.parse_args().lost or ["ranks", "nodes"]
     seconds = {}
-    if not words or "ranks" in words:
+    if "ranks" in lost:
         seconds |= lose_ranks()
-    if not words or "nodes" in words:
+    if "nodes" in lost:
         seconds |= lose_nodes()
     print(f"{'seconds from a kill to the next applied step':<48}{'median':>8}{'min':>8}{'max':>8}")
     for name, values in seconds.items():
@@ -149,4 +153,4 @@ def main(words):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,5 +1,6 @@
 """How long one waits: for the help page, and from launch to the first optimiser step: `python -m benchmarks.start`."""
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def seconds_to_first_step(launcher):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
     program, launcher = [sys.executable, "training.py"], ["./1.train.sbatch"]
     rows = [
         ("python training.py --help", seconds_to_help, "under 1"),

@@ -5,6 +5,7 @@ gradient norm, clipping, metrics, live line), a bare one is taken with the same 
 AdamW. For a small and a larger model: the medians of both and of their ratios, less 1.
 """
 
+import argparse
 import contextlib
 import io
 import statistics
@@ -86,6 +87,7 @@ def seconds_of(given):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {STEPS} steps of each in turn, seconds\n"
         f"{'model':<36}{'loop':>9}{'bare':>9}{'loop costs':>12}   (wanted: below 2 %)"

@@ -167,6 +167,8 @@ def find_config_file(name: str) -> Path | None:
         path = ready.get(name, path)
     if path.is_file():
         return path
+    if path.is_dir():
+        raise UserError(f"config: {name} is a folder; give the path of a YAML file in it")
     same = other_launchers.content()["ready_runs"].get(Path(name).stem)
     if same:
         raise UserError(f"config: there is no file {name}; that run is --config={same} here")

@@ -73,7 +73,7 @@ def show_run(path: Path, verify: bool) -> int:
     say("run", path)
     status = RunFolder(path).status()
     words = [str(status[key]) for key in ("status", "reason", "time") if status.get(key)]
-    say("status", " ".join(words) or f"unknown: no {STATUS}")
+    say("status", ", ".join(words) or f"unknown: no {STATUS}")
     entries = read(path / METRICS)
     for metric, name in (("loss", "training"), ("val_loss", "validation")):
         values = [entry for entry in entries if isinstance(entry.get(metric), float)]

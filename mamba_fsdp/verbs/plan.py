@@ -43,7 +43,7 @@ class PlanConfig:
     at hand, whose speed is not known."""
     devices: int = setting(0, at_least=0, elsewhere="gpus gpus_per_node num_gpus")
     """Devices of a machine."""
-    memory: float = setting(0.0, at_least=0)
+    memory: float = setting(0.0, at_least=0, at_most=1_000_000)
     """GB of a device."""
     bandwidth: float = setting(0.0, at_least=0)
     """GB/s of that memory."""
