@@ -296,14 +296,18 @@ def _mamba1_bytes(work: Workload) -> BlockBytes:
 
 
 def _mamba2_bytes(work: Workload) -> BlockBytes:
-    """Keeps [z, x, B, C, dt]; takes the states of both ways, a pair of chunks of 32 each."""
+    """Keeps [z, x, B, C, dt]; takes the states of one way for each pair of chunks of 32, and then what is more: five of
+    the gated norm's in fp32 as plain PyTorch makes them, or the states of the other way with y, dy, x and dx."""
     model = work.model
     states = model.d_state
     rows = _projected(model, "mamba2")
     chunk = max(16, min(32, 4096 // max(16, states)))
     convolved = model.d_inner + 2 * model.ngroups * states
-    working = work.width * (convolved + rows + (4 + states / chunk) * model.d_inner)
-    working += model.n_ssm_head * (states / 2 + 12 + 24)
+    of_states = work.width * model.d_inner * states / (2 * chunk)
+    of_norm = (2 * work.width + 5 * FP32) * model.d_inner
+    of_scan = of_states + 4 * work.width * model.d_inner
+    of_scan += model.n_ssm_head * (states / 2 + 12 + 24)
+    working = work.width * (convolved + rows) + of_states + max(of_norm, of_scan)
     return BlockBytes(work.width * rows + 4 * model.ngroups, working)
 
 
@@ -312,9 +316,10 @@ def _parts_bytes(work: Workload, mixer: str) -> BlockBytes:
     model = work.model
     channels = model.d_inner
     if mixer == "mamba1":
-        # xz, the convolution's input and output, dt, y; dt and delta in fp32.
-        whole = _mamba1_bytes(work)
-        return BlockBytes(work.width * 6 * channels + 2 * FP32 * channels, whole.working)
+        # xz, the convolution's input and output, dt, y; dt and delta in fp32; the states of both scans.
+        states = FP32 * model.d_state * channels / SCAN_STRIDE
+        kept = work.width * 6 * channels + 2 * FP32 * channels + 2 * states
+        return BlockBytes(kept, _mamba1_bytes(work).working)
     # [z, x, B, C, dt], the convolution's input and output, y and what it reads of the entering state.
     whole = _mamba2_bytes(work)
     convolved = channels + 2 * model.ngroups * model.d_state

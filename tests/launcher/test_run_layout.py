@@ -14,6 +14,7 @@ def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
     script += (project / "mamba_fsdp/launch/job.sh").read_text()
     there = set(re.findall(r'\$run_folder"?/([\w.*]+(?:/step_\*/\w+)?)', script))
     assert there == {
+        f".{run_layout.STOP}",  # until it is whole
         run_layout.FAILURES,
         run_layout.PREFLIGHT,
         run_layout.PROFILE,
