@@ -14,6 +14,8 @@ scan, reference = (
     for name in ("triton", "reference")
 )
 
+ONCE = {"LOCAL": False, "REVERSE": False, "KEEP": True}  # a sweep that keeps states
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
@@ -127,3 +129,20 @@ def test_rows_that_lie_far_apart(monkeypatch):
 
     for got, expected in zip(run(far), run(near.clone())):
         assert torch.equal(got, expected)
+
+
+def test_states_that_take_more_than_32_bits():
+    """Those kept of a long row are found where chunk times state passes 2**31 elements."""
+    leaves = inputs(1, 20, 4, 4, without=["seq_idx"])
+    del leaves["initial_state"]
+    call = backend._Scan(**leaves)
+    none = torch.zeros(1, 16, 4)
+    kept = {}
+    for states in 4, 1 << 28:  # the kernel lets all 16 through then: 12 of them lie in the room behind
+        slab = states * 4
+        entries = torch.empty(3 * slab)
+        call.shared |= dict(states=states, A=torch.full((16, 4), -1.0), ends=none, totals=none)
+        call.sweep(1, call.u, none, call.u.clone(), entries, none.clone(), **ONCE)
+        kept[states] = entries.as_strided((3, 4, 4), (slab, 4, 1))
+    few, many = kept.values()
+    assert torch.equal(few, many)

@@ -339,7 +339,6 @@ def sweep(
     chunks = tl.cdiv(length, CHUNK)
     chunk = segment * segment_chunks
     count = tl.minimum(segment_chunks, chunks - chunk)
-    entries += (row * chunks + chunk) * slab
     for k in range(0, count):
         of = chunk + (count - 1 - k if REVERSE else k)
         tile = of * (CHUNK // 4)
@@ -362,7 +361,7 @@ def sweep(
             u,
             out,
             u,
-            entries + k * slab,
+            entries + (row * chunks + of) * slab,
             u_row,
             dt_row,
             z_row,
