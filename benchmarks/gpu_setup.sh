@@ -7,12 +7,14 @@
 # Without them the same command measures all but the forms that need these libraries.
 #
 # The machine has nvcc and PyTorch; PYTHON names its interpreter (default: python3). It takes a quarter of an hour on two
-# cores. SDISTS holds the two sdists, and wheels of what else that Python lacks. To fill it on a machine with network
-# and PyTorch (for --python-version give the other machine's):
+# cores, and again on each machine that is lent anew. SDISTS holds the two sdists, and wheels of what else that Python
+# lacks; without fire no run starts, without xdist tests compile one by one.
+# To fill it on a machine with network and PyTorch (for --python-version give the other machine's):
 #
 #   export CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE
 #   pip download -d SDISTS --no-deps --no-build-isolation --no-binary=:all: causal-conv1d==1.7.0 mamba-ssm==2.3.1
-#   pip download -d SDISTS --only-binary=:all: --python-version=3.12 transformers einops ninja
+#   pip download -d SDISTS --no-deps --only-binary=:all: --python-version=3.12 fire termcolor xxhash pyyaml einops \
+#       ninja wheel==0.45.1 setuptools packaging pytest pytest-xdist execnet pluggy iniconfig pygments
 set -euo pipefail
 
 if [ $# -ne 2 ]; then

@@ -8,14 +8,19 @@
 tests: tests/gpu. values: each backend of each operator beside float64, its bits twice, the time of whole layers.
 sanitizer: the same on small sizes under compute-sanitizer. ncu: our kernels in layers of models under ncu. run: equal bits of equal
 runs and behind a kill, cold and warm starts, stalls by saves. traces: of training steps. Others are presets: their training
-step beside mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and writes
-NAME.md and NAME.log into FOLDER (default: $OUT, else gpu-results); summary.md has all. --rehearse: tiny, on the CPU.
+step beside mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and leaves
+NAME.log in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary. --rehearse: tiny, on the CPU.
+
+Calls that follow each other on one machine share what Triton compiled. A machine without git knows no commit: add it.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import platform
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,33 +31,48 @@ from pathlib import Path
 
 import torch
 
-LIMITS = {  # seconds at most
-    "tests": 120,
-    "values": 240,
-    "sanitizer": 200,
-    "mamba-1.4b": 240,
-    "mamba2-1.3b": 240,
+LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them, for each dtype
+    "values": 300,
+    "tests": 240,
+    "mamba-1.4b": 270,
+    "mamba2-1.3b": 270,
     "run": 300,
-    "traces": 150,
+    "sanitizer": 240,
     "ncu": 120,
-    "mamba-130m": 150,
-    "mamba2-2.7b": 240,
+    "traces": 120,
+    "mamba2-2.7b": 200,
+    "mamba-130m": 100,
 }
 CALLS = {
-    "1": ("tests", "values", "sanitizer"),
+    "1": ("values", "tests"),
     "2": ("mamba-1.4b", "mamba2-1.3b"),
-    "3": ("run", "traces", "ncu"),
-    "4": ("mamba-130m", "mamba2-2.7b"),
+    "3": ("run", "sanitizer"),
+    "4": ("ncu", "traces", "mamba2-2.7b", "mamba-130m"),
 }
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def kernels() -> list[str]:
+    """The names of our Triton kernels, as the operators import them."""
+    names = []
+    for operator in PROJECT.glob("mamba_fsdp/ops/*/triton.py"):
+        for imported in re.findall(r"\.triton_kernels import (.*)", operator.read_text()):
+            names += imported.split(", ")
+    return sorted(set(names))
+
+
 TOOLS = {  # what these parts run under
     "sanitizer": ["compute-sanitizer", "--tool=memcheck", "--error-exitcode=9"],
     "ncu": [
         "ncu",
         "--set=full",
-        "--kernel-name=regex:^(walk|local|forward|backward|sweep|gradients|finish)$",
-        "--launch-count=20",
+        "--clock-control=none",  # the clocks of a lent GPU are not ours to lock
+        f"--kernel-name=regex:^({'|'.join(kernels())})$",
+        "--launch-count=30",
     ],
 }
+# Each tensor in memory of its own, behind whose end the checker finds a write.
+ENVIRONMENT = {"sanitizer": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:
@@ -71,9 +91,13 @@ def provenance(rehearse: bool) -> str:
     for package in ("torch", "triton", "mamba-ssm", "causal-conv1d", "transformers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
-    described = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True)
-    commit = described.stdout.strip() or "not a git checkout"
-    return f"{device}; {', '.join(versions)}; commit {commit}\n"
+    commit = ""
+    with contextlib.suppress(FileNotFoundError):
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+        )
+        commit = described.stdout.strip()
+    return f"{device}; {', '.join(versions)}; commit {commit or 'not known here'}\n"
 
 
 def rows_of(name: str, out: Path, rehearse: bool) -> Iterator[dict[str, object]]:
@@ -113,21 +137,27 @@ def run_part(name: str, out: Path, rehearse: bool) -> str:
     """Runs a part in a process of its own; returns what came of it."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(out)]
     if name == "tests":
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "tests/gpu",
-            "--ignore=tests/gpu/test_all.py",
-        ]
+        # Without tests/conftest.py, which wants more packages than they do.
+        command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "tests/gpu"]
+        command.append("--ignore=tests/gpu/test_all.py")
+        if importlib.util.find_spec("xdist"):  # each worker compiles kernels
+            command += ["-n", "auto"]
     elif rehearse:
         command.append("--rehearse")
-    else:
-        command = TOOLS.get(name, []) + command
+    elif name in TOOLS:
+        tool, *options = TOOLS[name]
+        found = shutil.which(tool, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+        if not found:
+            return f"there is no {tool}"
+        command = [found, *options, *command]
     with open(out / f"{name}.log", "wb") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=PROJECT,
+            env=os.environ | ENVIRONMENT.get(name, {}),
         )
     try:
         code = process.wait(LIMITS[name])
@@ -137,6 +167,16 @@ def run_part(name: str, out: Path, rehearse: bool) -> str:
     finally:
         with contextlib.suppress(ProcessLookupError):  # what the part had started ends with it
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def take_table(name: str, out: Path) -> str:
+    """Returns a part's table, and removes its file: the fewer there are, the more places take them all."""
+    path = out / f"{name}.md"
+    if not path.exists():
+        return ""
+    text = path.read_text()
+    path.unlink()
+    return text
 
 
 def main() -> int:
@@ -157,20 +197,18 @@ def main() -> int:
         parser.error(f"--call, or --only with some of {','.join(LIMITS)}")
     if not asked.rehearse and not torch.version.cuda:
         parser.error("it needs a CUDA device; --rehearse tries all of it on the CPU")
-    asked.out.mkdir(parents=True, exist_ok=True)
-    outcomes = {}
+    out = asked.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    summary = out / f"summary{asked.call or ''}.md"
+    summary.write_text(provenance(asked.rehearse))
+    outcomes = set()
     for name in names:
-        outcomes[name] = run_part(name, asked.out, asked.rehearse)
-        print(f"{name:<16}{outcomes[name]}", flush=True)
-    tables = []
-    for name in names:
-        path = asked.out / f"{name}.md"
-        if path.exists():
-            tables.append(f"## {name}\n\n{path.read_text()}")
-    (asked.out / f"summary{asked.call or ''}.md").write_text(
-        "\n".join([provenance(asked.rehearse), *tables])
-    )
-    return 0 if set(outcomes.values()) == {"done"} else 1
+        outcome = run_part(name, out, asked.rehearse)
+        outcomes.add(outcome)
+        print(f"{name:<16}{outcome}", flush=True)
+        with open(summary, "a") as file:
+            file.write(f"\n## {name}: {outcome}\n\n{take_table(name, out)}")
+    return 0 if outcomes == {"done"} else 1
 
 
 if __name__ == "__main__":

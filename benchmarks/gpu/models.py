@@ -41,6 +41,7 @@ SHAPES = ((8, 2048), (4, 4096))  # (batch, length)
 ROUNDS = 2
 WARM_UP = 2
 STEPS = 5
+LONGEST = 10  # seconds of a step, compiled: behind it a model without its kernels would take the others' time
 OPTIMIZER = TrainConfig().optimizer
 
 Weights = dict[str, torch.Tensor]
@@ -148,7 +149,13 @@ def peer_step(model: torch.nn.Module, weights: Weights, device: torch.device) ->
 
 def time_steps(step: Step, tokens: torch.Tensor) -> tuple[float, list[float]]:
     """Returns (the first loss, seconds of each timed step). A step ends when its loss is read."""
-    losses = [step(tokens) for _ in range(WARM_UP)]
+    losses = []
+    for _ in range(WARM_UP):
+        began = time.perf_counter()
+        losses.append(step(tokens))
+    warm = time.perf_counter() - began
+    if warm > LONGEST:
+        raise UserError(f"a step takes {warm:.0f} s")
     seconds = []
     for _ in range(STEPS):
         began = time.perf_counter()

@@ -1,6 +1,7 @@
 """What only whole runs of training.py show: equal bits in equal runs and in one that is killed and resumes, how long a start
 takes, how long saves hold the steps up, and where a step's time goes."""
 
+import gzip
 import hashlib
 import os
 import shutil
@@ -23,6 +24,7 @@ USUAL = {
     "num_workers": 0,
     "num_steps": 12,
     "checkpoint_interval": 4,
+    "deterministic": "true",  # the libraries' kernels add with atomics
 }
 SIZE = {"seq_length": 1024, "batch_size": 8, "global_batch_size": 0}
 TINY = {"d_model": 16, "n_layer": 1, "vocab_size": 64, "d_state": 4, "seq_length": 16}
@@ -90,12 +92,16 @@ def measure(folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
 
 
 def trace(out: Path, folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
-    """Leaves a Chrome trace of steps 5 to 7 of each model in `out`; the log has torch's table."""
+    """Leaves a Chrome trace of steps 5 to 7 of each model in `out`, packed; the log has torch's table."""
     for model in ("mamba-1.4b", "mamba2-1.3b"):
         settings = TINY if rehearse else SIZE | {"seq_length": 2048, "model_name": model}
         settings = settings | {"use_profiler": "true", "num_steps": 8, "checkpoint_interval": 1000}
+        settings["deterministic"] = "false"
         train(folder / model, settings)
-        shutil.copy(folder / model / PROFILE / "rank_0.json", out / f"{model}.json")
-        yield {"model": model, "trace": f"{model}.json"}
+        trace = out / f"{model}.json.gz"
+        with open(folder / model / PROFILE / "rank_0.json", "rb") as plain:
+            with gzip.open(trace, "wb") as packed:
+                shutil.copyfileobj(plain, packed)
+        yield {"model": model, "trace": trace.name}
         if rehearse:
             return

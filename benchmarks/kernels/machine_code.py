@@ -27,7 +27,9 @@ class Loop:
 
     depth: int  # 0: no loop inside
     instructions: int
-    cycles: float = 0  # of a warp alone, a trip (latency.py); of innermost loops
+    cycles: float = (
+        0  # of a warp alone, a trip (latency.py); around other loops, one for each instruction
+    )
     slots: int = 0  # cycles in which it keeps others from issuing
     kinds: dict[str, int] = field(default_factory=dict)
     opcodes: dict[str, int] = field(default_factory=dict)
@@ -106,8 +108,8 @@ def _read(code, spans):
         found[first, last] = Loop(
             depth,
             len(own),
-            0 if depth else cycles(alone),
-            0 if depth else slots(alone),
+            len(own) if depth else cycles(alone),
+            len(own) if depth else slots(alone),
             dict(kinds),
             dict(Counter(own)),
         )
