@@ -138,7 +138,8 @@ def test_states_that_take_more_than_32_bits():
     call = backend._Scan(**leaves)
     none = torch.zeros(1, 16, 4)
     kept = {}
-    for states in 4, 1 << 28:  # the kernel lets all 16 through then: 12 of them lie in the room behind
+    # With so many the kernel lets all 16 of its own through, 12 of them into room that nobody reads.
+    for states in 4, 1 << 28:
         slab = states * 4
         entries = torch.empty(3 * slab)
         call.shared |= dict(states=states, A=torch.full((16, 4), -1.0), ends=none, totals=none)
