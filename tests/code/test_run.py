@@ -3,11 +3,11 @@ what .ci/run has running beside it."""
 
 import os
 import shutil
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_program, wait_until, write_program
 
 PYTHON = """#!/usr/bin/env bash
 if [ "$2" = benchmarks.kernels.install ]; then echo /triton; exit ${NO_TRITON:-0}; fi
@@ -30,18 +30,14 @@ def run(project, tmp_path, monkeypatch):
         ".venv-torch2.2/bin/python": PYTHON,
     }
     for name, script in scripts.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, script)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def run(words="", **environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        done = subprocess.run(
-            [tmp_path / "tests/run.sh", *words.split()], capture_output=True, text=True
-        )
+        done = run_program(tmp_path / "tests/run.sh", *words.split())
         calls = [line.split(" |") for line in done.stdout.splitlines()]
         return done.returncode, [(before == "1 /triton", words.strip()) for before, words in calls]
 
@@ -91,13 +87,9 @@ def ci(project, tmp_path):
             ("bin/dpkg-query", ""),
             (".ci/run", (project / ".ci/run").read_text()),
         ):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(
-                script if script.startswith("#!") else f"#!/bin/sh\n{script}\n"
-            )
-            (tmp_path / name).chmod(0o755)
-        path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-        return subprocess.run([tmp_path / ".ci/run"], env=path, capture_output=True, text=True)
+            text = script if script.startswith("#!") else f"#!/bin/sh\n{script}\n"
+            write_program(tmp_path / name, text)
+        return run_program(tmp_path / ".ci/run", PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
 
     return run
 
@@ -107,10 +99,8 @@ def test_what_ci_runs_beside_the_tests_ends_with_them(ci, tmp_path):
     endless = "sleep 600 & echo $! >begun; mv begun running; wait"
     assert ci(endless, "until [ -e running ]; do sleep 0.1; done; exit 3").returncode == 3
     process = Path("/proc", (tmp_path / "running").read_text().strip(), "cmdline")
-    deadline = time.monotonic() + 300
-    while process.exists() and process.read_bytes():  # nothing is left of a zombie's
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # Nothing is left of a zombie's.
+    wait_until(lambda: not (process.exists() and process.read_bytes()))
 
 
 def test_ci_fails_with_the_pinned_stack_and_says_why(ci):

@@ -1,9 +1,10 @@
 """The tools of pyproject.toml find nothing: ruff in any Python file, which it has formatted too, the type checker in library and settings."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.support.processes import run_program
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,5 @@ import pytest
     ids=["ruff", "format", "mypy"],
 )
 def test_finds_nothing(project, command):
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=project, capture_output=True, text=True
-    )
+    done = run_program(sys.executable, "-m", *command, cwd=project)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,10 +1,10 @@
 """Completion for bash knows what the help pages know."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.support.processes import run_program, write_program
 
 COMMAND = '#!/bin/sh\nexec {python} -m mamba_fsdp "$@"\n'
 
@@ -23,9 +23,7 @@ COMMAND = '#!/bin/sh\nexec {python} -m mamba_fsdp "$@"\n'
     ],
 )
 def test_it_completes_names_and_choices(project, tmp_path, words, found):
-    command = tmp_path / "mamba-fsdp"
-    command.write_text(COMMAND.format(python=sys.executable))
-    command.chmod(0o755)
+    command = write_program(tmp_path / "mamba-fsdp", COMMAND.format(python=sys.executable))
     asked = " ".join(f'"{word}"' for word in [command, *words])
     code = f"""
 source '{project}/mamba_fsdp/launch/completion.bash'
@@ -35,12 +33,7 @@ COMP_CWORD={len(words)}
 _mamba_fsdp
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-    done = subprocess.run(
-        ["bash", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(project)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_program("bash", "-c", code, PYTHONPATH=str(project))
     said = done.stdout.split()
     assert set(found) <= set(said) and bool(found) == bool(said), done
     assert done.stderr == ""

@@ -1,7 +1,6 @@
 """Settings: what is written is what is used, and what can't be is refused with the reason."""
 
 import re
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from config import resolve as module
 from config.train_config import Duration, TrainConfig, all_settings
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
+from tests.support.processes import run_program
 
 
 def resolve(config_file=None, **given_words):
@@ -303,8 +303,7 @@ COMMAND_LINES = {
 
 @pytest.mark.parametrize("word", COMMAND_LINES)
 def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(word, project):
-    command = [sys.executable, "training.py", word]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    done = run_program(sys.executable, "training.py", word, cwd=project)
     assert (done.returncode, done.stderr) == (2, f"error: {COMMAND_LINES[word]}\n")
 
 

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from tests.support.builder import kernel_versions
+from tests.support.processes import run_program, write_program
 
 # `python -m pip wheel ... --wheel-dir FOLDER SOURCES`: runs setup.py, which stands for the compiler.
 PYTHON = """#!/bin/sh
@@ -38,24 +39,17 @@ def build(project, tmp_path):
 
     def run(stack="torch2.2", setup_py=SETUP, archives=None, **environment):
         tools = tmp_path / "tools"
-        tools.mkdir()
-        (tools / "setup.py").write_text(setup_py)
         for name, text in (("python", PYTHON), ("git", GIT), ("nvcc", "#!/bin/sh")):
-            (tools / name).write_text(text)
-            (tools / name).chmod(0o755)
+            write_program(tools / name, text)
+        (tools / "setup.py").write_text(setup_py)
         environment = {
             "PATH": f"{tools}:{os.environ['PATH']}",
             "PYTHON": str(tools / "python"),
             **environment,
         }
         words = [stack, "wheels", *([archives] if archives else [])]
-        done = subprocess.run(
-            [project / "requirements/build_kernels.sh", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={**os.environ, **environment},
-        )
+        script = project / "requirements/build_kernels.sh"
+        done = run_program(script, *words, cwd=tmp_path, **environment)
         asked = tools / "git.asked"
         fetched = (
             [line.split()[-4:-1] for line in asked.read_text().splitlines()]

@@ -3,13 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.builder import Builder
+from tests.support.processes import run_program
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,7 @@ def test_hadolint_is_content():
     )
     if tool is None:
         pytest.skip("hadolint is not installed: pip install -r requirements/dev.txt")
-    done = subprocess.run([tool, PROJECT / "Dockerfile"], capture_output=True, text=True)
+    done = run_program(tool, PROJECT / "Dockerfile")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -12,6 +12,7 @@ import zipfile
 
 import pytest
 
+from tests.support.processes import run_program, write_program
 from tests.support.terminal import drawings
 
 
@@ -20,12 +21,11 @@ def quick_python(tmp_path_factory):
     """An interpreter whose `-m venv` copies an environment that is there, where the true one takes seconds."""
     folder = tmp_path_factory.mktemp("python")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    (folder / "python").write_text(f"""#!/bin/sh
+    script = f"""#!/bin/sh
 if [ "$1 $2" = "-m venv" ]; then exec cp -r '{folder}/venv' "$3"; fi
 exec '{sys.executable}' "$@"
-""")
-    (folder / "python").chmod(0o755)
-    return str(folder / "python")
+"""
+    return str(write_program(folder / "python", script))
 
 
 @pytest.fixture
@@ -41,14 +41,8 @@ def create(project, tmp_path, quick_python, monkeypatch):
     )
 
     def run(*words, **environment):
-        return subprocess.run(
-            ["./0.create_env.sh", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env={**os.environ, "PYTHON": quick_python, **environment},
-        )
+        environment = {"PYTHON": quick_python, **environment}
+        return run_program("./0.create_env.sh", *words, cwd=tmp_path, **environment)
 
     return run
 
@@ -60,9 +54,7 @@ def one_error(done, *words):
 
 
 def stub(folder, name, body):
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-    (folder / name).chmod(0o755)
+    write_program(folder / name, f"#!/bin/sh\n{body}\n")
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
@@ -77,11 +69,10 @@ def works_from_any_folder(checkout):
     elsewhere.mkdir()
     (elsewhere / "mamba_fsdp.py").write_text("raise SystemExit('the wrong one')")
     command = checkout / ".venv/bin/mamba-fsdp"
-    said = subprocess.run([command, "a b", "c"], cwd=elsewhere, capture_output=True, text=True)
+    said = run_program(command, "a b", "c", cwd=elsewhere)
     assert said.stdout == f"{package}/__main__.py ['a b', 'c']\n", said.stderr
     code = "import mamba_fsdp; print(mamba_fsdp.__file__)"
-    python = [checkout / ".venv/bin/python", "-c", code]
-    said = subprocess.run(python, cwd="/", capture_output=True, text=True)
+    said = run_program(checkout / ".venv/bin/python", "-c", code, cwd="/")
     assert said.stdout == f"{package}/__init__.py\n"
 
 

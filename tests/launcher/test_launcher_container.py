@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pyxis import make_cluster
-
-SQUASHFS = (
-    b"hsqs" + bytes(36) + (100).to_bytes(8, "little") + bytes(52)
-)  # its superblock says 100 bytes
+from tests.support.pyxis import SQUASHFS, make_cluster
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import finish, wait_until
+from tests.support.processes import finish, run_program, wait_until, write_program
 from tests.support.projects import starts
 
 RUN = "--save_ckpt_path=runs/a"
@@ -35,9 +35,8 @@ def train(project, *settings, **environment):
 
 @pytest.mark.slow
 def test_a_rank_for_each_gpu_gets_the_settings_as_they_are(launcher_project, tmp_path):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\nfor i in 1 2 3; do echo 'NVIDIA Fake 4GB'; done\n")
-    smi.chmod(0o755)
+    smi = "#!/bin/sh\nfor i in 1 2 3; do echo 'NVIDIA Fake 4GB'; done\n"
+    write_program(tmp_path / "nvidia-smi", smi)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     (launcher_project / 'it\'s "quoted"').touch()
     words = ["--save_ckpt_path=runs/a b", "--num_steps=1", '--init_from=it\'s "quoted"']
@@ -201,10 +200,7 @@ def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, 
 
 def test_what_it_says_at_the_end_fits_a_terminal(launcher_project):
     source = "source ./1.train.sbatch; source mamba_fsdp/launch/environment.sh; "
-    script = f"{source} python=true; show_demo"
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=launcher_project, capture_output=True, text=True
-    )
+    done = run_program("bash", "-c", f"{source} python=true; show_demo", cwd=launcher_project)
     rows = done.stdout.splitlines()
     assert len(rows) > 5 and all(len(row) < 80 for row in rows), rows
 

@@ -5,6 +5,8 @@ import subprocess
 
 import pytest
 
+from tests.support.processes import write_program
+
 NETWORK = ("FI_", "NCCL_", "RDMAV_", "EFA_COUNT")
 
 
@@ -55,9 +57,8 @@ GPU = "GPU 0: NVIDIA A10G (UUID: GPU-1)\n"
 )
 def test_nodes_without_efa_get_no_libfabric_setting(project, tmp_path, said, expected):
     """And copy engines for NCCL's shared memory only where GPUs have no link to each other."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\n" + ("exit 9" if said is None else f"echo '{said}'"))
-    tool.chmod(0o755)
+    body = "exit 9" if said is None else f"echo '{said}'"
+    write_program(tmp_path / "nvidia-smi", f"#!/bin/sh\n{body}")
     path = f"{tmp_path}:{os.environ['PATH']}"
     devices = {"mlx5_0": "mlx5_core"} if said else {}
     found = network_environment(project, devices, tmp_path, SLURM_JOB_ID="1", PATH=path)

@@ -1,10 +1,11 @@
 """Every shell file of the project is clean to shellcheck."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_program
 
 
 def test_every_shell_file_is_clean(project):
@@ -14,6 +15,5 @@ def test_every_shell_file_is_clean(project):
     files = [*project.glob("*.sh"), *project.glob("*.sbatch"), *project.glob("[!.]*/**/*.sh")]
     files += project.glob("[!.]*/**/*.bash")
     assert len(files) > 5
-    command = [shellcheck, "--external-sources", *files]
-    checked = subprocess.run(command, capture_output=True, text=True, cwd=project)
+    checked = run_program(shellcheck, "--external-sources", *files, cwd=project)
     assert checked.returncode == 0, checked.stdout

@@ -12,6 +12,7 @@ import torch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.ops.backends import Use, resolve_backends
+from tests.support.processes import write_program
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -44,10 +45,7 @@ def assert_portable_because(reason):
 
 
 def write_compiler(folder, body):
-    path = folder / "strange-cc"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return str(path)
+    return str(write_program(folder / "strange-cc", f"#!/bin/sh\n{body}\n"))
 
 
 @pytest.mark.parametrize(

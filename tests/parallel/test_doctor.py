@@ -1,7 +1,5 @@
 """The doctor says that an environment is whole only when it is."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from mamba_fsdp.launch import machine
 from mamba_fsdp.verbs import checks
 from mamba_fsdp.verbs.checks import Check, Finding
+from tests.support.processes import run_program
 
 pytestmark = pytest.mark.torch22
 
@@ -18,13 +17,8 @@ def test_a_broken_environment_is_named_and_the_rest_told(project, tmp_path):
     """A package that can't be imported fails; all else is told."""
     (tmp_path / "datasets").mkdir()
     (tmp_path / "datasets" / "__init__.py").write_text("raise ImportError('broken on purpose')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "mamba_fsdp", "doctor"],
-        cwd=project,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "mamba_fsdp", "doctor"]
+    done = run_program(*command, cwd=project, PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
     assert done.returncode == 1 and not done.stderr
     lines = {line[5:21].strip(): (line[:5].strip(), line[21:]) for line in done.stdout.splitlines()}
     assert lines["packages"][0] == "FAIL"

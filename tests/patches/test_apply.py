@@ -7,16 +7,13 @@ import sys
 
 import pytest
 
+from tests.support.processes import run_program
 from tests.support.triton_wheels import NEWEST, PATCHES, bare_triton_2_2, fetch
 
 
 def apply(folder, *options):
     """(exit status, what it says) of patches/apply.py on the Triton in `folder`."""
-    done = subprocess.run(
-        [sys.executable, PATCHES / "apply.py", f"--site={folder}", *options],
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(sys.executable, PATCHES / "apply.py", f"--site={folder}", *options)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run_program
+
 # Commands that a test elsewhere runs, since they need a cluster, an image builder, or are the tests themselves.
 RUN_ELSEWHERE = {
     "docker build": "tests/container",
@@ -95,9 +97,7 @@ def test_every_command_runs_in_a_fresh_clone(project, clone):
         )
         if command == commands(project)[0]:
             check_demo(done.stdout, clone)
-    untracked = subprocess.run(
-        ["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True
-    ).stdout
+    untracked = run_program("git", "status", "--porcelain", cwd=clone).stdout
     assert untracked == "", f"the commands make what git does not ignore: {untracked}"
 
 
@@ -130,9 +130,7 @@ def test_an_export_of_the_demo_generates_in_transformers(clone):
         "tokens = model.generate(**words('def ', return_tensors='pt'), max_new_tokens=20, do_sample=False)\n"
         "print(words.decode(tokens[0]))"
     )
-    done = subprocess.run(
-        [clone / ".venv/bin/python", "-c", code], cwd=clone, capture_output=True, text=True
-    )
+    done = run_program(clone / ".venv/bin/python", "-c", code, cwd=clone)
     assert done.returncode == 0 and done.stdout.startswith("def "), done.stderr
 
 
@@ -148,12 +146,7 @@ def test_what_it_names_exists(project):
 def test_the_settings_it_names_exist(project):
     from config.train_config import setting_names
 
-    page = subprocess.run(
-        [sys.executable, "get_dataset.py", "--help=all"],
-        cwd=project,
-        capture_output=True,
-        text=True,
-    ).stdout
+    page = run_program(sys.executable, "get_dataset.py", "--help=all", cwd=project).stdout
     known = (
         set(setting_names())
         | set(re.findall(r"--(\w+)", page))

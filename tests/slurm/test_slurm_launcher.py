@@ -7,13 +7,12 @@ import shutil
 
 import pytest
 
+from tests.support.processes import write_program
 from tests.support.projects import starts
+from tests.support.pyxis import SQUASHFS
 
 pytestmark = pytest.mark.slow
 RUN = "--save_ckpt_path=runs/a"
-SQUASHFS = (
-    b"hsqs" + bytes(36) + (100).to_bytes(8, "little") + bytes(52)
-)  # its superblock says 100 bytes
 
 
 @pytest.fixture
@@ -55,11 +54,9 @@ def test_two_nodes_make_one_run_of_a_rank_for_each_gpu_in_the_shared_venv(
     start_cluster, project, tmp_path
 ):
     """Submitted from elsewhere. Nothing in the command says that these nodes have two GPUs each."""
-    smi = project / "bin/nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text("#!/bin/sh\nfor i in 1 2; do echo 'NVIDIA Fake 4GB'; done\n")
-    smi.chmod(0o755)
-    environment = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    smi = "#!/bin/sh\nfor i in 1 2; do echo 'NVIDIA Fake 4GB'; done\n"
+    write_program(project / "bin/nvidia-smi", smi)
+    environment = {"PATH": f"{project}/bin:{os.environ['PATH']}"}
     cluster = start_cluster(gpus=2)
     (tmp_path / "elsewhere/logs").mkdir(parents=True)
     words = [RUN, "--num_steps=3", "--tracker=none"]
@@ -94,15 +91,13 @@ def test_nodes_with_different_gpus_are_refused(start_cluster, project):
 def test_a_job_that_is_queued_again_resumes_from_a_checkpoint(start_cluster, project):
     """USR1 is what `--signal=B:USR1@300` sends before the time limit, also where Slurm's controller is too busy to say
     what becomes of the job."""
-    busy = project / "bin/squeue"
-    busy.parent.mkdir()
-    busy.write_text(
+    write_program(
+        project / "bin/squeue",
         f'#!/bin/sh\ncd "{project}"; echo >> asked; [ $(wc -l < asked) -gt 2 ] || exit 1\n'
-        f'exec {shutil.which("squeue")} "$@"\n'
+        f'exec {shutil.which("squeue")} "$@"\n',
     )
-    busy.chmod(0o755)
     cluster = start_cluster()
-    environment = {"FAKE": "held", "PATH": f"{busy.parent}:{os.environ['PATH']}"}
+    environment = {"FAKE": "held", "PATH": f"{project}/bin:{os.environ['PATH']}"}
     job = cluster.submit(project, RUN, "--num_steps=20", env=environment)
     wait_for_training(cluster, project)
     cluster.run("scancel", "--batch", "--signal=USR1", job)

@@ -2,24 +2,18 @@
 among it; FROZEN_STORM=all freezes before each call."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.support.processes import run_program
 
 pytestmark = pytest.mark.slow
 
 
 def rage(project, *words):
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=project,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    done = run_program(sys.executable, "-m", *words, cwd=project, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
 
 def test_killed_runs_end_as_unbroken_ones(project):

@@ -1,8 +1,6 @@
 """What the tests of get_dataset.py share: texts, the command, and what a dataset holds."""
 
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mamba_fsdp.data.store import StoreWriter, TokenStore
+from tests.support.processes import run_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,13 +59,7 @@ def content(folder):
     }
 
 
-def command(*arguments, cwd, **more):
+def command(*arguments, cwd):
     """python get_dataset.py ARGUMENTS in a folder."""
-    return subprocess.run(
-        [sys.executable, ROOT / "get_dataset.py", *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        **more,
-    )
+    program = [sys.executable, ROOT / "get_dataset.py"]
+    return run_program(*program, *arguments, cwd=cwd, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")

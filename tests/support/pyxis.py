@@ -10,6 +10,10 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+from tests.support.processes import write_program
+
+# An image, whose superblock says 100 bytes.
+SQUASHFS = b"hsqs" + bytes(36) + (100).to_bytes(8, "little") + bytes(52)
 # Those of srun that the launcher and docs/image.md use; auto-resume is HyperPod's. And what Pyxis adds.
 SLURM_OPTIONS = set(
     "auto-resume cpu-bind export gpus gpus-per-node kill-on-bad-exit label nodelist nodes ntasks "
@@ -119,11 +123,10 @@ def make_cluster(folder, project):
     container has of programs.
     """
     commands, image = folder / "commands", folder / "image"
-    for path in (commands, image, folder / "state/node1", folder / "state/node2", folder / "spool"):
+    for path in (folder / "state/node1", folder / "state/node2", folder / "spool"):
         path.mkdir(parents=True)
     # With the stamp beside it.
-    (image / "python3").write_text(f'#!/bin/sh\nexec "{project}/.venv/bin/python" "$@"\n')
-    (image / "python3").chmod(0o755)
+    write_program(image / "python3", f'#!/bin/sh\nexec "{project}/.venv/bin/python" "$@"\n')
     for name in ("bash", "sh", "basename", "dirname", "readlink", "hostname"):
         (image / name).symlink_to(shutil.which(name))
     for name, text in (
@@ -132,8 +135,7 @@ def make_cluster(folder, project):
         ("squeue", SQUEUE),
         ("enroot", ENROOT),
     ):
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
+        write_program(commands / name, text)
 
     def lines(path):
         return path.read_text().splitlines() if path.exists() else []

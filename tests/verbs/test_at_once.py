@@ -1,10 +1,10 @@
 """What needs no torch is answered without it: it takes seconds to import, and far longer on a busy machine."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.support.processes import run_program
 
 SLOW = ("torch", "datasets", "transformers")
 VERB = ["-m", "mamba_fsdp"]
@@ -16,16 +16,9 @@ def ask(project, tmp_path):
     for name in SLOW:
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('imported {name}')\n")
     (tmp_path / "training.py").symlink_to(project / "training.py")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{project}"}
 
     def ask(*words):
-        done = subprocess.run(
-            [sys.executable, *map(str, words)],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env=environment,
-        )
+        done = run_program(sys.executable, *words, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{project}")
         return done.returncode, done.stdout + done.stderr
 
     return ask

@@ -1,8 +1,6 @@
 """What `generate` shows: text as it comes, whole characters, the speed beside it."""
 
-import os
 import re
-import subprocess
 import sys
 from functools import partial
 
@@ -13,6 +11,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.report import console
 from mamba_fsdp.verbs import generate, loading
 from mamba_fsdp.verbs.generate import TextStream
+from tests.support.processes import run_program
 
 pytestmark = pytest.mark.torch22
 
@@ -112,13 +111,7 @@ generate.TextStream = Interrupted
 words = ["runs/demo", "--prompt=def", "--length=100000", "--temperature=2"]
 command_line.run(generate.main, str, words)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=there,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(project)},
-    )
+    done = run_program(sys.executable, "-c", code, cwd=there, PYTHONPATH=str(project))
     assert done.returncode == 130, done.stderr
     assert done.stdout.startswith("def") and done.stdout.endswith("\n")
     assert "8 tokens in" in done.stderr and "stopped by Ctrl-C" in done.stderr

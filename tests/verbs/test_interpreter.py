@@ -2,12 +2,12 @@
 
 import ast
 import os
-import subprocess
 import sys
 
 import pytest
 
 from mamba_fsdp import interpreter
+from tests.support.processes import run_program
 from tests.support.terminal import drawings
 
 BARE = [os.path.realpath(sys.executable), "-S"]  # as one of the system's, without any package
@@ -21,7 +21,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_python_without_the_packages_names_the_one_to_use(project, words):
-    done = subprocess.run([*BARE, *words], cwd=project, capture_output=True, text=True)
+    done = run_program(*BARE, *words, cwd=project)
     assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 1, done
     assert done.stderr.startswith(f"error: {BARE[0]} lacks ")
     assert done.stderr.endswith("; use .venv/bin/python, which ./0.create_env.sh makes\n")
@@ -61,7 +61,6 @@ def test_a_terminal_shows_at_once_that_it_is_loading(project, terminal):
 
 def test_ctrl_c_is_a_line_while_modules_are_imported_too(project):
     code = "from mamba_fsdp import interpreter\ninterpreter.need('fire')\nraise KeyboardInterrupt"
-    done = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True)
-    assert (
-        done.stderr == "\nstopped by Ctrl-C\n" and done.returncode
-    )  # as Python has it: bash says 130
+    done = run_program(sys.executable, "-c", code, cwd=project)
+    # The code is as Python has it: bash says 130.
+    assert done.stderr == "\nstopped by Ctrl-C\n" and done.returncode
