@@ -3,9 +3,7 @@ program."""
 
 import dataclasses
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.weights import read_weights
 from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
+from tests.support.processes import run_program
 from tests.support.small_models import (
     CONFIGS,
     GROUPED,
@@ -49,8 +48,11 @@ def test_native_to_state_spaces_to_native_is_bitwise(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we_read(tmp_path):
-    """Mamba-1, Mamba-2, hybrid and attention only. Without rotary, which needs a GPU library there."""
+def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we_read(
+    project, tmp_path
+):
+    """Mamba-1, Mamba-2, hybrid and attention only: logits, loss and gradients. Without rotary, which needs a GPU library
+    there."""
     models = {name: dataclasses.replace(config, rotary_dim=0) for name, config in MODELS.items()}
     tokens = torch.randint(0, 40, (2, 37), generator=torch.Generator().manual_seed(0))
     for name, config in models.items():
@@ -60,24 +62,22 @@ def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we
             format="state-spaces",
         )
         torch.save(tokens, tmp_path / "models" / name / "tokens.pt")
-    done = subprocess.run(
-        [
-            sys.executable,
-            Path(__file__).parents[1] / "support/reference_on_cpu.py",
-            mamba_ssm_folder(),
-            tmp_path / "models",
-        ],
-        capture_output=True,
-        text=True,
-        env=with_triton(),
-    )
+    words = [project / "tests/support/reference_on_cpu.py", mamba_ssm_folder(), tmp_path / "models"]
+    done = run_program(sys.executable, *words, **with_triton())
     assert done.returncode == 0, done.stdout + done.stderr
     for name, config in models.items():
         state = random_state(config)
-        with torch.no_grad():
-            logits = model_of(config, state.get)(tokens)
-        expected = torch.load(tmp_path / "models" / name / "logits.pt", weights_only=True)
-        torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-5)
+        theirs = torch.load(tmp_path / "models" / name / "answer.pt", weights_only=True)
+        ours = model_of(config, state.get)
+        torch.testing.assert_close(ours(tokens), theirs["logits"], rtol=1e-4, atol=1e-5)
+        loss = ours(tokens[:, :-1], labels=tokens[:, 1:]) / tokens[:, 1:].numel()
+        torch.testing.assert_close(loss, theirs["loss"], rtol=1e-5, atol=0)
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+        assert gradients.keys() == theirs["gradients"].keys()
+        for parameter, expected in theirs["gradients"].items():
+            atol = 1e-4 * expected.abs().max().item()
+            torch.testing.assert_close(gradients[parameter], expected, rtol=1e-3, atol=atol)
         assert_same(read_weights(tmp_path / "models" / name / "saved"), config, state)
 
 

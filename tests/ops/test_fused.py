@@ -1,38 +1,14 @@
 """How the fused backends are called, checked on a CPU: mamba-ssm's own reference functions stand in for its kernels, and
 the layouts that the kernels demand are asserted. Runs in a process of its own, with mamba-ssm's Python files alone."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 
+from tests.support.mamba_ssm_install import mamba_ssm_folder
+from tests.support.processes import run_program
+
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def mamba_ssm(tmp_path_factory):
-    """A folder with mamba-ssm 2.3.1 (without its CUDA part) and einops."""
-    folder = tmp_path_factory.mktemp("mamba_ssm")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-build-isolation",
-        "--no-deps",
-        "--target",
-        str(folder),
-        "mamba-ssm==2.3.1",
-        "einops",
-    ]
-    environment = os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        pytest.skip(f"mamba-ssm can't be installed here: {result.stderr.strip().splitlines()[-1:]}")
-    return folder
-
 
 CHILD = r'''
 import sys, types
@@ -169,8 +145,6 @@ print("all equal")
 '''
 
 
-def test_fused_calls_equal_the_portable_forms(mamba_ssm, project):
-    result = subprocess.run(
-        [sys.executable, "-c", CHILD, str(mamba_ssm)], cwd=project, capture_output=True, text=True
-    )
+def test_fused_calls_equal_the_portable_forms(project):
+    result = run_program(sys.executable, "-c", CHILD, mamba_ssm_folder(), cwd=project)
     assert result.returncode == 0 and result.stdout.strip() == "all equal", result.stderr

@@ -1,26 +1,21 @@
 """How the fused backends of Mamba-2 are called, without a GPU."""
 
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
 from mamba_fsdp.ops.mamba2 import mamba2_mixer
 from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
+from tests.support.processes import run_program
 
 
 @pytest.mark.slow
-def test_calls_fit_the_kernels_and_mean_the_same():
+def test_calls_fit_the_kernels_and_mean_the_same(project):
     """What we hand to mamba-ssm's kernels, handed to its own reference functions, gives the reference backend's results."""
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parents[1] / "support/fused_on_cpu.py", mamba_ssm_folder()],
-        capture_output=True,
-        text=True,
-        env=with_triton(),
-    )
+    program = project / "tests/support/fused_on_cpu.py"
+    done = run_program(sys.executable, program, mamba_ssm_folder(), **with_triton())
     assert done.returncode == 0, done.stdout + done.stderr
 
 

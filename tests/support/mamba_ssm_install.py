@@ -1,10 +1,9 @@
 """mamba-ssm's Python modules, without its CUDA kernels, in a cache folder outside the project.
 
-Nothing of it runs on a GPU here: mamba_ssm_oracle.py has it call its own reference functions.
+Nothing of it runs on a GPU here: it calls its own reference functions.
 """
 
 import os
-import subprocess
 import sys
 import tempfile
 from functools import lru_cache
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kernels.install import triton_folder
+from tests.support.processes import run_program
 
 VERSION = "2.3.1"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba_fsdp-tests"
@@ -31,13 +31,12 @@ def mamba_ssm_folder():
         ["setuptools", "wheel", "packaging", "einops"],
         ["--no-build-isolation", f"mamba-ssm=={VERSION}"],
     ):
-        build = {
-            "PYTHONPATH": str(fresh),
-            "MAMBA_FORCE_BUILD": "TRUE",
-            "MAMBA_SKIP_CUDA_BUILD": "TRUE",
-        }
-        done = subprocess.run(
-            [*pip, *packages], env=os.environ | build, capture_output=True, text=True
+        done = run_program(
+            *pip,
+            *packages,
+            PYTHONPATH=str(fresh),
+            MAMBA_FORCE_BUILD="TRUE",
+            MAMBA_SKIP_CUDA_BUILD="TRUE",
         )
         if done.returncode:
             reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
@@ -50,9 +49,9 @@ def mamba_ssm_folder():
 
 
 def with_triton():
-    """The environment of a process that imports mamba-ssm's Triton kernels: they need a Triton, which the cpu stack
-    has not. Skips the test where none can be installed."""
+    """What the environment of a process has beside the usual that imports mamba-ssm's Triton kernels: they need a
+    Triton, which the cpu stack has not. Skips the test where none can be installed."""
     try:
-        return {**os.environ, "PYTHONPATH": str(triton_folder())}
+        return {"PYTHONPATH": str(triton_folder())}
     except OSError as error:
         pytest.skip(str(error))

@@ -1,6 +1,6 @@
 """Run by test_state_spaces.py in a process of its own: mamba-ssm's own language model on a CPU, its kernels answered by
-the reference functions of the same package. Loads each model folder as its users do, computes logits, and saves it
-again.
+the reference functions of the same package. Loads each model folder as its users do, computes logits, the mean loss
+of all next tokens and its gradients, and saves the model again.
 
     python reference_on_cpu.py FOLDER_WITH_MAMBA_SSM FOLDER_OF_MODELS
 """
@@ -13,6 +13,7 @@ sys.path.insert(0, sys.argv[1])
 sys.modules["selective_scan_cuda"] = types.ModuleType("selective_scan_cuda")
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel  # noqa: E402
 from mamba_ssm.modules import mamba2, mamba_simple  # noqa: E402
 from mamba_ssm.ops.selective_scan_interface import selective_scan_ref  # noqa: E402
@@ -54,7 +55,11 @@ for folder in Path(sys.argv[2]).iterdir():
         for switch in ("use_fast_path", "use_mem_eff_path", "fused_add_norm"):
             if hasattr(module, switch):
                 setattr(module, switch, False)
-    with torch.no_grad():
-        logits = model(torch.load(folder / "tokens.pt", weights_only=True)).logits
-    torch.save(logits, folder / "logits.pt")
+    tokens = torch.load(folder / "tokens.pt", weights_only=True)
+    logits = model(tokens).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    answer = {"logits": logits.detach(), "loss": loss.detach(), "gradients": gradients}
+    torch.save(answer, folder / "answer.pt")
     model.save_pretrained(str(folder / "saved"))
