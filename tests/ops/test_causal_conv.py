@@ -61,15 +61,6 @@ def test_documents_equal_separate_rows(backend, cuts):
     )
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-def test_gradcheck(backend, bounded):
-    seq_idx = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2]] * 2) if bounded else None
-    values = inputs(length=9, channels=3)
-    assert torch.autograd.gradcheck(
-        lambda *v: causal_conv_silu(*v, seq_idx=seq_idx, backend=backend), values
-    )
-
-
 def test_one_document_never_changes_another(backend):
     seq_idx = (torch.arange(50)[None] >= 20).int()
 

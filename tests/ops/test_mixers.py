@@ -160,21 +160,3 @@ def test_takes_fp32_weights_with_bf16_activations(kind, backend):
     exact = DEFINITIONS[kind](layer.double(), x.double())
     assert (y - exact).abs().max() <= 0.03 * exact.abs().max()
     assert (y - exact).square().mean().sqrt() <= 0.01 * exact.square().mean().sqrt()
-
-
-@BOTH
-@torch.no_grad()
-def test_prompt_and_steps_equal_the_whole(kind, backend):
-    """A prompt at once, then one token at a time; and every position as a token."""
-    layer = mixer(kind, backend)
-    x = inputs(kind)
-    whole = layer(x)
-    for prompt in (0, 2, 33):
-        state = layer.allocate_state(2, 70, torch.float64, "cpu")
-        if prompt:
-            torch.testing.assert_close(
-                layer(x[:, :prompt], state=state), whole[:, :prompt], rtol=1e-9, atol=1e-9
-            )
-        for t in range(prompt, 70):
-            one = layer(x[:, t : t + 1], state=state, position=t)
-            torch.testing.assert_close(one, whole[:, t : t + 1], rtol=1e-9, atol=1e-9)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mamba_fsdp.ops.ssd import reference, ssd
-from tests.support.definitions import recurrence, ssd_values
+from tests.support.definitions import random_documents, recurrence, ssd_values
 from tests.support.memory import LargestTensor
 
 pytestmark = pytest.mark.torch22
@@ -19,11 +19,6 @@ def inputs(
     randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     values = ssd_values(randn, batch, length, heads, headdim, groups, d_state)
     return {name: value.to(dtype).requires_grad_() for name, value in values.items()}
-
-
-def random_documents(batch, length, seed=1):
-    starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < 4 / length
-    return starts.int().cumsum(1).int()
 
 
 def gradients(outputs, wanted, seed=2):
@@ -68,26 +63,6 @@ def test_the_sums_of_a_deterministic_run_on_a_gpu(monkeypatch):
     """Without torch's cumsum, which a GPU refuses then, it is the same recurrence."""
     monkeypatch.setattr(reference, "_cumsum_repeats", lambda values: False)
     test_equals_the_recurrence(150, 2, False)
-
-
-@pytest.mark.parametrize("bounded", [False, True])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_gradcheck(bounded, groups):
-    """The written-out backward pass is the derivative of the forward pass, by finite differences."""
-    values = inputs(batch=1, length=7, heads=2, headdim=2, groups=groups, d_state=3)
-    state = torch.randn(1, 2, 2, 3, dtype=torch.float64, requires_grad=True)
-    seq_idx = torch.tensor([[0, 0, 1, 1, 1, 1, 2]]) if bounded else None
-
-    def run(state, *arguments):
-        return ssd(
-            *arguments,
-            chunk_size=4,
-            seq_idx=seq_idx,
-            initial_state=state,
-            return_last_state=True,
-        )
-
-    assert torch.autograd.gradcheck(run, (state, *values.values()))
 
 
 @pytest.mark.parametrize("boundary", [1, 40, 64, 100])
@@ -137,18 +112,6 @@ def test_extreme_dt(bias):
         assert_close(a, e, 1e-4, name)
 
 
-def test_a_sequence_in_two_parts():
-    """The last state of one part is the initial state of the next."""
-    values = inputs(length=100)
-
-    def cut(piece):
-        return {n: v[:, piece] if n in ("x", "dt", "B", "C") else v for n, v in values.items()}
-
-    first, state = ssd(**cut(slice(0, 37)), chunk_size=64, return_last_state=True)
-    second = ssd(**cut(slice(37, 100)), chunk_size=64, initial_state=state)
-    assert_close(torch.cat([first, second], dim=1), ssd(**values, chunk_size=64), 1e-12)
-
-
 def test_memory_is_linear_in_the_length():
     """Kept for the backward pass: the inputs. Made on the way: nothing larger than a chunk of them squared."""
     heads = 4
@@ -168,4 +131,4 @@ def test_memory_is_linear_in_the_length():
         y.sum().backward()
     given = sum(v.untyped_storage().nbytes() for v in values.values())
     assert sum(kept.values()) <= 1.1 * given
-    assert largest.elements <= length * heads * 64
+    assert largest.bytes <= 8 * length * heads * 64  # sums of decays are float64

@@ -35,6 +35,12 @@ def recurrence(x, dt, A, B, C, D, dt_bias, seq_idx=None, initial_state=None):
     return torch.stack(ys, dim=1), state
 
 
+def random_documents(batch, length):
+    """seq_idx of some four documents a row."""
+    starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(1)) < 4 / length
+    return starts.int().cumsum(1).int()
+
+
 def ssd_values(randn, batch, length, heads, headdim, groups, d_state):
     """The SSD's inputs by name, of numbers that randn(*shape) draws."""
     return dict(

@@ -2,18 +2,17 @@
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that any operation's result has."""
+    """Notes the most bytes that any operation's result lies in."""
 
-    elements = 0
+    bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        results = result if isinstance(result, (tuple, list)) else [result]
-        for tensor in results:
-            if isinstance(tensor, torch.Tensor):
-                held = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
-                self.elements = max(self.elements, held)
+        for leaf in tree_flatten(result)[0]:
+            if isinstance(leaf, torch.Tensor):
+                self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
         return result
