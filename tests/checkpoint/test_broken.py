@@ -13,13 +13,13 @@ import torch
 from mamba_fsdp.checkpoint import files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.contents import read_state
-from mamba_fsdp.checkpoint.files import checksum
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import Choice, find_checkpoint, load
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import Shard
 from tests.support.checkpoints import (
     WORLD,
+    edit,
     flip,
     make_checkpoints,
     newest,
@@ -30,15 +30,6 @@ from tests.support.checkpoints import (
 )
 
 pytestmark = pytest.mark.torch22
-
-
-def edit(file, **changes):
-    """Gives a JSON file other fields, and COMMIT its new checksum; None takes one away."""
-    content = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-    if file.name != "COMMIT":
-        commit = json.loads((file.parent / "COMMIT").read_text())
-        edit(file.parent / "COMMIT", files={**commit["files"], file.name: checksum(file)})
 
 
 OTHERS_FILE = {"state.json": {"bytes": 1, "xxh3": ""}, "../../x": {"bytes": 1, "xxh3": ""}}

@@ -1,13 +1,16 @@
 """Small checkpoints, made and looked at."""
 
+import json
 import os
 
 import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.files import checksum
 from mamba_fsdp.checkpoint.restore import newest_whole, verify
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, step_name
 
 WORLD = World.alone()
 
@@ -42,6 +45,23 @@ def flip(path, at=-5):
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
+
+
+def edit(file, **changes):
+    """Gives a JSON file other fields, and COMMIT its new checksum; None takes one away."""
+    content = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    if file.name != "COMMIT":
+        commit = json.loads((file.parent / "COMMIT").read_text())
+        edit(file.parent / "COMMIT", files={**commit["files"], file.name: checksum(file)})
+
+
+def commit_empty(run, *steps):
+    """Makes checkpoints of these steps that hold nothing but a COMMIT."""
+    for step in steps:
+        path = run / CHECKPOINTS / step_name(step)
+        path.mkdir(parents=True)
+        (path / COMMIT).touch()
 
 
 def names_in(run):

@@ -9,6 +9,7 @@ import pytest
 from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.verbs import checkpoints, inspect
+from tests.support.checkpoints import flip
 
 
 @pytest.fixture
@@ -46,22 +47,8 @@ def test_the_table_of_a_whole_run(run, call):
             True,
             "rank_00000.safetensors has 50 bytes",
         ),
-        (lambda path: (path / "state.json").unlink(), True, "state.json: No such file"),
         (lambda path: (path / "COMMIT").write_text("{"), True, "COMMIT is not what was written"),
-        (
-            lambda path: (path / "COMMIT").write_text(
-                (path / "COMMIT").read_text().replace('"version": ', '"version": 9')
-            ),
-            True,
-            "COMMIT is damaged",
-        ),
-        (
-            lambda path: (path / "state.json").write_bytes(
-                bytes((path / "state.json").stat().st_size)
-            ),
-            False,
-            "the content of state.json has changed",
-        ),
+        (lambda path: flip(path / "state.json"), False, "the content of state.json has changed"),
     ],
 )
 def test_broken_ones_are_told_with_the_reason_and_an_exit_code(
