@@ -11,6 +11,7 @@ from config import resolve as module
 from config.train_config import Duration, TrainConfig, all_settings
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
+from tests.support.checkpoints import commit_empty
 from tests.support.processes import run_program
 
 
@@ -268,8 +269,7 @@ def test_another_experiment_is_refused_in_the_folder_of_the_first(tmp_path, monk
     """Where the settings name no folder: in one line, which names one."""
     monkeypatch.chdir(tmp_path)
     first = resolve(dataset_path="data/a", d_model="64")
-    (tmp_path / "runs/train/checkpoints/step_00000001").mkdir(parents=True)
-    (tmp_path / "runs/train/checkpoints/step_00000001/COMMIT").touch()
+    commit_empty(tmp_path / "runs/train", 1)
     (tmp_path / "runs/train/config.yaml").write_text(module.as_yaml(first))
     own = tmp_path / "own.yaml"
     own.write_text("dataset_path: data/a\nsave_ckpt_path: runs/train\nd_model: 64\n")

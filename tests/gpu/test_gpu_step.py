@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from config import resolve
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train import loop, run
+from tests.support.tiny import resolved
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,19 +35,19 @@ def test_steps_are_dispatched_without_a_wait(tmp_path, monkeypatch, strategy, pr
     monkeypatch.setattr(loop, "take_step", watched)
     monkeypatch.setattr(loop, "batch_loss", loss)
     monkeypatch.setattr(run, "start_world", lambda **_: World.alone(device=torch.device("cuda", 0)))
-    words = {
-        "use_dummy_dataset": "true",
-        "save_ckpt_path": str(tmp_path),
-        "num_steps": "9",
-        "eval_interval": "0",
-        "checkpoint_interval": "6",
-        "sharding_strategy": strategy,
-        "mixed_precision": precision,
-        "layers": "mamba1,mamba2",
-        "n_layer": "2",
-        "seq_length": "64",
-        "publish": "false",
-    }
-    run.run_training(resolve.resolve_settings(words)[0])
+    settings = resolved(
+        use_dummy_dataset=True,
+        save_ckpt_path=tmp_path,
+        num_steps=9,
+        eval_interval=0,
+        checkpoint_interval=6,
+        sharding_strategy=strategy,
+        mixed_precision=precision,
+        layers="mamba1,mamba2",
+        n_layer=2,
+        seq_length=64,
+        publish=False,
+    )
+    run.run_training(settings)
     assert under_way == [0, 1, 1, 1, 1, 1, 0, 1, 1]
     assert '"skipped_steps": 1' in (tmp_path / "metrics.jsonl").read_text()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import commit_empty
 from tests.support.pyxis import SQUASHFS, make_cluster
 
 
@@ -194,8 +195,7 @@ def test_mounts_of_a_run_that_resumes_with_data_behind_a_link(submit, launcher_p
     store = shared / "store"
     store.mkdir(parents=True)
     (launcher_project / "corpus").symlink_to(store)
-    (launcher_project / "runs/a/checkpoints/step_00000005").mkdir(parents=True)
-    (launcher_project / "runs/a/checkpoints/step_00000005/COMMIT").touch()
+    commit_empty(launcher_project / "runs/a", 5)
     words = ["--save_ckpt_path=runs/a", "--load_ckpt_path=/nowhere/old-run", "--num_steps=6"]
     done, asked = submit(*words, "--dataset_path=corpus", HIDDEN=str(shared))
     assert done.returncode == 0, done.stdout

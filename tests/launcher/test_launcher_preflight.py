@@ -5,11 +5,12 @@ from unittest.mock import ANY
 
 import pytest
 
-from config import resolve
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import machine
 from mamba_fsdp.verbs import checks, preflight
+from tests.support.checkpoints import commit_empty
+from tests.support.tiny import resolved
 
 GPU = "NVIDIA A100"
 
@@ -39,9 +40,8 @@ def report(folder, tmp_path, monkeypatch):
         monkeypatch.setattr(checks, "efa_devices", lambda: efa)
         monkeypatch.setattr(machine, "assigned_gpus", lambda: gpus)
         monkeypatch.setattr(machine, "driver_gpus", lambda: [GPU] * shown)
-        words = {"save_ckpt_path": folder.parent, "dataset_path": tmp_path / "store", **given}
-        settings, _ = resolve.resolve_settings({name: str(word) for name, word in words.items()})
-        preflight.report(folder, settings)
+        usual = {"save_ckpt_path": folder.parent, "dataset_path": tmp_path / "store"}
+        preflight.report(folder, resolved(**{**usual, **given}))
 
     return report_as
 
@@ -105,9 +105,7 @@ def test_too_little_space_for_the_checkpoints_to_come(folder, report, judge, mon
     code, _, wrong = judge("a")
     assert code == 2 and "error: a: 10.0 GB free" in wrong and "keep_checkpoints" in wrong
     assert "4 checkpoints to come need 132." in wrong
-    for step in (1, 2, 3):
-        (folder.parent / f"checkpoints/step_{step:08d}").mkdir(parents=True)
-        (folder.parent / f"checkpoints/step_{step:08d}/COMMIT").touch()
+    commit_empty(folder.parent, 1, 2, 3)
     report("a", model_name="mamba-130m", vocab_size=50277)
     assert judge("a")[0] == 0
 

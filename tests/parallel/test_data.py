@@ -3,43 +3,35 @@
 import os
 import sys
 
-import numpy as np
 import pytest
 
-from config import resolve
-from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import set_up
+from tests.support.corpora import write_store
 from tests.support.ranks import run_ranks
+from tests.support.tiny import TINY, resolved
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 SETTINGS = {
-    "d_model": 16,
-    "n_layer": 1,
-    "vocab_size": 64,
-    "d_state": 4,
+    **TINY,
     "seq_length": 8,
-    "num_steps": 4,
-    "mixed_precision": "fp32",
+    "batch_size": 1,
     "num_workers": 1,
     "validation_path": "none",
-    "kernels": "reference",
+    "eval_interval": 0,
+    "eval_batches": -1,
 }
 
 
 @pytest.fixture
 def store(tmp_path):
     """A store of four shards."""
-    writer = StoreWriter(
-        tmp_path / "store", vocab_size=64, eos=0, tokenizer="none", shard_tokens=100
-    )
-    for _ in range(40):
-        writer.append([*np.arange(1, 10), writer.eos])
-    return writer.finish()
+    how = dict(vocab_size=64, eos=0, tokenizer="none", shard_tokens=100)
+    return write_store(tmp_path / "store", [range(1, 10)] * 40, **how)
 
 
-def start_and_read(world, words, cut_later=None):
+def start_and_read(world, settings, cut_later=None):
     """(files of the store that were opened at the start, and while everything was read; the error)."""
     opened, seen = [], []
     sys.addaudithook(
@@ -49,7 +41,6 @@ def start_and_read(world, words, cut_later=None):
             and opened.append(os.path.basename(args[0]))
         )
     )
-    settings, _ = resolve.resolve_settings(words)
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     try:
         world.on_rank0(folder.acquire)
@@ -66,23 +57,22 @@ def start_and_read(world, words, cut_later=None):
 
 
 @pytest.fixture
-def words(store, tmp_path):
-    given = {**SETTINGS, "dataset_path": store.path, "save_ckpt_path": tmp_path / "run"}
-    return {name: str(value) for name, value in given.items()}
+def settings(store, tmp_path):
+    return resolved(**SETTINGS, dataset_path=store.path, save_ckpt_path=tmp_path / "run")
 
 
-def test_one_rank_looks_at_all_files_at_the_start_and_the_others_when_they_read(words):
+def test_one_rank_looks_at_all_files_at_the_start_and_the_others_when_they_read(settings):
     files = sorted(f"{shard:05d}.{suffix}" for shard in range(4) for suffix in ("bin", "doc"))
-    (at_start, _, _), (others_at_start, when_read, wrong) = run_ranks(2, start_and_read, words)
+    (at_start, _, _), (others_at_start, when_read, wrong) = run_ranks(2, start_and_read, settings)
     assert at_start == [*files, "index.json"] and others_at_start == []
     assert not wrong and when_read == files, "each file once"
 
 
-def test_a_shard_that_was_cut_short_is_told_on_all_ranks(words, store):
+def test_a_shard_that_was_cut_short_is_told_on_all_ranks(settings, store):
     """At the start; where it is cut later, when it is first read."""
     cut = store.path / "00002.bin"
-    for _, _, wrong in run_ranks(2, start_and_read, words, cut):
+    for _, _, wrong in run_ranks(2, start_and_read, settings, cut):
         assert "source 'store', window" in wrong and "00002.bin: " in wrong
     os.truncate(cut, 7)
-    for _, _, wrong in run_ranks(2, start_and_read, words):
+    for _, _, wrong in run_ranks(2, start_and_read, settings):
         assert "00002.bin: 7 bytes, but its index says" in wrong

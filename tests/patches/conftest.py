@@ -49,16 +49,19 @@ class Cluster:
     def start(self, environment, plan, *, wrapper=(), **more):
         """A process; `plan` is triton_rank.py's, `more` is added to its environment, `wrapper` goes before the
         command."""
+        command = [*wrapper, sys.executable, str(SUPPORT / "triton_rank.py"), json.dumps(plan)]
+        return self.start_program(command, {**environment, **more})
+
+    def start_program(self, command, environment):
         base = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.folder / "home"),
             "TRITON_RANK0_PRIVATE_DIR": str(self.folder / "private"),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [*wrapper, sys.executable, str(SUPPORT / "triton_rank.py"), json.dumps(plan)]
         return subprocess.Popen(
             command,
-            env={**base, **environment, **more},
+            env={**base, **environment},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -2,7 +2,6 @@
 folder."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,20 +16,10 @@ CODE = "import triton.runtime.cache as c; m = c.get_cache_manager('ab' * 32); "
 
 def python(environment, code, cluster, **more):
     """Run a few lines in a process of their own; returns what they print."""
-    base = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(cluster.folder / "home"),
-        "TRITON_RANK0_PRIVATE_DIR": str(cluster.folder / "private"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**base, **environment, **more},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    process = cluster.start_program([sys.executable, "-c", code], {**environment, **more})
+    output, errors = process.communicate(timeout=400)
+    assert process.returncode == 0, errors
+    return output.strip()
 
 
 def pose(rank, ranks_per_node=3, **plan):
@@ -213,14 +202,8 @@ def test_readers_never_see_a_partial_file_and_identical_files_stay(triton, clust
         "for i in range(300): seen.add(open(m.get_file('file'), 'rb').read())\n"
         "print(seen <= {b'a' * 300_000, b'b' * 300_000})"
     )
-    base = {"PATH": os.environ["PATH"], "HOME": str(cluster.folder / "home"), **triton}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**base, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        cluster.start_program([sys.executable, "-c", code], {**triton, "RANK": str(rank)})
         for rank, code in enumerate((writer, reader, reader))
     ]
     assert [process.communicate(timeout=400)[0].strip() for process in processes] == ["True"] * 3

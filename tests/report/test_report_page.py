@@ -13,6 +13,7 @@ import pytest
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.curves import curve, name_runs, summarise_run
 from mamba_fsdp.verbs import report
+from tests.support.checkpoints import commit_empty
 
 EVIL = "<script>document.title = 'owned'</script>"
 
@@ -59,8 +60,7 @@ def write_run(folder, losses, seed=1):
         }
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in events))
-    (folder / "checkpoints/step_00000020").mkdir(parents=True)
-    (folder / "checkpoints/step_00000020/COMMIT").touch()
+    commit_empty(folder, 20)
     return folder
 
 

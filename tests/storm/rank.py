@@ -11,20 +11,15 @@ import threading
 from pathlib import Path
 
 from tests.support.ports import hold_port
+from tests.support.tiny import TINY
 
 SETTINGS = {
-    "d_model": 16,
-    "n_layer": 2,
-    "vocab_size": 64,
-    "d_state": 4,
-    "seq_length": 32,
+    **TINY,
+    "kernels": "auto",
     "batch_size": 1,
     "global_batch_size": 12,
-    "mixed_precision": "fp32",
-    "learning_rate": 0.01,
     "eval_interval": 8,
     "eval_batches": 1,
-    "report_interval": 1,
     "checkpoint_interval": 1,
     "keep_checkpoints": 2,
     "deterministic": True,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kernels.install import triton_folder
 from tests.support.processes import run_program
+from tests.support.triton_wheels import NEWEST, fetch
 
 VERSION = "2.3.1"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba_fsdp-tests"
@@ -51,7 +51,4 @@ def mamba_ssm_folder():
 def with_triton():
     """What the environment of a process has beside the usual that imports mamba-ssm's Triton kernels: they need a
     Triton, which the cpu stack has not. Skips the test where none can be installed."""
-    try:
-        return {"PYTHONPATH": str(triton_folder())}
-    except OSError as error:
-        pytest.skip(str(error))
+    return {"PYTHONPATH": str(fetch(NEWEST))}

@@ -1,5 +1,7 @@
 """The settings of a run that takes a second."""
 
+from config.resolve import resolve_settings
+
 TINY = {
     "d_model": 16,
     "n_layer": 2,
@@ -16,3 +18,10 @@ TINY = {
     "checkpoint_interval": 2,
     "kernels": "reference",
 }
+
+
+def resolved(file=None, **given):
+    """The settings of a run, of these as a user writes them."""
+    words = {name: str(value) for name, value in given.items()}
+    settings, _ = resolve_settings(words, file)
+    return settings

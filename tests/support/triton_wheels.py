@@ -1,72 +1,21 @@
-"""Triton's own cache modules out of its wheels, which are fetched once and kept in the user's cache folder."""
+"""Tritons for the tests of their caches, which need no torch."""
 
-import contextlib
-import os
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
 
+from benchmarks.kernels.install import triton_folder
+
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 PATCHED, NEWEST = "2.2.0", "3.9.0"
-WANTED = {
-    True: (
-        "triton/runtime/cache.py",
-    ),  # of the patched one a plain file is enough; the newest really compiles
-    False: (
-        ".py",
-        "libtriton.so",
-        "libdevice.10.bc",
-        "ptxas",
-        "ptxas-blackwell",
-        "entry_points.txt",
-        "METADATA",
-    ),
-}
 
 
 def fetch(version):
-    """A folder with what the tests need of Triton's wheel, kept between runs. Skips the test when there is no such
-    wheel."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba-fsdp-tests"
-    python = (
-        "3.10" if version == PATCHED else f"3.{sys.version_info.minor}"
-    )  # of 2.2.0 only one plain Python file is used
-    folder = caches / f"triton-{version}-{python}"
-    if folder.exists():
-        return folder
-    caches.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=caches) as scratch:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--dest",
-            scratch,
-        ]
-        done = subprocess.run(
-            [*pip, f"--python-version={python}", f"triton=={version}"],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            pytest.skip(
-                f"Triton {version} can't be fetched: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}"
-            )
-        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
-            for name in wheel.namelist():
-                if name.endswith(WANTED[version == PATCHED]):
-                    Path(wheel.extract(name, f"{scratch}/tree")).chmod(0o755)
-        with contextlib.suppress(OSError):  # another test was faster
-            os.rename(f"{scratch}/tree", folder)
-    return folder
+    """The folder of a Triton, kept between runs. Skips the test where it can't be installed."""
+    try:
+        return triton_folder(version)
+    except OSError as error:
+        pytest.skip(str(error))
 
 
 def bare_triton_2_2(folder):

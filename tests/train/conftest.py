@@ -9,7 +9,7 @@ import torch
 
 import mamba_fsdp
 from mamba_fsdp.data.store import StoreWriter
-from tests.support.tiny import TINY
+from tests.support.tiny import TINY, resolved
 
 
 def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
@@ -45,6 +45,17 @@ def tiny_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("settings") / "tiny.yaml"
     file.write_text("".join(f"{name}: {value}\n" for name, value in TINY.items()))
     return file
+
+
+@pytest.fixture
+def settings_of(corpus, tiny_file, tmp_path):
+    """settings_of(**settings): those of a tiny run in tmp_path/run."""
+
+    def settings(**given):
+        usual = {"dataset_path": corpus, "save_ckpt_path": tmp_path / "run"}
+        return resolved(tiny_file, **{**usual, **given})
+
+    return settings
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Holder, Lease
 from mamba_fsdp.report.records import read_status, write_status
 from mamba_fsdp.run_layout import LEASE
+from tests.support.checkpoints import commit_empty
 
 pytestmark = pytest.mark.torch22
 PROCESSES = multiprocessing.get_context("spawn")
@@ -159,8 +160,7 @@ def test_a_run_that_ended_without_a_word_is_not_called_running(tmp_path, capsys,
     """Whoever looks corrects what it left."""
     from mamba_fsdp.verbs import inspect
 
-    (tmp_path / "checkpoints/step_00000007").mkdir(parents=True)
-    (tmp_path / "checkpoints/step_00000007/COMMIT").touch()
+    commit_empty(tmp_path, 7)
     write_status(tmp_path, "running", 3)
     left_by(tmp_path, **{**asdict(Holder.this_process()), **holder})
     inspect.main(str(tmp_path), inspect.Options())

@@ -1,13 +1,13 @@
 """Loss masks and weights are normalised over the global batch, whichever rank or micro-batch has what."""
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from config import resolve
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Loader
+from mamba_fsdp.report.records import read
 from mamba_fsdp.train import run
 from tests.support.ranks import run_ranks
 
@@ -20,42 +20,37 @@ def uneven(batch):
     return batch
 
 
-def entries_of(world, words, file):
+def entries_of(world, settings):
     """The metrics of a run whose windows are unevenly masked; and this rank's batches without any label."""
-    read, empty = Loader.step, []
+    read_step, empty = Loader.step, []
 
     def step(loader, number):
-        batches = [uneven(batch) for batch in read(loader, number)]
+        batches = [uneven(batch) for batch in read_step(loader, number)]
         empty.extend(batch for batch in batches if not batch.total_weight())
         return batches
 
     Loader.step, run.start_world = step, lambda **_: world
-    settings, _ = resolve.resolve_settings(words, file)
     run.run_training(settings)
     world.barrier()
-    with open(settings.checkpoint.save_ckpt_path + "/metrics.jsonl") as lines:
-        return [json.loads(line) for line in lines], len(empty)
+    return read(Path(settings.checkpoint.save_ckpt_path, "metrics.jsonl")), len(empty)
 
 
 @pytest.mark.slow
 @pytest.mark.torch22
 @pytest.mark.parametrize("weighted", [False, True])
-def test_ranks_and_micro_batches_share_one_mean(corpus, tiny_file, tmp_path, weighted):
+def test_ranks_and_micro_batches_share_one_mean(settings_of, tmp_path, weighted):
     """1 rank with 4 micro-batches, and with one, gives the losses and gradients of 4 ranks, some without any label."""
     told = []
     for ranks, batch_size in ((1, 1 if weighted else 4), (4, 1)):
-        words = {
-            "dataset_path": corpus,
-            "save_ckpt_path": tmp_path / f"{ranks} {batch_size}",
-            "global_batch_size": 4,
-            "batch_size": batch_size,
-            "position_weighting": weighted,
-            "adam_epsilon": 0.1,
-            "num_steps": 8,
-        }
-        found = run_ranks(
-            ranks, entries_of, {name: str(value) for name, value in words.items()}, tiny_file
+        settings = settings_of(
+            save_ckpt_path=tmp_path / f"{ranks} {batch_size}",
+            global_batch_size=4,
+            batch_size=batch_size,
+            position_weighting=weighted,
+            adam_epsilon=0.1,
+            num_steps=8,
         )
+        found = run_ranks(ranks, entries_of, settings)
         entries = found[0][0]
         told.append(
             [

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from config import resolve
 from mamba_fsdp.checkpoint import contents, files
 from mamba_fsdp.train import loop, run
 from tests.support.forked import said_by, start_ranks
@@ -38,16 +37,15 @@ def train_on(corpus):
 
 
 @pytest.fixture
-def run_changed(corpus, tiny_file, tmp_path):
+def run_changed(settings_of, tmp_path):
     """run_changed(change, **settings): a run of two ranks, with six seconds of patience, after change(rank). Returns what
     each of them writes to stderr, and whether both end well."""
 
     def run_changed(change, **given):
-        words = {"dataset_path": corpus, "save_ckpt_path": tmp_path / "run", **given}
-        words = {name: str(value) for name, value in words.items()}
+        settings = settings_of(**given, timeout_minutes=0.1)
         files = [tmp_path / f"stderr-{rank}" for rank in range(2)]
         try:
-            run_ranks(2, train_changed, change, words, tiny_file, files)
+            run_ranks(2, train_changed, change, settings, files)
             ended_well = True
         except AssertionError:
             ended_well = False
@@ -56,13 +54,13 @@ def run_changed(corpus, tiny_file, tmp_path):
     return run_changed
 
 
-def train_changed(world, change, words, file, files):
+def train_changed(world, change, settings, files):
     os.dup2(os.open(files[world.rank], os.O_WRONLY | os.O_CREAT), 2)
     world.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(minutes=0.1), dist.group.WORLD)
     run.start_world = lambda **_: world
     change(world.rank)
-    run.run_training(resolve.resolve_settings({**words, "timeout_minutes": "0.1"}, file)[0])
+    run.run_training(settings)
 
 
 @pytest.mark.slow

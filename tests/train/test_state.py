@@ -6,9 +6,9 @@ from dataclasses import fields
 import pytest
 
 from config.train_config import TrainConfig
-from mamba_fsdp.checkpoint.files import checksum
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.train.state import TrainState
+from tests.support.checkpoints import edit
 
 
 def test_a_saved_state_is_read_back_whole():
@@ -42,12 +42,9 @@ def test_a_state_of_a_newer_version_is_refused_in_a_line(train, tmp_path):
     """By the run itself and by one that starts from it: the field, the checkpoint, what to do."""
     train(tmp_path / "run", num_steps=2)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
-    content = json.loads((checkpoint / "state.json").read_text())
-    content["state"]["progress"]["curriculum"] = 3
-    (checkpoint / "state.json").write_text(json.dumps(content))
-    commit = json.loads((checkpoint / "COMMIT").read_text())
-    commit["files"]["state.json"] = checksum(checkpoint / "state.json")
-    (checkpoint / "COMMIT").write_text(json.dumps(commit))
+    state = json.loads((checkpoint / "state.json").read_text())["state"]
+    state["progress"]["curriculum"] = 3
+    edit(checkpoint / "state.json", state=state)
     for run, given in (("run", {}), ("other", {"load_ckpt_path": tmp_path / "run"})):
         with pytest.raises(
             UserError, match=f"{checkpoint}: its state holds curriculum, .*newer version"

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from config.resolve import resolve_settings
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.train.run import run_training
-from tests.support.tiny import TINY
+from tests.support.tiny import TINY, resolved
 
 pytestmark = pytest.mark.torch22
 WRITTEN = Path(__file__).parent / "version_1"
@@ -43,18 +42,12 @@ def test_the_run_resumes_as_it_would_have_then(tmp_path, metrics_of, capsys, che
     """It says where only the checkpoints tell that an earlier version began it."""
     run = shutil.copytree(WRITTEN / "run", tmp_path / "run", ignore=lambda *_: {"checkpoints"})
     shutil.copytree(checkpoints, run / "checkpoints")
-    given = {
-        "save_ckpt_path": run,
-        "dataset_path": WRITTEN / "store",
-        "batch_size": 2,
-        "num_steps": 8,
-    }
-    given = {name: str(value) for name, value in given.items()}
+    given = dict(save_ckpt_path=run, dataset_path=WRITTEN / "store", batch_size=2, num_steps=8)
     config = run / "config.yaml"
     is_gone = checkpoints == WRITTEN.with_name("version_2")
     if is_gone:
         config = config.rename(tmp_path / "config.yaml")
-    run_training(resolve_settings(given, config)[0])
+    run_training(resolved(config, **given))
     said = capsys.readouterr().out
     assert (f"{run}/config.yaml is gone, and an earlier version may" in said) == is_gone
     assert [entry["step"] for entry in metrics_of(run)] == list(range(1, 9))
@@ -73,9 +66,9 @@ def test_a_run_of_version_1_trains_on_as_it_did(
 
     def train(run, **given):
         paths = {"dataset_path": corpus, "save_ckpt_path": run, "checkpoint_interval": 1}
-        given = {name: str(value) for name, value in {**TINY, **paths, **given}.items()}
+        given = {**TINY, **paths, **given}
         del given["learning_rate"], given["mixed_precision"]
-        run_training(resolve_settings(given)[0])
+        run_training(resolved(**given))
         return capsys.readouterr().out
 
     began = {"schedule": schedule, "lr": 0.003, "precision": "fp32"}

@@ -5,23 +5,9 @@ import os
 import pytest
 import torch
 
-from config import resolve
 from config.dataset_config import DatasetConfig
 from mamba_fsdp import command_line
-
-MODEL = {
-    "d_model": 16,
-    "n_layer": 2,
-    "d_state": 4,
-    "vocab_size": 300,
-    "seq_length": 32,
-    "batch_size": 2,
-    "num_steps": 4,
-    "eval_interval": 0,
-    "checkpoint_interval": 2,
-    "mixed_precision": "fp32",
-    "kernels": "reference",
-}
+from tests.support.tiny import TINY, resolved
 
 
 @pytest.fixture(scope="session")
@@ -36,13 +22,10 @@ def used(tmp_path_factory):
     )
     options = DatasetConfig(tokenizer="train:300", validation_fraction=0.2)
     make_dataset(str(folder / "a.txt"), folder / "data" / "builtin", options)
-    given = {
-        **MODEL,
-        "dataset_path": folder / "data" / "builtin",
-        "save_ckpt_path": folder / "runs" / "demo",
-    }
-    settings, _ = resolve.resolve_settings({name: str(value) for name, value in given.items()})
-    run_training(settings, None, write_model=publish)
+    given = TINY | {"vocab_size": 300, "num_steps": 4, "eval_interval": 0, "eval_batches": -1}
+    given["dataset_path"] = folder / "data" / "builtin"
+    given["save_ckpt_path"] = folder / "runs" / "demo"
+    run_training(resolved(**given), None, write_model=publish)
     torch.set_flush_denormal(False)
     write_model(folder / "runs" / "demo", folder / "exported" / "demo")
     return folder
