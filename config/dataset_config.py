@@ -15,7 +15,8 @@ class DatasetConfig:
     """train:SIZE trains a byte-level BPE tokenizer of SIZE tokens on the input. Otherwise: the name or path of a
     transformers tokenizer, or a tokenizer.json file. none: the input is token ids."""
     eos_token: str = setting("")
-    """The token that ends each document; with --tokenizer=none its id. Empty: the one that the tokenizer names."""
+    """The token that ends each document; with --tokenizer=none its id. Empty: the one that the tokenizer names,
+    of a trained one <|endoftext|>."""
     validation_fraction: float = setting(
         0.01, at_least=0, below=1, elsewhere="val_fraction validation_split_percentage test_size"
     )

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import socket
+import stat
 import sys
 import sysconfig
 import threading
@@ -84,7 +85,7 @@ def ask_hub(name: str) -> None:
     to be content with their cache.
     """
     hint = near_path(Path(name))
-    if name.startswith((".", "/")) or name.count("/") > 1 or kind_of(Path(name)):
+    if name[:1] in "./" or name.count("/") > 1 or kind_of(Path(name)):
         raise UserError(f"{name}: there is no such file or folder{hint}")
     told = f"asking the Hugging Face Hub for {name}: no file or folder is called so here{hint}"
     print(told, file=sys.stderr, flush=True)
@@ -149,16 +150,19 @@ def describe(shards: list[Shard]) -> dict:
         return {"dataset": shards[0].name, "splits": [shard.split for shard in shards]}
     digest = hashlib.sha256()
     size = 0
-    names = [os.fsencode(Path(shard.name).absolute()) for shard in shards]
-    for name, shard in zip(names, shards):
+    for shard in shards:
         try:
-            stat = os.stat(shard.name)
+            found = os.stat(shard.name)
         except OSError as error:  # a link to nowhere
             _refuse(error)
-        size += stat.st_size
-        digest.update(name)
-        digest.update(f"\0{shard.kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-    first = names[0].decode(errors="replace")
+        if not stat.S_ISREG(found.st_mode):  # it is read more than once
+            raise UserError(
+                f"{shard.name}: is a pipe or a device; write what it gives to a file, and name that"
+            )
+        size += found.st_size
+        digest.update(os.fsencode(Path(shard.name).absolute()))
+        digest.update(f"\0{shard.kind}\0{found.st_size}\0{found.st_mtime_ns}\n".encode())
+    first = str(Path(shards[0].name).absolute())
     return {"files": len(shards), "first": first, "bytes": size, "digest": digest.hexdigest()}
 
 
@@ -194,10 +198,9 @@ def _local_shards(name, options) -> list[Shard]:
     if name == "builtin":
         return [Shard(str(path), "text") for path in builtin_files()]
     places = _places_of(name)
-    kinds = {}
-    for place in places:
-        for path in _files_below(place):
-            kinds[path] = kind_of(path, options.format)
+    kinds = {
+        path: kind_of(path, options.format) for place in places for path in _files_below(place)
+    }
     files = _with_a_kind(name, kinds)
     root = _root_of(places)
     splits = _splits_of([path.relative_to(root) for path in files], options.split or "train")

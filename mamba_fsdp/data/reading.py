@@ -8,9 +8,9 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import datasets
 import numpy as np
@@ -28,10 +28,11 @@ from mamba_fsdp.errors import UserError, first_line
 
 BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
 ROWS = 64  # of a table at a time
-DELIMITERS = ",;\t|"  # of fields in CSV files, and in what is called so
+DELIMITERS = ",;\t|"  # of fields in CSV files
 START = {"shard": 0, "row": 0, "documents": 0}  # a position: what has been read
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
 
+csv.field_size_limit(sys.maxsize)  # a field may be a book
 datasets.disable_progress_bars()
 datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what went wrong is said once, by us
 logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # each of its retries too
@@ -96,6 +97,8 @@ def _documents(shards, options, first):
                 yield (number, row), document
         except Exception as error:  # the libraries raise whatever a file runs into
             reason = getattr(error, "strerror", None) or first_line(error)[:300]
+            if isinstance(error, UnicodeDecodeError):
+                reason = "its text is not UTF-8; convert it: iconv -f ISO-8859-1 -t UTF-8 FILE"
             raise UserError(f"{shard.name}: can't be read as {shard.kind} ({reason})") from error
 
 
@@ -124,39 +127,19 @@ def _table_documents(shard, options):
 
 
 def _open(shard, options):
-    column = options.text_column
     if shard.kind == "hub":
         return datasets.load_dataset(
             shard.name, options.config or None, split=shard.split, streaming=True
         )
-    how: dict[str, Any] = {}
-    if shard.kind == "csv":  # each field is text as it stands there: no number, and NA is no gap
-        _check_header(shard.name, column)
-        how = {"usecols": [column], "converters": {column: str}, "keep_default_na": False}
     files = [glob.escape(shard.name)]
-    return datasets.load_dataset(shard.kind, data_files=files, split="train", streaming=True, **how)
+    return datasets.load_dataset(shard.kind, data_files=files, split="train", streaming=True)
 
 
-def _check_header(name, column):
-    """Raises ValueError for a CSV file without the column, or with another delimiter."""
-    with _opened(name) as file:
-        line = file.readline()
-    delimiter = max(DELIMITERS, key=line.count)
-    header = next(csv.reader([line]), [])
-    if delimiter != ",":
-        raise ValueError(
-            f"its fields are separated by {delimiter!r}, not by commas; save it again with commas"
-        )
-    if column not in header:
-        raise ValueError(
-            f"there is no column {column!r}; it has: {', '.join(header)}; name one with --text_column"
-        )
+# ---------------------------------------------------------------- text, JSON lines and CSV
 
-
-# ---------------------------------------------------------------- text and JSON lines
-
-# `datasets` has builders for both. That for text reads a file whole, or cuts it at line breaks and changes these; that
-# for JSON fails where a field beside the text is null in the first 10 MB and a text later, or has other fields there.
+# `datasets` has builders for them. That for text reads a file whole, or cuts it at line breaks and changes these; that
+# for JSON fails where a field beside the text is null in the first 10 MB and a text later, or has other fields there;
+# that for CSV takes another column where the rows, but not the header, end with a comma.
 
 
 def _text_documents(shard, options):
@@ -196,13 +179,34 @@ def _json_documents(shard, options):
                 yield Document(_field(where, _parsed(where, line), options.text_column))
 
 
-def _opened(name):
+def _csv_documents(shard, options):
+    """Each field is text as it stands there. Lines may end with CR alone."""
+    with _opened(shard.name, newline="") as file:
+        first = file.readline()
+        delimiter = max(DELIMITERS, key=first.count)
+        lines = itertools.chain([first], file)
+        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        try:
+            for row in rows:
+                where = f"line {rows.line_num}"
+                if any(row.pop(None, [])):
+                    raise ValueError(
+                        f"{where} has more fields than the header; put one that holds {delimiter!r} in quotes"
+                    )
+                yield Document(_field(where, row, options.text_column))
+        except csv.Error as error:
+            raise ValueError(
+                f"behind line {rows.line_num}: {error}; a quote within a field is written twice"
+            ) from None
+
+
+def _opened(name, newline="\n"):
     """The text of a file, unpacked."""
     file = open(name, "rb")  # by Python, for names that are no UTF-8
     compression = ARCHIVES.get(os.path.splitext(name)[1].lower())
     if compression:
         file = pyarrow.CompressedInputStream(file, compression)
-    return io.TextIOWrapper(file, "utf-8-sig", newline="\n")
+    return io.TextIOWrapper(file, "utf-8-sig", newline=newline)
 
 
 def _parsed(where, line):
@@ -215,12 +219,15 @@ def _parsed(where, line):
 def _field(where, record, column):
     """What `column` names in a record: text, or token ids; "" for null. document.text is the field text of document."""
     value = record
-    names = [column] if isinstance(record, dict) and column in record else column.split(".")
+    fields = record if isinstance(record, dict) else {}
+    names = [column] if column in fields else column.split(".")
     for name in names:
         if isinstance(value, dict) and name in value:
             value = value[name]
         elif value is not None:
-            raise ValueError(f"{where} has no {column!r}; name a field with --text_column")
+            raise ValueError(
+                f"{where} has no {column!r}; it has: {', '.join(fields)}; name one with --text_column"
+            )
     if value is None:
         return ""
     if isinstance(value, list) and all(type(token) is int for token in value):
@@ -234,7 +241,7 @@ def _field(where, record, column):
 READERS: dict[str, Callable[[Shard, DatasetConfig], Iterator[Document]]] = {
     "text": _text_documents,
     "json": _json_documents,
-    "csv": _table_documents,
+    "csv": _csv_documents,
     "parquet": _table_documents,
     "hub": _table_documents,
     "arrow": arrow_documents,

@@ -228,20 +228,21 @@ class _Part:
         size = tokenizers_.training_size(options.tokenizer)
         if not size:
             return tokenizers_.load(options.tokenizer, options.eos_token)
+        eos_token = options.eos_token or tokenizers_.END_OF_TEXT
         if not (folder / "tokenizer.json").exists():
             print(f"training a tokenizer of {size} tokens", flush=True)
             began = time.monotonic()
             shards = [shard for shard in self.shards if shard.store == "train"]
             texts = _sample(shards, options)
             # In a thread of its own: the library is deaf to Ctrl-C.
-            training = ThreadPool(1).apply_async(tokenizers_.train, (texts, size))
+            training = ThreadPool(1).apply_async(tokenizers_.train, (texts, size, eos_token))
             console = Console()
             while not training.ready():
                 training.wait(0.2)
                 console.passing(f"  {duration(time.monotonic() - began)} so far")
             console.clear()
             training.get().save(folder)
-        return tokenizers_.load(str(folder / "tokenizer.json"), tokenizers_.END_OF_TEXT)
+        return tokenizers_.load(str(folder / "tokenizer.json"), eos_token)
 
     def _tokenize(self, tokenizer, lease):
         state = self.state

@@ -17,6 +17,9 @@ from mamba_fsdp.storage import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos
+LARGEST_VOCABULARY = (
+    1 << 24
+)  # the library takes its memory at once, and ends the process where there is less
 # What tokenizers of one vocabulary treat in different ways: case, digits, space, accents, other scripts.
 SAMPLES = [
     "The quick BROWN fox, it's 3.14159  and 1,000,000;\n\n\tdef f(x):\r\n    return x != None",
@@ -176,27 +179,27 @@ def training_size(name: str) -> int | None:
         size = whole_number(name.removeprefix("train:"))
     except ValueError:
         size = 0
-    if size < SMALLEST_VOCABULARY:
+    if not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:
         raise UserError(
-            f"tokenizer {name!r}: write train:SIZE with a vocabulary of at least {SMALLEST_VOCABULARY} "
-            "tokens (every byte and the end of a document), such as train:4096"
+            f"tokenizer {name!r}: write train:SIZE with a vocabulary of at least {SMALLEST_VOCABULARY} (every byte and "
+            f"the end of a document), at most {LARGEST_VOCABULARY:,} tokens, such as train:4096"
         )
     return size
 
 
-def train(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+def train(texts: Iterable[str], vocab_size: int, eos_token: str = END_OF_TEXT) -> TextTokenizer:
     """A byte-level BPE of at most vocab_size tokens with the eos. Equal texts give an equal result."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[eos_token],
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     backend.train_from_iterator(texts, trainer)
-    return TextTokenizer(backend, END_OF_TEXT)
+    return TextTokenizer(backend, eos_token)
 
 
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:

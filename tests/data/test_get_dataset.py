@@ -1,6 +1,7 @@
 """get_dataset.py on text: what becomes a document, what is refused, and that a killed run's bytes are those of one that
 was left alone."""
 
+import csv
 import gzip
 import json
 import os
@@ -25,10 +26,20 @@ from mamba_fsdp import command_line
 from mamba_fsdp.data import corpus, reading, tokenize
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import for_validation
+from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from tests.support.corpora import ROOT, command, content, make_texts, read_back, stored_documents
 
 ODD_TEXTS = ["naïve 日本語 🙂", "  leading space", "two\nlines", 'quote " and, comma', "NA", "12"]
+
+
+CSV_FORMS = {
+    "a": {},
+    "cr": {"lineterminator": "\r", "quoting": csv.QUOTE_ALL},
+    "semicolons": {"sep": ";"},
+    "tabs": {"sep": "\t"},
+    "bars": {"sep": "|"},
+}
 
 
 def as_json_lines(texts):
@@ -44,7 +55,11 @@ def write_formats(folder, texts):
     (folder / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + lines)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "a.ndjson.zst").write_bytes(zstandard.compress(lines))
-    pandas.DataFrame({"id": 1, "text": texts}).to_csv(folder / "a.csv", index=False)
+    rows = pandas.DataFrame({"id": 1, "text": texts, "": ""})
+    for name, form in CSV_FORMS.items():
+        rows.to_csv(folder / f"{name}.csv", index=False, **form)
+    with open(folder / "comma_at_the_end_of_rows.csv", "w") as file:
+        file.write("id,text\n" + rows.to_csv(index=False, header=False))
     pyarrow.parquet.write_table(table, folder / "a [1].parquet", row_group_size=2)
     with pyarrow.ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
         writer.write_table(table)
@@ -112,6 +127,14 @@ def test_text_within_a_field(prepare, tmp_path):
     assert read_back(tmp_path / "out" / "train") == ["inside", "inside"]
 
 
+def test_a_trained_tokenizer_has_the_eos_that_is_named(prepare, tmp_path):
+    (tmp_path / "a.txt").write_text("some words")
+    prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer="train:300", eos_token="<end>")
+    store = TokenStore(tmp_path / "out/train")
+    assert load_words(store.tokenizer_path).eos_token == "<end>"
+    assert store.read(0, store.token_count).tokens[-1] == store.eos
+
+
 def test_text_that_spells_the_eos_stays_in_its_document(prepare, tmp_path):
     text = "a page about <|endoftext|> and its use"
     (tmp_path / "a.txt").write_text(text)
@@ -141,16 +164,15 @@ def test_a_folder_is_walked_links_and_odd_names_too(prepare, tmp_path, capsys):
 
 
 REFUSED = {  # file: (content, what is said of it)
-    "a.txt": (b"fine, \xff not", "can't decode byte 0xff"),
-    "b.txt": ("text".encode("utf-16"), "can't decode byte 0xff"),
+    "a.txt": (b"fine, \xff not", "not UTF-8; convert it: iconv"),
+    "b.txt": ("text".encode("utf-16"), "not UTF-8; convert it: iconv"),
     "c.jsonl": (b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
     "d.jsonl": (b'{"txt": "a"}', "line 1 has no 'text'"),
     "e.jsonl": (b'{"text": 3}', "'text' is int, not text or token ids"),
     "f.jsonl": (b'{"text": "\\ud800"}', "surrogates not allowed"),
-    "g.csv": (b"id,words\n1,a\n", "no column 'text'; it has: id, words; name one"),
-    "semicolons.csv": (b'id;"text"\n1;hello\n', "separated by ';', not by commas"),
-    "tabs.csv": (b'id\t"text"\n1\thello\n', "separated by '\\t', not by commas"),
-    "bars.csv": (b'id|"text"\n1|hello\n', "separated by '|', not by commas"),
+    "g.csv": (b"id,words\n1,a\n", "line 2 has no 'text'; it has: id, words; name one"),
+    "commas.csv": (b"text\nhello, world\n", "line 2 has more fields than the header"),
+    "open.csv": (b'id,text\n1,a\n2,"b\n3,c\n', "behind line 2: unexpected end of data"),
     "h.parquet": (b"no parquet", "can't be read as parquet"),
     "i.arrow": (b"no arrow", "not an Arrow file"),
     "j.jsonl.gz": (gzip.compress(b'{"text": "a"}')[:-9], "can't be read as json"),
@@ -190,6 +212,9 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
         (["in", "--documents=pages"], "write file, lines"),
         (["in", "--part=2/2"], "--part=2/2"),
         (["in", "--tokenizer=train:9"], "at least 257"),
+        (["in", "--tokenizer=train:1e12"], "at most 16,777,216"),
+        (["pipe"], "pipe/a.txt: is a pipe or a device"),
+        ([""], "error: : there is no such file or folder"),
         (["in", "--workers=2"], "there is no such option"),
         (
             ["in", "--splits=official"],
@@ -208,6 +233,8 @@ def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, capsys, word
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/a.jsonl").write_text("{")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe/a.txt")
     (tmp_path / "astray").mkdir()
     (tmp_path / "astray/a.txt").symlink_to("nowhere")
     with pytest.raises(SystemExit) as ended:
