@@ -127,9 +127,9 @@ def invoke(
     options = options_of(function)
     leaves = {leaf.name: leaf for leaf in dataclasses.fields(options)} if options else {}
     signature = with_options(function)
-    elsewhere: dict[str, str] = {}
-    for name, leaf in leaves.items():
-        elsewhere |= dict.fromkeys(leaf.metadata["elsewhere"].split(), name)
+    elsewhere = {
+        word: name for name, leaf in leaves.items() for word in leaf.metadata["elsewhere"].split()
+    }
     takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     for name in named:
         if name not in signature.parameters and (name in elsewhere or not takes_any):

@@ -43,8 +43,6 @@ def write_model(
     model_name, verified: see read_weights. Raises UserError: nothing to read, the format can't hold this model, `out` exists, the
     disk refuses; then nothing is written.
     """
-    if dtype and dtype not in DTYPES:
-        raise UserError(f"dtype={dtype}: write one of {', '.join(DTYPES)}")
     out = Path(out)
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")

@@ -20,29 +20,29 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def open_safetensors(source: Path) -> Tensors:
+def open_safetensors(path: Path) -> Tensors:
     """Returns the Tensors of a file, or of those that an index names, read when asked for. Raises UserError for a
     missing or damaged one."""
-    expected: dict[Path, list[str]] = {source: []}  # the names that each file has to hold
-    if source.name == INDEX:
-        index = read_object(source, {"weight_map": {"": ...}}, "copy or download it again")
+    expected: dict[Path, list[str]] = {path: []}  # the names that each file has to hold
+    if path.name == INDEX:
+        index = read_object(path, {"weight_map": {"": ...}}, "copy or download it again")
         expected = {}
         for name, file_name in index["weight_map"].items():
-            expected.setdefault(source.parent / file_name, []).append(name)
+            expected.setdefault(path.parent / file_name, []).append(name)
     files: dict[str, Any] = {}  # by parameter name, the open file that it is in
-    for path, names in expected.items():
-        file = _open(path)
+    for part, names in expected.items():
+        file = _open(part)
         for name in file.keys():
             files[name] = file
         lacking = sorted(set(names) - set(file.keys()))
         if lacking:
-            raise UserError(f"{path} lacks {lacking[0]}, which {INDEX} says is in it")
+            raise UserError(f"{part} lacks {lacking[0]}, which {INDEX} says is in it")
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
 
     def read(name, start, stop):
         return files[name].get_tensor(name).reshape(-1)[start:stop]
 
-    return Tensors(source, shapes, read)
+    return Tensors(path, shapes, read)
 
 
 def _open(path):

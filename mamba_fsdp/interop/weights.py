@@ -239,10 +239,10 @@ def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Te
         raise UserError(
             f"{path} is one rank's part of a checkpoint; name the checkpoint instead: {path.parent}"
         )
+    open_tensors = open_pth
     if path.suffix == ".safetensors" or path.name == INDEX:
-        tensors = world.on_all_ranks(partial(open_safetensors, path))
-    else:
-        tensors = world.on_all_ranks(partial(open_pth, path))
+        open_tensors = open_safetensors
+    tensors = world.on_all_ranks(partial(open_tensors, path))
     return from_fms(find_model(tensors), config)
 
 

@@ -15,8 +15,8 @@ from mamba_fsdp.interop.places import check_place
 class ImportConfig:
     """The options that import has too."""
 
-    dtype: str = setting("", elsewhere="torch_dtype precision")
-    """fp32, bf16 or fp16; without it each tensor keeps its type."""
+    dtype: str = setting("", choices=("fp32", "bf16", "fp16"), elsewhere="torch_dtype precision")
+    """Without it each tensor keeps its type."""
     tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
     """A tokenizer's folder to write instead of MODEL's own."""
     model_name: str = setting("", elsewhere="model_variant")

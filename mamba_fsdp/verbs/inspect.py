@@ -48,11 +48,13 @@ class Options:
 def main(path: str, options: Options) -> int:
     verify = options.verify
     place = Path(path)
+    if not place.exists():
+        raise UserError(f"{path}: there is no such file or folder{near_path(place)}")
     if (place / CHECKPOINTS).is_dir() or (place / STATUS).is_file():
         return show_run(place, verify)
     if (place / COMMIT).is_file():
         return show_checkpoint(place, verify)
-    if is_data(place):
+    if is_store(split_in(place)) and not (place / MODEL_CONFIG).is_file():
         for store in dict.fromkeys(split_in(place, split) for split in SPLITS):
             if is_store(store):
                 show_data(store, verify)
@@ -102,17 +104,6 @@ def show_checkpoint(path: Path, verify: bool) -> int:
     say("data", json.dumps(progress["data"].get("drawn")))
     say("model", describe_model(checked_model(path, state["settings"]["model"])))
     return 0
-
-
-def is_data(place: Path) -> bool:
-    """Whether PATH is data and no model. Raises UserError where there is nothing."""
-    if (place / MODEL_CONFIG).is_file():
-        return False
-    if is_store(split_in(place)):
-        return True
-    if not place.exists():
-        raise UserError(f"{place}: there is no such file or folder{near_path(place)}")
-    return False
 
 
 def is_input(place: Path) -> bool:

@@ -36,6 +36,7 @@ def ask(project, tmp_path):
             [*VERB, "export", "nothing", "out", "--format=gguf"],
             "--format=gguf: must be one of hf",
         ),
+        ([*VERB, "export", "nothing", "out", "--dtype=int8"], "--dtype=int8: must be one of fp32"),
         ([*VERB, "export", "nothing", "out"], "nothing: there is no such file or folder"),
         (["training.py", "--dataset_path=nothing"], "nothing: no such folder"),
         (["training.py", "--use_dummy_dataset", "--init_from=empty"], "empty holds no model"),
