@@ -1,4 +1,4 @@
-"""python -m mamba_fsdp report: the numbers of a run's files, in a page that a browser draws and in pictures."""
+"""python -m mamba_fsdp report: the numbers of a run's files, in a page that a browser draws."""
 
 import json
 import math
