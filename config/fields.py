@@ -3,12 +3,11 @@ below it), and how its text becomes a value. The settings of training, those of 
 the verbs share this; config/help.py shows them."""
 
 import dataclasses
-import difflib
 import math
 import operator
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -248,21 +247,6 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)
-
-
-def near_name(
-    name: str,
-    known: Iterable[str],
-    otherwise: str,
-    dashes: str = "",
-    elsewhere: Mapping[str, str] = {},
-) -> str:
-    """A hint for an unknown `name`: the nearest of the `known` names, or the one that is called like
-    it `elsewhere` ({that name: ours}), if it may be meant; else `otherwise`."""
-    near = difflib.get_close_matches(name, [*known, *elsewhere], n=1, cutoff=0.75)
-    if not near:
-        return otherwise
-    return f"did you mean {dashes}{elsewhere.get(near[0], near[0])}?"
 
 
 def takes(leaf: dataclasses.Field) -> str:

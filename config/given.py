@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from config import other_launchers
-from config.fields import near_name, read_field, shown
+from config.fields import read_field, shown
 from config.train_config import all_settings, setting_names
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, near_name
 
 
 class Given:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from config.fields import default, near_name, shown, takes
-from mamba_fsdp.errors import UserError
+from config.fields import default, shown, takes
+from mamba_fsdp.errors import UserError, near_name
 
 NARROWEST = 60
 WIDEST = 100  # columns: longer lines are hard to read

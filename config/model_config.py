@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.fields import Needs, condition, named_numbers, near_name, setting, takes
-from mamba_fsdp.errors import UserError
+from config.fields import Needs, condition, named_numbers, setting, takes
+from mamba_fsdp.errors import UserError, near_name
 from mamba_fsdp.model import spec
 
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from config.fields import near_name, read_field
+from config.fields import read_field
 from config.model_config import ModelConfig
 from config.text_yaml import load_yaml
 from config.train_config import all_settings
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, near_name
 
 FILE = Path(__file__).with_name("models.yaml")
 RECIPES_FILE = Path(__file__).with_name("recipes.yaml")

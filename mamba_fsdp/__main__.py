@@ -12,11 +12,10 @@ from mamba_fsdp import interpreter
 interpreter.need("fire", "numpy", "torch", "yaml")
 
 from config import other_launchers
-from config.fields import near_name
 from config.help import Page, asked_for, meanings_in
 from config.train_config import SECTIONS
 from mamba_fsdp import command_line
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, near_name
 
 VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; import's is import_
     "generate": "continue a text with a trained model",

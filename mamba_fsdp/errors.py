@@ -1,11 +1,12 @@
 """What is told when things go wrong: the exception for what a user can fix, and the note that
 torchrun looks for."""
 
+import difflib
 import json
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -46,6 +47,21 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's message: some libraries write pages."""
     message = str(error).strip() or type(error).__name__
     return message.splitlines()[0]
+
+
+def near_name(
+    name: str,
+    known: Iterable[str],
+    otherwise: str,
+    dashes: str = "",
+    elsewhere: Mapping[str, str] = {},
+) -> str:
+    """A hint for an unknown `name`: the nearest of the `known` names, or the one that is called like
+    it `elsewhere` ({that name: ours}), if it may be meant; else `otherwise`."""
+    near = difflib.get_close_matches(name, [*known, *elsewhere], n=1, cutoff=0.75)
+    if not near:
+        return otherwise
+    return f"did you mean {dashes}{elsewhere.get(near[0], near[0])}?"
 
 
 def leave_for_torchrun(error: BaseException) -> None:

@@ -25,9 +25,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from config.dataset_config import DatasetConfig
-from config.fields import near_name
 from mamba_fsdp.data.source import Tokens
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, near_name
 from mamba_fsdp.storage import (
     TOKEN_STORE,
     exists,

@@ -10,14 +10,13 @@ A new backend is such a module and its name in OPERATORS. This module itself doe
 check names with it.
 """
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import UserError, first_line, near_name
 
 BACKENDS = {  # the type of device that each is for
     "triton": "cuda",  # our Triton kernels, compiled on first use
@@ -108,11 +107,9 @@ def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
 
 
 def _check_name(name, known, setting, what):
-    if name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
-    raise UserError(f"kernels={setting}: there is no {what} {name!r}; {hint}")
+    if name not in known:
+        hint = near_name(name, known, f"choose one of {', '.join(known)}")
+        raise UserError(f"kernels={setting}: there is no {what} {name!r}; {hint}")
 
 
 def resolve_backends(
@@ -134,31 +131,25 @@ def resolve_backends(
     failed = failed or {}
     choice = Choice()
     for operator in used:
-        wrong = failed.get(operator, {})
+        best_first = list(OPERATORS[operator])
+        if preferred in best_first:
+            best_first.insert(0, preferred)
         if operator in demanded:
-            backend = demanded[operator]
-            reason = _why_no_candidate(operator, backend, device_type, choice.backends)
-            reason = reason or wrong.get(backend)
+            best_first = [demanded[operator]]
+        for backend in best_first:
+            is_no_candidate = _why_no_candidate(operator, backend, device_type, choice.backends)
+            reason = is_no_candidate or failed.get(operator, {}).get(backend)
             reason = reason or why_not(operator, backend, uses[operator], assumed)
-            if reason:
+            if not reason:
+                choice.backends[operator] = backend
+                break
+            if operator in demanded:
                 raise UserError(
                     f"kernels={setting}: {operator} can't be {backend} on {device_type}: {reason}; "
                     "kernels=auto takes one that works"
                 )
-            choice.backends[operator] = backend
-            continue
-        best_first = list(OPERATORS[operator])
-        if preferred in best_first:
-            best_first.insert(0, preferred)
-        for backend in best_first:
-            if _why_no_candidate(operator, backend, device_type, choice.backends):
-                continue
-            reason = wrong.get(backend)
-            reason = reason or why_not(operator, backend, uses[operator], assumed)
-            if reason is None:
-                choice.backends[operator] = backend
-                break
-            choice.passed.setdefault(operator, {})[backend] = reason
+            if not is_no_candidate:
+                choice.passed.setdefault(operator, {})[backend] = reason
     return choice
 
 

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from config.fields import near_name, setting
+from config.fields import setting
 from config.presets import recipe, title
 from config.resolve import resolve_settings
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, near_name
 from mamba_fsdp.planning.devices import INSTANCES, Instance
 from mamba_fsdp.report.console import scaled
 
