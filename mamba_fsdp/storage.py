@@ -218,8 +218,8 @@ class Format:
     """A kind of file that this program writes."""
 
     name: str
-    version: int  # a new one whenever this program, as it is, would read a file wrongly
-    oldest: int  # version that it still reads
+    # A new one whenever this program, as it is, would read a file wrongly. It reads all from 1 on.
+    version: int
 
     def header(self) -> dict[str, str | int]:
         """The fields that a file of this format begins with."""
@@ -228,8 +228,8 @@ class Format:
     def reads(self, content: dict) -> bool:
         """Whether this program reads a file with this `content`: its format, and a version (none: 1) that it knows."""
         version = content.get("version", 1)
-        known = range(self.oldest, self.version + 1)
-        return content.get("format", self.name) == self.name and version in known
+        is_known = version in range(1, self.version + 1)
+        return is_known and content.get("format", self.name) == self.name
 
     def check(self, path: Path, content: dict) -> None:
         """Raises UserError unless this program reads the file `path` with this `content`."""
@@ -238,10 +238,10 @@ class Format:
             version = content.get("version", 1)
             raise UserError(
                 f"{path}: {name!r} of version {version}; this version of the program reads {self.name!r} of version "
-                f"{self.oldest} to {self.version} here"
+                f"1 to {self.version} here"
             )
 
 
-CHECKPOINT = Format("mamba_fsdp checkpoint", 3, oldest=1)
-TOKEN_STORE = Format("mamba_fsdp token store", 1, oldest=1)
-DATASET = Format("mamba_fsdp dataset", 1, oldest=1)
+CHECKPOINT = Format("mamba_fsdp checkpoint", 3)
+TOKEN_STORE = Format("mamba_fsdp token store", 1)
+DATASET = Format("mamba_fsdp dataset", 1)
