@@ -1,8 +1,8 @@
 """Looks up what users of other launchers type, in other_launchers.yaml. Where the meaning is the
 same, their name works; where it is not, the answer names what does it here."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -47,31 +47,21 @@ CONVERSIONS: dict[str, Callable[[str], str]] = {
 class Entry:
     """An entry of the file, which says what its fields are."""
 
-    words: list[str]
-    setting: str  # "" for none
-    values: dict[str, str | None]  # None changes nothing
-    refused: dict[str, str]
-    convert: str
-    also: dict[str, str]  # settings that it implies where they are not given
-    usual: list[str]  # not empty for what is a setting of earlier versions
-    why: str
+    words: str
+    of: str = ""
+    setting: str = ""
+    values: Mapping[str, str | None] = field(default_factory=dict)  # None: it changes nothing
+    refused: Mapping[str, str] = field(default_factory=dict)
+    convert: str = ""
+    also: Mapping[str, str] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
+    usual: Sequence[str] = ()
+    why: str = ""
 
-    @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> "Entry":
-        setting = fields.get("is", "")
-        ignored = fields.get("ignored", [])
-        values = dict.fromkeys([ANY] if ignored == "any" else ignored)
-        values |= fields.get("values", {ANY: ANY} if setting else {})
-        return cls(
-            words=fields["words"].split(),
-            setting=setting,
-            values=values,
-            refused=fields.get("refused", {}),
-            convert=fields.get("convert", ""),
-            also=fields.get("also", {}),
-            usual=fields.get("usual", []),
-            why=fields.get("why", ""),
-        )
+    def __post_init__(self) -> None:
+        if self.setting and not self.values:
+            self.values = {ANY: ANY}
+        self.values = {**dict.fromkeys(self.ignored), **self.values}
 
     def translate(self, text: Any) -> Any:
         """The value of `setting` that `text` is; None where it changes nothing. Raises ValueError
@@ -145,8 +135,8 @@ def entries() -> dict[str, Entry]:
     """{word: its entry}."""
     found: dict[str, Entry] = {}
     for fields in content()["words"]:
-        entry = Entry.read(fields)
-        found |= dict.fromkeys(entry.words, entry)
+        entry = Entry(**fields)
+        found |= dict.fromkeys(entry.words.split(), entry)
     return found
 
 
@@ -159,8 +149,7 @@ def find(key: str) -> Entry | None:
     if key in entries():
         return entries()[key]
     if is_ours and is_theirs:
-        same = Entry.read({"words": leaf, "is": leaf})
-        return entries().get(leaf, same)
+        return entries().get(leaf, Entry(leaf, setting=leaf))
     if key in setting_names() or (is_theirs or section in SECTIONS) and not is_ours:
         return entries().get(leaf)
     return None
