@@ -77,32 +77,6 @@ class Console:
             self.next_update = time.monotonic() + SECONDS_BETWEEN_UPDATES
             print("\r" + self.shown, end="", file=self.stream, flush=True)
 
-    def step(
-        self,
-        step: int,
-        total: int,
-        *,
-        loss: float,
-        learning_rate: float,
-        tokens_per_second: float,
-        mfu: float | None = None,
-        seconds_left: float | None = None,
-        report: bool = False,
-    ) -> None:
-        """Shows the state of training; it stays where `report` is set."""
-        row = (
-            f"step {step:>{len(str(total))}}/{total}  loss {loss:7.4f}  lr {learning_rate:.2e}  "
-            f"{tokens_per_second:>7,.0f} tok/s"
-        )
-        if mfu is not None:
-            row += f"  MFU {mfu:5.1%}"
-        if seconds_left is not None:
-            row += f"  left {duration(seconds_left)}"
-        if report:
-            self.line(row)
-        else:
-            self.passing(row)
-
     def close(self) -> None:
         if self.shown:
             print(file=self.stream, flush=True)

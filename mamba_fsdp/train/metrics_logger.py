@@ -11,7 +11,7 @@ from mamba_fsdp.data.sampler import seen
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.planning.devices import device_peak
-from mamba_fsdp.report.console import Console, read_share
+from mamba_fsdp.report.console import Console, duration, read_share
 from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
 from mamba_fsdp.run_layout import METRICS
@@ -74,24 +74,26 @@ class MetricsLogger(contextlib.ExitStack):
         if self.peak_flops:
             mfu = tokens_per_second * self.flops_per_token / self.peak_flops
         loss = stats.loss
-        is_due = schedule.is_due(self.interval, state.step)
-        if is_due:
+        show = self.console.passing
+        if schedule.is_due(self.interval, state.step):
+            show = self.console.line
             loss = state.take_mean_loss()
             entry = self._report_entry(
                 loss, learning_rate, stats.gradient_norm, tokens_per_second, mfu, own_seconds
             )
             self._write(entry)
             self.clock.next_interval(state.step)
-        self.console.step(
-            state.step,
-            schedule.total_steps,
-            loss=loss,
-            learning_rate=learning_rate,
-            tokens_per_second=tokens_per_second,
-            mfu=mfu,
-            report=is_due,
-            seconds_left=self.clock.seconds_left(state.step, schedule.total_steps),
+        total = schedule.total_steps
+        row = (
+            f"step {state.step:>{len(str(total))}}/{total}  loss {loss:7.4f}  lr {learning_rate:.2e}  "
+            f"{tokens_per_second:>7,.0f} tok/s"
         )
+        if mfu:
+            row += f"  MFU {mfu:5.1%}"
+        seconds_left = self.clock.seconds_left(state.step, total)
+        if seconds_left is not None:
+            row += f"  left {duration(seconds_left)}"
+        show(row)
         if state.step == self.first_step:
             self._write_status(state.step, "")
         if self.profiler:

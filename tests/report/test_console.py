@@ -7,27 +7,30 @@ import sys
 
 import pytest
 
-from mamba_fsdp.report.console import Console, output_that_may_go, say
+from mamba_fsdp.report.console import Console, duration, output_that_may_go, say
 from tests.support.terminal import Terminal, drawings
 
-STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
-LONG = dict(
-    loss=3.25, learning_rate=3e-4, tokens_per_second=1_214_000.4, mfu=0.412, seconds_left=360_125
-)
+LONG = "step  123456/1000000  loss  3.2500  lr 3.00e-04  1,214,000 tok/s  MFU 41.2%  left 100:02:05"
 
 
 def test_a_plain_line_per_report_without_a_terminal():
     stream = io.StringIO()
     console = Console(stream=stream)
-    console.step(19, 1000, **STEP)
-    console.step(20, 1000, **STEP, seconds_left=3725, report=True)
+    console.passing("step 19")
+    console.line("step 20")
     console.passing("validation 3/16")
     console.line("data       " + "word " * 40)
     console.close()
-    assert stream.getvalue() == (
-        "step   20/1000  loss  3.2500  lr 3.00e-04   21,400 tok/s  left 1:02:05\n"
-        "data       " + "word " * 40 + "\n"
-    )
+    assert stream.getvalue() == "step 20\ndata       " + "word " * 40 + "\n"
+
+
+def test_how_long_something_takes():
+    assert [duration(seconds) for seconds in (7, 125.9, 3725, 360_125)] == [
+        "0:07",
+        "2:05",
+        "1:02:05",
+        "100:02:05",
+    ]
 
 
 def test_control_characters_are_shown_on_a_terminal_and_stay_in_files(monkeypatch):
@@ -48,33 +51,33 @@ def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
     """A report stays; what is passing makes room for what comes next."""
     monkeypatch.setattr("mamba_fsdp.report.console.SECONDS_BETWEEN_UPDATES", 0.0)
     console = Console(stream=terminal.stream())
-    for step in (18, 19, 20):
-        console.step(step, 100, **STEP, report=step == 19)
+    console.passing("step 18")
+    console.line("step 19")
+    console.passing("step 20")
     console.passing("validation 3/16")
     console.line("step 20: validation loss 3.0")
     console.passing("and so on")
     console.close()
     lines = [drawings(line)[-1] for line in terminal.text().split("\r\n") if line.strip()]
-    assert [line[:15] for line in lines] == ["step  19/100  l", "step 20: valida", "and so on"]
+    assert [line[:15] for line in lines] == ["step 19", "step 20: valida", "and so on"]
 
 
 @pytest.mark.parametrize("columns", [100, 60, 12])
 def test_the_live_line_fits(columns):
     window = Terminal(columns)
     console = Console(stream=window.stream())
-    console.step(123_456, 1_000_000, **LONG)
+    console.passing(LONG)
     console.close()
     (live,) = drawings(window.text())
     window.close()
-    whole = "step  123456/1000000  loss  3.2500  lr 3.00e-04  1,214,000 tok/s  MFU 41.2%  left 100:02:05"
-    assert live == whole[: columns - 1].rstrip()
+    assert live == LONG[: columns - 1].rstrip()
 
 
 def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     console = Console(stream=terminal.stream())
-    console.step(1, 100, **LONG)
-    console.step(2, 100, **LONG, report=True)
+    console.passing(LONG)
+    console.line(LONG)
     console.passing("validation 3/16")
     console.close()
     assert terminal.text().count("step") == 1 and "\r" not in terminal.text().replace("\r\n", "\n")
@@ -94,7 +97,7 @@ def test_what_is_printed_when_nobody_can_read_it_is_dropped(monkeypatch):
     with output_that_may_go():
         console = Console()
         console.line("x")
-        console.step(1, 10, **STEP, report=True)
+        console.passing("y")
         print("from a library", file=sys.stderr)
         assert sys.stdout.encoding is None  # all else is the stream's
     assert isinstance(sys.stdout, Gone) and sys.stderr is None

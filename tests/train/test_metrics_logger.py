@@ -1,6 +1,7 @@
 """What a run tells: rank 0 writes and shows, the others take part."""
 
 import json
+import re
 import time
 from types import SimpleNamespace
 
@@ -76,6 +77,8 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(logger_of, tmp_path, ca
         state.loss_sum, state.loss_steps = 7.0, 2
         state.step_seconds = 2000
         state.first_started = time.time() - 4000
+        logger.peak_flops = 1e12
+        flops = logger.flops_per_token
         logger.report(stats(3.0), 0.01)
     validation, report = (
         json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -91,6 +94,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(logger_of, tmp_path, ca
     assert report.pop("tokens_per_second_per_device") == rate > 0
     assert 0.01 < report.pop("memory_gb") < 1000
     assert report.pop("goodput") == pytest.approx(3000 / 4000, abs=0.05)
+    assert report.pop("mfu") == pytest.approx(rate * flops / 1e12, abs=1e-4)
     assert report == {
         "step": 2,
         "tokens": 128,
@@ -106,7 +110,9 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(logger_of, tmp_path, ca
     }
     first, second = capsys.readouterr().out.splitlines()
     assert first == "step 1: validation loss 3.0000, perplexity 20.09 (17.4% of the data, 0.2 s)"
-    assert second.startswith("step 2/4  loss  3.5000  lr 1.00e-02")
+    assert re.fullmatch(
+        r"step 2/4  loss  3\.5000  lr 1\.00e-02 +[\d,]+ tok/s  MFU +\d+\.\d%  left 16:40", second
+    )
 
 
 def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
