@@ -51,7 +51,7 @@ def transformers_loss(size, vocab_size, use_mambapy):
 
 
 def our_loss(size, vocab_size, backend):
-    from mamba_fsdp.model.init import initial_value
+    from mamba_fsdp.model.init import initial_part
     from mamba_fsdp.model.lm import MambaLM
     from mamba_fsdp.model.spec import operator_uses, parameters
 
@@ -61,7 +61,8 @@ def our_loss(size, vocab_size, backend):
     model = MambaLM(config, backends=choice.backends, compute_dtype=OURS[backend])
     with torch.no_grad():
         for (name, described), parameter in zip(parameters(config).items(), model.parameters()):
-            parameter.copy_(initial_value(name, described, 0))
+            value = initial_part(name, described, 0, 0, described.size)
+            parameter.copy_(value.view(described.shape))
     return model, lambda tokens: model(tokens[:, :-1], tokens[:, 1:]) / (batch * length)
 
 

@@ -20,7 +20,7 @@ from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop import state_spaces, transformers_layouts
-from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
 from mamba_fsdp.ops.backends import resolve_backends, why_unavailable
@@ -170,7 +170,8 @@ def measure(name: str, device: torch.device, rehearse: bool) -> Iterator[dict[st
     config = ModelConfig(**(TINY if rehearse else preset(name)))
     weights = {}
     for parameter, described in parameters(config).items():
-        weights[parameter] = initial_value(parameter, described, 0)
+        value = initial_part(parameter, described, 0, 0, described.size)
+        weights[parameter] = value.view(described.shape)
     for batch, length in ((1, 8),) if rehearse else SHAPES:
         generator = torch.Generator().manual_seed(0)
         shape = (batch, length + 1)

@@ -103,8 +103,6 @@ class Weights:
 
     def get(self, name: str) -> torch.Tensor:
         """Returns one whole parameter on the CPU, in the type it is stored in."""
-        if name == LM_HEAD and self.config.tie_embeddings:
-            name = EMBEDDING
         shape = self.shapes[name]
         return self.slice(name, 0, math.prod(shape)).view(shape)
 

@@ -18,11 +18,6 @@ EMBEDDING_STD = 0.02
 BLOCK = 1 << 20  # elements that one generator draws
 
 
-def initial_value(name: str, parameter: Parameter, seed: int) -> torch.Tensor:
-    """The whole fp32 CPU tensor that parameter `name` starts from."""
-    return initial_part(name, parameter, seed, 0, parameter.size).view(parameter.shape)
-
-
 def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of the flattened tensor that `name` starts from: 1-D, fp32, always on the CPU.
 

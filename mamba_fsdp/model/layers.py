@@ -232,12 +232,12 @@ class Mamba2(SSM):
             self.A(),
             self.D,
             self.norm.weight,
-            config.norm_eps,
             self.out_proj.weight,
             seq_idx,
-            ngroups=config.ngroups,
-            headdim=config.headdim,
-            chunk_size=config.chunk_size,
+            config.norm_eps,
+            config.ngroups,
+            config.headdim,
+            config.chunk_size,
             backend=self.backends["mamba2"],
         )
 

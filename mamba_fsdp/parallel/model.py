@@ -213,7 +213,7 @@ def _make_moments(optimizer):
         for parameter in group["params"]:
             if optimizer.state[parameter]:
                 continue
-            device = parameter.device if group["fused"] or group["capturable"] else "cpu"
+            device = parameter.device if group["fused"] else "cpu"
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
                 "exp_avg": torch.zeros_like(parameter),

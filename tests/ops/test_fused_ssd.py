@@ -46,18 +46,18 @@ def mixer():
         A=-torch.rand(4),
         D=torch.randn(4),
         norm_weight=torch.randn(16),
-        norm_eps=1e-5,
         out_proj_weight=torch.randn(6, 16),
-        headdim=4,
+        seq_idx=torch.tensor([[3, 3, 3, 4, 4]]),
+        norm_eps=1e-5,
         ngroups=1,
+        headdim=4,
         chunk_size=2 * d_state,
     )
 
 
 def test_fused_mixer_casts_what_multiplies_and_nothing_else(recorded):
     """Weights arrive in the activations' dtype, A, D and dt_bias in float32, documents as int32 from 0, gate first."""
-    seq_idx = torch.tensor([[3, 3, 3, 4, 4]])
-    mamba2_mixer(**mixer(), seq_idx=seq_idx, backend="fused")
+    mamba2_mixer(*mixer().values(), backend="fused")
     ((name, (conv_weight, conv_bias, dt_bias, A, D, chunk_size), rest),) = recorded
     assert name == "mixer" and chunk_size == 16 and not rest["norm_before_gate"]
     assert conv_weight.dtype == conv_bias.dtype == rest["outproj_weight"].dtype == torch.bfloat16

@@ -3,7 +3,7 @@
 import torch
 
 from config.model_config import ModelConfig
-from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops.backends import REFERENCE
@@ -51,7 +51,8 @@ def small_model(family, **more):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            value = initial_value(name, parameters(model.config)[name], 1)
+            described = parameters(model.config)[name]
+            value = initial_part(name, described, 1, 0, described.size).view(described.shape)
             value *= (
                 3 if "embedding" in name else 1 + 0.3 * torch.rand(value.shape, generator=generator)
             )

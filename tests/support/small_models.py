@@ -6,7 +6,7 @@ import json
 import torch
 
 from config.model_config import ModelConfig
-from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 
@@ -120,7 +120,8 @@ def random_state(config, seed=0):
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, _ in model.named_parameters():
-        value = initial_value(name, parameters(config)[name], seed)
+        described = parameters(config)[name]
+        value = initial_part(name, described, seed, 0, described.size).view(described.shape)
         value = value * (1 + 0.3 * torch.rand(value.shape, generator=generator))
         state[name] = value + 0.03 * torch.randn(value.shape, generator=generator)
     return state

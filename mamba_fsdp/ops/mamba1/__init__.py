@@ -8,35 +8,15 @@ from mamba_fsdp.ops.backends import modules
 BACKENDS = modules(__name__)
 
 
-def mamba1_mixer(
-    xz: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    x_proj_weight: Tensor,
-    dt_proj_weight: Tensor,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    out_proj_weight: Tensor,
-    seq_idx: Tensor | None,
-    *,
-    backend: str,
-) -> Tensor:
-    """xz (batch, length, 2 d_inner), halves [x, z] -> (batch, length, d_model).
+def mamba1_mixer(*tensors: Tensor | None, backend: str) -> Tensor:
+    """Returns (batch, length, d_model) of these, in this order. Projections run in xz's dtype.
 
-    conv_weight (d_inner, 1, width), conv_bias (d_inner); x_proj_weight (dt_rank + 2 d_state, d_inner), rows [dt, B, C];
-    dt_proj_weight (d_inner, dt_rank), its bias dt_bias (d_inner); A (d_inner, d_state), D (d_inner); out_proj_weight
-    (d_model, d_inner). Projections run in xz's dtype.
+    xz           (batch, length, 2 d_inner), halves [x, z]
+    conv_weight  (d_inner, 1, width), conv_bias (d_inner)
+    x_proj       (dt_rank + 2 d_state, d_inner), rows [dt, B, C]
+    dt_proj      (d_inner, dt_rank), its bias dt_bias (d_inner)
+    A            (d_inner, d_state), D (d_inner)
+    out_proj     (d_model, d_inner)
+    seq_idx      (batch, length), or None
     """
-    return BACKENDS[backend].mamba1_mixer(
-        xz,
-        conv_weight,
-        conv_bias,
-        x_proj_weight,
-        dt_proj_weight,
-        dt_bias,
-        A,
-        D,
-        out_proj_weight,
-        seq_idx,
-    )
+    return BACKENDS[backend].mamba1_mixer(*tensors)

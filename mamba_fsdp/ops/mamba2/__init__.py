@@ -8,40 +8,16 @@ from mamba_fsdp.ops.backends import modules
 BACKENDS = modules(__name__)
 
 
-def mamba2_mixer(
-    zxbcdt: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    norm_weight: Tensor,
-    norm_eps: float,
-    out_proj_weight: Tensor,
-    seq_idx: Tensor | None,
-    *,
-    ngroups: int,
-    headdim: int,
-    chunk_size: int,
-    backend: str,
-) -> Tensor:
-    """zxbcdt (batch, length, 2 d_inner + 2 ngroups d_state + heads), [z, x, B, C, dt] -> (batch, length, d_model).
+def mamba2_mixer(*inputs: Tensor | float | None, backend: str) -> Tensor:
+    """Returns (batch, length, d_model) of these, in this order.
 
-    conv_weight (d_inner + 2 ngroups d_state, 1, width) and conv_bias over [x, B, C]; dt_bias, A, D (heads); norm_weight
-    (d_inner), normed group by group; out_proj_weight (d_model, d_inner). chunk_size is the fused kernel's alone.
+    zxbcdt       (batch, length, 2 d_inner + 2 ngroups d_state + heads), [z, x, B, C, dt]
+    conv_weight  (d_inner + 2 ngroups d_state, 1, width), conv_bias: of [x, B, C]
+    dt_bias      (heads), as A and D
+    norm         (d_inner), the weight of the norm, which is of each group
+    out_proj     (d_model, d_inner)
+    seq_idx      (batch, length), or None
+    eps          of the norm
+    ngroups, headdim, and chunk_size, which is the fused kernel's alone
     """
-    return BACKENDS[backend].mamba2_mixer(
-        zxbcdt,
-        conv_weight,
-        conv_bias,
-        dt_bias,
-        A,
-        D,
-        norm_weight,
-        out_proj_weight,
-        seq_idx,
-        norm_eps,
-        ngroups,
-        headdim,
-        chunk_size,
-    )
+    return BACKENDS[backend].mamba2_mixer(*inputs)
