@@ -101,7 +101,7 @@ class Checkpointer:
         self.buffer = torch.empty(0, dtype=torch.uint8)  # for the copies, kept over saves
         self.stalled = 0.0  # seconds, see stall_seconds
 
-        self.world.on_rank0(partial(retry_io, self.retention.clean, self.folder))
+        self.world.on_rank0(retry_io, self.retention.clean, self.folder)
 
     def resume(self, shards: Sequence[Shard], check: Check | None = None) -> Restored | None:
         """Fills the shards from the newest whole checkpoint, which is verified on the way; None if there is none. check:
@@ -121,7 +121,7 @@ class Checkpointer:
 
         self.world.on_rank0(check)
         written = [shard.data[start:stop] for shard, start, stop in self._parts(shards)]
-        self.world.on_all_ranks(partial(self._host_memory, written))
+        self.world.on_all_ranks(self._host_memory, written)
 
     def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
         """Saves `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
@@ -162,12 +162,12 @@ class Checkpointer:
             folder.mkdir()
             return folder
 
-        folder = self.world.on_rank0(partial(retry_io, make_folder, self.folder))
+        folder = self.world.on_rank0(retry_io, make_folder, self.folder)
         state = json.loads(json.dumps(state))  # as it is now
         save = Save(step, folder, state, tensors)
         copies = self._start_copying(save, pieces)
         self.pending = save
-        save.work = self.world.run_in_thread(partial(self._write, save, copies, pack(ranges)))
+        save.work = self.world.run_in_thread(self._write, save, copies, pack(ranges))
 
     def _start_copying(self, save, pieces):
         """What gives the pieces with their copies in host memory, to be called in the writing thread."""
@@ -231,8 +231,7 @@ class Checkpointer:
                 files = self.world.gather_on_rank0(save.work.result())
                 save.phase = Phase.COMMITTING
                 if self.world.rank == 0:
-                    commit = partial(self._commit, save, files)
-                    save.work = self.world.run_in_thread(partial(attempt, commit))
+                    save.work = self.world.run_in_thread(attempt, self._commit, save, files)
                 return
             self.pending = None
             path, failure = self.world.broadcast_object(save.work.result())
@@ -246,7 +245,7 @@ class Checkpointer:
         """Waits for the save under way, and for its commit. Raises UserError on all ranks if it failed."""
         with self._training_waits():
             while self.pending:
-                self.world.run_local(partial(wait, [self.pending.work]))
+                self.world.run_local(wait, [self.pending.work])
                 self.settle()
 
     def stall_seconds(self) -> float:
@@ -277,7 +276,7 @@ class Checkpointer:
             sync_folder(save.folder)
             return checksums
 
-        checksums, error = attempt(partial(retry_io, write, path))
+        checksums, error = attempt(retry_io, write, path)
         if error:
             error = type(error)(f"rank {self.world.rank} on {socket.gethostname()}: {error}")
         return RankFile(packed, path.name, checksums, error)

@@ -52,7 +52,7 @@ def verify(
     them on the way, whatever the verdict, and noted in `filled`, so that `load` need not read it again; where as many
     ranks have written, that is all of it. Raises UserError on all ranks for one of another version.
     """
-    files, problems = world.on_rank0(partial(commit_or_problem, checkpoint))
+    files, problems = world.on_rank0(commit_or_problem, checkpoint)
     names = sorted(name for name in files if part != "state" or name == STATE)
     first = len(names) * world.rank // world.size
     stop = len(names) * (world.rank + 1) // world.size
@@ -102,15 +102,15 @@ def newest_whole(
     """
     broken: list[str] = []
     problems: list[str] = []
-    candidates = world.on_rank0(partial(committed, checkpoints))
+    candidates = world.on_rank0(committed, checkpoints)
     for checkpoint in reversed(candidates):
         if hold:
-            world.on_rank0(partial(hold_until_the_end, checkpoint))
+            world.on_rank0(hold_until_the_end, checkpoint)
         choice = Choice(checkpoint, broken)
         problems = verify(checkpoint, world, part, shards, choice.filled)
         if not problems:
             return choice
-        if not world.on_rank0(partial(exists, checkpoint)):
+        if not world.on_rank0(exists, checkpoint):
             # Its run has pruned it meanwhile, and has newer ones.
             return newest_whole(checkpoints, world, report, part, shards, hold)
         broken.append(checkpoint.name)
@@ -139,8 +139,8 @@ def find_checkpoint(
     there is none, or where the one that was named is broken. part, shards: see `verify`.
     """
     path = Path(path)
-    if world.on_rank0(partial(exists, path / COMMIT)):
-        world.on_rank0(partial(hold_until_the_end, path))
+    if world.on_rank0(exists, path / COMMIT):
+        world.on_rank0(hold_until_the_end, path)
         choice = Choice(path)
         problems = verify(path, world, part, shards, choice.filled)
         if problems:
@@ -161,7 +161,7 @@ def load(
     The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
     check(state, checkpoint) may refuse first, on rank 0. Raises UserError on all ranks if any can't load.
     """
-    contents = world.on_rank0(partial(_read_checked, choice.path, shards, check))
+    contents = world.on_rank0(_read_checked, choice.path, shards, check)
     reader = Reader(choice.path, contents)
 
     def fill():

@@ -13,6 +13,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def is_in_use(folder: Path) -> bool:
     return any(Lease(file).shows_life() for file in folder.rglob(f"{READING}*"))
 
 
+@dataclass
 class Retention:
     """The folder of a run's checkpoints.
 
@@ -41,21 +43,15 @@ class Retention:
     moves only into and out of an own folder of this run, see `own_folder`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        every: int,
-        report: Callable[[str], None],
-        check_ours: Callable[[], None],
-    ) -> None:
-        assert keep >= 1
-        self.folder = folder
-        self.keep = keep
-        self.every = every
-        self.report = report
-        self.check_ours = check_ours
-        self.broken: set[str] = set()  # names of checkpoints that were found broken
+    folder: Path
+    keep: int
+    every: int
+    report: Callable[[str], None]
+    check_ours: Callable[[], None]
+    broken: set[str] = field(default_factory=set)  # names of checkpoints that were found broken
+
+    def __post_init__(self) -> None:
+        assert self.keep >= 1
 
     def clean(self) -> None:
         """Makes the folder, and removes what killed saves left there and among the run's models."""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ class Tensors:
 
 def open_checkpoint(path: Path, world: World) -> Tensors:
     """The model's Tensors in a checkpoint. Called by all ranks. Raises UserError, of any rank on all."""
-    reader = Reader(path, world.on_rank0(partial(read_state, path)))
+    reader = Reader(path, world.on_rank0(read_state, path))
     shapes = {}
     for stored, entry in reader.contents.tensors.items():
         if is_model(stored):

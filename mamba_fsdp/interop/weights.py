@@ -15,7 +15,6 @@ which all ranks do together, verifies a checkpoint and checks names and shapes o
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -240,7 +239,7 @@ def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Te
     open_tensors = open_pth
     if path.suffix == ".safetensors" or path.name == INDEX:
         open_tensors = open_safetensors
-    tensors = world.on_all_ranks(partial(open_tensors, path))
+    tensors = world.on_all_ranks(open_tensors, path)
     return from_fms(find_model(tensors), config)
 
 

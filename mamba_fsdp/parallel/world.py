@@ -124,8 +124,8 @@ class World:
 
         return wait_for_copy
 
-    def run_in_thread(self, work: Callable[[], T]) -> Future[T]:
-        """Starts `work()` in a thread and returns the Future of what it returns or raises."""
+    def run_in_thread(self, work: Callable[..., T], *inputs: Any) -> Future[T]:
+        """Starts `work(*inputs)` in a thread and returns the Future of what it returns or raises."""
         outcome: Future[T] = Future()
 
         def run():
@@ -133,22 +133,22 @@ class World:
                 heart.beat()  # the silence before it began is not its own
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)  # each thread has its own
-                outcome.set_result(work())
+                outcome.set_result(work(*inputs))
             except BaseException as error:
                 outcome.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
         return outcome
 
-    def run_local(self, work: Callable[[], T]) -> T:
-        """Returns what `work()` returns on this rank, once the work of all ranks has ended. Raises what it raises here.
+    def run_local(self, work: Callable[..., T], *inputs: Any) -> T:
+        """Returns what `work(*inputs)` returns on this rank, once the work of all ranks has ended. Raises what it raises here.
 
         The work must not talk to other ranks. It may take longer than the ranks' timeout: it runs in a thread while the
         ranks exchange signs of life. Waiting counts as progress while another rank makes progress.
         """
         if self.size == 1:
-            return work()
-        outcome = self.run_in_thread(work)
+            return work(*inputs)
+        outcome = self.run_in_thread(work, *inputs)
         beats_before = -1.0
         pause = 0.001
         while True:
@@ -163,23 +163,23 @@ class World:
             wait([outcome], timeout=pause)
             pause = min(0.5, 2 * pause)
 
-    def on_rank0(self, action: Callable[[], T]) -> T:
-        """Returns on all ranks what `action()` returns on rank 0. Raises its failure as a UserError on all ranks."""
+    def on_rank0(self, action: Callable[..., T], *inputs: Any) -> T:
+        """Returns on all ranks what `action(*inputs)` returns on rank 0. Raises its failure as a UserError on all ranks."""
 
         def act():
-            return attempt(action) if self.rank == 0 else (None, None)
+            return attempt(action, *inputs) if self.rank == 0 else (None, None)
 
         result, failure = self.broadcast_object(self.run_local(act))
         if failure:
             raise failure
         return result
 
-    def on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Returns what `work()` returns on this rank, see run_local. Raises the UserErrors of all ranks on all, as one."""
+    def on_all_ranks(self, work: Callable[..., T], *inputs: Any) -> T:
+        """Returns what `work(*inputs)` returns on this rank, see run_local. Raises the UserErrors of all ranks on all, as one."""
 
         def try_work():
             try:
-                return work(), []
+                return work(*inputs), []
             except UserError as error:
                 return None, [error]
 
@@ -205,10 +205,10 @@ class World:
             dist.destroy_process_group()
 
 
-def attempt(action: Callable[[], Any]) -> tuple[Any, UserError | None]:
-    """Returns (what `action()` returns, None), or (None, the UserError that says why it failed)."""
+def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | None]:
+    """Returns (what `action(*inputs)` returns, None), or (None, the UserError that says why it failed)."""
     try:
-        return action(), None
+        return action(*inputs), None
     except UserError as error:
         return None, error
     except OSError as error:

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -104,7 +103,7 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         state.first_started = folder.opened
     validation_due = schedule.is_due(schedule.eval_steps, state.step)
     if validation_due and state.step:
-        was_done = world.on_rank0(partial(was_validated, folder.path, state.step))
+        was_done = world.on_rank0(was_validated, folder.path, state.step)
         validation_due = not was_done
     if state.step >= schedule.total_steps and not validation_due:
         console.line(

@@ -2,6 +2,7 @@
 longer."""
 
 import math
+from dataclasses import dataclass
 
 from config.fields import Duration
 from config.train_config import TrainConfig
@@ -12,6 +13,7 @@ from mamba_fsdp.train.state import TrainState
 AUTOMATIC = -1  # and below: so many tokens times the tokens of a step
 
 
+@dataclass
 class Schedule:
     """factor(before, more) in [0, 1] for the optimiser step that takes the run from `before` to
     `before + more` of `total`: all in steps, or all in tokens, of which the run's first step has
@@ -24,40 +26,31 @@ class Schedule:
     or 10,000 steps; linear_from_start is what earlier versions of this program called linear.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        total: int,
-        *,
-        step: int = 1,
-        warmup: int = AUTOMATIC,
-        decay: int = AUTOMATIC,
-        floor: float = 0.1,
-        power: float = 1.0,
-        cycles: int = 1,
-        in_tokens: bool = False,
-    ) -> None:
-        self.kind = kind
-        self.total = max(total, 1)
-        self.floor = floor
-        self.power = power
-        self.cycles = cycles
-        self.in_tokens = in_tokens
-        steps = -(-self.total // step)
-        if warmup <= AUTOMATIC and kind in ("annealing", "constant"):
-            warmup = 0
-        elif warmup <= AUTOMATIC:
-            warmup = min(2000, steps // 20) * step
-        if decay <= AUTOMATIC:
-            decay = max(1, steps // 10) * step
-        self.warmup = warmup
-        self.decay = decay
-        self.timescale = warmup or 10_000 * step
-        self.fall_start = warmup
-        if kind == "fms_cosine":
+    kind: str
+    total: int
+    step: int = 1
+    warmup: int = AUTOMATIC
+    decay: int = AUTOMATIC
+    floor: float = 0.1
+    power: float = 1.0
+    cycles: int = 1
+    in_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        self.total = max(self.total, 1)
+        steps = -(-self.total // self.step)
+        if self.warmup <= AUTOMATIC and self.kind in ("annealing", "constant"):
+            self.warmup = 0
+        elif self.warmup <= AUTOMATIC:
+            self.warmup = min(2000, steps // 20) * self.step
+        if self.decay <= AUTOMATIC:
+            self.decay = max(1, steps // 10) * self.step
+        self.timescale = self.warmup or 10_000 * self.step
+        self.fall_start = self.warmup
+        if self.kind == "fms_cosine":
             self.fall_start = 0
-        elif kind.startswith("wsd"):
-            self.fall_start = self.total - decay
+        elif self.kind.startswith("wsd"):
+            self.fall_start = self.total - self.decay
 
     def next_factor(self, state: TrainState, tokens_per_step: int, ahead: int = 0) -> float:
         """That of the step to come, after `ahead` steps that the state does not count yet."""

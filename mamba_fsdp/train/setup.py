@@ -2,7 +2,6 @@
 loader."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -80,7 +79,7 @@ def set_up(
     layout = split_step(settings, world.rank, world.size)
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file
     # system busy.
-    data = world.on_rank0(partial(open_data, settings))
+    data = world.on_rank0(open_data, settings)
     backends = choose_backends(settings, world, folder, say)
     say_data(settings.data, data, say)
     if settings.training.dry_run:

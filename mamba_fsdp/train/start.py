@@ -2,7 +2,6 @@
 weights."""
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,12 +81,10 @@ def start(
     parallel.set_optimizer_steps(optimizer, state.optimizer_steps)
 
     if not settings.data.allow_other_tokenizer:
-        parallel.world.on_rank0(
-            partial(check_tokenizer, tokens.path, tokens.tokenizer, source, learnt)
-        )
+        parallel.world.on_rank0(check_tokenizer, tokens.path, tokens.tokenizer, source, learnt)
     if weights and not resumed:
         opened = weights.open(parallel.world)
-        parallel.world.on_all_ranks(partial(fill_parts, parallel.shards(), opened.slice))
+        parallel.world.on_all_ranks(fill_parts, parallel.shards(), opened.slice)
     elif source is None:
         fill_at_random(settings, parallel)
 
@@ -159,7 +156,7 @@ def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
     def initial(name: str, start: int, stop: int) -> torch.Tensor:
         return initial_part(name, spec[name], seed, start, stop)
 
-    parallel.world.run_local(partial(fill_parts, parallel.shards(), initial))
+    parallel.world.run_local(fill_parts, parallel.shards(), initial)
 
 
 def check_of_model(settings: TrainConfig, named_by: str) -> Check:
