@@ -81,8 +81,8 @@ class Many(World):
     def all_reduce_sum(self, value):
         return value
 
-    def run_local(self, work):
-        return work()
+    def run_local(self, work, *inputs):
+        return work(*inputs)
 
 
 def sparse(path, size):

@@ -90,7 +90,7 @@ def simulate(
     sharing = settings.parallel.context_parallel
     uses = settings.operator_uses()
     backends = resolve_backends(training.kernels, "cuda", uses, assumed=("triton",)).backends
-    world = _World(rank, size, rank % local_size, min(size, local_size), device)
+    world = _World(rank, size, min(size, local_size), device)
     assert choose_strategy(settings.parallel, world) != "ddp", "its reducer reads what it sends"
     tokens = torch.zeros(training.batch_size, data.seq_length, dtype=torch.int64)
     batch = Batch(

@@ -7,6 +7,7 @@ config/resolve.py resolves them.
 """
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -147,8 +148,10 @@ class DataConfig:
                 f"weights has {len(self.weights)} values but datasets {len(self.datasets)} names; "
                 "give one weight each"
             )
-        if min(self.weights) < 0 or sum(self.weights) == 0:
-            raise UserError(f"weights {self.weights} must not be negative nor all zero")
+        if min(self.weights) < 0 or not 0 < sum(self.weights) < math.inf:
+            raise UserError(
+                f"weights {self.weights} must not be negative, nor all zero, nor huge in sum"
+            )
 
 
 @dataclass

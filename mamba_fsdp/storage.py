@@ -242,6 +242,6 @@ class Format:
             )
 
 
-CHECKPOINT = Format("mamba_fsdp checkpoint", 3)
+CHECKPOINT = Format("mamba_fsdp checkpoint", 4)
 TOKEN_STORE = Format("mamba_fsdp token store", 1)
 DATASET = Format("mamba_fsdp dataset", 1)

@@ -154,7 +154,7 @@ class Checkpointer:
             if start < stop:
                 pieces.append((name, shard.start + start, shard.data[start:stop]))
             dtype = DTYPE_NAMES[shard.data.dtype]
-            tensors[name] = {"shape": list(shard.shape), "dtype": dtype, "tied": list(shard.tied)}
+            tensors[name] = {"shape": list(shard.shape), "dtype": dtype}
 
         def make_folder():
             own = self._reserve(step, shards)

@@ -1,7 +1,7 @@
 """What a checkpoint says of itself: COMMIT and state.json, and whether its files are there. Without torch.
 
 Both say the version that wrote them. In version 1 each tensor has its own layout, as "pieces", and COMMIT knows whole
-files only. Checksums are crc32 before version 3.
+files only. Checksums are crc32 before version 3, which told of each tensor what others are tied to it.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ class Contents:
     state: dict[str, Any]  # what the loop saved
     files: list[str]
     layouts: list[Layout]
-    tensors: dict[str, dict[str, Any]]  # stored name -> {shape, dtype, tied, layout: its number}
+    tensors: dict[str, dict[str, Any]]  # stored name -> {shape, dtype, layout: its number}
 
 
 def read_state(checkpoint: Path) -> Contents:
@@ -159,7 +159,7 @@ def _check_contents(contents):
             contents.files[number]
     seen = set()
     for name, entry in contents.tensors.items():
-        like(entry, {"shape": [0], "tied": [""], "layout": 0})
+        like(entry, {"shape": [0], "layout": 0})
         if entry["dtype"] not in DTYPES:
             raise ValueError
         cut = entry["layout"], math.prod(entry["shape"])

@@ -25,7 +25,6 @@ BLOCK_TOKENS = 1 << 20
 GROUP_BLOCKS = 64
 # Shares are rounded to one in a million, far below the 1e-4 that a mixture is asked to meet.
 PATTERN_LENGTH = 1 << 20
-LARGEST_WEIGHT = 1e300  # so that the sum of all is a number
 # Rounds of the Feistel network: from four on its permutations pass for random ones (Luby and
 # Rackoff, 1988).
 ROUNDS = 4
@@ -40,7 +39,7 @@ class Sampler:
     what `state_after` returned; sample 0 is then the one after it. It may come from other weights,
     batch sizes or sets of sources, since each source resumes after its own samples. Raises
     UserError where it comes from another seed, seq_length or content of a source, which cut or
-    order the data otherwise; for weights that make no mixture; and for a source shorter than one
+    order the data otherwise; for a weight that is hardly above 0; and for a source shorter than one
     window."""
 
     def __init__(
@@ -165,11 +164,6 @@ def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarra
     """Occurrences of each source in one period of the pattern, as int64 in lowest terms, by largest
     remainder."""
     values = np.array([weights[name] for name in names], dtype=np.float64)
-    if not (values < LARGEST_WEIGHT).all() or (values < 0).any() or values.sum() <= 0:
-        raise UserError(
-            f"weights {dict(weights)} are no mixture: each must be at least 0 and below "
-            f"{LARGEST_WEIGHT:g}, and one above 0"
-        )
     shares = values / values.sum() * PATTERN_LENGTH
     counts = np.floor(shares).astype(np.int64)
     largest_first = np.argsort(counts - shares, kind="stable")

@@ -62,8 +62,8 @@ def check_tokenizers_agree(stores: Iterable[Source]) -> None:
     """Raises UserError where two of the sources are known to have different tokenizers."""
     for one, other in combinations(stores, 2):
         check_tokenizer(one.path, one.tokenizer, other.path, [other.tokenizer])
-        sizes = {one.vocab_size, other.vocab_size} - {0}  # 0 and -1: not known
-        ends = {one.eos, other.eos} - {-1}
+        sizes = {one.vocab_size, other.vocab_size}
+        ends = {one.eos, other.eos} - {-1}  # not known
         if len(sizes) > 1 or len(ends) > 1:
             raise UserError(
                 f"{other.path}: its tokenizer (vocabulary {other.vocab_size}, eos {other.eos}) is not that of "
@@ -86,7 +86,7 @@ def batches(
 
     data = DataConfig(str(dataset_path), seq_length=seq_length)
     sources, weights = training_sources(data)
-    vocab_size = max(source.vocab_size for source in sources.values()) or 1 << 31
+    vocab_size = max(source.vocab_size for source in sources.values())
     with Loader(
         sources,
         Sampler(sources, weights, seq_length, seed),

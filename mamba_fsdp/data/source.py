@@ -23,13 +23,13 @@ class Source(Protocol):
     path: Path
     token_count: int
     identity: str
-    vocab_size: int  # every token is below it; 0: not known
+    vocab_size: int  # every token is below it
     eos: int  # the token that ends a document; -1: not known
     tokenizer: str  # its identity, see tokenizer.py; "": not known
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer's folder, or its name on the Hugging Face Hub. Raises UserError where none is known."""
+        """The tokenizer's folder. Raises UserError where none is known."""
 
     def read(self, start: int, count: int) -> Tokens:
         """Tokens [start, start + count), which lie within the source. Raises UserError for what can't be read."""

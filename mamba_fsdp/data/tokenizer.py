@@ -142,16 +142,17 @@ def identity_of(backend: Tokenizer) -> str:
     return IDENTITY + hashlib.sha256(json.dumps([vocabulary, made]).encode()).hexdigest()
 
 
-def identities_in(name: str | Path | None) -> Iterator[str]:
-    """The identity of the tokenizer of a folder or name: as its tokenizer.json says, and as `transformers`, which may
+def identities_in(folder: Path | None) -> Iterator[str]:
+    """The identity of the tokenizer in a folder: as its tokenizer.json says, and as `transformers`, which may
     amend that, loads it. Nothing where there is none that has a fast form."""
-    path = Path(name or "")
+    if folder is None:
+        return
     with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
-        if (path / "tokenizer.json").is_file():
-            yield identity_of(without_panic(Tokenizer.from_file, str(path / "tokenizer.json")))
+        if (folder / "tokenizer.json").is_file():
+            yield identity_of(without_panic(Tokenizer.from_file, str(folder / "tokenizer.json")))
     with contextlib.suppress(Exception):
-        if name and ((path / "tokenizer_config.json").is_file() or not path.is_dir()):
-            yield identity_of(load_for_transformers(name).backend_tokenizer)
+        if (folder / "tokenizer_config.json").is_file():
+            yield identity_of(load_for_transformers(folder).backend_tokenizer)
 
 
 def check_tokenizer(one: object, identity: str, other: object, others: Iterable[str]) -> None:

@@ -33,20 +33,19 @@ def write_model(
     *,
     tokenizer: str = "",
     model_name: str = "",
-    verified: bool = False,
 ) -> Path:
     """Writes the model that `source` names (see find_weights) to the new folder `out`; returns `out`.
 
     format: hf, of transformers; state-spaces; pth, which is consolidated.00.pth, its config.json and tokenizer/. dtype:
     fp32, bf16, fp16; empty keeps the stored types. A_log, D and the biases of dt stay fp32. tokenizer: the folder of one
     to go along instead of the model's.
-    model_name, verified: see read_weights. Raises UserError: nothing to read, the format can't hold this model, `out` exists, the
+    model_name: see read_weights. Raises UserError: nothing to read, the format can't hold this model, `out` exists, the
     disk refuses; then nothing is written.
     """
     out = Path(out)
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
-    weights = read_weights(source, model_name=model_name, verified=verified)
+    weights = read_weights(source, model_name=model_name)
     if tokenizer:
         weights.use_tokenizer(Path(tokenizer))
     spec = parameters(weights.config)
@@ -66,13 +65,10 @@ def write_model(
     return out
 
 
-def publish(source: str | Path, out: Path, *, verified: bool = False) -> None:
+def publish(source: str | Path, out: Path) -> None:
     """Writes `source` as pth, unless `out` is there."""
-    try:
-        write_model(source, out, "pth", verified=verified)
-    except UserError:
-        if not out.exists():  # else another process was faster
-            raise
+    if not out.exists():
+        write_model(source, out, "pth")
 
 
 # Each writes all but config.json, whose fields it returns, and the tokenizer.

@@ -149,30 +149,27 @@ class Weights:
         check_same_tensors(self.source, dict(chain(*self.parts.values())), found)
 
 
-def read_weights(source: str | Path, *, model_name: str = "", verified: bool = False) -> Weights:
+def read_weights(source: str | Path, *, model_name: str = "") -> Weights:
     """find_weights, opened by one process. model_name: the preset that it is where it does not say so itself."""
     model = ModelConfig(**preset(model_name)) if model_name else None
-    return find_weights(source, model, verified=verified).open(World.alone())
+    return find_weights(source, model).open(World.alone())
 
 
-def find_weights(
-    source: str | Path, model: ModelConfig | None = None, *, verified: bool = False
-) -> Weights:
+def find_weights(source: str | Path, model: ModelConfig | None = None) -> Weights:
     """Returns the Weights that the path `source` names, not yet open.
 
-    model: what it is where it does not say so itself. verified: of a checkpoint, that it is known to be whole. Raises
-    UserError for none, or one that our model can't hold.
+    model: what it is where it does not say so itself. Raises UserError for none, or one that our model can't hold.
     """
     check_place(source)
     path = Path(source)
     if path.is_file():
         return _find_file(path, model)
     if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():
-        return _find_checkpoint(path, verified)
+        return _find_checkpoint(path)
     return _find_in_folder(path, read_description(path / MODEL_CONFIG))
 
 
-def _find_checkpoint(path, verified):
+def _find_checkpoint(path):
     """Of the newest checkpoint as far as state.json tells; which one is whole shows when it is opened."""
     checkpoint = find_checkpoint(path, World.alone(), report=lambda text: None, part="state").path
     state = read_state(checkpoint).state
@@ -181,7 +178,7 @@ def _find_checkpoint(path, verified):
     tokenizer = str(state.get("progress", {}).get("tokenizer", ""))
 
     def open_whole(world):
-        whole = checkpoint if verified else find_checkpoint(path, world, part="model").path
+        whole = find_checkpoint(path, world, part="model").path
         return open_checkpoint(whole, world)
 
     return Weights(

@@ -21,7 +21,7 @@ class Shard:
 
     shape: of the whole tensor, the same on all ranks. data: these elements, of shape (count,), maybe (0,), on the
     rank's device; it shares the storage of what is trained: writing to it changes the parameter. The same elements lie
-    on `replicas` ranks, of which this is number `replica_index`. tied: other names of the same tensor.
+    on `replicas` ranks, of which this is number `replica_index`.
     """
 
     name: str
@@ -30,7 +30,6 @@ class Shard:
     data: torch.Tensor
     replicas: int = 1
     replica_index: int = 0
-    tied: tuple[str, ...] = ()
 
 
 @torch.no_grad()
@@ -146,10 +145,7 @@ class ParallelModel:
     def shards(self, optimizer: torch.optim.AdamW | None = None) -> list[Shard]:
         """Returns a Shard for every parameter; of an optimiser over `parameters()` also optimizer/<parameter>/<moment> of
         each moment, which are zeros at first: exp_avg and exp_avg_sq, or Muon's momentum_buffer."""
-        found = [
-            self._shard(slot, slot.name, slot.local, tied=tuple(slot.names[1:]))
-            for slot in self.slots
-        ]
+        found = [self._shard(slot, slot.name, slot.local) for slot in self.slots]
         if optimizer:
             _make_moments(optimizer)
             for slot in self.slots:
@@ -158,14 +154,14 @@ class ParallelModel:
                         found.append(self._shard(slot, f"optimizer/{slot.name}/{moment}", data))
         return found
 
-    def _shard(self, slot, name, data, tied=()):
+    def _shard(self, slot, name, data):
         """Returns the Shard of `data`, which is cut from the tensor `name` as the slot's part is from its parameter."""
         rank = self.world.rank
         group = slot.cut.ranks
         start = slot.part(rank).start
         replicas = self.world.size // group
         flat = data.detach().view(-1)
-        return Shard(name, slot.shape, start, flat, replicas, rank // group, tied)
+        return Shard(name, slot.shape, start, flat, replicas, rank // group)
 
     def accumulate(self, last: bool) -> AbstractContextManager:
         """Returns the context for one micro-batch's forward and backward; what may wait is reduced with the `last`."""

@@ -34,7 +34,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     local_size: int
     device: torch.device
     timeout: timedelta | None = None  # how long a rank waits for the others; None: as torch has it
@@ -43,7 +42,7 @@ class World:
     @classmethod
     def alone(cls, *, device: torch.device = CPU) -> "World":
         """Returns the world of one process."""
-        return cls(rank=0, size=1, local_rank=0, local_size=1, device=device)
+        return cls(rank=0, size=1, local_size=1, device=device)
 
     def ensure_process_group(self) -> None:
         """Makes the process group of one rank that sharding needs, where no launcher has made one."""
@@ -250,7 +249,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     else:
         dist.init_process_group("gloo", timeout=timeout)
         gloo = dist.group.WORLD
-    return World(rank, size, local_rank, local_size, device, timeout, gloo)
+    return World(rank, size, local_size, device, timeout, gloo)
 
 
 def _acquire_device(local_rank):

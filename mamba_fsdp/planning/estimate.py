@@ -48,7 +48,7 @@ def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
     """Returns what is expected of a training on so many nodes. Raises UserError for what can't be split over them."""
     training = settings.training
     parallel = settings.parallel
-    world = World(0, nodes * machine.devices, 0, machine.devices, CPU)
+    world = World(0, nodes * machine.devices, machine.devices, CPU)
     layout = split_step(settings, world.rank, world.size)
     device_type = "cpu" if machine.device == "cpu" else "cuda"
     training.settle_precision(device_type)

@@ -26,8 +26,7 @@ from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.train.stopping import StopRequest
 from mamba_fsdp.train.watchdog import watchdog
 
-# (checkpoint, folder, new or not, verified=whether the checkpoint is whole)
-WriteModel = Callable[..., object]
+WriteModel = Callable[[Path, Path], object]  # of a checkpoint, and the folder, new or not
 
 
 @output_that_may_go()
@@ -142,7 +141,6 @@ def finish(
     ranks would wait."""
     step = step_of(checkpoint.name) or 0
     if write_model:
-        # The checkpoint was verified by this run, when it committed it or at its start.
-        write_model(checkpoint, folder.path / MODELS / checkpoint.name, verified=True)
+        write_model(checkpoint, folder.path / MODELS / checkpoint.name)
     folder.write_status("finished", step)
     console.line(f"finished   {step} steps; everything is in {folder.path}")

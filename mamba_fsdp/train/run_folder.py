@@ -81,26 +81,19 @@ class RunFolder:
 
     def copy_tokenizer(self, data: Source) -> None:
         """Copies the tokenizer of a source that has one, so that the model can be used when the
-        data is gone; in place of another. Raises UserError for a name on the Hub that can't be
-        loaded."""
+        data is gone; in place of another."""
         target = self.path / TOKENIZER
         partial_copy = self.path / f".{TOKENIZER}.partial"
         try:
             source = data.tokenizer_path
         except UserError:  # none is known
             return
-        names = [path.name for path in source.glob("*")]
+        names = [path.name for path in source.iterdir()]
         same, _, _ = filecmp.cmpfiles(source, target, names, shallow=False)
-        if names and len(same) == len(names):
+        if len(same) == len(names):
             return
         shutil.rmtree(partial_copy, ignore_errors=True)
-        if names:
-            shutil.copytree(source, partial_copy)
-        else:
-            # Late: the launcher imports this file.
-            from mamba_fsdp.data.tokenizer import load_for_transformers
-
-            load_for_transformers(source).save_pretrained(partial_copy)
+        shutil.copytree(source, partial_copy)
         shutil.rmtree(target, ignore_errors=True)
         partial_copy.rename(target)
 

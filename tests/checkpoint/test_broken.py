@@ -167,9 +167,9 @@ def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
     make_checkpoints(run, [1, 2])
     path = run / "checkpoints/step_00000002"
     for field, value, said in (
-        ("version", 4, "of version 4; .* of version 1 to 3 here"),
+        ("version", 5, "of version 5; .* of version 1 to 4 here"),
         ("version", 0, "of version 0; "),
-        ("format", "elsewhere", "'elsewhere' of version 3; .* reads 'mamba_fsdp checkpoint' of"),
+        ("format", "elsewhere", "'elsewhere' of version 4; .* reads 'mamba_fsdp checkpoint' of"),
     ):
         before = [(path / name).read_text() for name in ("state.json", "COMMIT")]
         edit(path / "state.json", **{field: value})

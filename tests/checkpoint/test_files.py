@@ -27,7 +27,7 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
     # Written, then read back.
     assert beats(files.write_pieces, path, [("a", 0, tensor)]) >= 2 * 40
     assert beats(files.checksum, path) >= 40
-    entry = {"shape": [1000], "dtype": "F32", "tied": [], "layout": 0}
+    entry = {"shape": [1000], "dtype": "F32", "layout": 0}
     contents = Contents({}, ["file"], [{"starts": [0], "files": [0]}], {"a": entry})
     reader = Reader(tmp_path, contents)
     reader.read("a", 0, 1)  # the header too

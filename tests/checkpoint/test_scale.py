@@ -86,9 +86,7 @@ def test_a_thousand_ranks_tell_little_of_a_thousand_tensors(run, cut, shard_size
         for rank, mine in enumerate(pieces)
     ]
     assert max(len(pickle.dumps(mine)) for mine in told) < 4000
-    tensors = {
-        name: {"shape": SHAPES[name.split("/")[-1]], "dtype": "F32", "tied": []} for name in names
-    }
+    tensors = {name: {"shape": SHAPES[name.split("/")[-1]], "dtype": "F32"} for name in names}
     contents = read_state(commit(run, tensors, told))
     assert (run / "checkpoints/step_00000001/state.json").stat().st_size < 400_000
     for number in range(0, len(names), 41):
@@ -119,9 +117,7 @@ def test_a_checkpoint_may_have_more_files_than_a_process_may_open(run):
             files.append(RankFile(pack([(3 * rank, 3)] * 2), name, sums))
         return files
 
-    tensors = {
-        name: {"shape": (120,), "dtype": "F32", "tied": []} for name in ("model/a", "model/b")
-    }
+    tensors = {name: {"shape": (120,), "dtype": "F32"} for name in ("model/a", "model/b")}
     checkpoint = commit(run, tensors, write_files)
     whole = torch.arange(120.0)
     ((soft, tensors),) = run_ranks(1, read_with_few_files, checkpoint, launched=False)

@@ -87,6 +87,8 @@ MISTAKES = {
     "dataset_path=a\0b": "holds a NUL character",
     "weights=1,2 datasets=a": "one weight each",
     "weights=0,0 datasets=a,b": "all zero",
+    "weights=1,-1 datasets=a,b": "negative",
+    "weights=1e308,1.5e308 datasets=a,b": "huge in sum",
     "global_batch_size=9 batch_size=2": "not a multiple",
     "load_ckpt_path=a init_from=b": "give one",
     "resuming_dataset=true": "needs load_ckpt_path",

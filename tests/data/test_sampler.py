@@ -123,19 +123,9 @@ def test_a_position_that_means_nothing_is_refused():
         Sampler({**sources, "s1": source(321, "new")}, weights, 8, 0, later)
 
 
-@pytest.mark.parametrize(
-    "weights, message",
-    [
-        ({"s0": 1, "s1": -1}, "no mixture"),
-        ({"s0": 0, "s1": 0}, "no mixture"),
-        ({"s0": float("nan"), "s1": 1}, "no mixture"),
-        ({"s0": 1e308, "s1": 1.5e308}, "no mixture"),  # which were equal shares
-        ({"s0": 1e-9, "s1": 1}, "share of source 's0' is below"),
-    ],
-)
-def test_weights_that_make_no_mixture_are_refused(weights, message):
-    with pytest.raises(UserError, match=message):
-        Sampler(with_windows(5, 5), weights, 8, 0)
+def test_a_weight_that_would_round_to_none_is_refused():
+    with pytest.raises(UserError, match="share of source 's0' is below"):
+        Sampler(with_windows(5, 5), {"s0": 1e-9, "s1": 1}, 8, 0)
 
 
 def test_the_order_never_changes_between_versions():

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_a_tokenizer_folder_with_code_runs_none_of_it(evil, monkeypatch, load):
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     with pytest.raises(UserError, match="tokenizer evil: can't be loaded"):
         load("evil")
-    assert not list(tokenizer.identities_in("evil"))
+    assert not list(tokenizer.identities_in(Path("evil")))
 
 
 def test_every_call_of_transformers_says_so():

@@ -20,7 +20,7 @@ def talk(world):
         world.all_reduce_sum(world.rank),
         world.all_reduce_sum([1.0, world.rank / 2]),
         world.all_reduce_sum(torch.tensor([world.rank, 1])).tolist(),
-        (world.rank, world.size, world.local_rank),
+        (world.rank, world.size, world.local_size),
         world.gather_unique(["all"] + [f"from {world.rank}"] * (world.rank == 1)),
     )
 

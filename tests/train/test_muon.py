@@ -224,7 +224,7 @@ def test_what_a_rank_holds_sends_and_multiplies_is_what_plan_expects(size, monke
     settings.training.batch_size = 1
     settings.optimizer.optimizer = "muon"
     found = simulate(settings, size)
-    work = Workload(settings, World(0, size, 0, min(8, size), CPU), {"mamba2": "triton"})
+    work = Workload(settings, World(0, size, min(8, size), CPU), {"mamba2": "triton"})
     expected = expected_memory(work.settings, work.world, work.backends)
     assert found.peak["moments"] == pytest.approx(expected["moments"], rel=0.01)
     assert sum(multiplied) == pytest.approx(roofline.muon_flops(work), rel=1e-6)

@@ -26,7 +26,7 @@ def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, refused
     """The formula is within 15 % of what a step takes."""
     machine = Instance("H100", 8, 80.0)
     monkeypatch.setattr("mamba_fsdp.train.setup.machine_at_hand", lambda: machine)
-    world = World(0, 8, 0, 8, torch.device("cuda", 0))
+    world = World(0, 8, 8, torch.device("cuda", 0))
     said = []
     outcome = pytest.raises(UserError, match="needs at least 110.0 GB .* has 80.0 GB: lower batch")
     with outcome if refused else contextlib.nullcontext():
@@ -39,7 +39,7 @@ def test_a_machine_without_a_gpu_that_is_too_small_is_warned_of(monkeypatch):
     machine = Instance("cpu", 1, 25.0)
     monkeypatch.setattr("mamba_fsdp.train.setup.machine_at_hand", lambda: machine)
     said = []
-    check_memory({"activations": 401 * 10**9}, World(0, 1, 0, 1, torch.device("cpu")), said.append)
+    check_memory({"activations": 401 * 10**9}, World(0, 1, 1, torch.device("cpu")), said.append)
     (line,) = said
     assert line.startswith("warning    401.0 GB of the machine's 25.0 GB")
     assert len(line) <= 160, "two lines of a terminal"

@@ -51,7 +51,7 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, shari
     found = simulate(settings, size, rank=sharing - 1, inside=True).peak
     uses = operator_uses(settings.model, torch.bfloat16, in_parts=sharing > 1)
     backends = resolve_backends("auto", "cuda", uses, assumed=("triton",)).backends
-    expected = expected_memory(settings, World(0, size, 0, min(8, size), CPU), backends)
+    expected = expected_memory(settings, World(0, size, min(8, size), CPU), backends)
     for part in ("weights", "gradients", "moments"):
         assert found[part] == pytest.approx(expected[part], rel=0.05), part
     passing = expected["gathered"] + expected["activations"] + expected["loss"]
