@@ -453,14 +453,14 @@ class MLP(Part):
 
     kind = spec.MLP
 
-    def forward(self, x, seq_idx=None, documents=None, state=None, position=0):
+    def forward(self, x, *_):
         y = self.project_in(x, self.fc1)
         if self.config.mlp_activation == "relu2":
             return self.fc2(F.relu(y).square())
         y, gate = y.chunk(2, dim=-1)
         return self.fc2(y * F.silu(gate))
 
-    def allocate_state(self, batch, max_length, dtype, device):
+    def allocate_state(self, *_):
         return {}
 
 

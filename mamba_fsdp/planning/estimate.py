@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -39,9 +39,9 @@ class Estimate:
     fits: bool
     checkpoint_bytes: int
     step: dict[str, float]  # seconds by part
-    seconds_per_step: float = 0.0
-    tokens_per_second: float = 0.0
-    share_of_peak: float = 0.0
+    seconds_per_step: float
+    tokens_per_second: float
+    share_of_peak: float
 
 
 def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
@@ -58,7 +58,16 @@ def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
     if device_type == "cuda":
         memory["framework"] = framework_bytes(memory, world)
     parameters = parameter_count(settings.model)
-    found = Estimate(
+    tokens_per_step = layout.global_batch * settings.data.seq_length
+    step: dict[str, float] = {}
+    seconds = rate = share_of_peak = 0.0
+    if machine.tflops():
+        step = step_seconds(settings, world, machine, layout.grad_accumulation_steps, backends)
+        seconds = sum(step.values()) - step["hidden"]
+        rate = tokens_per_step / seconds
+        flops = rate * flops_per_token(settings.model, settings.data.seq_length)
+        share_of_peak = flops / (world.size * machine.tflops() * 1e12)
+    return Estimate(
         parameters=parameters,
         nodes=nodes,
         devices=world.size,
@@ -67,25 +76,15 @@ def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
         if parallel.fsdp_activation_checkpointing
         else "0",
         global_batch_size=layout.global_batch,
-        tokens_per_step=layout.global_batch * settings.data.seq_length,
+        tokens_per_step=tokens_per_step,
         memory=memory,
         bytes=sum(memory.values()),
         fits=sum(memory.values()) <= machine.memory * 1e9,
         checkpoint_bytes=CHECKPOINT_BYTES * parameters,
-        step={},
-    )
-    if not machine.tflops():
-        return found
-    step = step_seconds(settings, world, machine, layout.grad_accumulation_steps, backends)
-    seconds = sum(step.values()) - step["hidden"]
-    rate = found.tokens_per_step / seconds
-    flops = rate * flops_per_token(settings.model, settings.data.seq_length)
-    return replace(
-        found,
         step=step,
         seconds_per_step=seconds,
         tokens_per_second=rate,
-        share_of_peak=flops / (world.size * machine.tflops() * 1e12),
+        share_of_peak=share_of_peak,
     )
 
 

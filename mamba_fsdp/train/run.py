@@ -10,6 +10,7 @@ from config import resolve
 from config.train_config import TrainConfig
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.interop.weights import Weights
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
@@ -21,7 +22,6 @@ from mamba_fsdp.train import loop
 from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import TAKES_LESS, TrainContext, set_up
-from mamba_fsdp.train.start import Weights
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.train.stopping import StopRequest
 from mamba_fsdp.train.watchdog import watchdog

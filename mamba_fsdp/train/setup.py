@@ -21,6 +21,7 @@ from mamba_fsdp.data.selection import (
 )
 from mamba_fsdp.data.source import DummySource, Source
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.weights import Weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops.backends import resolve_backends
@@ -35,7 +36,7 @@ from mamba_fsdp.train import first_use
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.run_schedule import RunSchedule, run_length, say_length, schedule_run
-from mamba_fsdp.train.start import Weights, say_start, start
+from mamba_fsdp.train.start import say_start, start
 from mamba_fsdp.train.state import TrainState
 
 LARGEST_ERROR = 1.2  # of the memory that is expected, as a factor: docs/planning.md
@@ -89,7 +90,16 @@ def set_up(
             plan_steps(settings, layout, data, TrainState(), say)
         return None
 
-    checkpointer = make_checkpointer(settings, world, folder, layout, say)
+    tokens_per_step = layout.global_batch * settings.data.seq_length
+    checkpointer = Checkpointer(
+        folder.path,
+        world,
+        keep=settings.checkpoint.keep_checkpoints,
+        keep_every=settings.checkpoint.keep_every.steps(tokens_per_step),
+        asynchronous=settings.checkpoint.async_checkpoint,
+        report=say,
+        check_ours=folder.lease.check,
+    )
     parallel = build_model(settings, world, backends)
     spec = parameters(settings.model)
     dtype = DTYPES[settings.training.mixed_precision]
@@ -223,22 +233,6 @@ def plan_steps(
     schedule = schedule_run(settings, layout, state, length, len(data.validation), say)
     say_length(settings, schedule, say)
     return sampler, schedule
-
-
-def make_checkpointer(
-    settings: TrainConfig, world: World, folder: RunFolder, layout: BatchLayout, say: Say
-) -> Checkpointer:
-    config = settings.checkpoint
-    tokens_per_step = layout.global_batch * settings.data.seq_length
-    return Checkpointer(
-        folder.path,
-        world,
-        keep=config.keep_checkpoints,
-        keep_every=config.keep_every.steps(tokens_per_step),
-        asynchronous=config.async_checkpoint,
-        report=say,
-        check_ours=folder.lease.check,
-    )
 
 
 def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -> ParallelModel:

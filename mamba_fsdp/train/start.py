@@ -3,7 +3,6 @@ weights."""
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +15,7 @@ from mamba_fsdp.checkpoint.restore import Check, Restored, find_checkpoint, load
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import check_tokenizer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.weights import Weights
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import ParallelModel, fill_parts
@@ -23,16 +23,6 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.console import Say
 from mamba_fsdp.run_layout import CHECKPOINTS, SETTINGS, is_own
 from mamba_fsdp.train.state import TrainState
-
-
-class Weights(Protocol):
-    """What init_from names."""
-
-    def open(self, world: Any) -> "Weights": ...
-
-    def slice(self, name: str, start: int, stop: int) -> torch.Tensor: ...
-
-    def tokenizer_identities(self) -> Iterable[str]: ...
 
 
 def start(

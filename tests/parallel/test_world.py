@@ -36,7 +36,7 @@ def test_ranks_tell_each_other():
             3,
             [3.0, 1.5],
             [3, 3],
-            (rank, 3, rank),
+            (rank, 3, 3),
             ["all", "from 1"],
         )
 
