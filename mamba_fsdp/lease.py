@@ -94,18 +94,16 @@ class Lease:
         self.content: bytes | None = None  # of the file, while it is ours
         self.ended = threading.Event()
 
-    def take(self, report: Callable[[str], None]) -> None:
-        """Of a run folder. Raises UserError when a living run holds it, StorageError after patient trying, OSError."""
+    def take(self, report: Callable[[str], None], remedy: str) -> None:
+        """Raises UserError, which ends in `remedy`, when a living run holds it, StorageError after patient trying,
+        OSError."""
         while not self.try_take():
             holder = self.look()
             report(
                 f"waiting    to see whether the run of {holder} is still alive: it held {self.file.parent}"
             )
             if self.shows_life():
-                raise UserError(
-                    f"{self.file.parent} is in use by the run of {holder}; stop that run "
-                    "first, or give this one another save_ckpt_path"
-                )
+                raise UserError(f"{self.file.parent} is in use by the run of {holder}; {remedy}")
 
     def try_take(self) -> bool:
         """Whether it is ours now; not where another holds it who is not known to have ended. Raises as `take` does."""

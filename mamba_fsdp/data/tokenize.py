@@ -35,7 +35,7 @@ from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import SHARDS, TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
-from mamba_fsdp.report.console import Console, duration, output_that_may_go
+from mamba_fsdp.report.console import Console, output_that_may_go
 from mamba_fsdp.storage import DATASET, read_object, write_atomically
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
@@ -208,12 +208,7 @@ class _Part:
     @contextlib.contextmanager
     def _lease(self, name):
         lease = Lease(self.out / PROGRESS / f"{name}.lease")
-        while not lease.try_take():
-            if lease.shows_life():
-                raise UserError(
-                    f"{self.out}: another process is writing here ({lease.look()}); wait for it or choose "
-                    "another folder"
-                )
+        lease.take(print, "wait for it, or choose another folder")
         try:
             yield lease
         finally:
@@ -239,7 +234,7 @@ class _Part:
             console = Console()
             while not training.ready():
                 training.wait(0.2)
-                console.passing(f"  {duration(time.monotonic() - began)} so far")
+                console.passing(f"  {time.monotonic() - began:.0f} s so far")
             console.clear()
             training.get().save(folder)
         return tokenizers_.load(str(folder / "tokenizer.json"), eos_token)

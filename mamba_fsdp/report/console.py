@@ -16,15 +16,6 @@ CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}
 SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS}
 
 
-def duration(seconds: float) -> str:
-    """3725 -> 1:02:05"""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02d}:{seconds:02d}"
-    return f"{minutes}:{seconds:02d}"
-
-
 def scaled(number: float, unit: str) -> str:
     """12345678, "B" -> 12.3 MB"""
     for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):

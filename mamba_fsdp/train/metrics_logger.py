@@ -1,6 +1,7 @@
 """What a run reports while it trains: metrics.jsonl and trackers, the live line, the profile."""
 
 import contextlib
+import datetime
 import math
 import time
 
@@ -11,7 +12,7 @@ from mamba_fsdp.data.sampler import seen
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.planning.devices import device_peak
-from mamba_fsdp.report.console import Console, duration, read_share
+from mamba_fsdp.report.console import Console, read_share
 from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
 from mamba_fsdp.run_layout import METRICS
@@ -92,7 +93,7 @@ class MetricsLogger(contextlib.ExitStack):
             row += f"  MFU {mfu:5.1%}"
         seconds_left = self.clock.seconds_left(state.step, total)
         if seconds_left is not None:
-            row += f"  left {duration(seconds_left)}"
+            row += f"  left {datetime.timedelta(seconds=int(seconds_left))}"
         show(row)
         if state.step == self.first_step:
             self._write_status(state.step, "")

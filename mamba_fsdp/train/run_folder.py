@@ -40,7 +40,8 @@ class RunFolder:
         checkpoints = self.path / CHECKPOINTS
         try:
             retry_io(partial(checkpoints.mkdir, parents=True, exist_ok=True), self.path)
-            self.lease.take(partial(print, flush=True))
+            remedy = "stop that run first, or give this one another save_ckpt_path"
+            self.lease.take(partial(print, flush=True), remedy)
             remove_unwritten(self.path / STATUS)
         except OSError as error:
             raise UserError(

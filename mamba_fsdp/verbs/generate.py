@@ -18,7 +18,6 @@ from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import fit_for
 
 if TYPE_CHECKING:
-    from mamba_fsdp.data.tokenizer import TextTokenizer
     from mamba_fsdp.verbs.loading import Loaded
 
 
@@ -70,11 +69,12 @@ def main(model: str, options: GenerationConfig) -> None:
 
 
 def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
-    """Yields the text of each token that continues the prompt; it may be empty, see TextStream.add.
+    """Yields the text of each token that continues the prompt; "" where a character's last bytes are still to come.
 
     Raises UserError for a prompt that is no valid Unicode, and for a model without a tokenizer.
     """
     import torch
+    from tokenizers.decoders import DecodeStream
 
     from mamba_fsdp.data.tokenizer import load_words
     from mamba_fsdp.model.generate import generate as tokens_of
@@ -98,34 +98,12 @@ def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
         top_p=options.top_p,
         generator=torch.Generator(device=device).manual_seed(options.seed),
     )
-    stream = TextStream(tokenizer)
-    for number, step in enumerate(steps, 1):
+    stream = DecodeStream(skip_special_tokens=False)
+    for step in steps:
         token = int(step)
-        is_last = number == options.length or token == tokenizer.eos
-        yield stream.add(token, is_last=is_last)
-        if is_last:
+        if token == tokenizer.eos:
             break
-
-
-class TextStream:
-    """The text of tokens that come one by one. A character whose last bytes are still to come is held back."""
-
-    def __init__(self, tokenizer: "TextTokenizer"):
-        self.tokenizer = tokenizer
-        self.decoded: list[int] = []  # the latest tokens shown: they say how the next is written
-        self.pending: list[int] = []  # tokens that end within a character
-
-    def add(self, token: int, *, is_last: bool) -> str:
-        """Returns the text to be shown now. is_last: no more tokens come, whatever this one is."""
-        if token != self.tokenizer.eos:
-            self.pending.append(token)
-        before = self.tokenizer.decode(self.decoded)
-        now = self.tokenizer.decode(self.decoded + self.pending)
-        if now.endswith("\ufffd") and not is_last:  # which stands for a part of a character
-            return ""
-        self.decoded = self.pending
-        self.pending = []
-        return now[len(before) :]
+        yield stream.step(tokenizer.backend, token) or ""
 
 
 def check_valid(prompt: str) -> None:

@@ -66,7 +66,7 @@ if fake == "storage" and rank == int(os.environ["WORLD_SIZE"]) - 1:
     fail(74)
 if fake == "killed" and rank == 0:  # as the real one does
     from mamba_fsdp.lease import Lease
-    Lease(run / "lease.json").take(print)
+    Lease(run / "lease.json").take(print, "")
 def commit():
     if fake not in ("endless", "storage"):
         time.sleep(float(os.environ.get("FAKE_COMMIT_SECONDS", 0)))

@@ -29,7 +29,7 @@ def take(tmp_path, monkeypatch):
 
     def take_one(said=None):
         lease = Lease(tmp_path / LEASE)
-        lease.take(report=(said if said is not None else []).append)
+        lease.take((said if said is not None else []).append, "stop that run first")
         taken.append(lease)
         return lease
 
@@ -59,7 +59,7 @@ def left_by(folder, **changed):
 def hold(folder, connection):
     try:
         lease = Lease(folder / LEASE)
-        lease.take(report=lambda text: None)
+        lease.take(lambda text: None, "stop that run first")
     except UserError as error:
         connection.send(str(error))
         return

@@ -111,7 +111,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(logger_of, tmp_path, ca
     first, second = capsys.readouterr().out.splitlines()
     assert first == "step 1: validation loss 3.0000, perplexity 20.09 (17.4% of the data, 0.2 s)"
     assert re.fullmatch(
-        r"step 2/4  loss  3\.5000  lr 1\.00e-02 +[\d,]+ tok/s  MFU +\d+\.\d%  left 16:40", second
+        r"step 2/4  loss  3\.5000  lr 1\.00e-02 +[\d,]+ tok/s  MFU +\d+\.\d%  left 0:16:40", second
     )
 
 

@@ -3,35 +3,36 @@
 import re
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from mamba_fsdp.data.tokenizer import load_words
+from mamba_fsdp.data.tokenizer import load_words, train
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.model import generate as drawing
 from mamba_fsdp.report import console
 from mamba_fsdp.verbs import generate, loading
-from mamba_fsdp.verbs.generate import TextStream
 from tests.support.processes import run_program
 
 pytestmark = pytest.mark.torch22
 
 
-class Letters:
-    """A tokenizer whose tokens are bytes."""
-
-    eos = 0
-
-    @staticmethod
-    def decode(tokens):
-        return bytes(tokens).decode(errors="replace")
-
-
-def test_a_character_of_several_tokens_waits_until_it_is_whole():
-    stream = TextStream(Letters)
-    pieces = [stream.add(byte, is_last=False) for byte in "aé日b".encode()]
-    assert pieces == ["a", "", "é", "", "", "日", "b"]
-    assert stream.add("é".encode()[0], is_last=False) == ""
-    assert stream.add(Letters.eos, is_last=True) == "\ufffd"
+def test_a_character_of_several_tokens_waits_until_it_is_whole(monkeypatch, tmp_path):
+    """The end of a document, and what is cut off within a character, are no text."""
+    letters = train(["aaa"], 257)  # its tokens are bytes
+    letters.save(tmp_path)
+    model = SimpleNamespace(network=torch.nn.Linear(1, 1), tokenizer_path=tmp_path)
+    for text, pieces in (
+        ("aé日b", ["a", "", "é", "", "", "日", "b"]),
+        ("a<|endoftext|>b", ["a"]),
+        ("日", ["", "", "日"]),
+    ):
+        tokens = letters.encode(text)
+        monkeypatch.setattr(drawing, "generate", lambda *_, tokens=tokens, **__: iter(tokens))
+        assert [*generate.generate(model, generate.GenerationConfig("x"))] == pieces
+    monkeypatch.setattr(drawing, "generate", lambda *_, **__: iter(tokens[:2]))
+    assert "".join(generate.generate(model, generate.GenerationConfig("x"))) == ""
 
 
 @pytest.fixture
@@ -98,16 +99,21 @@ import os, signal
 from mamba_fsdp import command_line
 from mamba_fsdp.verbs import generate
 
-class Interrupted(generate.TextStream):
+from tokenizers import decoders
+
+class Interrupted:
     count = 0
 
-    def add(self, token, *, is_last):
+    def __init__(self, **how):
+        self.stream = WHOLE(**how)
+
+    def step(self, *given):
         self.count += 1
         if self.count == 9:
             os.kill(os.getpid(), signal.SIGINT)
-        return super().add(token, is_last=is_last)
+        return self.stream.step(*given)
 
-generate.TextStream = Interrupted
+WHOLE, decoders.DecodeStream = decoders.DecodeStream, Interrupted
 words = ["runs/demo", "--prompt=def", "--length=100000", "--temperature=2"]
 command_line.run(generate.main, str, words)
 """
