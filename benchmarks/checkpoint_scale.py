@@ -67,7 +67,7 @@ class Many(World):
     """Rank 0's view: the other ranks have told what `others` has, and complain of nothing."""
 
     def __init__(self, others):
-        super().__init__(0, len(others) + 1, 0, 8, CPU)
+        super().__init__(0, len(others) + 1, 8, CPU)
         self.others = others
 
     def gather_on_rank0(self, obj):
