@@ -47,7 +47,7 @@ def test_one_process_needs_no_launcher(monkeypatch):
 
     monkeypatch.delenv("RANK", raising=False)
     world = start_world()
-    assert talk(world)[1:] == ([0], 0, [1.0, 0.0], [0, 1], (0, 1, 0), ["all"])
+    assert talk(world)[1:] == ([0], 0, [1.0, 0.0], [0, 1], (0, 1, 1), ["all"])
     assert not dist.is_initialized()
     world.close()
 
