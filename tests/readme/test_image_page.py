@@ -1,5 +1,6 @@
-"""The commands of docs/image.md that run inside the image, as they are written."""
+"""The commands of docs/image.md on a cluster and inside the image, as they are written."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 import training
 from config.settings_page import settings_page
 from mamba_fsdp import __main__, command_line
-from tests.support.pyxis import make_cluster
+from tests.launcher.conftest import launcher_project  # noqa: F401 (a fixture)
+from tests.support.pyxis import SQUASHFS, make_cluster
 from tests.verbs.conftest import used  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.slow
@@ -60,3 +62,33 @@ def test_commands_run(used, project, tmp_path, monkeypatch, capsys):  # noqa: F8
         code = run_inside(shlex.split(words), monkeypatch)
         told = capsys.readouterr()
         assert code == 0 and told.out, (words, told.err)
+
+
+def test_a_cluster_is_checked_makes_tokens_and_trains(launcher_project, project, tmp_path):  # noqa: F811
+    """Slurm's commands are stand-ins; get_dataset.py writes its words down, and nothing trains."""
+    page = (project / "docs/image.md").read_text()
+    _, _, section = page.partition("`mamba-train.sqsh` beside `1.train.sbatch`:\n")
+    commands = re.match(r"\n((?:    .*\n)+)", section)[1]
+    shared = tmp_path / "fsx"
+    (shared / "texts").mkdir(parents=True)
+    (shared / "texts/a.jsonl").touch()
+    (launcher_project / "mamba-train.sqsh").write_bytes(SQUASHFS)
+    cluster = make_cluster(tmp_path / "cluster", launcher_project)
+    done = subprocess.run(
+        ["bash", "-euc", commands.replace("/fsx", str(shared))],
+        cwd=launcher_project,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("Train") and "\nfit to train\n" in done.stdout
+    made = (shared / "data/mine/train/index.json").read_text()
+    assert made == f"{shared}/texts/*.jsonl {shared}/data/mine"
+    steps = map(json.loads, (tmp_path / "cluster/record").read_text().splitlines())
+    trained = [words for words in steps if "mamba_fsdp.launch.node" in words]
+    settings = [words[words.index("training.py") + 1 :] for words in trained]
+    assert settings == [
+        ["--config=config/demo.yaml"],
+        [f"--dataset_path={shared}/data/mine", f"--save_ckpt_path={shared}/runs/mine"],
+    ]

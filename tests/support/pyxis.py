@@ -30,6 +30,9 @@ import itertools, json, os, subprocess, sys
 from pathlib import Path
 
 words, state = sys.argv[1:], Path(os.environ["STATE"])
+if words == ["--help"]:
+    print("--container-image=...")
+    sys.exit()
 with open(os.environ["RECORD"], "a") as file:
     file.write(json.dumps(words) + "\\n")
 options = list(itertools.takewhile(lambda word: word.startswith("--"), words))
@@ -97,10 +100,29 @@ if "started:" in words[-1]:
     command = [*command[:-1], command[-1].replace("started:", "0: started:")]  # --label
 sys.exit(max(run(node) for node in nodes))
 '''
+JOB = """#!/bin/bash
+export SLURM_JOB_ID=77 SLURM_JOB_NODELIST="node[1-2]" SLURMD_NODENAME=node1
+"""
+# Runs a copy of the script, at once.
+SBATCH = (
+    JOB
+    + """
+export COMMAND=$(realpath "$1")
+cp "$COMMAND" "$STATE/slurm_script"
+exec bash "$STATE/slurm_script" "${@:2}"
+"""
+)
+SALLOC = (
+    JOB
+    + """
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+)
 SCONTROL = """#!/bin/sh
 case "$*" in
 "show hostnames"*) printf "node1\\nnode2\\n" ;;
-"show job 77") printf "   EndTime=2999-01-01T00:00:00\\n   Command=%s --some=words\\n" "$PROJECT/$SCRIPT" ;;
+"show job 77") printf "   EndTime=2999-01-01T00:00:00\\n   Command=%s --some=words\\n" "$COMMAND" ;;
 requeue*) echo "requeued" ;;
 esac
 """
@@ -123,13 +145,15 @@ def make_cluster(folder, project):
     container has of programs.
     """
     commands, image = folder / "commands", folder / "image"
-    for path in (folder / "state/node1", folder / "state/node2", folder / "spool"):
+    for path in (folder / "state/node1", folder / "state/node2"):
         path.mkdir(parents=True)
     # With the stamp beside it.
     write_program(image / "python3", f'#!/bin/sh\nexec "{project}/.venv/bin/python" "$@"\n')
     for name in ("bash", "sh", "basename", "dirname", "readlink", "hostname"):
         (image / name).symlink_to(shutil.which(name))
     for name, text in (
+        ("sbatch", SBATCH),
+        ("salloc", SALLOC),
         ("srun", SRUN),
         ("scontrol", SCONTROL),
         ("squeue", SQUEUE),
@@ -150,17 +174,9 @@ def make_cluster(folder, project):
     }
 
     def submit(*words, script="1.train.sbatch", **environment):
-        shutil.copy(project / script, folder / "spool/slurm_script")
-        slurm = {
-            "SLURM_JOB_ID": "77",
-            "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURMD_NODENAME": "node1",
-            "PROJECT": str(project),
-            "SCRIPT": script,
-        }
         done = subprocess.run(
-            ["bash", folder / "spool/slurm_script", *words],
-            env={**everywhere, **slurm, **environment},
+            [commands / "sbatch", project / script, *words],
+            env={**everywhere, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
