@@ -87,7 +87,7 @@ class Look:
 
 
 class Lease:
-    """The right of this process to write what `file` stands for. Once given back, another Lease is to be taken."""
+    """The right of this process to write what `file` stands for. Once closed, another Lease is to be taken."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -166,7 +166,7 @@ class Lease:
         """What its file says now; None without one. Raises StorageError after patient trying, OSError."""
         return retry_io(self._look, self.file)
 
-    def give_back(self) -> None:
+    def close(self) -> None:
         self.ended.set()
         if self.content:
             with contextlib.suppress(OSError):

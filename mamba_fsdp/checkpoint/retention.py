@@ -135,10 +135,8 @@ def held(folder: Path) -> Iterator[None]:
     with contextlib.suppress(OSError, UserError):
         if os.environ.get("RANK", "0") == "0":
             lease.try_take()
-    try:
+    with contextlib.closing(lease):
         yield
-    finally:
-        lease.give_back()
 
 
 until_the_end = contextlib.ExitStack()  # what this process holds as long as it reads from elsewhere

@@ -205,14 +205,10 @@ class _Part:
         if not _recorded(self.out, BEGUN, settings):
             write_atomically(self.out / BEGUN, json.dumps({"settings": settings}))
 
-    @contextlib.contextmanager
     def _lease(self, name):
         lease = Lease(self.out / PROGRESS / f"{name}.lease")
         lease.take(print, "wait for it, or choose another folder")
-        try:
-            yield lease
-        finally:
-            lease.give_back()
+        return contextlib.closing(lease)
 
     def _tokenizer(self):
         """As the options say. One that is trained is saved in the part's folder; each part trains it alike."""

@@ -5,6 +5,7 @@ Whoever reads it may go (a closed window, `| head`); training continues.
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,13 +30,9 @@ def read_share(share: float) -> str:
     return "all data" if share >= 1 else f"{100 * share:.3g}% of the data"
 
 
-def is_terminal(stream: Any) -> bool:
-    return stream.isatty()
-
-
 def fit_for(stream: Any, text: str) -> str:
     """`text` as it may be written to `stream`: on a terminal control characters, which could drive it, are shown."""
-    return text.translate(SHOWN_CONTROLS) if is_terminal(stream) else text
+    return text.translate(SHOWN_CONTROLS) if stream.isatty() else text
 
 
 def say(name: str, value: object) -> None:
@@ -49,7 +46,7 @@ class Console:
     def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.enabled = enabled
         self.stream = stream or sys.stdout or open(os.devnull, "w")
-        self.live = enabled and is_terminal(self.stream) and os.environ.get("TERM") != "dumb"
+        self.live = enabled and self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self.shown = ""  # the live line
         self.next_update = 0.0
 
@@ -75,11 +72,7 @@ class Console:
 
     def _width(self) -> int:
         """One less than the terminal's: in the last column, some break the line."""
-        try:
-            columns = os.get_terminal_size(self.stream.fileno()).columns
-        except (OSError, ValueError):
-            columns = 0
-        return (columns or 80) - 1  # 0 is of one that does not tell
+        return shutil.get_terminal_size().columns - 1
 
     def clear(self) -> None:
         """Takes the live line away."""

@@ -78,7 +78,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
                 items = value if isinstance(value, list) else [value]
                 if not any(isinstance(item, (dict, list, tuple)) for item in items):
                     settings[f"{section}.{name}"] = value
-    except (OSError, ValueError, AttributeError, RecursionError, StopIteration, yaml.YAMLError):
+    except Exception:  # PyYAML raises whatever a file runs into
         return {}
     return settings
 

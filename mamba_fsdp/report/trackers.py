@@ -1,12 +1,10 @@
 """Where metrics go besides metrics.jsonl: TensorBoard's files in the run folder, and Weights & Biases."""
 
-import importlib
 import os
 import textwrap
 import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
@@ -15,8 +13,6 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.report.records import numbers_of
 from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 from mamba_fsdp.storage import write_atomically
-
-INSTALL = {"wandb": "-r requirements/wandb.txt", "tensorboard": "tensorboard"}
 
 
 def make_trackers(
@@ -31,15 +27,14 @@ def make_trackers(
     """Returns the trackers of these kinds, each with `write(entry)`, an entry of metrics.jsonl, and `close()`.
 
     step: the one that the run resumes from. project, name: of the run in W&B. Where W&B refuses, a line says so and the
-    run does without it. Raises UserError where a package is missing.
+    run does without it. Raises UserError where W&B is not installed.
     """
     trackers: list[Any] = []
     if "tensorboard" in kinds:
         trackers.append(TensorBoard(run_folder, settings, step))
     if "wandb" in kinds:
-        wandb = _import_package("wandb", "wandb")
         try:
-            tracker = WeightsAndBiases(wandb, run_folder, settings, project, name)
+            tracker = WeightsAndBiases(run_folder, settings, project, name)
         except ConnectionRefusedError as refusal:
             print_line(
                 f"tracker    W&B is off: {refusal}; training continues without it. `wandb login` or WANDB_API_KEY logs in, "
@@ -57,24 +52,14 @@ def tag_of(metric: str) -> str:
     return f"{group}/{metric}"
 
 
-def _import_package(kind: str, module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise UserError(
-            f"tracker={kind} needs a package that is not installed: .venv/bin/python -m pip install {INSTALL[kind]}"
-        ) from None
-
-
 class TensorBoard:
     """Event files in the run folder. What an interrupted run wrote after `step` is purged: these steps come again."""
 
     def __init__(self, run_folder: Path, settings: dict, step: int) -> None:
-        tensorboard = _import_package("tensorboard", "torch.utils.tensorboard")
+        from torch.utils.tensorboard import SummaryWriter  # late: most runs don't need it
+
         purge_step = step + 1 if step else 0
-        self.writer = tensorboard.SummaryWriter(
-            str(run_folder / TENSORBOARD), purge_step=purge_step
-        )
+        self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=purge_step)
         text = yaml.safe_dump(settings, sort_keys=False)
         markdown_code = textwrap.indent(text, "    ")
         self.writer.add_text("settings", markdown_code, step)
@@ -94,10 +79,15 @@ class WeightsAndBiases:
     W&B can't drop steps that come again after a kill, so those that its server has are not sent again.
     """
 
-    def __init__(
-        self, wandb: ModuleType, run_folder: Path, settings: dict, project: str, name: str
-    ) -> None:
-        """Raises ConnectionRefusedError where W&B refuses."""
+    def __init__(self, run_folder: Path, settings: dict, project: str, name: str) -> None:
+        """Raises ConnectionRefusedError where W&B refuses, UserError where it is not installed."""
+        try:
+            import wandb
+        except ImportError:
+            raise UserError(
+                "tracker=wandb needs a package that is not installed: .venv/bin/python -m pip install -r "
+                "requirements/wandb.txt"
+            ) from None
         id_file = run_folder / WANDB_ID
         if not id_file.exists():
             write_atomically(id_file, uuid.uuid4().hex)

@@ -77,7 +77,7 @@ def run_training(
             raise
         raise error from raised
     finally:
-        folder.lease.give_back()
+        folder.lease.close()
     return 0
 
 

@@ -54,7 +54,8 @@ def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
 
 
 @pytest.mark.parametrize("columns", [100, 60, 12])
-def test_the_live_line_fits(columns):
+def test_the_live_line_fits(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
     window = Terminal(columns)
     console = Console(stream=window.stream())
     console.passing(LONG)

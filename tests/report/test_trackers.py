@@ -138,14 +138,8 @@ def test_a_run_whom_wandb_refuses_does_without_it(tmp_path, fake):
     )
 
 
-@pytest.mark.parametrize(
-    "package, kind, command",
-    [
-        ("wandb", "wandb", "pip install -r requirements/wandb.txt"),
-        ("torch.utils.tensorboard", "tensorboard", "pip install tensorboard"),
-    ],
-)
-def test_a_missing_package_is_told_with_the_remedy(tmp_path, monkeypatch, package, kind, command):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"tracker={kind} needs .* -m {command}$"):
-        make_trackers([kind], tmp_path, {}, 0)
+def test_a_missing_package_is_told_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    command = "pip install -r requirements/wandb.txt"
+    with pytest.raises(UserError, match=f"tracker=wandb needs .* -m {command}$"):
+        make_trackers(["wandb"], tmp_path, {}, 0)

@@ -77,7 +77,7 @@ def freeze(run, calls, number, finishes):
         save(other, step, 100 + step)
     if finishes:
         folder.write_status("finished", 7)
-        folder.lease.give_back()
+        folder.lease.close()
     left = files_of(run)
     os.kill(frozen, signal.SIGCONT)
     os.waitpid(frozen, 0)
@@ -86,7 +86,7 @@ def freeze(run, calls, number, finishes):
     assert not lost, f"lost or changed: {lost}"
     if not finishes:
         save(other, 8, 108)
-        folder.lease.give_back()
+        folder.lease.close()
     again = Checkpointer(run, WORLD, report=lambda text: None).resume(shards_of(0)).path
     last = "step_00000007" if finishes else "step_00000008"
     assert again.name == last and not problems(again)
@@ -125,7 +125,7 @@ def be_frozen(run, calls, number):
     except UserError as error:
         folder.write_failure(6, error)
     finally:
-        folder.lease.give_back()
+        folder.lease.close()
 
 
 def stop_before(calls, number, run):

@@ -35,7 +35,7 @@ def take(tmp_path, monkeypatch):
 
     yield take_one
     for lease in taken:
-        lease.give_back()
+        lease.close()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def hold(folder, connection):
         return
     connection.send("taken")
     connection.recv()  # for ever
-    lease.give_back()
+    lease.close()
 
 
 def start_holder(folder):
@@ -86,7 +86,7 @@ def test_a_living_holder_is_named_to_the_second(take, tmp_path):
         in str(refused.value)
     )
     first.check()
-    first.give_back()
+    first.close()
     assert not list(tmp_path.iterdir())
     take()
 
@@ -141,7 +141,7 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
     ):
         lease.check()
     time.sleep(0.2)
-    lease.give_back()
+    lease.close()
     assert (tmp_path / LEASE).stat().st_mtime_ns == other
     (tmp_path / LEASE).unlink()
     with pytest.raises(UserError, match="has lost its lease.json"):

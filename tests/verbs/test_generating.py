@@ -11,7 +11,6 @@ import torch
 from mamba_fsdp.data.tokenizer import load_words, train
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model import generate as drawing
-from mamba_fsdp.report import console
 from mamba_fsdp.verbs import generate, loading
 from tests.support.processes import run_program
 
@@ -56,7 +55,8 @@ def test_equal_seeds_give_equal_texts_and_an_export_the_same(run):
 def test_what_is_generated_does_not_drive_the_terminal(run, monkeypatch):
     monkeypatch.setattr(generate, "generate", lambda *_: iter(["\x1b[2J", "\r"]))
     assert run("runs/demo", "--prompt=a")[1] == "a\x1b[2J\r\n"
-    monkeypatch.setattr(console, "is_terminal", lambda stream: True)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
     assert run("runs/demo", "--prompt=\x1b")[1] == r"\x1b\x1b[2J\x0d" + "\n"
     monkeypatch.setattr(
         generate, "generate", lambda *_: generate.check_valid("\x07" * 9999 + "\udcef")
