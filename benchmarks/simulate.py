@@ -13,7 +13,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -110,8 +109,7 @@ def simulate(
             )
         if sharing > 1:
             network.share_sequences(Context.of(world, sharing))
-        how = replace(settings.parallel, low_cpu_fsdp=False)
-        parallel = parallelize(network, how, world=world, compute_dtype=dtype)
+        parallel = parallelize(network, settings.parallel, world=world, compute_dtype=dtype)
         optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
         moments = [
             shard.data

@@ -335,8 +335,6 @@ class ParallelConfig:
     context_parallel: int = setting(1, at_least=1)
     """Number of neighbouring devices that share each sequence, for sequences too long for one. Each
     of N computes 1/N of the positions."""
-    low_cpu_fsdp: bool = setting(True)
-    """Build the model without storage; each rank fills its own shard only."""
     use_torch_compile: bool = setting(False)
     """Compile each block with torch.compile and, on a GPU, the loss."""
     timeout_minutes: float = setting(10.0, above=0)

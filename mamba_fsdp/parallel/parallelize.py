@@ -46,9 +46,9 @@ def parallelize(
     world: World,
     compute_dtype: torch.dtype,
 ) -> ParallelModel:
-    """Spreads `model` (on the meta device with low_cpu_fsdp, else on the CPU) over the world as the settings say.
+    """Spreads `model` over the world as the settings say.
 
-    With low_cpu_fsdp it gets storage for this rank's part only, with undefined content: `fill_parts` it. The
+    One on the meta device gets storage for this rank's part only, with undefined content: `fill_parts` it. The
     parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. The groups of hsdp are nodes.
     Raises UserError where the strategy does not fit the number of ranks.
     """
@@ -63,8 +63,6 @@ def parallelize(
         )
     if strategy == "hsdp" and shard_size == 1:
         strategy = "ddp"  # the same by definition; FSDP1 would not sum over groups of one
-    misplaced = [each for each in model.parameters() if each.is_meta != settings.low_cpu_fsdp]
-    assert not misplaced, "the model is on the meta device if and only if low_cpu_fsdp is true"
     slots = find_slots(model)
 
     blocks = model.backbone.layers

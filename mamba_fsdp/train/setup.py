@@ -238,8 +238,7 @@ def plan_steps(
 def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -> ParallelModel:
     """Returns the model, parallelized but not yet filled."""
     dtype = DTYPES[settings.training.mixed_precision]
-    device = "meta" if settings.parallel.low_cpu_fsdp else "cpu"
-    with torch.device(device):
+    with torch.device("meta"):
         network = MambaLM(
             settings.model,
             backends=backends,

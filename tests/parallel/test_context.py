@@ -103,7 +103,7 @@ def sharded_norms(world):
     for strategy in ("fsdp", "hsdp"):
         model = small_model("everything", reset_at_documents=True)
         model.share_sequences(Context.of(world, 2))
-        how = ParallelConfig(sharding_strategy=strategy, low_cpu_fsdp=False)
+        how = ParallelConfig(sharding_strategy=strategy)
         parallel = parallelize(model, how, world=world, compute_dtype=torch.float32)
         mine = layout.part.of(one_row)
         loss = parallel.module(

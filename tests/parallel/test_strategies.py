@@ -35,7 +35,6 @@ FAST = [
 SLOW = [
     (2, {"strategy": "ddp", **RECOMPUTING}, 1),
     (2, {"strategy": "fsdp", "accumulate_unsharded": True}, 4),
-    (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
     (2, {"strategy": "fsdp", **RECOMPUTING, "selective_checkpointing": "1/2"}, 2),
     (4, {"strategy": "fsdp"}, 2),
     (2, {"strategy": "ddp", "muon": True}, 2),

@@ -114,7 +114,7 @@ def build(
     if shard_size:
         world = dataclasses.replace(world, local_size=shard_size)
     settings = ParallelConfig(sharding_strategy=strategy, **how)
-    with torch.device("meta" if settings.low_cpu_fsdp else "cpu"):
+    with torch.device("meta"):
         model = Double(compute_dtype=dtype, tie=tie, layers=layers)
     parallel = parallelize(model, settings, world=world, compute_dtype=dtype)
     shapes = {shard.name: shard.shape for shard in parallel.shards()}

@@ -99,7 +99,6 @@ OTHER_VALUES = {
     "selective_checkpointing": ("1/2", {"fsdp_activation_checkpointing": True}),
     "accumulate_unsharded": (True, {"sharding_strategy": "fsdp"}),
     "context_parallel": (2, {}),
-    "low_cpu_fsdp": (False, {}),
     "use_torch_compile": (True, {}),
     "timeout_minutes": (3, {}),
     "report_interval": (3, {}),

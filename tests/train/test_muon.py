@@ -37,7 +37,7 @@ def muon():
     dtype = torch.bfloat16
     backends = resolve_backends("reference", "cpu", operator_uses(ALL_KINDS, dtype)).backends
     model = MambaLM(ALL_KINDS, backends=backends, compute_dtype=dtype, reset_at_documents=False)
-    alone = ParallelConfig(sharding_strategy="none", low_cpu_fsdp=False)
+    alone = ParallelConfig(sharding_strategy="none")
     parallel = parallelize(model, alone, world=World.alone(), compute_dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for shard in parallel.shards():
