@@ -6,7 +6,6 @@ took over what it held finds out before it writes again. A run holds its run fol
 """
 
 import contextlib
-import datetime
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage import hidden_beside, parse_object, retry_io
+from mamba_fsdp.storage import hidden_beside, parse_object, retry_io, timestamp
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -49,7 +48,7 @@ class Holder:
             token=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=pid,
-            since=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            since=timestamp(),
             machine=_machine(),
             started=_start_of(pid),
             job=os.environ.get("SLURM_JOB_ID"),

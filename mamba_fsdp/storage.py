@@ -6,6 +6,7 @@ which format and version they are, and those that this program can't read are re
 """
 
 import contextlib
+import datetime
 import errno
 import json
 import os
@@ -126,6 +127,11 @@ def write_atomically(path: str | Path, data: str, check: Callable[[], object] = 
     retry_io(attempt, path)
 
 
+def write_object(path: Path, content: dict) -> None:
+    """Writes JSON, which read_object reads, as write_atomically does."""
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
 def remove_unwritten(path: Path) -> None:
     """Removes what processes that stand still, or were killed, were going to write to `path`."""
     for temporary in path.parent.glob(f".{path.name}.*.tmp"):
@@ -211,6 +217,11 @@ def read_object(path: Path, example: dict, remedy: str) -> dict[str, Any]:
 
 
 # What our own files say of themselves
+
+
+def timestamp() -> str:
+    """The moment, in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,14 @@ from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.report.records import add_event
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
-from mamba_fsdp.storage import CHECKPOINT, nothing, retry_io, sync_folder, write_atomically
+from mamba_fsdp.storage import (
+    CHECKPOINT,
+    nothing,
+    retry_io,
+    sync_folder,
+    write_atomically,
+    write_object,
+)
 
 ALIGNMENT = 64  # bytes, of a tensor in host memory
 
@@ -336,8 +343,7 @@ class Checkpointer:
         write_atomically(state, json.dumps(content))
         entries = {file.name: file.checksums for file in files}
         entries[STATE] = retry_io(partial(checksum, state), state)
-        commit = json.dumps({**header, "files": entries}, indent=1)
-        write_atomically(save.folder / COMMIT, commit)
+        write_object(save.folder / COMMIT, {**header, "files": entries})
         return sum(entry["bytes"] for entry in entries.values())
 
 

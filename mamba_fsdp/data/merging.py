@@ -2,7 +2,6 @@
 are too few. Killed, it is begun again by whoever comes next: what it starts from stays until dataset.json is written."""
 
 import contextlib
-import json
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +13,7 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage import DATASET, move, write_atomically
+from mamba_fsdp.storage import DATASET, move, write_object
 
 ShardFiles = tuple[Path, dict]  # their path without suffix, their entry in an index
 
@@ -70,7 +69,7 @@ def merge(
         "counts": {"empty": empty},
         "stores": stores,
     }
-    write_atomically(out / "dataset.json", json.dumps(done, indent=1) + "\n")
+    write_object(out / "dataset.json", done)
     print(f"vocabulary {tokenizer.vocab_size:,}; empty documents left out: {empty:,}")
     return done
 

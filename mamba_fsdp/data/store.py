@@ -34,7 +34,7 @@ from mamba_fsdp.storage import (
     read_object,
     retry_io,
     sync_folder,
-    write_atomically,
+    write_object,
 )
 
 SHARDS = [{"name": ..., "tokens": 1, "documents": 1, "bin_sha256": "", "doc_sha256": ""}]
@@ -260,7 +260,7 @@ class StoreWriter:
             "shards": shards,
         }
         index["checksum"] = _checksum(index)
-        write_atomically(self.path / "index.json", json.dumps(index, indent=1) + "\n")
+        write_object(self.path / "index.json", index)
         return TokenStore(self.path)
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ the settings and the number of parts, not on being killed.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -36,7 +35,7 @@ from mamba_fsdp.data.store import SHARDS, TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.console import Console, output_that_may_go
-from mamba_fsdp.storage import DATASET, read_object, write_atomically
+from mamba_fsdp.storage import DATASET, read_object, write_object
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
 BATCHES_AHEAD = 2  # one in the library, the one before it becomes an array
@@ -76,7 +75,7 @@ class PartState:
             raise UserError(f"{path}: {error}; {START_AGAIN}") from error
 
     def save(self, folder: Path) -> None:
-        write_atomically(folder / "state.json", json.dumps(asdict(self)))
+        write_object(folder / "state.json", asdict(self))
 
 
 @output_that_may_go()
@@ -203,7 +202,7 @@ class _Part:
             "tokenizer_identity": tokenizer.identity,
         }
         if not _recorded(self.out, BEGUN, settings):
-            write_atomically(self.out / BEGUN, json.dumps({"settings": settings}))
+            write_object(self.out / BEGUN, {"settings": settings})
 
     def _lease(self, name):
         lease = Lease(self.out / PROGRESS / f"{name}.lease")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from config.fields import whole_number
 from mamba_fsdp.data.corpus import ask_hub
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.storage import write_atomically
+from mamba_fsdp.storage import write_atomically, write_object
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos
@@ -92,7 +92,7 @@ class TextTokenizer:
             "model_max_length": 10**30,
             "clean_up_tokenization_spaces": False,
         }
-        write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
+        write_object(folder / "tokenizer_config.json", settings)
         write_atomically(folder / "tokenizer.json", self.backend.to_str())
 
 

@@ -55,10 +55,7 @@ def shard(
 
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=world.device)
-    parts = {}
-    for slot in slots:
-        if slot not in whole:
-            parts[slot] = _part(slot, shard_size)
+    parts = {slot: _part(slot, shard_size) for slot in slots if slot not in whole}
     return FSDP2Model(model, model, world, slots, parts=parts, no_sync=accumulate_unsharded)
 
 

@@ -1,11 +1,11 @@
 """The HTML report: one page with all that it shows in it, and plotly.js, which draws it."""
 
-import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from mamba_fsdp.report.curves import name_runs, summarise_run
+from mamba_fsdp.storage import timestamp
 
 FOLDER = Path(__file__).parent
 LOOKS = json.loads((FOLDER / "charts.json").read_text(encoding="utf-8"))
@@ -25,10 +25,9 @@ def make_page(folders: Sequence[Path]) -> str:
             "dash": dashes[number // len(colours) % len(dashes)],
         }
         runs.append(look | summarise_run(folder))
-    made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     metrics = {metric for run in runs for metric in run["curves"]}
     charts = [chart for chart in LOOKS["charts"] if metrics & chart["metrics"].keys()]
-    content = json.dumps({"made": made, "charts": charts, "runs": runs}, default=str)
+    content = json.dumps({"made": timestamp(), "charts": charts, "runs": runs}, default=str)
     template = (FOLDER / "page.html").read_text(encoding="utf-8")
     before, between, after = template.split("__CUT__")
     no_tags = content.replace("<", "\\u003c")  # so that no text ends the <script>

@@ -1,7 +1,6 @@
 """What rank 0 writes about a run: files of JSON lines such as metrics.jsonl, one object a line, and status.json."""
 
 import contextlib
-import datetime
 import errno
 import json
 import math
@@ -13,7 +12,7 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
-from mamba_fsdp.storage import exists, nothing, parse_object, retry_io, write_for_user
+from mamba_fsdp.storage import exists, nothing, parse_object, retry_io, timestamp, write_for_user
 
 LARGEST = 1 << 63  # an integer that others read
 
@@ -188,7 +187,12 @@ def write_status(
 ) -> None:
     """status: running, stopped, finished or failed, the last three events too. check: see write_atomically. Raises
     UserError where it can't."""
-    content: dict[str, Any] = {"status": status, "step": step, "reason": reason, "time": _now()}
+    content: dict[str, Any] = {
+        "status": status,
+        "step": step,
+        "reason": reason,
+        "time": timestamp(),
+    }
     write_for_user(run_folder / STATUS, json.dumps(content, indent=1) + "\n", check)
     if status != "running":
         add_event(run_folder, status, step, reason=reason)
@@ -204,7 +208,7 @@ def read_status(run_folder: Path) -> dict:
 def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
     """Adds a line to events.jsonl: what happened after `step`, when (UTC), and `facts` of it. The caller holds the run
     folder. Where the disk refuses, the line is lost: no reason to stop a run."""
-    line = _line({"time": _now(), "event": event, "step": step, **facts}).encode()
+    line = _line({"time": timestamp(), "event": event, "step": step, **facts}).encode()
     with contextlib.suppress(OSError), open(run_folder / EVENTS, "a+b", buffering=0) as file:
         file.seek(max(0, file.tell() - 1))
         if file.read(1) not in (b"", b"\n"):  # after a line that a crash cut short
@@ -215,7 +219,3 @@ def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
 def read_events(run_folder: Path) -> list[dict]:
     """The events of a run, oldest first; [] where an older version made the run. Raises UserError."""
     return read(run_folder / EVENTS)
-
-
-def _now():
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -3,7 +3,7 @@
 import os
 import textwrap
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,21 @@ from mamba_fsdp.storage import write_atomically
 
 
 def make_trackers(
-    kinds: Collection[str],
-    run_folder: Path,
-    settings: dict,
-    step: int,
-    project: str = "",
-    name: str = "",
-    print_line: Callable[[str], None] = print,
+    run_folder: Path, settings: dict, step: int, print_line: Callable[[str], None]
 ) -> list[Any]:
-    """Returns the trackers of these kinds, each with `write(entry)`, an entry of metrics.jsonl, and `close()`.
+    """Returns the trackers that the settings of a run name, each with `write(entry)`, an entry of metrics.jsonl, and
+    `close()`.
 
-    step: the one that the run resumes from. project, name: of the run in W&B. Where W&B refuses, a line says so and the
-    run does without it. Raises UserError where W&B is not installed.
+    step: the one that the run resumes from. Where W&B refuses, a line says so and the run does without it. Raises
+    UserError where W&B is not installed.
     """
     trackers: list[Any] = []
+    kinds = settings["report"]["tracker"]
     if "tensorboard" in kinds:
         trackers.append(TensorBoard(run_folder, settings, step))
     if "wandb" in kinds:
         try:
-            tracker = WeightsAndBiases(run_folder, settings, project, name)
+            tracker = WeightsAndBiases(run_folder, settings)
         except ConnectionRefusedError as refusal:
             print_line(
                 f"tracker    W&B is off: {refusal}; training continues without it. `wandb login` or WANDB_API_KEY logs in, "
@@ -79,7 +75,7 @@ class WeightsAndBiases:
     W&B can't drop steps that come again after a kill, so those that its server has are not sent again.
     """
 
-    def __init__(self, run_folder: Path, settings: dict, project: str, name: str) -> None:
+    def __init__(self, run_folder: Path, settings: dict) -> None:
         """Raises ConnectionRefusedError where W&B refuses, UserError where it is not installed."""
         try:
             import wandb
@@ -99,9 +95,13 @@ class WeightsAndBiases:
             if online and not wandb.api.api_key:  # W&B would ask for one at the terminal
                 raise ConnectionRefusedError("nobody is logged in")
             self.run = wandb.init(
-                project=project or os.environ.get("WANDB_PROJECT") or "mamba-fsdp",
+                project=settings["report"]["wandb_project"]
+                or os.environ.get("WANDB_PROJECT")
+                or "mamba-fsdp",
                 id=run_id,
-                name=name or os.environ.get("WANDB_NAME") or run_folder.name,
+                name=settings["report"]["wandb_name"]
+                or os.environ.get("WANDB_NAME")
+                or run_folder.name,
                 resume="allow" if online else None,
                 dir=str(run_folder),
                 config=settings,

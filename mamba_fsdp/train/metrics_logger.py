@@ -47,15 +47,7 @@ class MetricsLogger(contextlib.ExitStack):
         self.trackers = []
         if world.rank == 0:
             self.metrics = Log(folder.path / METRICS, step, folder.lease.check)
-            self.trackers = make_trackers(
-                settings.report.tracker,
-                folder.path,
-                as_dict(settings),
-                step,
-                settings.report.wandb_project,
-                settings.report.wandb_name,
-                console.line,
-            )
+            self.trackers = make_trackers(folder.path, as_dict(settings), step, console.line)
         for tracker in self.trackers:
             self.callback(tracker.close)
         self.callback(console.close)

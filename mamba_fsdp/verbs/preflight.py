@@ -24,7 +24,7 @@ from mamba_fsdp.launch import machine
 from mamba_fsdp.launch.plan import run_folder
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run_layout import CHECKPOINT_BYTES, CHECKPOINTS, committed
-from mamba_fsdp.storage import write_atomically
+from mamba_fsdp.storage import write_object
 from mamba_fsdp.verbs.checks import CHECKS
 
 JOB_CHECKS = [check for check in CHECKS if check.exit_code is not None]
@@ -66,7 +66,7 @@ def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) ->
         "findings": {check.name: asdict(check.make()) for check in JOB_CHECKS},
     }
     try:
-        write_atomically(folder / f"{node}.json", json.dumps(content))
+        write_object(folder / f"{node}.json", content)
     except OSError as error:
         raise UserError(
             f"{node}: can't write {folder} ({error.strerror}); let uid {os.getuid()} write there"

@@ -23,9 +23,7 @@ class Options:
 
 def main(*runs: str, options: Options) -> None:
     out = options.out
-    folders: dict[Path, Path] = {}  # each once, whatever names it
-    for run in runs:
-        folders.setdefault(Path(run).resolve(), Path(run))
+    folders = {Path(run).resolve(): Path(run) for run in runs}  # each once, whatever names it
     if not folders:
         raise UserError("name at least one run folder; see --help")
     page = make_page([*folders.values()])

@@ -10,6 +10,11 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.trackers import make_trackers
 
 
+def settings(*kinds, project="", name=""):
+    """Of a run, as far as trackers read them."""
+    return {"report": {"tracker": [*kinds], "wandb_project": project, "wandb_name": name}}
+
+
 @pytest.mark.slow
 def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing import plugin_event_accumulator
@@ -26,7 +31,7 @@ def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monk
     for number, (start, losses) in enumerate(starts.items()):
         clock = SimpleNamespace(time=lambda number=number: 1.7e9 + number)  # names files by seconds
         monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
-        (tracker,) = make_trackers(["tensorboard"], tmp_path, {"data": {"seed": 1}}, start)
+        (tracker,) = make_trackers(tmp_path, settings("tensorboard"), start, print)
         for step, loss in losses.items():
             tracker.write({"step": step, "loss": loss, **entry})
         tracker.close()
@@ -44,7 +49,7 @@ def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monk
     shown = plugin_event_accumulator.EventAccumulator(folder).Reload()
     texts = shown.Tensors("settings/text_summary")
     assert [text.step for text in texts] == [0, 3]
-    assert texts[0].tensor_proto.string_val[0] == b"    data:\n      seed: 1\n"
+    assert texts[0].tensor_proto.string_val[0].startswith(b"    report:\n      tracker:\n")
 
 
 @pytest.fixture
@@ -65,7 +70,7 @@ def test_wandb_takes_every_number_and_tells_one_line(tmp_path, wandb, capfd):
     """Where it goes; not the forty lines of its own."""
     told = []
     trackers = make_trackers(
-        ["wandb", "tensorboard"], tmp_path, {"seed": 1}, 0, "mine", "second", told.append
+        tmp_path, settings("wandb", "tensorboard", project="mine", name="second"), 0, told.append
     )
     for tracker in trackers:
         tracker.write({"step": 3, "loss": 2.5})
@@ -119,7 +124,7 @@ def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, fake):
     run = FakeRun(step=5, resumed=True)
     given = fake("online", run)
     (tmp_path / "wandb_id").write_text("older 4")  # of an older version
-    (tracker,) = make_trackers(["wandb"], tmp_path, {}, 3)
+    (tracker,) = make_trackers(tmp_path, settings("wandb"), 3, print)
     for step in (4, 5, 6):
         tracker.write({"step": step, "loss": 1.0 * step})
     assert run.sent == [(5, 5.0), (6, 6.0)] and given[0]["id"] == "older"
@@ -128,9 +133,9 @@ def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, fake):
 def test_a_run_whom_wandb_refuses_does_without_it(tmp_path, fake):
     told = []
     fake("online", FakeRun(), api_key=None)  # it is not asked for a key at a terminal either
-    assert make_trackers(["wandb"], tmp_path, {}, 0, print_line=told.append) == []
+    assert make_trackers(tmp_path, settings("wandb"), 0, told.append) == []
     fake("online", RuntimeError("no route to its server\nmore of it"))
-    assert make_trackers(["wandb"], tmp_path, {}, 0, print_line=told.append) == []
+    assert make_trackers(tmp_path, settings("wandb"), 0, told.append) == []
     assert len(told) == 2 and "nobody is logged in" in told[0]
     assert (
         "W&B is off: no route to its server; training continues without it. `wandb login`"
@@ -142,4 +147,4 @@ def test_a_missing_package_is_told_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     command = "pip install -r requirements/wandb.txt"
     with pytest.raises(UserError, match=f"tracker=wandb needs .* -m {command}$"):
-        make_trackers(["wandb"], tmp_path, {}, 0)
+        make_trackers(tmp_path, settings("wandb"), 0, print)
