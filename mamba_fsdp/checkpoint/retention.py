@@ -50,9 +50,6 @@ class Retention:
     check_ours: Callable[[], None]
     broken: set[str] = field(default_factory=set)  # names of checkpoints that were found broken
 
-    def __post_init__(self) -> None:
-        assert self.keep >= 1
-
     def clean(self) -> None:
         """Makes the folder, and removes what killed saves left there and among the run's models."""
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -65,11 +65,6 @@ class Console:
             self.next_update = time.monotonic() + SECONDS_BETWEEN_UPDATES
             print("\r" + self.shown, end="", file=self.stream, flush=True)
 
-    def close(self) -> None:
-        if self.shown:
-            print(file=self.stream, flush=True)
-            self.shown = ""
-
     def _width(self) -> int:
         """One less than the terminal's: in the last column, some break the line."""
         return shutil.get_terminal_size().columns - 1

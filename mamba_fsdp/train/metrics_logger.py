@@ -50,7 +50,7 @@ class MetricsLogger(contextlib.ExitStack):
             self.trackers = make_trackers(folder.path, as_dict(settings), step, console.line)
         for tracker in self.trackers:
             self.callback(tracker.close)
-        self.callback(console.close)
+        self.callback(console.clear)
         self.profiler = None
         if settings.report.use_profiler:
             profiler = make_profiler(folder.path, world.rank, context.loader, console.line)

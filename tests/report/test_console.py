@@ -20,7 +20,6 @@ def test_a_plain_line_per_report_without_a_terminal():
     console.line("step 20")
     console.passing("validation 3/16")
     console.line("data       " + "word " * 40)
-    console.close()
     assert stream.getvalue() == "step 20\ndata       " + "word " * 40 + "\n"
 
 
@@ -48,7 +47,6 @@ def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
     console.passing("validation 3/16")
     console.line("step 20: validation loss 3.0")
     console.passing("and so on")
-    console.close()
     lines = [drawings(line)[-1] for line in terminal.text().split("\r\n") if line.strip()]
     assert [line[:15] for line in lines] == ["step 19", "step 20: valida", "and so on"]
 
@@ -59,7 +57,6 @@ def test_the_live_line_fits(columns, monkeypatch):
     window = Terminal(columns)
     console = Console(stream=window.stream())
     console.passing(LONG)
-    console.close()
     (live,) = drawings(window.text())
     window.close()
     assert live == LONG[: columns - 1].rstrip()
@@ -71,7 +68,6 @@ def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
     console.passing(LONG)
     console.line(LONG)
     console.passing("validation 3/16")
-    console.close()
     assert terminal.text().count("step") == 1 and "\r" not in terminal.text().replace("\r\n", "\n")
 
 
