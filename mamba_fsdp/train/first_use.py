@@ -1,7 +1,7 @@
 """The first minute on a GPU: what could serve is proved there, what is right is timed, and the fastest is taken.
 
 1. Rank 0 proves each backend of each operator: one layer of each kind of the model, between an embedding and a loss, goes
-   forward and backward in the run's precision over one row, beside the reference in float64.
+   forward and backward in the run's precision over rows as the run has them, beside the reference in float64.
 2. What is wrong, does not compile or raises is passed over, and said. Where nothing but the reference is left for a scan,
    the run stops. What hangs until the watchdog ends the process is passed over at the next start, what ends the process
    otherwise at the third: a time limit or a person may have done it.
@@ -43,8 +43,8 @@ from mamba_fsdp.run_layout import CACHES, KERNELS
 from mamba_fsdp.storage import read_object, write_atomically
 
 DEVICES = {"cuda"}  # on which backends have to prove themselves
-POSITIONS = 300  # no multiple of any kernel's block
-VOCABULARY = 1000  # tokens: each position has one of its own, and so a gradient of its own
+POSITIONS = 600  # of a row, which SSD may cut in two; no multiple of any kernel's chunk
+FULL = 32768  # rows times channels that fill a GPU: where there are fewer, kernels cut the rows
 # Of each tensor of a layer's results, the largest error relative to its largest value; or MARGIN times that of plain
 # PyTorch in the run's precision, where this is more, as in layers of a few channels. Plain PyTorch comes to half of these
 # in layers of usual sizes, a wrong sign to seven times as much and more. In fp32, products in TF32 are too much.
@@ -130,6 +130,8 @@ class FirstUse:
         self.seq_idx = settings.data.reset_at_documents
         self.dtype = DTYPES[training.mixed_precision]
         self.shape = (training.batch_size, own_positions(settings))
+        # Of a proof: so that rows are cut as in the run, or not, which other kernels do.
+        self.rows = min(training.batch_size, 1 + FULL // self.model.d_inner)
         self.uses = settings.operator_uses()
         self.demanded = known.demands(self.kernels, self.uses)
         kinds = dict.fromkeys(self.model.layer_list())
@@ -193,11 +195,11 @@ class FirstUse:
             parameter.data = value.double() if exact else value
         return model
 
-    def run(self, model: MambaLM, batch: int = 1, length: int = POSITIONS) -> Results:
+    def run(self, model: MambaLM, batch: int, length: int = POSITIONS) -> Results:
         """Returns the loss of made-up tokens, three documents a row, and the gradient of each parameter."""
         heart.beat()
         places = torch.arange(batch * length, device=self.device).view(batch, length)
-        tokens = places * 7 % model.config.vocab_size
+        tokens = places % model.config.vocab_size
         labels = places * 11 % model.config.vocab_size
         seq_idx = None
         if self.seq_idx:
@@ -210,18 +212,23 @@ class FirstUse:
         self.synchronize()
         return results
 
+    def results(self, layer: str, backends: dict[str, str], exact: bool = False) -> Results:
+        """Of a kind of layer over the rows of a proof, where each position has a token of its own, and so a gradient."""
+        tokens = self.rows * POSITIONS
+        model = self.make_model([layer], backends, exact, vocab_size=tokens, tie_embeddings=False)
+        return self.run(model, self.rows)
+
     def measure(self, layer: str, backends: dict[str, str]) -> Measured:
         """Compares what a kind of layer gives in these backends with the reference in float64."""
-        small: dict[str, Any] = {"vocab_size": VOCABULARY, "tie_embeddings": False}
         if layer not in self.exact:
-            exact = self.run(self.make_model([layer], REFERENCE, True, **small))
-            plain = self.run(self.make_model([layer], REFERENCE, **small))
+            exact = self.results(layer, REFERENCE, True)
+            plain = self.results(layer, REFERENCE)
             bounds = {}
             for name, error in relative_errors(plain, exact).items():
                 bounds[name] = max(BOUNDS[self.dtype], min(MARGIN * error, LOOSEST))
             self.exact[layer] = (exact, bounds)
         exact, bounds = self.exact[layer]
-        results = self.run(self.make_model([layer], backends, **small))
+        results = self.results(layer, backends)
         errors = relative_errors(results, exact)
         shares = {name: errors[name] / bounds[name] for name in errors}
         worst = max(shares, key=shares.__getitem__)
@@ -372,8 +379,7 @@ class FirstUse:
             repeats = repeats and not known.why_not(operator, backend, strict)
         sums = self.check(backends)
         self.exact.clear()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # of a GPU, if there is one
         digest = hashlib.sha256(repr(sums).encode()).hexdigest()
         return self.device_name(), digest if repeats else ""
 

@@ -84,6 +84,7 @@ def test_the_first_minute_finds_them_right(kind, monkeypatch):
     monkeypatch.setattr(FirstUse, "run", partialmethod(FirstUse.run, length=20))
     settings = TrainConfig(ModelConfig(layers=kind, **SIZES[kind]))
     settings.training.mixed_precision = "bf16"
+    settings.training.batch_size = 2
     settings.data.reset_at_documents = True
     use = FirstUse(settings, torch.device("cpu"))
     assert use.prove(Record({})) == {}

@@ -16,6 +16,8 @@ from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import conv, cpp, norm, scan, ssd
 from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE
+from mamba_fsdp.ops.scan import triton as scan_triton
+from mamba_fsdp.ops.ssd import triton as ssd_triton
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train import first_use
 from mamba_fsdp.train.first_use import FirstUse
@@ -77,6 +79,7 @@ def fail(function, arguments):
 def settings_of(layers="mamba1", kernels="auto", precision="fp32", **more):
     settings = TrainConfig(ModelConfig(layers=layers, d_model=16, d_state=8, headdim=8, n_layer=2))
     settings.data.seq_length = 64
+    settings.training.batch_size = 1
     settings.data.reset_at_documents = True
     settings.training.mixed_precision = precision
     settings.training.kernels = kernels
@@ -119,6 +122,27 @@ def test_a_wrong_sign_is_found(uses, monkeypatch, operator, tensor, which):
     right = use.measure(use.layers[0], REFERENCE)
     wrong = use.measure(use.layers[0], REFERENCE | {operator: "toy"})
     assert right.error < right.bound / 2 and wrong.error > 2 * wrong.bound
+
+
+@pytest.mark.parametrize("batch, d_model", [(8, 2048), (4, 2048), (1, 2560), (40, 768), (9, 64)])
+def test_rows_are_cut_as_in_the_run(batch, d_model):
+    """The scan's kernels for whole rows and for cut ones, with masks or without, are others; so are SSD's."""
+    settings = settings_of()
+    settings.model.d_model = d_model
+    settings.training.batch_size = batch
+    settings.data.seq_length = 2048
+    use = FirstUse(settings, CPU)
+    channels = settings.model.d_inner
+
+    def form(rows, length):
+        wide = torch.empty(rows, length, channels, device="meta")
+        states = wide[..., :16]
+        A = torch.empty(channels, 16, device="meta")
+        call = scan_triton._Scan(wide, wide, A, states, states, A[:, 0], wide, A[:, 0], None)
+        return call.shared["CUT"], call.shared["EVEN"]
+
+    assert form(use.rows, first_use.POSITIONS) == form(*use.shape)
+    assert first_use.POSITIONS >= 2 * ssd_triton.CHUNKS * ssd_triton.CHUNK
 
 
 def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ why_unavailable = triton.why_unavailable
 TILE = 4  # positions that a kernel reads together
 CHUNK = 64  # positions from one kept state to the next
 FILL = 1024  # programs that keep a GPU busy: where batch and channels make fewer, rows are cut
-TABLE = {(8, 0): {"CHANNELS": 32, "num_warps": 1}}  # of all kernels; warps for each 16 states
+CHANNELS = 32  # of a program, which has a warp for each 16 states
 
 
 def _rows(a):
@@ -29,12 +29,10 @@ class _Scan:
     """How the rows of a scan are cut, and the arguments that its kernels share."""
 
     def __init__(self, u, dt, A, B, C, D, z, dt_bias, seq_idx):
-        sizes = triton.blocks(TABLE, u.device)
-        width = sizes["CHANNELS"]
         self.batch, length, self.channels = u.shape
         self.states = A.shape[1]
         N = max(16, 1 << (self.states - 1).bit_length())  # Triton 2.2 reads behind smaller tensors
-        self.blocks = -(-self.channels // width)
+        self.blocks = -(-self.channels // CHANNELS)
         self.chunks = -(-length // CHUNK)
         wanted = -(-FILL // (self.batch * self.blocks))
         segment_chunks = -(-self.chunks // min(wanted, self.chunks))
@@ -60,9 +58,9 @@ class _Scan:
             CUT=self.segments > 1,
             CHUNK=CHUNK,
             N=N,
-            EVEN=self.channels % width == short == 0 and self.states == N,
-            CHANNELS=width,
-            num_warps=sizes["num_warps"] * -(-N // 16),
+            EVEN=self.channels % CHANNELS == short == 0 and self.states == N,
+            CHANNELS=CHANNELS,
+            num_warps=-(-N // 16),
         )
 
     def floats(self, *shape):
@@ -151,7 +149,7 @@ def scan_backward(
         scan.blocks, *scan.shared["BC"].shape
     )  # an entry for each block of channels
     programs = scan.batch * scan.segments * scan.blocks
-    scratch = scan.floats(programs, CHUNK // TILE + 1, N + TILE, scan.shared["CHANNELS"])
+    scratch = scan.floats(programs, CHUNK // TILE + 1, N + TILE, CHANNELS)
     from mamba_fsdp.ops.scan.triton_kernels import backward
 
     scan.cut(grad_out, reverse=True)
