@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.parallel.world import start_world
-from tests.support.ranks import build, run_ranks, train, whole
+from tests.support.ranks import build, gradient_norm, run_ranks, train, whole
 
 pytestmark = pytest.mark.torch22
 FP32 = (".A_log", ".D")
@@ -148,6 +148,22 @@ def test_shards_tell_who_holds_what(ranks, shard_size, how):
             for start, end in sorted(end for end in ends if end[0] != end[1]):
                 assert start == position
                 position = end
+
+
+def infinite(world, value):
+    parallel, optimizer = build(world, strategy="fsdp")
+    train(world, parallel, optimizer, range(1))
+    name = "backbone.layers.1.mixer.in_proj.weight"
+    if world.rank == 1:
+        parallel.parameters()[name].grad.view(-1)[0] = value
+    return gradient_norm(world, parallel)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_one_bad_element_on_one_rank_reaches_every_norm(value):
+    """The gradient norm is inf or nan on all ranks when one element of one shard is."""
+    first, second = run_ranks(2, infinite, value)
+    assert not math.isfinite(first) and not math.isfinite(second)
 
 
 def gradients_sent(world, how):
