@@ -5,7 +5,7 @@ import torch
 
 from config.model_config import ModelConfig
 from config.train_config import TrainConfig
-from mamba_fsdp.ops.attention import attention
+from mamba_fsdp.ops.attention import Documents, attention
 from mamba_fsdp.train.first_use import FirstUse, Record
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -37,13 +37,13 @@ def test_attention_on_the_gpu(bounded):
     starts = torch.zeros(2, 300, dtype=torch.int32, device="cuda")
     starts[0, [40, 41, 128, 250]] = 1
     starts[1, [200]] = 1
-    seq_idx = starts.cumsum(1).int() + 3 if bounded else None
+    documents = Documents.of(starts.cumsum(1).int() + 3) if bounded else None
     q, k, v = (
         torch.randn(2, 300, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
     )
-    out = attention(q, k, v, seq_idx=seq_idx)
-    exact = attention(q.double(), k.double(), v.double(), seq_idx=seq_idx)
+    out = attention(q, k, v, documents=documents)
+    exact = attention(q.double(), k.double(), v.double(), documents=documents)
     assert (out - exact).norm() <= 1e-2 * exact.norm()
     if bounded:
         v[0, :250] += 5
-        assert torch.equal(attention(q, k, v, seq_idx=seq_idx)[0, 250:], out[0, 250:])
+        assert torch.equal(attention(q, k, v, documents=documents)[0, 250:], out[0, 250:])
