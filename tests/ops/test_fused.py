@@ -1,11 +1,12 @@
 """How the fused backends are called, checked on a CPU: mamba-ssm's own reference functions stand in for its kernels, and
-the layouts that the kernels demand are asserted. Runs in a process of its own, with mamba-ssm's Python files alone."""
+the layouts and types that the kernels demand are asserted. Runs in processes of their own, with mamba-ssm's Python files
+alone."""
 
 import sys
 
 import pytest
 
-from tests.support.mamba_ssm_install import mamba_ssm_folder
+from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
 from tests.support.processes import run_program
 
 pytestmark = pytest.mark.slow
@@ -148,3 +149,9 @@ print("all equal")
 def test_fused_calls_equal_the_portable_forms(project):
     result = run_program(sys.executable, "-c", CHILD, mamba_ssm_folder(), cwd=project)
     assert result.returncode == 0 and result.stdout.strip() == "all equal", result.stderr
+
+
+def test_fused_calls_of_mamba_2_equal_the_portable_forms(project):
+    program = project / "tests/support/fused_on_cpu.py"
+    result = run_program(sys.executable, program, mamba_ssm_folder(), **with_triton())
+    assert result.returncode == 0, result.stdout + result.stderr

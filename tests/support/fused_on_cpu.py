@@ -1,4 +1,4 @@
-"""Run by test_fused_ssd.py in a process of its own: our calls of mamba-ssm's Mamba-2 kernels, answered on a CPU by that
+"""Run by test_fused.py in a process of its own: our calls of mamba-ssm's Mamba-2 kernels, answered on a CPU by that
 package's own reference functions. Prints nothing when outputs and gradients are those of the reference backend.
 
     python fused_on_cpu.py FOLDER_WITH_MAMBA_SSM
@@ -65,6 +65,14 @@ def scan_reference(x, dt, A, B, C, chunk_size, **rest):
     return ssd_combined.ssd_selective_scan(x, dt, A, B, C, **rest)
 
 
+def mixer_reference(**given):
+    """What multiplies the activations comes in their dtype, the parameters of the recurrence in float32."""
+    of_products = {given[name].dtype for name in ("conv1d_weight", "conv1d_bias", "outproj_weight")}
+    assert of_products == {given["zxbcdt"].dtype}
+    assert {given[name].dtype for name in ("dt_bias", "A", "D")} == {torch.float32}
+    return ssd_combined.mamba_split_conv1d_scan_ref(**given)
+
+
 selective_scan_interface.selective_scan_fn = selective_scan_interface.selective_scan_ref
 ssd_combined.causal_conv1d_fn = causal_conv1d_reference
 ssd_combined.rmsnorm_fn = layernorm_gated.rms_norm_ref
@@ -75,7 +83,7 @@ ssd_combined.mamba_chunk_scan_combined = answered_by(
     ("initial_states", "return_final_states"),
 )
 ssd_combined.mamba_split_conv1d_scan_combined = answered_by(
-    ssd_combined.mamba_split_conv1d_scan_ref,
+    mixer_reference,
     ssd_combined.mamba_split_conv1d_scan_combined,
     ("zxbcdt",),
     (),
@@ -131,18 +139,18 @@ for groups in (1, 2):
         chunk_size=16,
     )
 channels = d_inner + 2 * d_state
-compare(
-    mixer,
-    leaves(
-        x=torch.randn(2, 11, d_model),
-        in_proj__weight=torch.randn(d_inner + channels + heads, d_model) / 3,
-        conv1d__weight=torch.randn(channels, 1, 4),
-        conv1d__bias=torch.randn(channels),
-        dt_bias=torch.randn(heads),
-        A_log=torch.randn(heads),
-        D=torch.randn(heads),
-        norm__weight=torch.randn(d_inner),
-        out_proj__weight=torch.randn(d_model, d_inner),
-    ),
+of_layer = leaves(
+    x=torch.randn(2, 11, d_model),
+    in_proj__weight=torch.randn(d_inner + channels + heads, d_model) / 3,
+    conv1d__weight=torch.randn(channels, 1, 4),
+    conv1d__bias=torch.randn(channels),
+    dt_bias=torch.randn(heads),
+    A_log=torch.randn(heads),
+    D=torch.randn(heads),
+    norm__weight=torch.randn(d_inner),
+    out_proj__weight=torch.randn(d_model, d_inner),
 )
+compare(mixer, of_layer)
 assert calls == 4 * ["mamba_chunk_scan_combined"] + 2 * ["mamba_split_conv1d_scan_combined"], calls
+half = of_layer | {"x": of_layer["x"].bfloat16()}
+assert mixer(None, "fused", **half).dtype == torch.bfloat16
