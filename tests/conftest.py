@@ -48,6 +48,7 @@ def pytest_configure():
     for name in [name for name in os.environ if name.startswith(OTHERS) or name in OTHER]:
         del os.environ[name]
     os.environ["TERM"] = "xterm"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of many ranks slow each other
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +100,21 @@ def pythons(project):
             "needs both environments: tests/run.sh --stack cpu, then tests/run.sh --stack torch2.2"
         )
     return {"pinned": sys.executable, "newest": str(newest / "bin/python")}
+
+
+@pytest.fixture
+def answer(capsys):
+    """answer(verb's module, *words) -> (exit code, stdout, stderr)."""
+    from mamba_fsdp import command_line
+
+    def answer(verb, *words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            command_line.run(verb.main, str, list(map(str, words)))
+        told = capsys.readouterr()
+        return end.value.code, told.out, told.err
+
+    return answer
 
 
 @pytest.fixture

@@ -1,12 +1,8 @@
-"""The helpers that run ranks are those of the sharding's tests."""
-
-import os
+"""A run folder, and an end to what its checkpoints' readers hold."""
 
 import pytest
 
 from mamba_fsdp.checkpoint.retention import until_the_end
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -205,6 +205,8 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
 BOMB += "seed: *a39\n"
 WRONG_FILES = {
     BOMB: "*a0 stands for more than one value; write it out",
+    "a: &a [*a]": "*a stands for more than one value; write it out",
+    "!!python/object/apply:os.system ['false']": "can't be read as YAML",
     "a: [": "can't be read as YAML",
     "- 1\n": "name: value",
     "sed: 3\n": "did you mean seed",

@@ -22,13 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import get_dataset
-from mamba_fsdp import command_line
 from mamba_fsdp.data import corpus, reading, tokenize
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import for_validation
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from tests.support.corpora import ROOT, command, content, make_texts, read_back, stored_documents
+from tests.support.processes import wait_until
 
 ODD_TEXTS = ["naïve 日本語 🙂", "  leading space", "two\nlines", 'quote " and, comma', "NA", "12"]
 
@@ -225,7 +225,7 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
         (["blank"], "holds no text"),
     ],
 )
-def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, capsys, words, said):
+def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, answer, words, said):
     monkeypatch.chdir(tmp_path)
     for name, text in {"in": "some text", "blank": " \n"}.items():
         (tmp_path / name).mkdir()
@@ -237,10 +237,8 @@ def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, capsys, word
     os.mkfifo(tmp_path / "pipe/a.txt")
     (tmp_path / "astray").mkdir()
     (tmp_path / "astray/a.txt").symlink_to("nowhere")
-    with pytest.raises(SystemExit) as ended:
-        command_line.run(get_dataset.main, str, [words[0], *(words[1:] or ["out"])])
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and said in told
+    code, _, told = answer(get_dataset, words[0], *(words[1:] or ["out"]))
+    assert code == 2 and said in told
     assert told.count("\n") == 1 and told.startswith("error: ")
 
 
@@ -255,7 +253,7 @@ def no_answer(place):
 
 @pytest.mark.parametrize("connect", [no_route, no_answer])
 def test_a_mistyped_name_is_told_at_once_and_the_hub_is_not_waited_for(
-    tmp_path, monkeypatch, capsys, connect
+    tmp_path, monkeypatch, answer, connect
 ):
     """By libraries imported later: they are told not to ask it."""
     monkeypatch.chdir(tmp_path)
@@ -267,9 +265,8 @@ def test_a_mistyped_name_is_told_at_once_and_the_hub_is_not_waited_for(
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: 1 / 0)
     corpus.ask_hub.cache_clear()
     (tmp_path / "mytexts").mkdir()
-    with pytest.raises(SystemExit):
-        command_line.run(get_dataset.main, str, ["mytxts", "out"])
-    first, second, last = capsys.readouterr().err.splitlines()
+    _, _, told = answer(get_dataset, "mytxts", "out")
+    first, second, last = told.splitlines()
     assert first.startswith("asking the Hugging Face Hub for mytxts: no file or folder")
     assert "cache" in second and last.startswith("error: mytxts: no file or folder here")
     assert first.endswith("did you mean mytexts?") and last.endswith("did you mean mytexts?")
@@ -447,9 +444,7 @@ def stopped_by(number, folder, program, words, sign):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (folder / sign).exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
+    wait_until(lambda: (folder / sign).exists() or process.poll() is not None)
     process.send_signal(number)
     said = process.communicate()[1]
     (folder / sign).unlink()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mamba_fsdp.data.store import StoreWriter, TokenStore, _checksum
 from mamba_fsdp.errors import UserError
+from tests.support.checkpoints import flip
 from tests.support.corpora import stored_documents, write_store
 
 EOS = 0
@@ -182,8 +183,6 @@ def test_a_file_that_changes_after_opening_is_named_when_it_is_first_read(store,
 @pytest.mark.parametrize("name", ["00000.bin", "00001.doc"])
 def test_verify_finds_a_changed_bit(store, name):
     """Damage that keeps the size is found by checksum."""
-    content = bytearray((store.path / name).read_bytes())
-    content[0] ^= 1
-    (store.path / name).write_bytes(content)
+    flip(store.path / name)
     with pytest.raises(UserError, match=f"{name}: the content does not match"):
         TokenStore(store.path).verify()

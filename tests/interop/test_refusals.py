@@ -28,10 +28,7 @@ pytestmark = pytest.mark.torch22
 
 
 def exported(folder, name="mamba2", **options):
-    config = CONFIGS[name]
-    return write_model(
-        write_ours(folder / "ours", config, random_state(config)), folder / "hf", **options
-    )
+    return write_model(write_ours(folder / "ours", CONFIGS[name]), folder / "hf", **options)
 
 
 def change_config(folder, **changes):
@@ -179,10 +176,9 @@ def test_sharded_safetensors_with_something_wrong(tmp_path):
 
     with_index({"weight_map": {**index["weight_map"], first: names[1]}})
     refused(source, f"{names[1]} lacks {first}", tmp_path)
-    with_index({"weight_map": {**index["weight_map"], first: "../ours/consolidated.00.pth"}})
-    refused(
-        source, "'../ours/consolidated.00.pth' is not the name of a file in this folder", tmp_path
-    )
+    for place in ("../ours/consolidated.00.pth", f"{tmp_path}/ours/consolidated.00.pth"):
+        with_index({"weight_map": {**index["weight_map"], first: place}})
+        refused(source, f"'{place[:40]}.*' is not the name of a file in this folder", tmp_path)
     for content in ("{", "[]", '{"weight_map": 3}'):
         with_index(content)
         refused(source, "index.json: can't be read", tmp_path)
@@ -207,7 +203,7 @@ class Trap:
 @pytest.mark.parametrize("form", ["hf", "state-spaces", "ours"])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_pickle_that_would_execute_code(form, zipped, tmp_path):
-    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"])
     source = ours if form == "ours" else write_model(ours, tmp_path / "source", format=form)
     if form == "hf":
         (source / "model.safetensors").unlink()
@@ -221,7 +217,7 @@ def test_a_pickle_that_would_execute_code(form, zipped, tmp_path):
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.999])
 def test_a_truncated_pth(share, zipped, tmp_path):
-    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"])
     path = ours / "consolidated.00.pth"
     if not zipped:
         torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
@@ -253,7 +249,7 @@ def test_sources_that_are_none(tmp_path):
 
 
 def test_a_config_of_ours_that_was_edited_wrongly(tmp_path):
-    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"])
     change_config(ours, d_model="64")
     refused(ours, "d_model is '64', but this program's models need: whole number, at", tmp_path)
     change_config(ours, d_model=64, width=3)
@@ -288,15 +284,10 @@ def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(
         )
         return starting_weights(resolved, explicit)
 
-    assert_same(
-        starts_from(write_ours(tmp_path / "same", config, random_state(config))).open(
-            World.alone()
-        ),
-        config,
-        random_state(config),
-    )
+    same = starts_from(write_ours(tmp_path / "same", config))
+    assert_same(same.open(World.alone()), config, random_state(config))
     other = ModelConfig(**vars(config) | {field: there})
-    folder = write_ours(tmp_path / "other", other, random_state(other))
+    folder = write_ours(tmp_path / "other", other)
     said = rf"load_ckpt_path .*/other/.*: {field}={here} \(there {shown(there)}\)$"
     with pytest.raises(UserError, match=said):
         starts_from(folder)
@@ -306,7 +297,7 @@ def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(
 
 def test_layers_that_transformers_has_no_model_for(tmp_path):
     config = ModelConfig(layers="mamba1,mamba2", d_model=32, n_layer=2, vocab_size=40)
-    ours = write_ours(tmp_path / "ours", config, random_state(config))
+    ours = write_ours(tmp_path / "ours", config)
     with pytest.raises(
         UserError,
         match="no model with layers=mamba1,mamba2; it has MambaForCausalLM .layers mamba1 without MLP",

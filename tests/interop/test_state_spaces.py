@@ -57,7 +57,7 @@ def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we
     tokens = torch.randint(0, 40, (2, 37), generator=torch.Generator().manual_seed(0))
     for name, config in models.items():
         write_model(
-            write_ours(tmp_path / "ours" / name, config, random_state(config)),
+            write_ours(tmp_path / "ours" / name, config),
             tmp_path / "models" / name / "exported",
             format="state-spaces",
         )
@@ -205,7 +205,7 @@ def test_what_the_reference_can_not_build_is_not_exported(changes, message, tmp_
     config = ModelConfig(
         **{"d_model": 16, "n_layer": 2, "vocab_size": 40, "headdim": 16, **changes}
     )
-    ours = write_ours(tmp_path / "ours", config, random_state(config))
+    ours = write_ours(tmp_path / "ours", config)
     with pytest.raises(UserError, match=message):
         write_model(ours, tmp_path / "out", format="state-spaces")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]

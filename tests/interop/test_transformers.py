@@ -1,13 +1,11 @@
-"""transformers' folders in and out: the same model to the bit, and the same logits, losses and gradients from their
-code and ours."""
+"""transformers' folders in and out: the same model to the bit, and the same logits from their code and ours; gradients
+are test_families.py's."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 
 from mamba_fsdp.interop.convert import write_model
-from mamba_fsdp.interop.transformers_layouts import layout_for
 from mamba_fsdp.interop.weights import read_weights
 from tests.support.small_models import (
     CONFIGS,
@@ -36,7 +34,7 @@ def load(folder):
 
 @pytest.mark.parametrize("name", [*CONFIGS, "grouped"])
 def test_a_model_is_the_same_there_and_back(name, tmp_path):
-    """To the bit when it is read again, from transformers' form and from ours; the same logits, loss and gradients."""
+    """To the bit when it is read again, from transformers' form and from ours; the same logits."""
     config = CONFIGS.get(name, GROUPED)
     state = random_state(config)
     write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
@@ -48,23 +46,9 @@ def test_a_model_is_the_same_there_and_back(name, tmp_path):
     ours = model_of(config, state.get)
     theirs = load(tmp_path / "hf")
     tokens = torch.randint(0, config.vocab_size, (2, 37), generator=torch.manual_seed(1))
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-
-    logits = theirs(inputs, use_cache=False).logits
-    torch.testing.assert_close(ours(inputs), logits, **TOLERANCE)
-    their_loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-    our_loss = ours(inputs, labels=labels)
-    torch.testing.assert_close(our_loss, their_loss, **TOLERANCE)
-
-    our_loss.backward()
-    their_loss.backward()
-    their_parameters = dict(theirs.named_parameters())
-    our_parameters = dict(ours.named_parameters())
-    for our_name, foreign in layout_for(config).parts(config).items():
-        expected = torch.cat([their_parameters[their_name].grad for their_name, _ in foreign])
-        tolerance = 1e-3 * expected.abs().max().item() + 1e-6
-        found = our_parameters[our_name].grad
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=tolerance)
+    with torch.no_grad():
+        logits = theirs(tokens, use_cache=False).logits
+        torch.testing.assert_close(ours(tokens), logits, **TOLERANCE)
 
 
 def their_configs():

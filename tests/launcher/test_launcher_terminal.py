@@ -12,26 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.report import records
+from tests.support.corpora import write_store
 from tests.support.processes import wait_until
 from tests.support.projects import make_project, make_venv
+from tests.support.tiny import TINY, as_words
 
 pytestmark = pytest.mark.slow
-SETTINGS = [
-    "--dataset_path=store",
-    "--save_ckpt_path=run",
-    "--d_model=16",
-    "--n_layer=1",
-    "--vocab_size=64",
-    "--seq_length=32",
-    "--batch_size=1",
-    "--mixed_precision=fp32",
-    "--kernels=reference",
-    "--eval_interval=0",
-    "--report_interval=1",
-    "--checkpoint_interval=100000",
-]
+SETTINGS = TINY | {
+    "dataset_path": "store",
+    "save_ckpt_path": "run",
+    "batch_size": 1,
+    "eval_interval": 0,
+    "eval_batches": -1,
+    "checkpoint_interval": 100_000,
+}
 # A rank spins for ever once there is a file of this name.
 SPINS = """
 
@@ -63,10 +58,9 @@ def command(project):
     """command(steps) -> what trains so many in project/run, a new folder."""
     subprocess.run(["rm", "-rf", project / "run"], check=True)
     if not (project / "store").exists():
-        writer = StoreWriter(project / "store", vocab_size=64, eos=0, tokenizer="none")
-        writer.append([*np.random.default_rng(0).integers(1, 64, 20_000).tolist(), writer.eos])
-        writer.finish()
-    return lambda steps: ["./1.train.sbatch", *SETTINGS, f"--num_steps={steps}"]
+        document = np.random.default_rng(0).integers(1, 64, 20_000)
+        write_store(project / "store", [document], vocab_size=64, eos=0, tokenizer="none")
+    return lambda steps: ["./1.train.sbatch", *as_words(SETTINGS | {"num_steps": steps})]
 
 
 def wait_for_steps(run, count):

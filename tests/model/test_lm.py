@@ -9,10 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops import cpp
 from mamba_fsdp.ops.ssd import reference as ssd
 from mamba_fsdp.parallel.parallelize import compile_blocks
-from tests.support.models import BACKENDS, FAMILIES, small_model, some_tokens
+from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
 
@@ -62,16 +61,6 @@ def test_bf16_computes_near_fp32_and_keeps_the_residual_stream_in_it(family):
     assert {residual.dtype for _, residual in residuals} == {torch.float32}
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     assert_gradients_close(gradients, exact_gradients, tolerance=0.1)
-
-
-@pytest.mark.skipif(bool(cpp.why_unavailable()), reason=f"no C backend: {cpp.why_unavailable()}")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_native_forms_compute_the_same_model(family):
-    tokens = some_tokens(3, 50)
-    loss, gradients = loss_and_gradients(small_model(family, backends=BACKENDS["cpp"]), tokens)
-    expected, expected_gradients = loss_and_gradients(small_model(family), tokens)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

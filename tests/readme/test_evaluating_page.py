@@ -7,7 +7,6 @@ import shlex
 import pytest
 
 import get_dataset
-from mamba_fsdp import command_line
 from mamba_fsdp.verbs import evaluate, export, generate
 from tests.verbs.conftest import used  # noqa: F401 (a fixture)
 
@@ -20,7 +19,7 @@ VERBS = {
 }
 
 
-def test_commands_run(used, project, monkeypatch, capsys):  # noqa: F811
+def test_commands_run(used, project, monkeypatch, answer):  # noqa: F811
     monkeypatch.chdir(used)
     page = (project / "docs/evaluating.md").read_text()
     commands = re.findall(r"^\.venv/bin/.* (?:-m mamba_fsdp |(?=get_dataset))(.*)", page, re.M)
@@ -29,9 +28,7 @@ def test_commands_run(used, project, monkeypatch, capsys):  # noqa: F811
         verb, *rest = shlex.split(command)
         if ">" in rest:
             rest = rest[: rest.index(">")]
-        with pytest.raises(SystemExit) as exit:
-            command_line.run(VERBS[verb].main, lambda: "", rest)
-        told = capsys.readouterr()
-        assert exit.value.code == 0 and told.out, (command, told.err)
+        code, out, err = answer(VERBS[verb], *rest)
+        assert code == 0 and out, (command, err)
         if "--json" in rest:
-            assert "data" in json.loads(told.out)
+            assert "data" in json.loads(out)

@@ -10,8 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.support.ports import hold_port
-from tests.support.tiny import TINY
+from tests.support.ports import hold_port, rank_environment
+from tests.support.tiny import TINY, as_words
 
 SETTINGS = {
     **TINY,
@@ -39,16 +39,13 @@ def import_all():
 def make_data(folder):
     import numpy as np
 
-    from mamba_fsdp.data.store import StoreWriter
+    from tests.support.corpora import write_store
 
-    for name, documents in (("train", 60), ("validation", 20)):
-        random = np.random.default_rng(documents)
-        writer = StoreWriter(
-            folder / "data" / name, vocab_size=64, eos=0, tokenizer="ids:of the storm"
-        )
-        for _ in range(documents):
-            writer.append([*random.integers(1, 64, random.integers(5, 120)).tolist(), writer.eos])
-        writer.finish()
+    how = dict(vocab_size=64, eos=0, tokenizer="ids:of the storm")
+    for name, count in (("train", 60), ("validation", 20)):
+        random = np.random.default_rng(count)
+        documents = [random.integers(1, 64, random.integers(5, 120)) for _ in range(count)]
+        write_store(folder / "data" / name, documents, **how)
 
 
 def fork(work, *arguments):
@@ -88,12 +85,7 @@ def launch(task):
 
 def be_rank(task, number, port):
     os.environ.update(
-        RANK=str(number),
-        WORLD_SIZE=str(task["ranks"]),
-        LOCAL_RANK=str(number),
-        LOCAL_WORLD_SIZE=str(task["ranks"]),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        rank_environment(number, task["ranks"], port),
         TORCHELASTIC_RUN_ID="storm",
         OMP_NUM_THREADS="1",
     )
@@ -126,9 +118,7 @@ def run(task):
         words["context_parallel"] = task["ranks"]
     if task["strategy"] == "hsdp":
         halve_the_node()
-    command_line.run(
-        training.main, lambda: "", [f"--{key}={value}" for key, value in words.items()]
-    )
+    command_line.run(training.main, lambda: "", as_words(words))
 
 
 def halve_the_node():

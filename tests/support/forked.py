@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 
-from tests.support.ports import hold_port
+from tests.support.ports import hold_port, rank_environment
 from tests.support.ranks import PROCESSES
 
 PROJECT = Path(__file__).resolve().parents[2]
-PORTS: list[
-    socket.socket
-] = []  # held until this process ends: nobody else is given one before a rank 0 listens there
+# Held until this process ends: nobody else is given one before a rank 0 listens there.
+PORTS: list[socket.socket] = []
 
 
 class Training:
@@ -86,24 +85,11 @@ def _run(program, words, environment, out, err):
 def start_ranks(count, words, program=("training.py",)):
     """A Training for each rank, as torchrun starts them on one node."""
     PORTS.append(port := hold_port())
-    return [
-        Training(
-            words,
-            {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(count),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(count),
-                "GROUP_RANK": "0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port.getsockname()[1]),
-            },
-            merged=True,
-            program=program,
-        )
+    environments = [
+        {**os.environ, **rank_environment(rank, count, port.getsockname()[1])}
         for rank in range(count)
     ]
+    return [Training(words, each, merged=True, program=program) for each in environments]
 
 
 def said_by(ranks, timeout=800):

@@ -1,4 +1,4 @@
-"""Ports for ranks that are to meet."""
+"""Ports and names for ranks that are to meet."""
 
 import socket
 
@@ -9,3 +9,16 @@ def hold_port() -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
     return held
+
+
+def rank_environment(rank, count, port):
+    """What torchrun sets for a rank of one node."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

@@ -18,6 +18,7 @@ from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.train.optimizer import make_optimizer
 from tests.support.double import Double
+from tests.support.ports import rank_environment
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
 PROCESSES = multiprocessing.get_context(
@@ -81,12 +82,7 @@ def run_ranks(count, function, *arguments, launched=True, seconds=400):
 def _rank(sender, rank, count, port, function, arguments):
     if port:
         os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(count),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(count),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
+            rank_environment(rank, count, port),
             TORCHELASTIC_USE_AGENT_STORE="True",
             TORCHELASTIC_RESTART_COUNT="0",
         )

@@ -136,10 +136,11 @@ def model_of(config, get, dtype=torch.float32):
     return model
 
 
-def write_ours(folder, config, state, **more):
-    """A folder in our form, written here by hand."""
+def write_ours(folder, config, state=None):
+    """A folder in our form, written here by hand; random_state(config), unless another state is given."""
+    state = state or random_state(config)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**dataclasses.asdict(config), **more}))
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
     tied = {"lm_head.weight": state["backbone.embedding.weight"]} if config.tie_embeddings else {}
     torch.save({**state, **tied}, folder / "consolidated.00.pth")
     return folder

@@ -20,6 +20,11 @@ TINY = {
 }
 
 
+def as_words(settings):
+    """As they stand on a command line."""
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
 def resolved(file=None, **given):
     """The settings of a run, of these as a user writes them."""
     words = {name: str(value) for name, value in given.items()}

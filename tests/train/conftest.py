@@ -1,6 +1,5 @@
 """A tiny corpus and tiny runs on it: in this process where nothing is killed, else in one of their own."""
 
-import json
 import os
 
 import numpy as np
@@ -8,24 +7,23 @@ import pytest
 import torch
 
 import mamba_fsdp
-from mamba_fsdp.data.store import StoreWriter
-from tests.support.tiny import TINY, resolved
+from mamba_fsdp.report import records
+from tests.support import corpora
+from tests.support.tiny import TINY, as_words, resolved
 
 
 def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
     """Documents of random length in which each token mostly follows from the one before: something to learn."""
     random = np.random.default_rng(seed)
-    writer = StoreWriter(path, vocab_size=64, eos=0, tokenizer=tokenizer)
+    written = []
     for _ in range(documents):
         tokens = [int(random.integers(1, 64))]
         for _ in range(int(random.integers(5, 120))):
-            tokens.append(
-                1 + (tokens[-1] * 5 + 3) % 63
-                if random.random() < 0.8
-                else int(random.integers(1, 64))
-            )
-        writer.append([*tokens, writer.eos])
-    writer.finish()
+            follows = random.random() < 0.8
+            next_token = 1 + (tokens[-1] * 5 + 3) % 63 if follows else random.integers(1, 64)
+            tokens.append(int(next_token))
+        written.append(tokens)
+    corpora.write_store(path, written, vocab_size=64, eos=0, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="session")
@@ -104,9 +102,7 @@ def start_training(corpus, tiny_file):
 
     def start(run, **given):
         words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run, **given}
-        started.append(
-            Training([f"--{key}={value}" for key, value in words.items()], dict(os.environ))
-        )
+        started.append(Training(as_words(words), dict(os.environ)))
         return started[-1]
 
     yield start
@@ -143,9 +139,9 @@ def metrics_of():
     """metrics_of(run) -> its metrics without times and rates."""
 
     def read(run):
-        entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         return [
-            {key: value for key, value in entry.items() if key not in TIMES} for entry in entries
+            {key: value for key, value in entry.items() if key not in TIMES}
+            for entry in records.read(run / "metrics.jsonl")
         ]
 
     return read

@@ -1,6 +1,5 @@
 """What a run tells: rank 0 writes and shows, the others take part."""
 
-import json
 import re
 import time
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import BatchLayout
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.console import Console
+from mamba_fsdp.report.records import read
 from mamba_fsdp.train.clock import Clock
 from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.run_folder import RunFolder
@@ -80,9 +80,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(logger_of, tmp_path, ca
         logger.peak_flops = 1e12
         flops = logger.flops_per_token
         logger.report(stats(3.0), 0.01)
-    validation, report = (
-        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    )
+    validation, report = read(tmp_path / "metrics.jsonl")
     assert validation == {
         "step": 1,
         "val_loss": 3.0,

@@ -23,6 +23,7 @@ from mamba_fsdp.planning import roofline
 from mamba_fsdp.planning.memory import Workload, expected_memory
 from mamba_fsdp.train import muon as muon_module
 from mamba_fsdp.train.optimizer import make_optimizer
+from tests.support.checkpoints import equal
 from tests.support.ranks import build, run_ranks, train, whole
 
 SIZES = dict(d_model=32, vocab_size=64, d_state=8, headdim=8, n_head=4, n_kv_head=2)
@@ -129,8 +130,7 @@ def broken_off(world, run, how):
 @pytest.mark.torch22
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path):
     for unbroken, resumed in run_ranks(2, broken_off, tmp_path / "run", {"strategy": "fsdp"}):
-        assert unbroken.keys() == resumed.keys()
-        assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
+        assert equal(unbroken, resumed)
 
 
 def test_another_optimizer_than_the_checkpoints_is_refused(train, tmp_path):

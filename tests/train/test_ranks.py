@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from mamba_fsdp.checkpoint import contents, files
 from mamba_fsdp.train import loop, run
+from tests.support.checkpoints import equal
 from tests.support.forked import said_by, start_ranks
 from tests.support.ranks import run_ranks
-from tests.support.tiny import TINY
+from tests.support.tiny import TINY, as_words
 
 STEPS = {
     "num_steps": 4,
@@ -31,7 +32,7 @@ def train_on(corpus):
 
     def run_on(ranks, run, **given):
         words = {**TINY, **STEPS, "dataset_path": corpus, "save_ckpt_path": run, **given}
-        return said_by(start_ranks(ranks, [f"--{key}={value}" for key, value in words.items()]))
+        return said_by(start_ranks(ranks, as_words(words)))
 
     return run_on
 
@@ -132,10 +133,7 @@ def test_hybrids_resume_a_killed_run_to_the_bit(train_on, run_changed, tmp_path,
     said = train_on(2, tmp_path / "run", **steps, sharding_strategy="fsdp")
     assert "step_00000002" in said
     whole = weights_of(tmp_path / "whole")
-    resumed = weights_of(tmp_path / "run")
-    assert whole.keys() == resumed.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, resumed[name]), name
+    assert equal(whole, weights_of(tmp_path / "run"))
     train_on(2, tmp_path / "ddp", **steps, sharding_strategy="ddp")
     for name, tensor in weights_of(tmp_path / "ddp").items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-3, atol=1e-4)

@@ -18,16 +18,34 @@ from mamba_fsdp.train.schedule import Schedule
 from mamba_fsdp.train.state import TrainState
 
 
-def test_fms_cosine_is_that_of_fms_fsdp():
-    """min(1 - (1 - x/W)^2, 0.1 + 0.45 (1 + cos(pi x/N))), W = min(2000, N/20)."""
-    total = 1000
-    schedule = Schedule("fms_cosine", total)
-    for step in range(total):
-        x, warmup = step + 1, min(2000, total // 20)
-        expected = min(
-            1 - (1 - min(x, warmup) / warmup) ** 2, 0.1 + 0.45 * (1 + math.cos(math.pi * x / total))
-        )
-        assert schedule.factor(step) == pytest.approx(expected, abs=1e-12)
+def fms_cosine(x):
+    """min(1 - (1 - x/W)^2, 0.1 + 0.45 (1 + cos(pi x/N))), W = min(2000, N/20), as fms-fsdp has it; here N = 1000."""
+    return min(1 - (1 - min(x, 50) / 50) ** 2, 0.1 + 0.45 * (1 + math.cos(math.pi * x / 1000)))
+
+
+def wsd_of_composer(x):
+    """Linear warm-up, 1 until t_max - t_decay, then (t_max - t)/t_decay, never below the floor."""
+    return min(x / 100, 1, max(0.1, (1000 - x) / 200))
+
+
+def linear_of_earlier_versions(x):
+    return min(x / 10, max(0.1, 1 - 0.9 * x / 100))
+
+
+FORMULAS = [
+    (Schedule("fms_cosine", 1000), fms_cosine),
+    (Schedule("wsd", 1000, warmup=100, decay=200, floor=0.1), wsd_of_composer),
+    (Schedule("linear_from_start", 100, warmup=10), linear_of_earlier_versions),
+    (Schedule("annealing", 10), lambda x: 1 - (x - 1) / 10),
+    (Schedule("constant", 10), lambda x: 1.0),
+]
+
+
+@pytest.mark.parametrize("schedule, formula", FORMULAS)
+def test_a_schedule_is_its_formula(schedule, formula):
+    """Of the x-th step, from 1."""
+    for x in range(1, schedule.total + 1):
+        assert schedule.factor(x - 1) == pytest.approx(formula(x), abs=1e-12), x
 
 
 END = {"num_training_steps": 200}
@@ -112,30 +130,6 @@ def test_every_type_of_the_trainer_is_taken_or_refused_by_name():
         words = {"lr_scheduler_type": kind.value, "warmup_ratio": "0.1"}
         assert resolve_settings(words)[0].lr_schedule.warmup_ratio == 0.1
     assert refused == {"reduce_lr_on_plateau", "greedy"}
-
-
-def test_linear_from_start_is_the_linear_of_earlier_versions():
-    schedule = Schedule("linear_from_start", 100, warmup=10)
-    expected = [min((x + 1) / 10, max(0.1, 1 - 0.9 * (x + 1) / 100)) for x in range(100)]
-    assert [schedule.factor(step) for step in range(100)] == expected
-
-
-def test_wsd_is_that_of_composer():
-    """Linear warm-up, 1 until t_max - t_decay, then (t_max - t)/t_decay, never below the floor."""
-    schedule = Schedule("wsd", 1000, warmup=100, decay=200, floor=0.1)
-    assert schedule.factor(49) == pytest.approx(0.5)
-    assert {schedule.factor(step) for step in range(99, 799)} == {1.0}
-    assert schedule.factor(899) == pytest.approx(0.5)
-    assert schedule.factor(999) == 0.1
-
-
-def test_annealing_goes_straight_to_zero_and_constant_stays():
-    annealing = Schedule("annealing", 10)
-    assert [annealing.factor(step) for step in range(10)] == pytest.approx(
-        [1 - step / 10 for step in range(10)]
-    )
-    assert {Schedule("constant", 10).factor(step) for step in range(10)} == {1.0}
-    assert Schedule("linear", 10, warmup=0, floor=0.1).factor(9) == pytest.approx(0.1)
 
 
 def resumed(state, num_steps, until=None, **more):

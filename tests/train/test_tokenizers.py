@@ -1,15 +1,14 @@
 """Tokens meet only tokens and models of the tokenizer that made them, unless one says that it fits."""
 
-import json
 import shutil
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
+from tests.train.conftest import write_store
 
 WORDS = ["<end>", "?", *(f"w{number}" for number in range(62))]
 OTHER = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
@@ -25,23 +24,14 @@ def words(vocabulary):
 
 
 @pytest.fixture(scope="session")
-def data(corpus, tmp_path_factory):
-    """A folder with the stores a and b, which hold the same tokens as `corpus`, of different tokenizers; and with
-    again, of the first under another name, and unknown, which does not say of which."""
+def data(tmp_path_factory):
+    """A folder with the stores a and b, which hold the same tokens, of different tokenizers; and with again, of the first under another name, and unknown, which does not say of which."""
     root = tmp_path_factory.mktemp("data")
     for name, vocabulary in (("a", WORDS), ("b", OTHER), ("again", WORDS), ("unknown", WORDS)):
-        for part in ("train", "validation"):
-            shutil.copytree(corpus / part, root / name / part)
-            tokenizer = TextTokenizer(words(vocabulary), "<end>")
-            shards = json.loads((root / name / part / "index.json").read_text())["shards"]
-            identity = tokenizer.identity if name != "unknown" else "none"
-            StoreWriter(
-                root / name / part,
-                vocab_size=64,
-                eos=0,
-                tokenizer=identity,
-                resumed={"shards": shards, "tokens": 0, "documents": 0, "open": 0},
-            ).finish()
+        tokenizer = TextTokenizer(words(vocabulary), "<end>")
+        identity = tokenizer.identity if name != "unknown" else "none"
+        for seed, part in enumerate(("train", "validation")):
+            write_store(root / name / part, seed, 20, tokenizer=identity)
             if name != "unknown":
                 tokenizer.save(root / name / part / "tokenizer")
     return root

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp import command_line
 from tests.support.tiny import TINY, resolved
 
 
@@ -37,20 +36,6 @@ def there(used, monkeypatch):
     monkeypatch.chdir(used)
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     return used
-
-
-@pytest.fixture
-def answer(capsys):
-    """answer(verb's module, *words) -> (exit code, stdout, stderr)."""
-
-    def answer(verb, *words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            command_line.run(verb.main, str, list(map(str, words)))
-        told = capsys.readouterr()
-        return end.value.code, told.out, told.err
-
-    return answer
 
 
 @pytest.fixture
