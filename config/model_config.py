@@ -136,9 +136,9 @@ class ModelConfig:
             raise UserError(f"layers: {self.layers!r} names no layer; give each count at least 1")
         return [pattern[index % len(pattern)] for index in range(self.n_layer)]
 
-    def has(self, *mixers: str) -> bool:
-        """Whether one of these mixers is in a layer."""
-        return any(set(mixers) & set(layer.mixers) for layer in self.layer_list())
+    def has(self, mixer: str) -> bool:
+        """Whether a layer has this mixer."""
+        return any(mixer in layer.mixers for layer in self.layer_list())
 
     def reads(self, name: str) -> bool:
         """Whether a setting has an effect: on a kind of layer that there is, or on the whole."""

@@ -39,20 +39,19 @@ class Context:
     def own(self, seq_idx: Tensor | None, length: int, before: int = 0) -> Tensor | None:
         """Returns the columns of a whole sequence's seq_idx (batch, size * length) that are this rank's, and `before` of
         the rank on the left; the first rank's own first column where there is none."""
-        return None if seq_idx is None else self._columns(seq_idx, length, before)
+        if seq_idx is None:
+            return None
+        first = self.rank * length
+        places = torch.arange(first - before, first + length, device=seq_idx.device)
+        return seq_idx[:, places.clamp(min=0)]
 
     def continues(self, seq_idx: Tensor | None, length: int) -> Tensor:
         """Returns where this rank's positions belong to the document in which the rank on the left ends, (batch or 1,
         length) bool. The first rank's answer means nothing: only zeros enter there."""
-        if seq_idx is None:
+        with_last = self.own(seq_idx, length, before=1)
+        if with_last is None:
             return torch.ones(1, length, dtype=torch.bool, device=self.device)
-        with_last = self._columns(seq_idx, length, before=1)
         return with_last[:, 1:] == with_last[:, :1]
-
-    def _columns(self, seq_idx, length, before):
-        first = self.rank * length
-        places = torch.arange(first - before, first + length, device=seq_idx.device)
-        return seq_idx[:, places.clamp(min=0)]
 
     def inputs_before(self, x: Tensor, count: int) -> Tensor:
         """Returns the last `count` positions of the rank on the left, of x (batch, length >= count, ...); the first rank

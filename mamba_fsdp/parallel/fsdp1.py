@@ -74,10 +74,8 @@ def shard(
     module = FullyShardedDataParallel(model, **options)
 
     cuts = _cuts(module, shard_size)
-    parts = {}
-    for slot in slots:
-        if slot not in whole:
-            parts[slot] = (slot.parameter, cuts[slot.owners[0]])
+    sharded = [slot for slot in slots if slot not in whole]
+    parts = {slot: (slot.parameter, cuts[slot.owners[0]]) for slot in sharded}
     return FSDP1Model(
         model,
         module,
