@@ -44,6 +44,7 @@ from mamba_fsdp.storage import read_object, write_atomically
 
 DEVICES = {"cuda"}  # on which backends have to prove themselves
 POSITIONS = 600  # of a row, which SSD may cut in two; no multiple of any kernel's chunk
+VOCABULARY = 1009  # prime: a row's positions have each a token, and so a gradient, of their own; no two rows are alike
 FULL = 32768  # rows times channels that fill a GPU: where there are fewer, kernels cut the rows
 # Of each tensor of a layer's results, the largest error relative to its largest value; or MARGIN times that of plain
 # PyTorch in the run's precision, where this is more, as in layers of a few channels. Plain PyTorch comes to half of these
@@ -199,7 +200,7 @@ class FirstUse:
         """Returns the loss of made-up tokens, three documents a row, and the gradient of each parameter."""
         heart.beat()
         places = torch.arange(batch * length, device=self.device).view(batch, length)
-        tokens = places % model.config.vocab_size
+        tokens = places * 7 % model.config.vocab_size
         labels = places * 11 % model.config.vocab_size
         seq_idx = None
         if self.seq_idx:
@@ -213,10 +214,9 @@ class FirstUse:
         return results
 
     def results(self, layer: str, backends: dict[str, str], exact: bool = False) -> Results:
-        """Of a kind of layer over the rows of a proof, where each position has a token of its own, and so a gradient."""
-        tokens = self.rows * POSITIONS
-        model = self.make_model([layer], backends, exact, vocab_size=tokens, tie_embeddings=False)
-        return self.run(model, self.rows)
+        """Of a kind of layer over the rows of a proof."""
+        sizes = {"vocab_size": VOCABULARY, "tie_embeddings": False}
+        return self.run(self.make_model([layer], backends, exact, **sizes), self.rows)
 
     def measure(self, layer: str, backends: dict[str, str]) -> Measured:
         """Compares what a kind of layer gives in these backends with the reference in float64."""
