@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 
 OLDEST = (3, 10)
@@ -12,6 +13,8 @@ def need(*packages):
     """Ends the process with exit code 2 and says which Python to use, where this one is too old or
     lacks one of `packages`. From here on Ctrl-C is one line, also while modules are imported."""
     sys.excepthook = _say_stopped
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if sys.version_info < OLDEST:
         missing = ["what Python %d.%d has" % OLDEST]
@@ -30,6 +33,17 @@ def show_wait():
     if isinstance(sys.stderr, Overwriting):
         os.write(2, b"loading the libraries ...")
         Overwriting.wipe = "\r\033[K"
+
+
+def _stop(number, frame):
+    """What Ctrl-C does. While a module is imported it ends the process: some modules swallow the
+    exception, and go on half imported."""
+    while frame:
+        if frame.f_code.co_name == "_find_and_load":  # Python's own, of each import
+            os.write(2, b"\nstopped by Ctrl-C\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _say_stopped(kind, error, trace):

@@ -59,7 +59,18 @@ def test_a_terminal_shows_at_once_that_it_is_loading(project, terminal):
     assert first == "loading the libraries ..." and last.startswith("\x1b[Kerror: /nowhere: ")
 
 
-def test_ctrl_c_is_a_line_while_modules_are_imported_too(project):
+def test_ctrl_c_ends_an_import_that_would_swallow_it(project, tmp_path):
+    """As that of NumPy by torch does."""
+    (tmp_path / "deaf.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    code = f"import sys; sys.path += ['.', {str(tmp_path)!r}]\nfrom mamba_fsdp import interpreter\n"
+    code += "interpreter.need('fire')\nimport deaf\nprint('went on')"
+    done = run_program(sys.executable, "-c", code, cwd=project)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nstopped by Ctrl-C\n")
+
+
+def test_ctrl_c_is_a_line_before_the_command_begins_too(project):
     code = "from mamba_fsdp import interpreter\ninterpreter.need('fire')\nraise KeyboardInterrupt"
     done = run_program(sys.executable, "-c", code, cwd=project)
     # The code is as Python has it: bash says 130.
