@@ -149,10 +149,8 @@ def hold_until_the_end(folder: Path) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write in, which is held and is not whole; it is `out` once the block has ended and all is on the
     disk, and is removed where it fails. What killed processes left of an earlier attempt is removed first. Raises
-    UserError where `out` exists or the disk refuses."""
+    UserError where `out` is not free or the disk refuses."""
     remove_left_over(out.parent, re.escape(out.name), partial(print, file=sys.stderr))
-    if out.exists():
-        raise UserError(f"{out} exists already; name a new folder, or remove it first")
     unfinished = hidden_beside(out)
     try:
         unfinished.mkdir(parents=True)

@@ -22,7 +22,7 @@ import numpy as np
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.store import SPLITS, near_path
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.storage import read_object
+from mamba_fsdp.storage import exists, read_object
 
 KINDS = {
     ".txt": "text",
@@ -71,7 +71,7 @@ def find_shards(input: str, options: DatasetConfig) -> list[Shard]:
 def is_local(input: str) -> bool:
     """Whether `input` names files here; else see ask_hub."""
     path = os.path.expanduser(input)
-    if input == "builtin" or os.path.lexists(path) or glob.has_magic(path):
+    if input == "builtin" or exists(path) or glob.has_magic(path):
         return True
     ask_hub(path)
     return False

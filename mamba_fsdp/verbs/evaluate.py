@@ -83,8 +83,9 @@ class Evaluation:
         """What a person reads."""
         perplexity = f"{self.perplexity:,.3f} per token"
         if self.word_perplexity:
-            per_word = f"{self.word_perplexity:,.3f} per word"
-            perplexity += f", {per_word} ({self.words:,} words between white space)"
+            perplexity += (
+                f", {self.word_perplexity:,.3f} per word ({self.words:,} words between white space)"
+            )
         lines = [
             f"tokens         {self.tokens:,} of {self.all_tokens:,}",
             f"windows        {self.window:,} tokens long, one every {self.stride:,}",
