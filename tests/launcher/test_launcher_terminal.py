@@ -74,14 +74,19 @@ def wait_for_end(run):
     return records.read_status(run)
 
 
+def assert_stopped(run, reason):
+    """By this signal, with a checkpoint of its last step."""
+    status = wait_for_end(run)
+    assert (status["status"], status["reason"]) == ("stopped", reason)
+    assert (run / f"checkpoints/step_{status['step']:08d}/COMMIT").exists()
+
+
 def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(project, command, terminal):
     process = terminal.start(command(100_000), cwd=project)
     wait_for_steps(project / "run", 20)
     terminal.close()
     assert process.wait(400) == 130
-    status = wait_for_end(project / "run")
-    assert (status["status"], status["reason"]) == ("stopped", "SIGHUP")
-    assert (project / f"run/checkpoints/step_{status['step']:08d}/COMMIT").exists()
+    assert_stopped(project / "run", "SIGHUP")
 
 
 def test_ctrl_c_that_ends_the_reader_too_stops_the_run_with_a_checkpoint(
@@ -94,9 +99,7 @@ def test_ctrl_c_that_ends_the_reader_too_stops_the_run_with_a_checkpoint(
     wait_for_steps(project / "run", 20)
     terminal.type("\x03")
     process.wait(400)
-    status = wait_for_end(project / "run")
-    assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
-    assert (project / f"run/checkpoints/step_{status['step']:08d}/COMMIT").exists()
+    assert_stopped(project / "run", "SIGINT")
 
 
 def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, command, tmp_path):

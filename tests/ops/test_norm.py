@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from mamba_fsdp.ops.norm import add_rms_norm, gated_rms_norm
 from mamba_fsdp.ops.norm.reference import rms_norm
+from tests.kernels.compare import assert_like, evaluate
 
 
 def randn(*shape, dtype=torch.float64, seed=0):
@@ -17,25 +18,18 @@ def definition(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
+def behind_a_sum(x, residual, weight, eps):
+    return definition(x + residual, weight, eps), x + residual
+
+
 @pytest.mark.parametrize("eps", [1e-5, 1.0])
 def test_equals_its_definition(eps):
-    x = randn(2, 3, 7)
-    weight = randn(7, seed=1)
-    torch.testing.assert_close(rms_norm(x, weight, eps, x.dtype), definition(x, weight, eps))
-
-
-def test_gradcheck():
-    x = randn(2, 3, 6)
-    z = randn(2, 3, 6, seed=1)
-    weight = randn(6, seed=2)
-    assert torch.autograd.gradcheck(lambda *v: rms_norm(*v, 1e-5, torch.float64), (x, weight))
-    assert torch.autograd.gradcheck(
-        lambda *v: add_rms_norm(*v, 1e-5, torch.float64), (x, z, weight)
-    )
-    for group_size in (6, 3, 1):
-        assert torch.autograd.gradcheck(
-            lambda *v, group_size=group_size: gated_rms_norm(*v, 1e-5, group_size), (x, z, weight)
-        )
+    leaves = {"x": randn(2, 3, 7), "weight": randn(7, seed=1)}
+    found = evaluate(rms_norm, leaves, eps=eps, out_dtype=torch.float64)
+    assert_like(found, evaluate(definition, leaves, eps=eps), 1e-12)
+    leaves["residual"] = randn(2, 3, 7, seed=2)
+    found = evaluate(add_rms_norm, leaves, eps=eps, out_dtype=torch.float64)
+    assert_like(found, evaluate(behind_a_sum, leaves, eps=eps), 1e-12)
 
 
 def test_residual_stays_float32():
@@ -52,18 +46,16 @@ def test_residual_stays_float32():
             normed.float(), definition(total, weight, 1e-5), rtol=2**-8, atol=1e-6
         )
         (normed.float().sum() + after.sum()).backward()
-    assert (
-        x.grad.dtype == torch.bfloat16
-        and residual.grad.dtype == torch.float32
-        and weight.grad.dtype == torch.float32
-    )
+    assert x.grad.dtype == torch.bfloat16
+    assert residual.grad.dtype == weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
 def test_gated_norms_each_group_behind_the_gate(group_size):
-    x = randn(2, 3, 8)
-    z = randn(2, 3, 8, seed=1)
-    weight = randn(8, seed=2)
-    groups = (x * F.silu(z)).unflatten(-1, (-1, group_size))
-    expected = definition(groups, weight.view(-1, group_size), 1e-5).flatten(-2)
-    torch.testing.assert_close(gated_rms_norm(x, z, weight, 1e-5, group_size), expected)
+    def gated(x, z, weight):
+        groups = (x * F.silu(z)).unflatten(-1, (-1, group_size))
+        return definition(groups, weight.view(-1, group_size), 1e-5).flatten(-2)
+
+    leaves = {"x": randn(2, 3, 8), "z": randn(2, 3, 8, seed=1), "weight": randn(8, seed=2)}
+    found = evaluate(gated_rms_norm, leaves, eps=1e-5, group_size=group_size)
+    assert_like(found, evaluate(gated, leaves), 1e-12)

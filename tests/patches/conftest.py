@@ -37,6 +37,13 @@ def newest():
     return with_class(NEWEST)
 
 
+def said_by(process):
+    """(output, errors) of a process that ends well."""
+    output, errors = process.communicate(timeout=400)
+    assert process.returncode == 0, errors
+    return output, errors
+
+
 class Cluster:
     """Starts ranks (triton_rank.py) whose home folder, and so the cache, is shared below `folder`; looks at what
     they leave."""
@@ -69,12 +76,7 @@ class Cluster:
 
     def finish(self, *processes):
         """The ranks' results; a rank that hangs or fails fails the test."""
-        results = []
-        for process in processes:
-            output, errors = process.communicate(timeout=400)
-            assert process.returncode == 0, errors
-            results.append(json.loads(output))
-        return results
+        return [json.loads(said_by(process)[0]) for process in processes]
 
     def run(self, environment, plan, **more):
         return self.finish(self.start(environment, plan, **more))[0]

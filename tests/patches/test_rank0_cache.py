@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.patches.conftest import said_by
 from tests.support.triton_rank import author_of
 
 KERNELS = [f"kernel{i}" for i in range(6)]
@@ -17,8 +18,7 @@ CODE = "import triton.runtime.cache as c; m = c.get_cache_manager('ab' * 32); "
 def python(environment, code, cluster, **more):
     """Run a few lines in a process of their own; returns what they print."""
     process = cluster.start_program([sys.executable, "-c", code], {**environment, **more})
-    output, errors = process.communicate(timeout=400)
-    assert process.returncode == 0, errors
+    output, _ = said_by(process)
     return output.strip()
 
 
@@ -140,8 +140,7 @@ def test_read_only_folder(triton, cluster):
         process = cluster.start(
             triton, pose(0, kernels=["old", "new", "newer"]), wrapper=wrapper, RANK=rank
         )
-        output, errors = process.communicate(timeout=400)
-        assert process.returncode == 0, errors
+        output, errors = said_by(process)
         assert json.loads(output) == {"old": "hit", "new": "compiled", "newer": "compiled"}
         assert errors.count("can't be written (Read-only file system)") == (
             2 if rank == "0" else 0
@@ -162,8 +161,7 @@ def test_full_disk(triton, cluster):
         wrapper=wrapper,
         RANK="0",
     )
-    output, errors = process.communicate(timeout=400)
-    assert process.returncode == 0, errors
+    output, errors = said_by(process)
     assert "No space left on device" in errors
     assert output.splitlines()[1:] == [], (
         "no half-made group and no temporary file stays in the shared folder"
@@ -206,7 +204,7 @@ def test_readers_never_see_a_partial_file_and_identical_files_stay(triton, clust
         cluster.start_program([sys.executable, "-c", code], {**triton, "RANK": str(rank)})
         for rank, code in enumerate((writer, reader, reader))
     ]
-    assert [process.communicate(timeout=400)[0].strip() for process in processes] == ["True"] * 3
+    assert [said_by(process)[0] for process in processes] == ["True\n"] * 3
 
 
 @pytest.mark.parametrize(

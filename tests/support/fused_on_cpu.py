@@ -22,6 +22,7 @@ from config.model_config import ModelConfig  # noqa: E402
 from mamba_fsdp.model.layers import Mamba2  # noqa: E402
 from mamba_fsdp.ops.backends import REFERENCE  # noqa: E402
 from mamba_fsdp.ops.ssd import ssd  # noqa: E402
+from tests.kernels.compare import assert_like, evaluate  # noqa: E402
 
 calls = []
 
@@ -93,25 +94,13 @@ ssd_combined.mamba_split_conv1d_scan_combined = answered_by(
 def compare(operator, tensors, **rest):
     """Outputs and gradients of the two backends, documents counted from 0 or not."""
     for seq_idx in (None, torch.tensor([4, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6]).expand(2, 11)):
-        results = []
-        for backend in ("reference", "fused"):
-            out = operator(**tensors, **rest, seq_idx=seq_idx, backend=backend)
-            weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-            grads = torch.autograd.grad((out * weights).sum(), list(tensors.values()))
-            results.append((out, *grads))
-        for name, reference, fused in zip(("output", *tensors), *results):
-            scale = reference.abs().max()
-            assert reference.dtype == fused.dtype, name
-            assert (reference - fused).abs().max() <= 1e-4 * scale, (
-                operator.__name__,
-                name,
-                reference,
-                fused,
-            )
-
-
-def leaves(**tensors):
-    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+        how = {**rest, "seq_idx": seq_idx}
+        reference, fused = (
+            evaluate(operator, tensors, **how, backend=backend)
+            for backend in ("reference", "fused")
+        )
+        assert_like(fused, reference, 1e-4)
+        assert all(fused[name].dtype == reference[name].dtype for name in fused)
 
 
 def mixer(seq_idx, backend, x, **weights):
@@ -127,7 +116,7 @@ heads, headdim, d_state, d_inner, d_model = 4, 4, 8, 16, 8
 for groups in (1, 2):
     compare(
         ssd,
-        leaves(
+        dict(
             x=torch.randn(2, 11, heads, headdim),
             dt=torch.randn(2, 11, heads),
             A=-torch.rand(heads),
@@ -139,7 +128,7 @@ for groups in (1, 2):
         chunk_size=16,
     )
 channels = d_inner + 2 * d_state
-of_layer = leaves(
+of_layer = dict(
     x=torch.randn(2, 11, d_model),
     in_proj__weight=torch.randn(d_inner + channels + heads, d_model) / 3,
     conv1d__weight=torch.randn(channels, 1, 4),
