@@ -242,6 +242,17 @@ def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, answer, word
     assert told.count("\n") == 1 and told.startswith("error: ")
 
 
+def test_what_may_not_be_read_is_not_called_missing(monkeypatch):
+    """A folder above it forbids; root, who may read all, runs the tests."""
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(PermissionError):
+        corpus.is_local("a/b.txt")
+
+
 def no_route(place):
     raise OSError(101, "Network is unreachable")
 
