@@ -95,6 +95,12 @@ def committed(checkpoints: str | Path) -> list[Path]:
     return [folder / name for _, name in steps if exists(folder / name / COMMIT)]
 
 
+def newest_step(run: str | Path) -> int:
+    """That of the newest committed checkpoint of a run, whole or not; 0 where there is none."""
+    found = committed(Path(run, CHECKPOINTS))
+    return step_of(found[-1].name) or 0 if found else 0
+
+
 def no_checkpoint(path: str | Path) -> UserError:
     """That there is none to be found by this path."""
     if not exists(path):

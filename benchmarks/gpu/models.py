@@ -65,7 +65,7 @@ def our_step(
         counted = batch.labels.numel()
         multiple = torch.full((), counted, dtype=torch.float64, device=device)
         loss_sum = accumulate_gradients(parallel, optimizer, [batch], 1 / multiple)
-        sums = sum_over_ranks(world, loss_sum, parallel.gradient_squares(), counted)
+        sums = sum_over_ranks(world, loss_sum, parallel.gradient_squares(), counted, [])
         loss, norm, factor = mean_loss_and_norm(sums, multiple)
         clip = OPTIMIZER.grad_clip_thresh
         update_weights(

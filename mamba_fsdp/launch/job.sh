@@ -121,7 +121,7 @@ start_asking() { # the signal that makes us ask
     asker=$!
 }
 
-keep_asking() { # again and again: a training that is only starting takes STOP for an old request and removes it
+keep_asking() { # again and again: storage may fail for a moment
     local limit=''
     while kill -0 $$ 2>/dev/null; do # whatever has become of this script
         # By a rename, so that no rank reads it before it says why. There may be no run folder yet.

@@ -37,9 +37,9 @@ from mamba_fsdp.launch.machine import (
 )
 from mamba_fsdp.parallel.compat import agent_logs
 from mamba_fsdp.parallel.world import allow_many_files
+from mamba_fsdp.report.records import read_status
 from mamba_fsdp.run_layout import CHECKPOINTS, FAILURES, STOP, committed
 from mamba_fsdp.storage import write_atomically
-from mamba_fsdp.train.run_folder import RunFolder
 
 # Slurm ends the job with the first node that exits: the others shall leave their failures before.
 SECONDS_FOR_OTHERS = 3
@@ -100,7 +100,6 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, **agent_logs(config))
         self.run_folder = run
         self.failures = failures
-        self.earlier_stop = self.stop_file_time()
         # False where Slurm starts the step again, for a node that went: others failed for its sake.
         self.has_started = False
         self.failure: Failure | None = None  # the last one of this node
@@ -146,9 +145,8 @@ class Agent(LocalElasticAgent):
 
         What this does not mend, another start of the job may: 1.train.sbatch sees to that.
         """
-        if failure.exit_code == UserError.exit_code or os.environ.get("MAX_RESTARTS") == "0":
-            return False
-        if self.is_stop_asked():
+        is_mistake = failure.exit_code == UserError.exit_code
+        if is_mistake or os.environ.get("MAX_RESTARTS") == "0" or self.is_stop_asked():
             return False
         checkpoints = committed(self.run_folder / CHECKPOINTS)
         is_new = checkpoints != self.restarted_from
@@ -156,15 +154,8 @@ class Agent(LocalElasticAgent):
         return is_new
 
     def is_stop_asked(self) -> bool:
-        """Whether the file STOP was made since this agent began; an earlier one was for another run."""
-        return self.stop_file_time() not in (None, self.earlier_stop)
-
-    def stop_file_time(self) -> int | None:
-        """When the file STOP was written, by the clock of its storage; None where there is none."""
-        try:
-            return os.stat(self.run_folder / STOP).st_mtime_ns
-        except OSError:
-            return None
+        """Whether the file STOP is there; 1.train.sbatch has removed one that was for an earlier run."""
+        return os.path.exists(self.run_folder / STOP)
 
     def _stop_workers(self, *_: Any, **__: Any) -> None:
         super()._shutdown(signal.SIGKILL)
@@ -224,7 +215,7 @@ def conclude(agent: Agent, code: int, alone: bool) -> int:
     if code:
         failure = first_failure(agent.failures) or agent.failure
     # A rank that was killed has left the status `running`, which this corrects:
-    status = RunFolder(agent.run_folder).status().get("status", "unknown")
+    status = read_status(agent.run_folder).get("status", "unknown")
     if code and agent.is_stop_asked():
         status = "stopped"
     text = ""

@@ -27,7 +27,7 @@ def plan(*stray, config=None, **given) -> None:  # the command line would check 
     if not os.environ.get("IMAGE"):  # which sees no folder yet that settings name: preflight will
         check_places(settings)
     print(
-        run_folder(settings),
+        os.path.abspath(settings.checkpoint.save_ckpt_path),
         builtin_folder(settings.data) or "",
         *folders_outside_project(settings),
         sep="\n",
@@ -45,10 +45,6 @@ def check_places(settings: TrainConfig) -> None:
 
         training_sources(settings.data)
         validation_sources(settings.data)
-
-
-def run_folder(settings: TrainConfig) -> Path:
-    return Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
 
 
 def folders_outside_project(settings: TrainConfig) -> list[Path]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
-from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
+from mamba_fsdp.lease import Lease
+from mamba_fsdp.run_layout import EVENTS, LEASE, METRICS, STATUS, newest_step
 from mamba_fsdp.storage import exists, nothing, parse_object, retry_io, timestamp, write_for_user
 
 LARGEST = 1 << 63  # an integer that others read
@@ -199,10 +200,18 @@ def write_status(
 
 
 def read_status(run_folder: Path) -> dict:
-    """The content of status.json, or {} where there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        return parse_object((run_folder / STATUS).read_text())
-    return {}
+    """The content of status.json, or {} where there is none. What it says of a run that has ended without a word, by
+    kill -9 or on a full disk, is corrected first, where that can be known."""
+    status: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, UserError):
+        # Looked at first: a run says how it ended, and gives its lease back then.
+        holder = Lease(run_folder / LEASE).look()
+        status = parse_object((run_folder / STATUS).read_text())
+        if status.get("status") == "running" and (not holder or holder.has_ended()):
+            reason = f"{holder or 'its process'} ended without a word: killed, or its disk was full"
+            status |= {"status": "failed", "step": newest_step(run_folder), "reason": reason}
+            write_status(run_folder, "failed", status["step"], reason)
+    return status
 
 
 def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:

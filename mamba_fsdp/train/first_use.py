@@ -1,7 +1,8 @@
 """The first minute on a GPU: what could serve is proved there, what is right is timed, and the fastest is taken.
 
 1. Rank 0 proves each backend of each operator: one layer of each kind of the model, between an embedding and a loss, goes
-   forward and backward in the run's precision over rows as the run has them, beside the reference in float64.
+   forward and backward in the run's precision over rows as the run has them, beside the reference in float64. Where
+   states are handed on, to the next token or the next rank, so does the end of a row from the state before it.
 2. What is wrong, does not compile or raises is passed over, and said. Where nothing but the reference is left for a scan,
    the run stops. What hangs until the watchdog ends the process is passed over at the next start, what ends the process
    otherwise at the third: a time limit or a person may have done it.
@@ -37,6 +38,7 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops import backends as known
+from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import MIXER_PARTS, REFERENCE, Choice, resolve_backends
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CACHES, KERNELS
@@ -129,6 +131,9 @@ class FirstUse:
         self.kernels = training.kernels
         self.deterministic = training.deterministic
         self.seq_idx = settings.data.reset_at_documents
+        # Positions of a row that are proved from the state before them: of a rank's part of a sequence, or one token of an
+        # answer; 0 where no state is handed on.
+        self.continued = POSITIONS // 2 if settings.parallel.context_parallel > 1 else 0
         self.dtype = DTYPES[training.mixed_precision]
         self.shape = (training.batch_size, own_positions(settings))
         # Of a proof: so that rows are cut as in the run, or not, which other kernels do.
@@ -206,17 +211,42 @@ class FirstUse:
         if self.seq_idx:
             seq_idx = (places % length * 3 // length).int()
         loss = model(tokens, labels, seq_idx)
+        return {"loss": loss.detach()} | self.gradients(model, loss)
+
+    def gradients(self, model: MambaLM, loss: torch.Tensor, of_what: str = "") -> Results:
         names, parameters = zip(*model.named_parameters())
-        results = {"loss": loss.detach()}
+        results = {}
         for name, gradient in zip(names, torch.autograd.grad(loss, parameters)):
-            results[f"gradient of {name.removeprefix('backbone.layers.0.')}"] = gradient
+            results[f"gradient of {name.removeprefix('backbone.layers.0.')}{of_what}"] = gradient
         self.synchronize()
+        return results
+
+    def continue_row(self, model: MambaLM) -> Results:
+        """Returns the output of the end of a row, from the state that its beginning leaves; where ranks share sequences, the
+        gradient of each parameter too, also by way of that state."""
+        tokens = torch.arange(POSITIONS, device=self.device)[None]
+        beginning, end = tokens.split([POSITIONS - self.continued, self.continued], dim=1)
+        documents = None
+        is_learnt_from = self.continued > 1
+        if is_learnt_from:  # the loader tells which queries there are
+            documents = Documents.asked_by_last(torch.zeros_like(tokens), self.continued)
+        state = model.allocate_state(1, POSITIONS)
+        with torch.set_grad_enabled(is_learnt_from):
+            model.read(beginning, state=state)
+            output = model.final_norm(*model.read(end, documents=documents, state=state))
+        results = {"output from a state": output.detach()}
+        if is_learnt_from:
+            results |= self.gradients(model, model.loss(output, end), " from a state")
         return results
 
     def results(self, layer: str, backends: dict[str, str], exact: bool = False) -> Results:
         """Of a kind of layer over the rows of a proof."""
         sizes = {"vocab_size": VOCABULARY, "tie_embeddings": False}
-        return self.run(self.make_model([layer], backends, exact, **sizes), self.rows)
+        model = self.make_model([layer], backends, exact, **sizes)
+        results = self.run(model, self.rows)
+        if self.continued:
+            results |= self.continue_row(model)
+        return results
 
     def measure(self, layer: str, backends: dict[str, str]) -> Measured:
         """Compares what a kind of layer gives in these backends with the reference in float64."""
@@ -396,6 +426,7 @@ def relative_errors(found: Results, exact: Results) -> dict[str, float]:
 def choose_for_answers(settings: TrainConfig, device: torch.device) -> Choice:
     """Returns the backends of a model that is not trained. Nothing is timed or kept."""
     use = FirstUse(settings, device)
+    use.continued = 1  # generate asks for one token after the other
     failed: Reasons = {}
     if device.type in DEVICES:
         failed = use.prove(Record({}))

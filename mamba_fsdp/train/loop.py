@@ -44,8 +44,7 @@ def train(
     state = context.state
     saver = Saver(context, logger)
     under_way: deque[StepUnderWay] = deque()
-    goes_on = not validation_due or validate(context, logger, stop)
-    if not goes_on or stop.agreed(context.world):
+    if (validation_due and not validate(context, logger, stop)) or stop.agreed(context.world):
         return stop.reason or ELSEWHERE
     while state.step < schedule.total_steps:
         under_way.append(take_step(context, logger.clock, stop, ahead=len(under_way)))

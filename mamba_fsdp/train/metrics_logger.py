@@ -57,7 +57,9 @@ class MetricsLogger(contextlib.ExitStack):
             self.profiler = self.enter_context(profiler)
 
     def report(self, stats: StepStats, learning_rate: float) -> None:
-        """After a step: the live line, and when due an entry with the mean loss in the metrics."""
+        """After a step: the live line, and when due an entry with the mean loss in the metrics, whose
+        keys docs/watching.md explains."""
+        world = self.context.world
         state = self.context.state
         schedule = self.context.schedule
         state.step_seconds += self.clock.new_seconds()
@@ -71,10 +73,26 @@ class MetricsLogger(contextlib.ExitStack):
         if schedule.is_due(self.interval, state.step):
             show = self.console.line
             loss = state.take_mean_loss()
-            entry = self._report_entry(
-                loss, learning_rate, stats.gradient_norm, tokens_per_second, mfu, own_seconds
-            )
-            self._write(entry)
+            entry = {
+                "step": state.step,
+                "tokens": state.tokens,
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 700.0)),
+                "learning_rate": learning_rate,
+                "grad_norm": stats.gradient_norm,
+                "skipped_steps": state.skipped_steps,
+                "goodput": round(state.step_seconds / (time.time() - state.first_started), 4),
+                "tokens_per_second": round(tokens_per_second, 1),
+                "tokens_per_second_per_device": round(tokens_per_second / world.size, 1),
+            }
+            if mfu:
+                entry["mfu"] = round(mfu, 4)
+            if world.size > 1:
+                entry |= stragglers(own_seconds)
+            entry["memory_gb"] = round(most_memory(world.device) / 1e9, 3)
+            entry["data_wait_seconds"] = round(self.clock.data_wait, 6)
+            entry["checkpoint_stall_seconds"] = round(self.context.checkpointer.stall_seconds(), 6)
+            self._write(entry | seen(self.context.loader.state_before(state.step)))
             self.clock.next_interval(state.step)
         total = schedule.total_steps
         row = (
@@ -91,40 +109,6 @@ class MetricsLogger(contextlib.ExitStack):
             self._write_status(state.step, "")
         if self.profiler:
             self.profiler.step()
-
-    def _report_entry(
-        self,
-        loss: float,
-        learning_rate: float,
-        gradient_norm: float,
-        tokens_per_second: float,
-        mfu: float | None,
-        own_seconds: list[float],
-    ) -> dict:
-        """Returns a line of metrics.jsonl on the steps since the last one. docs/watching.md
-        explains each key."""
-        state = self.context.state
-        world = self.context.world
-        entry = {
-            "step": state.step,
-            "tokens": state.tokens,
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),
-            "learning_rate": learning_rate,
-            "grad_norm": gradient_norm,
-            "skipped_steps": state.skipped_steps,
-            "goodput": round(state.step_seconds / (time.time() - state.first_started), 4),
-            "tokens_per_second": round(tokens_per_second, 1),
-            "tokens_per_second_per_device": round(tokens_per_second / world.size, 1),
-        }
-        if mfu:
-            entry["mfu"] = round(mfu, 4)
-        if world.size > 1:
-            entry |= stragglers(own_seconds)
-        entry["memory_gb"] = round(most_memory(world.device) / 1e9, 3)
-        entry["data_wait_seconds"] = round(self.clock.data_wait, 6)
-        entry["checkpoint_stall_seconds"] = round(self.context.checkpointer.stall_seconds(), 6)
-        return entry | seen(self.context.loader.state_before(state.step))
 
     def validated(self, step: int, loss: float, tokens: int, share: float, seconds: float) -> None:
         """The validation loss (nats per token) after `step`, of `tokens`, a `share` of the data, in

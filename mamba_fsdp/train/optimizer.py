@@ -60,10 +60,9 @@ class LossScale:
 
     def __init__(self, state: TrainState, device: torch.device, *, dynamic: bool) -> None:
         self.dynamic = dynamic
-        if dynamic and not state.loss_scale:
-            state.loss_scale = 2.0**16
         known = (1.0, 0)
         if dynamic:
+            state.loss_scale = state.loss_scale or 2.0**16
             known = (state.loss_scale, state.loss_scale_good_steps)
         self.value, self.good_steps = torch.tensor(known, dtype=torch.float64, device=device)
 

@@ -24,8 +24,7 @@ def make_profiler(run_folder: Path, rank: int, loader: Loader, say: Say) -> torc
         path.parent.mkdir(exist_ok=True)
         profile.export_chrome_trace(str(path))
         if rank == 0:
-            on_gpu = torch.cuda.is_available()
-            order = "cuda_time_total" if on_gpu else "self_cpu_time_total"
+            order = "cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
             table = profile.key_averages().table(
                 sort_by=order, row_limit=ROWS, max_name_column_width=40
             )

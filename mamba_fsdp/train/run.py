@@ -45,7 +45,8 @@ def run_training(
     settings.training.settle_precision(world.device.type)
     console = Console(enabled=world.rank == 0)
     state = TrainState()
-    first_step = 0
+    is_dry = settings.training.dry_run
+    stop = StopRequest(folder.path, world.rank == 0 and not is_dry)
     try:
         with (
             contextlib.closing(world),
@@ -53,22 +54,22 @@ def run_training(
         ):
             for note in settings.notes:
                 console.line(f"settings   {note}")
-            if not settings.training.dry_run:
+            if not is_dry:
                 world.on_rank0(folder.acquire)
-            context = set_up(settings, world, folder, weights, console.line)
-            if not context:
-                return 0
-            state = context.state
-            first_step = state.step
-            last = train(context, folder, console)
-            del context  # model and optimizer, before the world is closed
+            with stop:
+                context = set_up(settings, world, folder, weights, console.line)
+                if not context:
+                    return 0
+                state = context.state
+                last = train(context, folder, stop, console)
+                del context  # model and optimizer, before the world is closed
         if last and world.rank == 0:
             if not settings.checkpoint.publish:
                 write_model = None
             finish(folder, last, write_model, console)
     except BaseException as raised:
         error = raised
-        if state.step == first_step:
+        if not stop.has_stepped:
             error = explained(raised, world.rank)
             if isinstance(error, KeyboardInterrupt):
                 console.line("stopped    before the first step of this start: nothing was lost")
@@ -92,7 +93,9 @@ def explained(error: BaseException, rank: int) -> BaseException:
     return UserError(f"rank {rank} has too little memory: {TAKES_LESS} ({first_line(error)[:200]})")
 
 
-def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | None:
+def train(
+    context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console
+) -> Path | None:
     """Runs the loop with its surroundings. Returns the last checkpoint of a run that has all its
     steps, else None."""
     state = context.state
@@ -114,11 +117,7 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         folder.copy_tokenizer(one_for_all(context.data.sources.values()))
         facts = {"ranks": world.size, "from": context.begins}
         add_event(folder.path, "started", state.step, **facts)
-    with (
-        context.loader,
-        StopRequest(folder.path, world.rank == 0) as stop,
-        MetricsLogger(context, folder, console) as logger,
-    ):
+    with context.loader, MetricsLogger(context, folder, console) as logger:
         console.passing("the first step ...")
         reason = loop.train(context, logger, stop, validation_due)
     if not reason:

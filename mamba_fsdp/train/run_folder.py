@@ -1,6 +1,5 @@
 """The run folder of a run: who may write into it, and its status for others to read."""
 
-import contextlib
 import filecmp
 import shutil
 import sys
@@ -18,8 +17,7 @@ from mamba_fsdp.run_layout import (
     STATUS,
     TOKENIZER,
     check_is_run_folder,
-    committed,
-    step_of,
+    newest_step,
 )
 from mamba_fsdp.storage import remove_unwritten, retry_io
 
@@ -49,34 +47,23 @@ class RunFolder:
             ) from None
         # At once, so that whatever ends the start, even a kill, the last run's status (`finished`)
         # is gone.
-        records.write_status(self.path, "running", self._newest_step(), "starting")
+        records.write_status(self.path, "running", newest_step(self.path), "starting")
 
     def write_status(self, status: str, step: int, reason: str = "") -> None:
         """Writes status.json, see records.write_status."""
         records.write_status(self.path, status, step, reason, self.lease.check)
 
-    def status(self) -> dict:
-        """Returns the content of status.json, {} where there is none. What it says of a run that
-        has ended without a word, by kill -9 or for want of memory, is corrected first, where that
-        can be known."""
-        status = records.read_status(self.path)
-        if status.get("status") != "running":
-            return status
-        with contextlib.suppress(UserError, OSError):
-            holder = self.lease.look()
-            if holder and holder.has_ended():
-                reason = f"killed: the run of {holder}"
-                status |= {"status": "failed", "step": self._newest_step(), "reason": reason}
-                records.write_status(self.path, "failed", status["step"], reason)
-        return status
-
     def write_failure(self, step: int, error: BaseException) -> None:
         """Writes why the run failed, if it holds the folder. step: 0 means that of the newest
         checkpoint."""
+        status = "failed"
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            status = "stopped"
+            reason = "SIGINT"
         try:
             if self.lease.is_held():
-                reason = f"{type(error).__name__}: {error}"
-                self.write_status("failed", step or self._newest_step(), reason)
+                self.write_status(status, step or newest_step(self.path), reason)
         except (UserError, OSError) as another:  # a full disk must not hide the first failure
             print(f"warning: {another}", file=sys.stderr)
 
@@ -97,8 +84,3 @@ class RunFolder:
         shutil.copytree(source, partial_copy)
         shutil.rmtree(target, ignore_errors=True)
         partial_copy.rename(target)
-
-    def _newest_step(self) -> int:
-        """Of the committed checkpoints, whole or not; 0 where there is none."""
-        steps = [step_of(path.name) or 0 for path in committed(self.path / CHECKPOINTS)]
-        return max(steps, default=0)

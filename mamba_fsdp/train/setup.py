@@ -101,9 +101,8 @@ def set_up(
         check_ours=folder.lease.check,
     )
     parallel = build_model(settings, world, backends)
-    spec = parameters(settings.model)
     dtype = DTYPES[settings.training.mixed_precision]
-    optimizer = make_optimizer(parallel, spec, settings.optimizer, dtype)
+    optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
 
     tokens = one_for_all(data.sources.values())
     state, begins = start(settings, tokens, parallel, optimizer, checkpointer, weights, say)
@@ -121,7 +120,6 @@ def set_up(
     )
     if state.step < schedule.total_steps:
         checkpointer.check_room(parallel.shards(optimizer))
-    is_fp16 = settings.training.mixed_precision == "fp16"
     return TrainContext(
         settings=settings,
         world=world,
@@ -130,7 +128,7 @@ def set_up(
         parallel=parallel,
         optimizer=optimizer,
         state=state,
-        loss_scale=LossScale(state, world.device, dynamic=is_fp16),
+        loss_scale=LossScale(state, world.device, dynamic=dtype == torch.float16),
         schedule=schedule,
         loader=loader,
         checkpointer=checkpointer,

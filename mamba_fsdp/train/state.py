@@ -11,6 +11,7 @@ import torch
 from config import resolve
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.storage import like
 
 # Fields that older checkpoints hold.
 RETIRED = {"recent_losses", "rollbacks", "passed_over"}
@@ -46,14 +47,15 @@ class TrainState:
     def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
         """Returns the state that `checkpoint` saved. What it lacks takes its default; unknown
         fields raise UserError."""
-        progress = saved.get("progress")
-        if not isinstance(progress, dict):
-            raise UserError(f"{checkpoint}: its state.json does not hold the state of a run")
         initial = asdict(cls())
-        known = {name: value for name, value in progress.items() if name in initial}
-        for name, value in known.items():
-            if not isinstance(value, (type(initial[name]), int)):
-                raise UserError(f"{checkpoint}: its state.json does not hold the state of a run")
+        try:
+            progress = like(saved.get("progress"), {})
+            known = {name: value for name, value in progress.items() if name in initial}
+            like(known, {name: initial[name] for name in known})
+        except ValueError as error:
+            raise UserError(
+                f"{checkpoint}: its state.json does not hold the state of a run: {error}"
+            ) from None
         unknown = progress.keys() - initial.keys() - RETIRED
         if unknown:
             raise UserError(

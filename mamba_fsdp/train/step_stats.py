@@ -23,11 +23,11 @@ def sum_over_ranks(
     loss_sum: torch.Tensor,
     gradient_squares: torch.Tensor,
     counted: float,
-    told: list[float] | None = None,
+    told: list[float],
 ) -> StepSums:
     """Runs the one small collective of a step, which all ranks call. counted and told are numbers
     that the host knows; the tensors are on the device. The host does not wait."""
-    known_to_host = world.copy_to_device([counted, *(told or [])])
+    known_to_host = world.copy_to_device([counted, *told])
     on_device = torch.stack([loss_sum.double(), gradient_squares])
     sums = world.all_reduce_sum(torch.cat([on_device, known_to_host]))
     return StepSums(sums[0], sums[1], sums[2], sums[3:])

@@ -1,25 +1,21 @@
 """Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, or a file STOP in the run folder. The
 step ends and a checkpoint is committed. Under nohup, SIGHUP (a terminal that closes) is ignored and
-training continues."""
+training continues. A file that is there before a start says `run FOLDER` was for an earlier one:
+who says it, 1.train.sbatch or verbs/train.py, removes it."""
 
 import contextlib
 import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import STOP
-from mamba_fsdp.storage import retry_io
 
-# A look at the STOP file is microseconds on a local disk (so the very step ends the run), a round
-# trip on a shared one.
-SHARE_OF_TIME = 0.01
-MOST_SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: on a shared disk each is a round trip
 
 
 class StopRequest:
@@ -36,10 +32,6 @@ class StopRequest:
         self.file: Path | None = None
         if on_rank0:
             self.file = run_folder / STOP
-            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-                # A file that is there already was for a run that is over. Where ranks start again in
-                # place, it is for this one.
-                retry_io(partial(self.file.unlink, missing_ok=True), self.file)
 
     def __enter__(self) -> "StopRequest":
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
@@ -64,19 +56,18 @@ class StopRequest:
             self.interrupted = True
         if not self.reason:
             self.reason = signal.Signals(number).name
-            how = "before the first step, or after it with a checkpoint"
-            if self.has_stepped:
-                how = "after this step, with a checkpoint"
             if self.announces:
-                print(f"\n{self.reason}: stopping {how}", file=sys.stderr, flush=True)
+                print(
+                    f"\n{self.reason}: stopping after this step, with a checkpoint, or before the first",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def look(self) -> bool:
         """Returns whether a stop has been asked for on this rank."""
-        began = time.monotonic()
-        if self.file and not self.reason and began >= self.next_look:
+        if self.file and not self.reason and time.monotonic() >= self.next_look:
             self.reason = _why(self.file)
-            now = time.monotonic()
-            self.next_look = now + min((now - began) / SHARE_OF_TIME, MOST_SECONDS_BETWEEN_LOOKS)
+            self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
         return bool(self.reason)
 
     def agreed(self, world: World) -> bool:

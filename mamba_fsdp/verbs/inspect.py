@@ -21,7 +21,7 @@ from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path, split
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import read_share, say
-from mamba_fsdp.report.records import read
+from mamba_fsdp.report.records import read, read_status
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
     COMMIT,
@@ -70,12 +70,10 @@ def main(path: str, options: Options) -> int:
 
 
 def show_run(path: Path, verify: bool) -> int:
-    from mamba_fsdp.train.run_folder import RunFolder
-
     say("run", path)
-    status = RunFolder(path).status()
-    words = [str(status[key]) for key in ("status", "reason", "time") if status.get(key)]
-    say("status", ", ".join(words) or f"unknown: no {STATUS}")
+    status = read_status(path)
+    words = [str(status[key]) for key in ("status", "reason") if status.get(key)]
+    say("status", ": ".join(words) or f"unknown: no {STATUS}")
     entries = read(path / METRICS)
     for metric, name in (("loss", "training"), ("val_loss", "validation")):
         values = [entry for entry in entries if isinstance(entry.get(metric), float)]

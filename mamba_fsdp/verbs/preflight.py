@@ -21,7 +21,6 @@ from config.resolve import resolve_settings
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.launch import machine
-from mamba_fsdp.launch.plan import run_folder
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run_layout import CHECKPOINT_BYTES, CHECKPOINTS, committed
 from mamba_fsdp.storage import write_object
@@ -86,8 +85,8 @@ def data_mistakes(settings: TrainConfig) -> list[str]:
 
 def space_mistakes(settings: TrainConfig) -> list[str]:
     """Returns a sentence where the run folder's file system has no room for the checkpoints to come."""
-    folder = run_folder(settings)
-    there = len(committed(folder / CHECKPOINTS))
+    folder = os.path.abspath(settings.checkpoint.save_ckpt_path)
+    there = len(committed(Path(folder, CHECKPOINTS)))
     # One more than are kept: the oldest goes when the newest is committed.
     to_come = max(1, settings.checkpoint.keep_checkpoints + 1 - there)
     needed = to_come * CHECKPOINT_BYTES * parameter_count(settings.model)

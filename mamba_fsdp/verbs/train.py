@@ -1,5 +1,6 @@
 """Training in this process: what training.py does once it has its settings, and `mamba_fsdp.train`."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.machine import LAUNCHER
 from mamba_fsdp.launch.plan import check_places
-from mamba_fsdp.run_layout import check_is_run_folder
+from mamba_fsdp.run_layout import STOP, check_is_run_folder
 
 
 def train(config: str | None = None, **settings: Any) -> Path:
@@ -45,6 +46,8 @@ def prepare(settings: TrainConfig) -> None:
     if LAUNCHER in os.environ:  # which has said the same
         return
     if not settings.training.dry_run:
+        with contextlib.suppress(OSError):  # a file STOP that was for an earlier start
+            Path(settings.checkpoint.save_ckpt_path, STOP).unlink()
         print(f"run        {settings.checkpoint.save_ckpt_path}", flush=True)
     if "torch" not in sys.modules:
         print("loading    PyTorch", flush=True)

@@ -65,7 +65,9 @@ def test_ctrl_c_before_the_first_step_ends_at_once(launcher_project):
 
 @pytest.mark.slow
 def test_a_request_commits_a_checkpoint_and_says_how_to_resume(launcher_project):
-    """A training that starts removes old requests to stop; one that comes meanwhile must survive it."""
+    """One that comes while the training only starts, too; an old one is none."""
+    (launcher_project / "runs/a b").mkdir(parents=True)
+    (launcher_project / "runs/a b/STOP").write_text("old")
     tell_the_launcher_while_it_starts(launcher_project, signal.SIGTERM)
     code, output = train(launcher_project, "--save_ckpt_path=runs/a b", "--num_steps=9999")
     run = launcher_project / "runs/a b"
@@ -123,7 +125,7 @@ def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(
     assert max(tries.values()) == (1 if fake == "mistake" else 2), "no restart mends a mistake"
     if fake == "killed":
         status = (launcher_project / "runs/a/status.json").read_text()
-        assert '"reason": "killed: the run of process' in status
+        assert "ended without a word" in status
     assert not list(scratch.iterdir())
 
 

@@ -124,9 +124,8 @@ def test_ranks_start_again_in_place_as_long_as_there_are_new_checkpoints(
 
 
 def test_ranks_that_die_when_they_are_asked_to_stop_do_not_start_again(start_node):
-    """Though there is a new checkpoint. A file STOP of an earlier run is no request."""
-    makes_stop = "import os; os.makedirs('run'); open('run/STOP', 'w').close()\n"
-    process, project = start_node(*AMONG_NODES, training=DIES_WHEN_ASKED_TO_STOP, before=makes_stop)
+    """Though there is a new checkpoint."""
+    process, project = start_node(*AMONG_NODES, training=DIES_WHEN_ASKED_TO_STOP)
     wait_until((project / "begun").exists)
     (project / "run/STOP").write_text("enough")
     code, _ = finish(process)

@@ -45,7 +45,7 @@ def write_run(folder, losses, seed=1):
     (folder / "config.yaml").write_text(
         f"training: {{seed: {seed}, kernels: auto}}\ndata: {{dataset_path: {json.dumps(EVIL)}}}\n"
     )
-    (folder / "status.json").write_text('{"status": "running", "step": 0}')
+    (folder / "status.json").write_text('{"status": "stopped", "step": 0}')
     events = [
         {"time": "2026-01-02T03:04:05Z", "event": "started", "step": step, "ranks": 2, "from": EVIL}
         for step in (0, 20)
@@ -165,7 +165,7 @@ def test_a_browser_draws_the_page_without_a_network(tmp_path, browse):
     assert found["restarts"] == [20, 20]
     runs_, differing, mixture, events, checkpoints = found["tables"]
     assert names[0] in runs_ and re.search(
-        r"running\s+40\s+2,560\s+2\s+3\.5\s+33\.1\s+100\s+1\b", runs_
+        r"stopped\s+40\s+2,560\s+2\s+3\.5\s+33\.1\s+100\s+1\b", runs_
     )
     assert re.search(r"training\.seed\s+1\s+2", differing) and "kernels" not in differing
     assert re.search(re.escape(EVIL) + r"\s+2,560\s+100\.0 %\s+0\.5", mixture)

@@ -34,7 +34,7 @@ def poisoned(world, how, dtype):
         loss = gradients(
             world, parallel, optimizer, step, float(scale.value), factor if world.rank == 1 else 1.0
         )
-        sums = loop.sum_over_ranks(world, loss, parallel.gradient_squares(), 192.0)
+        sums = loop.sum_over_ranks(world, loss, parallel.gradient_squares(), 192.0, [])
         loss, norm, multiple = loop.mean_loss_and_norm(sums, 192 / scale.value)
         applied = loop.update_weights(parallel, optimizer, loss, norm, multiple, clip=1.0, lr=0.01)
         scale.update(applied)

@@ -125,6 +125,23 @@ def test_a_run_that_can_t_save_stops(train, tmp_path, failing, number, code):
     assert [path.name for path in committed(tmp_path / "checkpoints")] == ["step_00000002"]
 
 
+def test_a_run_that_a_full_disk_ended_is_not_called_running(train, tmp_path, failing, monkeypatch):
+    """Though it could not write that it failed. What it could not write, the next reader writes when there is room."""
+
+    def full(path, *_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    failing(1, errno.ENOSPC, lambda: monkeypatch.setattr(storage, "write_atomically", full))
+    with pytest.raises(UserError, match="No space left"):
+        train(tmp_path, **LONG, checkpoint_interval=100)
+    for _ in range(2):
+        assert read_status(tmp_path)["status"] == "failed"
+        assert ('"running"' in (tmp_path / "status.json").read_text()) == (
+            storage.write_atomically is full
+        )
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing, asynchronous):
     failing(1)

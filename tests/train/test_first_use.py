@@ -72,6 +72,16 @@ def negate(which):
     return change
 
 
+def change_state(change):
+    """A change: of the state that enters alone."""
+
+    def answer(function, arguments):
+        *inputs, state, return_last_state = arguments
+        return function(*inputs, state if state is None else change(state), return_last_state)
+
+    return answer
+
+
 def fail(function, arguments):
     raise RuntimeError("out of resources: shared memory\nmore of it")
 
@@ -155,6 +165,38 @@ def test_many_rows_do_not_loosen_the_bounds():
     use.measure("mamba2", REFERENCE)
     _, bounds = use.exact["mamba2"]
     assert max(bounds.values()) < 0.2
+
+
+@pytest.mark.parametrize(
+    "operator, layer", [("scan", "mamba1"), ("ssd", "mamba2"), ("ssd", "mamba3")]
+)
+@pytest.mark.parametrize(
+    "ranks, change", [(1, torch.neg), (2, torch.neg), (2, Negated.apply)], ids=str
+)
+def test_a_wrong_state_is_found_where_one_is_handed_on(monkeypatch, operator, layer, ranks, change):
+    """To the next token, or to the next of the ranks that share sequences, of whose gradient nothing else tells."""
+    package, _ = FUNCTIONS[operator]
+    monkeypatch.setitem(package.BACKENDS, "toy", changed(operator, change_state(change)))
+    settings = settings_of(layer, precision="bf16")
+    settings.parallel.context_parallel = ranks
+    use = FirstUse(settings, CPU)
+    if ranks == 1:
+        alone = use.measure(layer, REFERENCE | {operator: "toy"})
+        assert alone.error < alone.bound, "a training alone hands on no state"
+        use = FirstUse(settings, CPU)
+        use.continued = 1
+    right = use.measure(layer, REFERENCE)
+    wrong = use.measure(layer, REFERENCE | {operator: "toy"})
+    assert right.error < right.bound / 2 and wrong.error > 2 * wrong.bound
+    assert wrong.worst.endswith("from a state")
+
+
+def test_a_backend_with_wrong_states_does_not_answer(monkeypatch):
+    monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
+    monkeypatch.setitem(scan.BACKENDS, "cpp", changed("scan", change_state(torch.neg)))
+    choice = first_use.choose_for_answers(settings_of(), CPU)
+    assert choice.backends == {**REFERENCE_OF_MAMBA1, "conv": "cpp"}
+    assert "scan not cpp: output from a state is off by" in str(choice)
 
 
 def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, monkeypatch):

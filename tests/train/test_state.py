@@ -13,7 +13,8 @@ from tests.support.checkpoints import edit
 
 def test_a_saved_state_is_read_back_whole():
     numbers = {field.name: number for number, field in enumerate(fields(TrainState))}
-    state = TrainState(**{**numbers, "data": {"drawn": {"a": 7}}})
+    others = {"data": {"drawn": {"a": 7}}, "schedule": {"curve": {}}, "tokenizer": "ids:of it"}
+    state = TrainState(**{**numbers, **others})
     saved = json.loads(json.dumps(state.saved(TrainConfig(), world_size=3)))
     assert TrainState.from_saved(saved, "a checkpoint") == state
     assert (
