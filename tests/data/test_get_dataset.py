@@ -245,8 +245,12 @@ def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, answer, word
 def test_what_may_not_be_read_is_not_called_missing(monkeypatch):
     """A folder above it forbids; root, who may read all, runs the tests."""
 
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", path)
+    stat = os.stat
+
+    def refuse(path, **how):
+        if str(path) == "a/b.txt":
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, **how)
 
     monkeypatch.setattr(os, "stat", refuse)
     with pytest.raises(PermissionError):
