@@ -9,7 +9,7 @@ HEADS = 80
 HEADDIM = 64
 D_STATE = 128
 Q = 32
-BLOCK = 16
+W = 2 * Q
 TYPES = {
     name: type
     for type, names in {
@@ -26,7 +26,6 @@ SIZES = dict(
     SHARE=HEADS,
     HEADDIM=HEADDIM,
     D_STATE=D_STATE,
-    Q=Q,
     N=D_STATE,
     WIDE=False,
     X_ROW=HEADS * HEADDIM + 2 * D_STATE,
@@ -53,19 +52,18 @@ BOUNDS = {
     "forward": {16: 110, 32: 112, 64: 62},
     "forward with documents": {16: 123, 32: 128, 64: 68},
     "states": {16: 56, 32: 56, 64: 34},
-    "back": {16: 136, 32: 136, 64: 76},
-    "local": {16: 41, 32: 38, 64: 22},
-    "local back": {16: 41, 32: 38, 64: 22},
-    "between": {32: 12, 64: 12},
-    "gradients": {32: 210, 64: 170},
+    "back": {16: 136, 32: 136, 64: 78},
+    "local": {16: 43, 32: 38, 64: 22},
+    "local back": {16: 43, 32: 38, 64: 22},
 }
-CHANNELS = {32: (80, 86, 89, 120), 64: (90, 100)}  # of the gradients' programs, by architecture
+GRADIENTS = "dy x B C steps seq_idx dB dC flows"
+STRIDES = "dy_batch x_batch b_batch c_batch length"
 SWEEP = "x B C D steps {}ends end_decays {}last x_batch b_batch c_batch length segments per_segment"
 
 
 def sweeps(P, warps=4, **more):
     """The sweeps with P channels in a program; `local`: before the others, where a row has several segments."""
-    sizes = SIZES | dict(P=P, TILES=HEADDIM // P, first=None, LOCAL=False, REVERSE=False)
+    sizes = SIZES | dict(Q=Q, P=P, TILES=HEADDIM // P, first=None, LOCAL=False, REVERSE=False)
     back = sizes | dict(REVERSE=True, X_ROW=HEADS * HEADDIM)
 
     def sweep(title, arguments, constants):
@@ -105,28 +103,13 @@ def sweeps(P, warps=4, **more):
     ]
 
 
-def gradients(name, more_arguments, P, ccs, elements, **more):
-    """Of B and C, with P channels at a time."""
-    arguments = f"dy x B C steps seq_idx {more_arguments}dB dC flows dy_batch x_batch b_batch c_batch length"
-    return kernel(
-        f"{name}, {P} channels",
-        name,
-        arguments,
-        SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, P=P, TILES=HEADDIM // P),
-        elements,
-        ccs=ccs,
-        instructions=BOUNDS[name][P],
-        **more,
-    )
-
-
 KERNELS = [
     kernel(
         "steps",
         "add_up",
         "dt A bias steps dt_batch dt_row length heads",
-        dict(HEADS=8, Q=Q),
-        Q * 8 * HEADDIM,
+        dict(HEADS=8, W=W),
+        W * 8 * HEADDIM,
         warps=4,
         registers=64,
         instructions=2.6,
@@ -135,28 +118,47 @@ KERNELS = [
     *sweeps(64, ccs=(100,)),
     *sweeps(16, warps=2, ccs=(100,)),  # without wgmma and tcgen05; sm_90 spills 7 with Triton 3.6
     *(
-        gradients(
-            "gradients",
-            "entering leaving ",
-            P,
-            ccs,
-            Q * HEADDIM,
-            warps=8,
-            stack=64,
-            spills=4,  # of 1,100 instructions
-            shared=56 * 1024,
+        kernel(
+            f"near, {warps} warps",
+            "near",
+            f"{GRADIENTS} {STRIDES}",
+            SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=40, W=W, P=HEADDIM, TILES=1),
+            W * HEADDIM,
+            ccs=ccs,
+            warps=warps,
+            stages=2,
+            stack=608 if warps == 2 else 64,
+            spills=180 if warps == 2 else 0,  # the form without wgmma and tcgen05
+            shared=84 * 1024,
+            instructions=48 if warps == 8 else 31,
         )
-        for P, ccs in CHANNELS.items()
+        for warps, ccs in {2: (90, 100), 4: (80, 86, 89, 90, 120), 8: (100,)}.items()
+    ),
+    *(
+        kernel(
+            f"far, {rows} positions",
+            "far",
+            f"{GRADIENTS} entering leaving {STRIDES}",
+            SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=20, ROWS=rows, W=W, P=HEADDIM, TILES=1),
+            rows * HEADDIM,
+            ccs=ccs,
+            warps=8,
+            stages=2,
+            stack=64,
+            spills=8,  # of 900 instructions
+            shared=116 * 1024,
+            instructions=60 if rows == 64 else 112,
+        )
+        for rows, ccs in {32: (80, 86, 89, 120), 64: (90, 100)}.items()
     ),
     kernel(
         "finish",
         "finish",
         "dt A bias steps seq_idx flows ddt totals dt_batch dt_row length heads",
-        dict(Q=Q),
-        Q * HEADDIM,
-        warps=1,
+        dict(W=W),
+        W * HEADDIM,
+        warps=2,
         registers=168,
-        instructions=9,
+        instructions=14,
     ),
-    *(gradients("between", "", P, ccs, 2 * Q * HEADDIM, warps=4) for P, ccs in CHANNELS.items()),
 ]

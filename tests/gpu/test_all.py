@@ -39,7 +39,7 @@ def test_a_machine_without_the_tools_does_the_rest(tmp_path, monkeypatch):
 
 
 def test_ncu_looks_at_every_kernel_that_is_launched(project):
-    assert {"walk", "sweep", "backward", "between", "add_up"} <= set(everything.kernels())
+    assert {"walk", "sweep", "backward", "near", "far", "add_up"} <= set(everything.kernels())
     for operator in project.glob("mamba_fsdp/ops/*/triton.py"):
         source = operator.with_name("triton_kernels.py")
         if source.exists():

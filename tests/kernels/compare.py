@@ -60,14 +60,13 @@ def relative_error(got, expected):
 
 
 def assert_like(got, expected, most=None):
-    """Every tensor of a dict within `most`, or within MOST for its dtype."""
+    """Every tensor of a dict within `most`, a bound for all or those of some by their names, or within MOST for its dtype."""
     assert got.keys() == expected.keys()
     errors = {name: relative_error(tensor, expected[name]) for name, tensor in got.items()}
-    wrong = {
-        name: error
-        for name, error in errors.items()
-        if not error <= (most or MOST[got[name].dtype])
-    }
+    if isinstance(most, float):
+        most = dict.fromkeys(got, most)
+    bounds = {name: MOST[tensor.dtype] for name, tensor in got.items()} | (most or {})
+    wrong = {name: error for name, error in errors.items() if not error <= bounds[name]}
     assert not wrong, f"relative errors above the bound: {wrong}; all: {errors}"
 
 

@@ -4,7 +4,8 @@ every address checked.
 Program(ptx).launch(grid, warps, arguments, shared) changes the tensors among the arguments in place. It raises Fault at
 an access outside of the tensor that its address was made from, at one that is not aligned, at shared memory beyond
 `shared` bytes, and at instructions that none of our kernels has there, such as atomics. A tensor ends with its last element:
-rows of a slice end where the slice does in the last row only. Shared memory begins as NaN.
+rows of a slice end where the slice does in the last row only. Shared memory begins as NaN, and is NaN where an asynchronous
+copy goes until it has been waited for.
 
 Lanes with the lowest program counter run first, so that those that part meet again and no barrier is passed early.
 Formats and fragments: NVIDIA's PTX ISA.
@@ -128,6 +129,8 @@ class Launch:
             self.special |= {f"%ctaid.{axis}": numbers, f"%nctaid.{axis}": grid["xyz".index(axis)]}
         self.special |= {"%tid.y": 0, "%tid.z": 0, "%ntid.y": 1, "%ntid.z": 1}
         self.shared = np.full((self.block[-1] + 1, shared), 0xFF, np.uint8)
+        self.copies = []  # asynchronous ones, not yet in a group: which threads', their places, values
+        self.groups = []  # (which threads', copies)
         self.regions = []
         self.registers = {}
         self.arguments = {}
@@ -315,6 +318,34 @@ class Launch:
         space = "shared" if any(word.startswith("shared") for word in op) else "global"
         return [(name, addresses + i * size, space) for i, name in enumerate(names)]
 
+    def do_cp(self, op, args, mask):
+        """Asynchronous copies: each thread waits for all groups of its own but the last few."""
+        if op[2] == "commit_group":
+            self.groups.append((mask, self.copies))
+            self.copies = []
+        elif op[2] == "wait_group":
+            later = np.zeros(self.n, np.int64)
+            for committed, copies in reversed(self.groups):
+                self.arrive(copies, mask & committed & (later >= int(args[0], 0)))
+                later += committed
+        else:
+            dtype = np.dtype(f"V{int(args[2], 0)}")
+            wanted = mask & (self.read(args[3], "u32") > 0) if len(args) > 3 else mask
+            values = np.zeros(self.n, dtype)
+            values[wanted] = self.load(self.address(args[1], wanted), dtype, "global", wanted)
+            places = np.zeros(self.n, np.int64)
+            places[mask] = self.address(args[0], mask)
+            nothing_yet = np.full((int(mask.sum()), dtype.itemsize), 0xFF, np.uint8)
+            self.store(places[mask], nothing_yet, "shared", mask)
+            self.copies.append((mask.copy(), places, values))
+
+    def arrive(self, copies, done):
+        for under_way, places, values in copies:
+            lanes = under_way & done
+            if lanes.any():
+                self.store(places[lanes], values[lanes], "shared", lanes)
+            under_way &= ~done
+
     def do_mov(self, op, args, mask):
         whole = TYPES[op[-1]]
         names = parts(args[1] if args[1].startswith("<") else args[0])
@@ -466,29 +497,40 @@ class Launch:
         d, a, b, c = map(parts, args)
         group = np.arange(32) // 4
         inner = np.arange(32) % 4
-        left = np.zeros((self.n // 32, 16, 16))
         right = np.zeros((self.n // 32, 16, 8))
         for half in range(2):
-            column = 2 * inner + half
-            for j, name in enumerate(a):
-                left[:, group + 8 * (j % 2), column + 8 * (j // 2)] = self.bf16_half(name, half)
             for j, name in enumerate(b):
-                right[:, column + 8 * j, group] = self.bf16_half(name, half)
-        product = left @ right
+                right[:, 2 * inner + half + 8 * j, group] = self.bf16_half(name, half)
+        product = self.rows_of_warps(a) @ right
         for j, (register, added) in enumerate(zip(d, c)):
             part = product[:, group + 8 * (j // 2), 2 * inner + j % 2].reshape(-1)
             self.write(register, (part + self.read(added, "f32")).astype(np.float32), mask)
 
+    def rows_of_warps(self, registers):
+        """(warps, 16, 16): the first factor of a product, where each warp holds 16 rows in registers."""
+        group = np.arange(32) // 4
+        inner = np.arange(32) % 4
+        rows = np.zeros((self.n // 32, 16, 16))
+        for half in range(2):
+            for j, name in enumerate(registers):
+                column = 2 * inner + half + 8 * (j // 2)
+                rows[:, group + 8 * (j % 2), column] = self.bf16_half(name, half)
+        return rows
+
     def do_wgmma(self, op, args, mask):
-        """m64nNk16 of bf16 in fp32, both factors in shared memory. What is started is done at once."""
+        """m64nNk16 of bf16 in fp32; the second factor is in shared memory, the first there or in registers. What is started
+        is done at once."""
         if op[1] != "mma_async":
             return
         shape = re.fullmatch(r"m64n(\d+)k16", op[4])
         if not shape or op[5:] != ["f32", "bf16", "bf16"] or not mask.all():
             raise Fault("unknown instruction")
         columns = int(shape[1])
-        left = self.factor(args[1], 64, args[6])
-        right = self.factor(args[2], columns, args[7])
+        if args[1].startswith("<"):
+            left = self.rows_of_warps(parts(args[1])).reshape(-1, 64, 16)
+        else:
+            left = self.factor(args[1], 64, args[6])
+        right = self.factor(args[2], columns, args[-1])
         product = (left @ right.swapaxes(1, 2)) * int(args[4]) * int(args[5])
         keeps = self.read(args[3], "pred" if args[3].startswith("%") else "u32") != 0
         warp, lane = np.divmod(np.arange(128), 32)

@@ -105,9 +105,9 @@ def test_compiled_like_reference(operator, dtype, cc):
     "version, cc, sizes, has_wgmma",
     [
         ("2.2.0", 80, (), False),
-        ("2.2.0", 90, (40, 1, 64, 128), True),
-        ("3.6.0", 90, (40, 1, 64, 128), True),
-        ("2.2.0", 90, (40, 1, 64, 128), False),
+        ("2.2.0", 90, (70, 2, 64, 128), True),
+        ("3.6.0", 90, (70, 2, 64, 128), True),
+        ("2.2.0", 90, (70, 2, 64, 128), False),
     ],
     ids=["sm_80", "sm_90", "sm_90 by Triton 3.6", "sm_90 without wgmma"],
 )
@@ -117,8 +117,9 @@ def test_compiled_ssd_like_reference(monkeypatch, version, cc, sizes, has_wgmma)
     factor = Launch.factor
     monkeypatch.setattr(Launch, "factor", lambda *of: executed.append(of) or factor(*of))
     if cc == 90:
-        monkeypatch.setattr(ssd_triton, "GRADIENTS", {(8, 0): ssd_triton.GRADIENTS[9, 0]})
-        monkeypatch.setattr(ssd_triton, "SWEEP", {(8, 0): ssd_triton.SWEEP[8, 0]})
+        monkeypatch.setattr(ssd_triton, "FAR", {(8, 0): ssd_triton.FAR[9, 0]})
+        for table in ("SWEEP", "NEAR"):
+            monkeypatch.setattr(ssd_triton, table, {(8, 0): getattr(ssd_triton, table)[8, 0]})
         if not has_wgmma:
             ssd_triton.use_simpler_form()
     check("ssd", cc, torch.bfloat16, *sizes, version=version)

@@ -5,10 +5,12 @@ import torch
 from compare import assert_like_reference
 
 from mamba_fsdp.ops.ssd import ssd, triton_kernels
-from mamba_fsdp.ops.ssd.triton import GRADIENTS, SWEEP, ssd_backward
+from mamba_fsdp.ops.ssd.triton import FAR, NEAR, SWEEP, ssd_backward
 from tests.support.definitions import ssd_values
 
-MOST = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6}  # of sums over whole rows, as dA is
+BF16 = 2.0**-6  # of sums over whole rows, as dA is
+# What passes a position is a difference of sums, and in dA and that of the bias much of it cancels.
+FP32 = {"gradient of dt": 5e-6, "gradient of A": 5e-5, "gradient of dt_bias": 5e-5}
 ACTIVATIONS = ("x", "dt", "B", "C")
 
 
@@ -56,13 +58,13 @@ def test_equals_float64(sizes, bounded):
     several of channels and of states."""
     values = leaves(**sizes)
     seq_idx = random_documents(values["x"].shape[1], len(values["x"])) if bounded else None
-    assert_like_reference(ours, reference, values, MOST[torch.float32], seq_idx=seq_idx)
+    assert_like_reference(ours, reference, values, FP32, seq_idx=seq_idx)
 
 
 def test_bf16():
     dtype = torch.bfloat16
     got = assert_like_reference(
-        ours, reference, leaves(dtype=dtype), MOST[dtype], seq_idx=random_documents(40)
+        ours, reference, leaves(dtype=dtype), BF16, seq_idx=random_documents(40)
     )
     assert (
         {got[f"gradient of {name}"].dtype for name in ACTIVATIONS}
@@ -75,7 +77,7 @@ def test_bf16():
 def test_only_what_must_be():
     values = leaves(length=20)
     del values["initial_state"]
-    assert_like_reference(ours, reference, values, MOST[torch.float32])
+    assert_like_reference(ours, reference, values, FP32)
 
 
 def test_segments_of_a_sequence_change_rounding_alone(monkeypatch):
@@ -83,8 +85,9 @@ def test_segments_of_a_sequence_change_rounding_alone(monkeypatch):
     seq_idx = random_documents(330)
     for programs in (1, 6):
         monkeypatch.setitem(SWEEP, (8, 0), {"P": 16, "programs": programs, "num_warps": 1})
-        monkeypatch.setitem(GRADIENTS, (8, 0), {"P": 16, "BLOCK": 1, "num_warps": 1})
-        assert_like_reference(ours, reference, values, MOST[torch.float32], seq_idx=seq_idx)
+        monkeypatch.setitem(NEAR, (8, 0), {"P": 16, "BLOCK": 1, "num_warps": 1})
+        monkeypatch.setitem(FAR, (8, 0), {"P": 16, "ROWS": 64, "BLOCK": 1, "num_warps": 1})
+        assert_like_reference(ours, reference, values, FP32, seq_idx=seq_idx)
 
 
 def test_no_leak_between_documents():
@@ -134,7 +137,7 @@ class Counted:
 
 def test_the_backward_pass_moves_no_more_than_that_of_mamba_ssm(monkeypatch):
     """At the sizes of mamba2-2.7b: 180 KB a token, counted in the same way from the kernels that mamba-ssm's calls."""
-    kernels = {name: Counted() for name in ("add_up", "sweep", "between", "gradients", "finish")}
+    kernels = {name: Counted() for name in ("add_up", "sweep", "near", "far", "finish")}
     for name, counted in kernels.items():
         monkeypatch.setattr(triton_kernels, name, counted)
     tokens = (4, 4096)  # so many that a row has one segment
@@ -144,6 +147,5 @@ def test_the_backward_pass_moves_no_more_than_that_of_mamba_ssm(monkeypatch):
     of_head = torch.empty(80)
     grads = ssd_backward(x, None, x, dt, of_head, B, B, of_head, of_head, None, None)
     assert grads[0].shape == x.shape
-    kernels["between"].bytes //= 2  # it reads x of the first chunks, and its gradient of the second
     moved = sum(counted.bytes for counted in kernels.values()) / tokens[0] / tokens[1]
     assert 150e3 < moved < 180e3

@@ -1,8 +1,8 @@
 """SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes nothing but
 inputs and outputs; where batch and heads are too few for a GPU, it goes through segments of the sequence at once, each
 from what a sweep before made of those before it. The backward pass makes the states at the ends of pairs of
-chunks again, by a sweep from each end, and then all gradients: those of what one chunk of a pair gives the other, and the
-rest. Equal sizes give equal bits: sums have a fixed order."""
+chunks again, by a sweep from each end, and then all gradients: those of what a pair's positions give each other, and those
+of what the states give. Equal sizes give equal bits: sums have a fixed order."""
 
 import torch
 
@@ -12,8 +12,10 @@ why_unavailable = triton.why_unavailable
 _NARROW = {"P": 32, "num_warps": 4, "num_stages": 1}
 SWEEP = {(8, 0): _NARROW, (10, 0): _NARROW | {"P": 64}, (12, 0): _NARROW}
 MMA_SYNC = _NARROW | {"P": 16, "num_warps": 2}
-_FEW = {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1}
-GRADIENTS = {(8, 0): _FEW, (9, 0): _FEW | {"P": 64}, (12, 0): _FEW}
+_NEAR = {"P": 64, "BLOCK": 40, "num_warps": 4, "num_stages": 2}
+NEAR = {(8, 0): _NEAR, (10, 0): _NEAR | {"num_warps": 8}, (12, 0): _NEAR}
+_FAR = {"P": 64, "ROWS": 32, "BLOCK": 20, "num_warps": 8, "num_stages": 2}
+FAR = {(8, 0): _FAR, (9, 0): _FAR | {"ROWS": 64}, (12, 0): _FAR}
 STATES = 8192  # of a program, channels times d_state
 PROGRAMS = 512  # of a sweep, that fill a GPU
 CHUNK = 32  # positions
@@ -28,9 +30,11 @@ def why_not(use):
 
 
 def use_simpler_form() -> None:
-    """Lets the sweeps do without wgmma and tcgen05, which take four warps: for a GPU where their results are wrong."""
-    for capability in SWEEP:
-        SWEEP[capability] = MMA_SYNC
+    """Lets the kernels do without wgmma and tcgen05, which take four warps and 64 rows: for a GPU where their results are
+    wrong."""
+    SWEEP.update(dict.fromkeys(SWEEP, MMA_SYNC))
+    NEAR.update(dict.fromkeys(NEAR, _NEAR | {"num_warps": 2}))
+    FAR.update(dict.fromkeys(FAR, _FAR))
 
 
 def _packed(t):
@@ -76,8 +80,10 @@ class _Call:
             "N": N,
             "WIDE": triton.interpreted(),
         }
-        self.steps = self.fp32(3, self.batch, self.heads, self.chunks, Q)
-        add_up[self.chunks, -(-self.heads // 8), self.batch](
+        self.pairs = self.chunks // 2
+        self.W = 2 * Q
+        self.steps = self.fp32(3, self.batch, self.heads, self.pairs, self.W)
+        add_up[self.pairs, -(-self.heads // 8), self.batch](
             self.dt,
             A,
             self.bias,
@@ -86,7 +92,7 @@ class _Call:
             self.length,
             self.heads,
             HEADS=8,
-            Q=Q,
+            W=self.W,
         )
 
     def options(self, table):
@@ -95,6 +101,8 @@ class _Call:
         headdim = self.constants["HEADDIM"]
         most = min(options["P"], STATES // self.constants["N"], 1 << (headdim - 1).bit_length())
         P = max(16, most)
+        if "ROWS" in options:
+            options["ROWS"] = min(options["ROWS"], self.W)
         return options | {"P": P, "TILES": -(-headdim // P)}
 
     def fp32(self, *shape):
@@ -113,7 +121,7 @@ class _Call:
         segments = -(-self.chunks // per_segment)
         ends = self.fp32(rows, segments, size)
         end_decays = self.fp32(rows, segments)
-        states = x.new_empty(rows, self.chunks // 2, size) if states else None
+        states = x.new_empty(rows, self.pairs, size) if states else None
         out = x.new_empty(x.shape) if out else None
         last = self.fp32(self.batch, self.heads, x.shape[3], B.shape[3])
         first = None if first is None else first.float().contiguous()
@@ -158,32 +166,41 @@ def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, remake=False):
 
 def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, entering=None):
     """The gradients of x, dt, A, B, C, D, dt_bias and the first state, also of those that are None, as if zeros."""
-    from mamba_fsdp.ops.ssd.triton_kernels import between, finish, gradients
+    from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
     call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
     grad = _packed(grad.to(call.x.dtype))
     if entering is None:
         entering, _, _ = call.sweep(call.x, call.B, call.C, state, states=True, out=False)
     leaving, dx, grad_state = call.sweep(grad, call.C, call.B, grad_last, states=True, reverse=True)
-    options = call.options(GRADIENTS)
-    blocks = -(-call.share // options["BLOCK"])
-    flows = call.fp32(call.batch, call.heads, call.chunks, 6, call.constants["Q"])
-    dB, dC = call.fp32(2, blocks, *B.shape)
+    of_near = call.options(NEAR)
+    of_far = call.options(FAR)
+    near_blocks = -(-call.share // of_near["BLOCK"])
+    far_blocks = -(-call.share // of_far["BLOCK"])
+    flows = call.fp32(call.batch, call.heads, call.pairs, 5, call.W)
+    dB, dC = call.fp32(2, near_blocks + far_blocks, *B.shape)
     inputs = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
-    results = (dB, dC, flows)
     strides = _batches(grad, call.x, call.B, call.C)
-    constants = call.constants | options | _rows(DY=grad, X=call.x, B=call.B, C=call.C)
-    programs = call.groups * blocks
-    pairs = call.chunks // 2
-    between[programs, pairs, call.batch](
-        *inputs, *results, *strides, call.length, **constants | {"num_warps": 4}
+    constants = call.constants | {"W": call.W} | _rows(DY=grad, X=call.x, B=call.B, C=call.C)
+    del constants["Q"]
+    near[call.groups * near_blocks, call.pairs, call.batch](
+        *inputs, dB, dC, flows, *strides, call.length, **constants, **of_near
     )
-    gradients[2 * programs, pairs, call.batch](
-        *inputs, entering, leaving, *results, *strides, call.length, **constants
+    far[call.W // of_far["ROWS"] * call.groups * far_blocks, call.pairs, call.batch](
+        *inputs,
+        dB[near_blocks:],
+        dC[near_blocks:],
+        flows,
+        entering,
+        leaving,
+        *strides,
+        call.length,
+        **constants,
+        **of_far,
     )
     ddt = dt.new_empty(dt.shape)
-    totals = call.fp32(3, call.batch * call.chunks, call.heads)
-    finish[call.heads, call.chunks, call.batch](
+    totals = call.fp32(3, call.batch * call.pairs, call.heads)
+    finish[call.heads, call.pairs, call.batch](
         call.dt,
         A,
         call.bias,
@@ -195,8 +212,8 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
         *call.dt.stride()[:2],
         call.length,
         call.heads,
-        Q=call.constants["Q"],
-        num_warps=1,
+        W=call.W,
+        num_warps=2,
     )
     dA, grad_bias, dD = (total.double().sum(0).float() for total in totals)
     return (

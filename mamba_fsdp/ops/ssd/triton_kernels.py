@@ -1,13 +1,16 @@
 """Kernels of SSD: one sweep that carries a head's states in registers from chunk to chunk; and of its backward pass,
-behind the sweeps, the gradients of B and C and what a chunk says of its decays: from the other chunk of its pair, then from
-the states before the pair and the gradients of those behind it; from this the gradients of dt, A, the bias.
+behind the sweeps, the gradients of B and C and what a position says of its decays, from the other positions of its pair of
+chunks (`near`), and from the states before the pair and the gradients of those behind it (`far`); from this the gradients
+of dt, A, the bias.
 
 The exponents of decays are summed as fixed-point integers (units of 2**-31), exactly: a decay between two positions is
 then free, to the last bit, of whatever else the chunk holds, such as other documents. Both parts of a sum, `high` in
 units of 2**-8 and `low`, are exact in fp32, and so are their differences.
 
-Q: positions of a chunk; P: channels of a head that a program has; N: d_state; both padded. WIDE: dots in fp32, as the
-interpreter needs.
+Q: positions of a chunk, W of a pair; P: channels of a head that a program has; N: d_state; both padded. WIDE: dots in
+fp32, as the interpreter needs.
+
+A loop over heads loads the next one's steps ahead, and Triton its x, dy and states, by asynchronous copies (num_stages).
 """
 
 import triton
@@ -32,15 +35,15 @@ def load(
 
 @triton.jit
 def add_up(
-    dt, A, bias, steps, dt_batch, dt_row, length, heads, HEADS: tl.constexpr, Q: tl.constexpr
+    dt, A, bias, steps, dt_batch, dt_row, length, heads, HEADS: tl.constexpr, W: tl.constexpr
 ):
-    """Of a chunk's positions: steps (3, batch, heads, chunks, Q) gets delta = softplus(dt + bias) and the sums of the
-    decays' exponents over the chunk up to each position, in two parts."""
-    chunk = tl.program_id(0)
+    """Of a pair's positions: steps (3, batch, heads, pairs, W) gets delta = softplus(dt + bias) and the sums of the
+    decays' exponents over the pair up to each position, in two parts."""
+    pair = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
-    r = tl.arange(0, Q)
+    r = tl.arange(0, W)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    rows = chunk * Q + r
+    rows = pair * W + r
     is_head = head < heads
     there = (rows < length)[:, None] & is_head[None, :]
     a = tl.load(A + head, mask=is_head, other=0.0).to(tl.float32)
@@ -60,8 +63,8 @@ def add_up(
     sums = tl.cumsum(
         (tl.maximum(delta * a[None, :], -128.0) * 2147483648.0).to(tl.int64), 0
     )  # exp(-128) is 0 in fp32
-    plane = tl.num_programs(2).to(tl.int64) * heads * tl.num_programs(0) * Q
-    steps += ((batch * heads + head) * tl.num_programs(0) + chunk)[None, :] * Q + r[:, None]
+    plane = tl.num_programs(2).to(tl.int64) * heads * tl.num_programs(0) * W
+    steps += ((batch * heads + head) * tl.num_programs(0) + pair)[None, :] * W + r[:, None]
     tl.store(steps, delta, mask=is_head[None, :])
     tl.store(steps + plane, (sums >> 23).to(tl.float32) * 0.00390625, mask=is_head[None, :])
     tl.store(
@@ -72,26 +75,43 @@ def add_up(
 
 
 @triton.jit
-def chunk_steps(steps, plane, seq_idx, start, length, r, Q: tl.constexpr):
-    """delta; the decays from the chunk before to each position and from each to the chunk's end, and the chunk's whole
-    decay; both parts of the exponents' sums; the documents."""
-    delta = tl.load(steps + r)
-    high = tl.load(steps + plane + r)
-    low = tl.load(steps + 2 * plane + r)
-    high_end = tl.load(steps + plane + Q - 1)
-    low_end = tl.load(steps + 2 * plane + Q - 1)
-    from_start = tl.exp(high + low)
-    to_end = tl.exp((high_end - high) + (low_end - low))
-    total = tl.exp(high_end + low_end)
+def documents_of(seq_idx, start, length, r, ROWS: tl.constexpr):
+    """Of ROWS positions: their documents; which are in that of the position before, which in that of the last; whether
+    these two are one."""
     document = r
+    goes_on = r >= 0
+    lasts = r >= 0
+    through = True
     if seq_idx is not None:
         document = tl.load(seq_idx + tl.minimum(start + r, length - 1))
         before = tl.load(seq_idx + tl.minimum(tl.maximum(start, 1), length) - 1)
-        end = tl.load(seq_idx + tl.minimum(start + Q, length) - 1)
-        from_start = tl.where(document == before, from_start, 0.0)
-        to_end = tl.where(document == end, to_end, 0.0)
-        total = tl.where(before == end, total, 0.0)
-    return delta, from_start, to_end, total, high, low, document
+        end = tl.load(seq_idx + tl.minimum(start + ROWS, length) - 1)
+        goes_on = document == before
+        lasts = document == end
+        through = before == end
+    return document, goes_on, lasts, through
+
+
+@triton.jit
+def steps_of(steps, plane, row, r, W: tl.constexpr):
+    """Of the positions r of W: delta; both parts of the exponents' sums up to each, and up to the last of W."""
+    steps += row * W
+    return (
+        tl.load(steps + r),
+        tl.load(steps + plane + r),
+        tl.load(steps + 2 * plane + r),
+        tl.load(steps + plane + W - 1),
+        tl.load(steps + 2 * plane + W - 1),
+    )
+
+
+@triton.jit
+def decays(high, low, high_end, low_end, goes_on, lasts, through):
+    """From the position before the first to each, from each to the last, and from before the first to the last."""
+    from_start = tl.where(goes_on, tl.exp(high + low), 0.0)
+    to_end = tl.where(lasts, tl.exp((high_end - high) + (low_end - low)), 0.0)
+    total = tl.where(through, tl.exp(high_end + low_end), 0.0)
+    return from_start, to_end, total
 
 
 @triton.jit
@@ -188,8 +208,15 @@ def sweep(  # noqa: C901, PLR0915
         start = chunk * Q
         left = length - start
         at = start.to(tl.int64)
-        delta, from_start, to_end, total, high, low, document = chunk_steps(
-            steps + start, plane, seq_idx, start, length, r, Q
+        document, goes_on, lasts, is_one = documents_of(seq_idx, start, length, r, Q)
+        delta, high, low, high_end, low_end = steps_of(steps + start, plane, 0, r, Q)
+        is_second = chunk % 2 == 1  # of its pair, over which the sums are
+        high_before = tl.load(steps + plane + start - 1, mask=is_second, other=0.0)
+        low_before = tl.load(steps + 2 * plane + start - 1, mask=is_second, other=0.0)
+        high -= high_before
+        low -= low_before
+        from_start, to_end, total = decays(
+            high, low, high_end - high_before, low_end - low_before, goes_on, lasts, is_one
         )
         x_ = load(x + at * X_ROW, X_ROW, r, p, left, HEADDIM, P, T)
         b = load(B + at * B_ROW, B_ROW, r, n, left, D_STATE, N, T)
@@ -232,7 +259,7 @@ def sweep(  # noqa: C901, PLR0915
 
 
 @triton.jit  # one kernel: helpers would need all of its state as arguments
-def between(  # noqa: PLR0915
+def near(  # noqa: PLR0915
     dy,
     x,
     B,
@@ -257,88 +284,86 @@ def between(  # noqa: PLR0915
     TILES: tl.constexpr,
     D_STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    Q: tl.constexpr,
+    W: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """What the first chunk of a pair gives to the second: dB of the first, dC of the second, the sixth row of `flows`.
+    """The gradients of B and C from what a pair's positions give each other, of up to BLOCK heads of a group.
 
-    The arguments are those of `gradients`, which goes on from here.
+    dB, dC (blocks of a group's heads, batch, length, groups, d_state): still to be summed. flows (batch, heads, pairs, 5,
+    W): see `finish`. All three are fp32.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
-    pairs = tl.cdiv(length, 2 * Q)
+    pairs = tl.cdiv(length, W)
     groups = HEADS // SHARE
     pair = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     batches = tl.num_programs(2)
     group = tl.program_id(0) // per_group
     block = tl.program_id(0) % per_group
-    start = 2 * pair * Q
+    start = pair * W
     left = length - start
     at = start.to(tl.int64)
-    r = tl.arange(0, Q)
+    r = tl.arange(0, W)
     n = tl.arange(0, N)
     x += batch * x_batch + at * X_ROW
-    dy += batch * dy_batch + (at + Q) * DY_ROW
+    dy += batch * dy_batch + at * DY_ROW
     B += batch * b_batch + at * B_ROW + group * D_STATE
-    C += batch * c_batch + (at + Q) * C_ROW + group * D_STATE
+    C += batch * c_batch + at * C_ROW + group * D_STATE
     b = load(B, B_ROW, r, n, left, D_STATE, N, T)
-    c = load(C, C_ROW, r, n, left - Q, D_STATE, N, T)
+    c = load(C, C_ROW, r, n, left, D_STATE, N, T)
     cb = dot(c, tl.trans(b))
-    db = tl.zeros([Q, N], tl.float32)
-    dc = tl.zeros([Q, N], tl.float32)
-    plane = batches.to(tl.int64) * HEADS * pairs * 2 * Q
+    grad_cb = tl.zeros([W, W], tl.float32)
+    plane = batches.to(tl.int64) * HEADS * pairs * W
+    document = r
     if seq_idx is not None:
-        seq_idx += batch * length
-    first = block * BLOCK
-    for head in range(group * SHARE + first, group * SHARE + tl.minimum(first + BLOCK, SHARE)):
-        own = (batch * HEADS + head) * pairs + pair
-        delta, _, to_end, total_of_first, _, _, _ = chunk_steps(
-            steps + own * 2 * Q, plane, seq_idx, start, length, r, Q
-        )
-        _, from_start, _, total_of_second, _, _, _ = chunk_steps(
-            steps + (own * 2 + 1) * Q, plane, seq_idx, start + Q, length, r, Q
-        )
-        products = tl.zeros([Q, Q], tl.float32)
+        document = tl.load(seq_idx + batch * length + tl.minimum(start + r, length - 1))
+    first = group * SHARE + block * BLOCK
+    end = tl.minimum(first + BLOCK, (group + 1) * SHARE)
+    delta, high, low, _, _ = steps_of(steps, plane, (batch * HEADS + first) * pairs + pair, r, W)
+    for head in range(first, end):
+        row = (batch * HEADS + head) * pairs + pair
+        next_row = row + tl.where(head + 1 < end, pairs, 0)
+        next_delta, next_high, next_low, _, _ = steps_of(steps, plane, next_row, r, W)
+        products = tl.zeros([W, W], tl.float32)
         for tile in tl.static_range(TILES):
             p = tile * P + tl.arange(0, P)
             x_ = load(x + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T)
-            dy_ = load(dy + head * HEADDIM, DY_ROW, r, p, left - Q, HEADDIM, P, T)
+            dy_ = load(dy + head * HEADDIM, DY_ROW, r, p, left, HEADDIM, P, T)
             products += dot(dy_, tl.trans(x_))
-        products *= from_start[:, None] * to_end[None, :]
-        grad_cb = (products * delta[None, :]).to(T)
-        dc += dot(grad_cb, b)
-        db += dot(tl.trans(grad_cb), c)
+        flow = flows + row * 5 * W + r
+        tl.store(flow + 2 * W, tl.sum(tl.where(r[:, None] == r[None, :], products, 0.0), 1))
+        products *= decays_within(high, low, document, r, seq_idx is not None, False)
+        grad_cb += products * delta[None, :]
         products *= cb
-        passed = flows + (own * 2 * 6 + 4) * Q
-        tl.store(passed + 3, total_of_second)
-        tl.store(passed + 6 * Q + 3, total_of_first)
-        flow = passed + Q + r
         tl.store(flow, tl.sum(products, 0))
-        tl.store(flow + 6 * Q, tl.sum(products * delta[None, :], 1))
+        tl.store(flow + W, tl.sum(products * delta[None, :], 1))
+        delta = next_delta
+        high = next_high
+        low = next_low
     place = (((block * batches + batch) * length + start + r) * groups + group)[
         :, None
     ] * D_STATE + n[None, :]
-    is_state = (n < D_STATE)[None, :]
-    tl.store(dB + place, db, mask=(r < left)[:, None] & is_state)
-    tl.store(dC + Q * groups * D_STATE + place, dc, mask=(r < left - Q)[:, None] & is_state)
+    there = (r < left)[:, None] & (n < D_STATE)[None, :]
+    tl.store(dB + place, dot(tl.trans(grad_cb.to(T)), c), mask=there)
+    tl.store(dC + place, dot(grad_cb.to(T), b), mask=there)
 
 
 @triton.jit  # one kernel: helpers would need all of its state as arguments
-def gradients(  # noqa: PLR0915
+def far(  # noqa: PLR0915
     dy,
     x,
     B,
     C,
     steps,
     seq_idx,
-    entering,
-    leaving,
     dB,
     dC,
     flows,
+    entering,
+    leaving,
     dy_batch,
     x_batch,
     b_batch,
@@ -354,107 +379,87 @@ def gradients(  # noqa: PLR0915
     TILES: tl.constexpr,
     D_STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Of one chunk and up to BLOCK heads of a group, one after another: dB and dC add up on the way.
+    """The gradients of B and C from the states, of ROWS of a pair's positions and up to BLOCK heads of a group.
 
-    entering, leaving: the states before its pair of chunks, and the gradients of those after it; the pair's other chunk
-    is the neighbouring program's, so that both come from memory once. Of this block's heads: dB, dC (blocks of a
-    group's heads, batch, length, groups, d_state), still to be summed. Of each head: `flows` (batch, heads, chunks, 6,
-    Q), see `finish`. All but the states are fp32.
+    entering, leaving: the states before the pair, and the gradients of those after it. If a pair is of several programs,
+    these are neighbours, so that both come from memory once. dB, dC, flows: as of `near`.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
-    pairs = tl.cdiv(length, 2 * Q)
+    parts: tl.constexpr = W // ROWS
+    pairs = tl.cdiv(length, W)
     groups = HEADS // SHARE
     pair = tl.program_id(1)
-    second = tl.program_id(0) % 2
-    chunk = 2 * pair + second
     batch = tl.program_id(2).to(tl.int64)
-    group = tl.program_id(0) // 2 // per_group
-    block = tl.program_id(0) // 2 % per_group
-    start = chunk * Q
     batches = tl.num_programs(2)
+    part = tl.program_id(0) % parts
+    group = tl.program_id(0) // parts // per_group
+    block = tl.program_id(0) // parts % per_group
+    start = pair * W
     left = length - start
     at = start.to(tl.int64)
-    r = tl.arange(0, Q)
+    r = part * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, N)
+    x += batch * x_batch + at * X_ROW
+    dy += batch * dy_batch + at * DY_ROW
     B += batch * b_batch + at * B_ROW + group * D_STATE
     C += batch * c_batch + at * C_ROW + group * D_STATE
     b = load(B, B_ROW, r, n, left, D_STATE, N, T)
     c = load(C, C_ROW, r, n, left, D_STATE, N, T)
-    cb = dot(c, tl.trans(b))
-    place = (((block * batches + batch) * length + start + r) * groups + group)[
-        :, None
-    ] * D_STATE + n[None, :]
-    is_state = (n < D_STATE)[None, :]
-    of_first = (r < left * (1 - second))[:, None]
-    of_second = (r < left * second)[:, None]
-    db = tl.load(dB + place, mask=of_first & is_state, other=0.0)
-    dc = tl.load(dC + place, mask=of_second & is_state, other=0.0)
-    plane = batches.to(tl.int64) * HEADS * pairs * 2 * Q
+    db = tl.zeros([ROWS, N], tl.float32)
+    dc = tl.zeros([ROWS, N], tl.float32)
+    plane = batches.to(tl.int64) * HEADS * pairs * W
     if seq_idx is not None:
         seq_idx += batch * length
-    first = block * BLOCK
-    for head in range(group * SHARE + first, group * SHARE + tl.minimum(first + BLOCK, SHARE)):
+    _, goes_on, lasts, is_one = documents_of(seq_idx, start, length, r, W)
+    first = group * SHARE + block * BLOCK
+    end = tl.minimum(first + BLOCK, (group + 1) * SHARE)
+    delta, high, low, high_end, low_end = steps_of(
+        steps, plane, (batch * HEADS + first) * pairs + pair, r, W
+    )
+    for head in range(first, end):
         row = (batch * HEADS + head) * pairs + pair
-        own = 2 * row + second
-        delta, from_start, to_end, total, high, low, document = chunk_steps(
-            steps + own * Q, plane, seq_idx, start, length, r, Q
+        next_row = row + tl.where(head + 1 < end, pairs, 0)
+        next_delta, next_high, next_low, next_high_end, next_low_end = steps_of(
+            steps, plane, next_row, r, W
         )
-        total_of_other = tl.load(flows + (own * 6 + 4) * Q + 3)
-        from_pair = from_start * tl.where(second == 1, total_of_other, 1.0)
-        to_pair_end = to_end * tl.where(second == 1, 1.0, total_of_other)
-        x_head = x + batch * x_batch + at * X_ROW + head * HEADDIM
-        dy_head = dy + batch * dy_batch + at * DY_ROW + head * HEADDIM
-        products = tl.zeros([Q, Q], tl.float32)
-        for tile in tl.static_range(TILES):
-            p = tile * P + tl.arange(0, P)
-            x_ = load(x_head, X_ROW, r, p, left, HEADDIM, P, T)
-            dy_ = load(dy_head, DY_ROW, r, p, left, HEADDIM, P, T)
-            products += dot(dy_, tl.trans(x_))
-        products *= decays_within(high, low, document, r, seq_idx is not None, False)
-        grad_cb = (products * delta[None, :]).to(T)
-        dc += dot(grad_cb, b)
-        db += dot(tl.trans(grad_cb), c)
-        flow = flows + own * 6 * Q + r
-        passed = flows + (own * 6 + 4) * Q
-        products *= cb
-        tl.store(flow, tl.sum(products, 0))
-        passing = tl.cumsum(
-            tl.trans(products * delta[None, :]), 0
-        )  # in the dot's layout Triton 2.2 has no cumsum
-        tl.store(flow + Q, tl.sum(tl.where(r[:, None] < r[None, :], passing, 0.0), 1))
-        read_sum = tl.zeros([Q], tl.float32)
-        kept_sum = tl.zeros([Q], tl.float32)
+        from_start, to_end, total = decays(high, low, high_end, low_end, goes_on, lasts, is_one)
+        read_sum = tl.zeros([ROWS], tl.float32)
+        kept_sum = tl.zeros([ROWS], tl.float32)
         across = tl.zeros([P], tl.float32)
-        through = tl.zeros([P], tl.float32)
         for tile in tl.static_range(TILES):
             p = tile * P + tl.arange(0, P)
-            if TILES > 1:
-                x_ = load(x_head, X_ROW, r, p, left, HEADDIM, P, T)
-                dy_ = load(dy_head, DY_ROW, r, p, left, HEADDIM, P, T)
+            x_ = load(x + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T)
+            dy_ = load(dy + head * HEADDIM, DY_ROW, r, p, left, HEADDIM, P, T)
             state = row * N * HEADDIM + n[:, None] * HEADDIM + p[None, :]
             s = tl.load(entering + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
             g = tl.load(leaving + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
-            read = dot(dy_, tl.trans(s)) * from_pair[:, None]
-            dc += read
-            read_sum += tl.sum(read * c.to(tl.float32), 1)
-            kept = dot(x_, tl.trans(g)) * to_pair_end[:, None]
-            db += kept * delta[:, None]
-            kept_sum += tl.sum(kept * b.to(tl.float32), 1)
+            reads = dy_.to(tl.float32) * from_start[:, None]
+            keeps = x_.to(tl.float32) * to_end[:, None]
+            dc = tl.dot(reads.to(T), tl.trans(s), acc=dc, allow_tf32=False)
+            db = tl.dot((keeps * delta[:, None]).to(T), tl.trans(g), acc=db, allow_tf32=False)
+            read_sum += tl.sum(dot(c, s) * reads, 1)
+            kept_sum += tl.sum(dot(b, g) * keeps, 1)
             across += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)
-            through += tl.sum(x_.to(tl.float32) * dy_.to(tl.float32), 0)
-        tl.store(flow + 2 * Q, read_sum)
-        tl.store(flow + 3 * Q, kept_sum)
-        tl.store(passed, tl.sum(across, 0) * total * total_of_other)
-        tl.store(passed + 1, tl.sum(through, 0))
-        far = tl.where(second == 1, read_sum, kept_sum * delta)
-        tl.store(passed + 2, tl.sum(far, 0))
-    there = (r < left)[:, None] & is_state
+        passing_all = tl.sum(across, 0) * total
+        flow = flows + row * 5 * W + r
+        tl.store(flow + 3 * W, read_sum + tl.where(r == W - 1, passing_all, 0.0))
+        tl.store(flow + 4 * W, kept_sum)
+        delta = next_delta
+        high = next_high
+        low = next_low
+        high_end = next_high_end
+        low_end = next_low_end
+    place = (((block * batches + batch) * length + start + r) * groups + group)[
+        :, None
+    ] * D_STATE + n[None, :]
+    there = (r < left)[:, None] & (n < D_STATE)[None, :]
     tl.store(dB + place, db, mask=there)
     tl.store(dC + place, dc, mask=there)
 
@@ -473,46 +478,40 @@ def finish(
     dt_row,
     length,
     heads,
-    Q: tl.constexpr,
+    W: tl.constexpr,
 ):
-    """ddt (batch, length, heads) and, of this chunk's positions for A, the bias, D, totals (3, batch, chunks, heads).
+    """ddt (batch, length, heads) and, of this pair's positions for A, the bias, D, totals (3, batch, pairs, heads).
 
-    `flows` of each position: what its input gives to the chunk's outputs; what all inputs up to it give to those behind
-    it; what its output gets of the pairs of chunks before; what its input gives to the pairs behind. In a fifth row what
-    passes the whole pair, what passes D, and what the chunk gets of the pairs before, if it is the second, or else gives
-    to those behind. In a sixth what its input gives to the pair's second chunk, or its output gets of the first. All are
-    times the gradients; where one input gives, without delta.
+    `flows` of each position, times the gradients: what its input gives to the pair's outputs; what its output gets of the
+    pair's inputs; what its input gives to its own output through D, without D; what its output gets of the pairs before,
+    the last one's with what passes the whole pair; what its input gives to the pairs behind. What an input gives is
+    without delta, what an output gets with it.
     """
     head = tl.program_id(0)
-    chunk = tl.program_id(1)
+    pair = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    chunks = tl.num_programs(1)
+    pairs = tl.num_programs(1)
     batches = tl.num_programs(2)
-    start = chunk * Q
-    r = tl.arange(0, Q)
-    row = (batch * heads + head) * chunks + chunk
-    second = chunk % 2
-    flow = flows + row * 6 * Q + r
-    passed = flows + (row * 6 + 4) * Q
-    passed_by_other = passed + (1 - 2 * second) * 6 * Q
+    start = pair * W
+    r = tl.arange(0, W)
+    row = (batch * heads + head) * pairs + pair
+    flow = flows + row * 5 * W + r
     given = tl.load(flow)
-    within = tl.load(flow + Q - 1, mask=r > 0, other=0.0)
-    near = tl.load(flow + 5 * Q)
-    read = tl.load(flow + 2 * Q) + near * second
-    kept = tl.load(flow + 3 * Q) + near * (1 - second)
-    across = tl.load(passed) + tl.load(passed_by_other + 2)
-    through = tl.load(passed + 1)
-    if seq_idx is not None:
-        seq_idx += batch * length
-    delta, _, _, _, _, _, document = chunk_steps(
-        steps + row * Q, batches.to(tl.int64) * heads * chunks * Q, seq_idx, start, length, r, Q
-    )
+    got = tl.load(flow + W)
+    through = tl.load(flow + 2 * W)
+    read = tl.load(flow + 3 * W)
+    kept = tl.load(flow + 4 * W)
+    delta = tl.load(steps + row * W + r)
 
-    # delta[t] A counts in each decay that passes position t: into later positions, out of earlier ones.
-    passing = tl.where(r[:, None] >= r[None, :], read[:, None], (delta * kept)[:, None])
+    # delta[t] A counts in each decay that passes position t: into later outputs, out of earlier inputs. What passes t
+    # within the pair is what earlier inputs give less what earlier outputs have got.
+    passing = tl.where(
+        r[:, None] >= r[None, :], read[:, None], (delta * (given + kept) - got)[:, None]
+    )
     if seq_idx is not None:
+        document, _, _, _ = documents_of(seq_idx + batch * length, start, length, r, W)
         passing = tl.where(document[:, None] == document[None, :], passing, 0.0)
-    passing = within + tl.sum(passing, 0) + across
+    passing = tl.sum(passing, 0)
     there = r < length - start
     dt = dt + batch * dt_batch + (start + r).to(tl.int64) * dt_row + head
     raw = tl.load(dt, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head).to(tl.float32)
@@ -523,7 +522,7 @@ def finish(
     tl.store(
         ddt + (batch * length + start + r) * heads + head, grad.to(ddt.dtype.element_ty), mask=there
     )
-    totals += (batch * chunks + chunk) * heads + head
+    totals += (batch * pairs + pair) * heads + head
     tl.store(totals, tl.sum(passing * delta, 0))
-    tl.store(totals + batches * chunks * heads, tl.sum(grad, 0))
-    tl.store(totals + 2 * batches * chunks * heads, through)
+    tl.store(totals + batches * pairs * heads, tl.sum(grad, 0))
+    tl.store(totals + 2 * batches * pairs * heads, tl.sum(through, 0))
