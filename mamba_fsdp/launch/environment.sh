@@ -191,7 +191,7 @@ say_nodes_that_start() { # into a file: traps have the log
 }
 
 remove_container() { # at the end, where Pyxis leaves it. A later start removes what takes longer, or lies on a lost node
-    [ -n "${image:-}" ] && enroot list 2> /dev/null | grep -qx "pyxis_$CONTAINER_PREFIX$attempt" || return 0
+    [ -n "${image:-}" ] && enroot list 2> /dev/null | grep -qx "pyxis_$CONTAINER_PREFIX${attempt:-}" || return 0
     remove_containers 10 none
     image=''
 }

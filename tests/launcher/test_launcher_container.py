@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import commit_empty
+from tests.support.processes import write_program
 from tests.support.pyxis import SQUASHFS, make_cluster
 
 
@@ -296,6 +297,20 @@ def test_a_check_ends_before_the_training(submit, launcher_project):
     assert done.stdout.splitlines()[-1] == "fit to train"
     assert not any("mamba_fsdp.launch.node" in words for words in asked)
     assert not (launcher_project / "runs/a").exists()
+
+
+def test_a_check_where_slurm_runs_no_images(cluster, launcher_project):
+    write_program(cluster.folder / "commands/srun", "#!/bin/sh\n")
+    done = subprocess.run(
+        [launcher_project / "1.train.sbatch", "--check", "--save_ckpt_path=runs/a"],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).splitlines() == [
+        "error: this Slurm runs no images: its plugin Pyxis is not switched on (docs/image.md)"
+    ]
 
 
 @pytest.mark.slow
