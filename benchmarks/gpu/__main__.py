@@ -6,8 +6,9 @@
                             [--out FOLDER] [--rehearse]
 
 tests: tests/gpu. values: each backend of each operator beside float64, its bits twice, the time of whole layers.
-sanitizer: the same on small sizes under compute-sanitizer. ncu: our kernels in layers of models under ncu. run: equal bits of equal
-runs and behind a kill, cold and warm starts, stalls by saves. traces: of training steps. Others are presets: their training
+sanitizer: the same on small sizes under compute-sanitizer. forms: our kernels beside other forms of them. ncu: our kernels in
+layers of models under ncu. run: equal bits of equal runs and behind a kill, cold and warm starts, stalls by saves. traces: of
+training steps. Others are presets: their training
 step beside mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and leaves
 NAME.log in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary. --rehearse: tiny, on the CPU.
 
@@ -40,14 +41,14 @@ LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them,
     "sanitizer": 240,
     "ncu": 120,
     "traces": 120,
-    "mamba2-2.7b": 200,
-    "mamba-130m": 100,
+    "forms": 160,
+    "mamba2-2.7b": 150,
 }
 CALLS = {
     "1": ("values", "tests"),
     "2": ("mamba-1.4b", "mamba2-1.3b"),
     "3": ("run", "sanitizer"),
-    "4": ("ncu", "traces", "mamba2-2.7b", "mamba-130m"),
+    "4": ("forms", "ncu", "traces", "mamba2-2.7b"),
 }
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -111,6 +112,10 @@ def rows_of(name: str, out: Path, rehearse: bool) -> Iterator[dict[str, object]]
             from benchmarks.gpu import values
 
             yield from values.run_triton(device, rehearse)
+        elif name == "forms":
+            from benchmarks.gpu import forms
+
+            yield from forms.measure(device, rehearse)
         elif name == "run":
             from benchmarks.gpu import runs
 

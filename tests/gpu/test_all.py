@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as everything
-from benchmarks.gpu import models, runs
+from benchmarks.gpu import forms, models, runs
+from mamba_fsdp.ops.ssd import triton as ssd
 from tests.support.forked import Training
 
 
@@ -58,13 +59,22 @@ def test_a_model_without_its_kernels_does_not_take_the_others_time(monkeypatch):
         models.time_steps(step, torch.zeros(1))
 
 
+def test_a_form_lasts_as_long_as_it_is_measured():
+    before = dict(ssd.FAR)
+    for operator, of_operator in forms.FORMS.items():
+        for changes in of_operator.values():
+            with forms.form(operator, changes):
+                assert (ssd.FAR[9, 0]["ROWS"] == 32) == (changes == {"FAR": {"ROWS": 32}})
+    assert before == ssd.FAR
+
+
 @pytest.mark.slow
 def test_it_is_rehearsed_on_a_cpu(tmp_path, monkeypatch):
     """Each part but `tests` and `sanitizer`, in this process. All calls end well within ten minutes."""
     monkeypatch.setattr(runs, "start", lambda words: Training(words, {}))
     monkeypatch.setenv("TRITON_CACHE_DIR", "")  # which the part changes
     said = ""
-    for name in ("values", "ncu", "run", "traces", "mamba-1.4b"):
+    for name in ("values", "forms", "ncu", "run", "traces", "mamba-1.4b"):
         everything.measure_part(name, tmp_path, True)
         said += everything.take_table(name, tmp_path)
     assert (
@@ -72,6 +82,8 @@ def test_it_is_rehearsed_on_a_cpu(tmp_path, monkeypatch):
         and "| NO |" not in said
         and "Error" not in said.replace("UserError: its kernels need a GPU", "")
     )
+    for of_operator in forms.FORMS.values():
+        assert all(f"| {title} |" in said for title in of_operator)
     assert (
         "| same bits | same bits |" in said and "| ours | " in said and "| mamba_ssm | - |" in said
     )
