@@ -171,7 +171,9 @@ def test_many_rows_do_not_loosen_the_bounds():
     "operator, layer", [("scan", "mamba1"), ("ssd", "mamba2"), ("ssd", "mamba3")]
 )
 @pytest.mark.parametrize(
-    "ranks, change", [(1, torch.neg), (2, torch.neg), (2, Negated.apply)], ids=str
+    "ranks, change",
+    [(1, torch.neg), (2, torch.neg), (2, Negated.apply)],
+    ids=["1 rank", "2 ranks", "2 ranks, its gradient"],
 )
 def test_a_wrong_state_is_found_where_one_is_handed_on(monkeypatch, operator, layer, ranks, change):
     """To the next token, or to the next of the ranks that share sequences, of whose gradient nothing else tells."""
