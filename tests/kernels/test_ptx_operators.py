@@ -106,10 +106,11 @@ def test_compiled_like_reference(operator, dtype, cc):
     [
         ("2.2.0", 80, (), False),
         ("2.2.0", 90, (70, 2, 64, 128), True),
+        ("2.2.0", 90, (40, 2, 80, 128), True),
         ("3.6.0", 90, (70, 2, 64, 128), True),
         ("2.2.0", 90, (70, 2, 64, 128), False),
     ],
-    ids=["sm_80", "sm_90", "sm_90 by Triton 3.6", "sm_90 without wgmma"],
+    ids=["sm_80", "sm_90", "80 channels", "sm_90 by Triton 3.6", "sm_90 without wgmma"],
 )
 def test_compiled_ssd_like_reference(monkeypatch, version, cc, sizes, has_wgmma):
     """At the sizes of mamba2-1.3b's heads Hopper's own matrix instructions carry the states, unless they are to be avoided."""

@@ -101,8 +101,8 @@ class _Call:
         headdim = self.constants["HEADDIM"]
         most = min(options["P"], STATES // self.constants["N"], 1 << (headdim - 1).bit_length())
         P = max(16, most)
-        if "ROWS" in options:
-            options["ROWS"] = min(options["ROWS"], self.W)
+        if "ROWS" in options and self.W < 2 * CHUNK:  # more states than 128
+            options["ROWS"] = 16
         return options | {"P": P, "TILES": -(-headdim // P)}
 
     def fp32(self, *shape):

@@ -423,34 +423,41 @@ def far(  # noqa: PLR0915
     delta, high, low, high_end, low_end = steps_of(
         steps, plane, (batch * HEADS + first) * pairs + pair, r, W
     )
-    for head in range(first, end):
+    read_before = tl.zeros([ROWS], tl.float32)
+    kept_before = tl.zeros([ROWS], tl.float32)
+    across_before = 0.0
+    for unit in range(first * TILES, end * TILES):
+        head = unit // TILES
+        tile = unit % TILES
         row = (batch * HEADS + head) * pairs + pair
-        next_row = row + tl.where(head + 1 < end, pairs, 0)
+        next_row = row + tl.where((tile == TILES - 1) & (head + 1 < end), pairs, 0)
         next_delta, next_high, next_low, next_high_end, next_low_end = steps_of(
             steps, plane, next_row, r, W
         )
         from_start, to_end, total = decays(high, low, high_end, low_end, goes_on, lasts, is_one)
-        read_sum = tl.zeros([ROWS], tl.float32)
-        kept_sum = tl.zeros([ROWS], tl.float32)
-        across = tl.zeros([P], tl.float32)
-        for tile in tl.static_range(TILES):
-            p = tile * P + tl.arange(0, P)
-            x_ = load(x + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T)
-            dy_ = load(dy + head * HEADDIM, DY_ROW, r, p, left, HEADDIM, P, T)
-            state = row * N * HEADDIM + n[:, None] * HEADDIM + p[None, :]
-            s = tl.load(entering + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
-            g = tl.load(leaving + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
-            reads = dy_.to(tl.float32) * from_start[:, None]
-            keeps = x_.to(tl.float32) * to_end[:, None]
-            dc = tl.dot(reads.to(T), tl.trans(s), acc=dc, allow_tf32=False)
-            db = tl.dot((keeps * delta[:, None]).to(T), tl.trans(g), acc=db, allow_tf32=False)
-            read_sum += tl.sum(dot(c, s) * reads, 1)
-            kept_sum += tl.sum(dot(b, g) * keeps, 1)
-            across += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)
-        passing_all = tl.sum(across, 0) * total
+        p = tile * P + tl.arange(0, P)
+        x_ = load(x + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T)
+        dy_ = load(dy + head * HEADDIM, DY_ROW, r, p, left, HEADDIM, P, T)
+        state = row * N * HEADDIM + n[:, None] * HEADDIM + p[None, :]
+        s = tl.load(entering + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
+        g = tl.load(leaving + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
+        reads = dy_.to(tl.float32) * from_start[:, None]
+        keeps = x_.to(tl.float32) * to_end[:, None]
+        dc = tl.dot(reads.to(T), tl.trans(s), acc=dc, allow_tf32=False)
+        db = tl.dot((keeps * delta[:, None]).to(T), tl.trans(g), acc=db, allow_tf32=False)
+        read = tl.sum(dot(c, s) * reads, 1)
+        kept = tl.sum(dot(b, g) * keeps, 1)
+        across = tl.sum(tl.sum(s.to(tl.float32) * g.to(tl.float32), 0), 0) * total
+        if TILES > 1:  # what the last tile stores is the whole head's
+            read += tl.where(tile == 0, 0.0, read_before)
+            kept += tl.where(tile == 0, 0.0, kept_before)
+            across += tl.where(tile == 0, 0.0, across_before)
+            read_before = read
+            kept_before = kept
+            across_before = across
         flow = flows + row * 5 * W + r
-        tl.store(flow + 3 * W, read_sum + tl.where(r == W - 1, passing_all, 0.0))
-        tl.store(flow + 4 * W, kept_sum)
+        tl.store(flow + 3 * W, read + tl.where(r == W - 1, across, 0.0))
+        tl.store(flow + 4 * W, kept)
         delta = next_delta
         high = next_high
         low = next_low
