@@ -64,8 +64,9 @@ def assert_like(got, expected, most=None):
     assert got.keys() == expected.keys()
     errors = {name: relative_error(tensor, expected[name]) for name, tensor in got.items()}
     if isinstance(most, float):
-        most = dict.fromkeys(got, most)
-    bounds = {name: MOST[tensor.dtype] for name, tensor in got.items()} | (most or {})
+        bounds = dict.fromkeys(got, most)
+    else:
+        bounds = {name: MOST[tensor.dtype] for name, tensor in got.items()} | (most or {})
     wrong = {name: error for name, error in errors.items() if not error <= bounds[name]}
     assert not wrong, f"relative errors above the bound: {wrong}; all: {errors}"
 
