@@ -76,11 +76,11 @@ class _Call:
             "SHARE": self.share,
             "HEADDIM": headdim,
             "D_STATE": d_state,
-            "Q": Q,
             "N": N,
             "WIDE": triton.interpreted(),
         }
         self.pairs = self.chunks // 2
+        self.Q = Q
         self.W = 2 * Q
         self.steps = self.fp32(3, self.batch, self.heads, self.pairs, self.W)
         add_up[self.pairs, -(-self.heads // 8), self.batch](
@@ -143,6 +143,7 @@ class _Call:
                 self.length,
                 segments,
                 per_segment,
+                Q=self.Q,
                 LOCAL=local,
                 REVERSE=reverse,
                 **_rows(X=x, B=B, C=C),
@@ -182,7 +183,6 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
     inputs = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
     strides = _batches(grad, call.x, call.B, call.C)
     constants = call.constants | {"W": call.W} | _rows(DY=grad, X=call.x, B=call.B, C=call.C)
-    del constants["Q"]
     near[call.groups * near_blocks, call.pairs, call.batch](
         *inputs, dB, dC, flows, *strides, call.length, **constants, **of_near
     )

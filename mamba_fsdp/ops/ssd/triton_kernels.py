@@ -317,9 +317,9 @@ def near(  # noqa: PLR0915
     cb = dot(c, tl.trans(b))
     grad_cb = tl.zeros([W, W], tl.float32)
     plane = batches.to(tl.int64) * HEADS * pairs * W
-    document = r
     if seq_idx is not None:
-        document = tl.load(seq_idx + batch * length + tl.minimum(start + r, length - 1))
+        seq_idx += batch * length
+    document, _, _, _ = documents_of(seq_idx, start, length, r, W)
     first = group * SHARE + block * BLOCK
     end = tl.minimum(first + BLOCK, (group + 1) * SHARE)
     delta, high, low, _, _ = steps_of(steps, plane, (batch * HEADS + first) * pairs + pair, r, W)
