@@ -85,7 +85,7 @@ def ask_hub(name: str) -> None:
     to be content with their cache.
     """
     hint = near_path(Path(name))
-    if name[:1] in "./" or name.count("/") > 1 or kind_of(Path(name)):
+    if not name or name.startswith((".", "/")) or name.count("/") > 1 or kind_of(Path(name)):
         raise UserError(f"{name}: there is no such file or folder{hint}")
     told = f"asking the Hugging Face Hub for {name}: no file or folder is called so here{hint}"
     print(told, file=sys.stderr, flush=True)

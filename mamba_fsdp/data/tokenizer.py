@@ -17,9 +17,8 @@ from mamba_fsdp.storage import write_atomically, write_object
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos
-LARGEST_VOCABULARY = (
-    1 << 24
-)  # the library takes its memory at once, and ends the process where there is less
+# The library takes a vocabulary's memory at once, and ends the process where there is less.
+LARGEST_VOCABULARY = 1 << 24
 # What tokenizers of one vocabulary treat in different ways: case, digits, space, accents, other scripts.
 SAMPLES = [
     "The quick BROWN fox, it's 3.14159  and 1,000,000;\n\n\tdef f(x):\r\n    return x != None",
