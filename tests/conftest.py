@@ -32,6 +32,7 @@ OTHER = {
     "MASTER_PORT",
     "COLUMNS",
     "LINES",
+    "TEST_RECORDS",
 }
 
 
@@ -62,26 +63,29 @@ def seeded():
 
 # What takes longest begins first, so that no worker is left with it while the others have nothing to do.
 LONGEST_FIRST = [
-    "container/test_image.py",
-    "readme/test_readme.py",
-    "slurm/test_slurm_training.py",
-    "storm/test_storm.py",
-    "model/test_lm.py",
-    "slurm/test_slurm_launcher.py",
-    "parallel/test_context.py",
-    "readme/test_from_pages.py",
-    "kernels/test_compiled.py",
-    "kernels/test_triton_mixers.py",
-    "launcher/test_launcher_node.py",
+    "tests/container/test_image.py",
+    "tests/readme/",
+    "tests/user/",
+    "tests/slurm/",
+    "tests/storm/test_storm.py",
+    "tests/model/test_lm.py",
+    "tests/parallel/test_context.py",
+    "tests/kernels/test_compiled.py",
+    "tests/kernels/test_triton_mixers.py",
+    "tests/launcher/test_launcher_node.py",
 ]
 
 
-def pytest_collection_modifyitems(items):
-    def rank(item):
-        file = "/".join(item.path.parts[-2:])  # whichever links lead to the checkout
-        return LONGEST_FIRST.index(file) if file in LONGEST_FIRST else len(LONGEST_FIRST)
+def place_in_line(item):
+    file = "/".join(item.path.parts[-3:])  # whichever links lead to the checkout
+    for place, start in enumerate(LONGEST_FIRST):
+        if file.startswith(start):
+            return place
+    return len(LONGEST_FIRST)
 
-    items.sort(key=rank)
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=place_in_line)
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def project():
 @pytest.fixture
 def pythons(project):
     """{"pinned": the interpreter with torch 2.2, "newest": that with the newest torch}; only for tests of both stacks,
-    which run with those of the pinned one."""
+    which are marked as pinned."""
     newest = project / ".venv"
     if os.environ.get("MAMBA_FSDP_TEST_STACK") != "torch2.2" or not (newest / ".complete").exists():
         pytest.skip(

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests: makes the environment it needs, runs all that this machine can run, and names what it skips and why.
+# Run the tests: makes the environment it needs, runs all that this machine can run, and ends with how many passed, failed
+# and were skipped, and why.
 #
 #   tests/run.sh                    everything
 #   tests/run.sh --quick            what takes about two minutes together, without the kernels
@@ -8,18 +9,18 @@
 #
 # Further words go to pytest, as in tests/run.sh tests/model -k tied. Larger than by default, as environment variables:
 # KILLS=60 KILL_STORMS=3 SIMULATE=all KERNEL_GATES=all STORM_ROUNDS=200 FROZEN_STORM=all FUZZ_ROUNDS=2000;
-# HYPOTHESIS_PROFILE=random draws anew.
+# HYPOTHESIS_PROFILE=random draws anew. With TEST_RECORDS=FOLDER the counts are left there, and .ci/run sums them up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 stack=cpu venv=.venv
 # Four tests at a time also on two cores, since many mostly wait; not among the quick ones, which compute.
-workers=4 selection=()
+workers=4 quick=0 speed='' options=()
 while [ $# -gt 0 ]; do
     case $1 in
     --quick) # names those that should be slow
-        workers=2 selection=(-m "not slow" --loadscope-reorder --durations=10 --durations-min=3) ;;
-    --slow) selection=(-m slow) ;;
+        quick=1 workers=2 speed=' and not slow' options=(--loadscope-reorder --durations=10 --durations-min=3) ;;
+    --slow) speed=' and slow' ;;
     --stack) stack=${2:?--stack needs a name}; shift ;;
     --stack=*) stack=${1#*=} ;;
     -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; exit 0 ;;
@@ -28,10 +29,29 @@ while [ $# -gt 0 ]; do
     shift
 done
 case $stack in
-cpu) ;;
-torch2.2) venv=.venv-torch2.2 selection=(-m torch22) ;;
+cpu) marks='not pinned' ;;
+torch2.2) venv=.venv-torch2.2 marks='(torch22 or pinned)' ;;
 *) echo "error: there are tests for the stacks cpu and torch2.2, not for '$stack'" >&2; exit 2 ;;
 esac
+
+# The kernels in a second call, beside a Triton that interprets them, for the cpu stack only: it compiles them by the
+# pinned stack's Triton too. Which of the words belong to which call:
+words=() kernels=() paths='' empty=()
+for word in "$@"; do
+    case ${word#./} in
+    tests/kernels*) paths+=' kernels'; kernels+=("$word") ;;
+    tests | tests/) ;;
+    tests/*) paths+=' tests'; words+=("$word") ;;
+    *) words+=("$word"); kernels+=("$word") ;;
+    esac
+    case $word in -k* | -m*) empty=(--may-be-empty) ;; esac # these may be for the other call
+done
+if [ -z "$paths" ]; then
+    paths=tests
+    if [ $quick = 0 ]; then # of the kernels' tests none is quick
+        paths='tests kernels' kernels=(tests/kernels "${kernels[@]}")
+    fi
+fi
 
 VENV=$venv ./0.create_env.sh --stack "$stack" --dev
 # Else each of a thousand processes compiles all of torch that it imports, which takes longer than the import:
@@ -39,35 +59,32 @@ unset PYTHONDONTWRITEBYTECODE
 "$venv/bin/python" -m compileall -q mamba_fsdp config
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
 export MAMBA_FSDP_TEST_STACK=$stack
-# The tests of one file one after the other, and the files in the order of tests/conftest.py.
-pytest=("$venv/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=25)
-pytest+=(--durations-min=1 "${selection[@]}")
+records=${TEST_RECORDS:-$(mktemp -d)}
+[ -n "${TEST_RECORDS:-}" ] || trap 'rm -rf "$records"' EXIT
 
-# The kernels in a second call, beside a Triton that interprets them, once: it compiles them by the pinned stack's
-# Triton too. Which of the words belong to which call:
-words=() kernels=() paths=0
-for word in "$@"; do
-    case $word in
-    tests/kernels*) paths=1 kernels+=("$word") ;;
-    tests | tests/) ;;
-    tests/*) paths=1 words+=("$word") ;;
-    *) words+=("$word") kernels+=("$word") ;;
-    esac
-done
-chosen() { case " $* " in *" tests/"*) return 0 ;; *) return 1 ;; esac; } # whether paths are among the words
-status=5 # pytest's own for: no tests
-if [ $paths = 0 ] || chosen "${words[@]}"; then
-    status=0
-    "${pytest[@]}" "${words[@]}" || status=$?
-fi
-[ $paths = 1 ] || kernels=(tests/kernels "${kernels[@]}")
-if [ $status != 2 ] && [ "$stack" = cpu ] && chosen "${kernels[@]}"; then
+parts=()
+run_part() { # its name, words for pytest. Fails after an interrupt.
+    local began=$SECONDS status=0 record=$records/$stack-$1
+    parts+=("$stack/$1")
+    # The tests of one file one after the other, and the files in the order of tests/conftest.py.
+    "$venv/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=1 \
+        -r fE --junitxml="$record.xml" -o junit_family=xunit1 -m "$marks$speed" "${options[@]}" "${@:2}" || status=$?
+    echo "$status $((SECONDS - began))" >"$record.end"
+    [ $status != 2 ]
+}
+
+run_kernels() {
+    local triton
     if triton=$("$venv/bin/python" -m benchmarks.kernels.install); then
-        second=0
-        PYTHONPATH=$triton${PYTHONPATH:+:$PYTHONPATH} TRITON_INTERPRET=1 "${pytest[@]}" "${kernels[@]}" || second=$?
-        if [ $status = 0 ] || [ $status = 5 ]; then [ $status$second = 05 ] || status=$second; fi
+        PYTHONPATH=$triton${PYTHONPATH:+:$PYTHONPATH} TRITON_INTERPRET=1 run_part kernels "${kernels[@]}"
     else
-        echo "the tests of the kernels are skipped: see the error above" >&2
+        parts+=("$stack/kernels")
+        echo "the Triton that interprets them can't be installed: see the error above" >"$records/$stack-kernels.skipped"
     fi
-fi
-exit $status
+}
+
+goes_on=1
+case $paths in *tests*) run_part tests "${words[@]}" || goes_on=0 ;; esac
+if [ $goes_on = 0 ] || [ "$stack" != cpu ]; then paths=''; fi
+case $paths in *kernels*) run_kernels || true ;; esac
+[ -n "${TEST_RECORDS:-}" ] || "$venv/bin/python" tests/support/summary.py "$records" "${empty[@]}" "${parts[@]}"

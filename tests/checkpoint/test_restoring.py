@@ -117,6 +117,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.pinned
 def test_each_stack_reads_the_others_checkpoints(run, pythons, project):
     """torch 2.2 with FSDP1 and the newest torch with FSDP2 read each other's checkpoints bit for bit."""
     program = run.parent / "program.py"
