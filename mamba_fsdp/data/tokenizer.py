@@ -49,11 +49,22 @@ class TextTokenizer:
     eos: its id, None where there is none; separators: ids of what can stand at the ends of a document; vocab_size: one
     more than the largest id; identity: see `identity_of`.
     transformers_form: the `transformers` tokenizer that `backend` is part of, where it comes from one.
+    special_is_text: whether what spells a special token, as a page about tokenizers does, is read as text like any other.
+
+    Threads share a tokenizer. Before version 0.23 the library lets no thread change one while another encodes, so all
+    settings are made here and none later.
     """
 
-    def __init__(self, backend: Tokenizer, eos_token: str | None, transformers_form: Any = None):
+    def __init__(
+        self,
+        backend: Tokenizer,
+        eos_token: str | None,
+        transformers_form: Any = None,
+        special_is_text: bool = True,
+    ):
         backend.no_truncation()
         backend.no_padding()
+        backend.encode_special_tokens = special_is_text
         self.backend = backend
         self.eos_token = eos_token
         self._transformers_form = transformers_form
@@ -67,12 +78,13 @@ class TextTokenizer:
         return identity_of(self.backend)
 
     def encode(self, text: str) -> list[int]:
-        """Without the tokens that some add at the ends."""
+        """The ids of one text, without the tokens that some tokenizers add at its ends. What spells a special token is
+        read as `special_is_text` says: as that token in a prompt (`load_words`), as text in a document."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """The same of many texts on all cores. What spells a special token, as a page about tokenizers does, is text."""
-        self.backend.encode_special_tokens = True
+        """The ids of each text, encoded on all cores. What spells a special token is read as in `encode`: a tokenizer
+        that `load` or `train` gives, which is for documents, reads all of them as text."""
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -122,9 +134,10 @@ class NoTokenizer(TextTokenizer):
 def identity_of(backend: Tokenizer) -> str:
     """A text that is equal for tokenizers that do the same, whatever they are called and whoever wrote their files.
 
-    It says which tokens there are, with their ids, and what becomes of texts that hold them all. Ends truncation and
-    padding of `backend`.
+    It says which tokens there are, with their ids, and what becomes of texts that hold them all. Leaves `backend` as it
+    is: a copy is without truncation and padding, and reads special tokens as such.
     """
+    backend = Tokenizer.from_str(backend.to_str())
     backend.no_truncation()
     backend.no_padding()
     vocabulary = sorted(backend.get_vocab().items(), key=lambda entry: entry[1])
@@ -188,7 +201,7 @@ def training_size(name: str) -> int | None:
 
 
 def train(texts: Iterable[str], vocab_size: int, eos_token: str = END_OF_TEXT) -> TextTokenizer:
-    """A byte-level BPE of at most vocab_size tokens with the eos. Equal texts give an equal result."""
+    """A byte-level BPE for documents, of at most vocab_size tokens with the eos. Equal texts give an equal result."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -224,7 +237,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
 
 
 def load_words(path: str | Path) -> TextTokenizer:
-    """A tokenizer's folder or name, to encode and decode with. Without transformers, whose import takes a second, where
+    """The tokenizer of a folder or name for prompts, whose special tokens are read as such. Without transformers, whose import takes a second, where
     its two files say all. Raises UserError."""
     try:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
@@ -234,14 +247,14 @@ def load_words(path: str | Path) -> TextTokenizer:
         eos = fields["eos_token"]
         if isinstance(eos, dict):
             eos = eos["content"]
-        return TextTokenizer(backend, eos)
+        return TextTokenizer(backend, eos, special_is_text=False)
     except Exception:  # let transformers say what is wrong
         form = load_for_transformers(path)
-        return TextTokenizer(form.backend_tokenizer, form.eos_token, form)
+        return TextTokenizer(form.backend_tokenizer, form.eos_token, form, special_is_text=False)
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:
-    """The tokenizer of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json.
+    """The tokenizer for documents, of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json.
 
     eos_token: what ends documents, by default the tokenizer's own. Raises UserError where either is missing.
     """
