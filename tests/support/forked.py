@@ -23,13 +23,13 @@ PORTS: list[socket.socket] = []
 
 class Training:
     """What the tests use of a Popen. merged: what it writes to stderr is in its output, where it was written. program:
-    a file, or ["-m", a module] as words of Python."""
+    a file of the project, or ["-m", a module] as words of Python. folder: where it runs."""
 
-    def __init__(self, words, environment, merged=False, program=("training.py",)):
+    def __init__(self, words, environment, merged=False, program=("training.py",), folder=PROJECT):
         self._files = [tempfile.NamedTemporaryFile("r") for _ in range(1 if merged else 2)]
+        names = (self._files[0].name, self._files[-1].name)
         self._process = PROCESSES.Process(
-            target=_run,
-            args=(program, words, environment, self._files[0].name, self._files[-1].name),
+            target=_run, args=(program, words, environment, *names, folder)
         )
         self._process.start()
         self.pid = self._process.pid
@@ -57,8 +57,8 @@ class Training:
         return (*(Path(file.name).read_text() for file in self._files), "")[:2]
 
 
-def _run(program, words, environment, out, err):
-    os.chdir(PROJECT)
+def _run(program, words, environment, out, err, folder):
+    os.chdir(folder)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -74,7 +74,7 @@ def _run(program, words, environment, out, err):
         if as_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(name, run_name="__main__")
+            runpy.run_path(str(PROJECT / name), run_name="__main__")
     except Exception:
         sys.excepthook(*sys.exc_info())
         raise SystemExit(1) from None
@@ -82,14 +82,14 @@ def _run(program, words, environment, out, err):
         atexit._run_exitfuncs()
 
 
-def start_ranks(count, words, program=("training.py",)):
+def start_ranks(count, words, program=("training.py",), folder=PROJECT):
     """A Training for each rank, as torchrun starts them on one node."""
     PORTS.append(port := hold_port())
     environments = [
         {**os.environ, **rank_environment(rank, count, port.getsockname()[1])}
         for rank in range(count)
     ]
-    return [Training(words, each, merged=True, program=program) for each in environments]
+    return [Training(words, each, True, program, folder) for each in environments]
 
 
 def said_by(ranks, timeout=800):

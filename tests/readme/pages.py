@@ -1,0 +1,149 @@
+"""The commands of README.md and docs/*.md in their blocks, which the tests of this folder run, and those that they can't.
+
+A block is a command's if it is fenced as sh or python, or indented by four spaces. A fence without a language shows what
+a program prints or what a folder holds; a line in it that begins with "$ " is a command, and the rest is its output.
+"""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.projects import STACK
+
+PROJECT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))]
+# Followed in a fresh clone, in this order, by test_readme.py; on a cluster of stand-ins, by test_cluster_pages.py. All
+# other pages are followed by test_pages.py.
+IN_A_CLONE = ["README.md", "docs/models.md"]
+ON_A_CLUSTER = ["docs/cluster.md", "docs/image.md"]
+
+
+@dataclass(frozen=True)
+class Command:
+    text: str
+    language: str  # sh or python
+    output: str = ""  # what the page says it prints, if it says so
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A command that no test of this folder runs."""
+
+    page: str
+    start: str  # the command's first words
+    reason: str
+    elsewhere: str = ""  # the test that runs it, or what stands for it
+
+
+NOT_RUN = [
+    NotRun("README.md", "docker build", "CI has no Docker", "tests/container/test_image.py"),
+    NotRun("README.md", "enroot import", "it reads the image from Docker"),
+    NotRun(
+        "README.md",
+        "sbatch 1.train.sbatch",
+        "it needs Slurm and GPUs",
+        "tests/slurm/test_slurm_training.py",
+    ),
+    NotRun(
+        "docs/cluster.md",
+        "tail -f",
+        "it does not end",
+        "tests/slurm/test_slurm_launcher.py",
+    ),
+    NotRun(
+        "docs/evaluating.md", ".venv/bin/python -m pip install", "pip installs from the network"
+    ),
+    NotRun(
+        "docs/evaluating.md",
+        ".venv/bin/lm_eval",
+        "its tasks come from the network",
+    ),
+    NotRun("docs/image.md", "docker build", "CI has no Docker", "tests/container/test_image.py"),
+    NotRun("docs/image.md", "export ENROOT_SQUASH_OPTIONS", "it is for the next command"),
+    NotRun("docs/image.md", "rm -f mamba-train.sqsh && enroot", "it reads the image from Docker"),
+    NotRun("docs/image.md", "mkdir -p /opt/slurm", "it sets up a real ParallelCluster"),
+    NotRun("docs/image.md", "cp /opt/parallelcluster", "it sets up a real ParallelCluster"),
+    NotRun("docs/image.md", "scontrol reconfigure", "it sets up a real ParallelCluster"),
+]
+
+
+def text_of(page: str) -> str:
+    return (PROJECT / page).read_text()
+
+
+def blocks(page: str) -> list[list[Command]]:
+    """The commands of each block of a page that has any."""
+    text = text_of(page)
+    fences = re.findall(r"^ *(?:```|~~~)", text, flags=re.M)
+    starts_of_blocks = (
+        r"^```(?P<language>.*)\n(?P<fenced>(?s:.*?))^```\n|(?P<indented>(?:^ {4}.*\n)+)"
+    )
+    found = []
+    for match in re.finditer(starts_of_blocks, text, flags=re.M):
+        if match["indented"]:
+            block = [Command(each, "sh") for each in split(match["indented"])]
+        else:
+            del fences[:2]
+            block = commands_of_fence(match["language"], match["fenced"])
+        if block:
+            found.append(block)
+    assert not fences, f"{page}: a fence is not closed, or does not begin its line with ```"
+    return found
+
+
+def commands_of_fence(language: str, text: str) -> list[Command]:
+    if language == "sh":
+        return [Command(each, "sh") for each in split(text)]
+    if language == "python":
+        return [Command(text, "python")]
+    assert language == "", f"no test runs a block of {language}"
+    examples = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, flags=re.M)
+    return [Command(command, "sh", output) for command, output in examples]
+
+
+def split(text: str) -> Iterator[str]:
+    """The commands of a text: each is the fewest lines that a shell takes."""
+    command = ""
+    for line in text.replace("\\\n", "").splitlines():
+        command += line.strip() + "\n"
+        if not is_whole(command):
+            continue
+        if shlex.split(command, comments=True):
+            yield command.strip()
+        command = ""
+    assert command == "", f"a shell does not take this: {command}"
+
+
+def is_whole(command: str) -> bool:
+    return subprocess.run(["bash", "-n", "-c", command], stderr=subprocess.DEVNULL).returncode == 0
+
+
+def not_run(page: str, command: Command) -> list[NotRun]:
+    """The entries of NOT_RUN that a command of a page has."""
+    return [
+        entry for entry in NOT_RUN if entry.page == page and command.text.startswith(entry.start)
+    ]
+
+
+def blocks_to_run(page: str) -> list[list[Command]]:
+    """`blocks` without the commands in NOT_RUN."""
+    left = []
+    for block in blocks(page):
+        to_run = [command for command in block if not not_run(page, command)]
+        if to_run:
+            left.append(to_run)
+    return left
+
+
+def for_this_stack(text: str) -> str:
+    """Commands as README.md says to write them for the stack that the tests run on."""
+    if STACK == "cpu":
+        return text
+    return text.replace("./0.create_env.sh", f"./0.create_env.sh --stack {STACK}")
+
+
+def commands_to_run(page: str) -> list[Command]:
+    return [command for block in blocks_to_run(page) for command in block]

@@ -1,0 +1,137 @@
+"""The commands of docs/cluster.md and docs/image.md on a cluster and inside the image, as they are written.
+
+Slurm's commands and Pyxis are stand-ins (tests/support/pyxis.py) that run on this machine what they are given, and nothing
+trains: training.py and get_dataset.py write down what they are asked for. tests/slurm trains on a real Slurm.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import training
+from config.settings_page import settings_page
+from mamba_fsdp import __main__, command_line
+from tests.readme.pages import STACK, blocks_to_run, for_this_stack, text_of
+from tests.support.projects import make_project, make_venv
+from tests.support.pyxis import SQUASHFS, make_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch22]
+# Writes down what it is to run.
+PYTHON = """#!/bin/sh
+echo "$@" >> {}
+[ "$PWD" = {} ] || exit 1
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, project):
+    """/fsx/me/mamba-train of the pages: a copy of the project with a .venv, in a folder that stands for /fsx."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    folder = make_project(tmp_path / "fsx/me/mamba-train")
+    shutil.copy(project / "0.create_env.sh", folder)
+    make_venv(folder)
+    return folder
+
+
+def script_of(block, here):
+    """The commands of a block as one script. /fsx is the folder that stands for it."""
+    script = "\n".join(command.text for command in block)
+    return for_this_stack(script).replace("/fsx", str(here.parents[1]))
+
+
+def run_script(script, here, cluster):
+    """What a script prints whose commands are typed in the project's folder."""
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=here,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def settings_of_trainings(cluster):
+    """The settings of each training that srun was to start, in order."""
+    steps = map(json.loads, (cluster.folder / "record").read_text().splitlines())
+    trained = [words for words in steps if "mamba_fsdp.launch.node" in words]
+    return [words[words.index("training.py") + 1 :] for words in trained]
+
+
+def test_a_cluster_without_an_image_is_checked_and_trains(here, tmp_path):
+    """A smaller model than the page's stands for it: preflight wants room for the checkpoints."""
+    first, larger = blocks_to_run("docs/cluster.md")
+    cluster = make_cluster(tmp_path / "cluster", here)
+    said = run_script(script_of(first, here), here, cluster)
+    assert said.startswith(f".venv is complete: stack {STACK}\n")
+    assert "\nfit to train\n" in said
+    assert (here / "data/builtin/train/index.json").exists()
+    script = script_of(larger, here).replace("mamba-2.8b", "mamba-130m")
+    run_script(script, here, cluster)
+    run = f"--save_ckpt_path={here.parents[1]}/runs/big"
+    assert settings_of_trainings(cluster) == [
+        ["--config=config/demo.yaml"],
+        ["--model_name=mamba-130m", run],
+    ]
+
+
+def test_a_cluster_with_the_image_is_checked_makes_tokens_and_trains(here, tmp_path):
+    submit, _ = blocks_to_run("docs/image.md")
+    fsx = here.parents[1]
+    (fsx / "texts").mkdir()
+    (fsx / "texts/a.jsonl").touch()
+    (here / "mamba-train.sqsh").write_bytes(SQUASHFS)
+    cluster = make_cluster(tmp_path / "cluster", here)
+    said = run_script(script_of(submit, here), here, cluster)
+    assert said.startswith("Train") and "\nfit to train\n" in said
+    made = (fsx / "data/mine/train/index.json").read_text()
+    assert made == f"{fsx}/texts/*.jsonl {fsx}/data/mine"
+    assert settings_of_trainings(cluster) == [
+        ["--config=config/demo.yaml"],
+        [f"--dataset_path={fsx}/data/mine", f"--save_ckpt_path={fsx}/runs/mine"],
+    ]
+
+
+def run_inside(words, monkeypatch):
+    """The exit code of python3 with these words, in this process."""
+    try:
+        if words[0] == "training.py":
+            command_line.run(training.main, settings_page, words[1:])
+        else:
+            assert words[:2] == ["-m", "mamba_fsdp"]
+            monkeypatch.setattr(sys, "argv", words[1:])
+            __main__.main()
+    except SystemExit as error:
+        return error.code
+    return 0
+
+
+def test_the_other_commands_run_inside_the_image(used, here, tmp_path, monkeypatch, capsys):
+    """The nodes have no GPUs, for which the page says what to change. What would run in the image runs here."""
+    _, inside = blocks_to_run("docs/image.md")
+    fsx = here.parents[1]
+    for name in ("data", "runs"):
+        (fsx / name).mkdir()
+    (here / "mamba-train.sqsh").touch()
+    (fsx / "data/mine").symlink_to(used / "data/builtin")
+    (fsx / "runs/mine").symlink_to(used / "runs/demo")
+    cluster = make_cluster(tmp_path / "cluster", here)
+    (cluster.image / "python3").write_text(PYTHON.format(tmp_path / "asked", here))
+    advice = r"call `(\S+) in_image ...` and give `srun` `(\S+)`"
+    variable, option = re.search(advice, text_of("docs/image.md")).groups()
+    script = script_of(inside, here)
+    script = script.replace("in_image ", f"{variable} in_image ")
+    script = script.replace("srun ", f"srun {option} ")
+    run_script(script, here, cluster)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 6
+    for words in asked:
+        code = run_inside(shlex.split(words), monkeypatch)
+        told = capsys.readouterr()
+        assert code == 0 and told.out, (words, told.err)

@@ -1,0 +1,274 @@
+"""README.md and docs/*.md are true: every command in a block of theirs works as it is written, on both stacks.
+
+This file follows all pages but those that need a fresh clone (test_readme.py) or a cluster (test_cluster_pages.py), each
+in a folder with the data and the run that a first training leaves. /fsx of the pages is a folder of the test's own, with
+files as the other launchers have them. A program of .venv is forked from a process that has its imports.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from config.dataset_config import DatasetConfig
+from config.resolve import all_settings, as_dict, resolve_settings
+from mamba_fsdp.data import tokenizer
+from mamba_fsdp.errors import UserError
+from tests.readme.pages import (
+    IN_A_CLONE,
+    NOT_RUN,
+    ON_A_CLUSTER,
+    PAGES,
+    PROJECT,
+    blocks,
+    commands_to_run,
+    not_run,
+    text_of,
+)
+from tests.support.forked import Training, said_by, start_ranks
+from tests.support.others_tokens import write_fms, write_layout
+from tests.support.tiny import TINY, as_words
+
+COMPOSER = """
+model: {vocab_size: 65024, d_model: 2688, n_layer: 28, fsdp_layer_wrap: true, activation_checkpointing: true}
+data:
+  text_paths: [{path: /fsx/mamba-v1/book.train.gig.npy, weight: 0.6, order: 0}]
+  code_paths: [{path: /fsx/mamba-v1/c.train.gig.npy, weight: 0.4, order: 0}]
+  global_batch_size: 896
+  micro_batch_size: 7
+  eval_batch_size: 8
+  seq_len: 4096
+  n_total_tokens: 400039358022
+  n_samples_to_skip: 0
+optimizer: {lr: 0.00045, beta1: 0.9, beta2: 0.95, weight_decay: 0.1}
+scheduler: {name: wsd, t_warmup: 1006878720tok, t_max: 10068787200tok, t_decay: 1006878720tok, alpha_f: 0.1}
+fsdp: {sharding_strategy: FULL_SHARD, process_group: null, backward_prefetch: BACKWARD_PRE, verbose: true,
+       activation_checkpointing_reentrant: true, activation_checkpointing: true, limit_all_gathers: false}
+trainer:
+  cp_interval: 1006878720tok
+  eval_interval: 1006878720tok
+  eval_subset_num_batches: 16
+  save_folder: /fsx/checkpoints
+  autoresume: true
+general: {project_name: mamba-science, full_name: mambaoutai, window_size: 10, clipping_threshold: 1.0,
+          position_weighting: true}
+"""
+
+
+def make_aws(fsx, random):
+    rows = [random.integers(0, 50277, 256).tolist() for _ in range(40)]
+    dataset = datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
+    dataset.save_to_disk(str(fsx / "data/wikicorpus_llama2_7B_tokenized_4k"))
+
+
+def documents_below(limit, random):
+    return [random.integers(1, limit, random.integers(20, 200)) for _ in range(60)]
+
+
+def make_fms(fsx, random):
+    for name in ("lang=en/dataset=commoncrawl", "lang=en/dataset=arxiv"):
+        write_fms(fsx / "data" / name / "shard.arrow", documents_below(500, random))
+    words = {"<eos>": 0, **{f"w{n}": n for n in range(1, 500)}}
+    theirs = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=theirs, eos_token="<eos>")
+    theirs.save_pretrained(str(fsx / "tokenizer"))
+
+
+def make_composer(fsx, random):
+    (fsx / "mamba-v1").mkdir()
+    for name in ("book", "c"):
+        write_layout(fsx / f"mamba-v1/{name}.train.gig.npy", documents_below(65000, random))
+    (fsx / "config.yaml").write_text(COMPOSER.replace("/fsx", str(fsx)))
+
+
+def make_trainer(fsx, random):
+    texts = [" ".join(f"word{n}" for n in random.integers(0, 80, 60)) for _ in range(300)]
+    parquet.write_table(pyarrow.table({"text": texts}), fsx / "train.parquet")
+
+
+def make_data(fsx, random):
+    documents = [random.integers(0, 256, size).tolist() for size in random.integers(0, 200, 60)]
+    write_fms(fsx / "data/code/lang=c/0.arrow", documents)
+    rows = random.integers(0, 256, (100, 32)).tolist()
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(fsx / "data/blocks")
+    (fsx / "texts").mkdir()
+    (fsx / "texts/a.txt").write_text("some text\n" * 99)
+    tokenizer.train(["some text"], 300).save(fsx / "tokenizers/mine")
+
+
+# What a page's commands find in /fsx, and files that they leave there or in the folder where they are typed.
+FINDS = {
+    "docs/data.md": make_data,
+    "docs/from-aws.md": make_aws,
+    "docs/from-composer.md": make_composer,
+    "docs/from-fms.md": make_fms,
+    "docs/from-trainer.md": make_trainer,
+}
+LEAVES = {
+    "docs/data.md": "data/blocks/train/index.json",
+    "docs/evaluating.md": "exported/mine/config.json",
+    "docs/from-aws.md": "mamba/exported/config.json",
+    "docs/from-composer.md": "exported/config.json",
+    "docs/from-fms.md": "exported/config.json",
+    "docs/from-trainer.md": "exported/config.json",
+    "docs/planning.md": "runs/profiled/profile/rank_0.json",
+    "docs/watching.md": "compared.html",
+}
+# The demo and its profile take minutes: their settings are followed by those of a run that takes a second.
+SHORTER = {
+    "--tracker=tensorboard,wandb": [*as_words(TINY | {"vocab_size": 300})],
+    "--use_profiler=true": as_words(TINY | {"vocab_size": 300, "num_steps": 8}),
+}
+
+
+@pytest.fixture
+def desk(used, tmp_path):
+    """Where the commands are typed: with the data and the run of `used`, which other tests read too."""
+    for name in ("data/builtin", "runs/demo", "a.txt"):
+        link = tmp_path / "desk" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(used / name)
+    for name in ("a", "b"):
+        (tmp_path / "desk/runs" / name).mkdir()
+        (tmp_path / "desk/runs" / name / "train").symlink_to(used / "runs/demo")
+    (tmp_path / "fsx").mkdir()
+    return tmp_path / "desk"
+
+
+class Shell:
+    """Runs sh commands in a folder, one after the other, as far as the pages need it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.variables = {}
+
+    def run(self, text):
+        """What a command prints. Raises AssertionError if it fails."""
+        assignment = re.fullmatch(r'(\w+)="(.*)"', text)
+        if assignment:
+            name, value = assignment.groups()
+            self.variables[name] = value
+            return ""
+        for name, value in self.variables.items():
+            text = text.replace(f"${name}", value)
+        program, *words = shlex.split(text, comments=True)
+        if not program.startswith(".venv/bin/"):
+            done = subprocess.run(text, shell=True, cwd=self.folder, stdout=subprocess.PIPE)
+            assert done.returncode == 0, text
+            return done.stdout.decode()
+        file = None
+        if words[-2] == ">":
+            file = self.folder / words[-1]
+            words = words[:-2]
+        said = self.fork(program, words)
+        if file:
+            file.write_text(said)
+            json.loads(said)
+        return said
+
+    def fork(self, program, words):
+        if program == ".venv/bin/torchrun":
+            ranks, *words = words
+            count = int(ranks.removeprefix("--nproc_per_node="))
+            assert words[:2] == ["-m", "mamba_fsdp"]
+            return said_by(start_ranks(count, words[2:], words[:2], self.folder))
+        if program == ".venv/bin/mamba-fsdp":
+            words = ["-m", "mamba_fsdp", *words]
+        length = 2 if words[0] == "-m" else 1
+        process = Training(
+            words[length:], dict(os.environ), program=words[:length], folder=self.folder
+        )
+        said, errors = process.communicate(timeout=800)
+        assert process.returncode == 0, f"{program} {shlex.join(words)}\n{said}\n{errors}"
+        return said
+
+
+def pages_to_follow():
+    """The pages with commands that no other file follows."""
+    elsewhere = IN_A_CLONE + ON_A_CLUSTER
+    return [page for page in PAGES if page not in elsewhere and commands_to_run(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.torch22
+@pytest.mark.parametrize("page", pages_to_follow())
+def test_every_command_works(page, desk, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    fsx = desk.parent / "fsx"
+    if page in FINDS:
+        FINDS[page](fsx, np.random.default_rng(0))
+    shell = Shell(desk)
+    for command in commands_to_run(page):
+        assert command.language == "sh", page
+        text = command.text.replace("/fsx", str(fsx))
+        for setting, words in SHORTER.items():
+            if setting in text:
+                text = f"{text} {shlex.join(words)}"
+        said = shell.run(text)
+        if command.output:
+            assert said == command.output
+        if " training.py " in text and "The same command again resumes" in text_of(page):
+            assert "finished   " in said
+            assert "resumes    from" in shell.run(text)
+    if page in LEAVES:
+        assert (desk / LEAVES[page]).exists() or (fsx / LEAVES[page]).exists()
+
+
+def test_what_is_not_run_says_where_it_is_tested():
+    """Each entry is for one command, or for some that stand together, and names a test that exists."""
+    for entry in NOT_RUN:
+        commands = [command for block in blocks(entry.page) for command in block]
+        assert any(entry in not_run(entry.page, command) for command in commands), entry
+        assert entry.reason and (PROJECT / entry.elsewhere).exists(), entry
+
+
+def test_no_command_hides_in_what_is_printed():
+    """A fence without a language holds output; a command there would be run by no test."""
+    programs = r"^ *(?:\./|\.venv/|python|sbatch|srun|docker|enroot|mamba-fsdp|torchrun|pip) ?\S"
+    for page in PAGES:
+        for printed in re.findall(r"^```\n(.*?)^```", text_of(page), flags=re.M | re.S):
+            assert not re.search(programs, printed, flags=re.M), (page, printed)
+
+
+def test_the_options_that_the_page_of_data_names_exist():
+    known = {*DatasetConfig.__dataclass_fields__, "verify", "array", *all_settings()}
+    assert set(re.findall(r"--(\w+)", text_of("docs/data.md"))) <= known
+
+
+def rows():
+    """The rows of the tables of from-*.md: another launcher's argument, and what it is here."""
+    pages = [text_of(page) for page in PAGES if page.startswith("docs/from-")]
+    return re.findall(r"^\| `([^`]+)` \| (.*) \|$", "\n".join(pages), flags=re.M)
+
+
+def words(code):
+    """{name: value} of --name=value or name: value."""
+    name, value = re.fullmatch(r"(?:--)?([\w.]+)(?:=|: )(.*)", code).groups()
+    return {name: value}
+
+
+@pytest.mark.parametrize("there, here", rows())
+def test_a_row_of_a_page_is_true(there, here):
+    if here.startswith("refused"):
+        with pytest.raises(UserError):
+            resolve_settings(words(there))
+        return
+    if there.isupper():
+        return
+    meant = {}
+    for code in re.findall(r"`([^`]+[=:][^`]+)`", here.partition(";")[0]):
+        if not code.startswith("get_dataset.py"):
+            meant |= words(code)
+    settings, explicit = resolve_settings(words(there))
+    ours, _ = resolve_settings(meant)
+    assert as_dict(settings) == as_dict(ours)
+    assert bool(explicit) != here.startswith("changes nothing")
