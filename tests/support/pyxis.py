@@ -107,6 +107,7 @@ export SLURM_JOB_ID=77 SLURM_JOB_NODELIST="node[1-2]" SLURMD_NODENAME=node1
 SBATCH = (
     JOB
     + """
+while [[ $1 == --* ]]; do shift; done
 export COMMAND=$(realpath "$1")
 cp "$COMMAND" "$STATE/slurm_script"
 exec bash "$STATE/slurm_script" "${@:2}"
