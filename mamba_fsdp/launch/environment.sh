@@ -127,15 +127,15 @@ use_container() { # the folders it needs beside the project; sets container
     fi
 }
 
-on_first_node() {
+on_first_node() { # where this script runs itself, but for a check without an image: that runs where it was called
     local step=()
-    [ -z "$image" ] || step=(srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --export=ALL --cpu-bind=none
+    [ -z "$image${check:-}" ] || step=(srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --export=ALL --cpu-bind=none
         "${container[@]}" "$project/1.train.sbatch" --on-node)
     "${step[@]}" "$@"
 }
 
 make_corpus() { # in the folder of the built-in data, "" for other data, where it is missing; words: it, what runs a command
-    [ -n "$1" ] && [ -z "$dry" ] || return 0
+    [ -n "$1" ] && [ -z "$dry$check" ] || return 0
     if compgen -G "$1/.progress*" > /dev/null || { [ ! -f "$1/train/index.json" ] && [ ! -f "$1/index.json" ]; }; then
         say "making data/builtin from the source of a Python library, for a first try"
         "${@:2}" "$python" "$project/get_dataset.py" builtin "${1#"$PWD"/}"

@@ -93,8 +93,22 @@ newest_checkpoint() {
     fi
 }
 
-end_check() { # exit code
-    rmdir --ignore-fail-on-non-empty "$run_folder" 2>/dev/null || true
+try_tokenizer() { # in a check, on the first node, as get_dataset.py uses it; a FOLDER that all nodes see. Its exit code
+    local said=$1/said code=0 name
+    mkdir "$1/text"
+    for name in train validation; do # two long documents, which two threads encode at the same time
+        cat mamba_fsdp/*/*.py > "$1/text/$name.txt"
+    done
+    await on_first_node "$python" "$project/get_dataset.py" "$1/text" "$1/tokens" --splits=official \
+        --tokenizer=train:512 > "$said" 2>&1 || code=$?
+    [ "$code" != 0 ] || return 0
+    cat "$said"
+    say "error: the tokenizer fails on ${nodes[0]}: $(grep -v '^srun: ' "$said" | tail -n 1)"
+    return "$code"
+}
+
+end_check() { # exit code. data/builtin was made for a mount only
+    rmdir --ignore-fail-on-non-empty "$run_folder" ${plan_lines[1]:+"${plan_lines[1]}"} 2>/dev/null || true
     [ "$1" != 0 ] || say "fit to train"
     exit "$1"
 }

@@ -282,21 +282,32 @@ def test_tokenizing_with_nothing_but_the_image(cluster, launcher_project, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_check_ends_before_the_training(submit, launcher_project):
-    done, _ = submit(
-        "--check", "--save_ckpt_path=runs/a", BROKEN_NODES="node2", SLURM_RESTART_COUNT="5"
-    )
+def test_a_check_ends_before_the_training(cluster, launcher_project, project):
+    """It tokenizes on the first node by the real get_dataset.py, in the image or with .venv, and leaves nothing."""
+    shutil.copy(project / "get_dataset.py", launcher_project)
+    trouble = {"BROKEN_NODES": "node2", "SLURM_RESTART_COUNT": "5"}
+    done, _, _ = cluster.submit("--check", "--save_ckpt_path=runs/a", **trouble)
     assert (
         done.returncode == 1
         and "did not start on node2" in done.stdout
         and "queued again" not in done.stdout
     )
-    done, asked = submit("--check", "--save_ckpt_path=runs/a")
+    done, asked, _ = cluster.submit("--check", "--save_ckpt_path=runs/a")
     assert done.returncode == 0, done.stdout
     assert "node 1     node2: 0 GPUs, 0 EFA devices" in done.stdout
     assert done.stdout.splitlines()[-1] == "fit to train"
     assert not any("mamba_fsdp.launch.node" in words for words in asked)
-    assert not (launcher_project / "runs/a").exists()
+    (launcher_project / "mamba-train.sqsh").unlink()
+    tokenizer = launcher_project / "mamba_fsdp/data/tokenizer.py"
+    tokenizer.write_text(tokenizer.read_text().replace("encode_batch_fast(texts", "no_such(texts"))
+    done, more, _ = cluster.submit("--check", "--save_ckpt_path=runs/a")
+    assert done.returncode == 1 and "fit to train" not in done.stdout, done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("error: the tokenizer fails on node1: AttributeError: "), last
+    in_image, in_venv = [words for words in more if "--splits=official" in words]
+    assert "--nodelist=node1" in in_image and "--nodelist=node1" in in_venv
+    assert option(in_image, "container-image") and "--container" not in " ".join(in_venv)
+    assert not any((launcher_project / name).exists() for name in ("runs/a", "data/builtin"))
 
 
 def test_a_check_where_slurm_runs_no_images(cluster, launcher_project):
