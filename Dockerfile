@@ -108,9 +108,18 @@ COPY . .
 RUN echo /opt/mamba-train > "$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mamba-fsdp.pth" \
     && printf '#!/bin/sh\nexec /usr/local/bin/python3 -I -m mamba_fsdp "$@"\n' > /usr/local/bin/mamba-fsdp \
     && chmod 755 /usr/local/bin/mamba-fsdp
-# The image checks itself: the doctor, and a model that is trained for two steps on this machine's CPU. What the launcher
-# and many ranks import besides is compiled, too.
-RUN chmod -R a+rX . && mamba-fsdp doctor \
-    && python3 training.py --model_name=demo --use_dummy_dataset --num_steps=2 --save_ckpt_path=/tmp/run \
-    && python3 -c 'import torch.distributed.fsdp, mamba_fsdp.launch.node' \
-    && rm -rf /tmp/cache /tmp/run
+# The image tries what a user does, from text to a model that writes, on this machine's CPU; the first command that fails
+# ends the build. On two cores, since a larger machine takes this text as one piece: each of the two processes that
+# tokenize must encode two pieces at a time, as with a user's text. What the launcher and many ranks import besides is
+# compiled, too.
+RUN set -ex; chmod -R a+rX .; taskset --cpu-list --pid 0,1 $$ || echo "not on two cores: others are assigned"; \
+    mamba-fsdp doctor; \
+    python3 get_dataset.py '/usr/lib/python3.*/*.py' /tmp/try/data --format=text --tokenizer=train:512 --part=0/2 & part=$!; \
+    python3 get_dataset.py '/usr/lib/python3.*/*.py' /tmp/try/data --format=text --tokenizer=train:512 --part=1/2; \
+    wait "$part"; \
+    python3 training.py --dataset_path=/tmp/try/data --save_ckpt_path=/tmp/try/run --num_steps=3; \
+    python3 training.py --dataset_path=/tmp/try/data --save_ckpt_path=/tmp/try/run --num_steps=5; \
+    mamba-fsdp generate /tmp/try/run --prompt='def ' --length=5; \
+    mamba-fsdp evaluate /tmp/try/run /tmp/try/data/validation --seq_length=256; \
+    python3 -c 'import torch.distributed.fsdp, mamba_fsdp.launch.node'; \
+    rm -rf /tmp/cache /tmp/try
