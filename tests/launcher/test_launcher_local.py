@@ -46,9 +46,18 @@ def test_a_rank_for_each_gpu_gets_the_settings_as_they_are(launcher_project, tmp
     assert [start["words"] for start in begun] == [words] * 3
 
 
+# It starts no rank until the script has done something about the signal: asked for a stop, or ended it.
+TELLS = """
+import os, sys, time
+os.kill(os.getppid(), {number})
+while not os.path.exists(sys.argv[1] + "/STOP"):
+    time.sleep(0.05)
+"""
+
+
 def tell_the_launcher_while_it_starts(project, number):
     node = project / "mamba_fsdp/launch/node.py"
-    node.write_text(f"import os, signal\nos.kill(os.getppid(), {number:d})\n{node.read_text()}")
+    node.write_text(TELLS.format(number=int(number)) + node.read_text())
 
 
 @pytest.mark.slow

@@ -4,13 +4,12 @@ import os
 import resource
 import signal
 import subprocess
-import time
 
 import pytest
 
 from mamba_fsdp.launch.machine import set_environment
 from tests.support.processes import finish, wait_until
-from tests.support.projects import FAKE_TRAINING, make_project, make_venv, starts
+from tests.support.projects import FAKE_TRAINING, FOR_EVER, make_project, make_venv, starts
 
 ALONE = ["--standalone"]
 AMONG_NODES = ["--nnodes=1", "--rdzv-endpoint=localhost:0", "--rdzv-id=7.0"]  # as in Slurm
@@ -27,9 +26,9 @@ sys.exit(count != int(os.environ["GOOD_START"]))
 """
 DIES_WHEN_ASKED_TO_STOP = """
 import os, signal, time
-open("begun", "a").write("!")
 os.makedirs("run/checkpoints/step_00000001", exist_ok=True)
 open("run/checkpoints/step_00000001/COMMIT", "w").close()
+open("begun", "a").write("!")
 while not os.path.exists("run/STOP") or os.stat("run/STOP").st_size == 0:
     time.sleep(0.05)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -40,6 +39,19 @@ from pathlib import Path
 left = {"node": "a", "rank": 0, "exit_code": 1, "killed": False, "time": 1.0, "said": "Error: no more\\nthan this"}
 Path("run/failures/7.0").mkdir(parents=True)
 Path("run/failures/7.0/a.json").write_text(json.dumps(left))
+"""
+HAS_NO_PLACE_FOR_FAILURES = """
+from pathlib import Path
+Path("run").mkdir()
+Path("run/failures").touch()
+"""
+SAYS_WHEN_IT_LOOKS = """
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+connect = c10d_rendezvous_backend.TCPStore
+def say_and_connect(*given, **named):
+    open("looks", "w").close()
+    return connect(*given, **named)
+c10d_rendezvous_backend.TCPStore = say_and_connect
 """
 IMPATIENT_TORCH = """
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -64,7 +76,7 @@ def start_node(tmp_path, monkeypatch):
         node.write_text(before + node.read_text())
         make_venv(project)
         command = [project / ".venv/bin/python", "-m", "mamba_fsdp.launch.node", "run", *words]
-        command += ["training.py", "--save_ckpt_path=run", "--num_steps=500"]
+        command += ["training.py", "--save_ckpt_path=run", FOR_EVER]
         started.append(
             subprocess.Popen(
                 command,
@@ -134,16 +146,16 @@ def test_ranks_that_die_when_they_are_asked_to_stop_do_not_start_again(start_nod
 
 
 def test_sigterm_while_it_looks_for_other_nodes_is_quiet(start_node):
-    process, _ = start_node("--nnodes=1", "--rdzv-endpoint=192.0.2.1:29400", "--rdzv-id=1")
-    time.sleep(2)  # nobody is there: it keeps trying
+    """Nobody is there: it keeps trying."""
+    words = ["--nnodes=1", "--rdzv-endpoint=192.0.2.1:29400", "--rdzv-id=1"]
+    process, project = start_node(*words, before=SAYS_WHEN_IT_LOOKS)
+    wait_until((project / "looks").exists)
     process.send_signal(signal.SIGTERM)
     assert finish(process) in [(-signal.SIGTERM, ""), (143, "")]
 
 
 def test_a_failure_that_can_not_be_put_on_record_is_told_all_the_same(start_node):
-    process, project = start_node(*AMONG_NODES, FAKE="mistake")
-    (project / "run").mkdir()
-    (project / "run/failures").touch()
+    process, project = start_node(*AMONG_NODES, before=HAS_NO_PLACE_FOR_FAILURES, FAKE="mistake")
     code, output = finish(process)
     assert code in (1, 2) and "failed first.\nerror: the cause on rank 0\n" in output
     (start,) = starts(project / "run")

@@ -14,7 +14,7 @@ import pytest
 
 from mamba_fsdp.report import records
 from tests.support.corpora import write_store
-from tests.support.processes import wait_until
+from tests.support.processes import PATIENCE_SECONDS, wait_until
 from tests.support.projects import make_project, make_venv
 from tests.support.tiny import TINY, as_words
 
@@ -27,14 +27,15 @@ SETTINGS = TINY | {
     "eval_batches": -1,
     "checkpoint_interval": 100_000,
 }
-# A rank spins for ever once there is a file of this name.
+# A rank spins as long as there is a file spins-RANK, and says so in spins-RANK-seen.
 SPINS = """
 
 look_once = StopRequest.look
 
 def look_or_spin(request):
-    while os.path.exists("spins-" + os.environ["RANK"]):
-        pass
+    spins = "spins-" + os.environ["RANK"]
+    while os.path.exists(spins):
+        open(spins + "-seen", "w").close()
     return look_once(request)
 
 StopRequest.look = look_or_spin
@@ -53,10 +54,21 @@ def project(tmp_path_factory):
     return folder
 
 
+def clear(project):
+    """Removes the run and what makes ranks spin."""
+    subprocess.run("rm -rf run spins-*", shell=True, check=True, cwd=project)
+
+
+def make_spin(project, rank):
+    """Returns when that rank spins."""
+    (project / f"spins-{rank}").touch()
+    wait_until((project / f"spins-{rank}-seen").exists)
+
+
 @pytest.fixture
 def command(project):
     """command(steps) -> what trains so many in project/run, a new folder."""
-    subprocess.run(["rm", "-rf", project / "run"], check=True)
+    clear(project)
     if not (project / "store").exists():
         document = np.random.default_rng(0).integers(1, 64, 20_000)
         write_store(project / "store", [document], vocab_size=64, eos=0, tokenizer="none")
@@ -110,7 +122,7 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
             words, cwd=project, env={**os.environ, **environment}, stdout=log, stderr=log
         )
     wait_for_steps(project / "run", 10)
-    (project / "spins-1").touch()
+    make_spin(project, 1)
     process.send_signal(signal.SIGINT)
     wait_until((project / "run/STOP").exists)
     os.kill(tree_of(tmp_path)["rank 1"], signal.SIGKILL)
@@ -125,10 +137,13 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
 def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(
     project, command, terminal
 ):
-    words = " ".join(["nohup", *command(400)]) + " 2>&1 | head -5 > log"
+    """The window closes when the run would take its first step, and no earlier or later."""
+    words = " ".join(["nohup", *command(40)]) + " 2>&1 | head -5 > log"
+    (project / "spins-0").touch()
     terminal.start(["bash", "-c", words], cwd=project)
-    wait_for_steps(project / "run", 20)
+    wait_until((project / "spins-0-seen").exists)
     terminal.close()
+    (project / "spins-0").unlink()
     assert wait_for_end(project / "run")["status"] == "finished"
     assert len((project / "log").read_text().splitlines()) == 5
 
@@ -159,7 +174,7 @@ def test_kill_9_of_any_process_leaves_nothing(project, command, tmp_path):
     for number, victim, hang in zip(range(KILLS), itertools.cycle(VICTIMS), itertools.cycle(HANGS)):
         scratch = tmp_path / f"scratch{number}"
         scratch.mkdir()
-        subprocess.run("rm -rf run spins-*", shell=True, check=True, cwd=project)
+        clear(project)
         environment = {"PROCESSES_PER_NODE": "2", "MAX_RESTARTS": "0", "TMPDIR": str(scratch)}
         with open(tmp_path / "log", "w") as log:
             process = subprocess.Popen(
@@ -177,12 +192,12 @@ def test_kill_9_of_any_process_leaves_nothing(project, command, tmp_path):
         if hang == "stands still":
             os.kill(tree[hung], signal.SIGSTOP)
         elif hang == "spins":
-            (project / f"spins-{hung[-1]}").touch()
+            make_spin(project, hung[-1])
         os.kill(tree[victim], signal.SIGKILL)
         began = time.monotonic()
         process.wait(400)
         while tree_of(scratch) or list(scratch.iterdir()):
-            if time.monotonic() > began + 100:
+            if time.monotonic() > began + PATIENCE_SECONDS:
                 left = tree_of(scratch)
                 for pid in left.values():
                     os.kill(pid, signal.SIGKILL)

@@ -27,7 +27,7 @@ from tests.storm import rank
 # DDP: from three on the order of a sum matters. context: fsdp whose ranks share each sequence.
 RANKS = {"ddp": 3, "fsdp": 2, "hsdp": 4, "context": 2}
 STEPS = 12
-SECONDS_TO_END = 200  # for ranks whose launcher or peer is gone
+SECONDS_TO_END = 400  # for ranks whose launcher or peer is gone, on however busy a machine
 TIMES = ("tokens_per_second", "mfu", "slowest_rank", "seconds", "goodput", "memory_gb", "gpu_")
 
 

@@ -13,14 +13,18 @@ PARTS = [
     "1.train.sbatch",
     "2.tokenize.sbatch",
     "training.py",
+    "get_dataset.py",
     "mamba_fsdp",
     "config",
     "requirements",
 ]
+# The stack of the environment that the tests run in; tests/run.sh says it.
+STACK = os.environ.get("MAMBA_FSDP_TEST_STACK", "cpu")
 
 # Counts steps where the real one trains. How it ends is up to the environment:
 # FAKE=mistake|storage|killed|endless|deaf|held (the first start waits at step 10 for a request to stop), a file
-# `fail` in the run folder, and how long it saves: FAKE_COMMIT_SECONDS.
+# `fail` in the run folder, and how long it saves: FAKE_COMMIT_SECONDS. With as many steps as FOR_EVER says, no machine
+# is so slow that they are over before the test has done what it wants to do meanwhile.
 FAKE_TRAINING = r"""
 import json, os, resource, signal, sys, time
 from pathlib import Path
@@ -98,6 +102,8 @@ store.mkdir(parents=True)
 (store / "index.json").write_text(" ".join(sys.argv[1:]))
 """
 
+FOR_EVER = "--num_steps=1000000"
+
 
 def make_project(folder, training=FAKE_TRAINING):
     """A project folder with the checkout's launcher and library; training: the text of training.py, None for the real
@@ -116,8 +122,8 @@ def make_project(folder, training=FAKE_TRAINING):
     return folder
 
 
-def make_venv(project, stack="cpu"):
-    """A .venv that has all that the tests' own environment has, stamped as 0.create_env.sh does."""
+def make_venv(project):
+    """A .venv that has all that the tests' own environment has, stamped as 0.create_env.sh stamps it."""
     venv = project / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin/python").symlink_to(os.path.realpath(sys.executable))
@@ -125,8 +131,8 @@ def make_venv(project, stack="cpu"):
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
     packages.mkdir(parents=True)
     (packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    digest = hashlib.sha256((project / "requirements" / f"{stack}.txt").read_bytes()).hexdigest()
-    (venv / ".complete").write_text(f"{stack}\n{digest}\n")
+    digest = hashlib.sha256((project / "requirements" / f"{STACK}.txt").read_bytes()).hexdigest()
+    (venv / ".complete").write_text(f"{STACK}\n{digest}\n")
     return venv
 
 
