@@ -23,7 +23,7 @@ def saved(texts, tmp_path):
 @pytest.fixture
 def documents():
     """Texts that take a thread so long that others call meanwhile."""
-    return [SPELLED, *make_texts(400)]
+    return [SPELLED, *make_texts(60)]
 
 
 def test_eight_threads_share_one_tokenizer(saved, documents):
