@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mamba_fsdp.data.tokenizer import identity_of, load, load_words, train
+from mamba_fsdp.data.tokenizer import END_OF_TEXT, identity_of, load, load_words, train
 from tests.support.corpora import make_texts
 
 pytestmark = pytest.mark.torch22
@@ -29,7 +29,7 @@ def documents():
 def test_eight_threads_share_one_tokenizer(saved, documents):
     """Before version 0.23 the tokenizers library raises `Already borrowed` where one thread changes a setting while
     another encodes."""
-    tokenizer = load(str(saved))
+    tokenizer = load(str(saved / "tokenizer.json"), END_OF_TEXT)
     expected = tokenizer.encode_documents(documents)
 
     def use(number):
@@ -46,7 +46,7 @@ def test_eight_threads_share_one_tokenizer(saved, documents):
 
 def test_a_spelled_special_token_is_text_in_a_document_and_a_token_in_a_prompt(saved):
     """Both have one identity, which depends on neither."""
-    for_documents = load(str(saved))
+    for_documents = load(str(saved / "tokenizer.json"), END_OF_TEXT)
     for_prompts = load_words(saved)
     (ids,) = for_documents.encode_documents([SPELLED])
     assert for_documents.encode(SPELLED) == ids
