@@ -1,17 +1,14 @@
 """1.train.sbatch on a real Slurm, with a training program that only counts its steps."""
 
-import json
 import os
 import re
-import shutil
 
 import pytest
 
 from tests.support.processes import write_program
-from tests.support.projects import starts
-from tests.support.pyxis import SQUASHFS
+from tests.support.projects import FOR_EVER, starts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 RUN = "--save_ckpt_path=runs/a"
 
 
@@ -88,28 +85,6 @@ def test_nodes_with_different_gpus_are_refused(start_cluster, project):
     assert "different GPUs (node1 gpu:4, node2 gpu:2)" in text
 
 
-def test_a_job_that_is_queued_again_resumes_from_a_checkpoint(start_cluster, project):
-    """USR1 is what `--signal=B:USR1@300` sends before the time limit, also where Slurm's controller is too busy to say
-    what becomes of the job."""
-    write_program(
-        project / "bin/squeue",
-        f'#!/bin/sh\ncd "{project}"; echo >> asked; [ $(wc -l < asked) -gt 2 ] || exit 1\n'
-        f'exec {shutil.which("squeue")} "$@"\n',
-    )
-    cluster = start_cluster()
-    environment = {"FAKE": "held", "PATH": f"{project}/bin:{os.environ['PATH']}"}
-    job = cluster.submit(project, RUN, "--num_steps=20", env=environment)
-    wait_for_training(cluster, project)
-    cluster.run("scancel", "--batch", "--signal=USR1", job)
-    assert cluster.wait_for_end(job) == "COMPLETED", log(project, job)
-    assert cluster.restarts(job) == 1 and len(read(project / "asked")) > 2
-    first, second = steps_of_starts(project)
-    assert first == 0 and 0 < second < 20
-    status = json.loads((project / "runs/a/status.json").read_text())
-    assert status == {"status": "finished", "step": 20, "reason": ""}
-    assert not (project / "runs/a/STOP").exists()
-
-
 def test_a_stop_before_training_has_begun_is_not_lost(start_cluster, project):
     """It comes while nodes are being checked: the job is queued again, and does not train into the limit."""
     script = project / "1.train.sbatch"
@@ -144,10 +119,10 @@ def test_each_task_of_an_array_is_a_run_of_its_own_and_is_queued_again_alone(
 
 
 def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(start_cluster, project):
-    """It may take as long as KillWait."""
-    cluster = start_cluster(extra_config="KillWait=90")
+    """It may take as long as KillWait, which is long here, however slow the machine is."""
+    cluster = start_cluster(extra_config="KillWait=400")
     environment = {"FAKE_COMMIT_SECONDS": "3"}
-    job = cluster.submit(project, RUN, "--num_steps=1000", env=environment)
+    job = cluster.submit(project, RUN, FOR_EVER, env=environment)
     wait_for_training(cluster, project)
     cluster.run("scancel", job)
     assert cluster.wait_for_end(job) == "CANCELLED"
@@ -158,7 +133,7 @@ def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(start_cluster, proj
 
 def test_a_stop_file_ends_the_job_without_a_requeue(start_cluster, project):
     cluster = start_cluster()
-    job = cluster.submit(project, RUN, "--num_steps=1000")
+    job = cluster.submit(project, RUN, FOR_EVER)
     wait_for_training(cluster, project)
     (project / "runs/a/STOP").touch()
     assert cluster.wait_for_end(job) == "COMPLETED" and cluster.restarts(job) == 0
@@ -170,7 +145,7 @@ def test_preemption_with_a_grace_time_goes_on_later(start_cluster, project):
     cluster = start_cluster(
         extra_config="PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
         "PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP\n"
-        "PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=200 PreemptMode=REQUEUE State=UP"
+        "PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=400 PreemptMode=REQUEUE State=UP"
     )
     words = [RUN, "--num_steps=20"]
     job = cluster.submit(project, *words, options=["--partition=low"], env={"FAKE": "held"})
@@ -185,7 +160,7 @@ def test_preemption_with_a_grace_time_goes_on_later(start_cluster, project):
 def test_a_job_that_has_lost_its_first_node_is_queued_again(start_cluster, project):
     """By Slurm: the script runs there."""
     cluster, run = start_cluster(), project / "runs/a"
-    job = cluster.submit(project, RUN, "--num_steps=100000")
+    job = cluster.submit(project, RUN, FOR_EVER)
     checkpoint = run / "checkpoints/step_00000005/COMMIT"
     cluster.wait_until(checkpoint.exists, "a checkpoint is committed")
     cluster.kill_node("node1")
@@ -193,15 +168,16 @@ def test_a_job_that_has_lost_its_first_node_is_queued_again(start_cluster, proje
     cluster.start_node("node1")
     cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the node is back")
     cluster.release(job)
-    cluster.wait_until(lambda: len(starts(run)) == 4, "two nodes train again")
+    cluster.wait_until(lambda: len(steps_of_starts(project)) == 2, "two nodes train again")
     first, second = steps_of_starts(project)
     assert first == 0 and second >= 5, "what Slurm asks to end commits a checkpoint if it can"
 
 
 def test_a_node_that_went_is_named_and_no_survivor_blamed(start_cluster, project):
-    """The ranks on other nodes fail for its sake, long before Slurm knows."""
-    cluster, run = start_cluster(), project / "runs/a"
-    job = cluster.submit(project, RUN, "--num_steps=100000", env={"MAX_RESTARTS": "0"})
+    """The ranks on other nodes fail for its sake, long before Slurm knows. For as long as KillWait srun waits for the
+    lost node, and the script for srun."""
+    cluster, run = start_cluster(extra_config="KillWait=400"), project / "runs/a"
+    job = cluster.submit(project, RUN, FOR_EVER, env={"MAX_RESTARTS": "0"})
     checkpoint = run / "checkpoints/step_00000005/COMMIT"
     cluster.wait_until(checkpoint.exists, "a checkpoint is committed")
     cluster.cut_power("node2")
@@ -214,35 +190,19 @@ def test_a_node_that_went_is_named_and_no_survivor_blamed(start_cluster, project
     assert "failed first" not in log(project, job)
 
 
-@pytest.mark.parametrize(
-    "words, env, said",
-    [
-        (["--num_stepss=3"], {}, "num_stepss"),
-        (["--num_stepss=3"], {"IMAGE": "whole.sqsh"}, "did you mean num_steps"),
-        ([], {"IMAGE": "short.sqsh"}, "the project/short.sqsh was cut short; copy it again"),
-        (["--save_ckpt_path=/tmp/own"], {}, "is not the folder that the first node sees"),
-    ],
-)
-def test_a_mistake_fails_at_once_and_is_never_queued_again(
-    start_cluster, project, words, env, said
-):
-    """/tmp is each node's own. What an image's job can see before it is unpacked needs no image that can be."""
-    (project / "whole.sqsh").write_bytes(SQUASHFS)
-    (project / "short.sqsh").write_bytes(SQUASHFS[:-1])
-    is_private = "--save_ckpt_path=/tmp/own" in words
-    if is_private:
-        env = {**env, "MAX_RESTARTS": "0"}
-    state, restarts, text = end_of(start_cluster(), project, *words, **env)
-    assert (state, restarts) == ("FAILED", 0) and said in text
-    assert len(text.splitlines()) == 1 or "IMAGE" not in env
-    assert not starts(project / "runs/a")
-
-
-def test_a_job_that_fails_without_a_new_checkpoint_gives_up_after_max_restarts(
-    start_cluster, project
-):
-    env = {"FAKE": "storage", "MAX_RESTARTS": "0"}
-    state, restarts, text = end_of(start_cluster(), project, "--num_steps=1000", **env)
+def test_what_no_restart_can_fix_fails_and_is_never_queued_again(start_cluster, project):
+    """A mistake, whoever finds it; /tmp is each node's own. And what fails again and again."""
+    cluster = start_cluster()
+    run = project / "runs/a"
+    state, restarts, text = end_of(cluster, project, "--num_stepss=3")
+    assert (state, restarts) == ("FAILED", 0) and "did you mean num_steps" in text, text
+    elsewhere = "--save_ckpt_path=/tmp/own"
+    state, restarts, text = end_of(cluster, project, elsewhere, MAX_RESTARTS="0")
+    assert (state, restarts) == ("FAILED", 0), text
+    assert "is not the folder that the first node sees" in text
+    assert not starts(run)
+    fails = {"FAKE": "storage", "MAX_RESTARTS": "0"}
+    state, restarts, text = end_of(cluster, project, FOR_EVER, **fails)
     assert (state, restarts) == ("FAILED", 0), text
     assert "gave up after 0 restarts without a checkpoint newer than start (MAX_RESTARTS=0)" in text
     lines = [re.sub(r"^\d+: ", "", line) for line in text.strip().splitlines()]

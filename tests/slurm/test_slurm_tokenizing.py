@@ -2,16 +2,15 @@
 
 import json
 import re
-import shutil
 
 import pytest
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.tokenize import make_dataset
 from tests.support import projects
-from tests.support.corpora import ROOT, command, content, make_texts
+from tests.support.corpora import command, content, make_texts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 OPTIONS = {"tokenizer": "train:300", "validation_fraction": 0.1}
 PARTS = 3
 
@@ -21,7 +20,6 @@ def tokenizing_project(tmp_path):
     """The checkout with a .venv, and five files. Each task stands behind its first batch until there is a file `go`."""
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.make_venv(project)
-    shutil.copy(ROOT / "get_dataset.py", project)
     module = project / "mamba_fsdp/data/tokenize.py"
     writes = "                self._write(batch, ids)\n"
     assert module.read_text().count(writes) == 1
@@ -51,10 +49,11 @@ def test_a_killed_and_a_requeued_task_of_an_array_leave_the_bytes_of_undisturbed
     tasks = [f"{job}_{number}" for number in (1, 2, 3)]
     cluster.run("scancel", tasks[0])
     cluster.run("scancel", "--batch", "--signal=USR1", tasks[2])  # it has the whole array's number
+    cluster.wait_until(lambda: cluster.state(tasks[0]) == "CANCELLED", "a task is cancelled")
+    cluster.wait_until(lambda: cluster.restarts(tasks[2]) == 1, "a task is queued again")
     (tokenizing_project / "go").touch()
     assert cluster.wait_for_end(tasks[1]) == "COMPLETED"
     assert cluster.wait_for_end(tasks[2]) == "COMPLETED"
-    assert cluster.state(tasks[0]) == "CANCELLED"
     assert [cluster.restarts(task) for task in tasks] == [0, 0, 1]
     logs = "".join(path.read_text() for path in (tokenizing_project / "logs").iterdir())
     assert set(re.findall(r"part (\d) is finished", logs)) == {"0", "2"}, logs

@@ -1,17 +1,19 @@
-"""1.train.sbatch on a real Slurm with the real training program: two nodes, one rank each, over gloo."""
+"""1.train.sbatch on a real Slurm with the real programs: two nodes, one rank each, over gloo."""
 
 import json
 import os
+import shutil
 import subprocess
 
 import numpy as np
 import pytest
 
 from mamba_fsdp.data.store import StoreWriter
-from mamba_fsdp.report.records import read_events
+from mamba_fsdp.report.records import read_events, read_status
 from tests.support import projects
+from tests.support.processes import write_program
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 SETTINGS = [
     "--d_model=32",
@@ -33,15 +35,41 @@ SETTINGS = [
 HOLD = """
 
 if os.environ.get("HELD") and not os.environ.get("SLURM_RESTART_COUNT"):
-    looks, look = [], StopRequest.look
+    looks = []
+    look = StopRequest.look
 
     def look_or_wait(request):
         looks.append(request)
-        while len(looks) > 5 and request.file and not request.file.exists():
-            time.sleep(0.05)
+        if request.file and len(looks) > 5:
+            while not request.file.exists():
+                time.sleep(0.05)
+            request.next_look = 0.0  # it looks now, not up to a second and hundreds of steps later
         return look(request)
+
     StopRequest.look = look_or_wait
 """
+DEMO_STEPS = 20
+DEMO_FILES = 250
+
+
+def edit(file, old, new):
+    """Replaces what stands once in a file of a copied project."""
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def new_project(tmp_path):
+    """The checkout with a .venv, as a new user has it, with a shorter demo: of its thousand steps the first 20, and of
+    the 1,800 files of Python's library, of which get_dataset.py makes its data, the first 250. These are three batches:
+    threads that share the tokenizer meet."""
+    project = projects.make_project(tmp_path / "the project", training=None)
+    edit(project / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
+    library = 'sorted(root.rglob("*.py"), key=Path.as_posix)'
+    edit(project / "mamba_fsdp/data/corpus.py", library, f"{library}[:{DEMO_FILES}]")
+    projects.make_venv(project)
+    return project
 
 
 @pytest.fixture
@@ -64,25 +92,57 @@ def log(project, job):
     return (project / f"logs/mamba-train_{job}.out").read_text()
 
 
+def read_metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run):
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in entries]
+    return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in read_metrics(run)]
 
 
 def weights(run):
     return {path.name: path.read_bytes() for path in sorted(run.glob("pth/step_*/*.pth"))}
 
 
+def test_a_bare_sbatch_makes_its_data_and_trains_on_it(start_cluster, new_project):
+    """What a new user does: no settings, and no data there."""
+    cluster = start_cluster()
+    job = cluster.submit(new_project)
+    state = cluster.wait_for_end(job)
+    text = log(new_project, job)
+    assert state == "COMPLETED" and "Traceback" not in text, text
+    assert cluster.restarts(job) == 0
+    assert "making data/builtin from the source of a Python library" in text
+    for name in ("train", "validation"):
+        assert (new_project / "data/builtin" / name / "index.json").exists()
+    run = new_project / "runs/demo"
+    assert text.splitlines()[-1] == f"finished: {run}"
+    status = read_status(run)
+    assert (status["status"], status["step"]) == ("finished", DEMO_STEPS)
+    assert list(run.glob(f"checkpoints/step_{DEMO_STEPS:08d}/COMMIT"))
+    assert len(weights(run)) == 1
+    validated = [entry["val_loss"] for entry in read_metrics(run) if "val_loss" in entry]
+    assert len(validated) == 2 and validated[-1] < validated[0]
+
+
 def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, training_project):
-    """That one has as many ranks, on this machine alone."""
+    """That one has as many ranks, on this machine alone. USR1 is what `--signal=B:USR1@300` sends before the time
+    limit, also where Slurm's controller is too busy to say what becomes of the job."""
+    asked = training_project / "asked"
+    squeue = shutil.which("squeue")
+    write_program(
+        training_project / "bin/squeue",
+        f'#!/bin/sh\ncd "{training_project}"; echo >> asked; [ $(wc -l < asked) -gt 2 ] || exit 1\n'
+        f'exec {squeue} "$@"\n',
+    )
     cluster = start_cluster()
     unbroken = subprocess.Popen(
         ["./1.train.sbatch", *SETTINGS, "--save_ckpt_path=runs/unbroken"],
         cwd=training_project,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PROCESSES_PER_NODE": "2"},
+        env={**os.environ, "PROCESSES_PER_NODE": "2"},
     )
     words = [*SETTINGS, "--save_ckpt_path=runs/broken"]
-    environment = {"OMP_NUM_THREADS": "1", "HELD": "1"}
+    environment = {"HELD": "1", "PATH": f"{training_project}/bin:{os.environ['PATH']}"}
     broken = cluster.submit(training_project, *words, env=environment)
     run = training_project / "runs/broken"
     metrics = run / "metrics.jsonl"
@@ -92,11 +152,12 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
     )
     cluster.run("scancel", "--batch", "--signal=USR1", broken)
     assert cluster.wait_for_end(broken) == "COMPLETED", log(training_project, broken)
-    assert cluster.restarts(broken) == 1
+    assert cluster.restarts(broken) == 1 and len(asked.read_text()) > 2
     assert unbroken.wait(400) == 0
     text = log(training_project, broken)
     stopped = int(text.split("stopped    at step ")[1].split()[0])
     assert 0 < stopped < 16 and f"step_{stopped:08d}" in text
+    assert not (run / "STOP").exists()
     assert losses(run) == losses(training_project / "runs/unbroken")
     assert weights(run) == weights(training_project / "runs/unbroken") and len(weights(run)) == 1
 
@@ -114,9 +175,8 @@ def test_a_lost_rank_starts_again_in_its_job_and_a_node_killed_in_mid_run_costs_
         training_project,
         *SETTINGS,
         "--save_ckpt_path=runs/a",
-        "--num_steps=100000",
+        projects.FOR_EVER,
         "--checkpoint_interval=5",
-        env={"OMP_NUM_THREADS": "1"},
     )
     run = training_project / "runs/a"
     cluster.wait_until(
