@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-EMPTY = 5  # pytest's own exit status for: no tests
+# Exit statuses of pytest. It is interrupted by Ctrl-C, or where a file can't be collected or an option says so (-x).
+INTERRUPTED = 2
+EMPTY = 5
 # CI's machine (CI=true) has all that these tests need. There a skipped one is a failure.
 MUST_RUN_ON_CI = [
     "cpu: tests/container/",
@@ -67,10 +69,12 @@ class Part:
             self.passed += 1
 
     def end(self, status: int, may_be_empty: bool) -> None:
-        """Adds a failure for an exit status of pytest that no test explains."""
+        """Adds a failure for an exit status of pytest that is not its tests'."""
         reason = ""
         if status == EMPTY and not may_be_empty:
             reason = "it ran no test"
+        elif status == INTERRUPTED and not self.failed:
+            reason = "it was interrupted"
         elif status not in (0, EMPTY) and not self.failed:
             reason = f"pytest ended with status {status}"
         if reason:
@@ -87,13 +91,9 @@ def read_part(folder: Path, place: str, may_be_empty: bool) -> Part:
         return part
     try:
         status, part.seconds = stem.with_name(f"{stem.name}.end").read_text().split()
-    except FileNotFoundError:
-        part.failed.append(f"{stack}: {name}: it did not run to its end")
-        return part
-    try:
         tree = ElementTree.parse(stem.with_name(f"{stem.name}.xml"))
     except (FileNotFoundError, ElementTree.ParseError):
-        part.failed.append(f"{stack}: {name}: pytest ended with status {status} and no results")
+        part.failed.append(f"{stack}: {name}: it did not run to its end")
         return part
     for case in tree.iter("testcase"):
         part.count(case)
