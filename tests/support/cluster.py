@@ -95,6 +95,13 @@ GresTypes=gpu
 ReturnToService=2
 SlurmdTimeout={PATIENCE_SECONDS}
 KillWait=10
+# How slow a machine may be: Slurm would give messages ten seconds, ...
+MessageTimeout=60
+# ... a job's script ten to start, a killed process a minute to go, ...
+BatchStartTimeout={PATIENCE_SECONDS}
+UnkillableStepTimeout={PATIENCE_SECONDS}
+# ... and forget an ended job after five minutes.
+MinJobAge=86400
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 PropagateResourceLimits=NONE
