@@ -107,8 +107,9 @@ try_tokenizer() { # in a check, on the first node, as get_dataset.py uses it; a 
     return "$code"
 }
 
-end_check() { # exit code. data/builtin was made for a mount only
-    rmdir --ignore-fail-on-non-empty "$run_folder" ${plan_lines[1]:+"${plan_lines[1]}"} 2>/dev/null || true
+end_check() { # exit code
+    rmdir --ignore-fail-on-non-empty "$run_folder" 2>/dev/null || true
+    rmdir --parents data/builtin 2>/dev/null || true # made to be mounted, empty
     [ "$1" != 0 ] || say "fit to train"
     exit "$1"
 }

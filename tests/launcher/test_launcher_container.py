@@ -307,7 +307,7 @@ def test_a_check_ends_before_the_training(cluster, launcher_project, project):
     in_image, in_venv = [words for words in more if "--splits=official" in words]
     assert "--nodelist=node1" in in_image and "--nodelist=node1" in in_venv
     assert option(in_image, "container-image") and "--container" not in " ".join(in_venv)
-    assert not any((launcher_project / name).exists() for name in ("runs/a", "data/builtin"))
+    assert not any((launcher_project / name).exists() for name in ("runs/a", "data"))
 
 
 def test_a_check_where_slurm_runs_no_images(cluster, launcher_project):
