@@ -117,9 +117,9 @@ RUN set -ex; chmod -R a+rX .; taskset --cpu-list --pid 0,1 $$ || echo "not on tw
     python3 get_dataset.py '/usr/lib/python3.*/*.py' /tmp/try/data --format=text --tokenizer=train:512 --part=0/2 & part=$!; \
     python3 get_dataset.py '/usr/lib/python3.*/*.py' /tmp/try/data --format=text --tokenizer=train:512 --part=1/2; \
     wait "$part"; \
-    python3 training.py --dataset_path=/tmp/try/data --save_ckpt_path=/tmp/try/run --num_steps=3; \
-    python3 training.py --dataset_path=/tmp/try/data --save_ckpt_path=/tmp/try/run --num_steps=5; \
+    python3 training.py --dataset_path=/tmp/try/data --save_ckpt_path=/tmp/try/run --batch_size=1 --eval_batches=1 --num_steps=3; \
+    python3 training.py --dataset_path=/tmp/try/data --save_ckpt_path=/tmp/try/run --batch_size=1 --eval_batches=1 --num_steps=5; \
     mamba-fsdp generate /tmp/try/run --prompt='def ' --length=5; \
-    mamba-fsdp evaluate /tmp/try/run /tmp/try/data/validation --seq_length=256; \
+    mamba-fsdp evaluate /tmp/try/run /tmp/try/data/validation --seq_length=256 --limit=8; \
     python3 -c 'import torch.distributed.fsdp, mamba_fsdp.launch.node'; \
     rm -rf /tmp/cache /tmp/try
