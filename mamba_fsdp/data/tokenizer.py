@@ -102,6 +102,8 @@ class TextTokenizer:
             "eos_token": self.eos_token,
             "model_max_length": 10**30,
             "clean_up_tokenization_spaces": False,
+            # Without it transformers 4 adds token_type_ids, which a Mamba's generate refuses.
+            "model_input_names": ["input_ids", "attention_mask"],
         }
         write_object(folder / "tokenizer_config.json", settings)
         write_atomically(folder / "tokenizer.json", self.backend.to_str())

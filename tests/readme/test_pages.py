@@ -91,7 +91,7 @@ def make_composer(fsx, random):
 
 
 def make_trainer(fsx, random):
-    texts = [" ".join(f"word{n}" for n in random.integers(0, 80, 60)) for _ in range(300)]
+    texts = [" ".join(f"word{n}" for n in random.integers(0, 80, 60)) for _ in range(80)]
     parquet.write_table(pyarrow.table({"text": texts}), fsx / "train.parquet")
 
 
