@@ -143,7 +143,7 @@ def test_pytests_own_counts_are_read(tmp_path):
     (tmp_path / "cpu-tests.end").write_text(f"{done.returncode} 7\n")
     part = summary.read_part(tmp_path, "cpu/tests", False)
     assert part.passed == 1 and part.seconds == "7"
-    assert part.skipped == ["cpu: test_tests.py::test_is_skipped: no <tool> & no other"]
+    assert part.skipped == ["cpu: test_tests.py: no <tool> & no other"]
     failed = [line.rpartition("::")[2] for line in part.failed]
     expected = ["test_ends_its_process", "test_fails", "test_is_not_tidy", "test_module"]
     assert sorted(failed) == expected

@@ -1,4 +1,4 @@
-"""What tests/run.sh and .ci/run end with: a table of their parts, each skipped test with its reason, one line over all.
+"""What tests/run.sh and .ci/run end with: a table of their parts, what is skipped with its reason, one line over all.
 
     python3 tests/support/summary.py FOLDER [--may-be-empty] cpu/tests cpu/kernels torch2.2/tests
 
@@ -10,6 +10,7 @@ test; but with --may-be-empty, for words such as `-k tied`, only the parts toget
 
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -43,16 +44,18 @@ class Part:
     seconds: str = ""
     passed: int = 0
     failed: list[str] = field(default_factory=list)  # a line for each
-    skipped: list[str] = field(default_factory=list)  # each test with its reason
+    skipped: list[str] = field(default_factory=list)  # for each its file and the reason
 
     def skip(self, test: str, reason: str) -> None:
-        line = f"{self.stack}: {test}: {' '.join(reason.split())}"
+        reason = " ".join(reason.split())
+        line = f"{self.stack}: {test}: {reason}"
         must_run = any(line.startswith(start) for start in MUST_RUN_ON_CI)
         may_be_skipped = any(words in line for words in MAY_BE_SKIPPED_ON_CI)
         if os.environ.get("CI") == "true" and must_run and not may_be_skipped:
             self.failed.append(f"{line} (skipped, which is a failure on CI)")
         else:
-            self.skipped.append(line)
+            file = test.partition("::")[0]
+            self.skipped.append(f"{self.stack}: {file}: {reason}")
 
     def count(self, case: ElementTree.Element) -> None:
         """Counts one test of pytest's file. A module that can't be collected stands there like a test."""
@@ -112,8 +115,8 @@ def summarize(parts: list[Part]) -> int:
     skipped = [line for part in parts for line in part.skipped]
     failed = [line for part in parts for line in part.failed]
     passed = sum(part.passed for part in parts)
-    for line in skipped:
-        print(f"skipped  {line}")
+    for line, times in Counter(skipped).items():
+        print(f"skipped  {times} x {line}")
     for line in failed:
         print(f"failed  {line}")
     ran_nothing = passed + len(failed) + len(skipped) == 0
