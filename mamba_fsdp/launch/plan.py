@@ -9,6 +9,10 @@ import dataclasses
 import os
 from pathlib import Path
 
+from mamba_fsdp import interpreter
+
+interpreter.need("fire", "yaml")
+
 from config import resolve
 from config.settings_page import settings_page
 from config.train_config import TrainConfig
