@@ -1,0 +1,269 @@
+"""What a user does, command by command, in a folder of their own: text and others' tokens in, a training that is stopped
+and resumed, every kind of layer, and all that is done with what a training leaves.
+
+The commands are those of README.md and docs/, which tests/readme runs as they stand there (`get_dataset.py builtin` with
+the demo on it among them); these are their other forms. Each runs in a process that is forked from one that has the
+imports: as the user's own, without the seconds that these take. Both stacks run all of them.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+import torch
+
+from mamba_fsdp.data.store import TokenStore
+from tests.support.corpora import read_back, stored_documents
+from tests.support.forked import Training, said_by, start_ranks
+from tests.support.others_tokens import write_fms, write_layout
+from tests.support.processes import PATIENCE_SECONDS, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch22]
+FILES = 4
+LINES = 500
+ROWS = [f"Row {number} says {number * number} once, naïvely.\n" for number in range(40)]
+IDS = [[3 + number, 4, 5 + number] for number in range(40)]
+EOS = 0
+TOKENIZER = "--tokenizer=data/texts/train/tokenizer"
+NO_TOKENIZER = f"--tokenizer=none --eos_token={EOS} --vocab_size=300"
+
+
+def start(command, folder):
+    """A Training of one command line in a folder: `get_dataset.py ...`, `training.py ...` or `mamba-fsdp VERB ...`."""
+    program, *words = shlex.split(command)
+    if program == "mamba-fsdp":
+        return Training(words, dict(os.environ), True, ["-m", "mamba_fsdp"], folder)
+    return Training(words, dict(os.environ), True, [program], folder)
+
+
+def output_of(process, command):
+    """What a command printed, when it has ended well."""
+    output, _ = process.communicate(PATIENCE_SECONDS)
+    assert process.returncode == 0, f"{command}\n{output}"
+    assert "Traceback" not in output, f"{command}\n{output}"
+    return output
+
+
+def write_inputs(folder):
+    """One input of each kind, in the folder."""
+    (folder / "texts").mkdir()
+    for name in range(FILES):
+        lines = [f"def f_{name}_{number}(x): return {number} * x\n" for number in range(LINES)]
+        (folder / "texts" / f"{name}.txt").write_text("".join(lines))
+    rows = pandas.DataFrame({"text": ROWS})
+    rows.to_json(folder / "rows.jsonl", orient="records", lines=True)
+    rows.to_csv(folder / "rows.csv", index=False)
+    rows.to_parquet(folder / "rows.parquet", index=False)
+    datasets.Dataset.from_dict({"text": ROWS}).save_to_disk(folder / "saved")
+    write_fms(folder / "fms" / "lang=en" / "0.arrow", IDS)
+    write_layout(folder / "layout.npy", [np.array(ids) for ids in IDS])
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory):
+    """The user's folder, with an input of each kind."""
+    folder = tmp_path_factory.mktemp("home")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.fixture
+def enter(home):
+    """enter(command) -> what it printed."""
+    return lambda command: output_of(start(command, home), command)
+
+
+@pytest.fixture(scope="session")
+def store(home):
+    """data/texts in the user's folder, with a tokenizer that is trained on the texts."""
+    command = "get_dataset.py texts data/texts --tokenizer=train:300 --validation_fraction=0.1"
+    output_of(start(command, home), command)
+    return home / "data/texts"
+
+
+def losses(run):
+    """The loss of each step of a run, in the order in which they were recorded."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+
+
+DEMO = "training.py --config=demo --dataset_path=data/texts --schedule=constant --report_interval=1"
+STEPS = 20
+
+
+@pytest.fixture(scope="session")
+def run(home, store):
+    """runs/demo in the user's folder: the demo's recipe. SIGUSR1 stops it, and the same command resumes it.
+
+    The first start has far more steps than can pass; the second has some behind the checkpoint that the first left.
+    """
+    command = f"{DEMO} --save_ckpt_path=runs/demo --num_steps=1000000 --eval_interval=0"
+    process = start(command, home)
+    metrics = home / "runs/demo/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), "step 3")
+    process.send_signal(signal.SIGUSR1)
+    output_of(process, command)
+    stopped = json.loads((home / "runs/demo/status.json").read_text())
+    assert stopped["status"] == "stopped"
+    steps = stopped["step"] + STEPS
+    command = f"{DEMO} --save_ckpt_path=runs/demo --num_steps={steps}"
+    assert f"step {stopped['step']}" in output_of(start(command, home), command)
+    return home / "runs/demo"
+
+
+# ---------------------------------------------------------------- data
+
+TEXT_INPUTS = ["rows.jsonl", "rows.csv", "rows.parquet", "saved"]
+TOKEN_INPUTS = ["fms", "layout.npy"]
+
+
+@pytest.mark.parametrize("source", TEXT_INPUTS)
+def test_text_of_each_format_becomes_a_store(enter, store, home, source):
+    enter(f"get_dataset.py {source} data/of_{source} {TOKENIZER} --validation_fraction=0")
+    assert read_back(home / f"data/of_{source}/train") == ROWS
+    assert "every file has its size and checksum" in enter(
+        f"mamba-fsdp inspect data/of_{source} --verify"
+    )
+
+
+@pytest.mark.parametrize("source", TOKEN_INPUTS)
+def test_tokens_of_others_become_a_store(enter, home, source):
+    enter(f"get_dataset.py {source} data/of_{source} {NO_TOKENIZER} --validation_fraction=0")
+    documents = stored_documents(TokenStore(home / f"data/of_{source}/train"))
+    assert [document.tolist() for document in documents] == [[*ids, EOS] for ids in IDS]
+
+
+def test_two_parts_that_are_made_at_once_are_one_dataset(home, store):
+    """Each process encodes with threads of its own; whichever ends last completes the dataset."""
+    commands = [
+        f"get_dataset.py texts data/parts {TOKENIZER} --validation_fraction=0 --part={part}/2"
+        for part in range(2)
+    ]
+    processes = [start(command, home) for command in commands]
+    for process, command in zip(processes, commands):
+        output_of(process, command)
+    texts = [(home / "texts" / f"{name}.txt").read_text() for name in range(FILES)]
+    assert sorted(read_back(home / "data/parts/train")) == sorted(texts)
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_the_demo_is_stopped_and_resumed_without_a_lost_or_repeated_step(run):
+    steps = [step for step, _ in losses(run)]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert json.loads((run / "status.json").read_text())["status"] == "finished"
+    assert losses(run)[-1][1] < losses(run)[0][1]
+
+
+TINY = "--d_model=16 --d_state=8 --seq_length=64 --batch_size=2 --report_interval=1"
+MAMBA2 = "--layers=mamba2 --headdim=8"
+MAMBA3 = "--layers=mamba3 --headdim=8"
+ATTENTION = "--n_head=2 --n_kv_head=1 --reset_at_documents=true"
+HYBRID = f"--layers=mamba2+mlp,attention+mlp --headdim=8 {ATTENTION}"
+CHECKPOINTING = "--fsdp_activation_checkpointing=true --selective_checkpointing=0.5"
+MODELS = {  # name: (ranks, settings)
+    "mamba1 on one rank": (1, "--layers=mamba1 --mixed_precision=fp32"),
+    "mamba1 on two ranks, recomputed": (
+        2,
+        f"--layers=mamba1 --sharding_strategy=fsdp --mixed_precision=bf16 {CHECKPOINTING}",
+    ),
+    "mamba2 on one rank, bf16": (1, f"{MAMBA2} --mixed_precision=bf16"),
+    "mamba2 on two ranks": (2, f"{MAMBA2} --sharding_strategy=hsdp --mixed_precision=fp32"),
+    "mamba3 on two ranks": (2, f"{MAMBA3} --sharding_strategy=fsdp --mixed_precision=bf16"),
+    "hybrid on one rank": (1, f"{HYBRID} --mixed_precision=bf16 {CHECKPOINTING}"),
+    "hybrid on two ranks": (2, f"{HYBRID} --sharding_strategy=hsdp --mixed_precision=bf16"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_and_the_same_command_with_more_steps_resumes(home, store, name):
+    ranks, settings = MODELS[name]
+    run = home / "runs" / name.replace(" ", "-").replace(",", "")
+    words = f"--dataset_path=data/texts --save_ckpt_path={run} {TINY} {settings}".split()
+    first = said_by(start_ranks(ranks, [*words, "--num_steps=2"], folder=home))
+    assert "finished   2 steps" in first
+    second = said_by(start_ranks(ranks, [*words, "--num_steps=4"], folder=home))
+    assert re.search(r"resumes +from .*step 2", second), second
+    steps, values = zip(*losses(run))
+    assert steps == (1, 2, 3, 4) and all(np.isfinite(values))
+
+
+# ---------------------------------------------------------------- what a training leaves
+
+VERBS = {  # command: what it prints
+    "mamba-fsdp inspect runs/demo": "status         finished",
+    "mamba-fsdp checkpoints runs/demo --verify": "whole",
+    "mamba-fsdp report runs/demo": "report.html",
+    "mamba-fsdp generate runs/demo --prompt='def ' --length=5": "def ",
+    "mamba-fsdp evaluate runs/demo data/texts/validation --seq_length=64 --limit=4": "perplexity",
+    "mamba-fsdp plan mamba-130m --memory=24 --peak=165 --bandwidth=1008": "tokens/s",
+    "mamba-fsdp plan --config=demo --dataset_path=data/texts": "memory",
+    "mamba-fsdp doctor": "ok   operators",
+}
+
+
+@pytest.mark.parametrize("command", VERBS)
+def test_a_verb_serves_the_run(enter, run, command):
+    assert VERBS[command] in enter(command)
+
+
+TRANSFORMERS = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+words = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokens = model.generate(**words("def f_1_2(x", return_tensors="pt"), max_new_tokens=5, do_sample=False)
+open("theirs.txt", "w").write(words.decode(tokens[0]))
+"""
+
+
+def test_an_export_generates_in_transformers_what_the_run_does(enter, run, home):
+    """transformers of the stack's own version, in a process of its own. The prompt is longer than the convolution: in 4.57
+    a shorter one gets other tokens with transformers' cache than without it."""
+    enter("mamba-fsdp export runs/demo exported/demo")
+    (home / "theirs.py").write_text(TRANSFORMERS)
+    process = Training(["exported/demo"], dict(os.environ), True, [home / "theirs.py"], home)
+    output_of(process, "theirs.py")
+    theirs = (home / "theirs.txt").read_text()
+    ours = enter("mamba-fsdp generate runs/demo --prompt='def f_1_2(x' --length=5 --temperature=0")
+    assert theirs.startswith("def f_1_2(x") and theirs in ours
+
+
+def test_a_new_run_begins_with_imported_weights(enter, run, home, store):
+    enter("mamba-fsdp export runs/demo exported/again")
+    enter("mamba-fsdp import exported/again imported/again")
+    files = [*run.glob("pth/*/*.pth"), *home.glob("imported/again/*.pth")]
+    published, imported = [torch.load(file, weights_only=True) for file in files]
+    assert published.keys() == imported.keys()
+    assert all(torch.equal(published[name], imported[name]) for name in published)
+    output = enter(f"{DEMO} --init_from=imported/again --save_ckpt_path=runs/again --num_steps=1")
+    assert "finished   1 steps" in output
+    assert losses(home / "runs/again")[0][1] < losses(run)[0][1]
+
+
+PYTHON = """
+import mamba_fsdp
+
+run = mamba_fsdp.train(
+    num_steps=2, dataset_path="data/texts", save_ckpt_path="runs/python", d_model=16, n_layer=2
+)
+model = mamba_fsdp.load(run)
+print("".join(mamba_fsdp.generate(model, "def ", length=5)))
+print(mamba_fsdp.evaluate(model, "data/texts/validation", seq_length=64, limit=2).loss)
+"""
+
+
+def test_the_same_from_python(home, store):
+    (home / "mine.py").write_text(PYTHON)
+    process = Training([], dict(os.environ), True, [home / "mine.py"], home)
+    loss = output_of(process, "mine.py").splitlines()[-1]
+    assert 0 < float(loss) < 10
