@@ -38,6 +38,8 @@ class NotRun:
     elsewhere: str = ""  # the test that runs it, or what stands for it
 
 
+PARALLELCLUSTER = "it sets up the head node of a real ParallelCluster"
+EXAMPLES = "/opt/parallelcluster/examples"
 NOT_RUN = [
     NotRun("README.md", "docker build", "CI has no Docker", "tests/container/test_image.py"),
     NotRun("README.md", "enroot import", "it reads the image from Docker"),
@@ -62,11 +64,16 @@ NOT_RUN = [
         "its tasks come from the network",
     ),
     NotRun("docs/image.md", "docker build", "CI has no Docker", "tests/container/test_image.py"),
-    NotRun("docs/image.md", "export ENROOT_SQUASH_OPTIONS", "it is for the next command"),
-    NotRun("docs/image.md", "rm -f mamba-train.sqsh && enroot", "it reads the image from Docker"),
-    NotRun("docs/image.md", "mkdir -p /opt/slurm", "it sets up a real ParallelCluster"),
-    NotRun("docs/image.md", "cp /opt/parallelcluster", "it sets up a real ParallelCluster"),
-    NotRun("docs/image.md", "scontrol reconfigure", "it sets up a real ParallelCluster"),
+    NotRun(
+        "docs/image.md", "export ENROOT_SQUASH_OPTIONS='-comp zstd", "it is for the next command"
+    ),
+    NotRun(
+        "docs/image.md", "rm -f mamba-train.sqsh && enroot import", "it reads the image from Docker"
+    ),
+    NotRun("docs/image.md", "mkdir -p /opt/slurm/etc/plugstack.conf.d", PARALLELCLUSTER),
+    NotRun("docs/image.md", f"cp {EXAMPLES}/spank/plugstack.conf", PARALLELCLUSTER),
+    NotRun("docs/image.md", f"cp {EXAMPLES}/pyxis/pyxis.conf", PARALLELCLUSTER),
+    NotRun("docs/image.md", "scontrol reconfigure", PARALLELCLUSTER),
 ]
 
 
@@ -123,8 +130,9 @@ def is_whole(command: str) -> bool:
 
 def not_run(page: str, command: Command) -> list[NotRun]:
     """The entries of NOT_RUN that a command of a page has."""
+    words = f"{command.text} "
     return [
-        entry for entry in NOT_RUN if entry.page == page and command.text.startswith(entry.start)
+        entry for entry in NOT_RUN if entry.page == page and words.startswith(f"{entry.start} ")
     ]
 
 
