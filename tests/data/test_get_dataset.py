@@ -30,6 +30,8 @@ from mamba_fsdp.errors import UserError
 from tests.support.corpora import ROOT, command, content, make_texts, read_back, stored_documents
 from tests.support.processes import wait_until
 
+pytestmark = pytest.mark.torch22
+
 ODD_TEXTS = ["naïve 日本語 🙂", "  leading space", "two\nlines", 'quote " and, comma', "NA", "12"]
 
 

@@ -11,6 +11,8 @@ from mamba_fsdp.errors import UserError
 from tests.support.corpora import stored_documents
 from tests.support.others_tokens import write_fms, write_layout
 
+pytestmark = pytest.mark.torch22
+
 EOS, BOS, OTHER = 0, 1, 2
 LONG = [3 + number % 50 for number in range(40_000)]
 IDS = {"tokenizer": "none", "eos_token": str(EOS), "vocab_size": 1 << 17}

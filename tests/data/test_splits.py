@@ -15,6 +15,8 @@ from tests.data.test_importers import IDS, documents_of
 from tests.support.corpora import write_store
 from tests.support.others_tokens import write_fms, write_layout
 
+pytestmark = pytest.mark.torch22
+
 
 def write_rows(path, documents):
     path.parent.mkdir(parents=True, exist_ok=True)

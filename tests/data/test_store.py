@@ -14,6 +14,8 @@ from mamba_fsdp.errors import UserError
 from tests.support.checkpoints import flip
 from tests.support.corpora import stored_documents, write_store
 
+pytestmark = pytest.mark.torch22
+
 EOS = 0
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 

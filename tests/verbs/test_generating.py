@@ -19,8 +19,8 @@ pytestmark = pytest.mark.torch22
 
 def test_a_character_of_several_tokens_waits_until_it_is_whole(monkeypatch, tmp_path):
     """The end of a document, and what is cut off within a character, are no text."""
-    letters = train(["aaa"], 257)  # its tokens are bytes
-    letters.save(tmp_path)
+    train(["aaa"], 257).save(tmp_path)  # its tokens are bytes
+    letters = load_words(tmp_path)
     model = SimpleNamespace(network=torch.nn.Linear(1, 1), tokenizer_path=tmp_path)
     for text, pieces in (
         ("aé日b", ["a", "", "é", "", "", "日", "b"]),
