@@ -121,12 +121,14 @@ LEAVES = {
     "docs/from-fms.md": "exported/config.json",
     "docs/from-trainer.md": "exported/config.json",
     "docs/planning.md": "runs/profiled/profile/rank_0.json",
-    "docs/watching.md": "compared.html",
+    "docs/watching.md": "runs/tracked/tensorboard",
 }
-# The demo and its profile take minutes: their settings are followed by those of a run that takes a second.
+# The demo and its profile take minutes: their settings are followed by those of a run that takes a second. The folder
+# runs/demo stays as it is.
+QUICK = TINY | {"vocab_size": 300, "num_steps": 8}
 SHORTER = {
-    "--tracker=tensorboard,wandb": [*as_words(TINY | {"vocab_size": 300})],
-    "--use_profiler=true": as_words(TINY | {"vocab_size": 300, "num_steps": 8}),
+    "--tracker=tensorboard,wandb": as_words(QUICK | {"save_ckpt_path": "runs/tracked"}),
+    "--use_profiler=true": as_words(QUICK),
 }
 
 
