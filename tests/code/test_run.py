@@ -16,7 +16,7 @@ from tests.support.processes import finish, run_program, wait_until, write_progr
 PYTHON = f"""#!/usr/bin/env bash
 case $2 in
 benchmarks.kernels.install) echo /triton; exit ${{NO_TRITON:-0}} ;;
-compileall) exit ;;
+compileall | pip) exit ;;
 pytest) ;;
 *) exec {sys.executable} "$@" ;;
 esac

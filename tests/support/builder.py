@@ -18,7 +18,12 @@ BARE = """\
 FROM scratch
 ADD base.tar /
 COPY ca/ /usr/local/share/ca-certificates/
-RUN update-ca-certificates && printf '[global]\\ncert = /etc/ssl/certs/ca-certificates.crt\\n' > /etc/pip.conf
+COPY pip.conf /etc/pip.conf
+RUN update-ca-certificates
+"""
+PIP_CONF = """\
+[global]
+cert = /etc/ssl/certs/ca-certificates.crt
 """
 # nvcc and its programs from the Debian that has CUDA 12, laid out as NVIDIA's images have them; no libraries.
 CUDA = """\
@@ -71,10 +76,11 @@ PyMODINIT_FUNC PyInit_{name}_cuda() {{ return PyModule_Create(&module); }}
 
 class Builder:
     """buildah with a storage of its own below `folder`. Isolation chroot: works inside containers, uses the host's
-    network."""
+    network. wheels: a folder of packages that a build takes from there and not from the network, as .ci/run has them."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, wheels=None):
         self.folder = folder
+        self.wheels = wheels
 
     def __call__(self, *words, check=True):
         place = [
@@ -99,6 +105,9 @@ class Builder:
         base = self.folder / "bare"
         (base / "ca").mkdir(parents=True)
         (base / "Dockerfile").write_text(BARE)
+        (base / "pip.conf").write_text(PIP_CONF)
+        if self.wheels:
+            (base / "pip.conf").write_text(f"{PIP_CONF}find-links = {self.wheels}\n")
         (base / "ca" / "none").touch()
         for certificate in Path("/usr/local/share/ca-certificates").glob(
             "*.crt"
@@ -151,6 +160,8 @@ class Builder:
             word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")
         ]
         options = ["--isolation", "chroot", "--layers", "--pull-never"]
+        if self.wheels:
+            options += ["--volume", f"{self.wheels}:{self.wheels}:ro"]
         return self("bud", *options, *words, "-t", f"localhost/{image}", context, check=check)
 
     def run(self, image, script):
