@@ -239,8 +239,8 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
 
 
 def load_words(path: str | Path) -> TextTokenizer:
-    """The tokenizer of a folder or name for prompts, whose special tokens are read as such. Without transformers, whose import takes a second, where
-    its two files say all. Raises UserError."""
+    """The tokenizer of a folder or name for prompts, whose special tokens are read as such. Where its two files say all,
+    transformers, whose import takes a second, is not needed. Raises UserError."""
     try:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
