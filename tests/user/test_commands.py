@@ -227,8 +227,8 @@ open("theirs.txt", "w").write(words.decode(tokens[0]))
 
 
 def test_an_export_generates_in_transformers_what_the_run_does(enter, run, home):
-    """transformers of the stack's own version, in a process of its own. The prompt is longer than the convolution: in 4.57
-    a shorter one gets other tokens with transformers' cache than without it."""
+    """transformers of the stack's own version, in a process of its own. The prompt has more than two tokens: after a shorter
+    one transformers 4.57 writes other tokens with its cache than without (docs/evaluating.md)."""
     enter("mamba-fsdp export runs/demo exported/demo")
     (home / "theirs.py").write_text(TRANSFORMERS)
     process = Training(["exported/demo"], dict(os.environ), True, [home / "theirs.py"], home)
