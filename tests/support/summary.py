@@ -22,7 +22,6 @@ EMPTY = 5
 MUST_RUN_ON_CI = [
     "cpu: tests/container/",
     "cpu: tests/launcher/",
-    "cpu: tests/slurm/",
     "cpu: kernels",
     "torch2.2: ",
 ]

@@ -6,7 +6,6 @@ the demo on it among them); these are their other forms. Each runs in a process 
 imports: as the user's own, without the seconds that these take. Both stacks run all of them.
 """
 
-import json
 import os
 import re
 import shlex
@@ -19,10 +18,12 @@ import pytest
 import torch
 
 from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.report import records
 from tests.support.corpora import read_back, stored_documents
 from tests.support.forked import Training, said_by, start_ranks
 from tests.support.others_tokens import write_fms, write_layout
 from tests.support.processes import PATIENCE_SECONDS, wait_until
+from tests.support.projects import FOR_EVER
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 FILES = 4
@@ -89,8 +90,7 @@ def store(home):
 
 def losses(run):
     """The loss of each step of a run, in the order in which they were recorded."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
+    entries = records.read(run / "metrics.jsonl")
     return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
 
 
@@ -104,13 +104,13 @@ def run(home, store):
 
     The first start has far more steps than can pass; the second has some behind the checkpoint that the first left.
     """
-    command = f"{DEMO} --save_ckpt_path=runs/demo --num_steps=1000000 --eval_interval=0"
+    command = f"{DEMO} --save_ckpt_path=runs/demo {FOR_EVER} --eval_interval=0"
     process = start(command, home)
     metrics = home / "runs/demo/metrics.jsonl"
     wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), "step 3")
     process.send_signal(signal.SIGUSR1)
     output_of(process, command)
-    stopped = json.loads((home / "runs/demo/status.json").read_text())
+    stopped = records.read_status(home / "runs/demo")
     assert stopped["status"] == "stopped"
     steps = stopped["step"] + STEPS
     command = f"{DEMO} --save_ckpt_path=runs/demo --num_steps={steps}"
@@ -159,7 +159,7 @@ def test_two_parts_that_are_made_at_once_are_one_dataset(home, store):
 def test_the_demo_is_stopped_and_resumed_without_a_lost_or_repeated_step(run):
     steps = [step for step, _ in losses(run)]
     assert steps == list(range(1, steps[-1] + 1))
-    assert json.loads((run / "status.json").read_text())["status"] == "finished"
+    assert records.read_status(run)["status"] == "finished"
     assert losses(run)[-1][1] < losses(run)[0][1]
 
 
