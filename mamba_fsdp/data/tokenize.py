@@ -170,7 +170,9 @@ class _Part:
     def run(self) -> dict | None:
         """Returns dataset.json's content if all parts have ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._lease(self.folder.name) as lease:
+        lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
+        lease.take(print, "wait for it, or choose another folder")
+        with contextlib.closing(lease):
             tokenizer = self._tokenizer()
             self._check_others(tokenizer)
             self.state = PartState.load(self.folder)
@@ -178,13 +180,25 @@ class _Part:
                 self._tokenize(tokenizer, lease)
         states = [PartState.load(folder) for folder in self.folders]
         left = [state for state in states if not state.finished]
-        if left:
+        if not left:
+            return self._merge(states, tokenizer)
+        done = _complete(self.out, self.settings)  # by a part that ended just before this one
+        if not done:
             print(
                 f"part {self.number} is finished; {len(left)} more have to finish to complete {self.out}"
             )
-            return None
-        with self._lease("merge"):
-            done = _complete(self.out, self.settings)  # by now
+        return done
+
+    def _merge(self, states, tokenizer):
+        """Puts all parts together, or waits until another part's process has done it."""
+        lease = Lease(self.out / PROGRESS / "merge.lease")
+        with contextlib.closing(lease):
+            while not (self.out / "dataset.json").exists():
+                with contextlib.suppress(FileNotFoundError):  # the other process removes the folder at its end
+                    if lease.try_take():
+                        break
+                    lease.shows_life()
+            done = _complete(self.out, self.settings)
             if done:
                 return done
             if describe(self.shards) != self.settings["input"]:
@@ -203,11 +217,6 @@ class _Part:
         }
         if not _recorded(self.out, BEGUN, settings):
             write_object(self.out / BEGUN, {"settings": settings})
-
-    def _lease(self, name):
-        lease = Lease(self.out / PROGRESS / f"{name}.lease")
-        lease.take(print, "wait for it, or choose another folder")
-        return contextlib.closing(lease)
 
     def _tokenizer(self):
         """As the options say. One that is trained is saved in the part's folder; each part trains it alike."""

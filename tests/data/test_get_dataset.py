@@ -9,7 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -22,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import get_dataset
-from mamba_fsdp.data import corpus, reading, tokenize
+from mamba_fsdp import lease
+from mamba_fsdp.data import corpus, merging, reading, tokenize
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import for_validation
 from mamba_fsdp.data.tokenizer import load_words
@@ -514,6 +517,36 @@ def test_parts_merged_hold_the_documents_of_one_process(prepare, tmp_path, files
     with pytest.raises(UserError, match="parts was 2 and is 3"):
         prepare(tmp_path / "in", tmp_path / "others", part="0/2", **how)
         prepare(tmp_path / "in", tmp_path / "others", part="0/3", **how)
+
+
+def test_a_part_that_ends_while_another_puts_all_together_waits_for_that(
+    prepare, tmp_path, monkeypatch
+):
+    """However long it takes. Another then removes the folder in which its lease would lie."""
+    (tmp_path / "a.jsonl").write_text(as_json_lines(make_texts(20)))
+    is_merging, may_end = threading.Event(), threading.Event()
+
+    def slow_merge(*arguments):
+        is_merging.set()
+        may_end.wait()
+        return merging.merge(*arguments)
+
+    def part(number):
+        return prepare(tmp_path / "a.jsonl", tmp_path / "out", part=f"{number}/2")
+
+    monkeypatch.setattr(tokenize, "merge", slow_merge)
+    monkeypatch.setattr(lease, "SECONDS_BETWEEN_RENEWALS", 0.05)
+    monkeypatch.setattr(lease, "SECONDS_BETWEEN_LOOKS", 0.05)
+    assert part(0) is None
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(part, 1)
+        is_merging.wait()
+        second = threads.submit(part, 0)
+        time.sleep(1)  # many renewals
+        waited = not second.done()
+        may_end.set()
+        assert waited and first.result()["stores"] == second.result()["stores"]
+    assert not (tmp_path / "out/.progress").exists()
 
 
 def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, texts):
