@@ -22,10 +22,10 @@ from mamba_fsdp import interpreter
 
 interpreter.need("fire", "numpy", "tokenizers", "datasets")
 
-from config.dataset_config import DatasetConfig
-from config.help import Page
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.settings.help import Page
 
 USUAL = "tokenizer validation_fraction splits documents text_column config overwrite".split()
 

@@ -12,10 +12,10 @@ from mamba_fsdp import interpreter
 
 interpreter.need("fire", "numpy", "torch", "yaml")
 
-from config import resolve
-from config.settings_page import settings_page
 from mamba_fsdp import command_line
 from mamba_fsdp.launch.machine import end_with_launcher
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.settings.settings_page import settings_page
 from mamba_fsdp.verbs.train import prepare, run
 
 

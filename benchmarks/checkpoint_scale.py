@@ -19,8 +19,6 @@ from unittest import mock
 
 import torch
 
-from config.model_config import ModelConfig
-from config.presets import preset
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer, RankFile
@@ -30,6 +28,8 @@ from mamba_fsdp.checkpoint.ranges import pack, part_to_write
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import CPU, World
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.presets import preset
 
 KINDS = ("{}", "optimizer/{}/exp_avg", "optimizer/{}/exp_avg_sq")
 HASH = {"xxh3": "0" * 16}

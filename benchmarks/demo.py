@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from config import resolve
-from config.train_config import TrainConfig
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import BatchLayout, evaluation_batches
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import training_sources, validation_sources
 from mamba_fsdp.report.records import read
 from mamba_fsdp.run_layout import METRICS, SETTINGS
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.settings.train_config import TrainConfig
 
 
 class Bigram:

@@ -17,10 +17,10 @@ import datasets
 import numpy as np
 import torch
 
-from config.train_config import DataConfig
 from mamba_fsdp.data.loader import BatchLayout, Loader
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.store import StoreWriter, TokenStore
+from mamba_fsdp.settings.train_config import DataConfig
 
 VOCABULARY, EOS, DOCUMENT = 50000, 0, 1000
 SEQ_LENGTH, BATCH, TOKENS = 2048, 8, 20_000_000

@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import time_in_turn
-from config import resolve
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.model.spec import operator_uses, parameters
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.records import read
 from mamba_fsdp.run_layout import METRICS
-from mamba_fsdp.train.optimizer import make_optimizer
-from mamba_fsdp.train.setup import build_model
-from mamba_fsdp.train.start import fill_at_random
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.trainer.optimizer import make_optimizer
+from mamba_fsdp.trainer.setup import build_model
+from mamba_fsdp.trainer.start import fill_at_random
 
 DEMO = "config/demo.yaml"
 RATES = (3e-3, 6e-3, 1.2e-2)

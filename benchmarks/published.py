@@ -14,11 +14,11 @@ import argparse
 from dataclasses import replace
 from typing import NamedTuple
 
-from config.model_config import ModelConfig
-from config.presets import preset, recipe
-from config.train_config import TrainConfig
 from mamba_fsdp.planning.devices import INSTANCES, PEAK_TFLOPS, Instance
 from mamba_fsdp.planning.estimate import Estimate, estimate
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.presets import preset, recipe
+from mamba_fsdp.settings.train_config import TrainConfig
 
 A100 = INSTANCES["p4de.24xlarge"]
 H100 = INSTANCES["p5.48xlarge"]

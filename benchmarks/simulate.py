@@ -23,9 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from config.model_config import ModelConfig
-from config.presets import preset
-from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Batch, split_step
 from mamba_fsdp.model.lm import MambaLM
@@ -35,11 +32,14 @@ from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.context import Context
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import CPU, World
-from mamba_fsdp.train.clock import Clock
-from mamba_fsdp.train.loop import take_step
-from mamba_fsdp.train.optimizer import LossScale, make_optimizer
-from mamba_fsdp.train.schedule import Schedule
-from mamba_fsdp.train.state import TrainState
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.presets import preset
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.clock import Clock
+from mamba_fsdp.trainer.loop import take_step
+from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
+from mamba_fsdp.trainer.schedule import Schedule
+from mamba_fsdp.trainer.state import TrainState
 
 
 class _NoKernel:

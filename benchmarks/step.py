@@ -14,10 +14,10 @@ import time
 
 import torch
 
-from config import resolve
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.train import loop, run
-from mamba_fsdp.train.optimizer import make_optimizer
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.trainer import loop, run
+from mamba_fsdp.trainer.optimizer import make_optimizer
 
 MODELS = {
     "2 layers of 128, 4 x 256 tokens": {

@@ -15,11 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.corpus import builtin_files
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import make_dataset
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 
 def main():

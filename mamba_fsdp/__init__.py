@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "1.0"
 PUBLIC = {
+    "train": "verbs.train",
     "load": "verbs.loading",
     "generate": "verbs.generate",
     "evaluate": "verbs.evaluate",
@@ -22,15 +23,8 @@ PUBLIC = {
 
 
 def __getattr__(name: str) -> object:  # late: importing torch takes seconds
-    if name == "train":
-        return import_module(f"{__name__}.train")  # a package that can be called
     if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    config = str(import_module("config").__file__)
-    if not os.path.samefile(os.path.dirname(config), f"{__path__[0]}/../config"):
-        raise ImportError(
-            f"{config} hides this project's config/: rename it, or work in another folder"
-        )
     command_line = import_module(f"{__name__}.command_line")
     function = getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
     globals()[name] = command_line.for_python(function, f"{__name__}.{name}")
@@ -38,4 +32,4 @@ def __getattr__(name: str) -> object:  # late: importing torch takes seconds
 
 
 def __dir__() -> "list[str]":
-    return [*PUBLIC, "train", "__doc__", "__version__"]
+    return [*PUBLIC, "__doc__", "__version__"]

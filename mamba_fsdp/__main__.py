@@ -11,11 +11,11 @@ from mamba_fsdp import interpreter
 
 interpreter.need("fire", "numpy", "torch", "yaml")
 
-from config import other_launchers
-from config.help import Page, asked_for, meanings_in
-from config.train_config import SECTIONS
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.settings import other_launchers
+from mamba_fsdp.settings.help import Page, asked_for, meanings_in
+from mamba_fsdp.settings.train_config import SECTIONS
 
 VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; import's is import_
     "generate": "continue a text with a trained model",

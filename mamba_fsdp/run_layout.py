@@ -20,7 +20,7 @@ from mamba_fsdp.storage import exists, retry_io
 SETTINGS = "config.yaml"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # starts, ends, checkpoints, faults, over all restarts
-# The backends that the run was begun with on a GPU, see train/first_use.py.
+# The backends that the run was begun with on a GPU, see trainer/first_use.py.
 KERNELS = "kernels.json"
 CACHES = ".cache"  # beside the run folders
 STATUS = "status.json"

@@ -56,7 +56,7 @@ fi
 VENV=$venv ./0.create_env.sh --stack "$stack" --dev
 # Else each of a thousand processes compiles all of torch that it imports, which takes longer than the import:
 unset PYTHONDONTWRITEBYTECODE
-"$venv/bin/python" -m compileall -q mamba_fsdp config
+"$venv/bin/python" -m compileall -q mamba_fsdp
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
 export MAMBA_FSDP_TEST_STACK=$stack
 records=${TEST_RECORDS:-$(mktemp -d)}

@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from config.model_config import ModelConfig
-from config.presets import preset
-from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop import state_spaces, transformers_layouts
@@ -28,13 +25,16 @@ from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.devices import device_peak
-from mamba_fsdp.train.loop import (
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.presets import preset
+from mamba_fsdp.settings.train_config import ParallelConfig, TrainConfig
+from mamba_fsdp.trainer.loop import (
     accumulate_gradients,
     mean_loss_and_norm,
     sum_over_ranks,
     update_weights,
 )
-from mamba_fsdp.train.optimizer import make_optimizer
+from mamba_fsdp.trainer.optimizer import make_optimizer
 
 TINY = dict(layers="mamba1", d_model=32, n_layer=2, vocab_size=250)
 SHAPES = ((8, 2048), (4, 4096))  # (batch, length)

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import torch
 
-from config.model_config import ModelConfig
-from config.presets import preset
-from config.train_config import TrainConfig
 from mamba_fsdp.errors import first_line
 from mamba_fsdp.ops.backends import REFERENCE, candidates, parts_with, resolve_backends
-from mamba_fsdp.train.first_use import FirstUse
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.presets import preset
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.first_use import FirstUse
 
 MODELS = ("mamba-1.4b", "mamba2-2.7b", "bamba-9b")
 SMALL = {"layers": "mamba1,mamba2", "d_model": 64, "d_state": 16, "headdim": 32, "vocab_size": 200}

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from config.dataset_config import DatasetConfig
-from config.train_config import DataConfig
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.settings.train_config import DataConfig
 from mamba_fsdp.storage import exists
 
 BUILTIN = "data/builtin"

@@ -19,9 +19,9 @@ from urllib.request import getproxies
 
 import numpy as np
 
-from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.store import SPLITS, near_path
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import exists, read_object
 
 KINDS = {

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow
 from pyarrow import compute, types
 
-from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.corpus import Document, Shard
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no column `text`, the default
 UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens out of the loss}

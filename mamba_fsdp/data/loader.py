@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from config.train_config import DataConfig, TrainConfig
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source, Tokens
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.attention import Documents
+from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
 
 # Samples that the sampler is asked for at once: of a few, the calls cost more than to read them.
 SAMPLES_AT_ONCE = 1 << 10

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import DATASET, move, write_object
 
 ShardFiles = tuple[Path, dict]  # their path without suffix, their entry in an index

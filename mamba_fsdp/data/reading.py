@@ -16,7 +16,6 @@ import datasets
 import numpy as np
 import pyarrow
 
-from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.corpus import ARCHIVES, Document, Shard
 from mamba_fsdp.data.importers import (
     arrow_documents,
@@ -25,6 +24,7 @@ from mamba_fsdp.data.importers import (
     rows_of,
 )
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
 ROWS = 64  # of a table at a time

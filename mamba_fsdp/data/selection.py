@@ -6,12 +6,12 @@ from itertools import combinations, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from config.train_config import DataConfig
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, split_in
 from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, check_tokenizer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.train_config import DataConfig
 
 if TYPE_CHECKING:
     from mamba_fsdp.data.loader import Batch

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike
 
-from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import (
     TOKEN_STORE,
     exists,

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.corpus import Shard, describe, find_shards
 from mamba_fsdp.data.merging import exact, merge, part_writer
@@ -35,6 +34,7 @@ from mamba_fsdp.data.store import SHARDS, TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.console import Console, output_that_may_go
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import DATASET, read_object, write_object
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
@@ -194,7 +194,9 @@ class _Part:
         lease = Lease(self.out / PROGRESS / "merge.lease")
         with contextlib.closing(lease):
             while not (self.out / "dataset.json").exists():
-                with contextlib.suppress(FileNotFoundError):  # the other process removes the folder at its end
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # the other process removes the folder at its end
                     if lease.try_take():
                         break
                     lease.shows_life()

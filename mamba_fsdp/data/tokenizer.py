@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from config.fields import whole_number
 from mamba_fsdp.data.corpus import ask_hub
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.settings.fields import whole_number
 from mamba_fsdp.storage import write_atomically, write_object
 
 END_OF_TEXT = "<|endoftext|>"

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from config.model_config import Layer, ModelConfig, checked_model
-from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.model_config import Layer, ModelConfig, checked_model
+from mamba_fsdp.settings.presets import PRESETS
 from mamba_fsdp.storage import read_object
 
 Table = dict[str, Any]  # see layouts.yaml

@@ -8,12 +8,12 @@ import re
 
 import torch
 
-from config.model_config import ModelConfig
 from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.fields import TABLES
 from mamba_fsdp.interop.transformers_layouts import LAYOUTS
 from mamba_fsdp.model.spec import EMBEDDING
+from mamba_fsdp.settings.model_config import ModelConfig
 
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 FMS_TOP: dict[str, str] = TABLES["fms"]["top"]

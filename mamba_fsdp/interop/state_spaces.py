@@ -7,9 +7,9 @@ nothing is said.
 from pathlib import Path
 from typing import Any
 
-from config.model_config import Layer, ModelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.fields import TABLES, Fields, model_config, pattern, write_fields
+from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
 NORM_EPS = 1e-5  # fixed there
 MLP_MULTIPLE = 128  # its GatedMLP rounds the width up to a multiple of this

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from config.model_config import Layer, ModelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.fields import TABLES, Fields, model_config, pattern, write_fields
 from mamba_fsdp.model.spec import MIXER_NAMES, ORIGINAL, ROPE_SCALINGS, multipliers_of, parameters
+from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
 MIXTURE = "mixtures of experts, of which this program has neither the router nor the experts"
 INDICES = "attn_layer_indices"

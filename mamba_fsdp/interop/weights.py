@@ -20,8 +20,6 @@ from pathlib import Path
 
 import torch
 
-from config.model_config import ModelConfig, checked_model
-from config.presets import preset
 from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.folder import check_same_tensors
 from mamba_fsdp.checkpoint.ranges import overlaps
@@ -39,6 +37,8 @@ from mamba_fsdp.interop.transformers_layouts import Layout, layout_of
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG, TOKENIZER
+from mamba_fsdp.settings.model_config import ModelConfig, checked_model
+from mamba_fsdp.settings.presets import preset
 
 PICKLED = "pytorch_model.bin"
 OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.json lies beside them

@@ -13,14 +13,14 @@ from mamba_fsdp import interpreter
 
 interpreter.need("fire", "yaml")
 
-from config import resolve
-from config.settings_page import settings_page
-from config.train_config import TrainConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.data.builtin import builtin_folder
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.launch.machine import PROJECT, check_version
 from mamba_fsdp.run_layout import CHECKPOINTS, check_exists, check_is_run_folder, committed
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.settings.settings_page import settings_page
+from mamba_fsdp.settings.train_config import TrainConfig
 
 
 def plan(*stray, config=None, **given) -> None:  # the command line would check what has a type

@@ -16,9 +16,9 @@ def main(words):
     """The exit code. Words that only the command line's library can read are left to the image."""
     if sys.version_info < OLDEST or not importlib.util.find_spec("yaml"):
         return 1
-    from config import resolve
-    from config.settings_page import settings_page
     from mamba_fsdp import command_line
+    from mamba_fsdp.settings import resolve
+    from mamba_fsdp.settings.settings_page import settings_page
 
     with command_line.mistakes_in_a_line():
         if command_line.show_help(settings_page, words):

@@ -27,7 +27,7 @@ BACKENDS = {  # the type of device that each is for
 }
 PACKAGES = {"triton": ("triton",), "fused": ("mamba_ssm", "causal_conv1d")}
 OLD_NAMES = {"native": "cpp", "portable": "reference"}  # in settings of older runs
-OPERATORS = {  # with their backends, best first until train/first_use.py has measured on the GPU
+OPERATORS = {  # with their backends, best first until trainer/first_use.py has measured on the GPU
     "conv": ("fused", "triton", "cpp", "reference"),
     "scan": ("fused", "triton", "cpp", "reference"),
     "ssd": ("fused", "triton", "reference"),

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from config.train_config import ParallelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import attention, conv, loss, scan
 from mamba_fsdp.parallel.compat import load_shard
 from mamba_fsdp.parallel.context import Context
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.settings.train_config import ParallelConfig
 
 
 def choose_strategy(settings: ParallelConfig, world: World) -> str:

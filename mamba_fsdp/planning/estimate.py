@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import torch
 
-from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import split_step
 from mamba_fsdp.model.spec import flops_per_token, parameter_count
 from mamba_fsdp.ops.backends import resolve_backends
@@ -17,6 +16,7 @@ from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.memory import expected_memory
 from mamba_fsdp.planning.roofline import step_seconds
 from mamba_fsdp.run_layout import CHECKPOINT_BYTES
+from mamba_fsdp.settings.train_config import TrainConfig
 
 TRIED_SHARES = ("1", "1/2", "1/4", "0")  # of blocks that recompute; the least memory first
 TRIED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of a device

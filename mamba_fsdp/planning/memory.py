@@ -1,7 +1,7 @@
 """What a device holds while it trains: arithmetic on the model's description, in bytes. No tensor is made.
 
 Each part of expected_memory is a function below. Sources: the backends in mamba_fsdp/ops say what each keeps and takes;
-FSDP2's buffers are those of torch 2.13. tests/train/test_simulate.py holds all of it against a step on fake tensors.
+FSDP2's buffers are those of torch 2.13. tests/trainer/test_simulate.py holds all of it against a step on fake tensors.
 What the reference backends take beside what they keep is not counted: with them it is a lower limit. Nor are NCCL's
 buffers, gaps between allocations and CUDA's own memory (estimate.py adds a guess of those).
 """
@@ -12,14 +12,14 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-from config.model_config import Layer, ModelConfig
-from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import own_positions
 from mamba_fsdp.model import spec
 from mamba_fsdp.ops.loss import CHUNK
 from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.settings.model_config import Layer, ModelConfig
+from mamba_fsdp.settings.train_config import TrainConfig
 
 FP32 = 4  # bytes
 SCAN_STRIDE = 64  # positions from one kept state of Mamba-1's scan to the next

@@ -7,11 +7,11 @@ step_seconds is a function below.
 
 from dataclasses import dataclass
 
-from config.train_config import TrainConfig
 from mamba_fsdp.model import spec
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.memory import FP32, Workload, products_of
+from mamba_fsdp.settings.train_config import TrainConfig
 
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
 # Bytes for each state and token: of Mamba-2 fitted to published rates of mamba-ssm; of Mamba-1, nowhere published,
@@ -23,7 +23,7 @@ BLOCK_LAUNCH_SECONDS = (
 )
 FP32_SLOWDOWN = 16  # of products in fp32 against bf16, about, on each of the devices
 ADAMW_BYTES = 40  # moved for each weight
-NEWTON_SCHULZ_ITERATIONS = 5  # as in train/muon.py
+NEWTON_SCHULZ_ITERATIONS = 5  # as in trainer/muon.py
 
 
 @dataclass

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from config.fields import setting
 from mamba_fsdp.checkpoint.contents import read_state, verify_sizes
 from mamba_fsdp.checkpoint.retention import held, left_over, size_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console, scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, KEPT, committed, no_checkpoint, step_of
+from mamba_fsdp.settings.fields import setting
 
 
 @dataclass

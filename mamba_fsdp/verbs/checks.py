@@ -137,9 +137,9 @@ def find_operators() -> str:
     """Returns what a run would take, with what keeps better ones away: on a GPU each operator's backends are proved."""
     import torch
 
-    from config.model_config import ModelConfig
-    from config.train_config import TrainConfig
-    from mamba_fsdp.train.first_use import choose_for_answers
+    from mamba_fsdp.settings.model_config import ModelConfig
+    from mamba_fsdp.settings.train_config import TrainConfig
+    from mamba_fsdp.trainer.first_use import choose_for_answers
 
     settings = TrainConfig(ModelConfig(layers="mamba1,mamba2,attention", d_model=256))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

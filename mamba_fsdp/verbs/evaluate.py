@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from config.fields import setting
-from config.train_config import DataConfig
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path
 from mamba_fsdp.data.tokenizer import check_tokenizer, load_words
@@ -29,6 +27,8 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import Console
 from mamba_fsdp.run_layout import TOKENIZER
+from mamba_fsdp.settings.fields import setting
+from mamba_fsdp.settings.train_config import DataConfig
 
 if TYPE_CHECKING:
     from mamba_fsdp.verbs.loading import Loaded
@@ -136,7 +136,7 @@ def measure(
     """As `evaluate`; the console shows how far it is. Called by all ranks. Raises UserError where there is no store, or
     the model does not know its tokens."""
     from mamba_fsdp.data.loader import BatchLayout, evaluation_batches, evaluation_windows
-    from mamba_fsdp.train.validation import evaluate as evaluate_loss
+    from mamba_fsdp.trainer.validation import evaluate as evaluate_loss
     from mamba_fsdp.verbs.loading import inference_world
 
     began = time.perf_counter()

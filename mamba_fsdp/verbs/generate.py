@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from config.fields import setting
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import fit_for
+from mamba_fsdp.settings.fields import setting
 
 if TYPE_CHECKING:
     from mamba_fsdp.verbs.loading import Loaded

@@ -12,10 +12,6 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.dataset_config import DatasetConfig
-from config.fields import setting
-from config.model_config import ModelConfig, checked_model
-from config.presets import title
 from mamba_fsdp.data.corpus import find_shards, kind_of
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path, split_in
 from mamba_fsdp.data.tokenizer import load_words
@@ -30,6 +26,10 @@ from mamba_fsdp.run_layout import (
     STATUS,
     committed,
 )
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.settings.fields import setting
+from mamba_fsdp.settings.model_config import ModelConfig, checked_model
+from mamba_fsdp.settings.presets import title
 from mamba_fsdp.verbs import checkpoints
 
 WEIGHTS = {".safetensors", ".pth", ".pt", ".bin", ".distcp"}

@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 import torch
 
-from config import resolve
-from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.weights import Weights, find_weights, read_weights
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.run_layout import CHECKPOINTS, check_exists, committed
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage import exists
-from mamba_fsdp.train.first_use import choose_for_answers
-from mamba_fsdp.train.setup import build_model
+from mamba_fsdp.trainer.first_use import choose_for_answers
+from mamba_fsdp.trainer.setup import build_model
 
 
 def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights | None:

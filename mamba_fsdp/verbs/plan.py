@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from config.fields import setting
-from config.presets import recipe, title
-from config.resolve import resolve_settings
 from mamba_fsdp.errors import UserError, near_name
 from mamba_fsdp.planning.devices import INSTANCES, Instance
 from mamba_fsdp.report.console import scaled
+from mamba_fsdp.settings.fields import setting
+from mamba_fsdp.settings.presets import recipe, title
+from mamba_fsdp.settings.resolve import resolve_settings
 
 if TYPE_CHECKING:
     from mamba_fsdp.planning.estimate import Estimate

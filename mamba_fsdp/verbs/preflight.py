@@ -17,12 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config.resolve import resolve_settings
-from config.train_config import TrainConfig
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.launch import machine
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run_layout import CHECKPOINT_BYTES, CHECKPOINTS, committed
+from mamba_fsdp.settings.resolve import resolve_settings
+from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage import write_object
 from mamba_fsdp.verbs.checks import CHECKS
 

@@ -8,10 +8,10 @@ data's mixture, restarts, checkpoints (docs/watching.md).
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.fields import setting
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.page import make_page
 from mamba_fsdp.run_layout import REPORT
+from mamba_fsdp.settings.fields import setting
 from mamba_fsdp.storage import write_for_user
 
 

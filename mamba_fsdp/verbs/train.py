@@ -8,14 +8,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from config.fields import shown
-from config.resolve import check_experiment, resolve_settings
-from config.train_config import TrainConfig
 from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.machine import LAUNCHER
 from mamba_fsdp.launch.plan import check_places
 from mamba_fsdp.run_layout import STOP, check_is_run_folder
+from mamba_fsdp.settings.fields import shown
+from mamba_fsdp.settings.resolve import check_experiment, resolve_settings
+from mamba_fsdp.settings.train_config import TrainConfig
 
 
 def train(config: str | None = None, **settings: Any) -> Path:
@@ -56,7 +56,7 @@ def prepare(settings: TrainConfig) -> None:
 def run(settings: TrainConfig, explicit: Collection[str]) -> int:
     """Trains as the settings say, of which the user gave `explicit`. Returns exit code 0."""
     from mamba_fsdp.interop.convert import publish
-    from mamba_fsdp.train.run import run_training
+    from mamba_fsdp.trainer.run import run_training
     from mamba_fsdp.verbs.loading import starting_weights
 
     weights = starting_weights(settings, explicit)

@@ -11,13 +11,13 @@ import torch
 
 from benchmarks import checkpoint
 from benchmarks.checkpoint_scale import measure
-from config.model_config import ModelConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer, RankFile, Save
 from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.files import write_pieces
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.ranges import pack, part_to_write
 from mamba_fsdp.parallel.world import World, start_world
+from mamba_fsdp.settings.model_config import ModelConfig
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22

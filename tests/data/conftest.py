@@ -2,9 +2,9 @@
 
 import pytest
 
-from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.tokenize import make_dataset
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 from tests.support.corpora import make_texts
 
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.train_config import DataConfig
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import BatchLayout, Loader, evaluation_batches
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.train_config import DataConfig
 
 L = 8
 

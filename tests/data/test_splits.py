@@ -6,10 +6,10 @@ from itertools import product
 import datasets
 import pytest
 
-from config.train_config import DataConfig
 from mamba_fsdp.data.selection import training_sources, validation_sources
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.train_config import DataConfig
 from mamba_fsdp.verbs import inspect
 from tests.data.test_importers import IDS, documents_of
 from tests.support.corpora import write_store

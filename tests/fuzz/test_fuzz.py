@@ -28,8 +28,6 @@ import torch
 import yaml
 import zstandard
 
-from config import resolve
-from config.dataset_config import DatasetConfig
 from mamba_fsdp.checkpoint import files as checkpoint_files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.contents import read_state
@@ -47,7 +45,9 @@ from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.page import make_page
 from mamba_fsdp.run_layout import COMMIT, STATE
-from mamba_fsdp.train.state import TrainState
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.trainer.state import TrainState
 from mamba_fsdp.verbs import checkpoints, inspect
 from tests.support.corpora import write_store
 from tests.support.others_tokens import write_fms, write_layout

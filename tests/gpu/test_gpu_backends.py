@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from config.model_config import ModelConfig
-from config.train_config import TrainConfig
 from mamba_fsdp.ops.attention import Documents, attention
-from mamba_fsdp.train.first_use import FirstUse, Record
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.first_use import FirstUse, Record
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CONFIGS = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.train import loop, run
+from mamba_fsdp.trainer import loop, run
 from tests.support.tiny import resolved
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

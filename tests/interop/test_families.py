@@ -13,13 +13,13 @@ import transformers
 import yaml
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.transformers_layouts import layout_for
 from mamba_fsdp.interop.weights import read_description, read_weights
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.ops.rope import frequencies
+from mamba_fsdp.settings.model_config import ModelConfig
 from tests.support.small_models import assert_same, model_of, random_state, write_ours
 
 pytestmark = pytest.mark.torch22

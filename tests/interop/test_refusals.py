@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from config.model_config import ModelConfig
-from config.resolve import resolve_settings, shown
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import read_description
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.resolve import resolve_settings, shown
 from mamba_fsdp.verbs.loading import starting_weights
 from tests.support.small_models import (
     CONFIGS,

@@ -5,13 +5,13 @@ import pytest
 import torch
 import transformers
 
-from config.resolve import resolve_settings
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.train.state import TrainState
+from mamba_fsdp.settings.resolve import resolve_settings
+from mamba_fsdp.trainer.state import TrainState
 from tests.support.small_models import (
     CONFIGS,
     assert_same,

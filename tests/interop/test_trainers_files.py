@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from config.model_config import ModelConfig
-from config.presets import preset
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import find_weights, read_weights
 from mamba_fsdp.ops.attention import rotary
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.verbs import inspect
 from tests.support.small_models import (
     CONFIGS,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from compare import assert_like_reference, evaluate
 
-from config.model_config import ModelConfig
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.conv import triton as backend
+from mamba_fsdp.settings.model_config import ModelConfig
 from tests.support.definitions import assert_no_leak
 
 WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"].limits

@@ -9,8 +9,6 @@ from compare import assert_like, assert_same_bits, double, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from config.model_config import ModelConfig
-from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.model.lm import MambaLM
@@ -18,7 +16,9 @@ from mamba_fsdp.ops import mamba1, mamba2, triton
 from mamba_fsdp.ops.backends import BACKENDS, MIXER_PARTS, OPERATORS, REFERENCE
 from mamba_fsdp.ops.conv import triton as conv_triton
 from mamba_fsdp.ops.mamba2 import triton as mamba2_triton
-from mamba_fsdp.train.first_use import FirstUse, Record
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.first_use import FirstUse, Record
 
 PARTS = REFERENCE | {
     operator: "triton" for operator in REFERENCE if "triton" in OPERATORS[operator]

@@ -48,7 +48,7 @@ HANGS = ["stands still", "spins", ""]  # what another rank does meanwhile
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     folder = make_project(tmp_path_factory.mktemp("real") / "project", training=None)
-    with open(folder / "mamba_fsdp/train/stopping.py", "a") as stopping:
+    with open(folder / "mamba_fsdp/trainer/stopping.py", "a") as stopping:
         stopping.write(SPINS)
     make_venv(folder)
     return folder

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from config.model_config import ModelConfig
 from mamba_fsdp.model import init
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.settings.model_config import ModelConfig
 
 pytestmark = pytest.mark.torch22
 CONFIG = ModelConfig(

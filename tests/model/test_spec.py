@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from config.model_config import ModelConfig
-from config.presets import PRESETS, preset, title
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token, parameter_count
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.presets import PRESETS, preset, title
 
 PUBLISHED = {  # number of parameters in the released checkpoints
     "mamba-130m": 129_135_360, "mamba-370m": 371_516_416, "mamba-790m": 793_204_224, "mamba-1.4b": 1_372_178_432,
@@ -92,5 +92,5 @@ def test_an_unknown_name_is_refused_with_the_nearest_or_all():
 
 
 def test_counting_needs_no_torch(project):
-    code = "import mamba_fsdp.model.spec, config.presets, sys; sys.exit('torch' in sys.modules)"
+    code = "import mamba_fsdp.model.spec, mamba_fsdp.settings.presets, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=project).returncode == 0

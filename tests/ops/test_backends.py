@@ -9,12 +9,12 @@ import types
 import pytest
 import torch
 
-from config.model_config import ModelConfig
-from config.resolve import resolve_settings
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops import attention, backends, cpp, scan
 from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS, REFERENCE, Use, resolve_backends
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.resolve import resolve_settings
 
 pytestmark = pytest.mark.torch22
 EVERYTHING = ModelConfig(layers="mamba1,mamba2,attention", d_model=256)
@@ -216,7 +216,7 @@ def test_names_that_there_are_not_are_refused_with_the_settings(setting, said):
 
 def test_names_are_checked_without_torch(project):
     code = (
-        "import sys; from config.resolve import resolve_settings; resolve_settings({'kernels': 'scan=cpp'}); "
+        "import sys; from mamba_fsdp.settings.resolve import resolve_settings; resolve_settings({'kernels': 'scan=cpp'}); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=project).returncode == 0

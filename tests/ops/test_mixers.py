@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.ops.backends import OPERATORS, REFERENCE
+from mamba_fsdp.settings.model_config import ModelConfig
 from tests.support.definitions import loop, recurrence
 
 pytestmark = pytest.mark.torch22

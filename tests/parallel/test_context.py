@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 import torch
 
-from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.data.loader import Batch, split_step
 from mamba_fsdp.ops.attention import reference
 from mamba_fsdp.parallel.context import Context
 from mamba_fsdp.parallel.parallelize import checkpoint_blocks, compile_blocks, parallelize
+from mamba_fsdp.settings.train_config import ParallelConfig, TrainConfig
 from tests.support.models import FAMILIES, small_model, some_tokens
 from tests.support.ranks import gradient_norm, run_ranks
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.train.run_folder import RunFolder
-from mamba_fsdp.train.setup import set_up
+from mamba_fsdp.trainer.run_folder import RunFolder
+from mamba_fsdp.trainer.setup import set_up
 from tests.support.corpora import write_store
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TINY, resolved

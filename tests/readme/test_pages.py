@@ -19,10 +19,10 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from config.dataset_config import DatasetConfig
-from config.resolve import all_settings, as_dict, resolve_settings
 from mamba_fsdp.data import tokenizer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.settings.resolve import all_settings, as_dict, resolve_settings
 from tests.readme.pages import (
     IN_A_CLONE,
     NOT_RUN,

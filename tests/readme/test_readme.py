@@ -133,7 +133,7 @@ def test_what_it_names_exists(project):
 
 
 def test_the_settings_it_names_exist(project):
-    from config.train_config import setting_names
+    from mamba_fsdp.settings.train_config import setting_names
 
     page = run_program(sys.executable, "get_dataset.py", "--help=all", cwd=project).stdout
     known = (
@@ -160,7 +160,7 @@ def test_the_settings_it_names_exist(project):
 
 
 def test_the_mixture_of_layers_that_it_names_is_a_model(project):
-    from config.resolve import resolve_settings
+    from mamba_fsdp.settings.resolve import resolve_settings
 
     (layers,) = re.findall(r"`--layers=(\S+)`", (project / "README.md").read_text())
     model = resolve_settings({"layers": layers})[0].model

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.tokenize import make_dataset
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 from tests.support import projects
 from tests.support.corpora import command, content, make_texts
 

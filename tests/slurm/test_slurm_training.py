@@ -77,7 +77,7 @@ def training_project(tmp_path):
     """The checkout with its own training program, a .venv and a small token store. With HELD=1 in its environment a run
     waits in its first start, after some steps, until it is asked to stop."""
     project = projects.make_project(tmp_path / "the project", training=None)
-    stopping = project / "mamba_fsdp/train/stopping.py"
+    stopping = project / "mamba_fsdp/trainer/stopping.py"
     stopping.write_text(stopping.read_text() + HOLD)
     projects.make_venv(project)
     random = np.random.default_rng(0)

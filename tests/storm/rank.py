@@ -31,7 +31,7 @@ def import_all():
     import torch.distributed.fsdp  # noqa: F401
 
     import mamba_fsdp.interop.convert
-    import mamba_fsdp.train.run
+    import mamba_fsdp.trainer.run
     import mamba_fsdp.verbs.loading  # noqa: F401
     import training  # noqa: F401
 
@@ -123,7 +123,7 @@ def run(task):
 
 def halve_the_node():
     """Let hsdp shard over two ranks of this machine and replicate over two such pairs."""
-    from mamba_fsdp.train import setup
+    from mamba_fsdp.trainer import setup
 
     parallelize = setup.parallelize
     setup.parallelize = lambda *given, world, **more: parallelize(
@@ -143,7 +143,7 @@ class Death:
         self.lock = threading.Lock()
 
     def arrange(self):
-        from mamba_fsdp.train import loop
+        from mamba_fsdp.trainer import loop
 
         if self.kill["at"] not in ("time", "step"):
             sys.addaudithook(self.notice)

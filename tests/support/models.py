@@ -2,11 +2,11 @@
 
 import torch
 
-from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops.backends import REFERENCE
+from mamba_fsdp.settings.model_config import ModelConfig
 
 BACKENDS = {"reference": REFERENCE, "cpp": REFERENCE | {"conv": "cpp", "scan": "cpp"}}
 SIZES = dict(d_model=32, n_layer=3, vocab_size=50)

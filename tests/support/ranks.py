@@ -11,12 +11,12 @@ import traceback
 import torch
 from torch.distributed import TCPStore
 
-from config.train_config import OptimizerConfig, ParallelConfig
 from mamba_fsdp.model.spec import ONES, Parameter
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.train.optimizer import make_optimizer
+from mamba_fsdp.settings.train_config import OptimizerConfig, ParallelConfig
+from mamba_fsdp.trainer.optimizer import make_optimizer
 from tests.support.double import Double
 from tests.support.ports import rank_environment
 
@@ -34,7 +34,7 @@ PROCESSES.set_forkserver_preload(
         "transformers.models.auto.tokenization_auto",
         "mamba_fsdp.command_line",
         "mamba_fsdp.data.tokenize",
-        "mamba_fsdp.train.run",
+        "mamba_fsdp.trainer.run",
         "mamba_fsdp.interop.convert",
         "mamba_fsdp.verbs.loading",
         "mamba_fsdp.parallel.fsdp1",

@@ -5,10 +5,10 @@ import json
 
 import torch
 
-from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.settings.model_config import ModelConfig
 
 # One of everything odd: sizes that are not a multiple of anything, ties, padding, head ratios, partial rotary, state
 # sizes.

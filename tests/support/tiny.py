@@ -1,6 +1,6 @@
 """The settings of a run that takes a second."""
 
-from config.resolve import resolve_settings
+from mamba_fsdp.settings.resolve import resolve_settings
 
 TINY = {
     "d_model": 16,

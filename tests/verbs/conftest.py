@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from config.dataset_config import DatasetConfig
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 from tests.support.tiny import TINY, resolved
 
 
@@ -13,7 +13,7 @@ from tests.support.tiny import TINY, resolved
 def used(tmp_path_factory):
     from mamba_fsdp.data.tokenize import make_dataset
     from mamba_fsdp.interop.convert import publish, write_model
-    from mamba_fsdp.train.run import run_training
+    from mamba_fsdp.trainer.run import run_training
 
     folder = tmp_path_factory.mktemp("used")
     (folder / "a.txt").write_text(

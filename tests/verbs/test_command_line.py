@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from config.fields import setting
-from config.resolve import resolve_settings
 from mamba_fsdp import command_line
 from mamba_fsdp.__main__ import main
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.fields import setting
+from mamba_fsdp.settings.resolve import resolve_settings
 
 
 @dataclasses.dataclass

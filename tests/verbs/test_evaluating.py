@@ -91,7 +91,7 @@ def test_json_is_all_there_is_on_stdout(run):
 
 
 def test_json_of_a_diverged_model_parses(run, monkeypatch):
-    monkeypatch.setattr("mamba_fsdp.train.validation.evaluate", lambda *_: (math.nan, 5))
+    monkeypatch.setattr("mamba_fsdp.trainer.validation.evaluate", lambda *_: (math.nan, 5))
     out = run("runs/demo", STORE, "--seq_length=32", "--limit=2", "--json")[1]
     assert json.loads(out, parse_constant=pytest.fail)["data"][STORE]["loss"] is None
 

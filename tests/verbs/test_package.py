@@ -1,6 +1,5 @@
 """What `import mamba_fsdp` gives: five functions, whose arguments are checked by name, from any folder."""
 
-import importlib
 import inspect
 import os
 import subprocess
@@ -32,8 +31,6 @@ def test_it_shows_its_functions_with_what_they_are_for():
         function = getattr(mamba_fsdp, name)
         assert callable(function) and function.__doc__ and inspect.signature(function).parameters
     assert "length: Tokens to generate" in mamba_fsdp.generate.__doc__
-    importlib.import_module("mamba_fsdp.train.schedule")  # which does not hide the function
-    assert callable(mamba_fsdp.train)
     with pytest.raises(AttributeError, match="has no attribute 'generates'"):
         _ = mamba_fsdp.generates
 
@@ -103,12 +100,3 @@ def test_a_program_may_end_with_its_batches_half_read(project, tmp_path):
     )
     ended = python(code, tmp_path, project)
     assert (ended.stdout, ended.stderr) == ("1\n", "")
-
-
-def test_a_file_that_hides_the_settings_is_named(project, tmp_path):
-    code = "import mamba_fsdp; mamba_fsdp.load"
-    (tmp_path / "config").mkdir()  # hides nothing
-    assert python("import mamba_fsdp; mamba_fsdp.batches", tmp_path, project).returncode == 0
-    (tmp_path / "config.py").touch()
-    last = python(code, tmp_path, project).stderr.splitlines()[-1]
-    assert last.startswith(f"ImportError: {tmp_path}/config.py hides this project's config/")

@@ -1,1 +1,0 @@
-"""Every setting and its help; as YAML files tables of models, recipes and other launchers' words, and ready runs."""

@@ -1,0 +1,260 @@
+"""Options: how one is described (`name: int = setting(8, at_least=1)`, its meaning as the string
+below it), and how its text becomes a value. The settings of training, those of get_dataset.py and
+the verbs share this; mamba_fsdp/settings/help.py shows them."""
+
+import dataclasses
+import math
+import operator
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from mamba_fsdp.errors import UserError
+
+TRUE = ("true", "yes", "on", "1")
+FALSE = ("false", "no", "off", "0")
+BOOLEANS = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
+UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, in either case
+NUMBER = r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?"
+LIMITS = {
+    "above": operator.gt,
+    "at_least": operator.ge,
+    "at_most": operator.le,
+    "below": operator.lt,
+}
+
+
+# ---------------------------------------------------------------- describing
+
+
+class Needs(NamedTuple):
+    """What must hold for a setting to have an effect. A setting that is given without effect is
+    refused."""
+
+    words: str  # as in "does nothing without a mamba2 layer"
+    met: Callable[[Any], bool]  # of the TrainConfig
+
+
+def condition(words: str) -> Callable[[Callable[[Any], bool]], Needs]:
+    """A decorator: the function below it says whether what a setting needs, in `words`, is met."""
+
+    def needs(met: Callable[[Any], bool]) -> Needs:
+        return Needs(words, met)
+
+    return needs
+
+
+class Bounds(NamedTuple):
+    """What holds of every value of an option."""
+
+    limits: dict[str, float]  # by their names in LIMITS
+    choices: tuple[str, ...]
+    some_text: bool
+
+    def check(self, value: Any) -> None:
+        """Raises ValueError, which says what must hold, where `value` is out of bounds."""
+        if self.some_text and value == "":
+            raise ValueError("expected some text")
+        chosen = value if isinstance(value, list) else [value]
+        if self.choices and not set(chosen) <= set(self.choices):
+            raise ValueError(f"must be one of {', '.join(self.choices)}")
+        number = value.count if isinstance(value, Duration) else value
+        for name, limit in self.limits.items():
+            if not LIMITS[name](number, limit):
+                raise ValueError(f"must be {name.replace('_', ' ')} {limit}")
+
+
+def setting(
+    default: Any,
+    *,
+    needs: Needs | None = None,
+    instead_of: str = "",
+    elsewhere: str = "",
+    choices: tuple[str, ...] = (),
+    **limits: float,
+) -> Any:
+    """A dataclass field with its choices or LIMITS, what it needs, the setting that it stands in place of, and
+    what others call it `elsewhere`.
+
+    A list as default is copied for each instance. Where the default is a text that is not empty, so
+    must be each value.
+    """
+    some_text = isinstance(default, str) and default != ""
+    metadata = {
+        "bounds": Bounds(limits, choices, some_text),
+        "needs": needs,
+        "instead_of": instead_of,
+        "elsewhere": elsewhere,
+    }
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def default(leaf: dataclasses.Field) -> Any:
+    """The default of a dataclass field, also where a factory makes it."""
+    if leaf.default_factory is dataclasses.MISSING:
+        return leaf.default
+    return leaf.default_factory()
+
+
+# ---------------------------------------------------------------- from text to a value
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training: a count of optimiser steps, or of tokens when written with `tok`, as in
+    2Btok."""
+
+    count: int
+    unit: str  # "steps" or "tok"
+
+    @classmethod
+    def parse(cls, text: str) -> "Duration":
+        """Reads 2000, 2k, 1006878720tok or 1.5Btok, and -1 (automatic). Raises ValueError
+        otherwise."""
+        unit = "tok" if text.endswith("tok") else "steps"
+        try:
+            count = whole_number(text.removesuffix("tok"))
+        except ValueError as error:
+            raise ValueError(
+                f"{error} of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok"
+            ) from None
+        if count < 0 and unit == "tok":
+            raise ValueError("expected tokens from 0 up")
+        return cls(count, unit)
+
+    def steps(self, tokens_per_step: int) -> int:
+        """The duration in whole steps, rounded up."""
+        if self.unit == "steps":
+            return self.count
+        return -(-self.count // tokens_per_step)
+
+    def tokens(self, tokens_per_step: int) -> int:
+        """The duration in tokens."""
+        if self.unit == "tok":
+            return self.count
+        return self.count * tokens_per_step
+
+    def __str__(self) -> str:
+        return str(self.count) if self.unit == "steps" else f"{self.count}tok"
+
+
+def boolean(text: str) -> bool:
+    """Reads true, yes, on, 1 and their opposites. Raises ValueError otherwise."""
+    if text.lower() not in BOOLEANS:
+        raise ValueError("expected true or false")
+    return BOOLEANS[text.lower()]
+
+
+def whole_number(text: str) -> int:
+    """The int that 2000, 2_000, 2e3, 10k, 1.5M or 2B says, exactly. Raises ValueError."""
+    match = re.fullmatch(f"({NUMBER})([kmbgt]?)", text.lower())
+    if not match:
+        raise ValueError("expected a whole number")
+    number = Decimal(match[1]).scaleb(UNITS[match[2]])
+    if number != number.to_integral_value():
+        raise ValueError("expected a whole number")
+    if abs(number) >= 2**63:
+        raise ValueError("expected a number below 2 ** 63")
+    return int(number)
+
+
+def finite_number(text: str) -> float:
+    """Reads a float. Raises ValueError for what is none, and for nan and inf."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("expected a number") from None
+    if not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    return value
+
+
+KINDS: dict[Any, tuple[Any, str]] = {  # a type's parser, and its name on a help page
+    bool: (boolean, "true|false"),
+    int: (whole_number, "whole number"),
+    float: (finite_number, "number"),
+    Duration: (Duration.parse, "steps or tokens"),
+    str: (str, "text"),
+    list[str]: (list, "names"),
+    list[float]: (list, "numbers"),
+}
+
+
+def parse(kind: Any, text: Any) -> Any:
+    """The value of a type of KINDS that is written as `text`, or in YAML as a list of texts. Text
+    stays as it is.
+
+    Raises ValueError, which says what was expected.
+    """
+    if typing.get_origin(kind) is list:
+        (element,) = typing.get_args(kind)
+        parts = text
+        if not isinstance(text, list):
+            parts = [part.strip() for part in str(text).strip("[]() ").split(",")]
+        return [
+            parse(element, part) for part in parts if str(part or "").lower() not in ("", "none")
+        ]
+    if isinstance(text, (list, dict)):
+        raise ValueError("expected one value")
+    written = "" if text is None else str(text)
+    if kind is not str:
+        parser, _ = KINDS[kind]
+        return parser(written.strip())
+    if "\0" in written:
+        raise ValueError("holds a NUL character")
+    return written
+
+
+def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -> Any:
+    """The value of the option `name`, a choice maybe in capitals, for the dataclass field `leaf`.
+    Raises UserError for another type or beyond its bounds, which ends in `where` it was read."""
+    bounds = leaf.metadata["bounds"]
+    small = str(text).lower()
+    if small in bounds.choices:
+        text = small
+    try:
+        value = parse(leaf.type, text)
+        bounds.check(value)
+    except ValueError as error:
+        raise UserError(f"{name}={text}: {error}{where}") from None
+    return value
+
+
+@lru_cache(maxsize=None)
+def named_numbers(name: str, text: str) -> dict[str, float]:
+    """The numbers in the `text` of the setting `name`, as in embedding=12,logits=0.125. Raises
+    UserError for any other text."""
+    numbers = {}
+    for item in filter(None, text.replace(" ", "").split(",")):
+        key, _, value = item.partition("=")
+        try:
+            numbers[key] = finite_number(value)
+        except ValueError as error:
+            raise UserError(f"{name}: {item}: {error}") from None
+    return numbers
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def takes(leaf: dataclasses.Field) -> str:
+    """What the field `leaf` takes: its choices, or its type and limits."""
+    bounds = leaf.metadata["bounds"]
+    if bounds.choices:
+        separator = "," if isinstance(default(leaf), list) else " | "
+        return separator.join(bounds.choices)
+    _, kind = KINDS[leaf.type]
+    limits = [f"{name.replace('_', ' ')} {limit}" for name, limit in bounds.limits.items()]
+    return ", ".join([kind, *limits])

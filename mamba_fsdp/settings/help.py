@@ -1,0 +1,156 @@
+"""Help pages: --help shows the usual options, --help=all every one, --help=WORD those that a word is
+about. What a page tells of an option stands in the dataclass that describes it."""
+
+import ast
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.settings.fields import default, shown, takes
+
+NARROWEST = 60
+WIDEST = 100  # columns: longer lines are hard to read
+MEANING_AT = 28  # the column where meanings begin
+
+
+def asked_for(arguments: Sequence[str]) -> str | None:
+    """What a command line asks of its help page: "" for the usual options, `all`, or words to search for; None where it
+    asks for nothing."""
+    if list(arguments) == ["help"]:
+        return ""
+    for place, argument in enumerate(arguments):
+        name, _, asked = argument.partition("=")
+        if name in ("--help", "-h"):
+            following = [word for word in arguments[place + 1 :] if not word.startswith("-")]
+            return asked or " ".join(following)
+    return None
+
+
+@dataclass
+class Option:
+    """What a page tells of a field of a dataclass."""
+
+    leaf: dataclasses.Field
+    meaning: str
+    elsewhere: list[str]  # its names in other programs
+
+    def lines(self, is_brief: bool) -> list[str]:
+        """Its name and default, and beside them what it means, in brief the first sentence of it."""
+        told = self.meaning
+        if is_brief:
+            told = first_sentence(told)
+        else:
+            told += f" ({takes(self.leaf)})"
+            if self.elsewhere:
+                told += f" Elsewhere: {', '.join(self.elsewhere)}."
+        return wrapped(told, f"  --{self.leaf.name}={shown(default(self.leaf))}  ", MEANING_AT)
+
+    def names(self) -> str:
+        return words_of(self.leaf.name, *self.elsewhere)
+
+    def is_about(self, words: Sequence[str]) -> bool:
+        told = self.names() + words_of(self.meaning)
+        return all(word in told for word in words)
+
+
+@dataclass
+class Page:
+    """The help page of a command."""
+
+    opening: str  # what it does and how it is called, in lines of less than 80 columns
+    sections: dict[str, type]  # {name, "" where there is only one: a dataclass of options}
+    usual: Collection[str] = ()  # the options that --help shows, in brief; empty: all of them
+    words: Callable[[], Mapping[str, Any]] = dict  # gives {a word of other programs: its Entry}
+
+    def text(self, asked: str) -> str:
+        """The page as `asked_for` says. Raises UserError where nothing is about the words."""
+        if asked not in ("", "all") and self.sections:
+            return "\n".join(self.found(asked))
+        is_brief = bool(self.usual) and not asked
+        lines = [self.opening.strip()]
+        for section, kind in self.sections.items():
+            here = self.options(kind, {} if is_brief else self.words())
+            if is_brief:
+                here = [option for option in here if option.leaf.name in self.usual]
+            if here:
+                title = f"{section}: {first_sentence(str(kind.__doc__))}"
+                lines += ["", *wrapped(section and title)]
+            for option in here:
+                lines += option.lines(is_brief)
+        if is_brief:
+            lines += ["", *wrapped("--help=all shows all in full, --help=WORD those about a word.")]
+        return "\n".join(lines)
+
+    def found(self, asked: str) -> list[str]:
+        """The lines on what the words `asked` are about: first the options whose names have most of them."""
+        words = [f" {word.removesuffix('s')}" for word in words_of(asked).split()]
+        entries = self.words()
+        entry = entries.get("_".join(asked.split()))
+        if entry and not entry.setting:
+            return wrapped(f"{asked} is no setting here: {entry.why}")
+        options = [
+            option for kind in self.sections.values() for option in self.options(kind, entries)
+        ]
+        found = [option for option in options if words and option.is_about(words)]
+        if not found:
+            names = [name for option in options for name in (option.leaf.name, *option.elsewhere)]
+            hint = near_name(asked, names, "--help=all lists all", "--help=")
+            raise UserError(f"--help={asked}: no option is about that; {hint}")
+        found.sort(key=lambda option: -sum(word in option.names() for word in words))
+        return [line for option in found for line in option.lines(is_brief=False)]
+
+    def options(self, kind: type, entries: Mapping[str, Any]) -> list[Option]:
+        """Those of the dataclass `kind`."""
+        options = []
+        for leaf in dataclasses.fields(kind):
+            elsewhere = leaf.metadata["elsewhere"].split()
+            for word, entry in entries.items():
+                if entry.setting == leaf.name != word and "." not in word:
+                    elsewhere.append(word)
+            options.append(Option(leaf, meanings_in(kind)[leaf.name], elsewhere))
+        return options
+
+
+def first_sentence(text: str) -> str:
+    return text.split(". ")[0].rstrip(".")
+
+
+def wrapped(text: str, first: str = "", indent: int = 0) -> list[str]:
+    """The lines of a paragraph in the terminal's width, the first behind `first`."""
+    width = min(max(shutil.get_terminal_size().columns - 1, NARROWEST), WIDEST)
+    return textwrap.wrap(
+        " ".join(text.split()),
+        width,
+        initial_indent=first.ljust(indent),
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+    )
+
+
+def words_of(*texts: str) -> str:
+    """The words of the texts in small letters, each with a space before it."""
+    return "".join(f" {word}" for text in texts for word in re.findall("[a-z0-9]+", text.lower()))
+
+
+@lru_cache(maxsize=None)
+def meanings_in(section: type) -> dict[str, str]:
+    """{field name: the string written below it in the dataclass `section` or one that it extends}."""
+    meanings: dict[str, str] = {}
+    for base in filter(dataclasses.is_dataclass, section.__bases__):
+        meanings |= meanings_in(base)
+    (described,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(described, ast.ClassDef)
+    for above, below in zip(described.body, described.body[1:]):
+        match above, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
+                meanings[name] = " ".join(text.split())
+    return meanings

@@ -1,0 +1,253 @@
+"""The description that every model is built from: widths, sizes and a pattern of layers."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.model import spec
+from mamba_fsdp.settings.fields import Needs, condition, named_numbers, setting, takes
+
+
+def read_by_layers(name: str) -> Needs | None:
+    """What must hold for the model's setting `name` to have an effect: a layer that reads it. None where it is not of
+    layers."""
+    readers = spec.parts_that_read(name)
+    if not readers:
+        return None
+    kind = f"a {' or '.join(readers)} layer"
+    if readers == ["mlp"]:
+        kind = "a layer with +mlp"
+    if readers == ["attention"]:
+        kind = "an attention layer"
+
+    @condition(kind)
+    def is_read(settings) -> bool:
+        return settings.model.reads(name)
+
+    return is_read
+
+
+@condition("an attention layer with rotary_dim other than 0")
+def rotation(settings) -> bool:
+    return settings.model.has("attention") and settings.model.rotary_dim != 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    mixer: str  # one of spec.MIXERS, or two with / between them
+    mlp: bool
+
+    @property
+    def mixers(self) -> list[str]:
+        return self.mixer.split("/")
+
+
+@dataclass
+class ModelConfig:
+    """The model's structure. A preset fills it; any field can be overridden."""
+
+    model_name: str = setting("demo")
+    """Preset that the other model settings start from: demo, mamba-130m, mamba2-1.3b, mamba_9.8b,
+    llama2_7b and more."""
+    d_model: int = setting(128, at_least=1)
+    """Width of the residual stream (hidden size)."""
+    n_layer: int = setting(4, at_least=1, at_most=10_000)
+    """Number of layers."""
+    layers: str = setting("mamba1")
+    """Pattern of layers, repeated or cut to n_layer: items mamba1, mamba2, mamba3, attention or mlp, or
+    two side by side such as mamba2/attention, each with an optional +mlp and count, as in
+    9*mamba2+mlp,attention+mlp."""
+    vocab_size: int = setting(4096, at_least=2)
+    """Number of tokens of the tokenizer; the embedding is padded to a multiple of
+    pad_vocab_size_multiple."""
+    pad_vocab_size_multiple: int = setting(8, at_least=1)
+    """Rows of the embedding are rounded up to a multiple of this."""
+    tie_embeddings: bool = setting(True)
+    """Use the embedding as output layer too."""
+    norm_eps: float = setting(1e-5, above=0)
+    """Epsilon of every RMSNorm."""
+    d_state: int = setting(16, at_least=1)
+    """State size per channel (Mamba-1) or per head (Mamba-2 and -3)."""
+    d_conv: int = setting(4, at_least=2, at_most=4)
+    """Width of the causal convolution."""
+    expand: int = setting(2, at_least=1)
+    """Inner width of an SSM layer as a multiple of d_model."""
+    d_ssm: int = setting(0, at_least=0, instead_of="expand")
+    """Inner width of an SSM layer; 0 means expand * d_model."""
+    dt_rank: int = setting(0, at_least=0)
+    """Mamba-1: rank of the dt projection; 0 means ceil(d_model / 16)."""
+    bcdt_norm_eps: float = setting(0.0, at_least=0)
+    """Mamba-1: epsilon of RMSNorms without weights on B, C and dt, as Falcon-Mamba has them; 0 means
+    no such norms."""
+    headdim: int = setting(64, at_least=1)
+    """Mamba-2 and -3: channels per head."""
+    ngroups: int = setting(1, at_least=1)
+    """Mamba-2 and -3: groups of heads that share B and C."""
+    chunk_size: int = setting(256, at_least=1)
+    """Mamba-2 and -3: positions per chunk of the fused scan (the result does not depend on it)."""
+    decay_activation: str = setting("heavy_tail", choices=("heavy_tail", "softplus"))
+    """Mamba-3: what makes A positive: 1 + x or 1 / (1 - x), as in mamba-ssm since June 2026 and in the
+    published weights, or softplus, as before."""
+    ssm_norm: str = setting("after", choices=("after", "before", "none"))
+    """Mamba-2: whether the RMSNorm of the output stands after the gate, before it, or is left out."""
+    n_head: int = setting(8, at_least=1)
+    """Attention: query heads."""
+    n_kv_head: int = setting(8, at_least=1)
+    """Attention: key and value heads (fewer than n_head: grouped-query attention)."""
+    head_dim: int = setting(0, at_least=0)
+    """Attention: channels per head; 0 means d_model / n_head."""
+    rotary_dim: int = setting(-1, at_least=-1)
+    """Attention: first channels of each head that are rotated by position; 0 none, -1 all of the
+    head."""
+    rope_theta: float = setting(10000.0, above=0, needs=rotation)
+    """Attention: base of the rotary frequencies."""
+    rope_scaling: str = setting("", needs=rotation)
+    """Attention: slower rotation for longer texts, as transformers has it: linear,factor=2, or dynamic,
+    llama3, yarn with their numbers, as in
+    llama3,factor=8,low_freq_factor=1,high_freq_factor=4,original_max_position_embeddings=8192."""
+    d_intermediate: int = setting(0, at_least=0)
+    """Width of the MLP in layers mlp or +mlp; 0 means 8/3 of d_model, rounded up to a multiple of
+    128."""
+    mlp_activation: str = setting("swiglu", choices=("swiglu", "relu2"))
+    """MLP: SwiGLU, with a gate, or squared ReLU, without."""
+    multipliers: str = setting("")
+    """Constant factors, as in embedding=12,residual=0.22,logits=0.125: of the embedding, of what
+    each layer adds, of the logits; ssm_in, ssm_out, attention_in, attention_out, mlp_in, mlp_out of
+    what goes into a part of a layer and comes out; attention_q, attention_k, attention_v, mlp_gate,
+    ssm_z, ssm_x, ssm_B, ssm_C, ssm_dt of what the first projection of a part gives."""
+
+    def layer_list(self) -> list[Layer]:
+        """The n_layer layers. Raises UserError where the pattern can't be read."""
+        pattern: list[Layer] = []
+        for item in self.layers.replace(" ", "").split(","):
+            match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+(?:/[a-z0-9]+)?)(\+mlp)?", item)
+            if not match or not spec.MIXERS.keys() >= set(match[2].split("/")):
+                raise UserError(
+                    f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, or two "
+                    "with / between them, each with an optional count and +mlp, as in 9*mamba2+mlp,attention+mlp"
+                )
+            count = min(int(match[1] or 1), self.n_layer)
+            pattern += [Layer(mixer=match[2], mlp=match[3] is not None)] * count
+        if not pattern:
+            raise UserError(f"layers: {self.layers!r} names no layer; give each count at least 1")
+        return [pattern[index % len(pattern)] for index in range(self.n_layer)]
+
+    def has(self, mixer: str) -> bool:
+        """Whether a layer has this mixer."""
+        return any(mixer in layer.mixers for layer in self.layer_list())
+
+    def reads(self, name: str) -> bool:
+        """Whether a setting has an effect: on a kind of layer that there is, or on the whole."""
+        parts = self.parts()
+        if spec.parts_that_read(name):
+            return any(name in part.settings for part in parts)
+        return True
+
+    def multiplier(self, name: str) -> float:
+        return named_numbers("multipliers", self.multipliers).get(name, 1.0)
+
+    @property
+    def rope(self) -> tuple[str, dict[str, float]]:
+        """The kind of rope_scaling, and its numbers."""
+        kind, _, numbers = self.rope_scaling.partition(",")
+        return kind, named_numbers("rope_scaling", numbers)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return rounded_up(self.vocab_size, self.pad_vocab_size_multiple)
+
+    @property
+    def d_inner(self) -> int:
+        return self.d_ssm or self.expand * self.d_model
+
+    @property
+    def resolved_dt_rank(self) -> int:
+        return self.dt_rank or -(-self.d_model // 16)
+
+    @property
+    def n_ssm_head(self) -> int:
+        return self.d_inner // self.headdim
+
+    @property
+    def resolved_head_dim(self) -> int:
+        return self.head_dim or self.d_model // self.n_head
+
+    @property
+    def resolved_rotary_dim(self) -> int:
+        return self.resolved_head_dim if self.rotary_dim < 0 else self.rotary_dim
+
+    @property
+    def resolved_d_intermediate(self) -> int:
+        """Where nothing is chosen, that of mamba_ssm's GatedMLP; 0 for a model without MLP."""
+        if spec.MLP not in self.parts():
+            return 0
+        return self.d_intermediate or rounded_up(8 * self.d_model // 3, 128)
+
+    def structure(self) -> dict[str, object]:
+        """What each setting that is read comes to. Equal for two configs of one model, in whatever
+        way they are written."""
+        values = {
+            **vars(self),
+            "model_name": "",
+            "chunk_size": 0,
+            "layers": self.layer_list(),
+            "vocab_size": self.padded_vocab_size,
+            "pad_vocab_size_multiple": self.padded_vocab_size,
+            "expand": self.d_inner / self.d_model,
+            "d_ssm": self.d_inner,
+            "dt_rank": self.resolved_dt_rank,
+            "head_dim": self.resolved_head_dim,
+            "rotary_dim": self.resolved_rotary_dim,
+            "d_intermediate": self.resolved_d_intermediate,
+            "rope_scaling": self.rope,
+            "multipliers": named_numbers("multipliers", self.multipliers),
+        }
+        return {name: value for name, value in values.items() if self.reads(name)}
+
+    def parts(self) -> list[spec.Spec]:
+        """The kinds of mixer, and the MLP, that the model consists of, each once."""
+        parts: dict[spec.Spec, None] = {}
+        for layer in self.layer_list():
+            parts |= dict.fromkeys(spec.layer_parts(layer).values())
+        return list(parts)
+
+    def check(self) -> None:
+        """Raises UserError for shapes that can't be built, naming the settings."""
+        for part in self.parts():
+            part.check(self)
+        known = spec.multipliers_of(self)
+        for name in named_numbers("multipliers", self.multipliers):
+            if name not in known:
+                hint = near_name(name, known, f"it has {', '.join(known)}")
+                raise UserError(f"multipliers: there is no {name!r} in this model; {hint}")
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of the `values` that stand in `path`; what is missing takes its default.
+    Raises UserError for an unknown name, a wrong type, a value out of bounds."""
+    known = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(f"{path}: {name} is no setting of this program's models")
+        try:
+            if type(value) is not known[name].type:
+                raise ValueError
+            known[name].metadata["bounds"].check(value)
+        except ValueError:
+            raise UserError(
+                f"{path}: {name} is {value!r}, but this program's models need: {takes(known[name])}"
+            ) from None
+    config = ModelConfig(**values)
+    try:
+        config.check()
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return config

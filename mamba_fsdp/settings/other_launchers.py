@@ -1,0 +1,155 @@
+"""Looks up what users of other launchers type, in other_launchers.yaml. Where the meaning is the
+same, their name works; where it is not, the answer names what does it here."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.fields import BOOLEANS, shown
+from mamba_fsdp.settings.text_yaml import load_yaml
+from mamba_fsdp.settings.train_config import SECTIONS, all_settings, setting_names
+
+FILE = Path(__file__).with_suffix(".yaml")
+NONE = ("", "none", "null", "~")
+ANY = "*"
+
+
+def without_ba(text: str) -> str:
+    """Composer's 100ba (batches) is 100 steps here."""
+    return text.removesuffix("ba")
+
+
+def composer_duration(text: str) -> str:
+    """Composer's 1006878720tok or 100ba. Raises ValueError for its other units."""
+    if not text.endswith(("ba", "tok")):
+        raise ValueError("write steps (as in 100ba) or tokens (2Btok); there is no other unit here")
+    return without_ba(text)
+
+
+def seconds(text: str) -> str:
+    """A timeout in seconds, as our minutes. Raises ValueError for text that is no number."""
+    if not text.replace(".", "", 1).isdigit():
+        raise ValueError("expected a number of seconds")
+    return f"{float(text) / 60:g}"
+
+
+CONVERSIONS: dict[str, Callable[[str], str]] = {
+    "without_ba": without_ba,
+    "composer_duration": composer_duration,
+    "seconds": seconds,
+}
+
+
+@dataclass
+class Entry:
+    """An entry of the file, which says what its fields are."""
+
+    words: str
+    of: str = ""
+    setting: str = ""
+    values: Mapping[str, str | None] = field(default_factory=dict)  # None: it changes nothing
+    refused: Mapping[str, str] = field(default_factory=dict)
+    convert: str = ""
+    also: Mapping[str, str] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
+    usual: Sequence[str] = ()
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if self.setting and not self.values:
+            self.values = {ANY: ANY}
+        self.values = {**dict.fromkeys(self.ignored), **self.values}
+
+    def translate(self, text: Any) -> Any:
+        """The value of `setting` that `text` is; None where it changes nothing. Raises ValueError
+        for what can't be had."""
+        if self.convert:
+            return CONVERSIONS[self.convert](str(text))
+        known = {*self.values, *self.refused}
+        value = plain(text, known)
+        if value not in known:
+            value = ANY
+        if value in self.refused:
+            raise ValueError(self.refused[value])
+        if value not in self.values:
+            raise ValueError(self._expected())
+        ours = self.values[value]
+        if ours != ANY:
+            return ours
+        if isinstance(text, Mapping):
+            raise ValueError("expected a value, not settings")
+        return text
+
+    def _expected(self) -> str:
+        if self.usual:
+            return f"no longer a setting; {self.why}"
+        if self.setting:
+            return f"expected {' or '.join([*self.values, *self.refused])}"
+        if self.values:
+            return f"not possible here: {self.why}"
+        return self.why
+
+
+def meaning(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
+    """The value, as text, that `key`=`text` gives to `entry.setting`, None where it changes nothing; and a note for the
+    log, "" where theirs and ours are the same. Raises UserError, with what does it here."""
+    name = key.rpartition(".")[2]
+    said = f"{name}={'...' if isinstance(text, list) else text}"
+    try:
+        value = entry.translate(text)
+    except ValueError as error:
+        raise UserError(f"{said}: {error}") from None
+    if value is None or not entry.setting:
+        why = f": {entry.why}" if entry.why else ""
+        return None, f"{said} changes nothing here{why}"
+    note = ""
+    unchanged = str(text).lower() == str(value).lower()
+    if not unchanged or entry.setting != name:
+        implied = "".join(f", {name}={usual} unless given" for name, usual in entry.also.items())
+        note = f"{said} is {entry.setting}={shown(value)} here{implied}"
+    return value, note
+
+
+def plain(text: Any, known: Collection[str] = ()) -> str:
+    """`text` as the file writes values: in small letters, yes, 0 and the like as true or false
+    unless `known`."""
+    small = str(text).lower()
+    if small in NONE:
+        return "none"
+    if small in known or small not in BOOLEANS:
+        return small
+    return shown(BOOLEANS[small])
+
+
+@lru_cache(maxsize=None)
+def content() -> dict[str, Any]:
+    """The file."""
+    return load_yaml(FILE, ours=True)
+
+
+@lru_cache(maxsize=None)
+def entries() -> dict[str, Entry]:
+    """{word: its entry}."""
+    found: dict[str, Entry] = {}
+    for fields in content()["words"]:
+        entry = Entry(**fields)
+        found |= dict.fromkeys(entry.words.split(), entry)
+    return found
+
+
+def find(key: str) -> Entry | None:
+    """The entry of the name `key`, with its section or without. A name of ours counts only below its
+    own section, or below one that is none of ours."""
+    section, _, leaf = key.rpartition(".")
+    is_ours = leaf in all_settings()
+    is_theirs = section in content()["sections"].split()
+    if key in entries():
+        return entries()[key]
+    if is_ours and is_theirs:
+        return entries().get(leaf, Entry(leaf, setting=leaf))
+    if key in setting_names() or (is_theirs or section in SECTIONS) and not is_ours:
+        return entries().get(leaf)
+    return None

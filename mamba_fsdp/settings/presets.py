@@ -1,0 +1,73 @@
+"""The published models by name, out of models.yaml, and how they are trained, out of recipes.yaml."""
+
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.settings.fields import read_field
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.text_yaml import load_yaml
+from mamba_fsdp.settings.train_config import all_settings
+
+FILE = Path(__file__).with_name("models.yaml")
+RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
+
+
+def read_table(file: Path) -> dict[str, dict[str, Any]]:
+    """{key of the file, one name or several: the settings that differ from the defaults}."""
+    leaves = all_settings()
+    return {
+        key: {name: read_field(name, leaves[name][1], text) for name, text in values.items()}
+        for key, values in load_yaml(file, ours=True).items()
+    }
+
+
+def plain(name: str) -> str:
+    """`name` without what does not matter in the name of a preset."""
+    name = name.lower().rpartition("/")[2].removesuffix("-hf").removesuffix("_4k")
+    return name.replace("-", "").replace("_", "")
+
+
+MODELS = read_table(FILE)
+PRESETS = {names.split()[0]: values for names, values in MODELS.items()}
+SPELLINGS = {plain(name): names.split()[0] for names in MODELS for name in names.split()}
+RECIPES = {
+    plain(name): values
+    for names, values in read_table(RECIPES_FILE).items()
+    for name in names.split()
+}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """ModelConfig fields of the preset that `name` means, its own name as model_name among them.
+
+    Names of the Hugging Face hub and of fms mean it too: an organisation before it, -hf or _4k
+    (fms-fsdp's shorter context, which is seq_length's to say) behind it, case and the choice
+    between - and _ don't matter. Raises UserError that says the nearest name.
+    """
+    known = SPELLINGS.get(plain(name))
+    if known is None:
+        hint = near_name(name, PRESETS, f"choose one of {', '.join(PRESETS)}")
+        raise UserError(f"model_name={name}: there is no such preset; {hint}")
+    return {"model_name": known, **PRESETS[known]}
+
+
+def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
+    """The settings that a model of this name is trained with; an organisation in front may have a
+    recipe of its own. That of others with this one's length where weights are given, which a start
+    from scratch would spoil."""
+    organisation, _, _ = model_name.partition("/")
+    others = RECIPES["others"]
+    found = RECIPES.get(plain(organisation), RECIPES.get(plain(model_name), others))
+    if from_weights:
+        return others | {"seq_length": found["seq_length"]}
+    return found
+
+
+def title(model: ModelConfig) -> str:
+    """What a ModelConfig is called: by the name of its preset only while it has that preset's
+    structure."""
+    named = ModelConfig(**preset(model.model_name))
+    if model.structure() == named.structure():
+        return model.model_name
+    return f"custom (from {model.model_name})"

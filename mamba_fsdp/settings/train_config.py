@@ -1,0 +1,444 @@
+"""Every setting of a training run: name, type, default, bounds and meaning (the string below each
+field).
+
+Leaf names are unique over the sections, so `--learning_rate=3e-4`, `--optimizer.learning_rate=3e-4`
+and the YAML forms `learning_rate: 3e-4` and `optimizer: {learning_rate: 3e-4}` name the same thing.
+mamba_fsdp/settings/resolve.py resolves them.
+"""
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model import spec
+from mamba_fsdp.ops.backends import Use, demands
+from mamba_fsdp.settings.fields import Duration, Needs, condition, setting, shown
+from mamba_fsdp.settings.model_config import ModelConfig
+
+VERSION = "2"  # of a run's config.yaml; resolve.py says what 1 meant
+SCHEDULES = (
+    "cosine",
+    "linear",
+    "wsd",
+    "wsd_cosine",
+    "wsd_sqrt",
+    "polynomial",
+    "cosine_with_restarts",
+    "inverse_sqrt",
+    "constant",
+    "annealing",
+    "fms_cosine",
+    "linear_from_start",
+)
+
+
+def steps(default: int, **more: Any) -> Any:
+    return setting(Duration(default, "steps"), **more)
+
+
+# What must hold for a setting to have an effect.
+
+
+def value_of(name: str, *values: Any) -> Needs:
+    """That the setting `name` has one of these values."""
+
+    def met(settings: "TrainConfig") -> bool:
+        return settings.value(name) in values
+
+    return Needs(f"{name}={' or '.join(map(shown, values))}", met)
+
+
+weighting = value_of("position_weighting", True)
+polynomial = value_of("schedule", "polynomial")
+restarts = value_of("schedule", "cosine_with_restarts")
+final_decay = value_of("schedule", "wsd", "wsd_cosine", "wsd_sqrt")
+recomputing = value_of("fsdp_activation_checkpointing", True)
+sharding = value_of("sharding_strategy", "fsdp", "hsdp", "auto")
+ending = [name for name in SCHEDULES if name not in ("constant", "inverse_sqrt")]
+end_of_schedule = value_of("schedule", *ending)
+
+
+@condition("eval_interval above 0")
+def interval_or_no_store(settings: "TrainConfig") -> bool:
+    return settings.data.validation_path == "none" or settings.training.eval_interval.count > 0
+
+
+@condition("a validation_path")
+def store_or_no_interval(settings: "TrainConfig") -> bool:
+    return settings.data.validation_path != "none" or settings.training.eval_interval.count == 0
+
+
+@condition("eval_interval above 0 and a validation_path")
+def validation(settings: "TrainConfig") -> bool:
+    return settings.data.validation_path != "none" and settings.training.eval_interval.count > 0
+
+
+@condition("num_workers above 0")
+def workers(settings: "TrainConfig") -> bool:
+    return settings.data.num_workers > 0
+
+
+@condition(
+    "a schedule that decays to a floor: not constant, annealing, inverse_sqrt, or wsd with decay_steps=0"
+)
+def floor(settings: "TrainConfig") -> bool:
+    falls_to_it = settings.lr_schedule.schedule not in ("constant", "annealing", "inverse_sqrt")
+    return falls_to_it and settings.lr_schedule.decay_steps.count != 0
+
+
+@condition("tracker=wandb")
+def wandb(settings: "TrainConfig") -> bool:
+    return "wandb" in settings.report.tracker
+
+
+@dataclass
+class DataConfig:
+    """What is read, and in what order."""
+
+    dataset_path: str = setting("data/builtin")
+    """A token store made by get_dataset.py, or a folder with stores train/ and validation/, or with
+    several to mix (see datasets). data/builtin is made if it is missing."""
+    datasets: list[str] = setting([])
+    """Names of the stores in dataset_path to mix, as in code,text. Empty: its train store, or
+    dataset_path itself."""
+    weights: list[float] = setting([])
+    """Share of each dataset in the samples, on any scale. Empty: in proportion to their tokens."""
+    validation_path: str = setting("auto", needs=interval_or_no_store)
+    """The token store to validate on. auto: the one named validation beside the training data.
+    none: no validation."""
+    allow_other_tokenizer: bool = setting(False)
+    """Accept datasets, validation data and a model to start from that have different tokenizers."""
+    use_dummy_dataset: bool = setting(False)
+    """Train on made-up tokens, for benchmarks: they count up through the vocabulary without end."""
+    seq_length: int = setting(256, at_least=1)
+    """Sequence length (context length): tokens per sample. Its default comes with model_name, as
+    all of its recipe (mamba_fsdp/settings/recipes.yaml)."""
+    reset_at_documents: bool = setting(False)
+    """Stop state, convolution and attention at the start of each document within a sample."""
+    position_weighting: bool = setting(False)
+    """Weight each token's loss with tanh(p / position_window), where p is the number of tokens of
+    its document before it in the sample. The loss is the weighted mean over the global batch."""
+    position_window: float = setting(10.0, above=0, needs=weighting)
+    """After this many tokens position_weighting gives three quarters of the full weight."""
+    num_workers: int = setting(1, at_least=0, at_most=64)
+    """Threads per rank that read batches ahead. 0: read each batch when it is needed."""
+    prefetch: int = setting(2, at_least=1, at_most=1024, needs=workers)
+    """Steps to read ahead."""
+
+    def places(self) -> set[str]:
+        """What is read, by absolute paths."""
+        if self.use_dummy_dataset:
+            return {"made-up tokens"}
+        return {
+            os.path.realpath(os.path.join(self.dataset_path, name))
+            for name in self.datasets or [""]
+        }
+
+    def check(self) -> None:
+        """Raises UserError for weights that are no shares of the datasets."""
+        if not self.weights:
+            return
+        if len(self.weights) != len(self.datasets):
+            raise UserError(
+                f"weights has {len(self.weights)} values but datasets {len(self.datasets)} names; "
+                "give one weight each"
+            )
+        if min(self.weights) < 0 or not 0 < sum(self.weights) < math.inf:
+            raise UserError(
+                f"weights {self.weights} must not be negative, nor all zero, nor huge in sum"
+            )
+
+
+@dataclass
+class OptimizerConfig:
+    """How the weights are updated. Weight decay is on matrices only, not on norms, biases, A_log, D, dt_bias."""
+
+    optimizer: str = setting("adamw", choices=("adamw", "muon"))
+    """muon updates the matrices of mixers and MLPs by their orthogonalised momentum, and the rest as adamw does. Its
+    steps are as large as AdamW's: learning_rate and weight_decay serve both."""
+    learning_rate: float = setting(3e-3, above=0)
+    """Peak learning rate; its default comes with model_name, or is 0.0003 if that has no recipe or
+    the run starts from weights."""
+    weight_decay: float = setting(0.1, at_least=0)
+    """Decoupled weight decay."""
+    beta1: float = setting(0.9, at_least=0, at_most=0.9999999)
+    """Decay of the mean of the gradients."""
+    beta2: float = setting(0.95, at_least=0, at_most=0.9999999)
+    """Decay of the mean of their squares."""
+    adam_epsilon: float = setting(1e-8, above=0)
+    """Added to the root of the second moment."""
+    grad_clip_thresh: float = setting(1.0, at_least=0)
+    """Gradient clipping: gradients are scaled down to this global norm. 0: no clipping."""
+
+
+@dataclass
+class ScheduleConfig:
+    """The learning rate over the run. Durations are steps, or tokens when written as in 2Btok."""
+
+    schedule: str = setting("cosine", choices=SCHEDULES)
+    """After a linear warm-up, cosine, linear, polynomial and cosine_with_restarts decay to the floor;
+    wsd, wsd_cosine and wsd_sqrt hold, then decay over decay_steps: linearly, as a cosine, as a root;
+    inverse_sqrt falls without end; annealing goes straight to 0. fms_cosine, of fms-fsdp, rises
+    quadratically and follows the cosine from step 0; linear_from_start is the linear of earlier
+    versions."""
+    polynomial_power: float = setting(1.0, above=0, needs=polynomial)
+    """Exponent of polynomial."""
+    restart_cycles: int = setting(1, at_least=1, needs=restarts)
+    """Times that cosine_with_restarts falls from learning_rate to the floor."""
+    warmup_steps: Duration = steps(-1, at_least=-1)
+    """Warm-up; -1 means a twentieth of the run, at most 2000 steps (annealing and constant:
+    none)."""
+    warmup_ratio: float = setting(0.0, at_least=0, at_most=1, instead_of="warmup_steps")
+    """Warm-up as a share of the schedule's length; 0 leaves it to warmup_steps."""
+    decay_steps: Duration = steps(-1, at_least=-1, needs=final_decay)
+    """Length of the final decay of wsd. -1: a tenth of the run."""
+    schedule_steps: Duration = steps(-1, at_least=-1, needs=end_of_schedule)
+    """Length of the schedule; -1 means that of the run. A run that goes on longer keeps the learning
+    rate of the schedule's end. If num_steps is raised, the schedule keeps its length where another
+    would change the learning rate."""
+    min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=floor)
+    """Floor of the schedules that decay to one, as a share of learning_rate."""
+
+
+@dataclass
+class TrainingConfig:
+    """The loop: length, batch, precision, validation."""
+
+    num_epochs: float = setting(0.0, at_least=0, instead_of="num_steps")
+    """Length of the run in epochs; 0 leaves it to num_steps. An epoch has as many samples as the
+    training data has windows of seq_length tokens."""
+    num_steps: Duration = steps(1000, at_least=1)
+    """Length of the run in steps, or in tokens as in 20Mtok. In tokens, the learning rate follows
+    the tokens seen, so that a later change of the global batch does not change its curve."""
+    dry_run: bool = setting(False)
+    """Print what would be trained, its size, the memory that it needs and the checkpoint that it
+    would resume, then stop. Nothing is written."""
+    batch_size: int = setting(8, at_least=1)
+    """Samples per device and forward pass (the micro-batch)."""
+    global_batch_size: int = setting(0, at_least=0)
+    """Samples per step over all devices, reached by gradient accumulation. 0: batch_size times the
+    number of devices."""
+    gradient_accumulation_steps: int = setting(1, at_least=1, instead_of="global_batch_size")
+    """Forward passes of each device per step. With global_batch_size instead, a step has the same
+    samples on any number of devices."""
+    seed: int = setting(2023, at_least=0)
+    """Seed of the initial weights and of the order of the samples."""
+    mixed_precision: str = setting("auto", choices=("auto", "bf16", "fp16", "fp32"))
+    """Dtype of the matrix products: bf16, fp16 or fp32. auto: bf16 on a GPU, fp32 on a CPU. Weights,
+    their update, the recurrence and reductions are in fp32 precision. true means bf16, false
+    fp32."""
+    kernels: str = setting("auto")
+    """Backends of the operators. auto: the fastest that is right on this GPU, for the whole run.
+    fused (CUDA libraries), triton, flash (attention), cpp (C on a CPU) or reference (plain PyTorch):
+    this backend wherever it exists. scan=reference,conv=cpp: for these operators only. A backend that does not
+    work or is wrong is an error."""
+    deterministic: bool = setting(False)
+    """Use only what is deterministic: two equal runs are equal bit for bit. On a GPU the first
+    minute tests each backend for it; those of the CUDA libraries are not used."""
+    max_skipped_steps: int = setting(10, at_least=1)
+    """Stop after this many steps in a row with a loss or gradient that is not finite. Such steps
+    change no weight."""
+    eval_interval: Duration = steps(200, at_least=0, needs=store_or_no_interval)
+    """Validation interval; a run also validates at its start and its end. 0: never."""
+    eval_batches: int = setting(-1, at_least=-1, needs=validation)
+    """Global batches per validation, spread evenly over each store. 0: all data. -1: as many as
+    cost a twentieth of the training between two validations."""
+
+    def check(self) -> None:
+        """Raises UserError for a global batch that can't be split, and for `kernels` that there are
+        not."""
+        if self.global_batch_size % self.batch_size:
+            raise UserError(
+                f"global_batch_size {self.global_batch_size} is not a multiple of "
+                f"batch_size {self.batch_size}"
+            )
+        demands(self.kernels)
+
+    def settle_precision(self, device_type: str) -> None:
+        """Chooses the precision that auto is on a `cpu` or another device."""
+        if self.mixed_precision == "auto":
+            self.mixed_precision = "fp32" if device_type == "cpu" else "bf16"
+
+
+@dataclass
+class CheckpointConfig:
+    """Where the run lives, and what it starts from."""
+
+    save_ckpt_path: str = setting("runs/train")
+    """The run folder. If it holds a committed checkpoint, the run resumes from it, whatever
+    load_ckpt_path and init_from say."""
+    load_ckpt_path: str = setting("")
+    """What a new run starts from. A file (.pth, .pt, .bin, .safetensors): its weights. A run or
+    checkpoint folder: weights and optimiser, and with resuming_dataset the position in the data. It
+    may be save_ckpt_path itself."""
+    resuming_dataset: bool = setting(False)
+    """Take the position in the data from load_ckpt_path too."""
+    init_from: str = setting("")
+    """Weights that a new run starts from: a transformers or state-spaces folder, a run, a
+    checkpoint or a .pth file. The model has their shape; model settings must agree with it, and
+    describe the model if there is no config.json."""
+    checkpoint_interval: Duration = steps(500, at_least=1)
+    """Checkpoint interval; a run also saves at its end and when it is stopped."""
+    keep_checkpoints: int = setting(3, at_least=1)
+    """Number of newest checkpoints to keep. Older ones are removed, unless another process reads
+    them."""
+    keep_every: Duration = steps(0, at_least=0)
+    """The first checkpoint at or after each multiple of this many steps is never removed. 0: all may be."""
+    max_failed_saves: int = setting(5, at_least=1)
+    """Stop after this many failed saves in a row. Until then the run trains on and tries again
+    after one minute, two, four and so on."""
+    async_checkpoint: bool = setting(True)
+    """Write checkpoints while training continues."""
+    publish: bool = setting(True)
+    """At the end, write the model into pth/ as one file. Without it, python -m mamba_fsdp export
+    RUN FOLDER --format=pth does so later."""
+
+    def is_from_weights(self) -> bool:
+        """Whether the run starts from weights alone."""
+        return bool(self.init_from) or self.names_a_file()
+
+    def names_a_file(self) -> bool:
+        """Whether load_ckpt_path names a file, of weights alone."""
+        return self.load_ckpt_path.endswith((".pth", ".pt", ".bin", ".safetensors"))
+
+    def check(self) -> None:
+        """Raises UserError where the settings don't agree on what to start from."""
+        if self.load_ckpt_path and self.init_from:
+            raise UserError("load_ckpt_path and init_from both say what to start from; give one")
+        if self.resuming_dataset and (not self.load_ckpt_path or self.names_a_file()):
+            raise UserError(
+                "resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
+                "which knows the data's position"
+            )
+
+
+@dataclass
+class ParallelConfig:
+    """How the model is spread over the devices."""
+
+    sharding_strategy: str = setting("auto", choices=("auto", "fsdp", "hsdp", "ddp", "none"))
+    """fsdp shards over all devices; hsdp shards within a node and replicates across nodes; ddp
+    replicates. auto: fsdp, or none on one device."""
+    fsdp_activation_checkpointing: bool = setting(False)
+    """Recompute activations in the backward pass instead of keeping them: less memory, more
+    time."""
+    selective_checkpointing: str = setting("1", needs=recomputing)
+    """Share of the blocks that recompute their activations, as in 1/3 or 0.33. 0: none."""
+    accumulate_unsharded: bool = setting(False, needs=sharding)
+    """Sum a step's gradients on each device before they are reduced. Gradient accumulation then
+    sends less, but each device holds the whole model's gradients in fp32."""
+    context_parallel: int = setting(1, at_least=1)
+    """Number of neighbouring devices that share each sequence, for sequences too long for one. Each
+    of N computes 1/N of the positions."""
+    use_torch_compile: bool = setting(False)
+    """Compile each block with torch.compile and, on a GPU, the loss."""
+    timeout_minutes: float = setting(10.0, above=0)
+    """A rank without progress for this long prints its stack traces and ends the job. Raise it if
+    compiling or slow data needs more."""
+
+    def selective_share(self) -> Fraction:
+        """selective_checkpointing as a number in [0, 1]. Raises UserError where it is none."""
+        text = self.selective_checkpointing
+        try:
+            share = Fraction(text)
+        except (ValueError, ZeroDivisionError):
+            share = Fraction(-1)
+        if not 0 <= share <= 1:
+            raise UserError(
+                f"selective_checkpointing={text!r} must be a share, at least 0 and at most 1, "
+                "as in 1/3 or 0.33"
+            )
+        return share
+
+
+@dataclass
+class ReportConfig:
+    """What is shown and recorded."""
+
+    report_interval: Duration = steps(20, at_least=1)
+    """Steps, or tokens, between entries in metrics.jsonl and the log."""
+    tracker: list[str] = setting([], choices=("tensorboard", "wandb"))
+    """Send metrics to these too, as in tensorboard,wandb. TensorBoard's files go to the run folder.
+    none: no tracker."""
+    wandb_project: str = setting("", needs=wandb)
+    """Project in W&B. Empty: WANDB_PROJECT in the environment, else mamba-fsdp."""
+    wandb_name: str = setting("", needs=wandb)
+    """Name of the run in W&B. Empty: WANDB_NAME in the environment, else the run folder's name."""
+    use_profiler: bool = setting(False)
+    """Record a torch profile of steps 5 to 7 of this start into profile/rank_R.json in the run
+    folder, and print a summary."""
+
+
+@dataclass
+class TrainConfig:
+    """All settings of a run. `notes`: lines for its log on what was given in words of other
+    launchers. `version`: of what its config.yaml means. `names_folder`: whether save_ckpt_path was
+    given for this model and data."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+
+    def __post_init__(self) -> None:
+        self.notes: list[str] = []
+        self.version = VERSION
+        self.names_folder = False
+
+    def value(self, name: str) -> Any:
+        section, _ = all_settings()[name]
+        return getattr(getattr(self, section), name)
+
+    def check(self) -> None:
+        """Raises UserError for combinations that can't work, before any process group or GPU
+        starts."""
+        if not self.checkpoint.init_from:  # else its weights tell the model's shape
+            self.model.check()
+        self.data.check()
+        self.training.check()
+        self.checkpoint.check()
+        self.parallel.selective_share()
+
+    def operator_uses(self) -> dict[str, list[Use]]:
+        """What the training asks of each operator, once its precision is settled."""
+        from mamba_fsdp.conventions import DTYPES  # which needs torch, and a command line does not
+
+        return spec.operator_uses(
+            self.model,
+            DTYPES[self.training.mixed_precision],
+            self.data.reset_at_documents,
+            self.training.deterministic,
+            self.parallel.context_parallel > 1,
+        )
+
+
+SECTIONS: dict[str, Any] = {
+    section.name: section.default_factory for section in dataclasses.fields(TrainConfig)
+}
+
+
+@lru_cache(maxsize=None)
+def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
+    """{leaf name: (section name, dataclass field)}."""
+    found: dict[str, tuple[str, dataclasses.Field]] = {}
+    for section, kind in SECTIONS.items():
+        for leaf in dataclasses.fields(kind):
+            assert leaf.name not in found, f"two settings are called {leaf.name}"
+            found[leaf.name] = (section, leaf)
+    return found
+
+
+@lru_cache(maxsize=None)
+def setting_names() -> dict[str, str]:
+    """{name of a setting, with its section or without: the name without}."""
+    with_sections = {f"{section}.{name}": name for name, (section, _) in all_settings().items()}
+    return with_sections | {name: name for name in all_settings()}

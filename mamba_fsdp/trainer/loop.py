@@ -1,0 +1,234 @@
+"""The training loop: sample a batch, accumulate its gradients, one small collective, clip, step;
+now and then report, validate, save.
+
+On a GPU the host runs ahead: it reads a step's numbers when the next step is under way, and nothing
+in a step makes it wait. What depends on those numbers within the step (clipping, whether it is
+applied, the scale of fp16) is decided on the device, by all ranks from the same sums."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mamba_fsdp.checkpoint.checkpointer import Phase
+from mamba_fsdp.data.loader import Batch
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.parallel.compat import step_unless
+from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.trainer.clock import Clock
+from mamba_fsdp.trainer.metrics_logger import MetricsLogger
+from mamba_fsdp.trainer.saver import Saver
+from mamba_fsdp.trainer.setup import TrainContext
+from mamba_fsdp.trainer.step_stats import StepStats, StepSums, sum_over_ranks
+from mamba_fsdp.trainer.stopping import StopRequest
+from mamba_fsdp.trainer.validation import batch_loss, validate
+
+ELSEWHERE = "requested on another rank"  # why this one stops
+AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbers are read
+
+
+def train(
+    context: TrainContext, logger: MetricsLogger, stop: StopRequest, validation_due: bool
+) -> str:
+    """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop,
+    "" without one.
+
+    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a
+    row. The train state is that after the last step whose numbers are read: the last of all before
+    a validation, a checkpoint."""
+    schedule = context.schedule
+    state = context.state
+    saver = Saver(context, logger)
+    under_way: deque[StepUnderWay] = deque()
+    if (validation_due and not validate(context, logger, stop)) or stop.agreed(context.world):
+        return stop.reason or ELSEWHERE
+    while state.step < schedule.total_steps:
+        under_way.append(take_step(context, logger.clock, stop, ahead=len(under_way)))
+
+        newest = state.step + len(under_way)
+        eval_due = schedule.is_due(schedule.eval_steps, newest)
+        may_run_ahead = AHEAD[context.world.device.type]
+        if eval_due or saver.is_due(newest) or newest == schedule.total_steps:
+            may_run_ahead = 0
+        stop_requested = False
+        while len(under_way) > may_run_ahead:
+            stats = finish_step(context, logger, saver, under_way.popleft())
+            stop.has_stepped = True
+            if stats.stop_requested:
+                stop_requested = True
+                may_run_ahead = 0
+        if under_way:
+            continue
+
+        is_last = state.step == schedule.total_steps
+        eval_broken_off = eval_due and not validate(context, logger, stop)
+        must_stop = stop_requested or eval_broken_off
+        if must_stop or saver.is_due(state.step):
+            saver.save(final=is_last or must_stop)
+        if eval_broken_off or (must_stop and not is_last):
+            return stop.reason or ELSEWHERE
+    return ""
+
+
+@dataclass
+class StepUnderWay:
+    """A step that the device may still be computing."""
+
+    batches: list[Batch]
+    learning_rate: float
+    save_stage: tuple[int, Phase] | None  # of the save under way when the ranks told if they write
+    read_numbers: Callable[[], list[float]]  # waits for the device
+
+
+def take_step(
+    context: TrainContext, clock: Clock, stop: StopRequest, ahead: int = 0
+) -> StepUnderWay:
+    """Computes the gradient of a global batch and updates the weights with it. The host waits for
+    nothing. ahead: steps under way."""
+    heart.beat()
+    world = context.world
+    schedule = context.schedule
+    loss_scale = context.loss_scale
+
+    began = time.perf_counter()
+    batches = context.loader.step(context.state.step + ahead)
+    clock.data_wait += time.perf_counter() - began
+    counted = sum(batch.total_weight() for batch in batches)  # while they are on the CPU
+    batches = [batch.to(world.device) for batch in batches]
+    save_stage = context.checkpointer.stage()
+    is_writing = context.checkpointer.is_writing()
+    own_seconds = clock.own_seconds()
+
+    # How many labels count in the global batch is known with the sums: until then the loss is
+    # divided by the number of all.
+    gradient_scale = loss_scale.value / schedule.tokens_per_step
+    loss_sum = accumulate_gradients(context.parallel, context.optimizer, batches, gradient_scale)
+
+    told = StepStats.told_by_host(world, stop.look(), is_writing, own_seconds)
+    squares = context.parallel.gradient_squares()
+    sums = sum_over_ranks(world, loss_sum, squares, counted, told)
+
+    multiple = schedule.tokens_per_step / loss_scale.value
+    loss, gradient_norm, factor = mean_loss_and_norm(sums, multiple)
+    factor_of_rate = schedule.lr.next_factor(context.state, schedule.tokens_per_step, ahead)
+    learning_rate = context.settings.optimizer.learning_rate * factor_of_rate
+    context.checkpointer.wait_for_copies()
+    applied = update_weights(
+        context.parallel,
+        context.optimizer,
+        loss,
+        gradient_norm,
+        factor,
+        clip=context.settings.optimizer.grad_clip_thresh,
+        lr=learning_rate,
+    )
+    loss_scale.update(applied)
+    numbers = StepStats.pack(
+        loss, gradient_norm, applied, loss_scale.value, loss_scale.good_steps, sums.told
+    )
+    return StepUnderWay(batches, learning_rate, save_stage, world.start_copy_to_host(numbers))
+
+
+def finish_step(
+    context: TrainContext, logger: MetricsLogger, saver: Saver, step: StepUnderWay
+) -> StepStats:
+    """Counts and reports a step, once its numbers are there. Raises UserError as `train` does."""
+    state = context.state
+    schedule = context.schedule
+    stats = StepStats.unpack(step.read_numbers())
+    logger.clock.meet(stats.seconds_per_rank)
+    overflow_expected = context.loss_scale.record(state, stats)
+    state.advance(
+        schedule.layout.global_batch,
+        schedule.tokens_per_step,
+        stats.loss,
+        applied=stats.applied,
+        excused=overflow_expected and math.isfinite(stats.loss),
+    )
+    if not stats.is_writing and step.save_stage == context.checkpointer.stage():
+        saver.settle()  # all ranks have written the save under way, if any, or rank 0 committed it
+    if not stats.applied:
+        logger.console.line(
+            f"step {state.step} skipped: loss {stats.loss:.4g}, gradient norm "
+            f"{stats.gradient_norm:.4g} ({state.skipped_steps} skipped so far)"
+        )
+    logger.report(stats, step.learning_rate)
+    if state.skipped_in_a_row >= context.settings.training.max_skipped_steps:
+        saver.wait()  # what is being saved is not at fault
+        raise UserError(describe_bad_samples(context, step.batches))
+    return stats
+
+
+def accumulate_gradients(
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    """Runs forward and backward over this rank's micro batches, of the token losses times `scale`.
+    Returns the losses' sum."""
+    optimizer.zero_grad(set_to_none=True)
+    scale = scale.float()
+    loss_sum = torch.zeros((), device=parallel.world.device)
+    for index, batch in enumerate(batches):
+        with parallel.accumulate(last=index == len(batches) - 1):
+            loss = batch_loss(parallel.module, batch)
+            (loss * scale).backward()
+        loss_sum += loss.detach()
+    parallel.reduce_gradients()
+    return loss_sum
+
+
+def mean_loss_and_norm(
+    sums: StepSums, multiple: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (mean loss per label that counts, the norm of its gradient, what makes the gradients
+    at hand that gradient), each 0-dim fp64: they are of the losses divided by `multiple`, which was
+    known before the sums."""
+    counted = sums.counted + (sums.counted == 0)
+    factor = multiple / counted
+    gradient_norm = sums.gradient_squares.sqrt().float().double() * factor
+    return sums.loss / counted, gradient_norm, factor
+
+
+def update_weights(
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    loss: torch.Tensor,
+    gradient_norm: torch.Tensor,
+    factor: torch.Tensor,
+    *,
+    clip: float,
+    lr: float,
+) -> torch.Tensor:
+    """Takes one step of the optimiser, with the gradients times `factor`, which then have the norm
+    `gradient_norm`, clipped to the norm `clip` (0: not), unless the loss or the gradient is not
+    finite. Returns 1 if it was applied, else 0: all are 0-dim fp64 tensors on the device."""
+    if clip:
+        limit = gradient_norm.new_full((), clip)
+        factor = factor * (limit / (gradient_norm + 1e-6)).clamp(max=1.0)
+    parallel.scale_gradients(factor.float())
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    is_bad = ~(loss.isfinite() & gradient_norm.isfinite())
+    step_unless(optimizer, is_bad)
+    return 1.0 - is_bad.double()
+
+
+def describe_bad_samples(context: TrainContext, batches: list[Batch]) -> str:
+    """Returns the message that names the samples of the step whose loss or gradient is not
+    finite."""
+    own = [f"{name} window {window}" for batch in batches for name, window in batch.samples]
+    samples = context.world.gather_unique(own)
+    named = samples[:8]
+    if len(samples) > 8:
+        named.append("...")
+    state = context.state
+    return (
+        f"the loss or gradient of {state.skipped_in_a_row} steps in a row was not finite; the last is step "
+        f"{state.step}, of the samples {', '.join(named)}. Lower learning_rate, use mixed_precision=bf16, or look at these samples"
+    )

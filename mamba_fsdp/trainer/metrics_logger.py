@@ -1,0 +1,158 @@
+"""What a run reports while it trains: metrics.jsonl and trackers, the live line, the profile."""
+
+import contextlib
+import datetime
+import math
+import time
+
+import torch
+
+from mamba_fsdp.data.sampler import seen
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.spec import flops_per_token
+from mamba_fsdp.planning.devices import device_peak
+from mamba_fsdp.report.console import Console, read_share
+from mamba_fsdp.report.records import Log, add_event
+from mamba_fsdp.report.trackers import make_trackers
+from mamba_fsdp.run_layout import METRICS
+from mamba_fsdp.settings.resolve import as_dict
+from mamba_fsdp.trainer.clock import Clock, most_memory, stragglers
+from mamba_fsdp.trainer.profiling import make_profiler
+from mamba_fsdp.trainer.run_folder import RunFolder
+from mamba_fsdp.trainer.setup import TrainContext
+from mamba_fsdp.trainer.step_stats import StepStats
+
+
+class MetricsLogger(contextlib.ExitStack):
+    """A context manager around the loop. All ranks call every method at the same place; only rank 0
+    writes. What was written after the step that the run resumes from is dropped."""
+
+    def __init__(self, context: TrainContext, folder: RunFolder, console: Console) -> None:
+        super().__init__()
+        settings = context.settings
+        world = context.world
+        step = context.state.step
+        self.context = context
+        self.folder = folder
+        self.console = console
+        self.clock = Clock(step, world.size)
+        self.first_step = step + 1
+        self.interval = settings.report.report_interval.steps(context.schedule.tokens_per_step)
+        self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
+        self.peak_flops = None  # of all devices together; None where it is not known
+        if world.device.type == "cuda":
+            peak = device_peak(torch.cuda.get_device_name(world.device))
+            self.peak_flops = peak and peak * world.size
+        self.metrics: Log | None = None
+        self.trackers = []
+        if world.rank == 0:
+            self.metrics = Log(folder.path / METRICS, step, folder.lease.check)
+            self.trackers = make_trackers(folder.path, as_dict(settings), step, console.line)
+        for tracker in self.trackers:
+            self.callback(tracker.close)
+        self.callback(console.clear)
+        self.profiler = None
+        if settings.report.use_profiler:
+            profiler = make_profiler(folder.path, world.rank, context.loader, console.line)
+            self.profiler = self.enter_context(profiler)
+
+    def report(self, stats: StepStats, learning_rate: float) -> None:
+        """After a step: the live line, and when due an entry with the mean loss in the metrics, whose
+        keys docs/watching.md explains."""
+        world = self.context.world
+        state = self.context.state
+        schedule = self.context.schedule
+        state.step_seconds += self.clock.new_seconds()
+        seconds, own_seconds = self.clock.seconds_per_step(state.step)
+        tokens_per_second = schedule.tokens_per_step / seconds
+        mfu = None
+        if self.peak_flops:
+            mfu = tokens_per_second * self.flops_per_token / self.peak_flops
+        loss = stats.loss
+        show = self.console.passing
+        if schedule.is_due(self.interval, state.step):
+            show = self.console.line
+            loss = state.take_mean_loss()
+            entry = {
+                "step": state.step,
+                "tokens": state.tokens,
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 700.0)),
+                "learning_rate": learning_rate,
+                "grad_norm": stats.gradient_norm,
+                "skipped_steps": state.skipped_steps,
+                "goodput": round(state.step_seconds / (time.time() - state.first_started), 4),
+                "tokens_per_second": round(tokens_per_second, 1),
+                "tokens_per_second_per_device": round(tokens_per_second / world.size, 1),
+            }
+            if mfu:
+                entry["mfu"] = round(mfu, 4)
+            if world.size > 1:
+                entry |= stragglers(own_seconds)
+            entry["memory_gb"] = round(most_memory(world.device) / 1e9, 3)
+            entry["data_wait_seconds"] = round(self.clock.data_wait, 6)
+            entry["checkpoint_stall_seconds"] = round(self.context.checkpointer.stall_seconds(), 6)
+            self._write(entry | seen(self.context.loader.state_before(state.step)))
+            self.clock.next_interval(state.step)
+        total = schedule.total_steps
+        row = (
+            f"step {state.step:>{len(str(total))}}/{total}  loss {loss:7.4f}  lr {learning_rate:.2e}  "
+            f"{tokens_per_second:>7,.0f} tok/s"
+        )
+        if mfu:
+            row += f"  MFU {mfu:5.1%}"
+        seconds_left = self.clock.seconds_left(state.step, total)
+        if seconds_left is not None:
+            row += f"  left {datetime.timedelta(seconds=int(seconds_left))}"
+        show(row)
+        if state.step == self.first_step:
+            self._write_status(state.step, "")
+        if self.profiler:
+            self.profiler.step()
+
+    def validated(self, step: int, loss: float, tokens: int, share: float, seconds: float) -> None:
+        """The validation loss (nats per token) after `step`, of `tokens`, a `share` of the data, in
+        so many seconds."""
+        perplexity = math.exp(min(loss, 700.0))
+        self._write(
+            {
+                "step": step,
+                "val_loss": loss,
+                "val_perplexity": perplexity,
+                "val_tokens": tokens,
+                "val_share": round(share, 6),
+            }
+        )
+        self.console.line(
+            f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f} "
+            f"({read_share(share)}, {seconds:.1f} s)"
+        )
+
+    def save_failed(self, step: int, in_a_row: int, reason: str, what_next: str) -> None:
+        """Saving has failed so many times in a row after `step`, for this reason."""
+        self._write({"step": step, "failed_saves": in_a_row})
+        self.console.line(f"warning    step {step}: saving failed: {reason}. {what_next}")
+        if self.metrics:
+            add_event(self.folder.path, "failed_save", step, reason=reason, in_a_row=in_a_row)
+        self._write_status(step, f"saving failed: {reason}")
+
+    def save_recovered(self, step: int) -> None:
+        """Saving went well again."""
+        self._write({"step": step, "failed_saves": 0})
+        self._write_status(step, "")
+
+    def sync(self) -> None:
+        """Returns when the metrics are on the disk."""
+        if self.metrics:
+            self.metrics.sync()
+
+    def _write(self, entry: dict) -> None:
+        if self.metrics:
+            self.metrics.write(entry)
+        for tracker in self.trackers:
+            tracker.write(entry)
+
+    def _write_status(self, step: int, reason: str) -> None:
+        if self.metrics and not self.metrics.failing:
+            with contextlib.suppress(OSError, UserError):
+                self.folder.write_status("running", step, reason)

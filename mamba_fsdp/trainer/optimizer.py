@@ -1,0 +1,88 @@
+"""AdamW or Muon with weight decay on matrices only, and the loss scale of fp16."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mamba_fsdp.model.spec import Parameter
+from mamba_fsdp.parallel.compat import has_fused_adamw
+from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.settings.train_config import OptimizerConfig
+from mamba_fsdp.trainer.muon import Muon
+from mamba_fsdp.trainer.state import TrainState
+from mamba_fsdp.trainer.step_stats import StepStats
+
+
+def make_optimizer(
+    parallel: ParallelModel,
+    spec: Mapping[str, Parameter],
+    config: OptimizerConfig,
+    compute_dtype: torch.dtype,
+) -> torch.optim.AdamW:
+    """The optimiser of this rank's parts of the parameters; `spec` says which of them decay. Muon
+    orthogonalises in bf16 where the model computes in half precision: fp16 would lose small
+    momenta."""
+    decayed = []
+    others = []
+    rows = {}
+    for slot in parallel.slots:
+        parameter = spec[slot.name]
+        if config.optimizer == "muon" and parameter.rows:
+            rows[slot] = list(parameter.rows.values())
+        elif parameter.decay:
+            decayed.append(slot.local)
+        else:
+            others.append(slot.local)
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    adamw: dict[str, Any] = dict(
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        fused=has_fused_adamw(parallel.world.device) or None,
+    )
+    if not rows:
+        return torch.optim.AdamW(groups, **adamw)
+    dtype = torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
+    return Muon(groups, rows, parallel.world, dtype, **adamw)
+
+
+class LossScale:
+    """fp16's dynamic scale: halved when a gradient overflows, doubled after 2000 steps without;
+    else fixed at 1.
+
+    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. It lives on the device, where
+    the next step finds it before the host does: `value` and `good_steps`, 0-dim fp64. The train
+    state keeps both."""
+
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self, state: TrainState, device: torch.device, *, dynamic: bool) -> None:
+        self.dynamic = dynamic
+        known = (1.0, 0)
+        if dynamic:
+            state.loss_scale = state.loss_scale or 2.0**16
+            known = (state.loss_scale, state.loss_scale_good_steps)
+        self.value, self.good_steps = torch.tensor(known, dtype=torch.float64, device=device)
+
+    def update(self, applied: torch.Tensor) -> None:
+        """After each step. applied: 0-dim; 0 where a gradient was not finite."""
+        if not self.dynamic:
+            return
+        good_steps = (self.good_steps + 1) * applied
+        grown = good_steps == self.GROWTH_INTERVAL
+        self.value = torch.where(
+            applied > 0, self.value * (1 + grown.double()), (self.value / 2).clamp(min=1.0)
+        )
+        self.good_steps = good_steps * ~grown
+
+    def record(self, state: TrainState, stats: StepStats) -> bool:
+        """Puts into the state what they are after a step. Returns whether an overflow in it would
+        be due to the scale, so that the samples are not to blame."""
+        if not self.dynamic:
+            return False
+        was_reducible = state.loss_scale > 1.0
+        state.loss_scale = stats.loss_scale
+        state.loss_scale_good_steps = stats.loss_scale_good_steps
+        return was_reducible

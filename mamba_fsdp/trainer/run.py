@@ -1,0 +1,145 @@
+"""One run: its start, its end, and what it leaves when it fails."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mamba_fsdp.data.selection import one_for_all
+from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.interop.weights import Weights
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.parallel.compat import use_deterministic_algorithms
+from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.report.console import Console, output_that_may_go
+from mamba_fsdp.report.records import add_event, was_validated
+from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.storage import write_atomically
+from mamba_fsdp.trainer import loop
+from mamba_fsdp.trainer.metrics_logger import MetricsLogger
+from mamba_fsdp.trainer.run_folder import RunFolder
+from mamba_fsdp.trainer.setup import TAKES_LESS, TrainContext, set_up
+from mamba_fsdp.trainer.state import TrainState
+from mamba_fsdp.trainer.stopping import StopRequest
+from mamba_fsdp.trainer.watchdog import watchdog
+
+WriteModel = Callable[[Path, Path], object]  # of a checkpoint, and the folder, new or not
+
+
+@output_that_may_go()
+def run_training(
+    settings: TrainConfig, weights: Weights | None = None, write_model: WriteModel | None = None
+) -> int:
+    """Trains as the settings say, from the newest checkpoint of the run folder or from the start.
+    Returns exit code 0.
+
+    weights: those of init_from. write_model: writes the finished model from the last checkpoint.
+    """
+    use_deterministic_algorithms(settings.training.deterministic)
+    folder = RunFolder(settings.checkpoint.save_ckpt_path)
+    world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
+    cpp.tune_process(world.device.type)
+    settings.training.settle_precision(world.device.type)
+    console = Console(enabled=world.rank == 0)
+    state = TrainState()
+    is_dry = settings.training.dry_run
+    stop = StopRequest(folder.path, world.rank == 0 and not is_dry)
+    try:
+        with (
+            contextlib.closing(world),
+            watchdog(settings.parallel.timeout_minutes, world.rank),
+        ):
+            for note in settings.notes:
+                console.line(f"settings   {note}")
+            if not is_dry:
+                world.on_rank0(folder.acquire)
+            with stop:
+                context = set_up(settings, world, folder, weights, console.line)
+                if not context:
+                    return 0
+                state = context.state
+                last = train(context, folder, stop, console)
+                del context  # model and optimizer, before the world is closed
+        if last and world.rank == 0:
+            if not settings.checkpoint.publish:
+                write_model = None
+            finish(folder, last, write_model, console)
+    except BaseException as raised:
+        error = raised
+        if not stop.has_stepped:
+            error = explained(raised, world.rank)
+            if isinstance(error, KeyboardInterrupt):
+                console.line("stopped    before the first step of this start: nothing was lost")
+        folder.write_failure(state.step, error)
+        if error is raised:
+            raise
+        raise error from raised
+    finally:
+        folder.lease.close()
+    return 0
+
+
+def explained(error: BaseException, rank: int) -> BaseException:
+    """Returns a UserError in place of PyTorch's error where memory has run out before the first step
+    is done: then the settings ask for too much. Later it may be an accident that a restart mends."""
+    is_out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+    if not is_out_of_memory:
+        return error
+    return UserError(f"rank {rank} has too little memory: {TAKES_LESS} ({first_line(error)[:200]})")
+
+
+def train(
+    context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console
+) -> Path | None:
+    """Runs the loop with its surroundings. Returns the last checkpoint of a run that has all its
+    steps, else None."""
+    state = context.state
+    world = context.world
+    schedule = context.schedule
+    if not state.first_started:
+        state.first_started = folder.opened
+    validation_due = schedule.is_due(schedule.eval_steps, state.step)
+    if validation_due and state.step:
+        was_done = world.on_rank0(was_validated, folder.path, state.step)
+        validation_due = not was_done
+    if state.step >= schedule.total_steps and not validation_due:
+        console.line(
+            f"over       {folder.path} already has all its {state.step} steps; raise num_steps to train on"
+        )
+        return context.checkpointer.last
+    if world.rank == 0:
+        write_atomically(folder.path / SETTINGS, resolve.as_yaml(context.settings))
+        folder.copy_tokenizer(one_for_all(context.data.sources.values()))
+        facts = {"ranks": world.size, "from": context.begins}
+        add_event(folder.path, "started", state.step, **facts)
+    with context.loader, MetricsLogger(context, folder, console) as logger:
+        console.passing("the first step ...")
+        reason = loop.train(context, logger, stop, validation_due)
+    if not reason:
+        return context.checkpointer.last
+    if world.rank == 0:
+        folder.write_status("stopped", state.step, reason)
+    if stop.has_stepped:
+        how = f"at step {state.step} ({reason}); the same command resumes from here"
+    else:
+        how = f"before the first step of this start ({reason}): nothing was lost"
+    console.line(f"stopped    {how}")
+    return None
+
+
+def finish(
+    folder: RunFolder, checkpoint: Path, write_model: WriteModel | None, console: Console
+) -> None:
+    """Writes the whole model as one file, then the status `finished`: whoever reads that finds the
+    model. On rank 0, when the process group has ended: a large model may take longer than the other
+    ranks would wait."""
+    step = step_of(checkpoint.name) or 0
+    if write_model:
+        write_model(checkpoint, folder.path / MODELS / checkpoint.name)
+    folder.write_status("finished", step)
+    console.line(f"finished   {step} steps; everything is in {folder.path}")

@@ -1,0 +1,102 @@
+"""The run in steps: how many there are, how each is split, and what is due after which."""
+
+import math
+from dataclasses import dataclass
+
+from mamba_fsdp.data.loader import BatchLayout
+from mamba_fsdp.data.sampler import Sampler
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.spec import flops_per_token
+from mamba_fsdp.report.console import Say, scaled
+from mamba_fsdp.settings.fields import Duration
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.schedule import Schedule, schedule_of
+from mamba_fsdp.trainer.state import TrainState
+
+# Share of the training between two validations that one costs, unless eval_batches says otherwise.
+VALIDATION_SHARE = 0.05
+FORWARDS_OF_A_STEP = 3  # in time: the backward pass takes twice as long as the forward one
+
+
+@dataclass(frozen=True)
+class RunSchedule:
+    """The settings' durations, in steps."""
+
+    layout: BatchLayout
+    tokens_per_step: int
+    total_steps: int
+    eval_steps: int  # 0: never
+    eval_batches: int  # global batches of each store; 0: all
+    checkpoint_steps: int
+    lr: Schedule
+
+    def is_due(self, interval: int, step: int) -> bool:
+        """Returns whether what is done every `interval` steps (0: never), and after the last, is
+        done after `step`."""
+        return interval > 0 and (step % interval == 0 or step == self.total_steps)
+
+
+def run_length(settings: TrainConfig, sampler: Sampler) -> Duration:
+    """Returns num_steps, or num_epochs in tokens. Raises UserError for epochs of data without
+    end."""
+    epochs = settings.training.num_epochs
+    if not epochs:
+        return settings.training.num_steps
+    if settings.data.use_dummy_dataset:
+        raise UserError("num_epochs: use_dummy_dataset has no epochs; give num_steps")
+    windows = math.ceil(epochs * sampler.epoch_windows)
+    return Duration(windows * settings.data.seq_length, "tok")
+
+
+def schedule_run(
+    settings: TrainConfig,
+    layout: BatchLayout,
+    state: TrainState,
+    length: Duration,
+    stores: int,
+    say: Say,
+) -> RunSchedule:
+    """Returns the run's steps from `state` on. A `length` in tokens counts those seen so far.
+    stores: it validates on."""
+    training = settings.training
+    tokens_per_step = layout.global_batch * settings.data.seq_length
+    if not state.first_tokens_per_step:
+        state.first_tokens_per_step = tokens_per_step
+        if state.step:  # older checkpoints don't say it
+            state.first_tokens_per_step = state.tokens // state.step
+    if state.global_batch not in (0, layout.global_batch):
+        say(
+            f"batch      {layout.global_batch} samples per step from here on, {state.global_batch} before; "
+            "global_batch_size keeps it the same on any number of ranks"
+        )
+    total_steps = length.count
+    if length.unit == "tok":
+        tokens_left = max(0, length.count - state.tokens)
+        total_steps = state.step + -(-tokens_left // tokens_per_step)
+    eval_steps = 0
+    if stores:
+        eval_steps = training.eval_interval.steps(tokens_per_step)
+    eval_batches = training.eval_batches
+    if eval_batches < 0:
+        forwards = FORWARDS_OF_A_STEP * eval_steps
+        eval_batches = math.ceil(VALIDATION_SHARE * forwards / max(1, stores))
+    return RunSchedule(
+        layout,
+        tokens_per_step,
+        total_steps,
+        eval_steps=eval_steps,
+        eval_batches=eval_batches,
+        checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step),
+        lr=schedule_of(settings, state, length, tokens_per_step, say),
+    )
+
+
+def say_length(settings: TrainConfig, schedule: RunSchedule, say: Say) -> None:
+    """Says how many steps there are, of how many tokens and FLOPs."""
+    seq_length = settings.data.seq_length
+    flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step
+    say(
+        f"steps      {schedule.total_steps:,} of {schedule.layout.global_batch:,} x {seq_length:,} = "
+        f"{schedule.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, "
+        f"{scaled(flops * schedule.total_steps, 'FLOP')} in all"
+    )

@@ -1,0 +1,113 @@
+"""Saving a run's checkpoints when they are due. Where saving fails, training continues for a while
+and tries again."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+from mamba_fsdp.errors import LostError, UserError
+from mamba_fsdp.trainer.metrics_logger import MetricsLogger
+from mamba_fsdp.trainer.setup import TrainContext
+
+# Seconds of training before the next attempt; each failure doubles it.
+FIRST_PAUSE = 60.0
+LONGEST_PAUSE = 1800.0
+
+
+class Saver:
+    """All ranks call each method at the same point, and all learn alike of a save that failed."""
+
+    def __init__(self, context: TrainContext, logger: MetricsLogger) -> None:
+        self.context = context
+        self.logger = logger
+        self.max_failures = context.settings.checkpoint.max_failed_saves
+        self.failures = 0  # saves that failed in a row
+        self.pause = 0  # steps from a failure to the next attempt
+        self.next_attempt = 0  # the step after which that is
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether a checkpoint is to be saved after `step`."""
+        schedule = self.context.schedule
+        if self.failures and step < schedule.total_steps:
+            return step >= self.next_attempt
+        return schedule.is_due(schedule.checkpoint_steps, step)
+
+    def settle(self) -> None:
+        """Takes the save under way a phase on, where no rank writes any more: Checkpointer.settle.
+        Raises UserError after max_failed_saves, but not at the end, where another save follows."""
+        is_last = self.context.state.step == self.context.schedule.total_steps
+        with self._attempt(math.inf if is_last else self.max_failures):
+            self.context.checkpointer.settle()
+
+    def wait(self) -> None:
+        """Waits for the save under way, and tells where it fails."""
+        with self._attempt(math.inf):
+            self.context.checkpointer.wait()
+
+    def save(self, final: bool) -> None:
+        """Saves a checkpoint after the current step, once the one before is committed. final: until
+        this one is. Raises UserError where that fails, and as `settle` does."""
+        checkpointer = self.context.checkpointer
+        step = self.context.state.step
+        if final:
+            self.wait()
+            with self._attempt(0):
+                self._begin()
+                checkpointer.wait()
+            return
+        with self._attempt(self.max_failures):
+            checkpointer.wait()
+        if self.is_due(step):
+            self.next_attempt = step + self.pause
+            with self._attempt(self.max_failures):
+                self._begin()
+
+    def _begin(self) -> None:
+        context = self.context
+        state = context.state
+        # The metrics up to a committed checkpoint must not be lost.
+        context.world.on_rank0(self.logger.sync)
+        state.data = context.loader.state_before(state.step)
+        context.checkpointer.save(
+            state.step,
+            context.parallel.shards(context.optimizer),
+            state.saved(context.settings, context.world.size),
+        )
+
+    @contextlib.contextmanager
+    def _attempt(self, limit: float) -> Iterator[None]:
+        """What fails inside is told, and tried again after a pause. Raises UserError where it is
+        one of `limit` failures in a row."""
+        committed_before = self.context.checkpointer.last
+        try:
+            with self.logger.clock.paused():
+                yield
+        except LostError:
+            raise
+        except UserError as error:
+            self.failures += 1
+            if limit == 0:
+                raise
+            self._postpone(error)
+            if self.failures >= limit:
+                raise type(error)(
+                    f"{self.failures} saves in a row failed (max_failed_saves), and the run stops; "
+                    f"the last error: {error}"
+                ) from None
+            return
+        if self.failures and self.context.checkpointer.last != committed_before:
+            self.failures = 0
+            self.logger.save_recovered(self.context.state.step)
+
+    def _postpone(self, error: UserError) -> None:
+        step = self.context.state.step
+        seconds = min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE)
+        seconds_per_step = self.logger.clock.seconds_left(step, step + 1) or 1.0
+        seconds_per_step = self.context.world.broadcast_object(seconds_per_step)
+        self.pause = max(2, math.ceil(seconds / seconds_per_step))
+        self.next_attempt = min(step + self.pause, self.context.schedule.total_steps)
+        what_next = (
+            f"{self.failures} of {self.max_failures} in a row; the next attempt comes after step "
+            f"{self.next_attempt}"
+        )
+        self.logger.save_failed(step, self.failures, str(error), what_next)

@@ -1,0 +1,197 @@
+"""The learning rate's factor over the run: one formula for each `schedule`; and in a run made
+longer."""
+
+import math
+from dataclasses import dataclass
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.console import Say
+from mamba_fsdp.settings.fields import Duration
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.state import TrainState
+
+AUTOMATIC = -1  # and below: so many tokens times the tokens of a step
+
+
+@dataclass
+class Schedule:
+    """factor(before, more) in [0, 1] for the optimiser step that takes the run from `before` to
+    `before + more` of `total`: all in steps, or all in tokens, of which the run's first step has
+    `step`.
+
+    x = before + more, so that the first factor is not 0. Warm-up rises as x/W; most then fall as
+    one of SHAPES to the floor at N: from W, those of wsd from N - decay, fms_cosine (fms-fsdp),
+    which rises as 1 - (1 - x/W)^2, from 0. wsd itself (Composer) falls as (N - x)/decay, never
+    below the floor; annealing (fms-fsdp) is 1 - before/N; inverse_sqrt is sqrt(T/(x - W + T)), T = W
+    or 10,000 steps; linear_from_start is what earlier versions of this program called linear.
+    """
+
+    kind: str
+    total: int
+    step: int = 1
+    warmup: int = AUTOMATIC
+    decay: int = AUTOMATIC
+    floor: float = 0.1
+    power: float = 1.0
+    cycles: int = 1
+    in_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        self.total = max(self.total, 1)
+        steps = -(-self.total // self.step)
+        if self.warmup <= AUTOMATIC and self.kind in ("annealing", "constant"):
+            self.warmup = 0
+        elif self.warmup <= AUTOMATIC:
+            self.warmup = min(2000, steps // 20) * self.step
+        if self.decay <= AUTOMATIC:
+            self.decay = max(1, steps // 10) * self.step
+        self.timescale = self.warmup or 10_000 * self.step
+        self.fall_start = self.warmup
+        if self.kind == "fms_cosine":
+            self.fall_start = 0
+        elif self.kind.startswith("wsd"):
+            self.fall_start = self.total - self.decay
+
+    def next_factor(self, state: TrainState, tokens_per_step: int, ahead: int = 0) -> float:
+        """That of the step to come, after `ahead` steps that the state does not count yet."""
+        if self.in_tokens:
+            return self.factor(state.tokens + ahead * tokens_per_step, tokens_per_step)
+        return self.factor(state.step + ahead)
+
+    def factor(self, before: int, more: int = 1) -> float:
+        x = before + more
+        rise = 1.0
+        if self.warmup:
+            rise = min(1.0, x / self.warmup)
+        if self.kind == "fms_cosine":
+            rise = 1 - (1 - rise) ** 2
+        return min(rise, self._fall(x, before))
+
+    def _fall(self, x: int, before: int) -> float:
+        """The factor at x where the warm-up is over."""
+        if self.kind == "constant":
+            return 1.0
+        if self.kind == "annealing":
+            return max(0.0, 1 - before / self.total)
+        if self.kind == "wsd":
+            return max(self.floor, (self.total - x) / self.decay) if self.decay else 1.0
+        if self.kind == "linear_from_start":
+            return max(self.floor, 1 - (1 - self.floor) * x / self.total)
+        if self.kind == "inverse_sqrt":
+            return math.sqrt(self.timescale / (x - self.warmup + self.timescale))
+        share = (x - self.fall_start) / max(1, self.total - self.fall_start)
+        shape = SHAPES[self.kind](self, min(1.0, max(0.0, share)))
+        return self.floor + (1 - self.floor) * shape
+
+    def _cosine(self, share: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * share))
+
+    def _restarted(self, share: float) -> float:
+        return self._cosine(self.cycles * share % 1) if share < 1 else 0.0
+
+    def _polynomial(self, share: float) -> float:
+        return (1 - share) ** self.power
+
+    def _root(self, share: float) -> float:
+        return 1 - math.sqrt(share)
+
+
+# From 1 to 0 over the share of the fall that has passed.
+SHAPES = {
+    "cosine": Schedule._cosine,
+    "fms_cosine": Schedule._cosine,
+    "wsd_cosine": Schedule._cosine,
+    "cosine_with_restarts": Schedule._restarted,
+    "linear": Schedule._polynomial,
+    "polynomial": Schedule._polynomial,
+    "wsd_sqrt": Schedule._root,
+}
+
+
+def schedule_of(
+    settings: TrainConfig,
+    state: TrainState,
+    length: Duration,
+    tokens_per_step: int,
+    say: Say,
+) -> Schedule:
+    """Returns the schedule of a run of `length`, over schedule_steps where that is given. It counts
+    tokens where the length is in tokens: its steps are then those of the run's start, so that
+    another global batch does not bend it.
+
+    The train state remembers the curve: the length over which the schedule runs. A run that resumes
+    with a longer num_steps keeps to its former curve and stays where that ends, unless the new one
+    has the same rate at hand. Says so where the rates differ. Raises UserError where the rate would
+    be held at 0."""
+    schedule_steps = settings.lr_schedule.schedule_steps
+    is_given = schedule_steps.count > 0
+    if is_given:
+        length = schedule_steps
+    former = length
+    former_length = str(length)
+    if state.schedule:
+        former_length = state.schedule["num_steps"]
+        saved = state.schedule["curve"]
+        unit = "steps"
+        if saved["in_tokens"]:
+            unit = "tok"
+        former = Duration(saved["total"], unit)
+    curve = length
+    if former_length == str(length) and not is_given:
+        curve = former  # as an earlier start chose for this length
+    elif former != length:
+        peak = settings.optimizer.learning_rate
+        rates = [
+            peak * _made(settings, each, state, tokens_per_step).next_factor(state, tokens_per_step)
+            for each in (former, length)
+        ]
+        change = f"goes from {rates[0]:.2e} to {rates[1]:.2e}"
+        is_shorter = former.unit == length.unit and former.count > length.count
+        if not (math.isclose(*rates) or is_given or is_shorter):
+            curve = former
+            change = (
+                f"follows the former schedule, {rates[0]:.2e} now, and keeps the value at its end; "
+                f"schedule_steps={length} would make it {rates[1]:.2e}"
+            )
+        if not math.isclose(*rates):
+            say(
+                f"schedule   its length was {former_length} and is now {length}: the learning rate {change}"
+            )
+
+    saved = {"total": curve.count, "in_tokens": curve.unit == "tok"}
+    state.schedule = {"num_steps": str(length), "curve": saved}
+    schedule = _made(settings, curve, state, tokens_per_step)
+    if curve != length and not schedule.factor(curve.count):
+        raise UserError(
+            f"num_steps={length}: the schedule ends at {former_length}, and the learning rate is 0 after "
+            f"that; schedule_steps={length} gives the schedule the new length"
+        )
+    return schedule
+
+
+def _made(
+    settings: TrainConfig, curve: Duration, state: TrainState, tokens_per_step: int
+) -> Schedule:
+    config = settings.lr_schedule
+    in_tokens = curve.unit == "tok"
+    if in_tokens:
+        step = state.first_tokens_per_step
+        warmup = config.warmup_steps.tokens(step)
+        decay = config.decay_steps.tokens(step)
+    else:
+        step = 1
+        warmup = config.warmup_steps.steps(tokens_per_step)
+        decay = config.decay_steps.steps(tokens_per_step)
+    if config.warmup_ratio:
+        warmup = math.ceil(config.warmup_ratio * curve.count)
+    return Schedule(
+        config.schedule,
+        curve.count,
+        step=step,
+        warmup=warmup,
+        decay=decay,
+        floor=config.min_learning_rate_ratio,
+        power=config.polynomial_power,
+        cycles=config.restart_cycles,
+        in_tokens=in_tokens,
+    )

@@ -1,0 +1,249 @@
+"""From the settings to what the loop works on: data, model, optimiser, starting point, length,
+loader."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.retention import until_the_end
+from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.builtin import missing_builtin
+from mamba_fsdp.data.loader import BatchLayout, Loader, split_step
+from mamba_fsdp.data.sampler import Sampler
+from mamba_fsdp.data.selection import (
+    check_tokenizers_agree,
+    one_for_all,
+    training_sources,
+    validation_sources,
+)
+from mamba_fsdp.data.source import DummySource, Source
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.weights import Weights
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameter_count, parameters
+from mamba_fsdp.ops.backends import resolve_backends
+from mamba_fsdp.parallel.context import Context
+from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.planning.estimate import machine_at_hand
+from mamba_fsdp.planning.memory import expected_memory
+from mamba_fsdp.report.console import Say, scaled
+from mamba_fsdp.settings.presets import title
+from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
+from mamba_fsdp.trainer import first_use
+from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
+from mamba_fsdp.trainer.run_folder import RunFolder
+from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
+from mamba_fsdp.trainer.start import say_start, start
+from mamba_fsdp.trainer.state import TrainState
+
+LARGEST_ERROR = 1.2  # of the memory that is expected, as a factor: docs/planning.md
+TAKES_LESS = (
+    "lower batch_size or seq_length, set fsdp_activation_checkpointing=true, or add ranks; "
+    "see `mamba-fsdp plan`"
+)
+
+
+@dataclass
+class Data:
+    """What a run reads."""
+
+    sources: dict[str, Source]
+    shares: dict[str, float]  # of each source in the samples
+    validation: list[Source]
+
+
+@dataclass
+class TrainContext:
+    """What the loop works on."""
+
+    settings: TrainConfig
+    world: World
+    data: Data
+    begins: str  # what the run starts from, in words
+    parallel: ParallelModel
+    optimizer: torch.optim.Optimizer
+    state: TrainState
+    loss_scale: LossScale
+    schedule: RunSchedule
+    loader: Loader
+    checkpointer: Checkpointer
+
+
+def set_up(
+    settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say
+) -> TrainContext | None:
+    """Prepares a run; all ranks call it. weights: of init_from. Returns None for a dry run. Raises
+    UserError where things don't fit."""
+    layout = split_step(settings, world.rank, world.size)
+    # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file
+    # system busy.
+    data = world.on_rank0(open_data, settings)
+    backends = choose_backends(settings, world, folder, say)
+    say_data(settings.data, data, say)
+    if settings.training.dry_run:
+        tokens = one_for_all(data.sources.values()) if data.sources else None
+        say_start(settings, tokens, world, weights, say)
+        if tokens:
+            plan_steps(settings, layout, data, TrainState(), say)
+        return None
+
+    tokens_per_step = layout.global_batch * settings.data.seq_length
+    checkpointer = Checkpointer(
+        folder.path,
+        world,
+        keep=settings.checkpoint.keep_checkpoints,
+        keep_every=settings.checkpoint.keep_every.steps(tokens_per_step),
+        asynchronous=settings.checkpoint.async_checkpoint,
+        report=say,
+        check_ours=folder.lease.check,
+    )
+    parallel = build_model(settings, world, backends)
+    dtype = DTYPES[settings.training.mixed_precision]
+    optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
+
+    tokens = one_for_all(data.sources.values())
+    state, begins = start(settings, tokens, parallel, optimizer, checkpointer, weights, say)
+    until_the_end.close()  # what was read from another run has been read
+
+    sampler, schedule = plan_steps(settings, layout, data, state, say)
+    loader = Loader(
+        data.sources,
+        sampler,
+        settings.data,
+        layout,
+        vocab_size=settings.model.vocab_size,
+        first_step=state.step,
+        pin_memory=world.device.type == "cuda",
+    )
+    if state.step < schedule.total_steps:
+        checkpointer.check_room(parallel.shards(optimizer))
+    return TrainContext(
+        settings=settings,
+        world=world,
+        data=data,
+        begins=begins,
+        parallel=parallel,
+        optimizer=optimizer,
+        state=state,
+        loss_scale=LossScale(state, world.device, dynamic=dtype == torch.float16),
+        schedule=schedule,
+        loader=loader,
+        checkpointer=checkpointer,
+    )
+
+
+def choose_backends(
+    settings: TrainConfig, world: World, folder: RunFolder, say: Say
+) -> dict[str, str]:
+    """Returns the backend of each operator of the model; says what is to be trained, how, and in
+    how much memory."""
+    model = settings.model
+    training = settings.training
+    strategy = choose_strategy(settings.parallel, world).replace("none", "no sharding")
+    say(
+        f"model      {title(model)}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
+        f"{training.mixed_precision}, {strategy} on {world.size} x {world.device.type}"
+    )
+    if world.device.type in first_use.DEVICES and not training.dry_run:
+        choice, origin = first_use.choose(settings, world, folder.path)
+        say(f"kernels    {choice}; {origin}")
+    else:
+        uses = settings.operator_uses()
+        choice = resolve_backends(training.kernels, world.device.type, uses)
+        say(f"kernels    {choice}")
+    memory = expected_memory(settings, world, choice.backends)
+    rows = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in memory.items() if size)
+    say(f"memory     at least {scaled(sum(memory.values()), 'B')} a device: {rows}")
+    check_memory(memory, world, say)
+    return choice.backends
+
+
+def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
+    """Warns where the device, or on CPUs the machine for all its ranks, hardly has the memory that is expected. Raises
+    UserError where a GPU can't have it."""
+    there = machine_at_hand().memory * 1e9
+    needed = sum(memory.values())
+    on_gpu = world.device.type == "cuda"
+    if on_gpu and needed > LARGEST_ERROR * there:
+        raise UserError(
+            f"this needs at least {scaled(needed, 'B')} of a GPU, which has {scaled(there, 'B')}: {TAKES_LESS}"
+        )
+    if on_gpu and needed > there:
+        say(f"warning    the GPU has only {scaled(there, 'B')}: {TAKES_LESS}")
+    on_machine = needed * world.local_size
+    if not on_gpu and on_machine > 0.4 * there:
+        say(
+            f"warning    {scaled(on_machine, 'B')} of the machine's {scaled(there, 'B')}: {TAKES_LESS}"
+        )
+
+
+def open_data(settings: TrainConfig) -> Data:
+    """Opens what the settings name, on rank 0. Raises UserError where one is missing or doesn't
+    fit."""
+    vocab_size = settings.model.vocab_size
+    if settings.data.use_dummy_dataset:
+        dummy = DummySource(vocab_size)
+        name = dummy.path.name
+        return Data({name: dummy}, {name: 1.0}, [])
+    if settings.training.dry_run and missing_builtin(settings.data):
+        return Data({}, {}, [])
+    sources, shares = training_sources(settings.data)
+    validation = validation_sources(settings.data)
+    stores = [*sources.values(), *validation]
+    if not settings.data.allow_other_tokenizer:
+        check_tokenizers_agree(stores)
+    for store in stores:
+        if store.vocab_size > vocab_size:
+            raise UserError(
+                f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; "
+                f"set vocab_size={store.vocab_size}"
+            )
+    return Data(sources, shares, validation)
+
+
+def say_data(config: DataConfig, data: Data, say: Say) -> None:
+    if config.use_dummy_dataset:
+        say("data       made-up tokens, for benchmarks; no validation")
+    elif not data.sources:
+        say(f"data       {config.dataset_path}, which the run makes first")
+    else:
+        stores = data.sources.values()
+        read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in stores)
+        validated = ", ".join(str(store.path) for store in data.validation) or "none"
+        say(f"data       {read}; validation: {validated}")
+
+
+def plan_steps(
+    settings: TrainConfig, layout: BatchLayout, data: Data, state: TrainState, say: Say
+) -> tuple[Sampler, RunSchedule]:
+    """Returns which samples the run has from `state` on, and its steps; says how many."""
+    sampler = Sampler(
+        data.sources,
+        data.shares,
+        settings.data.seq_length,
+        settings.training.seed,
+        state=state.data or None,
+    )
+    length = run_length(settings, sampler)
+    schedule = schedule_run(settings, layout, state, length, len(data.validation), say)
+    say_length(settings, schedule, say)
+    return sampler, schedule
+
+
+def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -> ParallelModel:
+    """Returns the model, parallelized but not yet filled."""
+    dtype = DTYPES[settings.training.mixed_precision]
+    with torch.device("meta"):
+        network = MambaLM(
+            settings.model,
+            backends=backends,
+            compute_dtype=dtype,
+            reset_at_documents=settings.data.reset_at_documents,
+        )
+    sharing = settings.parallel.context_parallel
+    if sharing > 1:
+        network.share_sequences(Context.of(world, sharing))
+    return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)

@@ -1,0 +1,104 @@
+"""The train state: what a checkpoint saves of a run besides the tensors."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.storage import like
+
+# Fields that older checkpoints hold.
+RETIRED = {"recent_losses", "rollbacks", "passed_over"}
+
+
+@dataclass
+class TrainState:
+    """The same on all ranks. `samples` and `tokens` count what was read, in skipped steps too."""
+
+    step: int = 0
+    samples: int = 0
+    global_batch: int = 0  # samples of the last step; 0 where an older version took it
+    tokens: int = 0
+    first_tokens_per_step: int = 0  # of the run's first step; 0 before it
+    # Updates of the optimiser's moments, in the run that they were loaded from too.
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    loss_sum: float = 0.0  # of the applied steps since the last report
+    loss_steps: int = 0
+    loss_scale: float = 0.0  # of fp16, see LossScale; 0 before the first step in it
+    loss_scale_good_steps: int = 0
+    # The position in the data when last loaded or saved, see Sampler.state_after.
+    data: dict[str, Any] = field(default_factory=dict)
+    # What the learning rate follows, see schedule.py.
+    schedule: dict[str, Any] = field(default_factory=dict)
+    first_started: float = 0.0  # when the run first began, seconds since the epoch
+    # That its steps took; those of steps that a crash lost are not in what it resumes from.
+    step_seconds: float = 0.0
+    tokenizer: str = ""  # the identity of the one that made the tokens which the model learns
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
+        """Returns the state that `checkpoint` saved. What it lacks takes its default; unknown
+        fields raise UserError."""
+        initial = asdict(cls())
+        try:
+            progress = like(saved.get("progress"), {})
+            known = {name: value for name, value in progress.items() if name in initial}
+            like(known, {name: initial[name] for name in known})
+        except ValueError as error:
+            raise UserError(
+                f"{checkpoint}: its state.json does not hold the state of a run: {error}"
+            ) from None
+        unknown = progress.keys() - initial.keys() - RETIRED
+        if unknown:
+            raise UserError(
+                f"{checkpoint}: its state holds {', '.join(sorted(unknown))}, which this program does not "
+                "know: a newer version wrote it; resume with that one"
+            )
+        return cls(**known)
+
+    def saved(self, settings: TrainConfig, world_size: int) -> dict[str, Any]:
+        """What a checkpoint saves, for JSON: this state and the settings, their version, world size
+        and torch version of the run."""
+        return {
+            "progress": asdict(self),
+            "settings": resolve.as_dict(settings),
+            "settings_version": settings.version,
+            "world_size": world_size,
+            "torch": torch.__version__,
+        }
+
+    def advance(
+        self, samples: int, tokens: int, loss: float, *, applied: bool, excused: bool
+    ) -> None:
+        """Counts a step of the global batch. excused: that it was not applied is not due to its
+        samples."""
+        self.step += 1
+        self.samples += samples
+        self.global_batch = samples
+        self.tokens += tokens
+        if applied:
+            self.optimizer_steps += 1
+            self.skipped_in_a_row = 0
+            self.loss_sum += loss
+            self.loss_steps += 1
+        else:
+            self.skipped_steps += 1
+            if not excused:
+                self.skipped_in_a_row += 1
+
+    def take_mean_loss(self) -> float:
+        """Mean loss of the steps applied since the last call; nan where there were none."""
+        mean = math.nan
+        if self.loss_steps:
+            mean = self.loss_sum / self.loss_steps
+        self.loss_sum = 0.0
+        self.loss_steps = 0
+        return mean

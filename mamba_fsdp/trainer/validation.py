@@ -1,0 +1,104 @@
+"""The validation loss of the model in training."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from mamba_fsdp.conventions import IGNORED_LABEL
+from mamba_fsdp.data.loader import Batch, evaluation_batches
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.trainer.metrics_logger import MetricsLogger
+from mamba_fsdp.trainer.setup import TrainContext
+from mamba_fsdp.trainer.stopping import StopRequest
+
+
+def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) -> bool:
+    """Puts the validation loss at the current step into metrics and log. Returns False where a stop
+    was asked for, which breaks it off."""
+    world = context.world
+    step = context.state.step
+    seq_length = context.settings.data.seq_length
+    began = time.perf_counter()
+    limit = context.schedule.eval_batches * context.schedule.layout.global_batch
+    labels = [store.token_count - 1 for store in context.data.validation]
+    wanted = sum(labels)
+    if limit:
+        wanted = sum(min(each, limit * seq_length) for each in labels)
+
+    def is_stopped(tokens: int) -> bool:
+        read = min(1.0, tokens * world.size / wanted)
+        logger.console.passing(f"step {step}: validation, {read:.0%} read")
+        return stop.agreed(world)
+
+    with logger.clock.paused():
+        batches = _batches(context, limit)
+        loss, tokens = evaluate(context.parallel.module, batches, world, is_stopped)
+        if not tokens:
+            return False
+        logger.validated(step, loss, tokens, tokens / sum(labels), time.perf_counter() - began)
+    return True
+
+
+def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
+    """Returns this rank's batches of all stores. limit: windows of each; 0: all."""
+    for store in context.data.validation:
+        yield from evaluation_batches(
+            store,
+            str(store.path),
+            context.settings.data,
+            context.schedule.layout,
+            vocab_size=context.settings.model.vocab_size,
+            limit=limit,
+        )
+
+
+def batch_loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Returns the sum of the token losses (nats) of one micro batch."""
+    heart.beat()
+    return module(
+        batch.tokens,
+        labels=batch.labels,
+        seq_idx=batch.seq_idx,
+        weights=batch.weights,
+        documents=batch.documents,
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    module: torch.nn.Module,
+    batches: Iterable[Batch],
+    world: World,
+    is_stopped: Callable[[int], bool] | None = None,
+) -> tuple[float, int]:
+    """(mean of the token losses in nats, of which `module` returns the weighted sum, how many) over
+    the batches of all ranks; (nan, 0) once `is_stopped`, of the tokens that this rank has read, is
+    true.
+
+    All ranks must bring as many batches (each forward pass gathers weights). Raises UserError where
+    no token counts."""
+    was_training = module.training
+    module.eval()
+    loss_sum = 0.0
+    weight = 0.0
+    tokens = 0.0
+    for batch in batches:
+        if is_stopped and is_stopped(int(tokens)):
+            module.train(was_training)
+            return math.nan, 0
+        here = batch.to(world.device)
+        loss_sum += float(batch_loss(module, here))
+        weight += batch.total_weight()
+        tokens += float((batch.labels != IGNORED_LABEL).sum())
+    module.train(was_training)
+    loss_sum, weight, tokens = world.all_reduce_sum([loss_sum, weight, tokens])
+    if not weight:
+        raise UserError(
+            "no token of the data counts in the loss; choose other data (in a training run: "
+            "another validation_path, or none)"
+        )
+    return loss_sum / weight, int(tokens)

@@ -1,0 +1,170 @@
+"""--help shows what people set, in lines that fit the terminal; --help=all shows everything; --help=WORD finds it."""
+
+import dataclasses
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mamba_fsdp.__main__ import VERBS, overview, page_of
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch import words
+from mamba_fsdp.settings.fields import default, takes
+from mamba_fsdp.settings.fields import shown as shown_value
+from mamba_fsdp.settings.help import asked_for, meanings_in
+from mamba_fsdp.settings.settings_page import USUAL, settings_page
+from mamba_fsdp.settings.train_config import SECTIONS, TrainConfig, all_settings
+from tests.support.terminal import Terminal
+
+
+@pytest.fixture(autouse=True)
+def columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def shown(asked):
+    """The settings that the page names, in its order."""
+    return re.findall(r"^  --(\w+)=", settings_page().text(asked), re.M)
+
+
+def test_all_has_every_setting_with_its_meaning_and_bounds():
+    page = "".join(settings_page().text("all").split())
+    for section in dataclasses.fields(TrainConfig):
+        for leaf in dataclasses.fields(section.default_factory):
+            told = f"{meanings_in(section.default_factory)[leaf.name]} ({takes(leaf)})"
+            told = f"--{leaf.name}={shown_value(default(leaf))} {told}"
+            assert "".join(told.split()) in page
+
+
+def test_the_usual_are_twenty_that_exist_grouped_as_the_sections_are():
+    assert sorted(shown("")) == sorted(USUAL.split()) and len(shown("")) == 20
+    assert {*shown("")} < all_settings().keys()
+    headings = re.findall(r"^(\w+): ", settings_page().text(""), re.M)
+    assert headings == [*SECTIONS]
+
+
+@pytest.mark.parametrize("asked", ["", "all", "batch", "logical_shards"])
+@pytest.mark.parametrize("columns", [20, 80, 120, 300])
+def test_no_line_is_wider_than_the_terminal(asked, columns, monkeypatch):
+    """From 80 columns on; on narrower ones a long word may be."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    page = settings_page().text(asked)
+    assert page.isascii()
+    assert columns < 80 or max(map(len, page.splitlines())) < min(columns, 101)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_pages_of_verbs_fit_80_columns(verb):
+    module = importlib.import_module(f"mamba_fsdp.verbs.{verb.replace('import', 'import_')}")
+    for page in (page_of(module), overview()):
+        for asked in ("", "all"):
+            text = page.text(asked)
+            assert text.isascii() and max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "asked, first",
+    {
+        "batch size": "batch_size",
+        "BATCH-SIZES": "batch_size",
+        "sequence length": "seq_length",
+        "context length": "seq_length",
+        "checkpoint interval": "checkpoint_interval",
+        "dtype": "mixed_precision",
+        "lr": "learning_rate",
+        "learning rate": "learning_rate",
+        "max_seq_length": "seq_length",
+        "output_dir": "save_ckpt_path",
+        "epochs": "num_epochs",
+        "hidden size": "d_model",
+        "workers": "num_workers",
+        "wandb": "tracker",
+        "gradient accumulation": "gradient_accumulation_steps",
+        "--batch_size": "batch_size",
+    }.items(),
+)
+def test_a_word_finds_its_setting(asked, first):
+    assert first in shown(asked)[:2]
+
+
+def test_a_word_that_needs_no_setting_here_is_explained():
+    assert settings_page().text("logical shards").startswith("logical shards is no setting here: ")
+
+
+@pytest.mark.parametrize(
+    "asked", ["nosuch", "***", " ", "(", "\x1b[2J", "--", "\udcff", "x" * 3000]
+)
+def test_what_nothing_is_about_is_refused_in_a_line(asked):
+    with pytest.raises(UserError, match="no option is about that; ") as caught:
+        settings_page().text(asked)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("asked", ["lerning_rat", "learningrate"])
+def test_a_typo_is_told_what_may_be_meant(asked):
+    with pytest.raises(UserError, match="did you mean --help=learning_rate"):
+        settings_page().text(asked)
+
+
+@pytest.mark.parametrize(
+    "line, asked",
+    [
+        (["--help"], ""),
+        (["help"], ""),
+        (["-h"], ""),
+        (["runs/a", "--help"], ""),
+        (["--help="], ""),
+        (["--help", "--seed=3"], ""),
+        (["--help=all"], "all"),
+        (["--help=batch size"], "batch size"),
+        (["--help", "batch", "size", "--seed=3"], "batch size"),
+        ([], None),
+        (["help", "x"], None),
+        (["--helper=3"], None),
+    ],
+)
+def test_what_is_asked(line, asked):
+    assert asked_for(line) == asked
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "training.py",
+        "get_dataset.py",
+        "-m mamba_fsdp",
+        "-m mamba_fsdp generate",
+        "-m mamba_fsdp.launch.words",
+    ],
+)
+def test_help_imports_nothing_that_takes_long(project, command):
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:] + ['--help']\n"
+        "start = runpy.run_path if sys.argv[0].endswith('.py') else runpy.run_module\n"
+        "name = sys.argv.pop(0) if sys.argv[0] == '-m' else None\n"
+        "start(sys.argv[0], run_name='__main__')\n"
+        "assert not {'torch', 'transformers', 'numpy', 'fire'} & set(sys.modules), 'heavy imports'"
+    )
+    subprocess.run([sys.executable, "-c", code, *command.split()], cwd=project, check=True)
+
+
+def test_it_takes_the_width_of_its_terminal(project, monkeypatch):
+    monkeypatch.delenv("COLUMNS")
+    for columns in (80, 100):
+        window = Terminal(columns)
+        command = [sys.executable, "training.py", "--help=all"]
+        assert window.start(command, cwd=project, env={**os.environ, "LANG": "C"}).wait() == 0
+        lines = window.text().replace("\x1b[K", "").splitlines()
+        window.close()
+        assert max(map(len, lines)) in (columns - 1, columns - 2)
+
+
+def test_a_host_without_packages_shows_it_too(capsys):
+    assert words.main(["--help=dtype"]) == 0
+    assert capsys.readouterr().out.startswith("  --mixed_precision=")
+    with pytest.raises(SystemExit, match="2"):
+        words.main(["--help=nosuch"])
+    assert capsys.readouterr().err.startswith("error: --help=nosuch: no option is about that")

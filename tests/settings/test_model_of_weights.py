@@ -1,0 +1,50 @@
+"""Starting from weights: their shape is the model's, and settings that say otherwise are
+refused."""
+
+import pytest
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.settings.model_config import ModelConfig
+
+THERE = ModelConfig(d_model=48, n_layer=3, layers="mamba2", headdim=16, vocab_size=99)
+
+
+def take(**given):
+    words = {key: str(value) for key, value in given.items()}
+    config, explicit = resolve.resolve_settings({"init_from": "there", **words})
+    resolve.adopt_model(config, THERE, explicit, "init_from there")
+    return config.model
+
+
+def test_the_weights_give_the_shape():
+    assert take(learning_rate=1).d_model == 48 and take().layers == "mamba2"
+    assert take(d_model=48, chunk_size=32).chunk_size == 32
+
+
+def test_settings_that_only_the_weights_make_sense_of_are_taken():
+    """Without them the model would be of Mamba-1 layers."""
+    assert take(headdim=16, chunk_size=32).headdim == 16
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"d_model": 64}, r"d_model=64 \(there 48\)"),
+        ({"model_name": "mamba2-130m"}, "n_layer=24"),
+        ({"n_layer": 2, "layers": "mamba2"}, r"ask for: n_layer=2 \(there 3\)$"),
+        ({"n_head": 4}, "n_head=4 does nothing without an attention layer"),
+        ({"norm_eps": 1e-6}, r"norm_eps=1e-06 \(there 1e-05\)"),
+    ],
+)
+def test_other_settings_are_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        take(**given)
+
+
+def test_a_setting_that_the_layers_of_the_weights_make_pointless():
+    config, explicit = resolve.resolve_settings({"init_from": "there", "chunk_size": "32"})
+    with pytest.raises(
+        UserError, match="chunk_size=32 does nothing without a mamba2 or mamba3 layer"
+    ):
+        resolve.adopt_model(config, ModelConfig(d_model=48), explicit, "init_from there")

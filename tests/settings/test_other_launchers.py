@@ -1,0 +1,187 @@
+"""What users of other launchers type is answered right: their published settings, each held against
+what is meant."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mamba_fsdp import command_line
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.spec import parameter_count
+from mamba_fsdp.settings import other_launchers, resolve
+from mamba_fsdp.settings.train_config import all_settings, setting_names
+
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    "launcher, word", [(name, word) for name, words in PUBLISHED.items() for word in words]
+)
+def test_a_published_setting_is_answered_right(launcher, word):
+    (name, _, value), meant = word.partition("="), PUBLISHED[launcher][word]
+    if isinstance(meant, str):
+        with pytest.raises(UserError) as caught:
+            resolve.resolve_settings({name: value})
+        assert meant in str(caught.value) and "did you mean" not in str(caught.value)
+        return
+    meant = meant or {}
+    settings, explicit = resolve.resolve_settings({name: value})
+    written = {
+        key: value
+        for section in resolve.as_dict(settings).values()
+        for key, value in section.items()
+    }
+    assert {key: written[key] for key in explicit} == meant
+    renamed = next(iter(meant), "") != name
+    leaf = name.rpartition(".")[2]
+    assert not renamed or any(note.startswith(leaf) for note in settings.notes), (
+        "the log says what it became"
+    )
+
+
+@pytest.mark.slow
+def test_every_argument_of_the_trainer_is_answered():
+    """The value that it has where nothing is given is no mistake, but for None where ours is always
+    something."""
+    import dataclasses
+
+    from transformers import TrainingArguments
+
+    fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    assert not fields.keys() - setting_names().keys() - other_launchers.entries().keys()
+    refused = set()
+    for name, value in fields.items():
+        if value is not dataclasses.MISSING:
+            try:
+                resolve.resolve_settings({name: str(value)})
+            except UserError:
+                refused.add(name)
+    ours = "activation_checkpointing gradient_checkpointing eval_steps save_total_limit"
+    assert refused == set(ours.split())
+
+
+def test_each_entry_leads_to_settings_that_there_are():
+    for entry in other_launchers.entries().values():
+        assert entry.setting in {"", *all_settings()} and (entry.setting or entry.why), entry
+
+
+EARLIER = [word for word, entry in other_launchers.entries().items() if entry.usual]
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_setting_that_is_gone(name, tmp_path):
+    """A user is told what to do instead; in the config.yaml of an older run it is passed over, and
+    noted unless it had its default."""
+    entry = other_launchers.entries()[name]
+    file = tmp_path / "config.yaml"
+    for given, config_file in (({name: "7"}, None), ({}, str(file))):
+        file.write_text(f"training: {{{name}: 7}}\n")
+        if not entry.values:
+            with pytest.raises(UserError) as caught:
+                resolve.resolve_settings(given, config_file)
+            assert f"{name}=7: no longer a setting; {entry.why}" in str(caught.value)
+        else:
+            notes = resolve.resolve_settings(given, config_file)[0].notes
+            assert notes[0] == f"{name}=7 changes nothing here: {entry.why}"
+    settings = resolve.as_yaml(resolve.resolve_settings({})[0])
+    for value, noted in ((entry.usual[0].replace("none", "''"), False), ("7", True)):
+        file.write_text(settings.replace("training:\n", f"training:\n  {name}: {value}\n"))
+        notes = resolve.resolve_settings({}, str(file))[0].notes
+        said = f"{name}=7 is no longer a setting and is ignored; {entry.why}"
+        assert notes == ([said] if noted else [])
+
+
+def test_a_value_that_is_gone():
+    with pytest.raises(UserError, match="tracker=prometheus: no longer there; metrics.jsonl"):
+        resolve.resolve_settings({"tracker": "prometheus"})
+
+
+def test_the_file_of_a_run_of_version_1(project):
+    settings, _ = resolve.resolve_settings(
+        {}, str(project / "tests/trainer/version_1/run/config.yaml")
+    )
+    assert settings.training.kernels == "portable" and settings.training.seed == 2023
+    (note,) = settings.notes
+    assert note.startswith("limit_all_gathers=false is no longer a setting and is ignored; ")
+
+
+def test_a_config_of_theirs_that_is_not_there_names_ours():
+    with pytest.raises(UserError, match="that run is --config=wikitext103 here"):
+        resolve.resolve_settings({}, "configs/mamba_130m.yaml")
+    with pytest.raises(UserError, match="give a path, a model's name or one of bamba-9b"):
+        resolve.resolve_settings({}, "mine.yaml")
+
+
+def test_a_flag_that_begins_with_no_is_itself():
+    assert command_line.split(["--no_wandb", "--resume", "--tracker=x"])[1] == {
+        "no_wandb": "True",
+        "resume": "True",
+        "tracker": "x",
+    }
+
+
+def test_two_words_for_a_setting_agree():
+    def resolved(**given):
+        return resolve.resolve_settings(given)[0]
+
+    settings = resolved(bf16="true", fp16="false")
+    assert settings.training.mixed_precision == "bf16"
+    assert settings.notes[0] == "bf16=true is mixed_precision=bf16 here"
+    assert resolved(use_wandb="False", tracker="tensorboard").report.tracker == ["tensorboard"]
+    for both in ({"bf16": "true", "fp16": "true"}, {"seq_len": "8", "seq_length": "16"}):
+        with pytest.raises(UserError, match="given twice"):
+            resolved(**both)
+    assert resolved(seq_len="8", seq_length="8").data.seq_length == 8
+
+
+def test_all_mistakes_are_told_at_once(tmp_path):
+    file = tmp_path / "composer.yaml"
+    file.write_text(
+        "data: {seq_len: 64, n_samples_to_skip: 5}\nscheduler: {name: step, t_wramup: 3ba}\n"
+        "fsdp: {sharding_strategy: SHARD_GRAD_OP, verbose: true}\ntrainer: {eval_subset_num_batches: 16}\n"
+    )
+    with pytest.raises(UserError) as caught:
+        resolve.resolve_settings({"batch_size": "two", "sharding_strategy": "fsdp"}, str(file))
+    said = str(caught.value)
+    assert "6 mistakes:" in said
+    mistakes = "batch_size=two n_samples_to_skip=5 name=step t_wramup SHARD_GRAD_OP eval_subset"
+    assert all(word in said for word in mistakes.split())
+
+
+def test_a_section_of_theirs_is_only_a_prefix(tmp_path):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        "data: {global_batch_size: 16, micro_batch_size: 8}\noptimizer: {lr: 1e-3}\n"
+        "fsdp: {limit_all_gathers: false, activation_checkpointing: true}\n"
+        "model: {activation_checkpointing: true}\nwandb: {project: mine}\ngeneral: {full_name: one}\n"
+        "tracker: wandb\n"
+    )
+    settings = resolve.resolve_settings({}, str(file))[0]
+    assert (settings.training.global_batch_size, settings.optimizer.learning_rate) == (16, 1e-3)
+    assert (settings.report.wandb_project, settings.report.wandb_name) == ("mine", "one")
+
+
+LENGTHS = {
+    "demo": 256,
+    "mamba-130m": 2048,
+    "state-spaces/mamba-130m": 4096,
+    "mamba2-1.3b": 2048,
+    "mamba_9.8b": 4096,
+    "llama3_8b_4k": 4096,
+    "mambaoutai": 4096,
+}
+SIZES = {  # of fms-fsdp's small models
+    "llama2_1.4b": 1.3e9,
+    "llama3_194m_4k": 0.194e9,
+    "llama3_1.8b": 1.9e9,
+    "llama3_3.2b_4k": 3.2e9,
+}
+
+
+def test_presets_are_what_their_launchers_mean():
+    for name, length in LENGTHS.items():
+        assert resolve.resolve_settings({"model_name": name})[0].data.seq_length == length
+    for name, count in SIZES.items():
+        model = resolve.resolve_settings({"model_name": name})[0].model
+        assert parameter_count(model) == pytest.approx(count, rel=0.05)

@@ -1,0 +1,339 @@
+"""Settings: what is written is what is used, and what can't be is refused with the reason."""
+
+import re
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_fsdp import command_line
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings import resolve as module
+from mamba_fsdp.settings.train_config import Duration, TrainConfig, all_settings
+from tests.support.checkpoints import commit_empty
+from tests.support.processes import run_program
+
+
+def resolve(config_file=None, **given_words):
+    return module.resolve_settings(given_words, config_file)[0]
+
+
+def refused(config_file=None, **given_words):
+    with pytest.raises(UserError) as caught:
+        resolve(config_file, **given_words)
+    return str(caught.value)
+
+
+def words(text):
+    """{name: value} of `name=value name=value`."""
+    return dict(word.split("=", 1) for word in text.split())
+
+
+def test_leaf_section_and_synonym_name_the_same_setting(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("optimizer: muon\nlr_schedule:\n")  # a section, and the setting in it
+    assert resolve(str(file)) == resolve(optimizer="muon")
+    for content in ("optimizer:\n  learning_rate: 3e-5\n", "learning_rate: 3e-5\n"):
+        file.write_text(content)
+        assert resolve(str(file)).optimizer.learning_rate == 3e-5
+    for name in ("learning_rate", "optimizer.learning_rate", "lr"):
+        assert resolve(**{name: "3e-5"}).optimizer.learning_rate == 3e-5
+    assert resolve(run_dir="x").checkpoint.save_ckpt_path == "x"
+
+
+def test_command_line_beats_file_beats_preset_beats_default(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("model_name: mamba-130m\nn_layer: 3\nd_state: 8\n")
+    model = resolve(str(file), d_state="4").model
+    assert (model.d_state, model.n_layer, model.d_model, model.expand) == (4, 3, 768, 2)
+
+
+@pytest.mark.parametrize("text", ["0123", "1e3", "true", "None", "[a]", "a=b"])
+def test_text_stays_text(text, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(f"save_ckpt_path: '{text}'\n")
+    assert resolve(str(file)).checkpoint.save_ckpt_path == text
+    _, given = command_line.split([f"--save_ckpt_path={text}"])
+    assert resolve(**given).checkpoint.save_ckpt_path == text
+
+
+def test_false_is_false():
+    assert resolve(tie_embeddings="False").model.tie_embeddings is False
+    assert resolve(mixed_precision="False").training.mixed_precision == "fp32"
+
+
+MISTAKES = {
+    "learing_rate=1": "did you mean learning_rate",
+    "model.learning_rate=1": "did you mean learning_rate",
+    "confg=demo": "did you mean config?",
+    "tie_embeddings=maybe": "expected true or false",
+    "save_ckpt_path=": "save_ckpt_path=: expected some text",
+    "batch_size=two": "batch_size=two: expected a whole number",
+    "batch_size=2.5": "expected a whole number",
+    "batch_size=0": "must be at least 1",
+    "learning_rate=nan": "finite",
+    "learning_rate=0": "must be above 0",
+    "schedule=cosin": "one of cosine, linear, wsd",
+    "num_steps=ten": "num_steps=ten: expected a whole number of steps, as in 2000 or 10k, or of tokens, as in 1000tok",
+    "model_name=mamba-131m": "mamba-130m",
+    "layers=mamba4": "can't read 'mamba4'",
+    "layers=0*mamba1": "names no layer",
+    "seq_length=8 data.seq_length=9": "given twice",
+    "warmup_ratio=0.1 warmup_steps=5": "excludes warmup_steps=5",
+    "model_name=mamba-130m batch_size=24": "not a multiple of batch_size 24",
+    "num_epochs=2 num_steps=5": "excludes num_steps=5",
+    "gradient_accumulation_steps=2 global_batch_size=8": "excludes global_batch_size",
+    "dataset_path=a\0b": "holds a NUL character",
+    "weights=1,2 datasets=a": "one weight each",
+    "weights=0,0 datasets=a,b": "all zero",
+    "weights=1,-1 datasets=a,b": "negative",
+    "weights=1e308,1.5e308 datasets=a,b": "huge in sum",
+    "global_batch_size=9 batch_size=2": "not a multiple",
+    "load_ckpt_path=a init_from=b": "give one",
+    "resuming_dataset=true": "needs load_ckpt_path",
+    "resuming_dataset=true load_ckpt_path=a.pth": "needs load_ckpt_path",
+    "selective_checkpointing=2 fsdp_activation_checkpointing=true": "at least 0 and at most 1",
+    "selective_checkpointing=1/0 fsdp_activation_checkpointing=true": "at least 0 and at most 1",
+    "layers=mamba2 headdim=48": "does not divide",
+    "layers=mamba2 headdim=64 ngroups=3": "does not divide",
+    "layers=attention n_head=6 n_kv_head=6": "does not divide d_model",
+    "layers=attention n_kv_head=3": "does not divide n_head",
+    "layers=attention rotary_dim=7": "must be even",
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_mistakes_are_refused_with_the_reason(given):
+    assert MISTAKES[given] in refused(**words(given))
+
+
+# Every setting that needs another, with a value: where it does nothing, where it does something.
+POINTLESS = {
+    "d_state=8": ("layers=attention", ""),
+    "d_conv=3": ("layers=attention", ""),
+    "expand=1": ("layers=attention", "layers=mamba1,attention"),
+    "d_ssm=192": ("layers=attention", "layers=mamba1"),
+    "dt_rank=3": ("layers=mamba2", ""),
+    "bcdt_norm_eps=1e-06": ("layers=mamba2", ""),
+    "ssm_norm=none": ("", "layers=mamba2"),
+    "headdim=32": ("", "layers=mamba2"),
+    "ngroups=2": ("", "layers=mamba2"),
+    "chunk_size=64": ("", "layers=mamba1,mamba2"),
+    "decay_activation=softplus": ("layers=mamba2", "layers=mamba3"),
+    "n_head=16": ("", "layers=attention"),
+    "n_kv_head=2": ("layers=mamba2", "layers=attention"),
+    "head_dim=32": ("", "layers=attention"),
+    "rotary_dim=8": ("", "layers=attention"),
+    "rope_theta=500.0": ("layers=attention rotary_dim=0", "layers=attention"),
+    "rope_scaling=linear,factor=2": ("layers=attention rotary_dim=0", "layers=attention"),
+    "d_intermediate=64": ("", "layers=mamba1+mlp"),
+    "mlp_activation=relu2": ("", "layers=mamba1,mlp"),
+    "validation_path=data/x": ("eval_interval=0", ""),
+    "eval_interval=50": ("validation_path=none", ""),
+    "eval_batches=4": ("validation_path=none eval_interval=0", ""),
+    "position_window=5.0": ("", "position_weighting=true"),
+    "prefetch=5": ("num_workers=0", ""),
+    "schedule_steps=5": ("schedule=inverse_sqrt", ""),
+    "decay_steps=5": ("", "schedule=wsd_sqrt"),
+    "polynomial_power=2.0": ("", "schedule=polynomial"),
+    "restart_cycles=2": ("schedule=polynomial", "schedule=cosine_with_restarts"),
+    "min_learning_rate_ratio=0.2": ("schedule=annealing", "schedule=wsd"),
+    "selective_checkpointing=1/3": ("", "fsdp_activation_checkpointing=true"),
+    "wandb_project=mine": ("tracker=tensorboard", "tracker=wandb"),
+    "wandb_name=mine": ("", "tracker=wandb"),
+    "accumulate_unsharded=true": ("sharding_strategy=ddp", "sharding_strategy=fsdp"),
+}
+
+
+def test_the_table_names_every_setting_that_needs_another():
+    needing = {name for name in all_settings() if module.needs_of(name)}
+    assert needing == {given.partition("=")[0] for given in POINTLESS}
+
+
+@pytest.mark.parametrize("given", POINTLESS)
+def test_a_setting_that_does_nothing_is_refused(given, tmp_path):
+    where_not, where = map(words, POINTLESS[given])
+    name = given.partition("=")[0]
+    resolve(**where, **words(given))
+    resolve(**where_not, **{name: module.shown(module.default(name))})
+    assert f"{given} does nothing without " in refused(**where_not, **words(given))
+    file = tmp_path / "own.yaml"
+    lines = [f"{key}: {value}\n" for key, value in {**where_not, **words(given)}.items()]
+    file.write_text("".join(lines))
+    assert re.search(f"{name}=.* does nothing without .*own.yaml", refused(str(file)))
+
+
+def test_a_schedule_without_a_floor():
+    for text in ("schedule=constant", "schedule=wsd decay_steps=0"):
+        assert "decays to a floor" in refused(min_learning_rate_ratio="0.5", **words(text))
+
+
+def test_what_the_command_line_makes_pointless_in_a_file_is_forgotten(tmp_path):
+    """So the file of a run that was changed so is one that can be given again."""
+    changed = resolve("mambaoutai", schedule="constant", eval_interval="0", model_name="llama2_7b")
+    usual = TrainConfig()
+    assert changed.lr_schedule.decay_steps == usual.lr_schedule.decay_steps
+    assert changed.training.eval_batches == usual.training.eval_batches
+    file = tmp_path / "config.yaml"
+    file.write_text(module.as_yaml(changed))
+    assert resolve(str(file)) == changed
+    message = refused("mambaoutai", eval_interval="0", eval_batches="2")
+    assert "eval_batches=2 does nothing" in message
+
+
+def test_what_does_nothing_in_the_file_of_a_run_is_passed_over(tmp_path):
+    file = tmp_path / "config.yaml"
+    settings = resolve(eval_interval="0")
+    file.write_text(module.as_yaml(settings).replace("eval_batches: -1", "eval_batches: 0"))
+    assert resolve(str(file)) == settings
+
+
+def test_resolved_settings_survive_their_own_yaml(tmp_path):
+    file = tmp_path / "resolved.yaml"
+    for text in (
+        "datasets=a,b weights=1,3 num_steps=5tok layers=2*mamba1 mixed_precision=fp16",
+        "model_name=mamba_9.8b layers=mamba2",
+    ):
+        before = resolve(**words(text))
+        file.write_text(module.as_yaml(before))
+        assert resolve(str(file)) == before
+
+
+# 2 ** 40 words, by names for lists of names.
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+BOMB += "seed: *a39\n"
+WRONG_FILES = {
+    BOMB: "*a0 stands for more than one value; write it out",
+    "a: &a [*a]": "*a stands for more than one value; write it out",
+    "!!python/object/apply:os.system ['false']": "can't be read as YAML",
+    "a: [": "can't be read as YAML",
+    "- 1\n": "name: value",
+    "sed: 3\n": "did you mean seed",
+    "training: 3\n": "is a section",
+    "optimizer: 3\n": "must be one of adamw, muon",
+    "seed: 1\ntraining: {seed: 2}\n": "given twice",
+    "seed: 1\nd_model: 8\nseed: 2\n": "seed is given twice",
+}
+
+
+def test_a_wrong_file_is_refused_by_name(tmp_path):
+    file = tmp_path / "wrong.yaml"
+    for content, message in WRONG_FILES.items():
+        file.write_text(content)
+        said = refused(str(file))
+        assert message in said and "wrong.yaml" in said
+    assert "there is no file nowhere.yaml" in refused("nowhere.yaml")
+
+
+UNCLEAR = "-1tok -2tok 5tokens tok 5TOK 1_tok _1 1__0 1e-3 k 2kk 1.2345k 1.5 0x10 nan inf 1e400 9223372036854775808 1e19tok ٣"
+
+
+@pytest.mark.parametrize("text", [*UNCLEAR.split(), "5 tok", "2 k", ""])
+def test_a_duration_that_says_nothing_clear_is_refused(text):
+    for name in ("num_steps", "warmup_steps", "eval_interval"):
+        assert f"{name}={text}: expected " in refused(**{name: text})
+
+
+DURATIONS = {
+    "2_000": 2000,
+    "2e3": 2000,
+    "-1": -1,
+    "10k": 10_000,
+    "1.5e9tok": 15 * 10**8,
+    "2Btok": 2 * 10**9,
+    "1.5Mtok": 1_500_000,
+    "0.5ktok": 500,
+    "0.4Ttok": 4 * 10**11,
+    "3gtok": 3 * 10**9,
+    "0tok": 0,
+    "9223372036854775807tok": 2**63 - 1,
+}
+
+
+def test_a_duration_is_read_exactly():
+    for text, count in DURATIONS.items():
+        unit = "tok" if text.endswith("tok") else "steps"
+        assert Duration.parse(text) == Duration(count, unit)
+    assert resolve(batch_size="10k").training.batch_size == 10_000
+
+
+@given(st.integers(0, 10**13), st.sampled_from(["steps", "tok"]), st.integers(1, 10**7))
+def test_a_duration_reads_what_it_writes_and_rounds_up(count, unit, tokens_per_step):
+    duration = Duration.parse(str(Duration(count, unit)))
+    assert duration == Duration(count, unit)
+    steps = duration.steps(tokens_per_step)
+    if unit == "steps":
+        assert steps == count
+    else:
+        assert (steps - 1) * tokens_per_step < count <= steps * tokens_per_step
+
+
+def test_another_experiment_is_refused_in_the_folder_of_the_first(tmp_path, monkeypatch):
+    """Where the settings name no folder: in one line, which names one."""
+    monkeypatch.chdir(tmp_path)
+    first = resolve(dataset_path="data/a", d_model="64")
+    commit_empty(tmp_path / "runs/train", 1)
+    (tmp_path / "runs/train/config.yaml").write_text(module.as_yaml(first))
+    own = tmp_path / "own.yaml"
+    own.write_text("dataset_path: data/a\nsave_ckpt_path: runs/train\nd_model: 64\n")
+    same = "dataset_path=data/a d_model=64"
+    for text in (
+        same,
+        f"{same} num_steps=5",
+        f"{same} datasets=../a",
+        "init_from=x dataset_path=data/a",
+    ):
+        module.check_experiment(resolve(**words(text)))
+    module.check_experiment(resolve(str(own), n_layer="3"))
+    module.check_experiment(resolve(**words("dataset_path=b save_ckpt_path=runs/train")))
+    for text, file, said in (
+        ("dataset_path=data/b d_model=64", None, "dataset_path=data/b (there data/a)"),
+        ("d_model=64 use_dummy_dataset=1", None, "dataset_path=data/builtin (there data/a)"),
+        ("dataset_path=data/a", None, "d_model=128 (there 64)"),
+        ("dataset_path=data/b", str(own), "dataset_path=data/b (there data/a)"),
+    ):
+        with pytest.raises(UserError) as caught:
+            module.check_experiment(resolve(file, **words(text)))
+        assert f"runs/train holds another run: {said}; name a folder" in str(caught.value)
+
+
+COMMAND_LINES = {
+    "--learing_rate=1": "learing_rate: there is no such setting (on the command line); did you mean learning_rate?",
+    "--max_sequence_length=1": "max_sequence_length: there is no such setting (on the command line); did you mean max_seq_length?",
+    "stray": "stray: settings are written --name=value",
+}
+
+
+@pytest.mark.parametrize("word", COMMAND_LINES)
+def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(word, project):
+    done = run_program(sys.executable, "training.py", word, cwd=project)
+    assert (done.returncode, done.stderr) == (2, f"error: {COMMAND_LINES[word]}\n")
+
+
+def test_the_ready_runs_are_what_they_say():
+    tokens_per_step = {
+        "demo": 2048,
+        "wikitext103": 65_536,
+        "mambaoutai": 3_670_016,
+        "bamba-9b": 1_572_864,
+    }
+    for name, tokens in tokens_per_step.items():
+        config = resolve(name)
+        assert config.checkpoint.save_ckpt_path == f"runs/{name}"
+        assert config.data.dataset_path.startswith("data/")
+        samples = config.training.global_batch_size or config.training.batch_size
+        assert samples * config.data.seq_length == tokens
+    assert tokens_per_step.keys() == module.ready_runs().keys()
+
+
+def test_mambaoutai_is_the_published_run():
+    outai = resolve("mambaoutai")
+    assert outai.training.num_steps.steps(3_670_016) == 109_003
+    assert outai.lr_schedule.warmup_steps.steps(3_670_016) == 275
+    shares = dict(zip(outai.data.datasets, outai.data.weights))
+    code = [share for name, share in shares.items() if name.startswith("stack-")]
+    assert len(shares) == 14 and len(code) == 8
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-8)
+    assert sum(code) == pytest.approx(0.4108161483724859, abs=1e-8)
+    assert outai.data.position_weighting and outai.data.position_window == 10

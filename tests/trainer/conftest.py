@@ -1,0 +1,147 @@
+"""A tiny corpus and tiny runs on it: in this process where nothing is killed, else in one of their own."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import mamba_fsdp
+from mamba_fsdp.report import records
+from tests.support import corpora
+from tests.support.tiny import TINY, as_words, resolved
+
+
+def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
+    """Documents of random length in which each token mostly follows from the one before: something to learn."""
+    random = np.random.default_rng(seed)
+    written = []
+    for _ in range(documents):
+        tokens = [int(random.integers(1, 64))]
+        for _ in range(int(random.integers(5, 120))):
+            follows = random.random() < 0.8
+            next_token = 1 + (tokens[-1] * 5 + 3) % 63 if follows else random.integers(1, 64)
+            tokens.append(int(next_token))
+        written.append(tokens)
+    corpora.write_store(path, written, vocab_size=64, eos=0, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with the stores train and validation, other/train, and foreign/train, whose tokenizer is another."""
+    root = tmp_path_factory.mktemp("corpus")
+    write_store(root / "train", 0, 200)
+    write_store(root / "validation", 1, 20)
+    write_store(root / "other" / "train", 2, 50)
+    write_store(root / "foreign" / "train", 2, 50, tokenizer="ids:of others")
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny_file(tmp_path_factory):
+    """TINY as a file: what a test makes pointless in it is forgotten."""
+    file = tmp_path_factory.mktemp("settings") / "tiny.yaml"
+    file.write_text("".join(f"{name}: {value}\n" for name, value in TINY.items()))
+    return file
+
+
+@pytest.fixture
+def settings_of(corpus, tiny_file, tmp_path):
+    """settings_of(**settings): those of a tiny run in tmp_path/run."""
+
+    def settings(**given):
+        usual = {"dataset_path": corpus, "save_ckpt_path": tmp_path / "run"}
+        return resolved(tiny_file, **{**usual, **given})
+
+    return settings
+
+
+@pytest.fixture
+def train(corpus, tiny_file, capsys):
+    """train(run folder, **settings) -> what it printed, in this process. As training.py does it."""
+
+    def run_here(run, **given):
+        capsys.readouterr()
+        try:
+            words = {"dataset_path": corpus, "save_ckpt_path": run, **given}
+            mamba_fsdp.train(tiny_file, **words)
+        finally:  # what training sets for its whole process
+            torch.set_flush_denormal(False)
+            torch.use_deterministic_algorithms(False)
+        return capsys.readouterr().out
+
+    return run_here
+
+
+@pytest.fixture
+def change_loss(monkeypatch):
+    """change_loss(new): the loss of a micro-batch becomes new(the run's TrainState, what gives the true loss)."""
+
+    def change(new):
+        from mamba_fsdp.trainer import loop
+
+        train, true_loss = loop.train, loop.batch_loss
+
+        def changed_train(context, *rest):
+            monkeypatch.setattr(
+                loop, "batch_loss", lambda *batch: new(context.state, lambda: true_loss(*batch))
+            )
+            return train(context, *rest)
+
+        monkeypatch.setattr(loop, "train", changed_train)
+
+    return change
+
+
+@pytest.fixture
+def start_training(corpus, tiny_file):
+    """start_training(run folder, **settings) -> as a Popen of training.py."""
+    from tests.support.forked import Training
+
+    started = []
+
+    def start(run, **given):
+        words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run, **given}
+        started.append(Training(as_words(words), dict(os.environ)))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def weights_of():
+    """weights_of(run) -> {name: tensor} of its last consolidated file."""
+
+    def read(run):
+        return torch.load(sorted(run.glob("pth/step_*/consolidated.00.pth"))[-1], weights_only=True)
+
+    return read
+
+
+TIMES = (
+    "tokens_per_second",
+    "mfu",
+    "goodput",
+    "slowest_rank",
+    "slowest_rank_seconds",
+    "median_rank_seconds",
+    "tokens_per_second_per_device",
+    "data_wait_seconds",
+    "checkpoint_stall_seconds",
+    "memory_gb",
+)
+
+
+@pytest.fixture
+def metrics_of():
+    """metrics_of(run) -> its metrics without times and rates."""
+
+    def read(run):
+        return [
+            {key: value for key, value in entry.items() if key not in TIMES}
+            for entry in records.read(run / "metrics.jsonl")
+        ]
+
+    return read

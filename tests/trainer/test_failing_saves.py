@@ -1,0 +1,173 @@
+"""Saving fails: training continues, says so everywhere, tries again later, and stops before it trains unsaved for long."""
+
+import errno
+import os
+import time
+
+import pytest
+
+from mamba_fsdp import storage
+from mamba_fsdp.checkpoint import checkpointer
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.records import read_events, read_status
+from mamba_fsdp.run_layout import committed, step_of
+from mamba_fsdp.trainer import loop, saver
+
+LONG = {
+    "num_steps": 12,
+    "eval_interval": 0,
+    "validation_path": "none",
+    "publish": "false",
+    "async_checkpoint": "false",
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The next attempt comes two steps after a failure, and no patience takes a minute."""
+    monkeypatch.setattr(saver, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(storage, "SECONDS_OF_TRYING", 0.0)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """failing(times, number, then) -> [step of each save that was begun]: so many fail with this errno; `then` is
+    called in each that fails."""
+
+    def start(times, number=errno.ENOSPC, then=lambda: None):
+        begun, real = [], checkpointer.write_pieces
+
+        def write(path, *rest, **named):
+            begun.append(step_of(path.parent.name))
+            if len(begun) > times:
+                return real(path, *rest, **named)
+            path.write_bytes(bytes(1000))
+            then()
+            raise OSError(number, os.strerror(number), str(path))
+
+        monkeypatch.setattr(checkpointer, "write_pieces", write)
+        return begun
+
+    return start
+
+
+@pytest.fixture
+def wait_for_writing(monkeypatch):
+    """wait_for_writing(when=...): before each step for which it holds, training waits until nothing is written: what a
+    save came to is learnt in that step, however slowly threads and disks run."""
+
+    def begin(when=lambda: True):
+        def take(context, *rest, _take=loop.take_step, **named):
+            while when() and context.checkpointer.is_writing():
+                time.sleep(0.005)
+            return _take(context, *rest, **named)
+
+        monkeypatch.setattr(loop, "take_step", take)
+
+    return begin
+
+
+def last_weights(run):
+    return [
+        path.read_bytes()
+        for path in sorted(committed(run / "checkpoints")[-1].glob("*.safetensors"))
+    ]
+
+
+@pytest.mark.parametrize(
+    "number, asynchronous, begins",
+    [
+        (errno.ENOSPC, "false", [2, 4, 6, 8]),
+        (errno.EIO, "false", [2, 4, 6, 8]),
+        # What a save came to is learnt two steps later.
+        pytest.param(errno.ENOSPC, "true", [2, 6, 10, 14], marks=pytest.mark.slow),
+    ],
+)
+def test_training_continues_and_saves_when_it_can_again(
+    train, tmp_path, metrics_of, failing, number, asynchronous, begins, wait_for_writing
+):
+    run = tmp_path / "run"
+    settings = LONG | {"async_checkpoint": asynchronous, "num_steps": 24}
+    wait_for_writing()
+    train(tmp_path / "well", **settings)
+    statuses = []
+    begun = failing(3, number, lambda: statuses.append(read_status(run)))
+    said = train(run, **settings)
+    metrics = metrics_of(run)
+    reason = os.strerror(number)
+    assert begun[:4] == begins and begun[-1] == 24
+    assert [entry for entry in metrics if "loss" in entry] == metrics_of(tmp_path / "well")
+    assert last_weights(run) == last_weights(tmp_path / "well")
+    assert [entry["failed_saves"] for entry in metrics if "failed_saves" in entry] == [1, 2, 3, 0]
+    warnings = [line for line in said.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 3 and "2 of 5 in a row; the next attempt comes after" in warnings[1]
+    assert all("rank_00000.safetensors" in line and reason in line for line in warnings)
+    events = [event for event in read_events(run) if event["event"] == "failed_save"]
+    assert [event["in_a_row"] for event in events] == [1, 2, 3] and reason in events[0]["reason"]
+    for status in statuses[1:]:
+        assert status["status"] == "running" and reason in status["reason"]
+    assert read_status(run)["status"] == "finished" and not list(run.rglob(".*.partial"))
+
+
+@pytest.mark.parametrize("number, code", [(errno.ENOSPC, 2), (errno.EIO, 74)])
+def test_a_run_that_can_t_save_stops(train, tmp_path, failing, number, code):
+    """With what was saved before, and an exit code with which the launcher queues it again only after what may pass."""
+    train(tmp_path, **LONG | {"num_steps": 2})
+    begun = failing(10**9, number)
+    with pytest.raises(
+        UserError,
+        match="^3 saves in a row failed .max_failed_saves.*the last error: .*step 8 could",
+    ) as told:
+        train(tmp_path, **LONG, max_failed_saves=3)
+    assert begun == [4, 6, 8] and told.value.exit_code == code
+    status = read_status(tmp_path)
+    assert status["status"] == "failed" and "3 saves in a row failed" in status["reason"]
+    assert [path.name for path in committed(tmp_path / "checkpoints")] == ["step_00000002"]
+
+
+def test_a_run_that_a_full_disk_ended_is_not_called_running(train, tmp_path, failing, monkeypatch):
+    """Though it could not write that it failed. What it could not write, the next reader writes when there is room."""
+
+    def full(path, *_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    failing(1, errno.ENOSPC, lambda: monkeypatch.setattr(storage, "write_atomically", full))
+    with pytest.raises(UserError, match="No space left"):
+        train(tmp_path, **LONG, checkpoint_interval=100)
+    for _ in range(2):
+        assert read_status(tmp_path)["status"] == "failed"
+        assert ('"running"' in (tmp_path / "status.json").read_text()) == (
+            storage.write_atomically is full
+        )
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing, asynchronous):
+    failing(1)
+    with pytest.raises(
+        UserError, match="^the checkpoint of step 12 could not be saved in .*: .*No space left"
+    ):
+        train(tmp_path, **LONG | {"async_checkpoint": asynchronous}, checkpoint_interval=100)
+    assert read_status(tmp_path)["status"] == "failed"
+    train(tmp_path, **LONG)
+    assert read_status(tmp_path)["status"] == "finished"
+
+
+def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
+    """Where not even one checkpoint fits it is an error."""
+    free = [10**12]
+    monkeypatch.setattr(
+        checkpointer.shutil,
+        "disk_usage",
+        lambda path: checkpointer.shutil._ntuple_diskusage(10**12, 10**12 - free[0], free[0]),
+    )
+    train(tmp_path / "much", **LONG)
+    needed = sum(
+        path.stat().st_size
+        for path in committed(tmp_path / "much/checkpoints")[-1].glob("*.safetensors")
+    )
+    free[0] = needed // 2
+    with pytest.raises(UserError, match="a checkpoint needs .* GB, but .*checkpoints has only"):
+        train(tmp_path / "none", **LONG)
+    assert not (tmp_path / "none/metrics.jsonl").exists()

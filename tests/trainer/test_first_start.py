@@ -1,0 +1,83 @@
+"""What a first start may find or lack: a run folder that is also what to load, an origin that goes later, no data."""
+
+import shutil
+
+import pytest
+
+from mamba_fsdp.data import tokenize
+from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.train_config import DataConfig
+
+
+@pytest.mark.parametrize("spelling", ["{run}", "../{name}/run/", "link", "./run"])
+def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch, spelling):
+    """As many launchers write it, also with resuming_dataset: resume if there is something, else start."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("run")
+    given = {
+        "load_ckpt_path": spelling.format(run=tmp_path / "run", name=tmp_path.name),
+        "resuming_dataset": True,
+    }
+    assert "steps " in train("run", dry_run=True, **given) and not (tmp_path / "run").exists()
+    assert "starting   anew" in train("run", num_steps=2, **given)
+    said = train("run", num_steps=3, **given)
+    assert (
+        "resumes    from run/checkpoints/step_00000002, step 2\n" in said and "starting" not in said
+    )
+
+
+def empty(folder):
+    """As those leave it that clear a scratch disk."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize("setting", ["init_from", "load_ckpt_path"])
+@pytest.mark.parametrize("remove", [shutil.rmtree, empty], ids=["gone", "emptied"])
+def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
+    """Its own checkpoint wins, whose model it is then; another one is refused as ever."""
+    train(tmp_path / "first", num_steps=1, expand=4)
+    origin = (
+        next((tmp_path / "first/pth").iterdir()) if setting == "init_from" else tmp_path / "first"
+    )
+    model = {} if setting == "init_from" else {"expand": 4}
+    train(tmp_path / "run", num_steps=1, **{setting: origin}, **model)
+    remove(origin)
+    said = train(tmp_path / "run", num_steps=2, **{setting: origin}, **model)
+    assert (
+        f"step_00000001, step 1; {origin} applied to its first start only" in said
+        and "finished   2 steps" in said
+    )
+    with pytest.raises(UserError, match=rf"{tmp_path}/run.* another model .*expand=1 \(there 4\)"):
+        train(tmp_path / "run", num_steps=3, **{setting: origin}, expand=1)
+    with pytest.raises(UserError, match=str(origin)):
+        train(tmp_path / "other", num_steps=2, **{setting: origin}, **model)
+    assert not (tmp_path / "other").exists()
+
+
+def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        tokenize, "make_dataset", lambda source, folder, options: made.append((source, folder))
+    )
+    folder = tmp_path / "data/builtin"
+    for path in ("data/mine", "builtin", str(tmp_path)):
+        assert not missing_builtin(DataConfig(path))
+    make_missing_builtin(DataConfig("data/builtin/"))
+    assert made == [("builtin", "data/builtin")]
+    (folder / "train").mkdir(parents=True)
+    assert missing_builtin(DataConfig(str(folder))) == folder, "an empty folder"
+    (folder / "train/index.json").touch()
+    assert not missing_builtin(DataConfig("data/builtin"))
+    (folder / ".progress.json").touch()
+    assert missing_builtin(DataConfig("data/builtin")) == folder, "a part of it"
+
+
+def test_a_dry_run_does_not_make_it(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "data       data/builtin, which the run makes first" in train(
+        "run", dataset_path="data/builtin", dry_run=True
+    )
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,106 @@
+"""How models are trained: each ready run and recipe resolves, is the model that it names, fits on a few of AWS's machines,
+and is the same by whatever word; what is given changes it and never replaces it."""
+
+import re
+
+import pytest
+import torch
+
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameter_count
+from mamba_fsdp.planning.devices import INSTANCES
+from mamba_fsdp.planning.estimate import estimate
+from mamba_fsdp.settings.presets import RECIPES_FILE, SPELLINGS, recipe
+from mamba_fsdp.settings.resolve import as_dict, ready_runs, resolve_settings
+from mamba_fsdp.settings.text_yaml import load_yaml
+
+WORDS = [word for words in load_yaml(RECIPES_FILE) for word in words.split()]
+RECIPES = [word for word in WORDS if "num_steps" in recipe(word)]
+
+
+def differing(one, other):
+    """{setting: both values} where two resolved settings differ."""
+    one, other = as_dict(one), as_dict(other)
+    return {
+        name: (value, other[section][name])
+        for section in one
+        for name, value in one[section].items()
+        if value != other[section][name]
+    }
+
+
+def test_each_resolves_is_the_model_it_names_and_fits():
+    names = {*ready_runs(), *RECIPES}
+    assert len(names) >= 17
+    for name in names:
+        settings, explicit = resolve_settings({}, name)
+        with torch.device("meta"):
+            built = sum(parameter.numel() for parameter in MambaLM(settings.model).parameters())
+        assert built == parameter_count(settings.model) and "model_name" in explicit, name
+        if name in ("mamba-130m", "mamba2-2.7b", "llama2_70b"):
+            assert settings.model.model_name == name
+            assert built == pytest.approx(
+                {"130m": 0.13e9, "2.7b": 2.7e9, "70b": 69e9}[name[-4:].strip("_")], rel=0.02
+            )
+        nodes = 4 if "llama" in name else 1
+        assert estimate(settings, nodes, INSTANCES["p4de.24xlarge"]).fits, name
+
+
+@pytest.mark.parametrize("word", [*RECIPES, *SPELLINGS])
+def test_a_word_means_the_same_as_model_name_and_as_config(word):
+    by_config, _ = resolve_settings({}, word)
+    by_name, _ = resolve_settings({"model_name": word})
+    where_it_runs = {"dataset_path", "datasets", "weights", "save_ckpt_path", "num_workers"}
+    what_is_told = {"eval_interval", "eval_batches", "checkpoint_interval", "report_interval"}
+    kept = {**differing(by_config, by_name)}
+    sharding = kept.pop("sharding_strategy", ("fsdp", "auto"))
+    assert kept.keys() <= where_it_runs | what_is_told and sharding == ("fsdp", "auto")
+
+
+def test_the_lines_that_the_demo_and_readme_print_train_as_the_demo_does(project):
+    """But for what they say themselves: data, folder, shape and length."""
+    demo, _ = resolve_settings({}, "demo")
+    lines = []
+    for file in ("1.train.sbatch", "README.md"):
+        text = (project / file).read_text()
+        lines += re.findall(r"^.*\./1\.train\.sbatch (--dataset_path=[^\n\"]*)", text, flags=re.M)
+    assert len(lines) == 2
+    for line in lines:
+        words = dict(word.removeprefix("--").split("=") for word in line.split())
+        settings, given = resolve_settings(words)
+        assert differing(demo, settings).keys() <= given | {"eval_batches"}
+
+
+def test_what_is_given_changes_a_recipe_and_replaces_nothing_else():
+    usual, _ = resolve_settings({"model_name": "mamba-130m"})
+    assert usual.optimizer.learning_rate == 0.003 and usual.training.global_batch_size == 256
+    for given, others in {
+        "learning_rate=1e-4": {"learning_rate"},
+        "num_steps=500": {"num_steps"},
+        "gradient_accumulation_steps=2": {"gradient_accumulation_steps", "global_batch_size"},
+        "warmup_steps=9": {"warmup_steps", "warmup_ratio"},
+    }.items():
+        changed, _ = resolve_settings({"model_name": "mamba-130m", **dict([given.split("=")])})
+        assert differing(usual, changed).keys() == others
+
+
+def test_words_of_other_launchers_train_as_there():
+    for word in ("state-spaces/mamba-130m", "state-spaces/mamba-130m-hf", "7b", "llama3_8b_4k"):
+        settings, _ = resolve_settings({"model_name": word})
+        assert settings.lr_schedule.schedule == "fms_cosine" and settings.data.seq_length == 4096
+        assert settings.optimizer.learning_rate == 3e-4 and not settings.training.global_batch_size
+    assert resolve_settings({}, "bamba-9b")[0].lr_schedule.schedule == "fms_cosine"
+
+
+def test_given_weights_are_not_trained_at_the_rate_of_a_start_from_scratch():
+    for given in ({"init_from": "x"}, {"load_ckpt_path": "x.pth", "model_name": "mamba-130m"}):
+        settings, _ = resolve_settings(given)
+        assert settings.optimizer.learning_rate == 3e-4 and not settings.training.global_batch_size
+
+
+def test_auto_is_fp32_on_a_cpu_and_bf16_on_a_gpu(train, tmp_path):
+    settings, _ = resolve_settings({})
+    estimate(settings, 1, INSTANCES["p4de.24xlarge"])
+    assert settings.training.mixed_precision == "bf16"
+    said = train(tmp_path / "run", mixed_precision="auto", num_steps=1)
+    assert " fp32, no sharding" in said

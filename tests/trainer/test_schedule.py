@@ -1,0 +1,218 @@
+"""The learning rate's factor over the run."""
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from transformers import optimization, trainer_utils
+
+from mamba_fsdp.data.loader import BatchLayout
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.fields import Duration
+from mamba_fsdp.settings.resolve import resolve_settings
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.run_schedule import schedule_run
+from mamba_fsdp.trainer.schedule import Schedule
+from mamba_fsdp.trainer.state import TrainState
+
+
+def fms_cosine(x):
+    """min(1 - (1 - x/W)^2, 0.1 + 0.45 (1 + cos(pi x/N))), W = min(2000, N/20), as fms-fsdp has it; here N = 1000."""
+    return min(1 - (1 - min(x, 50) / 50) ** 2, 0.1 + 0.45 * (1 + math.cos(math.pi * x / 1000)))
+
+
+def wsd_of_composer(x):
+    """Linear warm-up, 1 until t_max - t_decay, then (t_max - t)/t_decay, never below the floor."""
+    return min(x / 100, 1, max(0.1, (1000 - x) / 200))
+
+
+def linear_of_earlier_versions(x):
+    return min(x / 10, max(0.1, 1 - 0.9 * x / 100))
+
+
+FORMULAS = [
+    (Schedule("fms_cosine", 1000), fms_cosine),
+    (Schedule("wsd", 1000, warmup=100, decay=200, floor=0.1), wsd_of_composer),
+    (Schedule("linear_from_start", 100, warmup=10), linear_of_earlier_versions),
+    (Schedule("annealing", 10), lambda x: 1 - (x - 1) / 10),
+    (Schedule("constant", 10), lambda x: 1.0),
+]
+
+
+@pytest.mark.parametrize("schedule, formula", FORMULAS)
+def test_a_schedule_is_its_formula(schedule, formula):
+    """Of the x-th step, from 1."""
+    for x in range(1, schedule.total + 1):
+        assert schedule.factor(x - 1) == pytest.approx(formula(x), abs=1e-12), x
+
+
+END = {"num_training_steps": 200}
+FLOOR = {"min_lr_rate": 0.1}
+# Its function in transformers, what that is told, ours, warm-up, what ours is told.
+THEIRS = [
+    ("constant_schedule_with_warmup", {}, "constant", 30, {}),
+    ("linear_schedule_with_warmup", END, "linear", 30, {}),
+    ("linear_schedule_with_warmup", END, "linear", 0, {}),
+    ("cosine_schedule_with_warmup", END, "cosine", 30, {}),
+    ("cosine_schedule_with_warmup", END, "cosine", 0, {}),
+    ("cosine_with_min_lr_schedule_with_warmup", END | FLOOR, "cosine", 30, {"floor": 0.1}),
+    (
+        "cosine_with_hard_restarts_schedule_with_warmup",
+        END | {"num_cycles": 3},
+        "cosine_with_restarts",
+        30,
+        {"cycles": 3},
+    ),
+    (
+        "polynomial_decay_schedule_with_warmup",
+        END | {"power": 2.0, "lr_end": 0.1},
+        "polynomial",
+        30,
+        {"power": 2.0, "floor": 0.1},
+    ),
+    ("inverse_sqrt_schedule", {}, "inverse_sqrt", 30, {}),
+    ("inverse_sqrt_schedule", {}, "inverse_sqrt", 0, {}),
+    ("wsd_schedule", END | {"num_decay_steps": 50}, "wsd_cosine", 30, {"decay": 50}),
+    (
+        "wsd_schedule",
+        END | {"num_decay_steps": 50, "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+        "wsd_sqrt",
+        0,
+        {"decay": 50, "floor": 0.1},
+    ),
+    (
+        "wsd_schedule",
+        END | {"num_decay_steps": 50, "decay_type": "linear"},
+        "wsd",
+        30,
+        {"decay": 50},
+    ),
+]
+
+
+@pytest.mark.parametrize("function, told, kind, warmup, ours", THEIRS)
+def test_a_schedule_is_that_of_transformers(function, told, kind, warmup, ours):
+    """At every step, and behind the end. Their first step has the rate of 0 steps, ours that of 1."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    make = getattr(optimization, f"get_{function}")
+    (theirs,) = make(optimizer, num_warmup_steps=warmup, **told).lr_lambdas
+    schedule = Schedule(kind, 200, warmup=warmup, **{"floor": 0.0, **ours})
+    for step in range(199 if kind.startswith("cosine") else 210):  # some cosines rise again there
+        expected = theirs(step + 1)
+        assert schedule.factor(step) == pytest.approx(expected, rel=1e-12, abs=1e-15), step
+    assert schedule.factor(10**6) <= max(schedule.factor(199), 1e-15) or kind == "constant"
+
+
+def test_their_cosine_that_does_not_begin_at_0_is_ours_step_by_step():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    make = optimization.get_cosine_with_min_lr_schedule_with_warmup_lr_rate
+    (theirs,) = make(optimizer, 30, 200, min_lr_rate=0.1).lr_lambdas
+    ours = Schedule("cosine", 200, warmup=30, floor=0.1)
+    expected = [theirs(step) for step in range(200)]
+    assert [ours.factor(step) for step in range(200)] == pytest.approx(expected, rel=1e-12)
+
+
+def test_every_type_of_the_trainer_is_taken_or_refused_by_name():
+    """Those that are taken do what their function does: no warm-up and down to 0, unless they are told."""
+    refused = set()
+    for kind in trainer_utils.SchedulerType:
+        try:
+            settings, given = resolve_settings({"lr_scheduler_type": kind.value})
+        except UserError as error:
+            assert f"lr_scheduler_type={kind.value}: it follows the validation loss" in str(error)
+            refused.add(kind.value)
+            continue
+        assert settings.lr_schedule.warmup_steps.count == 0 and "schedule" in given
+        if "min_learning_rate_ratio" in given:
+            assert settings.lr_schedule.min_learning_rate_ratio == 0
+        words = {"lr_scheduler_type": kind.value, "warmup_ratio": "0.1"}
+        assert resolve_settings(words)[0].lr_schedule.warmup_ratio == 0.1
+    assert refused == {"reduce_lr_on_plateau", "greedy"}
+
+
+def resumed(state, num_steps, until=None, **more):
+    """The learning rates of a run on from `state`, to its end or `until`, and what is said."""
+    settings = TrainConfig()
+    settings.data.seq_length = 16
+    settings.optimizer.learning_rate = 1.0
+    settings.training.num_steps = Duration.parse(str(num_steps))
+    for name, value in more.items():
+        setattr(settings.lr_schedule, name, value)
+    said, rates = [], []
+    run = schedule_run(
+        settings, BatchLayout(0, 1, 2), state, settings.training.num_steps, 0, said.append
+    )
+    while state.step < (until or run.total_steps):
+        rates.append(run.lr.next_factor(state, run.tokens_per_step))
+        state.advance(2, run.tokens_per_step, 1.0, applied=True, excused=False)
+    return rates, " ".join(said)
+
+
+def cosine(total, steps):
+    return [Schedule("cosine", total).factor(step) for step in steps]
+
+
+@pytest.mark.parametrize("unit", ["", "tok"])
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_longer_run_holds_the_learning_rate_unless_schedule_steps_says_otherwise(unit, follows):
+    def length(steps):
+        return f"{steps * 32}tok" if unit else str(steps)
+
+    state = TrainState()
+    first, said = resumed(state, length(100))
+    assert not said and first == cosine(100, range(100))
+    given = {"schedule_steps": Duration.parse(length(200))} if follows else {}
+    broken = replace(state)
+    rates, said = resumed(state, length(200), **given)
+    assert f"its length was {length(100)} and is now {length(200)}: the learning rate " in said
+    if follows:
+        assert "goes from 1.00e-01 to 5.8" in said
+        assert rates == pytest.approx(cosine(200, range(100, 200)))
+    else:
+        assert (
+            f"1.00e-01 now, and keeps the value at its end; schedule_steps={length(200)} would"
+            in said
+        )
+        assert rates == pytest.approx([0.1] * 100)
+    before, _ = resumed(broken, length(200), until=150, **given)
+    saved = TrainState(**json.loads(json.dumps(asdict(broken))))
+    after, said_later = resumed(saved, length(200), **given)
+    assert before + after == rates and not said_later
+
+
+def test_what_becomes_of_other_changes_of_the_length():
+    """A schedule that is not decaying yet follows the new length; a shorter run does; nothing is held at 0."""
+    state = TrainState()
+    wsd = [Schedule("wsd", 200).factor(step) for step in range(200)]
+    assert resumed(state, 100, schedule="wsd", until=50) == (
+        [Schedule("wsd", 100).factor(step) for step in range(50)],
+        "",
+    )
+    assert resumed(state, 200, schedule="wsd") == (wsd[50:], "")
+    state = TrainState()
+    resumed(state, 200, until=50)
+    assert (
+        "was 200 and is now 100: the learning rate goes from 9.00e-01"
+        in resumed(state, 100, until=60)[1]
+    )
+    assert set(resumed(state, 150, until=120)[0][40:]) == {0.1}
+    state = TrainState()
+    resumed(state, 10, schedule="annealing")
+    with pytest.raises(
+        UserError, match="num_steps=20: the schedule ends at 10, .* schedule_steps=20"
+    ):
+        resumed(state, 20, schedule="annealing")
+    rates, _ = resumed(state, 20, schedule="annealing", schedule_steps=Duration.parse("20"))
+    assert rates == [Schedule("annealing", 20).factor(step) for step in range(10, 20)]
+
+
+def test_a_schedule_that_an_older_version_saved_is_read():
+    held = {"num_steps": "200", "lengthened": "hold", "curve": {"total": 100, "in_tokens": False}}
+    state = TrainState(step=150, tokens=150 * 32, samples=300, schedule=held)
+    assert resumed(state, 200) == ([pytest.approx(0.1)] * 50, "")
+    curve = {"total": 200, "in_tokens": False, "start": 100, "low": 0.1}
+    warmed = {"num_steps": "200", "lengthened": "rewarm", "curve": curve}
+    rates, said = resumed(TrainState(step=150, tokens=150 * 32, samples=300, schedule=warmed), 200)
+    assert rates == cosine(200, range(150, 200)) and not said

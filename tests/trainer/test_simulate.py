@@ -1,0 +1,111 @@
+"""A whole step on a GPU that is none, in a process group of up to 1,024 ranks that is none either."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from benchmarks.simulate import simulate
+from mamba_fsdp.model.spec import operator_uses
+from mamba_fsdp.ops.backends import resolve_backends
+from mamba_fsdp.parallel.world import CPU, World
+from mamba_fsdp.planning.memory import expected_memory
+from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.train_config import TrainConfig
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "size, layers, recompute, sharing",
+    [
+        (8, "mamba1", "", 1),
+        (1024, "mamba2", "", 1),
+        (8, "mamba2", "1", 1),
+        (1, "mamba3", "", 1),
+        (1, "attention+mlp", "1", 1),
+        (1024, "2*mamba1,mamba2+mlp,mamba2,attention,mamba2", "1/2", 1),
+        (16, "2*mamba1,mamba2+mlp,mamba2,attention,mamba2", "", 8),
+    ],
+)
+def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, sharing):
+    """Weights, gradients and moments within 5 %; what comes and goes (of it most are activations) within 15 %. Two
+    micro-batches: the gradients of the first are there while the second has its activations."""
+    settings = TrainConfig()
+    settings.model = ModelConfig(
+        layers=layers,
+        n_layer=6,
+        d_model=512,
+        vocab_size=4096,
+        n_head=8,
+        n_kv_head=4,
+        d_state=16 if layers == "mamba1" else 128,
+    )
+    settings.data.seq_length = 2048 * sharing
+    settings.parallel.context_parallel = sharing
+    settings.training.batch_size = 8
+    settings.training.global_batch_size = 16 * size // sharing
+    if recompute:
+        settings.parallel.fsdp_activation_checkpointing = True
+        settings.parallel.selective_checkpointing = recompute
+    found = simulate(settings, size, rank=sharing - 1, inside=True).peak
+    uses = operator_uses(settings.model, torch.bfloat16, in_parts=sharing > 1)
+    backends = resolve_backends("auto", "cuda", uses, assumed=("triton",)).backends
+    expected = expected_memory(settings, World(0, size, min(8, size), CPU), backends)
+    for part in ("weights", "gradients", "moments"):
+        assert found[part] == pytest.approx(expected[part], rel=0.05), part
+    passing = expected["gathered"] + expected["activations"] + expected["loss"]
+    assert passing == pytest.approx(found["passing"], rel=0.15)
+
+
+def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
+    """And nothing else, whatever the length but for the keys: once forward, their gradients once backward."""
+    sharing = 4
+    settings = TrainConfig()
+    settings.model = ModelConfig(
+        layers="mamba1,mamba2,attention",
+        n_layer=3,
+        d_model=128,
+        vocab_size=512,
+        n_head=4,
+        n_kv_head=2,
+    )
+    settings.data.seq_length = 1024
+    settings.training.batch_size = 2
+    settings.parallel.context_parallel = sharing
+    found = simulate(settings, 8, rank=1).collectives
+    sent = Counter((each.name, each.dtype, each.numel) for each in found if each.ranks == sharing)
+    rows = 2
+    model = settings.model
+    bf16, fp32 = torch.bfloat16, torch.float32
+    inputs = {
+        "mamba1": rows * (model.d_conv - 1) * model.d_inner,
+        "mamba2": rows * (model.d_conv - 1) * (model.d_inner + 2 * model.d_state),
+    }
+    state = rows * model.d_inner * model.d_state
+    keys = rows * settings.data.seq_length * 2 * model.n_kv_head * model.resolved_head_dim
+    expected = Counter()
+    for elements in inputs.values():
+        expected[("send", bf16, elements)] += 2
+        expected[("recv_", bf16, elements)] += 2
+    for decays in (state, rows * model.n_ssm_head):
+        expected[("_allgather_base_", fp32, sharing * (state + decays))] += 1
+        expected[("_allgather_base_", fp32, sharing * state)] += 1
+    expected[("_allgather_base_", bf16, keys)] += 1
+    expected[("_reduce_scatter_base_", fp32, keys)] += 1
+    assert sent == expected
+
+
+@pytest.mark.parametrize("layers", ["mamba1", "mamba2"])
+def test_activations_fall_with_the_ranks_that_share_a_sequence(layers):
+    """With recomputing, of 131,072 positions. What stays is gathered weights, the states and a chunk of the loss."""
+    passing = {}
+    for sharing in (1, 4, 16):
+        settings = TrainConfig()
+        settings.model = ModelConfig(layers=layers, n_layer=4, d_model=256, vocab_size=512)
+        settings.data.seq_length = 131_072
+        settings.training.batch_size = 1
+        settings.parallel.fsdp_activation_checkpointing = True
+        settings.parallel.context_parallel = sharing
+        passing[sharing] = simulate(settings, 16, inside=True).peak["passing"]
+    assert passing[4] < passing[1] / 3 and passing[16] < passing[4] / 3

@@ -1,0 +1,132 @@
+"""Requests to stop, and a rank that stands still."""
+
+import os
+import signal
+
+import pytest
+
+from mamba_fsdp.launch.machine import LAUNCHER
+from mamba_fsdp.report.records import read_status
+from mamba_fsdp.trainer import run, stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_is_a_request_and_the_old_handler_comes_back(tmp_path, number):
+    before = signal.getsignal(number)
+    with stopping.StopRequest(tmp_path, True) as stop:
+        assert not stop.look()
+        stop.has_stepped = True
+        os.kill(os.getpid(), number)
+        assert stop.look() and stop.reason == number.name
+    assert signal.getsignal(number) == before
+
+
+def test_under_nohup_a_terminal_that_closes_is_no_request(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping.StopRequest(tmp_path, True) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.look()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path):
+    with pytest.raises(KeyboardInterrupt), stopping.StopRequest(tmp_path, True) as stop:
+        stop.has_stepped = True
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun's, in between
+        assert stop.reason == "SIGINT"
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_before_the_first_step_ctrl_c_does_not_wait(tmp_path):
+    with pytest.raises(KeyboardInterrupt), stopping.StopRequest(tmp_path, True):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_two_signals_are_one_request(tmp_path, capsys):
+    with stopping.StopRequest(tmp_path, True) as stop:
+        stop.has_stepped = True
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher's
+        assert stop.look() and stop.reason == "SIGINT"
+    assert capsys.readouterr().err.count("stopping") == 1
+
+
+@pytest.mark.parametrize("content, reason", [("", "STOP file"), ("SIGINT\n", "SIGINT")])
+def test_the_stop_file_is_seen_by_rank_0_and_removed_at_the_end(
+    tmp_path, monkeypatch, content, reason
+):
+    """It may say why, as the launcher's does."""
+    monkeypatch.setattr(stopping, "SECONDS_BETWEEN_LOOKS", 0.0)
+    with (
+        stopping.StopRequest(tmp_path, True) as stop,
+        stopping.StopRequest(tmp_path, False) as other,
+    ):
+        assert not stop.look()
+        (tmp_path / "STOP").write_text(content)
+        assert stop.look() and stop.reason == reason and not other.look()
+    assert not (tmp_path / "STOP").exists()
+
+
+def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path):
+    """And for the ranks that it starts again in place."""
+    with pytest.raises(ConnectionError), stopping.StopRequest(tmp_path, True):
+        (tmp_path / "STOP").touch()
+        raise ConnectionError
+    assert stopping.StopRequest(tmp_path, True).look()
+
+
+@pytest.fixture
+def while_it_sets_up(monkeypatch):
+    """while_it_sets_up(request): the next training calls it as its set-up begins."""
+
+    def change(request):
+        def asked(*given):
+            monkeypatch.undo()
+            request()
+            return set_up(*given)
+
+        set_up = run.set_up
+        monkeypatch.setattr(run, "set_up", asked)
+
+    return change
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "STOP file"])
+def test_a_request_while_a_run_sets_up_ends_it_before_its_first_step(
+    train, tmp_path, while_it_sets_up, how
+):
+    """A STOP from before its start is none, but for ranks of a launcher, which says what is."""
+    (tmp_path / "STOP").touch()
+    train(tmp_path, num_steps=1)
+    if how == "SIGTERM":
+        while_it_sets_up(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    else:
+        while_it_sets_up((tmp_path / "STOP").touch)
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody heard it"))
+    said = train(tmp_path, num_steps=2)
+    signal.signal(signal.SIGTERM, before)
+    end = f"stopped    before the first step of this start ({how}): nothing was lost"
+    assert said.splitlines()[-1] == end
+    status = read_status(tmp_path)
+    assert (status["status"], status["step"], status["reason"]) == ("stopped", 1, how)
+
+
+def test_ctrl_c_while_a_run_sets_up_is_no_failure(train, tmp_path, capsys, while_it_sets_up):
+    while_it_sets_up(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path)
+    said = capsys.readouterr().out
+    assert said.endswith("before the first step of this start: nothing was lost\n")
+    status = read_status(tmp_path)
+    assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
+
+
+def test_ranks_of_a_launcher_keep_the_request(train, tmp_path, monkeypatch):
+    """Also when they start again in place."""
+    monkeypatch.setenv(LAUNCHER, "1")
+    (tmp_path / "STOP").touch()
+    assert "before the first step of this start (STOP file)" in train(tmp_path)

@@ -1,0 +1,99 @@
+"""Tokens meet only tokens and models of the tokenizer that made them, unless one says that it fits."""
+
+import shutil
+
+import pytest
+from tests.train.conftest import write_store
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.convert import write_model
+
+WORDS = ["<end>", "?", *(f"w{number}" for number in range(62))]
+OTHER = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
+
+
+def words(vocabulary):
+    backend = Tokenizer(
+        models.WordLevel({word: id for id, word in enumerate(vocabulary)}, unk_token="?")
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([WORDS[0]])
+    return backend
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A folder with the stores a and b, which hold the same tokens, of different tokenizers; and with again, of the first under another name, and unknown, which does not say of which."""
+    root = tmp_path_factory.mktemp("data")
+    for name, vocabulary in (("a", WORDS), ("b", OTHER), ("again", WORDS), ("unknown", WORDS)):
+        tokenizer = TextTokenizer(words(vocabulary), "<end>")
+        identity = tokenizer.identity if name != "unknown" else "none"
+        for seed, part in enumerate(("train", "validation")):
+            write_store(root / name / part, seed, 20, tokenizer=identity)
+            if name != "unknown":
+                tokenizer.save(root / name / part / "tokenizer")
+    return root
+
+
+def test_tokenizers_that_do_the_same_have_one_identity(tmp_path):
+    """Whoever saved them, and whatever they add around a text or do behind the last token."""
+    one, same, merged = (
+        Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}, merges))
+        for merges in ([("a", "b"), ("b", "c")], [("a", "b"), ("b", "c")], [("b", "c"), ("a", "b")])
+    )
+    same.decoder = decoders.ByteLevel()
+    same.post_processor = processors.TemplateProcessing("a $A", special_tokens=[("a", 0)])
+    same.enable_padding()
+    same.enable_truncation(1)
+    assert identity_of(one) == identity_of(same) != identity_of(merged)
+    assert identity_of(words(WORDS)) != identity_of(words(OTHER))
+    TextTokenizer(words(WORDS), "<end>").save(tmp_path / "one")
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "saved")
+    assert {*identities_in(tmp_path / "one"), *identities_in(tmp_path / "saved")} == {
+        identity_of(words(WORDS))
+    }
+
+
+REFUSED = r"{} and {} have different tokenizers \(ids:\w{{8}}, ids:\w{{8}}\)"
+
+
+@pytest.fixture
+def run_of(train, data, tmp_path):
+    """{name: a model that learnt the tokens of a}."""
+    train(tmp_path / "run", dataset_path=data / "a")
+    shutil.copytree(tmp_path / "run/checkpoints/step_00000006", tmp_path / "copied")
+    write_model(tmp_path / "run", tmp_path / "exported")
+    return {
+        "run": tmp_path / "run",
+        "copied": tmp_path / "copied",
+        "exported": tmp_path / "exported",
+        "pth": tmp_path / "run/pth/step_00000006/consolidated.00.pth",
+    }
+
+
+def test_training_refuses_another_tokenizer(train, data, run_of, tmp_path):
+    """Data among each other, and the data and the model that a run starts or resumes from."""
+    for one, other, given in [
+        ("a/train", "b/train", {"dataset_path": data, "datasets": "unknown,a,b"}),
+        ("a/train", "b/validation", {"dataset_path": data / "a", "validation_path": data / "b"}),
+        ("b/train", "run", {"dataset_path": data / "b", "init_from": run_of["run"]}),
+        ("b/train", "exported", {"dataset_path": data / "b", "init_from": run_of["exported"]}),
+        ("b/train", "step_00000006", {"dataset_path": data / "b", "load_ckpt_path": run_of["run"]}),
+        ("b/train", "copied", {"dataset_path": data / "b", "load_ckpt_path": run_of["copied"]}),
+        (
+            "b/train",
+            "consolidated.00.pth",
+            {"dataset_path": data / "b", "load_ckpt_path": run_of["pth"]},
+        ),
+    ]:
+        with pytest.raises(UserError, match=REFUSED.format(f".*{one}", f".*{other}")):
+            train(tmp_path / "new", **given)
+    for dry_run in (False, True):
+        with pytest.raises(
+            UserError, match=REFUSED.format(".*b/train", ".*run/checkpoints/step_00000006")
+        ):
+            train(run_of["run"], dataset_path=data, datasets="b", num_steps=9, dry_run=dry_run)
