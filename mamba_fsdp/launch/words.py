@@ -29,7 +29,7 @@ def main(words):
             if not equals:
                 return 0
             given[name.lstrip("-").replace("-", "_")] = text
-        resolve.resolve_settings(given, given.pop("config", None), resumes=False)
+        resolve.resolve_settings(given, given.pop("config", None))
     return 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mamba_fsdp.errors import UserError, near_name
 from mamba_fsdp.settings import other_launchers
-from mamba_fsdp.settings.fields import read_field, shown
+from mamba_fsdp.settings.fields import read_field
 from mamba_fsdp.settings.train_config import all_settings, setting_names
 
 
@@ -14,11 +14,11 @@ class Given:
     """The settings that one place gives. Mistakes are collected, so that all of them can be told at
     once."""
 
-    def __init__(self, words: Mapping[str, Any], where: str, version: str = "") -> None:
-        """words: {name: text, or what YAML has there}. where: as in "on the command line". version:
-        of the run that wrote it, so that what is retired is no mistake of the user's; else 0."""
+    def __init__(self, words: Mapping[str, Any], where: str, is_of_run: bool = False) -> None:
+        """words: {name: text, or what YAML has there}. where: as in "on the command line".
+        is_of_run: whether a run wrote them, as its config.yaml."""
         self.where = where
-        self.version = version
+        self.is_of_run = is_of_run
         self.values: dict[str, Any] = {}  # by the names of our settings
         # The same, of words that were given, unless others say it.
         self.implied: dict[str, Any] = {}
@@ -38,18 +38,13 @@ class Given:
     def _read(self, key: str, text: Any) -> None:
         own = setting_names().get(key)
         entry = other_launchers.find(key)
-        leaf = key.rpartition(".")[2]
-        if entry is not None and entry.usual and self.version:
-            value = shown(text)
-            if other_launchers.plain(value) not in entry.usual:
-                note = f"{leaf}={value} is no longer a setting and is ignored; {entry.why}"
-                self.notes[key] = note
-        elif entry is not None:
+        if entry is not None:
             self._read_entry(key, text, entry)
         elif own is not None:
             self._set(own, text, key)
         else:
             # The suggestion looks past a wrong section; the setting does not.
+            leaf = key.rpartition(".")[2]
             known = ["config", *all_settings(), *other_launchers.entries()]
             hint = near_name(leaf, known, "--help=all lists them")
             raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")

@@ -55,7 +55,6 @@ class Entry:
     convert: str = ""
     also: Mapping[str, str] = field(default_factory=dict)
     ignored: Sequence[str] = ()
-    usual: Sequence[str] = ()
     why: str = ""
 
     def __post_init__(self) -> None:
@@ -84,8 +83,6 @@ class Entry:
         return text
 
     def _expected(self) -> str:
-        if self.usual:
-            return f"no longer a setting; {self.why}"
         if self.setting:
             return f"expected {' or '.join([*self.values, *self.refused])}"
         if self.values:

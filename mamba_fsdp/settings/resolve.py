@@ -20,7 +20,6 @@ from mamba_fsdp.settings.presets import preset, recipe
 from mamba_fsdp.settings.text_yaml import load_yaml
 from mamba_fsdp.settings.train_config import (
     SECTIONS,
-    VERSION,
     CheckpointConfig,
     TrainConfig,
     all_settings,
@@ -29,18 +28,13 @@ from mamba_fsdp.storage import exists
 
 READY_RUNS = Path(__file__).parents[2] / "config"
 MOST_MISTAKES = 20  # that are told: a file may be none of settings at all
-EARLIER = "1"  # the version of a run's config.yaml that says none
-# What earlier versions of a run's config.yaml called so has another name.
-RENAMED_SCHEDULES = {"cosine": "fms_cosine", "linear": "linear_from_start"}
-# Their defaults were others too.
-KEPT_SECTIONS = ("optimizer", "lr_schedule", "training")
+VERSION = "1"  # of a run's config.yaml
 
 
 def resolve_settings(
     given: Mapping[str, Any],
     config_file: str | None = None,
     stray: Sequence[str] = (),
-    resumes: bool = True,
     where: str = "on the command line",
 ) -> tuple[TrainConfig, set[str]]:
     """The TrainConfig of what is `given` (name -> text) over `config_file`, the preset and the
@@ -51,17 +45,13 @@ def resolve_settings(
     Words of other launchers are taken where they mean the same (mamba_fsdp/settings/other_launchers.yaml), and
     told in the settings' `notes`. Raises UserError for unknown names (with the nearest), values of
     the wrong type or out of bounds, all of these at once; for settings that do nothing, impossible
-    combinations, and `stray` words, which name no setting. resumes: whether what lies in the run
-    folder counts. where: as in "on the command line".
+    combinations, and `stray` words, which name no setting. where: as in "on the command line".
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
     on_line = Given(given, where)
     in_file = read_file(config_file)
     check_none([*on_line.mistakes.values(), *in_file.mistakes.values()])
-    version = VERSION
-    if resumes:
-        version = keep_earlier_run(in_file, on_line)
     drop_alternatives(in_file.values, on_line.values)
     chosen = {**in_file.values, **on_line.values}
     implied = {**in_file.implied, **on_line.implied}
@@ -72,7 +62,6 @@ def resolve_settings(
     notes += drop_pointless(chosen, on_line, in_file)
     settings = _build(chosen)
     settings.notes = notes
-    settings.version = version
     names_data = {"dataset_path", "datasets", "use_dummy_dataset"} & on_line.values.keys()
     places = [on_line] if names_data else [on_line, in_file]
     settings.names_folder = any("save_ckpt_path" in place.values for place in places)
@@ -91,12 +80,12 @@ def read_file(name: str | None) -> Given:
     if path is None:
         return Given({"model_name": name}, f"in {presets.RECIPES_FILE}")
     content = load_yaml(path)
-    of_run = SECTIONS.keys() <= content.keys()  # only a run writes all of them
-    version = content.pop("version", EARLIER) if of_run else ""
-    given = Given(flatten(content, path), f"in {path}", version)
-    if version == EARLIER:
-        rename_schedule(given.values)
-    return given
+    version = content.pop("version", None)  # only a run writes it
+    if version not in (None, VERSION):
+        raise UserError(
+            f"{path}: settings of version {version}; this version of the program reads version {VERSION}"
+        )
+    return Given(flatten(content, path), f"in {path}", is_of_run=version is not None)
 
 
 def read_run(folder: Path) -> Given | None:
@@ -129,33 +118,6 @@ def check_experiment(settings: TrainConfig) -> None:
             f"{folder} holds another run: {_listed(differing)}; name a folder for this one, as in "
             f"save_ckpt_path={folder}-2; to resume that one, give its settings again"
         )
-
-
-def rename_schedule(values: dict[str, Any]) -> None:
-    """Gives the schedule that an earlier version called so its name of today."""
-    if "schedule" in values:
-        values["schedule"] = RENAMED_SCHEDULES.get(values["schedule"], values["schedule"])
-
-
-def keep_earlier_run(in_file: Given, on_line: Given) -> str:
-    """Where an earlier version began the run that these settings resume, adds to `in_file` how it
-    trains, unless another value is given. Returns the version that the run keeps to."""
-    folder = {**in_file.values, **on_line.values}.get("save_ckpt_path", default("save_ckpt_path"))
-    run = read_run(Path(folder))
-    if run is None or run.version != EARLIER:
-        return VERSION
-    for given in (in_file, on_line):
-        rename_schedule(given.values)
-        drop_alternatives(run.values, given.values)
-    for name, value in run.values.items():
-        section, _ = all_settings()[name]
-        if section in KEPT_SECTIONS:
-            in_file.values.setdefault(name, value)
-    in_file.version = EARLIER
-    in_file.notes["version"] = (
-        f"an earlier version began the run in {folder}: it keeps that version's defaults, except for settings given now"
-    )
-    return EARLIER
 
 
 def ready_runs() -> dict[str, Path]:
@@ -258,7 +220,7 @@ def drop_pointless(chosen: dict[str, Any], on_line: Given, in_file: Given) -> li
             notes.append(sentence)
         elif name in on_line.values:
             wrong.append(f"{sentence}; leave it out ({on_line.where})")
-        elif name in in_file_alone and not in_file.version:
+        elif name in in_file_alone and not in_file.is_of_run:
             wrong.append(f"{sentence}; leave it out ({in_file.where})")
     check_none(wrong)
     return notes
@@ -382,4 +344,4 @@ def as_yaml(settings: TrainConfig) -> str:
     """The settings as YAML, every section of them, for the run folder and for --config."""
     import yaml
 
-    return yaml.safe_dump({"version": settings.version, **as_dict(settings)}, sort_keys=False)
+    return yaml.safe_dump({"version": VERSION, **as_dict(settings)}, sort_keys=False)

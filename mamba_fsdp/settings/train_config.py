@@ -20,7 +20,6 @@ from mamba_fsdp.ops.backends import Use, demands
 from mamba_fsdp.settings.fields import Duration, Needs, condition, setting, shown
 from mamba_fsdp.settings.model_config import ModelConfig
 
-VERSION = "2"  # of a run's config.yaml; resolve.py says what 1 meant
 SCHEDULES = (
     "cosine",
     "linear",
@@ -33,7 +32,6 @@ SCHEDULES = (
     "constant",
     "annealing",
     "fms_cosine",
-    "linear_from_start",
 )
 
 
@@ -184,8 +182,7 @@ class ScheduleConfig:
     """After a linear warm-up, cosine, linear, polynomial and cosine_with_restarts decay to the floor;
     wsd, wsd_cosine and wsd_sqrt hold, then decay over decay_steps: linearly, as a cosine, as a root;
     inverse_sqrt falls without end; annealing goes straight to 0. fms_cosine, of fms-fsdp, rises
-    quadratically and follows the cosine from step 0; linear_from_start is the linear of earlier
-    versions."""
+    quadratically and follows the cosine from step 0."""
     polynomial_power: float = setting(1.0, above=0, needs=polynomial)
     """Exponent of polynomial."""
     restart_cycles: int = setting(1, at_least=1, needs=restarts)
@@ -377,7 +374,7 @@ class ReportConfig:
 @dataclass
 class TrainConfig:
     """All settings of a run. `notes`: lines for its log on what was given in words of other
-    launchers. `version`: of what its config.yaml means. `names_folder`: whether save_ckpt_path was
+    launchers. `names_folder`: whether save_ckpt_path was
     given for this model and data."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -391,7 +388,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self.notes: list[str] = []
-        self.version = VERSION
         self.names_folder = False
 
     def value(self, name: str) -> Any:

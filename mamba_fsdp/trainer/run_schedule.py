@@ -62,8 +62,6 @@ def schedule_run(
     tokens_per_step = layout.global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:
         state.first_tokens_per_step = tokens_per_step
-        if state.step:  # older checkpoints don't say it
-            state.first_tokens_per_step = state.tokens // state.step
     if state.global_batch not in (0, layout.global_batch):
         say(
             f"batch      {layout.global_batch} samples per step from here on, {state.global_batch} before; "

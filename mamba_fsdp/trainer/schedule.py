@@ -23,7 +23,7 @@ class Schedule:
     one of SHAPES to the floor at N: from W, those of wsd from N - decay, fms_cosine (fms-fsdp),
     which rises as 1 - (1 - x/W)^2, from 0. wsd itself (Composer) falls as (N - x)/decay, never
     below the floor; annealing (fms-fsdp) is 1 - before/N; inverse_sqrt is sqrt(T/(x - W + T)), T = W
-    or 10,000 steps; linear_from_start is what earlier versions of this program called linear.
+    or 10,000 steps.
     """
 
     kind: str
@@ -75,8 +75,6 @@ class Schedule:
             return max(0.0, 1 - before / self.total)
         if self.kind == "wsd":
             return max(self.floor, (self.total - x) / self.decay) if self.decay else 1.0
-        if self.kind == "linear_from_start":
-            return max(self.floor, 1 - (1 - self.floor) * x / self.total)
         if self.kind == "inverse_sqrt":
             return math.sqrt(self.timescale / (x - self.warmup + self.timescale))
         share = (x - self.fall_start) / max(1, self.total - self.fall_start)

@@ -8,7 +8,7 @@ import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.contents import read_state
-from mamba_fsdp.checkpoint.restore import Check, Restored, find_checkpoint, load, newest_whole
+from mamba_fsdp.checkpoint.restore import Check, find_checkpoint, load, newest_whole
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import check_tokenizer
 from mamba_fsdp.errors import UserError
@@ -18,7 +18,7 @@ from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import ParallelModel, fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.console import Say
-from mamba_fsdp.run_layout import CHECKPOINTS, SETTINGS, is_own
+from mamba_fsdp.run_layout import CHECKPOINTS, is_own
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.model_config import checked_model
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -51,7 +51,6 @@ def start(
         source = resumed.path
         learnt = [state.tokenizer]
         begins = f"checkpoint {resumed.path.name}"
-        warn_of_version(settings, resumed, say)
     elif weights:
         source = config.init_from or origin
         learnt = weights.tokenizer_identities()
@@ -90,18 +89,6 @@ def start(
         )
     state.tokenizer = tokens.tokenizer
     return state, begins
-
-
-def warn_of_version(settings: TrainConfig, resumed: Restored, say: Say) -> None:
-    """Says where the settings of a run may mean something else than they did: its config.yaml, by
-    which resolve.py keeps to an earlier version's defaults, is gone."""
-    version = resumed.state.get("settings_version", resolve.EARLIER)
-    file = Path(settings.checkpoint.save_ckpt_path, SETTINGS)
-    if version != settings.version and not file.exists():
-        say(
-            f"warning    {file} is gone, and an earlier version may have begun the run, with other defaults: "
-            "give the schedule, warm-up and optimizer settings that it began with"
-        )
 
 
 def say_start(

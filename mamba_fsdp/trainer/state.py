@@ -65,12 +65,11 @@ class TrainState:
         return cls(**known)
 
     def saved(self, settings: TrainConfig, world_size: int) -> dict[str, Any]:
-        """What a checkpoint saves, for JSON: this state and the settings, their version, world size
-        and torch version of the run."""
+        """What a checkpoint saves, for JSON: this state, and the run's settings, world size and torch
+        version."""
         return {
             "progress": asdict(self),
             "settings": resolve.as_dict(settings),
-            "settings_version": settings.version,
             "world_size": world_size,
             "torch": torch.__version__,
         }

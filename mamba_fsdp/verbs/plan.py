@@ -64,7 +64,7 @@ def main(*preset: str, options: PlanConfig, **given: Any) -> int:
     if preset:
         given = {"model_name": preset[0], **given}
     config = given.pop("config", None)
-    settings, explicit = resolve_settings(given, config, preset[1:], resumes=False)
+    settings, explicit = resolve_settings(given, config, preset[1:])
     # These import torch: what is wrong with the words is told without it.
     from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
 

@@ -66,46 +66,6 @@ def test_each_entry_leads_to_settings_that_there_are():
         assert entry.setting in {"", *all_settings()} and (entry.setting or entry.why), entry
 
 
-EARLIER = [word for word, entry in other_launchers.entries().items() if entry.usual]
-
-
-@pytest.mark.parametrize("name", EARLIER)
-def test_a_setting_that_is_gone(name, tmp_path):
-    """A user is told what to do instead; in the config.yaml of an older run it is passed over, and
-    noted unless it had its default."""
-    entry = other_launchers.entries()[name]
-    file = tmp_path / "config.yaml"
-    for given, config_file in (({name: "7"}, None), ({}, str(file))):
-        file.write_text(f"training: {{{name}: 7}}\n")
-        if not entry.values:
-            with pytest.raises(UserError) as caught:
-                resolve.resolve_settings(given, config_file)
-            assert f"{name}=7: no longer a setting; {entry.why}" in str(caught.value)
-        else:
-            notes = resolve.resolve_settings(given, config_file)[0].notes
-            assert notes[0] == f"{name}=7 changes nothing here: {entry.why}"
-    settings = resolve.as_yaml(resolve.resolve_settings({})[0])
-    for value, noted in ((entry.usual[0].replace("none", "''"), False), ("7", True)):
-        file.write_text(settings.replace("training:\n", f"training:\n  {name}: {value}\n"))
-        notes = resolve.resolve_settings({}, str(file))[0].notes
-        said = f"{name}=7 is no longer a setting and is ignored; {entry.why}"
-        assert notes == ([said] if noted else [])
-
-
-def test_a_value_that_is_gone():
-    with pytest.raises(UserError, match="tracker=prometheus: no longer there; metrics.jsonl"):
-        resolve.resolve_settings({"tracker": "prometheus"})
-
-
-def test_the_file_of_a_run_of_version_1(project):
-    settings, _ = resolve.resolve_settings(
-        {}, str(project / "tests/trainer/version_1/run/config.yaml")
-    )
-    assert settings.training.kernels == "portable" and settings.training.seed == 2023
-    (note,) = settings.notes
-    assert note.startswith("limit_all_gathers=false is no longer a setting and is ignored; ")
-
-
 def test_a_config_of_theirs_that_is_not_there_names_ours():
     with pytest.raises(UserError, match="that run is --config=wikitext103 here"):
         resolve.resolve_settings({}, "configs/mamba_130m.yaml")

@@ -39,7 +39,7 @@ def test_leaf_section_and_synonym_name_the_same_setting(tmp_path):
         assert resolve(str(file)).optimizer.learning_rate == 3e-5
     for name in ("learning_rate", "optimizer.learning_rate", "lr"):
         assert resolve(**{name: "3e-5"}).optimizer.learning_rate == 3e-5
-    assert resolve(run_dir="x").checkpoint.save_ckpt_path == "x"
+    assert resolve(output_dir="x").checkpoint.save_ckpt_path == "x"
 
 
 def test_command_line_beats_file_beats_preset_beats_default(tmp_path):
@@ -214,6 +214,7 @@ WRONG_FILES = {
     "optimizer: 3\n": "must be one of adamw, muon",
     "seed: 1\ntraining: {seed: 2}\n": "given twice",
     "seed: 1\nd_model: 8\nseed: 2\n": "seed is given twice",
+    "version: 2\nseed: 1\n": "settings of version 2; this version of the program reads version 1",
 }
 
 

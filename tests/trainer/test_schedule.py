@@ -28,14 +28,9 @@ def wsd_of_composer(x):
     return min(x / 100, 1, max(0.1, (1000 - x) / 200))
 
 
-def linear_of_earlier_versions(x):
-    return min(x / 10, max(0.1, 1 - 0.9 * x / 100))
-
-
 FORMULAS = [
     (Schedule("fms_cosine", 1000), fms_cosine),
     (Schedule("wsd", 1000, warmup=100, decay=200, floor=0.1), wsd_of_composer),
-    (Schedule("linear_from_start", 100, warmup=10), linear_of_earlier_versions),
     (Schedule("annealing", 10), lambda x: 1 - (x - 1) / 10),
     (Schedule("constant", 10), lambda x: 1.0),
 ]

@@ -18,8 +18,7 @@ def test_a_saved_state_is_read_back_whole():
     saved = json.loads(json.dumps(state.saved(TrainConfig(), world_size=3)))
     assert TrainState.from_saved(saved, "a checkpoint") == state
     assert (
-        saved.keys() == {"progress", "settings", "settings_version", "world_size", "torch"}
-        and saved["world_size"] == 3
+        saved.keys() == {"progress", "settings", "world_size", "torch"} and saved["world_size"] == 3
     )
 
 
