@@ -213,8 +213,8 @@ def test_starting_from_another_run(train, tmp_path, metrics_of):
             "save_ckpt_path /proc/nowhere",
         ),
         (
-            {"save_ckpt_path": "tests/train"},
-            "save_ckpt_path tests/train is not a run folder",
+            {"save_ckpt_path": "tests/trainer"},
+            "save_ckpt_path tests/trainer is not a run folder",
         ),
     ],
 )
