@@ -229,30 +229,27 @@ class Format:
     """A kind of file that this program writes."""
 
     name: str
-    # A new one whenever this program, as it is, would read a file wrongly. It reads all from 1 on.
-    version: int
+    version: int  # raised whenever the program before the change would misread a file
 
     def header(self) -> dict[str, str | int]:
         """The fields that a file of this format begins with."""
         return {"format": self.name, "version": self.version}
 
     def reads(self, content: dict) -> bool:
-        """Whether this program reads a file with this `content`: its format, and a version (none: 1) that it knows."""
-        version = content.get("version", 1)
-        is_known = version in range(1, self.version + 1)
-        return is_known and content.get("format", self.name) == self.name
+        """Whether a file with this `content` is of this format and of the version that this program reads."""
+        return content.get("format") == self.name and content.get("version") == self.version
 
     def check(self, path: Path, content: dict) -> None:
         """Raises UserError unless this program reads the file `path` with this `content`."""
         if not self.reads(content):
-            name = content.get("format", self.name)
-            version = content.get("version", 1)
+            name = content.get("format")
+            version = content.get("version")
             raise UserError(
                 f"{path}: {name!r} of version {version}; this version of the program reads {self.name!r} of version "
-                f"1 to {self.version} here"
+                f"{self.version} here"
             )
 
 
-CHECKPOINT = Format("mamba_fsdp checkpoint", 4)
+CHECKPOINT = Format("mamba_fsdp checkpoint", 1)
 TOKEN_STORE = Format("mamba_fsdp token store", 1)
 DATASET = Format("mamba_fsdp dataset", 1)

@@ -1,18 +1,11 @@
-"""What a checkpoint says of itself: COMMIT and state.json, and whether its files are there. Without torch.
-
-Both say the version that wrote them. In version 1 each tensor has its own layout, as "pieces", and COMMIT knows whole
-files only. Checksums are crc32 before version 3, which told of each tensor what others are tied to it.
-"""
+"""What a checkpoint says of itself: COMMIT and state.json, and whether its files are there. Without torch."""
 
 import contextlib
 import math
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from mamba_fsdp.checkpoint.ranges import Layout, is_cut
 from mamba_fsdp.errors import UserError
@@ -29,22 +22,6 @@ LOOP_STATE = {
 }
 # What content that is not as it was written leads to.
 BAD_CONTENT = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
-
-
-class Crc32:
-    """The checksum of versions 1 and 2, with the methods of hashlib's."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, data: Any) -> None:
-        self.value = zlib.crc32(data, self.value)
-
-    def hexdigest(self) -> str:
-        return f"{self.value:08x}"
-
-
-HASHES = {"xxh3": xxhash.xxh3_64, "crc32": Crc32}
 
 
 class BrokenError(UserError):
@@ -87,9 +64,7 @@ def read_commit(checkpoint: Path) -> dict[str, dict[str, Any]]:
             raise ValueError
         for entry in files.values():
             for part in (entry, entry.get("model", entry)):
-                like(part, {"bytes": 0})
-                if not part.keys() & HASHES.keys():
-                    raise ValueError
+                like(part, {"bytes": 0, "xxh3": ""})
         _check_step(checkpoint, COMMIT, content)
     return files
 
@@ -105,7 +80,7 @@ def _check_step(checkpoint, name, content):
 
 @dataclass
 class Contents:
-    """What state.json says, as the newest version has it."""
+    """What state.json says."""
 
     state: dict[str, Any]  # what the loop saved
     files: list[str]
@@ -120,8 +95,6 @@ def read_state(checkpoint: Path) -> Contents:
             content = _read(checkpoint / STATE)
             CHECKPOINT.check(checkpoint / STATE, content)
             _check_step(checkpoint, STATE, content)
-            if content.get("version", 1) == 1:
-                _cut_as_later(content)
             contents = Contents(
                 content["state"], content["files"], content["layouts"], content["tensors"]
             )
@@ -129,21 +102,6 @@ def read_state(checkpoint: Path) -> Contents:
     except BrokenError as error:
         raise BrokenError(f"checkpoint {checkpoint} is broken: {error}") from None
     return contents
-
-
-def _cut_as_later(content):
-    """Turns version 1, where each tensor has its pieces as [start, count, file], into layouts."""
-    layouts: list[Layout] = []
-    for entry in content["tensors"].values():
-        pieces = entry.pop("pieces")
-        layout = {
-            "starts": [piece[0] for piece in pieces],
-            "files": [piece[2] for piece in pieces],
-        }
-        if layout not in layouts:
-            layouts.append(layout)
-        entry["layout"] = layouts.index(layout)
-    content["layouts"] = layouts
 
 
 def _check_contents(contents):

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from xxhash import xxh3_64
 
-from mamba_fsdp.checkpoint.contents import BAD_CONTENT, HASHES
+from mamba_fsdp.checkpoint.contents import BAD_CONTENT
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
@@ -58,7 +59,7 @@ def write_pieces(
     contents = [memoryview(_header(pieces))]
     for _, _, tensor in pieces:
         contents.append(memoryview(tensor.view(torch.uint8).numpy()))
-    written = HASHES["xxh3"]()
+    written = xxh3_64()
     model = None
     with _CheckedFile(path, from_disk) as file:
         for number, content in enumerate(contents):
@@ -97,7 +98,7 @@ class _CheckedFile:
         self.from_disk = from_disk
         self.size = 0
         self.flushed = 0
-        self.read = HASHES["xxh3"]()
+        self.read = xxh3_64()
         self.check: AsyncResult[None] | None = None  # of what was written last
         # It goes over what an attempt that failed has left. Small blocks are gathered in the buffer.
         self.file = open(path, "wb", buffering=1 << 20)
@@ -169,16 +170,16 @@ class FileRead:
 def checksum(path: Path) -> dict[str, int | str]:
     """{"bytes": size, "xxh3": checksum} of a file. Raises OSError."""
     size = path.stat().st_size
-    return {"bytes": size, "xxh3": hash_file(path, size, "xxh3", {}).digest}
+    return {"bytes": size, "xxh3": hash_file(path, size, {}).digest}
 
 
-def hash_file(path: Path, end: int, kind: str, shards: Mapping[str, Shard]) -> FileRead:
+def hash_file(path: Path, end: int, shards: Mapping[str, Shard]) -> FileRead:
     """Reads the first `end` bytes of a file once, and computes their checksum. Raises OSError.
 
     shards: by the names of their tensors; what the file holds of them is put into them while it is read. Nobody has
     verified its header yet: where that is odd, nothing is filled, and what is filled counts only if the checksum fits.
     """
-    digest = HASHES[kind]()
+    digest = xxh3_64()
     filled: Filled = {}
     done = 0
     with FileIO(path) as file:

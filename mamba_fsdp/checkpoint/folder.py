@@ -8,9 +8,7 @@
 
 Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>/exp_avg and .../exp_avg_sq, Muon's
 optimizer/<parameter>/momentum_buffer. A layout says in which elements each piece of a tensor starts and in which file
-it lies; tensors that are cut alike share it. In version 1 each tensor has its own, as "pieces", and COMMIT knows whole
-files only. Checksums are crc32 before version 3.
-Every version says what it is in COMMIT and in state.json.
+it lies; tensors that are cut alike share it. COMMIT and state.json say the version of the format.
 """
 
 import math

@@ -72,15 +72,14 @@ def _verify_file(path, entry, part, shards, filled):
     """What is wrong with a file of which COMMIT has `entry`, or with that part of it; "" for nothing. Adds what it has
     put into the shards to `filled`."""
     expected = entry.get("model", entry) if part == "model" else entry
-    kind = "xxh3" if "xxh3" in expected else "crc32"
     problem = check_size(path, entry)
     if problem:
         return problem
     try:
-        read = retry_io(partial(hash_file, path, expected["bytes"], kind, shards), path)
+        read = retry_io(partial(hash_file, path, expected["bytes"], shards), path)
     except OSError as error:
         return f"{path.name}: {error.strerror}"
-    if read.digest != expected[kind]:
+    if read.digest != expected["xxh3"]:
         return f"the content of {path.name} has changed since it was written"
     for name, ranges in read.filled.items():
         filled.setdefault(name, []).extend(ranges)

@@ -13,9 +13,6 @@ from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage import like
 
-# Fields that older checkpoints hold.
-RETIRED = {"recent_losses", "rollbacks", "passed_over"}
-
 
 @dataclass
 class TrainState:
@@ -23,7 +20,7 @@ class TrainState:
 
     step: int = 0
     samples: int = 0
-    global_batch: int = 0  # samples of the last step; 0 where an older version took it
+    global_batch: int = 0  # samples of the last step; 0 before the first
     tokens: int = 0
     first_tokens_per_step: int = 0  # of the run's first step; 0 before it
     # Updates of the optimiser's moments, in the run that they were loaded from too.
@@ -56,7 +53,7 @@ class TrainState:
             raise UserError(
                 f"{checkpoint}: its state.json does not hold the state of a run: {error}"
             ) from None
-        unknown = progress.keys() - initial.keys() - RETIRED
+        unknown = progress.keys() - initial.keys()
         if unknown:
             raise UserError(
                 f"{checkpoint}: its state holds {', '.join(sorted(unknown))}, which this program does not "
