@@ -10,15 +10,17 @@ import datetime
 import errno
 import json
 import os
+import reprlib
 import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, NewType, TypeVar, get_args, get_origin
 
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.heartbeat import heart
@@ -161,11 +163,80 @@ def move(old: Path, new: Path) -> None:
 
 # Reading what anyone may have written
 
+FileName = NewType("FileName", str)  # of a file in the same folder
+LARGEST = 1 << 63  # whole numbers are smaller
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    FileName: "the name of a file in this folder",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def at_least(least: int) -> Any:
+    """Returns a field of a dataclass for whole numbers from `least` on; those of other fields begin at 0."""
+    return field(metadata={"least": least})
+
+
+def from_json(kind: Callable[..., T], value: Any, name: str = "the content", least: int = 0) -> T:
+    """Returns `value`, which JSON gave, once it is found to be of this kind.
+
+    kind: int, float, str, bool, FileName, Any; `X | None`, list[X] or dict[str, X] of another kind X; or a dataclass with
+    fields of these kinds, which is made of an object that has no other fields and lacks none without a default. Raises
+    ValueError, whose message begins with `name` or with that of the field.
+    """
+    if kind is Any:
+        return value
+    basis = get_origin(kind) or kind
+    arguments = get_args(kind)
+    if basis is UnionType:
+        if value is not None:
+            value = from_json(arguments[0], value, name)
+    elif is_dataclass(kind):
+        value = kind(**_values_of_fields(kind, value, name))
+    elif not _is_of_kind(value, basis, least):
+        bound = f" from {least} on" if basis is int else ""
+        raise ValueError(f"{name} is {reprlib.repr(value)}, not {KINDS[basis]}{bound}")
+    elif basis is list:
+        value = [from_json(arguments[0], item, f"an item of {name}") for item in value]
+    elif basis is dict:
+        value = {key: from_json(arguments[1], item, repr(key[:60])) for key, item in value.items()}
+    return value
+
+
+def _is_of_kind(value: Any, basis: Any, least: int) -> bool:
+    if basis is FileName:
+        is_short = type(value) is str and 0 < len(value) < 256
+        return is_short and "/" not in value and "\0" not in value and value not in (".", "..")
+    if type(value) is int:
+        return basis in (int, float) and least <= value < LARGEST
+    return type(value) is basis
+
+
+def _values_of_fields(kind: Any, value: Any, name: str) -> dict[str, Any]:
+    """Returns the checked values of a dataclass's fields from an object."""
+    content = from_json(dict[str, Any], value, name)
+    values = {}
+    for described in fields(kind):
+        if described.name in content:
+            least = described.metadata.get("least", 0)
+            item = content.pop(described.name)
+            field_kind: Any = described.type
+            values[described.name] = from_json(field_kind, item, described.name, least)
+        elif described.default is MISSING and described.default_factory is MISSING:
+            raise ValueError(f"{name} lacks {described.name}")
+    if content:
+        raise ValueError(f"{name} has an unknown field {min(content)[:60]!r}")
+    return values
+
 
 def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
-    """The JSON object that `text` is. Raises ValueError."""
+    """Returns the JSON object that `text` is. Raises ValueError."""
     try:
-        return like(json.loads(text), {})
+        return from_json(dict[str, Any], json.loads(text))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -204,11 +275,16 @@ def _is_like(value, example):
     return isinstance(value, type(example))
 
 
-def read_object(path: Path, example: dict, remedy: str) -> dict[str, Any]:
-    """The JSON object in a file, which is like the example. Raises UserError, which ends in `remedy`, where it is not,
-    StorageError after patient trying, and FileNotFoundError."""
+def read_object(path: Path, kind: Any, remedy: str, file_format: "Format | None" = None) -> Any:
+    """Returns the JSON object in a file as a `kind`, see from_json. Raises UserError, which ends in `remedy`, where it is
+    none or of another format, StorageError after patient trying, and FileNotFoundError."""
     try:
-        return like(parse_object(retry_io(path.read_bytes, path)), example)
+        content = parse_object(retry_io(path.read_bytes, path))
+        if isinstance(kind, dict):
+            return like(content, kind)
+        if file_format:
+            content = file_format.body(path, content)
+        return from_json(kind, content)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
@@ -238,6 +314,11 @@ class Format:
     def reads(self, content: dict) -> bool:
         """Whether a file with this `content` is of this format and of the version that this program reads."""
         return content.get("format") == self.name and content.get("version") == self.version
+
+    def body(self, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the file `path` that follow the header. Raises UserError unless this program reads it."""
+        self.check(path, content)
+        return {name: value for name, value in content.items() if name not in self.header()}
 
     def check(self, path: Path, content: dict) -> None:
         """Raises UserError unless this program reads the file `path` with this `content`."""
