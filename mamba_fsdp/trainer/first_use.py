@@ -98,9 +98,8 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> "Record | None":
-        like = dataclasses.asdict(cls({}, {"": ""}, {"": {"": ""}}, {"": 0.0}, [""], [""]))
         try:
-            return cls(**read_object(path, like, "delete it to choose backends again"))
+            return read_object(path, cls, "delete it to choose backends again")
         except FileNotFoundError:
             return None
 

@@ -11,7 +11,7 @@ import torch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage import like
+from mamba_fsdp.storage import from_json
 
 
 @dataclass
@@ -42,24 +42,13 @@ class TrainState:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
-        """Returns the state that `checkpoint` saved. What it lacks takes its default; unknown
-        fields raise UserError."""
-        initial = asdict(cls())
+        """Returns the state that `checkpoint` saved. Raises UserError where it holds something else."""
         try:
-            progress = like(saved.get("progress"), {})
-            known = {name: value for name, value in progress.items() if name in initial}
-            like(known, {name: initial[name] for name in known})
+            return from_json(cls, saved.get("progress"), "progress")
         except ValueError as error:
             raise UserError(
-                f"{checkpoint}: its state.json does not hold the state of a run: {error}"
+                f"{checkpoint}: its state.json does not hold the state of a run of this version of the program: {error}"
             ) from None
-        unknown = progress.keys() - initial.keys()
-        if unknown:
-            raise UserError(
-                f"{checkpoint}: its state holds {', '.join(sorted(unknown))}, which this program does not "
-                "know: a newer version wrote it; resume with that one"
-            )
-        return cls(**known)
 
     def saved(self, settings: TrainConfig, world_size: int) -> dict[str, Any]:
         """What a checkpoint saves, for JSON: this state, and the run's settings, world size and torch
