@@ -161,14 +161,16 @@ patch_triton() {
         fail "Triton could not be patched" "see the lines above and $log"
 }
 
-# Makes `import mamba_fsdp` and the command mamba-fsdp work from any folder. Each time: the project may have moved.
-make_importable() {
-    local packages bin=$VENV/bin
-    if [ -L "$VENV" ] || [ ! -w "$bin" ]; then return; fi # another checkout's
-    packages=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    pwd -P > "$packages/mamba-fsdp.pth"
-    printf '#!/bin/sh\nexec %q -I -m mamba_fsdp "$@"\n' "$(cd "$bin" && pwd -P)/python" > "$bin/mamba-fsdp"
-    chmod +x "$bin/mamba-fsdp"
+# `import mamba_fsdp` and the command mamba-fsdp then work from any folder, by the files of this checkout.
+install_project() {
+    local wanted
+    wanted=$(pwd -P && sha256sum < pyproject.toml) # the project may have moved
+    [ ! -L "$VENV" ] && [ -w "$VENV/bin" ] || return 0 # another checkout's
+    [ "$(cat "$VENV/.complete-project" 2>/dev/null)" != "$wanted" ] || return 0
+    log=$VENV/install-project.log
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --no-build-isolation \
+        --editable . >"$log" 2>&1 || fail "pip could not install this project into $VENV" "see $log"
+    echo "$wanted" > "$VENV/.complete-project"
 }
 
 stamp() { # two lines: the stack, and what identifies the files it was made from
@@ -194,7 +196,7 @@ else
     mv "$VENV/.complete.part" "$VENV/.complete"
     echo "$VENV is complete: stack $stack"
 fi
-make_importable
+install_project
 if [ "${INSTALL_KERNELS:-0}" = 1 ] && [ ! -e "$VENV/.complete-kernels" ]; then
     echo "adding mamba-ssm's and causal-conv1d's kernels"
     log=$VENV/install-kernels.log

@@ -105,9 +105,7 @@ ENV TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager \
 WORKDIR /opt/mamba-train
 COPY . .
 # `import mamba_fsdp` and the command mamba-fsdp work from any folder.
-RUN echo /opt/mamba-train > "$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mamba-fsdp.pth" \
-    && printf '#!/bin/sh\nexec /usr/local/bin/python3 -I -m mamba_fsdp "$@"\n' > /usr/local/bin/mamba-fsdp \
-    && chmod 755 /usr/local/bin/mamba-fsdp
+RUN /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation --editable .
 # The image tries what a user does, from text to a model that writes, on this machine's CPU; the first command that fails
 # ends the build. On two cores, since a larger machine takes this text as one piece: each of the two processes that
 # tokenize must encode two pieces at a time, as with a user's text. What the launcher and many ranks import besides is

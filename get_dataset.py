@@ -1,68 +1,13 @@
 #!/usr/bin/env python3
-"""Text in, token stores out: what training.py reads.
-
-    python get_dataset.py [INPUT [OUT]] [--OPTION=VALUE ...]
-
-INPUT  a file, folder or glob of .txt, .md, .jsonl, .ndjson, .json, .csv (each
-       also .gz or .zst), .parquet or .arrow files, a save_to_disk folder, or a
-       name for datasets.load_dataset. Default: builtin, the source of Python's
-       own library. Hidden files (.name) are left out.
-OUT    a folder for the stores OUT/train and OUT/validation. Default: data/ and
-       the input's name.
-
-After a kill or Ctrl-C, the same command resumes. Whole
-numbers may end in k, M, B or T (10k).
-"""
-
-import os
-import sys
-from pathlib import Path
+"""Text in, token stores out: what training.py reads. `python get_dataset.py [INPUT [OUT]]
+[--OPTION=VALUE ...]`; `--help` explains them."""
 
 from mamba_fsdp import interpreter
 
 interpreter.need("fire", "numpy", "tokenizers", "datasets")
 
 from mamba_fsdp import command_line
-from mamba_fsdp.errors import UserError
-from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.settings.help import Page
-
-USUAL = "tokenizer validation_fraction splits documents text_column config overwrite".split()
-
-
-def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
-    # Imported late: --help and mistakes in the options are answered at once. Asks for names on the Hub, too.
-    from mamba_fsdp.data.corpus import is_local
-
-    options.check()
-    out = out or str(default_folder(input))
-    tokenizer = options.tokenizer
-    if tokenizer != "none" and not tokenizer.startswith("train:"):
-        is_local(tokenizer)
-    if is_local(input) and input != "builtin":
-        print(f"making {out} from {input}", flush=True)
-        interpreter.show_wait()
-    # This imports libraries for seconds: mistakes are told before.
-    from mamba_fsdp.data.tokenize import make_dataset
-
-    try:
-        make_dataset(input, out, options)
-    except KeyboardInterrupt:  # what its threads still compute is of no use
-        sys.stdout.flush()
-        os._exit(130)
-
-
-def default_folder(input: str) -> Path:
-    """data/NAME for an input of that name."""
-    name = Path(os.path.abspath(input)).name.split(".")[0]
-    if not name or set("*?[") & set(name):
-        raise UserError(f"{input}: give OUT too, the folder for the stores")
-    return Path("data") / name
-
-
-def page() -> Page:
-    return Page(__doc__, {"": DatasetConfig}, USUAL)
-
+from mamba_fsdp.verbs import tokenize
 
 if __name__ == "__main__":
-    command_line.run(main, page)
+    command_line.run(tokenize.main, tokenize.page)

@@ -1,5 +1,4 @@
-"""The verbs beside training.py and get_dataset.py: `python -m mamba_fsdp VERB ...`. --help after a
-verb explains it."""
+"""The command mamba-fsdp: `python -m mamba_fsdp VERB ...` is the same. --help after a verb explains it."""
 
 import importlib
 import inspect
@@ -18,6 +17,8 @@ from mamba_fsdp.settings.help import Page, asked_for, meanings_in
 from mamba_fsdp.settings.train_config import SECTIONS
 
 VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; import's is import_
+    "tokenize": "text in, token stores out: what training reads",
+    "train": "train a model, or resume its training, on one device",
     "generate": "continue a text with a trained model",
     "evaluate": "loss, perplexity and bits per byte over a token store",
     "inspect": "say what a run, a checkpoint, data or a weights file holds",
@@ -32,8 +33,6 @@ VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; i
 
 
 ELSEWHERE = {  # what others call these, and what training is started with
-    "train": "1.train.sbatch",
-    "tokenize": "get_dataset.py",
     "sample": "generate",
     "eval": "evaluate",
     "convert": "import",
@@ -47,7 +46,7 @@ mamba-fsdp VERB ...      or: python -m mamba_fsdp VERB ...
   {verbs}
 
 VERB --help lists a verb's options, VERB --help=WORD those about a word.
-Training: ./1.train.sbatch --help. Its data: get_dataset.py --help.
+Training on all devices of a machine or a cluster: ./1.train.sbatch --help.
 Completion for bash: source mamba_fsdp/launch/completion.bash
 """
 
@@ -80,6 +79,8 @@ def overview() -> Page:
 
 def page_of(module: ModuleType) -> Page:
     """The help page of a verb. Where it takes the settings of training too, --help=all has them."""
+    if hasattr(module, "page"):
+        return module.page()
     options = command_line.options_of(module.main)
     page = Page(str(module.__doc__), {"": options} if options else {})
     if options and "given" in inspect.signature(module.main).parameters:

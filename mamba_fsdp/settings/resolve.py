@@ -26,7 +26,8 @@ from mamba_fsdp.settings.train_config import (
 )
 from mamba_fsdp.storage import exists
 
-READY_RUNS = Path(__file__).parents[2] / "config"
+# A link to config/; an installed package holds its files.
+READY_RUNS = Path(__file__).with_name("ready_runs").resolve()
 MOST_MISTAKES = 20  # that are told: a file may be none of settings at all
 VERSION = "1"  # of a run's config.yaml
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Collection
@@ -10,12 +11,23 @@ from typing import Any
 
 from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.launch.machine import LAUNCHER
+from mamba_fsdp.launch.machine import LAUNCHER, end_with_launcher
 from mamba_fsdp.launch.plan import check_places
 from mamba_fsdp.run_layout import STOP, check_is_run_folder
 from mamba_fsdp.settings.fields import shown
 from mamba_fsdp.settings.resolve import check_experiment, resolve_settings
+from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 from mamba_fsdp.settings.train_config import TrainConfig
+
+
+def main(*stray, config=None, **given):
+    end_with_launcher(signal.SIGKILL)
+    settings, explicit = resolve_settings(given, config, stray)
+    try:
+        prepare(settings)
+    except KeyboardInterrupt:  # what the threads that make data/builtin still compute is of no use
+        os._exit(130)
+    return run(settings, explicit)
 
 
 def train(config: str | None = None, **settings: Any) -> Path:

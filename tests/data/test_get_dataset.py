@@ -23,13 +23,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import get_dataset
 from mamba_fsdp import lease
 from mamba_fsdp.data import corpus, merging, reading, tokenize
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import for_validation
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.verbs import tokenize as get_dataset
 from tests.support.corpora import ROOT, command, content, make_texts, read_back, stored_documents
 from tests.support.processes import wait_until
 
@@ -425,7 +425,7 @@ STANDS = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv.pop(1))
-import get_dataset
+from mamba_fsdp.verbs import tokenize as get_dataset
 from mamba_fsdp import command_line
 from mamba_fsdp.data import tokenize
 save = tokenize._Part._save
@@ -445,7 +445,7 @@ DEAF = """
 import hashlib, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv.pop(1))
-import get_dataset
+from mamba_fsdp.verbs import tokenize as get_dataset
 from mamba_fsdp import command_line
 from mamba_fsdp.data import tokenizer
 def train(*_):

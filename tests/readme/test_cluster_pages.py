@@ -13,9 +13,9 @@ import sys
 
 import pytest
 
-import training
 from mamba_fsdp import __main__, command_line
 from mamba_fsdp.settings.settings_page import settings_page
+from mamba_fsdp.verbs import train as training
 from tests.readme.pages import STACK, blocks_to_run, for_this_stack, text_of
 from tests.support.projects import make_project, make_venv
 from tests.support.pyxis import SQUASHFS, make_cluster

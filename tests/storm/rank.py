@@ -33,7 +33,7 @@ def import_all():
     import mamba_fsdp.interop.convert
     import mamba_fsdp.trainer.run
     import mamba_fsdp.verbs.loading  # noqa: F401
-    import training  # noqa: F401
+    import mamba_fsdp.verbs.train  # noqa: F401
 
 
 def make_data(folder):
@@ -96,8 +96,8 @@ def be_rank(task, number, port):
 
 
 def run(task):
-    import training
     from mamba_fsdp import command_line
+    from mamba_fsdp.verbs import train as training
 
     import_all()
     number, scratch, kill = int(os.environ["RANK"]), Path(task["scratch"]), task["kill"]

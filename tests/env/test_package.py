@@ -1,0 +1,71 @@
+"""The project as an installed package: it works without the checkout, from any folder, in an environment of its own."""
+
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import run_program
+from tests.support.projects import PROJECT
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch22]
+
+TINY = "--d_model=16 --d_state=8 --n_layer=1 --seq_length=32 --batch_size=1 --report_interval=1"
+TEXT = "--tokenizer=train:300 --validation_fraction=0.2"
+COMMANDS = [
+    f"tokenize texts data/texts {TEXT}",
+    f"train --dataset_path=data/texts --save_ckpt_path=runs/a --num_steps=3 {TINY}",
+    "generate runs/a --prompt=Once --length=5",
+    "evaluate runs/a data/texts/validation --seq_length=32",
+    "train --config=demo --dataset_path=data/texts --dry_run",
+]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """An environment that holds the package, and beside it only what the tests' own environment has."""
+    folder = tmp_path_factory.mktemp("installed")
+    listed = run_program("git", "ls-files", "-z", cwd=PROJECT).stdout
+    names = [name for name in listed.split("\0") if (PROJECT / name).is_file()]
+    for name in filter(None, names):
+        copy = folder / "source" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((PROJECT / name).read_bytes())
+    ready_runs = folder / "source/mamba_fsdp/settings/ready_runs"
+    ready_runs.symlink_to("../../config")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv/bin/python"
+    where = {"base": str(folder / "venv"), "platbase": str(folder / "venv")}
+    packages = Path(sysconfig.get_path("purelib", vars=where))
+    (packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, folder / "source"], check=True)
+    return folder / "venv"
+
+
+def test_it_trains_generates_and_evaluates_from_another_folder(installed, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name in range(20):
+        text = f"Once there were {name} words, and they were told again. " * 20
+        (tmp_path / "texts" / f"{name}.txt").write_text(text)
+    for command in COMMANDS:
+        words = shlex.split(command)
+        done = run_program(installed / "bin/mamba-fsdp", *words, cwd=tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    code = "import mamba_fsdp; print(mamba_fsdp.__file__); mamba_fsdp.load('runs/a')"
+    done = run_program(installed / "bin/python", "-c", code, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith(str(installed)), done
+
+
+def test_what_it_depends_on_is_what_the_stacks_install(project):
+    """By name; the versions stand in requirements/ alone."""
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    package = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    for stack in ("cpu", "torch2.2"):
+        listed = (project / f"requirements/{stack}.txt").read_text().lower()
+        pinned = set(re.findall(r"^([a-z0-9_-]+)==", listed, re.MULTILINE))
+        assert set(package["dependencies"]) <= pinned
