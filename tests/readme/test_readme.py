@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.readme.pages import IN_A_CLONE, STACK, commands_to_run, for_this_stack
+from tests.readme.pages import IN_A_CLONE, commands_to_run, for_this_stack
 from tests.support.processes import run_program
 from tests.support.projects import make_venv
 
 # The thousand steps of the demo take minutes; so many show that it learns.
-DEMO_STEPS = 100 if STACK == "cpu" else 50
+DEMO_STEPS = 50
 
 
 def shorten_the_demo(clone):
@@ -35,8 +35,8 @@ def clone(tmp_path_factory):
         ["git", "clone", "--quiet", str(Path(__file__).parents[2]), str(folder)], check=True
     )
     shorten_the_demo(folder)
-    if STACK != "cpu":  # one newcomer's download is enough: this environment is that of the tests
-        make_venv(folder)
+    # 0.create_env.sh has made the environment that the tests run in; one download is enough.
+    make_venv(folder)
     texts = folder / "mytexts"
     texts.mkdir()
     for name in range(150):
