@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.interop import state_spaces, transformers_layouts
+from mamba_fsdp.interop import architectures, state_spaces
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
@@ -94,16 +94,16 @@ def transformers_step(config: ModelConfig, weights: Weights, device: torch.devic
     need_kernels(device)
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    layout = transformers_layouts.layout_for(config)
-    fields = layout.write_config(config)
+    architecture = architectures.architecture_for(config)
+    fields = architecture.write_config(config)
     with torch.device(device):
         settings = AutoConfig.for_model(**fields, use_cache=False)
         model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
-    theirs = {}
-    for name, parts in layout.parts(config).items():
-        rows = weights[name].split([shape[0] for _, shape in parts])
-        theirs.update(zip([their_name for their_name, _ in parts], rows))
-    return peer_step(model, theirs, device)
+    peer_weights = {}
+    for name, stored in architecture.stored_tensors(config).items():
+        rows = weights[name].split([tensor.shape[0] for tensor in stored])
+        peer_weights.update(zip([tensor.name for tensor in stored], rows))
+    return peer_step(model, peer_weights, device)
 
 
 MODELS = {

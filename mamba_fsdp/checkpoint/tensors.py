@@ -1,8 +1,7 @@
 """Tensors by name, wherever they are stored, and those of a checkpoint."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
@@ -12,28 +11,36 @@ from mamba_fsdp.checkpoint.folder import Reader, is_model, stored_name
 from mamba_fsdp.parallel.world import World
 
 
-@dataclass
-class Tensors:
-    """Tensors by name, read when asked for. slice(name, start, stop): elements [start, stop) of a flattened tensor."""
+class Tensors(ABC):
+    """The tensors of one source by name, read when they are asked for.
+
+    Each format is a subclass with two methods: `__init__` opens a source and sets the attributes, `slice` reads.
+    """
 
     source: Path  # the file or folder, for messages
     shapes: dict[str, tuple[int, ...]]
-    slice: Callable[[str, int, int], torch.Tensor]  # 1-D on the CPU
+
+    @abstractmethod
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Returns elements [start, stop) of a flattened tensor, 1-D on the CPU, in the type they are stored in."""
 
     def get(self, name: str) -> torch.Tensor:
-        """One whole tensor on the CPU."""
-        return self.slice(name, 0, math.prod(self.shapes[name])).view(self.shapes[name])
+        """Returns one whole tensor on the CPU."""
+        shape = self.shapes[name]
+        return self.slice(name, 0, math.prod(shape)).view(shape)
 
 
-def open_checkpoint(path: Path, world: World) -> Tensors:
-    """The model's Tensors in a checkpoint. Called by all ranks. Raises UserError, of any rank on all."""
-    reader = Reader(path, world.on_rank0(read_state, path))
-    shapes = {}
-    for stored, entry in reader.contents.tensors.items():
-        if is_model(stored):
-            shapes[stored.removeprefix("model/")] = tuple(entry["shape"])
+class CheckpointTensors(Tensors):
+    """The model's tensors in a checkpoint."""
 
-    def read(name, start, stop):
-        return reader.read(stored_name(name), start, stop)
+    def __init__(self, path: Path, world: World):
+        """Called by all ranks. Raises UserError, of any rank on all."""
+        self.source = path
+        self.reader = Reader(path, world.on_rank0(read_state, path))
+        self.shapes = {}
+        for stored, entry in self.reader.contents.tensors.items():
+            if is_model(stored):
+                self.shapes[stored.removeprefix("model/")] = tuple(entry["shape"])
 
-    return Tensors(path, shapes, read)
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.reader.read(stored_name(name), start, stop)

@@ -2,27 +2,26 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from mamba_fsdp.checkpoint.retention import new_folder
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
+from mamba_fsdp.interop.architectures import architecture_for
 from mamba_fsdp.interop.pth_files import write_pth
 from mamba_fsdp.interop.safetensors_files import SINGLE, write_safetensors
-from mamba_fsdp.interop.transformers_layouts import layout_for
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, Weights, read_weights
-from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
+from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD
 from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION_CONFIG = "generation_config.json"
-Get = Callable[[str], torch.Tensor]  # a parameter by our name, in the type to be written
 
 
 def write_model(
@@ -48,16 +47,8 @@ def write_model(
     weights = read_weights(source, model_name=model_name)
     if tokenizer:
         weights.use_tokenizer(Path(tokenizer))
-    spec = parameters(weights.config)
-
-    def get(name):
-        tensor = weights.get(name)
-        if dtype and not spec[name].fp32:
-            tensor = tensor.to(DTYPES[dtype])
-        return tensor
-
     with new_folder(out) as unfinished:
-        fields = WRITERS[format](unfinished, weights, get)
+        fields = WRITERS[format](unfinished, weights, dtype)
         _write_object(unfinished / MODEL_CONFIG, fields)
         if weights.tokenizer_path:
             folder = unfinished / TOKENIZER if format == "pth" else unfinished
@@ -71,12 +62,12 @@ def publish(source: str | Path, out: Path) -> None:
         write_model(source, out, "pth")
 
 
-# Each writes all but config.json, whose fields it returns, and the tokenizer.
+# Each writes the tensors and returns the fields of config.json.
 
 
-def _write_hf(folder: Path, weights: Weights, get: Get) -> dict[str, Any]:
-    layout = layout_for(weights.config)
-    fields = layout.write_config(weights.config)
+def _write_hf(folder: Path, weights: Weights, dtype: str) -> dict[str, Any]:
+    architecture = architecture_for(weights.config)
+    fields = architecture.write_config(weights.config)
     tokenizer = None
     if weights.tokenizer_path:
         tokenizer = load_for_transformers(weights.tokenizer_path)
@@ -84,57 +75,67 @@ def _write_hf(folder: Path, weights: Weights, get: Get) -> dict[str, Any]:
     ids = {kind: getattr(tokenizer, kind, None) for kind in TOKEN_IDS}
     fields |= ids
     if ids["eos_token_id"] is not None:
-        known = {kind: number for kind, number in ids.items() if number is not None}
-        generation = {"pad_token_id": ids["eos_token_id"], **known}
+        set_ids = {kind: number for kind, number in ids.items() if number is not None}
+        generation = {"pad_token_id": ids["eos_token_id"], **set_ids}
         _write_object(folder / GENERATION_CONFIG, generation)
-    fields["torch_dtype"] = str(get(EMBEDDING).dtype).removeprefix("torch.")
+    embedding = _read_as(dtype, weights, EMBEDDING)
+    fields["torch_dtype"] = str(embedding.dtype).removeprefix("torch.")
     if weights.seq_length and weights.config.has("attention"):
         fields.setdefault("max_position_embeddings", weights.seq_length)
 
-    parts_of = layout.parts(weights.config)
+    stored_tensors = architecture.stored_tensors(weights.config)
 
-    def tensors():
-        for name, parts in parts_of.items():
-            whole = get(name)
-            if name.endswith(tuple(layout.swapped)):
+    def tensors() -> Iterator[Tensor]:
+        for our_name, stored in stored_tensors.items():
+            whole = _read_as(dtype, weights, our_name)
+            if our_name.endswith(tuple(architecture.swapped)):
                 whole = whole.roll(len(whole) // 2, 0)
-            yield from whole.split([shape[0] for _, shape in parts])
+            yield from whole.split([tensor.shape[0] for tensor in stored])
 
-    their_names = [their_name for parts in parts_of.values() for their_name, _ in parts]
-    write_safetensors(folder / SINGLE, their_names, tensors())
+    names = [tensor.name for stored in stored_tensors.values() for tensor in stored]
+    write_safetensors(folder / SINGLE, names, tensors())
     return fields
 
 
-def _write_state_spaces(folder, weights, get):
+def _write_state_spaces(folder: Path, weights: Weights, dtype: str) -> dict[str, Any]:
     fields = state_spaces.write_config(weights.config)
-    _write_state_dict(folder / PICKLED, weights, get)
+    _write_state_dict(folder / PICKLED, weights, dtype)
     return fields
 
 
-def _write_ours(folder, weights, get):
+def _write_ours(folder: Path, weights: Weights, dtype: str) -> dict[str, Any]:
     fields = dict(vars(weights.config))
     if weights.seq_length:
         fields["seq_length"] = weights.seq_length
-    _write_state_dict(folder / CONSOLIDATED, weights, get)
+    _write_state_dict(folder / CONSOLIDATED, weights, dtype)
     return fields
 
 
 WRITERS = {"hf": _write_hf, "state-spaces": _write_state_spaces, "pth": _write_ours}
 
 
-def _write_state_dict(path: Path, weights: Weights, get: Get) -> None:
+def _write_state_dict(path: Path, weights: Weights, dtype: str) -> None:
     """Writes a plain dict of tensors, a tied output layer under both names."""
     tied = {}
     if weights.config.tie_embeddings:
         tied[LM_HEAD] = EMBEDDING
-    write_pth(path, ((name, get(name)) for name in weights.shapes), tied)
+    names = list(weights.shapes)
+    write_pth(path, names, (_read_as(dtype, weights, name) for name in names), tied)
 
 
-def _write_object(path, fields):
+def _read_as(dtype: str, weights: Weights, name: str) -> Tensor:
+    """Returns a parameter in the type to be written."""
+    tensor = weights.get(name)
+    if dtype and not weights.parameters[name].fp32:
+        return tensor.to(DTYPES[dtype])
+    return tensor
+
+
+def _write_object(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def _copy_tokenizer(source, folder):
+def _copy_tokenizer(source: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():

@@ -1,5 +1,5 @@
-"""A config.json of another library, read field by field: none is overlooked, what our model can't hold is refused by
-name. layouts.yaml has the tables of all layouts, and describes them.
+"""A config.json of another library, read field by field: no field is overlooked, and what our model can't hold is refused
+by name. translations.yaml has the tables, and describes them.
 """
 
 import dataclasses
@@ -14,9 +14,11 @@ from mamba_fsdp.settings.model_config import Layer, ModelConfig, checked_model
 from mamba_fsdp.settings.presets import PRESETS
 from mamba_fsdp.storage import read_object
 
-Table = dict[str, Any]  # see layouts.yaml
+Table = dict[str, Any]  # see translations.yaml
 
-TABLES: Table = yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
+TABLES: Table = yaml.safe_load(
+    Path(__file__).with_name("translations.yaml").read_text(encoding="utf-8")
+)
 TYPES: dict[str, Any] = {leaf.name: leaf.type for leaf in dataclasses.fields(ModelConfig)}
 REQUIRED: Any = object()
 AUTO = (
@@ -27,11 +29,19 @@ AUTO = (
 INFINITY = float("inf")
 TRANSFORMERS_5_INFINITY = {"__float__": "Infinity"}
 UNLIMITED = (None, [0.0, INFINITY], [0.0, "inf"], [0.0, TRANSFORMERS_5_INFINITY])
-SAYS_NO: tuple = (None, False, 0, "", [], {})  # a field that is unknown and says no changes nothing
+SAYS_NO: tuple[Any, ...] = (
+    None,
+    False,
+    0,
+    "",
+    [],
+    {},
+)  # an unknown field with one of these changes nothing
 
 
 class Fields:
-    """The fields of one config.json (or of an object inside it). `finish` sees to it that each was dealt with."""
+    """The fields of one config.json, or of an object inside it. Who reads them takes them out, and calls `finish` at the
+    end, which refuses what is left."""
 
     def __init__(self, path: Path, content: Any, prefix: str = ""):
         if not isinstance(content, dict):
@@ -66,20 +76,20 @@ class Fields:
     def pop_settings(self, table: Table) -> dict[str, Any]:
         """Removes the fields of the table and returns {our setting: value}."""
         values = {}
-        for theirs, (ours, *default) in table.items():
+        for name, (setting, *default) in table.items():
             usual = default[0] if default else REQUIRED
-            values[ours] = self.pop(theirs, usual, TYPES.get(ours, int))
+            values[setting] = self.pop(name, usual, TYPES.get(setting, int))
         return values
 
     def expect(self, table: Table) -> None:
-        """Removes the fields of the table and refuses values (its library's default where absent) that our model does
-        not have."""
+        """Removes the fields of the table and refuses values that our model does not have; an absent field has its
+        library's default."""
         for name, (wanted, default, *reason) in table.items():
-            given = self.content.pop(name, None)
-            value = default if given is None else given
-            if value != wanted:
+            value = self.content.pop(name, None)
+            meant = default if value is None else value
+            if meant != wanted:
                 meaning = reason[0] if reason else "which this model does not have"
-                self.refuse(name, f"is {given!r}, {meaning}; only {wanted!r} can be brought over")
+                self.refuse(name, f"is {value!r}, {meaning}; only {wanted!r} can be brought over")
 
     def expect_no_limit(self, name: str) -> None:
         """Removes a field that limits dt, and refuses any limit."""
@@ -88,10 +98,11 @@ class Fields:
             self.refuse(name, f"is {value}; only [0, inf], no limit, can be brought over")
 
     def inner(self, name: str) -> "Fields":
-        """Removes an object inside and returns it as Fields of its own; empty where absent."""
+        """Removes an object inside and returns its Fields, none where it is absent."""
         return Fields(self.path, self.content.pop(name, None) or {}, f"{self.prefix}{name}.")
 
     def ignore(self, *names: str) -> None:
+        """Removes fields that say nothing about what the model computes."""
         for name in names:
             self.content.pop(name, None)
 
@@ -99,7 +110,7 @@ class Fields:
         raise UserError(f"{self.path}: {self.prefix}{name} {problem}")
 
     def finish(self) -> None:
-        """Refuses what is left."""
+        """Refuses the fields that are left."""
         for name, value in self.content.items():
             if value not in SAYS_NO:
                 self.refuse(
@@ -110,28 +121,29 @@ class Fields:
 
 
 def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> dict[str, Any]:
-    """Returns {their field: value} for each field of the tables; 0 for "as the others say" becomes what they say."""
+    """Returns {their field: value} for each field of the tables; a setting of 0 that stands for a computed default becomes
+    that."""
     fields = {}
-    for theirs, (ours, *_) in settings.items():
-        fields[theirs] = getattr(config, f"resolved_{ours}", getattr(config, ours))
-    for theirs, (wanted, *_) in fixed.items():
-        fields[theirs] = wanted
+    for name, (setting, *_) in settings.items():
+        fields[name] = getattr(config, f"resolved_{setting}", getattr(config, setting))
+    for name, (wanted, *_) in fixed.items():
+        fields[name] = wanted
     return fields
 
 
 def model_config(path: Path, **values: Any) -> ModelConfig:
-    """Returns the checked ModelConfig of these values, written as a preset writes it where it is one. Raises
-    UserError."""
+    """Returns the checked ModelConfig of these values; a preset's own where it is the same model. Raises UserError."""
     config = checked_model(path, values)
     for name, preset in PRESETS.items():
-        known = ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
-        if known.structure() == config.structure():
-            return known
+        candidate = ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
+        is_as_wide = candidate.d_model == config.d_model  # which decides most of them at once
+        if is_as_wide and candidate.structure() == config.structure():
+            return candidate
     return config
 
 
 def pattern(layers: list[Layer]) -> str:
-    """Returns the text of ModelConfig.layers for a list of layers: its shortest period, runs with a count."""
+    """Returns the text of ModelConfig.layers for a list of layers: its shortest period, equal neighbours with a count."""
     period = layers
     for length in range(len(layers), 0, -1):
         if all(layer == layers[index % length] for index, layer in enumerate(layers)):

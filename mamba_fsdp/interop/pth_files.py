@@ -1,26 +1,25 @@
-"""What torch.save writes: read without executing anything, and written one tensor at a time.
-
-A file is a zip archive of data/0, data/1, ... and data.pkl. In the pickle each tensor is what torch.Tensor.__reduce_ex__ makes of it, its storage a persistent id, as in
-torch.serialization._save. torch's own writer makes the archive.
-"""
+"""What torch.save writes: read without executing anything, and written with one tensor in memory at a time."""
 
 import io
 import pickle
 import tarfile
 import zipfile
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from mamba_fsdp.checkpoint.contents import BAD_CONTENT
 from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.interop.fms_files import stored_names
+from mamba_fsdp.interop.safetensors_files import write_safetensors
 
-# What a person types who trusts a file that holds programs. It runs them.
+# The command for a person who trusts a file that holds programs. It runs them.
 CONVERSION = (
     """python -c "import torch; keep = lambda v: keep(v.state_dict()) if hasattr(v, 'state_dict') else """
     "{{k: keep(w) for k, w in v.items()}} if isinstance(v, dict) else v if torch.is_tensor(v) else None; "
@@ -30,16 +29,30 @@ CONVERSION = (
 BAD_PICKLE = (pickle.UnpicklingError, AssertionError, *BAD_CONTENT)
 
 
-def open_pth(path: Path) -> Tensors:
-    """All Tensors of a file, those of nested dicts as `outer.inner`. Raises UserError; executes nothing."""
+class PthTensors(Tensors):
+    """The model's tensors in a file; those of nested dicts are named `outer.inner`."""
+
+    def __init__(self, path: Path):
+        """Raises UserError; executes nothing."""
+        self.source = path
+        stored = _load(path)
+        names = stored_names(path, stored)
+        self.tensors = {name: stored[stored_name] for name, stored_name in names.items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def slice(self, name: str, start: int, stop: int) -> Tensor:
+        return self.tensors[name].reshape(-1)[start:stop]
+
+
+def _load(path: Path) -> dict[str, Tensor]:
     try:
         is_zip = _check_holds_no_program(path)
-        # Mapped, so that only what is read is loaded; files from before torch 1.6 can't be, and what is compressed
-        # would be taken for numbers.
-        mapped = is_zip and _is_stored(path)
+        # Mapped, so that only what is read is loaded. Files from before torch 1.6 can't be mapped, and in a compressed
+        # one the compressed bytes would be taken for numbers.
+        mapped = is_zip and _is_uncompressed(path)
         content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
-        found = dict(_tensors_in(content, "", set()))
-        _check_stored(path, found)
+        tensors = dict(_tensors_in(content, "", set()))
+        _check_elements(path, tensors)
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     except (RuntimeError, EOFError, zipfile.BadZipFile):  # whose words are torch's own affairs
@@ -53,25 +66,20 @@ def open_pth(path: Path) -> Tensors:
             "reads. If you trust it, save its tensors alone: "
             f"{CONVERSION.format(path=path)}"
         ) from None
-    if not found:
+    if not tensors:
         raise UserError(f"{path} is not a dict of tensors by parameter name")
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-
-    def read(name, start, stop):
-        return found[name].reshape(-1)[start:stop]
-
-    return Tensors(path, shapes, read)
+    return tensors
 
 
-def _is_stored(path):
-    """Whether every entry of a zip archive lies in it as it is, without compression."""
+def _is_uncompressed(path: Path) -> bool:
+    """Whether no entry of a zip archive is compressed."""
     with zipfile.ZipFile(path) as archive:
         return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
 
 
-def _check_stored(path, tensors):
-    """Raises UserError for a tensor whose numbers stand for more than one element each: a few bytes could ask for any
-    amount of memory."""
+def _check_elements(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises UserError for a tensor one of whose stored numbers is several elements: a few bytes could ask for any amount
+    of memory."""
     for name, tensor in tensors.items():
         needed = tensor.numel() * tensor.element_size()
         if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() < needed:
@@ -81,20 +89,20 @@ def _check_stored(path, tensors):
             )
 
 
-def _tensors_in(content: Any, prefix: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Visits each dict once, however many hold it."""
+def _tensors_in(content: Any, prefix: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor); each dict is visited once, however many others hold it."""
     if not isinstance(content, dict) or id(content) in visited:
         return
     visited.add(id(content))
     for name, value in content.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             yield f"{prefix}{name}", value
         else:
             yield from _tensors_in(value, f"{prefix}{name}.", visited)
 
 
-def _check_holds_no_program(path):
-    """Whether a .pth file is a zip archive. Raises UserError for what is no .pth file, and for TorchScript and tar
+def _check_holds_no_program(path: Path) -> bool:
+    """Returns whether a .pth file is a zip archive. Raises UserError for what is no .pth file, and for TorchScript and tar
     archives: torch before 2.6 opens those in ways that weights_only does not restrain (CVE-2025-32434)."""
     with open(path, "rb") as file:
         begin = file.read(4)
@@ -114,61 +122,36 @@ def _check_holds_no_program(path):
     return is_zip
 
 
-# Writing
+class _BeatingFile(io.BufferedWriter):
+    """A new file whose writing counts as progress."""
 
+    def __init__(self, path: Path):
+        super().__init__(io.FileIO(path, "x"))
 
-class _Written:
-    """Stands in the pickle for a tensor whose elements are in the archive."""
-
-    def __init__(self, tensor: torch.Tensor, key: str):
-        typed_storage = tensor.new_empty(0)._typed_storage()
-        kind = getattr(torch, typed_storage._pickle_storage_type())
-        storage = ("storage", kind, key, "cpu", tensor.numel())
-        shape = tuple(tensor.shape)
-        hooks: OrderedDict = OrderedDict()
-        self.arguments = (storage, 0, shape, tensor.stride(), False, hooks)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return torch._utils._rebuild_tensor_v2, self.arguments
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        is_storage = isinstance(obj, tuple) and obj[:1] == ("storage",)
-        return obj if is_storage else None
+    def write(self, data: Any) -> int:
+        heart.beat()
+        return super().write(data)
 
 
 def write_pth(
-    path: Path, tensors: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]
+    path: Path, names: Sequence[str], tensors: Iterable[Tensor], tied: Mapping[str, str]
 ) -> None:
-    """Writes (name, CPU tensor) pairs and, for each of `tied`, {other name: name}, a second name. Raises OSError."""
+    """Writes CPU tensors under these names, and each tensor of `tied`, {second name: name}, under two. Raises OSError.
+
+    torch.save takes all tensors at once. They come from a temporary safetensors file that is mapped, so that memory holds
+    one of them and pages of that file, which the kernel can drop.
+    """
+    mapped = path.with_suffix(".tensors")
+    write_safetensors(mapped, names, tensors)
+    file = safe_open(mapped, framework="pt")
+    content = {name: file.get_tensor(name) for name in names}
+    for second_name, name in tied.items():
+        content[second_name] = content[name]
     try:
-        with open(path, "xb") as file:
-            archive = torch._C.PyTorchFileWriter(file)
-            try:
-                _write_records(archive, tensors, tied)
-            finally:
-                archive.write_end_of_file()  # else its destructor would, and end the process where it can't
+        with _BeatingFile(path) as out:
+            torch.save(content, out)
     except RuntimeError as error:  # torch covers what the disk says
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
-
-
-def _write_records(archive, tensors, tied):
-    content = {}
-    for number, (name, tensor) in enumerate(tensors):
-        tensor = tensor.contiguous()
-        content[name] = _Written(tensor, str(number))
-        elements = tensor.view(-1).view(torch.uint8).numpy()
-        write_record(archive, f"data/{number}", elements.tobytes())
-    for other, name in tied.items():
-        content[other] = content[name]
-    pickled = io.BytesIO()
-    _Pickler(pickled, protocol=2).dump(content)
-    write_record(archive, "data.pkl", pickled.getvalue())
-
-
-def write_record(archive: Any, name: str, data: bytes) -> None:
-    archive.write_record(name, data, len(data))
-    heart.beat()
+    mapped.unlink()

@@ -1,5 +1,5 @@
-"""Tensors in safetensors files as transformers lays them out: one, model.safetensors, or several and an index, which
-are read only.
+"""Tensors in safetensors files as transformers arranges them: in one, model.safetensors, or in several with an index,
+which are only read.
 """
 
 import json
@@ -14,38 +14,50 @@ from torch import Tensor
 from mamba_fsdp.checkpoint.files import DTYPE_NAMES
 from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.interop.fms_files import stored_names
 from mamba_fsdp.storage import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def open_safetensors(path: Path) -> Tensors:
-    """Returns the Tensors of a file, or of those that an index names, read when asked for. Raises UserError for a
-    missing or damaged one."""
-    expected: dict[Path, list[str]] = {path: []}  # the names that each file has to hold
-    if path.name == INDEX:
-        index = read_object(path, {"weight_map": {"": ...}}, "copy or download it again")
-        expected = {}
-        for name, file_name in index["weight_map"].items():
-            expected.setdefault(path.parent / file_name, []).append(name)
-    files: dict[str, Any] = {}  # by parameter name, the open file that it is in
-    for part, names in expected.items():
-        file = _open(part)
-        for name in file.keys():
-            files[name] = file
-        lacking = sorted(set(names) - set(file.keys()))
-        if lacking:
-            raise UserError(f"{part} lacks {lacking[0]}, which {INDEX} says is in it")
-    shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
+class SafetensorsTensors(Tensors):
+    """The model's tensors in a file, or in those that an index names."""
 
-    def read(name, start, stop):
-        return files[name].get_tensor(name).reshape(-1)[start:stop]
+    def __init__(self, path: Path):
+        """Raises UserError for a missing or damaged file."""
+        self.source = path
+        opened: dict[str, Any] = {}  # by stored name, the file that the tensor is in
+        for part, expected in _expected_names(path).items():
+            file = _open(part)
+            names = file.keys()
+            lacking = sorted(set(expected) - set(names))
+            if lacking:
+                raise UserError(f"{part} lacks {lacking[0]}, which {INDEX} says is in it")
+            opened |= dict.fromkeys(names, file)
+        self.stored_names = stored_names(path, opened)
+        self.files = {name: opened[stored] for name, stored in self.stored_names.items()}
+        self.shapes = {}
+        for name, stored in self.stored_names.items():
+            self.shapes[name] = tuple(opened[stored].get_slice(stored).get_shape())
 
-    return Tensors(path, shapes, read)
+    def slice(self, name: str, start: int, stop: int) -> Tensor:
+        return self.files[name].get_tensor(self.stored_names[name]).reshape(-1)[start:stop]
 
 
-def _open(path):
+def _expected_names(path: Path) -> dict[Path, list[str]]:
+    """Returns the names of the tensors that each file must hold: one file without an index may hold any."""
+    if path.name != INDEX:
+        return {path: []}
+    index = read_object(path, {"weight_map": {"": ...}}, "copy or download it again")
+    expected: dict[Path, list[str]] = {}
+    for name, file_name in index["weight_map"].items():
+        expected.setdefault(path.parent / file_name, []).append(name)
+    return expected
+
+
+def _open(path: Path) -> Any:
     try:
         open(path, "rb").close()  # safe_open says "no such file" whatever is wrong
         return safe_open(path, framework="pt")
@@ -61,10 +73,10 @@ def _open(path):
 
 
 def write_safetensors(path: Path, names: Sequence[str], tensors: Iterable[Tensor]) -> None:
-    """Writes tensors under these names into one file, one tensor in memory at a time. Raises OSError.
+    """Writes CPU tensors under these names into one file, one tensor in memory at a time. Raises OSError.
 
-    The format is 8 bytes of header length, a JSON header, then the data. What the header says of a tensor is known once
-    the tensor is read, so that room is left for it, which spaces fill up.
+    The format is 8 bytes of header length, a JSON header, then the data. A tensor's entry in the header is known once
+    the tensor is read: room is left for the header, and spaces fill what it does not need.
     """
     room = 256 + sum(len(name) + 256 for name in names)
     room -= room % 8  # the data begins at a multiple of 8
@@ -81,5 +93,6 @@ def write_safetensors(path: Path, names: Sequence[str], tensors: Iterable[Tensor
                 "data_offsets": [position, end],
             }
             position = end
+            heart.beat()
         file.seek(0)
         file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))

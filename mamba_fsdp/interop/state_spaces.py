@@ -1,7 +1,6 @@
-"""The layout of the state-spaces release (github.com/state-spaces/mamba): pytorch_model.bin and its MambaConfig.
+"""The form of the state-spaces release (github.com/state-spaces/mamba): pytorch_model.bin and its MambaConfig.
 
-Tensor names are ours. What is not in its config.json (biases, the layers' defaults) is what its classes take when
-nothing is said.
+Tensor names are ours. What is not in its config.json has the default of its classes.
 """
 
 from pathlib import Path
@@ -11,18 +10,18 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.fields import TABLES, Fields, model_config, pattern, write_fields
 from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
-NORM_EPS = 1e-5  # fixed there
+NORM_EPS = 1e-5  # as its classes fix it
 MLP_MULTIPLE = 128  # its GatedMLP rounds the width up to a multiple of this
 
-LAYOUT = TABLES["state_spaces"]
+TABLE = TABLES["state_spaces"]
 
 
 def read_config(fields: Fields) -> ModelConfig:
-    """Returns what a config.json says. Raises UserError that names what can't be represented."""
-    values = fields.pop_settings(LAYOUT["model"])
+    """Returns the model that a config.json describes. Raises UserError that names what can't be represented."""
+    values = fields.pop_settings(TABLE["model"])
     values["norm_eps"] = NORM_EPS
     values["d_intermediate"] = -(-values["d_intermediate"] // MLP_MULTIPLE) * MLP_MULTIPLE
-    fields.expect(LAYOUT["model_fixed"])
+    fields.expect(TABLE["model_fixed"])
     fields.ignore("residual_in_fp32", "fused_add_norm")  # how it computes, not what
     attention_layers = fields.pop("attn_layer_idx", [], kind=list)
     indices = range(values["n_layer"])
@@ -34,7 +33,7 @@ def read_config(fields: Fields) -> ModelConfig:
     fields.finish()
 
     ssm_mixer = ssm.pop("layer", "Mamba1", kind=str).lower()
-    if ssm_mixer not in LAYOUT["ssm"]:
+    if ssm_mixer not in TABLE["ssm"]:
         ssm.refuse("layer", f"is {ssm_mixer!r}; this program knows Mamba1, Mamba2 and Mamba3")
     mixers = ["attention" if index in attention_layers else ssm_mixer for index in indices]
     has_mlp = values["d_intermediate"] > 0
@@ -46,48 +45,48 @@ def read_config(fields: Fields) -> ModelConfig:
     return model_config(fields.path, **values)
 
 
-def _ssm_values(ssm, mixer, d_model):
-    values = ssm.pop_settings(LAYOUT["ssm"][mixer])
-    ssm.expect(LAYOUT["ssm_fixed"][mixer])
+def _ssm_values(ssm: Fields, mixer: str, d_model: int) -> dict[str, Any]:
+    values = ssm.pop_settings(TABLE["ssm"][mixer])
+    ssm.expect(TABLE["ssm_fixed"][mixer])
     if mixer == "mamba2":
         d_inner = values["expand"] * d_model
         ssm.expect({"d_ssm": (d_inner, d_inner, "an MLP beside the SSM")})
         ssm.expect_no_limit("dt_limit")
-    ssm.ignore(*LAYOUT["ssm_ignored"])
+    ssm.ignore(*TABLE["ssm_ignored"])
     ssm.finish()
     return values
 
 
-def _attention_values(attention, d_model):
-    values = attention.pop_settings(LAYOUT["attention"])
+def _attention_values(attention: Fields, d_model: int) -> dict[str, Any]:
+    values = attention.pop_settings(TABLE["attention"])
     values["n_kv_head"] = values["n_kv_head"] or values["n_head"]
     values["head_dim"] = values["head_dim"] or d_model // values["n_head"]
-    attention.expect(LAYOUT["attention_fixed"] | LAYOUT["attention_absent"])
+    attention.expect(TABLE["attention_fixed"] | TABLE["attention_absent"])
     attention.ignore("layer_idx")
     attention.finish()
     return values
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Returns the fields of a config.json, all of them. Raises UserError for what the reference can't build."""
+    """Returns all fields of a config.json. Raises UserError for what the reference can't build."""
     layers = config.layer_list()
     ssm = {}
-    for mixer in LAYOUT["ssm"].keys() & {layer.mixer for layer in layers}:
-        ssm = {"layer": mixer.capitalize(), **write_fields(config, LAYOUT["ssm"][mixer], {})}
+    for mixer in TABLE["ssm"].keys() & {layer.mixer for layer in layers}:
+        ssm = {"layer": mixer.capitalize(), **write_fields(config, TABLE["ssm"][mixer], {})}
     attention = {}
     if config.has("attention"):
-        attention = write_fields(config, LAYOUT["attention"], LAYOUT["attention_fixed"])
+        attention = write_fields(config, TABLE["attention"], TABLE["attention_fixed"])
     fields = {
-        **write_fields(config, LAYOUT["model"], LAYOUT["model_fixed"]),
+        **write_fields(config, TABLE["model"], TABLE["model_fixed"]),
         "ssm_cfg": ssm,
         "attn_cfg": attention,
         "attn_layer_idx": [i for i, layer in enumerate(layers) if layer.mixer == "attention"],
         "residual_in_fp32": True,
         "fused_add_norm": True,
     }
-    there = read_config(Fields(Path(), fields)).structure()
+    structure_as_read = read_config(Fields(Path(), fields)).structure()
     for name, value in config.structure().items():
-        if there.get(name) != value:
+        if structure_as_read.get(name) != value:
             raise UserError(
                 f"a state-spaces model can't have {name}={getattr(config, name)}; its own program could not load it"
             )

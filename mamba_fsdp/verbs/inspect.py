@@ -1,9 +1,8 @@
 """python -m mamba_fsdp inspect PATH [--verify]
 
-Say what PATH holds: a run folder, a checkpoint, a model (consolidated.00.pth,
-transformers, state-spaces, other trainers' files; of one without config.json,
-its tensors), a token store, or text or tokens that get_dataset.py makes one
-of.
+Describe PATH: a run folder, a checkpoint, a model (consolidated.00.pth,
+transformers, state-spaces, other trainers' files; the tensors of one without
+config.json), a token store, or text or tokens for get_dataset.py.
 """
 
 import json
@@ -35,7 +34,7 @@ from mamba_fsdp.verbs import checkpoints
 WEIGHTS = {".safetensors", ".pth", ".pt", ".bin", ".distcp"}
 SAMPLES = 3
 SAMPLE_TOKENS = 64
-SAMPLE_WIDTH = 160  # characters shown of one
+SAMPLE_WIDTH = 160  # characters shown of a sample
 
 
 @dataclass
@@ -79,10 +78,10 @@ def show_run(path: Path, verify: bool) -> int:
         values = [entry for entry in entries if isinstance(entry.get(metric), float)]
         if values:
             last = values[-1]
-            told = f"loss {last[metric]:.4f} at step {last['step']}"
+            text = f"loss {last[metric]:.4f} at step {last['step']}"
             if metric == "val_loss" and last.get("val_share"):
-                told += f" ({read_share(last['val_share'])})"
-            say(name, told)
+                text += f" ({read_share(last['val_share'])})"
+            say(name, text)
     if verify or committed(path / CHECKPOINTS):
         return checkpoints.main(str(path), checkpoints.Options(verify))
     return 0
@@ -105,7 +104,7 @@ def show_checkpoint(path: Path, verify: bool) -> int:
 
 
 def is_input(place: Path) -> bool:
-    """Whether PATH is text or tokens for get_dataset.py, and no weights lie there."""
+    """Whether `place` holds text or tokens for get_dataset.py, and no weights."""
     paths = [place, *place.rglob("*")]
     return any(map(kind_of, paths)) and not any(path.suffix in WEIGHTS for path in paths)
 
@@ -131,7 +130,7 @@ def show_model(path: Path) -> None:
 
 
 def show_tensors(path: Path) -> None:
-    """Prints what a file without config.json beside it holds."""
+    """Prints the tensors of a file without config.json beside it."""
     from mamba_fsdp.interop.weights import open_file
     from mamba_fsdp.parallel.world import World
 
@@ -154,7 +153,7 @@ def describe_model(model: ModelConfig) -> str:
 
 
 def show_data(path: Path, verify: bool) -> None:
-    """Prints what the token store at `path` holds. Raises UserError where something is wrong with it."""
+    """Prints the contents of the token store at `path`. Raises UserError where something is wrong with it."""
     store = TokenStore(path)
     say("token store", path)
     if verify:
@@ -165,8 +164,8 @@ def show_data(path: Path, verify: bool) -> None:
     _show_samples(store)
 
 
-def _show_samples(store):
-    """Prints the tokenizer and some text of the store, where it holds one."""
+def _show_samples(store: TokenStore) -> None:
+    """Prints the store's tokenizer, and some of its text, where it holds a tokenizer."""
     try:
         folder = store.tokenizer_path
     except UserError:

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.tensors import open_checkpoint
+from mamba_fsdp.checkpoint.tensors import CheckpointTensors
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.pth_files import open_pth
+from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.world import World, start_world
 from tests.support.ranks import build, value_of
@@ -46,9 +46,9 @@ def test_each_form_gives_the_model_back(saved, compressed, kind):
     """Every parameter by name, tied ones by each of their names, whole or sliced; the optimiser is not among them."""
     parallel, folder, file = saved
     if kind == "folder":
-        tensors = open_checkpoint(folder, World.alone())
+        tensors = CheckpointTensors(folder, World.alone())
     else:
-        tensors = open_pth({"file": file, "compressed": compressed}[kind])
+        tensors = PthTensors({"file": file, "compressed": compressed}[kind])
     for name, parameter in parallel.parameters().items():
         assert torch.equal(tensors.get(name), parameter)
         assert torch.equal(tensors.slice(name, 3, 9), parameter.detach().flatten()[3:9])
@@ -64,13 +64,13 @@ def test_a_bomb_of_shared_dicts_is_visited_once_and_a_repeated_number_is_no_tens
     for _ in range(45):
         content = {"a": content, "b": content}
     torch.save(content, tmp_path / "bomb.pth")
-    (name,) = open_pth(tmp_path / "bomb.pth").shapes
+    (name,) = PthTensors(tmp_path / "bomb.pth").shapes
     assert name == "a." * 45 + "weight"
     torch.save({"weight": torch.ones(1).expand(2**20, 2**20)}, tmp_path / "large.pth")
     with pytest.raises(
         UserError, match="large.pth: weight should have .* elements, .* holds fewer"
     ):
-        open_pth(tmp_path / "large.pth")
+        PthTensors(tmp_path / "large.pth")
 
 
 def test_what_is_no_dict_of_tensors_is_refused(tmp_path):
@@ -79,9 +79,9 @@ def test_what_is_no_dict_of_tensors_is_refused(tmp_path):
     for content in ([1], {"a": 1}):
         torch.save(content, bad)
         with pytest.raises(UserError, match="bad.pth is not a dict of tensors"):
-            open_pth(bad)
+            PthTensors(bad)
     with pytest.raises(UserError, match="can't read .*missing.pth"):
-        open_pth(tmp_path / "missing.pth")
+        PthTensors(tmp_path / "missing.pth")
 
 
 def test_archives_that_may_hold_programs_are_refused_unopened(tmp_path, monkeypatch):
@@ -97,4 +97,4 @@ def test_archives_that_may_hold_programs_are_refused_unopened(tmp_path, monkeypa
     monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("a program was loaded"))
     for kind in ("script", "tar"):
         with pytest.raises(UserError, match=f"{kind}.pth is a .* archive, which may hold programs"):
-            open_pth(tmp_path / f"{kind}.pth")
+            PthTensors(tmp_path / f"{kind}.pth")

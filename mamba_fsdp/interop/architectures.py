@@ -1,38 +1,67 @@
-"""The layouts of transformers: its classes of Mamba, Mamba-2, Falcon-Mamba, Llama, Bamba, Granite 4 H, Falcon-H1,
-Nemotron-H.
+"""The architectures of transformers that this program reads and writes: Mamba, FalconMamba, Mamba2, Llama, Bamba,
+Granite 4 H, Falcon-H1 and Nemotron-H.
 
-layouts.yaml says which layers each can hold, how its config.json and our ModelConfig translate, and of which of its
-tensors, one below the other, each of ours consists. What no table can say is here.
+translations.yaml says which layers each can hold, how its config.json and our ModelConfig translate, and which of its
+tensors, one below the other, make up each of ours. What no table can say is here.
 
 transformers before 5 normalises Mamba-2's output over all channels, the reference and we over each group: there a model
 with ngroups > 1 loads, but computes something else. Its Nemotron-H holds dt above time_step_min, which NVIDIA's own code
-uses for initial values alone, as we do: written as 0.
+uses for initial values alone, as we do: an export sets it to 0.
 """
 
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.fields import TABLES, Fields, model_config, pattern, write_fields
+from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
 from mamba_fsdp.model.spec import MIXER_NAMES, ORIGINAL, ROPE_SCALINGS, multipliers_of, parameters
 from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
 MIXTURE = "mixtures of experts, of which this program has neither the router nor the experts"
 INDICES = "attn_layer_indices"
 LETTERS = "hybrid_override_pattern"
-Part = tuple[str, tuple[int, ...]]  # name and shape of one of their tensors
 
 
-class Layout(SimpleNamespace):
-    """One architecture of transformers; layouts.yaml describes its attributes."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as another library names it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of transformers. translations.yaml describes the attributes."""
+
+    class_name: str
+    model_type: str
+    holds: str
+    layers: list[list[Any]]
+    settings: Table
+    fixed: Table
+    ignored: list[str]
+    top: dict[str, str]
+    layer_prefix: str
+    tensors: dict[str, list[str]]
+    ssm_name: str
+    always: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
+    multipliers: dict[str, list[str]] = field(default_factory=dict)
+    swapped: list[str] = field(default_factory=list)
+    layers_field: str = ""
+    words: dict[str, str] = field(default_factory=dict)
+    free_width: bool = False
+    rotated: float | None = None
+    rotates_if: str = ""
 
     def fits(self, config: ModelConfig) -> bool:
-        """Whether the layout can hold this model: what it would write says the same when it is read."""
+        """Whether the architecture can hold this model: the config.json that it writes is read as the same model."""
         if not all([layer.mixer, layer.mlp] in self.layers for layer in config.layer_list()):
             return False
-        written = Fields(Path(self.architecture), self.write_config(config))
+        written = Fields(Path(self.class_name), self.write_config(config))
         try:
             return self.read_config(written).structure() == config.structure()
         except UserError:
@@ -41,7 +70,7 @@ class Layout(SimpleNamespace):
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """Returns the fields of config.json that say what the model computes, all of them: defaults differ."""
         return {
-            "architectures": [self.architecture],
+            "architectures": [self.class_name],
             "model_type": self.model_type,
             **write_fields(config, self.settings, self.fixed),
             "vocab_size": config.padded_vocab_size,
@@ -52,8 +81,8 @@ class Layout(SimpleNamespace):
         }
 
     def read_config(self, fields: Fields) -> ModelConfig:
-        """Returns what a config.json says. Raises UserError that names what can't be represented."""
-        values = fields.pop_settings(self.settings) | self.ours
+        """Returns the model that a config.json describes. Raises UserError that names what can't be represented."""
+        values = fields.pop_settings(self.settings) | self.always
         fields.expect(self.fixed)
         fields.expect_no_limit("time_step_limit")
         self.read_layers(fields, values)
@@ -68,23 +97,23 @@ class Layout(SimpleNamespace):
 
     def write_layers(self, config: ModelConfig) -> dict[str, Any]:
         mixers = [layer.mixer for layer in config.layer_list()]
-        if not self.told_by:
+        if not self.layers_field:
             return {}
-        if self.told_by == INDICES:
+        if self.layers_field == INDICES:
             return {INDICES: [i for i, mixer in enumerate(mixers) if mixer == "attention"]}
-        told: Any = [self.words[mixer] for mixer in mixers]
-        if self.told_by == LETTERS:
-            told = "".join(told)
-        return {self.told_by: told}
+        words = [self.words[mixer] for mixer in mixers]
+        if self.layers_field == LETTERS:
+            return {LETTERS: "".join(words)}
+        return {self.layers_field: words}
 
     def read_layers(self, fields: Fields, values: dict[str, Any]) -> None:
-        """Adds the layers."""
+        """Adds the layers to the values."""
         mixer, has_mlp = self.layers[0]
         mixers = [mixer] * (values["n_layer"] or 0)
-        if self.told_by == INDICES:
+        if self.layers_field == INDICES:
             for index in fields.pop(INDICES, [], kind=list):
                 mixers[index] = "attention"
-        elif self.told_by:
+        elif self.layers_field:
             mixers = _pop_mixers(fields)
         if values["n_layer"] not in (None, len(mixers)):
             fields.refuse("num_hidden_layers", f"is {values['n_layer']}, with {len(mixers)} layers")
@@ -92,7 +121,7 @@ class Layout(SimpleNamespace):
         values["layers"] = pattern([Layer(mixer, has_mlp) for mixer in mixers])
 
     def read_width(self, fields: Fields, values: dict[str, Any]) -> None:
-        """Adds what the inner width of SSM layers and their heads come to."""
+        """Adds the inner width of SSM layers and the width of their heads to the values."""
         heads = values.pop("n_ssm_head", None)
         usual = values.get("expand", 2) * values["d_model"]
         d_inner = values.pop("d_inner", None) or usual
@@ -101,8 +130,8 @@ class Layout(SimpleNamespace):
             if "expand" not in values:
                 d_inner = heads * headdim
             if heads * headdim != d_inner:
-                said = f"are {heads}, with {headdim} channels each where the layer has {d_inner}"
-                fields.refuse("SSM heads", said)
+                problem = f"are {heads}, with {headdim} channels each where the layer has {d_inner}"
+                fields.refuse("SSM heads", problem)
             values["headdim"] = headdim
         if d_inner != usual and not self.free_width:
             fields.refuse("intermediate_size", f"is {d_inner} and not expand * hidden_size")
@@ -112,6 +141,7 @@ class Layout(SimpleNamespace):
             values["expand"] = d_inner // values["d_model"]
 
     def write_rotary(self, config: ModelConfig) -> dict[str, Any]:
+        """Returns the fields about rotary positions, those of transformers 4 and those of 5."""
         if self.rotated is None:
             return {}
         share = self.rotated
@@ -126,7 +156,7 @@ class Layout(SimpleNamespace):
         if kind in ("dynamic", "yarn"):  # transformers 4 computes with this one alone
             length = {"max_position_embeddings": int(scaling.pop(ORIGINAL))}
         rope = {"rope_parameters": {**fields, **scaling}, **length}
-        if kind:  # for transformers 4, as what stands outside
+        if kind:  # for transformers 4, which reads rope_theta and the share outside
             rope["rope_scaling"] = scaling
         fields |= rope
         if self.rotates_if:
@@ -134,6 +164,7 @@ class Layout(SimpleNamespace):
         return fields
 
     def read_attention(self, fields: Fields, values: dict[str, Any]) -> None:
+        """Adds heads and rotary positions to the values."""
         values["n_kv_head"] = values["n_kv_head"] or values["n_head"]
         values["head_dim"] = values["head_dim"] or values["d_model"] // values["n_head"]
         if self.rotated is None:
@@ -151,60 +182,62 @@ class Layout(SimpleNamespace):
 
     def write_multipliers(self, config: ModelConfig) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        for theirs, names in self.multipliers.items():
-            numbers = [config.multiplier(name) * _unit(theirs, config) for name in names]
-            fields[theirs] = numbers if len(names) > 1 else numbers[0]
+        for name, our_names in self.multipliers.items():
+            unit = _unit(name, config)
+            numbers = [config.multiplier(our_name) * unit for our_name in our_names]
+            fields[name] = numbers if len(numbers) > 1 else numbers[0]
         return fields
 
     def read_multipliers(self, fields: Fields, config: ModelConfig) -> str:
-        """Returns the setting `multipliers`: those that the model reads and that are not the usual ones."""
-        known = multipliers_of(config)
+        """Returns the setting `multipliers`: those that the model reads and that are not 1."""
+        read_by_model = multipliers_of(config)
         items = []
-        for theirs, names in self.multipliers.items():
-            if len(names) == 1:
-                numbers = [fields.pop(theirs, 1.0, kind=float)]
+        for name, our_names in self.multipliers.items():
+            if len(our_names) == 1:
+                numbers = [fields.pop(name, 1.0, kind=float)]
             else:
-                numbers = fields.pop(theirs, [1.0] * len(names), kind=list)
-            if len(numbers) != len(names):
-                fields.refuse(theirs, f"has {len(numbers)} numbers, not {len(names)}")
-            for name, number in zip(names, numbers):
-                multiplier = number / _unit(theirs, config)
-                if name in known and multiplier != 1:
-                    items.append(f"{name}={multiplier}")
+                numbers = fields.pop(name, [1.0] * len(our_names), kind=list)
+            if len(numbers) != len(our_names):
+                fields.refuse(name, f"has {len(numbers)} numbers, not {len(our_names)}")
+            for our_name, number in zip(our_names, numbers):
+                multiplier = number / _unit(name, config)
+                if our_name in read_by_model and multiplier != 1:
+                    items.append(f"{our_name}={multiplier}")
         return ",".join(items)
 
-    def parts(self, config: ModelConfig) -> dict[str, list[Part]]:
-        """Returns {our name: their tensors}: ours is theirs one below the other."""
+    def stored_tensors(self, config: ModelConfig) -> dict[str, list[StoredTensor]]:
+        """Returns {our name: the tensors of transformers' model that make up ours, from top to bottom}."""
         kinds = [dict(zip(MIXER_NAMES, layer.mixers)) for layer in config.layer_list()]
         result = {}
-        for name, parameter in parameters(config).items():
-            if name in self.top:
-                result[name] = [(self.top[name], parameter.shape)]
+        for our_name, parameter in parameters(config).items():
+            if our_name in self.top:
+                result[our_name] = [StoredTensor(self.top[our_name], parameter.shape)]
                 continue
-            index, part, rest = name.removeprefix("backbone.layers.").split(".", 2)
-            kind = kinds[int(index)].get(part, part)
-            usual = f"{part}.{rest}".replace("mixer", self.mamba, 1)
-            theirs = self.tensors.get(f"{kind}.{rest}", [usual])
-            shares = [1] * len(theirs)
-            if len(theirs) == 3:  # query, key, value
+            index, module, rest = our_name.removeprefix("backbone.layers.").split(".", 2)
+            kind = kinds[int(index)].get(module, module)
+            usual = f"{module}.{rest}".replace("mixer", self.ssm_name, 1)
+            names = self.tensors.get(f"{kind}.{rest}", [usual])
+            shares = [1] * len(names)
+            if len(names) == 3:  # query, key, value
                 shares = [config.n_head, config.n_kv_head, config.n_kv_head]
             rows, *columns = parameter.shape
-            result[name] = []
-            for there, share in zip(theirs, shares):
+            result[our_name] = []
+            for name, share in zip(names, shares):
                 shape = (rows * share // sum(shares), *columns)
-                result[name].append((f"{self.layer_prefix}{index}.{there}", shape))
+                stored = StoredTensor(f"{self.layer_prefix}{index}.{name}", shape)
+                result[our_name].append(stored)
         return result
 
 
-class FalconH1(Layout):
-    def write_config(self, config):
+class FalconH1(Architecture):
+    def write_config(self, config: ModelConfig) -> dict[str, Any]:
         return {
             **super().write_config(config),
             "mamba_rms_norm": config.ssm_norm != "none",
             "mamba_norm_before_gate": config.ssm_norm == "before",
         }
 
-    def read_layers(self, fields, values):
+    def read_layers(self, fields: Fields, values: dict[str, Any]) -> None:
         super().read_layers(fields, values)
         norm_first = fields.pop("mamba_norm_before_gate", True, kind=bool)
         values["ssm_norm"] = "before" if norm_first else "after"
@@ -212,66 +245,67 @@ class FalconH1(Layout):
             values["ssm_norm"] = "none"
 
 
-ORDER = "Mamba FalconMamba Mamba2 Llama Bamba Granite NemotronH"  # Bamba can hold most of what Llama holds
-LAYOUTS = [Layout(**TABLES[name]) for name in ORDER.split()] + [FalconH1(**TABLES["FalconH1"])]
+# The first that fits a model is chosen: Llama comes before Bamba, which can hold most of what Llama holds.
+ORDER = "Mamba FalconMamba Mamba2 Llama Bamba Granite NemotronH"
+ARCHITECTURES = [Architecture(**TABLES[name]) for name in ORDER.split()]
+ARCHITECTURES.append(FalconH1(**TABLES["FalconH1"]))
 
 
-def layout_for(config: ModelConfig) -> Layout:
-    """Returns the layout that holds a model. Raises UserError where transformers has none."""
-    for layout in LAYOUTS:
-        if layout.fits(config):
-            return layout
-    known = ", ".join(f"{layout.architecture} ({layout.holds})" for layout in LAYOUTS)
-    raise UserError(f"transformers has no model with layers={config.layers}; it has {known}")
+def architecture_for(config: ModelConfig) -> Architecture:
+    """Returns the architecture that can hold a model. Raises UserError where transformers has none."""
+    for architecture in ARCHITECTURES:
+        if architecture.fits(config):
+            return architecture
+    choices = ", ".join(f"{kind.class_name} ({kind.holds})" for kind in ARCHITECTURES)
+    raise UserError(f"transformers has no model with layers={config.layers}; it has {choices}")
 
 
-def layout_of(fields: Fields) -> Layout:
-    """Returns the layout that a config.json names. Raises UserError for any other model."""
+def architecture_of(fields: Fields) -> Architecture:
+    """Returns the architecture that a config.json names. Raises UserError for any other model."""
     model_type = fields.content.get("model_type")
-    architectures = fields.pop("architectures", [], kind=list)
-    for layout in LAYOUTS:
-        named = not architectures or layout.architecture in architectures
-        if model_type == layout.model_type and named:
-            return layout
-    readable = ", ".join(layout.architecture for layout in LAYOUTS)
+    class_names = fields.pop("architectures", [], kind=list)
+    for architecture in ARCHITECTURES:
+        is_named = not class_names or architecture.class_name in class_names
+        if model_type == architecture.model_type and is_named:
+            return architecture
+    readable = ", ".join(architecture.class_name for architecture in ARCHITECTURES)
     raise UserError(
-        f"{fields.path}: a model of type {model_type!r}, architectures {architectures}; this program reads {readable}"
+        f"{fields.path}: a model of type {model_type!r}, architectures {class_names}; this program reads {readable}"
     )
 
 
-def _unit(field: str, config: ModelConfig) -> float:
-    """What 1 of ours is in their field: of the scale of attention's scores, the usual one."""
-    return config.resolved_head_dim**-0.5 if field == "attention_multiplier" else 1.0
+def _unit(name: str, config: ModelConfig) -> float:
+    """Returns the number in this field that stands for a multiplier of 1: the usual scale of attention's scores, or 1."""
+    return config.resolved_head_dim**-0.5 if name == "attention_multiplier" else 1.0
 
 
 def _pop_mixers(fields: Fields) -> list[str]:
-    """Returns the mixer of each layer, which a text of letters or a list of names tells."""
+    """Returns the mixer of each layer, from a text of letters or a list of names."""
     mixers: list[str] = []
     for name in (LETTERS, "layers_block_type", "layer_types"):
         words = fields.content.pop(name, None) or ()
         for word in words:
             if word not in TABLES["mixers"]:
-                known = MIXTURE if word in ("E", "moe") else "no layer that this program knows"
-                fields.refuse(name, f"has {word!r}, {known}")
+                reason = MIXTURE if word in ("E", "moe") else "no layer that this program knows"
+                fields.refuse(name, f"has {word!r}, {reason}")
         mixers = mixers or [TABLES["mixers"][word] for word in words]
     return mixers
 
 
 def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float, float, str]:
-    """Returns (rope theta, rotated share of each head, rope_scaling), from transformers 4's fields or 5's, which must
-    agree."""
+    """Returns (rope theta, rotated share of each head, rope_scaling), from the fields of transformers 4 or of 5, which
+    must agree."""
     inner = [fields.inner("rope_scaling"), fields.inner("rope_parameters")]
 
-    def agreed(name, default, kind=float):
-        all_given = {rope.pop(name, None, kind) for rope in (fields, *inner)}
-        given = all_given - {None}
-        if len(given) > 1:
-            fields.refuse(name, f"is given twice, as {' and '.join(map(str, sorted(given)))}")
-        return given.pop() if given else default
+    def pop_agreed(name: str, default: Any, kind: type = float) -> Any:
+        values = {rope.pop(name, None, kind) for rope in (fields, *inner)} - {None}
+        if len(values) > 1:
+            fields.refuse(name, f"is given twice, as {' and '.join(map(str, sorted(values)))}")
+        return values.pop() if values else default
 
-    theta = agreed("rope_theta", 10000.0)
-    share = agreed("partial_rotary_factor", usual_share)
-    kind = agreed("rope_type", agreed("type", "default", str), str)
+    theta = pop_agreed("rope_theta", 10000.0)
+    share = pop_agreed("partial_rotary_factor", usual_share)
+    kind = pop_agreed("rope_type", pop_agreed("type", "default", str), str)
     if kind != "default" and kind not in ROPE_SCALINGS:
         fields.refuse("rope_type", f"is {kind!r}; this program has {', '.join(ROPE_SCALINGS)}")
     usual = {
@@ -279,10 +313,10 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float, float, str]:
         "beta_fast": 32.0,
         "beta_slow": 1.0,
     }
-    numbers = {name: agreed(name, usual.get(name)) for name in ROPE_SCALINGS.get(kind, ())}
+    numbers = {name: pop_agreed(name, usual.get(name)) for name in ROPE_SCALINGS.get(kind, ())}
     if kind == "yarn":
-        mscale = agreed("mscale", None)
-        mscale_all_dim = agreed("mscale_all_dim", None)
+        mscale = pop_agreed("mscale", None)
+        mscale_all_dim = pop_agreed("mscale_all_dim", None)
         if numbers["factor"] and not numbers["attention_factor"]:
             numbers["attention_factor"] = _attention_factor(
                 numbers["factor"], mscale, mscale_all_dim
@@ -295,9 +329,9 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float, float, str]:
 
 
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Returns what YaRN multiplies cosines and sines by where the config does not say it."""
+    """Returns the factor of YaRN's cosines and sines where the config does not give it."""
 
-    def scale(weight):
+    def scale(weight: float) -> float:
         return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
     if mscale and mscale_all_dim:
