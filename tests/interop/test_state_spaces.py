@@ -31,7 +31,11 @@ pytestmark = pytest.mark.torch22
 MODELS = {**CONFIGS, "grouped": GROUPED}
 
 
-@pytest.mark.parametrize("config", [*MODELS.values(), MAMBA3], ids=[*MODELS, "mamba3"])
+@pytest.mark.parametrize(
+    "config",
+    [CONFIGS["mamba1-untied-rank"], GROUPED, CONFIGS["hybrid-odd-heads"], MAMBA3],
+    ids=["mamba1", "mamba2", "hybrid", "mamba3"],
+)
 def test_native_to_state_spaces_to_native_is_bitwise(config, tmp_path):
     state = random_state(config)
     write_model(

@@ -42,11 +42,9 @@ def checkpointed(state):
     return {re.sub(r"(layers\.\d+)", wrapped, name): tensor for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("name", ["hybrid", "mamba1"])
-def test_the_model_is_found_among_what_a_trainer_saves(name, tmp_path):
+def test_the_model_is_found_among_what_a_trainer_saves(tmp_path):
     """fms-fsdp, plain, compiled, with checkpointed layers, under DDP, Composer."""
-    config = CONFIGS[name]
-    state = random_state(config)
+    state = random_state(CONFIG)
     for content in (
         {"step": 3, "tokens_seen": 99, "model_state": state},
         {"model_state": under("_orig_mod.", state)},
@@ -55,7 +53,7 @@ def test_the_model_is_found_among_what_a_trainer_saves(name, tmp_path):
         {"state": {"model": under("model.", state)}},
     ):
         torch.save(content, tmp_path / "ep0-ba3-rank0.pt")
-        assert_same(opened(tmp_path / "ep0-ba3-rank0.pt", config), config, state)
+        assert_same(opened(tmp_path / "ep0-ba3-rank0.pt"), CONFIG, state)
 
 
 def test_two_models_in_one_file_are_not_chosen_from(tmp_path):
@@ -130,9 +128,8 @@ OLD = "shared.emb.weight", "shared.head.weight", ""
 
 @pytest.mark.parametrize("top", [NEW, OLD], ids=["new", "old"])
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", ["llama", "llama-grouped"])
-def test_fms_llama(name, fused, top, tmp_path):
-    config, state = CONFIGS[name], random_state(CONFIGS[name])
+def test_fms_llama(fused, top, tmp_path):
+    config, state = LLAMA, random_state(LLAMA)
     theirs = as_fms(state, config, fused, top)
     torch.save({"model_state": theirs}, tmp_path / "consolidated.00.pth")
     weights = opened(tmp_path / "consolidated.00.pth", config)
