@@ -10,7 +10,7 @@ uses for initial values alone, as we do: an export sets it to 0.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, patte
 from mamba_fsdp.model.spec import MIXER_NAMES, ORIGINAL, ROPE_SCALINGS, multipliers_of, parameters
 from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
-MIXTURE = "mixtures of experts, of which this program has neither the router nor the experts"
 INDICES = "attn_layer_indices"
 LETTERS = "hybrid_override_pattern"
 
@@ -43,19 +42,20 @@ class Architecture:
     settings: Table
     fixed: Table
     ignored: list[str]
-    top: dict[str, str]
+    always: Table
+    written: Table
+    multipliers: Table
+    top: Table
     layer_prefix: str
-    tensors: dict[str, list[str]]
+    tensors: Table
     ssm_name: str
-    always: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, Any] = field(default_factory=dict)
-    multipliers: dict[str, list[str]] = field(default_factory=dict)
-    swapped: list[str] = field(default_factory=list)
-    layers_field: str = ""
-    words: dict[str, str] = field(default_factory=dict)
-    free_width: bool = False
-    rotated: float | None = None
-    rotates_if: str = ""
+    swapped: list[str]
+    layers_field: str
+    words: Table
+    free_width: bool
+    chooses_norm: bool
+    rotated: float | None
+    rotates_if: str
 
     def fits(self, config: ModelConfig) -> bool:
         """Whether the architecture can hold this model: the config.json that it writes is read as the same model."""
@@ -67,7 +67,7 @@ class Architecture:
         except UserError:
             return False
 
-    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+    def write_config(self, config: ModelConfig) -> Table:
         """Returns the fields of config.json that say what the model computes, all of them: defaults differ."""
         return {
             "architectures": [self.class_name],
@@ -76,6 +76,7 @@ class Architecture:
             "vocab_size": config.padded_vocab_size,
             **self.written,
             **self.write_layers(config),
+            **self.write_norm(config),
             **self.write_rotary(config),
             **self.write_multipliers(config),
         }
@@ -86,6 +87,8 @@ class Architecture:
         fields.expect(self.fixed)
         fields.expect_no_limit("time_step_limit")
         self.read_layers(fields, values)
+        if self.chooses_norm:
+            values["ssm_norm"] = _pop_norm(fields)
         if "headdim" in values or "d_inner" in values:
             self.read_width(fields, values)
         if "n_head" in values:
@@ -95,7 +98,7 @@ class Architecture:
         fields.finish()
         return model_config(fields.path, **values, pad_vocab_size_multiple=1)
 
-    def write_layers(self, config: ModelConfig) -> dict[str, Any]:
+    def write_layers(self, config: ModelConfig) -> Table:
         mixers = [layer.mixer for layer in config.layer_list()]
         if not self.layers_field:
             return {}
@@ -106,7 +109,7 @@ class Architecture:
             return {LETTERS: "".join(words)}
         return {self.layers_field: words}
 
-    def read_layers(self, fields: Fields, values: dict[str, Any]) -> None:
+    def read_layers(self, fields: Fields, values: Table) -> None:
         """Adds the layers to the values."""
         mixer, has_mlp = self.layers[0]
         mixers = [mixer] * (values["n_layer"] or 0)
@@ -120,7 +123,15 @@ class Architecture:
         values["n_layer"] = len(mixers)
         values["layers"] = pattern([Layer(mixer, has_mlp) for mixer in mixers])
 
-    def read_width(self, fields: Fields, values: dict[str, Any]) -> None:
+    def write_norm(self, config: ModelConfig) -> Table:
+        if not self.chooses_norm:
+            return {}
+        return {
+            "mamba_rms_norm": config.ssm_norm != "none",
+            "mamba_norm_before_gate": config.ssm_norm == "before",
+        }
+
+    def read_width(self, fields: Fields, values: Table) -> None:
         """Adds the inner width of SSM layers and the width of their heads to the values."""
         heads = values.pop("n_ssm_head", None)
         usual = values.get("expand", 2) * values["d_model"]
@@ -140,30 +151,29 @@ class Architecture:
         else:
             values["expand"] = d_inner // values["d_model"]
 
-    def write_rotary(self, config: ModelConfig) -> dict[str, Any]:
+    def write_rotary(self, config: ModelConfig) -> Table:
         """Returns the fields about rotary positions, those of transformers 4 and those of 5."""
         if self.rotated is None:
             return {}
         share = self.rotated
         if config.has("attention"):
             share = config.resolved_rotary_dim / config.resolved_head_dim
-        fields: dict[str, Any] = {"rope_theta": config.rope_theta}
+        fields: Table = {"rope_theta": config.rope_theta}
         if self.rotated != 1:
             fields["partial_rotary_factor"] = share
         kind, numbers = config.rope
-        scaling: dict[str, Any] = {"rope_type": kind or "default", **numbers}
-        length: dict[str, int] = {}
+        scaling: Table = {"rope_type": kind or "default", **numbers}
+        length: Table = {}
         if kind in ("dynamic", "yarn"):  # transformers 4 computes with this one alone
             length = {"max_position_embeddings": int(scaling.pop(ORIGINAL))}
-        rope = {"rope_parameters": {**fields, **scaling}, **length}
+        fields |= {"rope_parameters": {**fields, **scaling}, **length}
         if kind:  # for transformers 4, which reads rope_theta and the share outside
-            rope["rope_scaling"] = scaling
-        fields |= rope
+            fields["rope_scaling"] = scaling
         if self.rotates_if:
             fields[self.rotates_if] = "rope" if share else "nope"
         return fields
 
-    def read_attention(self, fields: Fields, values: dict[str, Any]) -> None:
+    def read_attention(self, fields: Fields, values: Table) -> None:
         """Adds heads and rotary positions to the values."""
         values["n_kv_head"] = values["n_kv_head"] or values["n_head"]
         values["head_dim"] = values["head_dim"] or values["d_model"] // values["n_head"]
@@ -180,8 +190,8 @@ class Architecture:
                 f"{share} rotates {rotated} of {values['head_dim']} channels, an odd number",
             )
 
-    def write_multipliers(self, config: ModelConfig) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
+    def write_multipliers(self, config: ModelConfig) -> Table:
+        fields: Table = {}
         for name, our_names in self.multipliers.items():
             unit = _unit(name, config)
             numbers = [config.multiplier(our_name) * unit for our_name in our_names]
@@ -229,26 +239,7 @@ class Architecture:
         return result
 
 
-class FalconH1(Architecture):
-    def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            **super().write_config(config),
-            "mamba_rms_norm": config.ssm_norm != "none",
-            "mamba_norm_before_gate": config.ssm_norm == "before",
-        }
-
-    def read_layers(self, fields: Fields, values: dict[str, Any]) -> None:
-        super().read_layers(fields, values)
-        norm_first = fields.pop("mamba_norm_before_gate", True, kind=bool)
-        values["ssm_norm"] = "before" if norm_first else "after"
-        if not fields.pop("mamba_rms_norm", False, kind=bool):
-            values["ssm_norm"] = "none"
-
-
-# The first that fits a model is chosen: Llama comes before Bamba, which can hold most of what Llama holds.
-ORDER = "Mamba FalconMamba Mamba2 Llama Bamba Granite NemotronH"
-ARCHITECTURES = [Architecture(**TABLES[name]) for name in ORDER.split()]
-ARCHITECTURES.append(FalconH1(**TABLES["FalconH1"]))
+ARCHITECTURES = [Architecture(**table) for table in TABLES["transformers"].values()]
 
 
 def architecture_for(config: ModelConfig) -> Architecture:
@@ -286,10 +277,19 @@ def _pop_mixers(fields: Fields) -> list[str]:
         words = fields.content.pop(name, None) or ()
         for word in words:
             if word not in TABLES["mixers"]:
-                reason = MIXTURE if word in ("E", "moe") else "no layer that this program knows"
+                reason = "no layer that this program knows"
+                if word in ("E", "moe"):
+                    reason = "mixtures of experts, of which this program has neither the router nor the experts"
                 fields.refuse(name, f"has {word!r}, {reason}")
         mixers = mixers or [TABLES["mixers"][word] for word in words]
     return mixers
+
+
+def _pop_norm(fields: Fields) -> str:
+    is_before_gate = fields.pop("mamba_norm_before_gate", True, kind=bool)
+    if not fields.pop("mamba_rms_norm", False, kind=bool):
+        return "none"
+    return "before" if is_before_gate else "after"
 
 
 def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float, float, str]:

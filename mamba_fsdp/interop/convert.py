@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.architectures import architecture_for
+from mamba_fsdp.interop.fields import Table
 from mamba_fsdp.interop.pth_files import write_pth
 from mamba_fsdp.interop.safetensors_files import SINGLE, write_safetensors
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, Weights, read_weights
@@ -65,7 +65,7 @@ def publish(source: str | Path, out: Path) -> None:
 # Each writes the tensors and returns the fields of config.json.
 
 
-def _write_hf(folder: Path, weights: Weights, dtype: str) -> dict[str, Any]:
+def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
     architecture = architecture_for(weights.config)
     fields = architecture.write_config(weights.config)
     tokenizer = None
@@ -97,13 +97,13 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> dict[str, Any]:
     return fields
 
 
-def _write_state_spaces(folder: Path, weights: Weights, dtype: str) -> dict[str, Any]:
+def _write_state_spaces(folder: Path, weights: Weights, dtype: str) -> Table:
     fields = state_spaces.write_config(weights.config)
     _write_state_dict(folder / PICKLED, weights, dtype)
     return fields
 
 
-def _write_ours(folder: Path, weights: Weights, dtype: str) -> dict[str, Any]:
+def _write_ours(folder: Path, weights: Weights, dtype: str) -> Table:
     fields = dict(vars(weights.config))
     if weights.seq_length:
         fields["seq_length"] = weights.seq_length
@@ -131,7 +131,7 @@ def _read_as(dtype: str, weights: Weights, name: str) -> Tensor:
     return tensor
 
 
-def _write_object(path: Path, fields: dict[str, Any]) -> None:
+def _write_object(path: Path, fields: Table) -> None:
     path.write_text(json.dumps(fields, indent=2) + "\n")
 
 

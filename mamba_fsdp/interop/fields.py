@@ -14,7 +14,7 @@ from mamba_fsdp.settings.model_config import Layer, ModelConfig, checked_model
 from mamba_fsdp.settings.presets import PRESETS
 from mamba_fsdp.storage import read_object
 
-Table = dict[str, Any]  # see translations.yaml
+Table = dict[str, Any]  # an object of YAML or JSON
 
 TABLES: Table = yaml.safe_load(
     Path(__file__).with_name("translations.yaml").read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ class Fields:
             self.refuse(name, f"is {value}, but has to be at least {least}")
         return value
 
-    def pop_settings(self, table: Table) -> dict[str, Any]:
+    def pop_settings(self, table: Table) -> Table:
         """Removes the fields of the table and returns {our setting: value}."""
         values = {}
         for name, (setting, *default) in table.items():
@@ -120,7 +120,7 @@ class Fields:
                 )
 
 
-def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> dict[str, Any]:
+def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> Table:
     """Returns {their field: value} for each field of the tables; a setting of 0 that stands for a computed default becomes
     that."""
     fields = {}

@@ -49,11 +49,6 @@ def stored_names(path: Path, names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def is_fms(tensors: Tensors) -> bool:
-    """Whether these are the tensors of fms' Llama."""
-    return not FMS_EMBEDDINGS.isdisjoint(tensors.shapes)
-
-
 class FmsTensors(Tensors):
     """fms' Llama under our names."""
 

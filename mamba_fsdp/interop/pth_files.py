@@ -35,40 +35,35 @@ class PthTensors(Tensors):
     def __init__(self, path: Path):
         """Raises UserError; executes nothing."""
         self.source = path
-        stored = _load(path)
+        try:
+            is_zip = _check_holds_no_program(path)
+            # Mapped, so that only what is read is loaded. Files from before torch 1.6 can't be mapped, and in a compressed
+            # one the compressed bytes would be taken for numbers.
+            mapped = is_zip and _is_uncompressed(path)
+            content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
+            stored = dict(_tensors_in(content, "", set()))
+            _check_elements(path, stored)
+        except OSError as error:
+            raise UserError(f"can't read {path}: {error.strerror}") from None
+        except (RuntimeError, EOFError, zipfile.BadZipFile):  # whose words are torch's own affairs
+            raise UserError(
+                f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
+                "again"
+            ) from None
+        except BAD_PICKLE:
+            raise UserError(
+                f"{path} is damaged or holds more than tensors and plain values, which only its own program "
+                "reads. If you trust it, save its tensors alone: "
+                f"{CONVERSION.format(path=path)}"
+            ) from None
+        if not stored:
+            raise UserError(f"{path} is not a dict of tensors by parameter name")
         names = stored_names(path, stored)
         self.tensors = {name: stored[stored_name] for name, stored_name in names.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         return self.tensors[name].reshape(-1)[start:stop]
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        is_zip = _check_holds_no_program(path)
-        # Mapped, so that only what is read is loaded. Files from before torch 1.6 can't be mapped, and in a compressed
-        # one the compressed bytes would be taken for numbers.
-        mapped = is_zip and _is_uncompressed(path)
-        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
-        tensors = dict(_tensors_in(content, "", set()))
-        _check_elements(path, tensors)
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from None
-    except (RuntimeError, EOFError, zipfile.BadZipFile):  # whose words are torch's own affairs
-        raise UserError(
-            f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
-            "again"
-        ) from None
-    except BAD_PICKLE:
-        raise UserError(
-            f"{path} is damaged or holds more than tensors and plain values, which only its own program "
-            "reads. If you trust it, save its tensors alone: "
-            f"{CONVERSION.format(path=path)}"
-        ) from None
-    if not tensors:
-        raise UserError(f"{path} is not a dict of tensors by parameter name")
-    return tensors
 
 
 def _is_uncompressed(path: Path) -> bool:
@@ -123,10 +118,7 @@ def _check_holds_no_program(path: Path) -> bool:
 
 
 class _BeatingFile(io.BufferedWriter):
-    """A new file whose writing counts as progress."""
-
-    def __init__(self, path: Path):
-        super().__init__(io.FileIO(path, "x"))
+    """A file whose writing counts as progress."""
 
     def write(self, data: Any) -> int:
         heart.beat()
@@ -148,7 +140,7 @@ def write_pth(
     for second_name, name in tied.items():
         content[second_name] = content[name]
     try:
-        with _BeatingFile(path) as out:
+        with _BeatingFile(io.FileIO(path, "x")) as out:
             torch.save(content, out)
     except RuntimeError as error:  # torch covers what the disk says
         if isinstance(error.__context__, OSError):

@@ -28,33 +28,28 @@ class SafetensorsTensors(Tensors):
     def __init__(self, path: Path):
         """Raises UserError for a missing or damaged file."""
         self.source = path
+        files_by_name: dict[str, str] = {}
+        if path.name == INDEX:
+            index = read_object(path, {"weight_map": {"": ...}}, "copy or download it again")
+            files_by_name = index["weight_map"]
         opened: dict[str, Any] = {}  # by stored name, the file that the tensor is in
-        for part, expected in _expected_names(path).items():
-            file = _open(part)
-            names = file.keys()
-            lacking = sorted(set(expected) - set(names))
-            if lacking:
-                raise UserError(f"{part} lacks {lacking[0]}, which {INDEX} says is in it")
-            opened |= dict.fromkeys(names, file)
+        for file_name in dict.fromkeys(files_by_name.values()) or [path.name]:
+            file = _open(path.parent / file_name)
+            opened |= dict.fromkeys(file.keys(), file)
+        for name, file_name in files_by_name.items():
+            if name not in opened:
+                raise UserError(
+                    f"{path.parent / file_name} lacks {name}, which {INDEX} says is in it"
+                )
+        self.opened = opened
         self.stored_names = stored_names(path, opened)
-        self.files = {name: opened[stored] for name, stored in self.stored_names.items()}
         self.shapes = {}
         for name, stored in self.stored_names.items():
             self.shapes[name] = tuple(opened[stored].get_slice(stored).get_shape())
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
-        return self.files[name].get_tensor(self.stored_names[name]).reshape(-1)[start:stop]
-
-
-def _expected_names(path: Path) -> dict[Path, list[str]]:
-    """Returns the names of the tensors that each file must hold: one file without an index may hold any."""
-    if path.name != INDEX:
-        return {path: []}
-    index = read_object(path, {"weight_map": {"": ...}}, "copy or download it again")
-    expected: dict[Path, list[str]] = {}
-    for name, file_name in index["weight_map"].items():
-        expected.setdefault(path.parent / file_name, []).append(name)
-    return expected
+        stored = self.stored_names[name]
+        return self.opened[stored].get_tensor(stored).reshape(-1)[start:stop]
 
 
 def _open(path: Path) -> Any:

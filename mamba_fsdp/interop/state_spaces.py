@@ -4,16 +4,15 @@ Tensor names are ours. What is not in its config.json has the default of its cla
 """
 
 from pathlib import Path
-from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.fields import TABLES, Fields, model_config, pattern, write_fields
+from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
 from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
 NORM_EPS = 1e-5  # as its classes fix it
 MLP_MULTIPLE = 128  # its GatedMLP rounds the width up to a multiple of this
 
-TABLE = TABLES["state_spaces"]
+TABLE: Table = TABLES["state_spaces"]
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -45,7 +44,7 @@ def read_config(fields: Fields) -> ModelConfig:
     return model_config(fields.path, **values)
 
 
-def _ssm_values(ssm: Fields, mixer: str, d_model: int) -> dict[str, Any]:
+def _ssm_values(ssm: Fields, mixer: str, d_model: int) -> Table:
     values = ssm.pop_settings(TABLE["ssm"][mixer])
     ssm.expect(TABLE["ssm_fixed"][mixer])
     if mixer == "mamba2":
@@ -57,7 +56,7 @@ def _ssm_values(ssm: Fields, mixer: str, d_model: int) -> dict[str, Any]:
     return values
 
 
-def _attention_values(attention: Fields, d_model: int) -> dict[str, Any]:
+def _attention_values(attention: Fields, d_model: int) -> Table:
     values = attention.pop_settings(TABLE["attention"])
     values["n_kv_head"] = values["n_kv_head"] or values["n_head"]
     values["head_dim"] = values["head_dim"] or d_model // values["n_head"]
@@ -67,7 +66,7 @@ def _attention_values(attention: Fields, d_model: int) -> dict[str, Any]:
     return values
 
 
-def write_config(config: ModelConfig) -> dict[str, Any]:
+def write_config(config: ModelConfig) -> Table:
     """Returns all fields of a config.json. Raises UserError for what the reference can't build."""
     layers = config.layer_list()
     ssm = {}

@@ -31,7 +31,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.architectures import Architecture, StoredTensor, architecture_of
 from mamba_fsdp.interop.fields import Fields
-from mamba_fsdp.interop.fms_files import FmsTensors, is_fms
+from mamba_fsdp.interop.fms_files import FMS_EMBEDDINGS, FmsTensors
 from mamba_fsdp.interop.places import check_place, refuse_dcp
 from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, SafetensorsTensors
@@ -83,11 +83,9 @@ class Weights(Tensors):
         self.tokenizer = tokenizer
         self.parameters = parameters(model.config)
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
-        self.tied = (LM_HEAD, EMBEDDING)
         self.stored = {name: [StoredTensor(name, shape)] for name, shape in self.shapes.items()}
         self.swapped: tuple[str, ...] = ()  # ends of names, see Architecture
         if model.architecture:
-            self.tied = (model.architecture.top[LM_HEAD], model.architecture.top[EMBEDDING])
             self.stored = model.architecture.stored_tensors(model.config)
             self.swapped = tuple(model.architecture.swapped)
 
@@ -141,14 +139,14 @@ class Weights(Tensors):
             for name, shape in self.tensors.shapes.items()
             if not name.endswith(OLDER_LLAMA)
         }
-        head, embedding = self.tied
-        if self.config.tie_embeddings and head in shapes and embedding in shapes:
-            if not torch.equal(self.tensors.get(head), self.tensors.get(embedding)):
+        embedding = self.stored[EMBEDDING][0].name
+        if self.config.tie_embeddings and LM_HEAD in shapes and embedding in shapes:
+            if not torch.equal(self.tensors.get(LM_HEAD), self.tensors.get(embedding)):
                 raise UserError(
-                    f"{self.source}: {head} differs from {embedding}, but the config says that they are "
+                    f"{self.source}: {LM_HEAD} differs from {embedding}, but the config says that they are "
                     "one (tied embeddings)"
                 )
-            del shapes[head]
+            del shapes[LM_HEAD]
         wanted = {tensor.name: tensor.shape for tensor in chain(*self.stored.values())}
         check_same_tensors(self.source, wanted, shapes)
 
@@ -234,7 +232,9 @@ def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Te
     if path.suffix == ".safetensors" or path.name == INDEX:
         kind = SafetensorsTensors
     tensors = world.on_all_ranks(kind, path)
-    return FmsTensors(tensors, config) if is_fms(tensors) else tensors
+    if FMS_EMBEDDINGS & tensors.shapes.keys():
+        return FmsTensors(tensors, config)
+    return tensors
 
 
 def read_description(path: Path) -> Description:
