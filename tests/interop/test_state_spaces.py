@@ -28,14 +28,15 @@ from tests.support.small_models import (
 )
 
 pytestmark = pytest.mark.torch22
-MODELS = {**CONFIGS, "grouped": GROUPED}
+MODELS = {
+    "mamba1": CONFIGS["mamba1-untied-rank"],
+    "mamba2": GROUPED,
+    "hybrid": CONFIGS["hybrid-odd-heads"],
+    "attention": CONFIGS["llama-grouped"],
+}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [CONFIGS["mamba1-untied-rank"], GROUPED, CONFIGS["hybrid-odd-heads"], MAMBA3],
-    ids=["mamba1", "mamba2", "hybrid", "mamba3"],
-)
+@pytest.mark.parametrize("config", [*MODELS.values(), MAMBA3], ids=[*MODELS, "mamba3"])
 def test_native_to_state_spaces_to_native_is_bitwise(config, tmp_path):
     state = random_state(config)
     write_model(
