@@ -25,6 +25,7 @@ import torch
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.trainer.run_folder import RunFolder
 
 TENSORS = 24  # of weights, on each rank
 COLUMNS = ("save", "cold", "warm", "stall", "bytes")
@@ -78,7 +79,12 @@ class Bench:
     def measure(self):
         """One round: {column: its value}."""
         dd = self.seconds(self.write_with_dd)
-        saver = Checkpointer(self.run, self.world, asynchronous=False, report=lambda text: None)
+        folder = RunFolder(self.run)
+        self.world.on_rank0(folder.acquire)
+        self.lease = folder.lease
+        saver = Checkpointer(
+            self.run, self.world, self.lease, asynchronous=False, report=lambda text: None
+        )
         save = self.seconds(lambda: saver.save(1, self.shards, {}))
         files = sorted(saver.last.iterdir())
         found = {
@@ -88,6 +94,7 @@ class Bench:
             "cold": self.read_over_load(files, cold=True),
             "stall": self.stall() / save,
         }
+        folder.lease.close()
         self.world.barrier()
         if self.world.rank == 0:
             shutil.rmtree(self.run)
@@ -113,7 +120,8 @@ class Bench:
                 file.readinto(buffer)
 
         def resume():
-            Checkpointer(self.run, self.world, report=lambda text: None).resume(self.shards)
+            saver = Checkpointer(self.run, self.world, self.lease, report=lambda text: None)
+            saver.resume(self.shards)
 
         for _ in range(5):
             for work, seconds in ((read_own, read), (resume, load)):
@@ -129,7 +137,7 @@ class Bench:
 
     def stall(self):
         """Seconds for which a save beside steps held them up: the second save, which finds its buffers."""
-        saver = Checkpointer(self.run, self.world, report=lambda text: None)
+        saver = Checkpointer(self.run, self.world, self.lease, report=lambda text: None)
         for step in (2, 3):
             saver.wait()
             saver.stall_seconds()

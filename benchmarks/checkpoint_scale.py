@@ -30,6 +30,7 @@ from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.presets import preset
+from mamba_fsdp.trainer.run_folder import RunFolder
 
 KINDS = ("{}", "optimizer/{}/exp_avg", "optimizer/{}/exp_avg_sq")
 HASH = {"xxh3": "0" * 16}
@@ -110,7 +111,11 @@ def measure(config, ranks):
 
         sys.addaudithook(count)
         world = Many(others)
-        checkpointer = Checkpointer(run, world, asynchronous=False, report=lambda text: None)
+        folder = RunFolder(run)
+        folder.acquire()
+        checkpointer = Checkpointer(
+            run, world, folder.lease, asynchronous=False, report=lambda text: None
+        )
         shards = []
         for shard, elements in shards_of(spec, 0, ranks):
             shards.append(replace(shard, data=torch.empty(elements)))
@@ -124,8 +129,8 @@ def measure(config, ranks):
         calls.clear()
         began = time.perf_counter()
         with mock.patch.object(restore, "hash_file", lambda *_: FileRead(HASH["xxh3"], {})):
-            Checkpointer(run, world, report=print)
             restore.newest_whole(checkpointer.folder, world, report=print)
+        folder.lease.close()
         contents = read_state(newest)
         return found | {
             "start_seconds": time.perf_counter() - began,

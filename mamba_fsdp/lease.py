@@ -1,19 +1,26 @@
-"""One process at a time, on whatever machine: it holds a lease, a file that it renews for as long as it lives.
+"""One process at a time may write something: it holds a lease, a file that it renews for as long as it lives.
 
-Not a lock of the operating system: on a shared file system the mount options decide whether other hosts see it. A lease
-that is no longer renewed expires, so no crash needs a clean-up by hand; and a process that was frozen until another
-took over what it held finds out before it writes again. A run holds its run folder, tokenising a unit of the input.
+A lease is no lock of the operating system: on a shared file system the mount options decide whether other hosts see
+one. A lease that is no longer renewed expires, so that no crash needs a clean-up by hand.
+
+A process may stand still at any moment, also between a check and the write that the check allows, and wake when another
+has taken its lease over. Therefore what must not mix is never written in place. The holder of a lease has a folder of
+its own beside it (.<lease>.<unique>.partial); it writes there, and changes what others read by renaming into and out of
+this folder. Who takes a lease first moves all other own folders into its own: from then on every such rename of an
+earlier holder fails. What a killed process left unfinished lies in its own folder and is removed with it.
+
+A run holds its run folder, an export the folder that it makes, tokenising a part of the input.
 """
 
 import contextlib
 import json
 import os
-import shutil
 import socket
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,28 +28,43 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage import hidden_beside, parse_object, retry_io, timestamp
+from mamba_fsdp.storage import (
+    delete,
+    hidden_beside,
+    list_hidden_beside,
+    move,
+    parse_object,
+    retry_io,
+    size_of,
+    sync_folder,
+    timestamp,
+    write_for_user,
+)
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
-# Without renewal, after which a holder that can't be asked counts as dead.
+# Without renewal, after which a holder on another machine counts as dead.
 SECONDS_OF_SILENCE = 30.0
+SMALLEST_REPORTED = 1_000_000  # bytes that a killed process left; less is removed without a word
+
+Report = Callable[[str], object]
 
 
 @dataclass
 class Holder:
     """The process that a lease's file names."""
 
-    token: str  # no other process has it, nor this one for another lease
+    token: str  # unique for each lease that is taken
     host: str
     pid: int
     since: str
-    machine: str | None  # the same for processes that can ask for each other by process id
+    machine: str | None  # the same for processes that see each other's process ids
     started: int | None  # clock ticks since boot, see _start_of
     job: str | None  # of Slurm
 
     @classmethod
     def this_process(cls) -> "Holder":
+        """Returns what a lease that this process takes now says."""
         pid = os.getpid()
         return cls(
             token=uuid.uuid4().hex,
@@ -55,7 +77,7 @@ class Holder:
         )
 
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended; False also where that can't be known."""
+        """Returns whether the process is known to have ended; False also where that can't be known."""
         is_here = self.machine is not None and self.machine == _machine()
         return is_here and _start_of(self.pid) != self.started
 
@@ -66,18 +88,19 @@ class Holder:
 
 @dataclass(frozen=True)
 class Look:
-    """A lease's file at a moment. A later look is another one where the holder has renewed it meanwhile."""
+    """A lease's file at one moment. Two looks differ if the holder has renewed the lease in between."""
 
     content: bytes
-    renewed: int  # ns since the epoch, of the clock of whoever keeps the file
+    renewed: int  # ns since the epoch, by the clock of the file server
 
     def holder(self) -> Holder | None:
-        """None where the file is still being written, or was cut short by a crash or damaged."""
+        """Returns None where the file is still being written, was cut short by a crash, or is damaged."""
         with contextlib.suppress(ValueError, TypeError):
             return Holder(**parse_object(self.content))
         return None
 
     def has_ended(self) -> bool:
+        """Returns whether the holder is known to have ended."""
         holder = self.holder()
         return holder is not None and holder.has_ended()
 
@@ -86,41 +109,77 @@ class Look:
 
 
 class Lease:
-    """The right of this process to write what `file` stands for. Once closed, another Lease is to be taken."""
+    """The right of this process to write `place`, for which `file` stands. A closed lease can't be taken again.
 
-    def __init__(self, file: Path) -> None:
+    own: the folder of this process alone. It is there, and empty at first, once the lease is taken.
+    """
+
+    def __init__(self, file: Path, place: Path | None = None) -> None:
         self.file = file
-        self.content: bytes | None = None  # of the file, while it is ours
-        self.ended = threading.Event()
+        self.place = place or file.parent
+        self.own = hidden_beside(file)
+        self.content: bytes | None = None  # of the file, while this process holds the lease
+        self.silent: Look | None = None  # the holder that `shows_life` has found dead
+        self.closed = threading.Event()
 
-    def take(self, report: Callable[[str], None], remedy: str) -> None:
-        """Raises UserError, which ends in `remedy`, when a living run holds it, StorageError after patient trying,
-        OSError."""
-        while not self.try_take():
+    def take(self, report: Report, remedy: str) -> None:
+        """Takes the lease, and waits where only time tells whether its holder is dead. Raises UserError, which ends in
+        `remedy`, where a living process holds it, StorageError after patient trying, and OSError."""
+        while not self.try_take(report):
             holder = self.look()
-            report(
-                f"waiting    to see whether the run of {holder} is still alive: it held {self.file.parent}"
-            )
+            report(f"waiting    to see whether {holder} is still alive: it held {self.place}")
             if self.shows_life():
-                raise UserError(f"{self.file.parent} is in use by the run of {holder}; {remedy}")
+                raise UserError(f"{self.place} is in use by {holder}; {remedy}")
 
-    def try_take(self) -> bool:
-        """Whether it is ours now; not where another holds it who is not known to have ended. Raises as `take` does."""
+    def try_take(self, report: Report = print) -> bool:
+        """Returns whether this process holds the lease now. False where another holds it that is not known to be dead.
+        Says what a killed holder had left. Raises as `take` does."""
         content = json.dumps(asdict(Holder.this_process()), indent=1).encode()
-        while not retry_io(partial(self._create, content), self.file):
-            seen = self.look()
-            if seen and not seen.has_ended():
-                return False
-            if seen:
-                retry_io(partial(self._remove, seen.content), self.file)
         self.content = content
+        while not retry_io(partial(self._claim, content), self.file):
+            seen = self.look()
+            if seen is None or seen.content == content:
+                continue
+            if not seen.has_ended() and seen != self.silent:
+                delete(self.own)
+                return False
+            retry_io(self._take_away, self.file)
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
+        size = size_of(self.own)
+        for path in self.own.glob("*"):
+            delete(path)
+        if size >= SMALLEST_REPORTED:
+            report(
+                f"cleaned    {size / 1e9:.3f} GB, which a killed process left unfinished, removed from {self.place}"
+            )
         return True
 
+    def _claim(self, content: bytes) -> bool:
+        """Makes the file if there is none. Returns whether this process holds the lease and has moved away all other
+        own folders."""
+        # The own folder comes before any look at the file: who takes the lease after the look finds the folder, and
+        # then a rename into it that follows from the look fails.
+        self.own.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError), open(self.file, "xb", buffering=0) as file:
+            file.write(content)
+        if not self.is_held():
+            return False
+        for other in list_hidden_beside(self.file):
+            if other != self.own:
+                with contextlib.suppress(FileNotFoundError):
+                    other.rename(self.own / other.name)
+        return self.is_held() and self.own.is_dir()
+
+    def _take_away(self) -> None:
+        """Moves the file into the own folder; does nothing where another process was faster."""
+        with contextlib.suppress(FileNotFoundError):
+            self.file.rename(self.own / "lease")
+            (self.own / "lease").unlink()
+
     def shows_life(self) -> bool:
-        """Whether its holder renews it within SECONDS_OF_SILENCE. If not, it can be taken then."""
+        """Returns whether the holder renews the lease within SECONDS_OF_SILENCE. If it does not, `try_take` takes it."""
         before = self.look()
-        # Of our clock: that of another host may be wrong.
+        # By this machine's clock: that of another host may be wrong.
         end = time.monotonic() + SECONDS_OF_SILENCE
         while True:
             now = self.look()
@@ -129,21 +188,19 @@ class Lease:
             if now != before:
                 return True
             if now.has_ended() or time.monotonic() >= end:
-                retry_io(partial(self._remove, now.content), self.file)
+                self.silent = now
                 return False
             heart.beat()
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def is_held(self) -> bool:
-        """Whether this process holds it. Raises OSError as the disk does."""
-        return self._is_ours(self._look())
-
-    def _is_ours(self, seen):
+        """Returns whether this process holds the lease. Raises OSError as the disk does."""
+        seen = self._look()
         return seen is not None and seen.content == self.content
 
     def check(self, trying: Callable[..., Any] = retry_io) -> None:
-        """Raises LostError when another run holds the run folder by now, UserError where that can't be known. Called
-        before each write that must not mix."""
+        """Raises LostError where this process no longer holds the lease, UserError where that can't be known. For what
+        can't be renamed into place; a process that stands still after this may yet write once."""
         try:
             seen = trying(self._look, self.file)
             os.stat(self.file.parent)
@@ -151,67 +208,107 @@ class Lease:
             raise UserError(
                 f"{self.file}: can't be read ({error.strerror}); fix that and run again"
             ) from None
-        if self._is_ours(seen):
+        if seen and seen.content == self.content:
             return
         what = f"has lost its {self.file.name}"
         if seen:
-            what = f"is in use by the run of {seen}"
+            what = f"is in use by {seen}"
         raise LostError(
-            f"{self.file.parent} {what}: this run was suspended for a while, or somebody removed the file; it "
+            f"{self.place} {what}: this run was suspended for a while, or somebody removed the file; it "
             "stops here and writes nothing more"
         )
 
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Raises LostError for what fails inside because another process has moved the own folder away."""
+        try:
+            yield
+        except FileNotFoundError:
+            self.check()
+            raise
+
+    def move(self, old: Path, new: Path) -> None:
+        """Renames to a name that is free; one of both lies in the own folder. Raises LostError, and OSError."""
+        with self.guard():
+            move(old, new)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file or folder so that nobody ever sees half of it. Raises as `move` does."""
+        hidden = hidden_beside(self.own / path.name)
+        self.move(path, hidden)
+        delete(hidden)
+
+    def write(self, path: Path, data: str) -> None:
+        """Writes a file, of which readers see the old content or all of `data`. Raises LostError, and UserError."""
+        try:
+            write_for_user(path, data, self.own)
+        except UserError:
+            self.check()
+            raise
+
     def look(self) -> Look | None:
-        """What its file says now; None without one. Raises StorageError after patient trying, OSError."""
+        """Returns what the file says now; None without one. Raises StorageError after patient trying, and OSError."""
         return retry_io(self._look, self.file)
 
-    def close(self) -> None:
-        self.ended.set()
-        if self.content:
-            with contextlib.suppress(OSError):
-                self._remove(self.content)
-
-    def _create(self, content):
-        with contextlib.suppress(FileExistsError), open(self.file, "xb", buffering=0) as file:
-            file.write(content)
-            return True
-        return False
-
-    def _remove(self, content):
-        """Removes the file with this content, and no other's, however long this process may stand still in between: it
-        moves to a folder of this process, and who removes the lease clears away all such folders before it takes it."""
-        own = hidden_beside(self.file)
-        own.mkdir()
-        seen = self._look()
-        if seen and seen.content == content:
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                self.file.rename(own / "lease")
-        for folder in self.file.parent.glob(f".{self.file.name}.*.partial"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _look(self):
+    def _look(self) -> Look | None:
         # Opening makes NFS ask its server.
         with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:
             return Look(file.read(), os.fstat(file.fileno()).st_mtime_ns)
         return None
 
-    def _renew(self):
-        while not self.ended.wait(SECONDS_BETWEEN_RENEWALS):
+    def _renew(self) -> None:
+        while not self.closed.wait(SECONDS_BETWEEN_RENEWALS):
             with contextlib.suppress(OSError):  # the next renewal may succeed
                 if self.is_held():
                     os.utime(self.file)
 
+    def close(self) -> None:
+        """Gives the lease back, if this process holds it, and removes the own folder."""
+        self.closed.set()
+        if self.content is None:
+            return
+        with contextlib.suppress(OSError):
+            if self.is_held():
+                self._take_away()
+        delete(self.own)
 
-def _machine():
-    """The same for processes that can ask for each other by process id; None where Linux's /proc is missing."""
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yields a folder to write in. It becomes `out` once the block has ended and all is on the disk, and is removed
+    where the block fails. Raises UserError where `out` is not free, another process writes it, or the disk refuses."""
+    lease = Lease(out.with_name(f".{out.name}.lease"), out)
+    unfinished = lease.own / out.name
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lease.take(partial(print, file=sys.stderr), "wait for it, or name another folder")
+        unfinished.mkdir()
+        yield unfinished
+        for path in (*unfinished.rglob("*"), unfinished):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            else:
+                sync_folder(path)
+        lease.move(unfinished, out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise UserError(f"can't write {out}: {error.strerror or error}") from None
+    finally:
+        lease.close()
+
+
+def _machine() -> str | None:
+    """Returns the same for processes that see each other's process ids; None where Linux's /proc is missing."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot + os.readlink("/proc/self/ns/pid")
     return None
 
 
-def _start_of(pid):
-    """When a process started (clock ticks since boot), which tells it from others of its id; None when it has ended."""
+def _start_of(pid: int) -> int | None:
+    """Returns when a process started, in clock ticks since boot, which tells it from others of its id; None when it has
+    ended."""
     with contextlib.suppress(OSError, ValueError):
         _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
         state, *fields = after_name.split()

@@ -33,7 +33,6 @@ CHECKPOINTS = "checkpoints"
 STATE = "state.json"
 COMMIT = "COMMIT"
 KEPT = "KEEP"  # in a checkpoint: it stays for ever
-READING = ".reading."  # the beginning of what a checkpoint's readers hold in it
 MODELS = "pth"
 CONSOLIDATED = "consolidated.00.pth"
 MODEL_CONFIG = "config.json"
@@ -99,6 +98,19 @@ def newest_step(run: str | Path) -> int:
     """That of the newest committed checkpoint of a run, whole or not; 0 where there is none."""
     found = committed(Path(run, CHECKPOINTS))
     return step_of(found[-1].name) or 0 if found else 0
+
+
+def unfinished(run: Path) -> list[Path]:
+    """Returns the checkpoints that are being saved, or that a killed run was saving; see lease.py."""
+    return sorted(run.glob(f".{LEASE}.*.partial/step_*"))
+
+
+def removed(checkpoint: Path) -> UserError:
+    """Returns the error that a checkpoint's run has removed it while it was read."""
+    return UserError(
+        f"{checkpoint} is gone: its run has newer checkpoints and removed this one while it was read; run the command "
+        "again on the run folder, which takes the newest"
+    )
 
 
 def no_checkpoint(path: str | Path) -> UserError:

@@ -10,7 +10,9 @@ import datetime
 import errno
 import json
 import os
+import re
 import reprlib
+import shutil
 import socket
 import sys
 import time
@@ -99,26 +101,48 @@ def hidden_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
-def nothing() -> None:
-    """What is done where a caller has nothing to be done."""
+def list_hidden_beside(path: Path) -> list[Path]:
+    """Returns what lies beside `path` under names that hidden_beside gives. Raises OSError."""
+    wanted = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.partial")
+    return [path.with_name(name) for name in os.listdir(path.parent) if wanted.fullmatch(name)]
 
 
-def write_atomically(path: str | Path, data: str, check: Callable[[], object] = nothing) -> None:
+def size_of(folder: Path) -> int:
+    """Returns the bytes of a file, or of the files in a folder, that may be vanishing."""
+    total = 0
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                total += path.stat().st_size
+    return total
+
+
+def delete(folder: Path) -> None:
+    """Removes a folder as far as the disk allows. Of a link only the link goes."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+        heart.beat()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_atomically(path: str | Path, data: str, own: Path | None = None) -> None:
     """Readers of `path` see the old content or all of `data`. Raises StorageError after patient trying, and OSError.
 
-    check: called when the data lies beside it, under a name of its own. It raises where `path` is another process's;
-    one that takes it over later can remove what lies there first, see remove_unwritten: then this raises too.
+    own: the folder in which the data lies until it is whole, see lease.py; otherwise it lies beside `path`.
     """
     final = Path(path)
 
-    def attempt():
-        temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
+    def attempt() -> None:
+        temporary = (own or final.parent) / f".{final.name}.{uuid.uuid4().hex}.tmp"
         try:
             with open(temporary, "xb") as file:
                 file.write(data.encode())
                 file.flush()
                 os.fsync(file.fileno())
-            check()
             os.replace(temporary, final)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -134,16 +158,10 @@ def write_object(path: Path, content: dict) -> None:
     write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
-def remove_unwritten(path: Path) -> None:
-    """Removes what processes that stand still, or were killed, were going to write to `path`."""
-    for temporary in path.parent.glob(f".{path.name}.*.tmp"):
-        temporary.unlink(missing_ok=True)
-
-
-def write_for_user(path: str | Path, data: str, check: Callable[[], object] = nothing) -> None:
+def write_for_user(path: str | Path, data: str, own: Path | None = None) -> None:
     """As write_atomically, but raises UserError where the path can't be written."""
     try:
-        write_atomically(path, data, check)
+        write_atomically(path, data, own)
     except OSError as error:
         raise UserError(f"{path}: can't be written ({error.strerror})") from None
 

@@ -1,9 +1,9 @@
 """Saving: each rank writes its own file, a commit makes them one checkpoint.
 
-A checkpoint is written in a hidden folder (.step_00001000.<unique>.partial/step_00001000), in threads beside training.
-Each file is flushed and read back; then rank 0 writes state.json and COMMIT and moves it to where it counts. A process
-that dies at any instant leaves a hidden folder, which the next run removes, and never half a checkpoint under a name
-that could be chosen.
+A checkpoint is written in the own folder of the run's lease (lease.py), in threads beside training. Each file is
+flushed and read back; then rank 0 writes state.json and COMMIT and moves it to where it counts. A process that dies at
+any instant leaves its own folder, which the next run removes, and never half a checkpoint under a name that could be
+chosen.
 """
 
 import contextlib
@@ -27,15 +27,16 @@ from mamba_fsdp.checkpoint.files import DTYPE_NAMES, checksum, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, stored_name
 from mamba_fsdp.checkpoint.ranges import find_layouts, pack, part_to_write
 from mamba_fsdp.checkpoint.restore import Check, Restored, load, newest_whole
-from mamba_fsdp.checkpoint.retention import Retention, delete
+from mamba_fsdp.checkpoint.retention import Retention
 from mamba_fsdp.errors import UserError, first_line, joined
+from mamba_fsdp.lease import Lease
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.report.records import add_event
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
 from mamba_fsdp.storage import (
     CHECKPOINT,
-    nothing,
+    delete,
     retry_io,
     sync_folder,
     write_atomically,
@@ -67,7 +68,7 @@ class Save:
     """A save under way."""
 
     step: int
-    folder: Path  # in an own folder of this run, until it is committed
+    folder: Path  # in the own folder of the lease, until it is committed
     state: dict[str, Any]  # of the loop
     tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json, but for the layout
     phase: Phase = Phase.WRITING
@@ -78,37 +79,34 @@ class Save:
 
 
 class Checkpointer:
-    """The checkpoints of one run folder. All ranks call each method at the same point.
+    """The checkpoints of one run folder, whose `lease` rank 0 holds. All ranks call each method at the same point.
 
     keep, keep_every (steps): see Retention. asynchronous: `save` returns at once; the tensors are copied to host memory
     and written beside training, which calls `wait_for_copies` before it changes them, and `settle` when no rank
     `is_writing`. report: called on rank 0 with a sentence for the user.
-    A run folder belongs to one run at a time: what an earlier one left half-written, be it a model, is removed here.
-    check_ours: called on rank 0 before the folder is changed; raises UserError when it belongs to another run by then.
     """
 
     def __init__(
         self,
         run_folder: str | Path,
         world: World,
+        lease: Lease,
         *,
         keep: int = 3,
         keep_every: int = 0,
         asynchronous: bool = True,
         report: Callable[[str], None] = print,
-        check_ours: Callable[[], None] = nothing,
-    ):
+    ) -> None:
         self.folder = Path(run_folder) / CHECKPOINTS
         self.world = world
+        self.lease = lease
         self.asynchronous = asynchronous
         self.report = report
-        self.retention = Retention(self.folder, keep, keep_every, report, check_ours)
+        self.retention = Retention(self.folder, lease, keep, keep_every, report)
         self.pending: Save | None = None
         self.last: Path | None = None  # the checkpoint that it has resumed from or committed last
         self.buffer = torch.empty(0, dtype=torch.uint8)  # for the copies, kept over saves
         self.stalled = 0.0  # seconds, see stall_seconds
-
-        self.world.on_rank0(retry_io, self.retention.clean, self.folder)
 
     def resume(self, shards: Sequence[Shard], check: Check | None = None) -> Restored | None:
         """Fills the shards from the newest whole checkpoint, which is verified on the way; None if there is none. check:
@@ -120,13 +118,10 @@ class Checkpointer:
         self.last = choice.path
         return load(choice, shards, self.world, check)
 
-    def check_room(self, shards: Sequence[Shard]) -> None:
-        """Takes the memory that saves need. Raises UserError on all ranks where storage has no room for a checkpoint."""
-
-        def check():
-            delete(self._reserve(0, shards))
-
-        self.world.on_rank0(check)
+    def make_room(self, shards: Sequence[Shard]) -> None:
+        """Makes room for the first save: on the disk, see _free_disk, and in host memory. Raises UserError on all ranks
+        where there is none."""
+        self.world.on_rank0(self._free_disk, shards)
         written = [shard.data[start:stop] for shard, start, stop in self._parts(shards)]
         self.world.on_all_ranks(self._host_memory, written)
 
@@ -163,10 +158,11 @@ class Checkpointer:
             dtype = DTYPE_NAMES[shard.data.dtype]
             tensors[name] = {"shape": list(shard.shape), "dtype": dtype}
 
-        def make_folder():
-            own = self._reserve(step, shards)
-            folder = own / step_name(step)
-            folder.mkdir()
+        def make_folder() -> Path:
+            self._free_disk(shards)
+            folder = self.lease.own / step_name(step)
+            with self.lease.guard():
+                folder.mkdir(exist_ok=True)  # a save that failed may have left it
             return folder
 
         folder = self.world.on_rank0(retry_io, make_folder, self.folder)
@@ -290,18 +286,16 @@ class Checkpointer:
 
     # Rank 0 alone does the rest.
 
-    def _reserve(self, step, shards) -> Path:
-        """Makes an own folder, where all ranks' shards together have room. A newer checkpoint counts more than old ones:
-        those go where they must, but the newest. Raises UserError where that is not enough."""
-        own = self.retention.own_folder(step)
+    def _free_disk(self, shards: Sequence[Shard]) -> None:
+        """Removes old checkpoints, but never the newest, until the disk has room for all ranks' shards together. Raises
+        UserError where that is not enough."""
         needed = sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
         for keep in reversed(range(self.retention.keep)):
             free = shutil.disk_usage(self.folder).free
             if free >= needed:
-                return own
+                return
             if keep and self.last:
-                self.retention.prune(self.last, own, keep)
-        delete(own)
+                self.retention.prune(self.last, keep)
         raise UserError(
             f"a checkpoint needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
             "make room, keep fewer checkpoints or choose another folder"
@@ -313,14 +307,16 @@ class Checkpointer:
         try:
             errors = [file.error for file in files if file.error]
             if errors:
+                self.lease.check()  # a LostError says more
                 raise joined(
                     errors,
                     f"the checkpoint of step {save.step} could not be saved in {self.folder}: ",
                 )
-            size = self._complete(save, files)
-            path = self.retention.place(save.folder)
+            with self.lease.guard():
+                size = self._complete(save, files)
+                path = self.retention.place(save.folder)
         finally:
-            delete(save.folder.parent)
+            delete(save.folder)
         seconds = round(time.monotonic() - save.began, 3)
         add_event(self.folder.parent, "checkpoint", save.step, bytes=size, seconds=seconds)
         return path

@@ -9,8 +9,8 @@ from typing import Any
 
 from mamba_fsdp.checkpoint.ranges import Layout, is_cut
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run_layout import COMMIT, STATE, step_of
-from mamba_fsdp.storage import CHECKPOINT, like, parse_object, retry_io
+from mamba_fsdp.run_layout import COMMIT, STATE, removed, step_of
+from mamba_fsdp.storage import CHECKPOINT, exists, like, parse_object, retry_io
 
 DTYPES = {"F64", "F32", "F16", "BF16"}  # of conventions.SAFETENSORS_DTYPES
 # What the loop's state holds at least, of a run of ours.
@@ -100,6 +100,8 @@ def read_state(checkpoint: Path) -> Contents:
             )
             _check_contents(contents)
     except BrokenError as error:
+        if not exists(checkpoint):
+            raise removed(checkpoint) from None
         raise BrokenError(f"checkpoint {checkpoint} is broken: {error}") from None
     return contents
 

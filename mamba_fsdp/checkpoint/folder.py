@@ -27,7 +27,8 @@ from mamba_fsdp.checkpoint.files import read_exactly, read_header
 from mamba_fsdp.checkpoint.ranges import overlaps
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage import retry_io
+from mamba_fsdp.run_layout import removed
+from mamba_fsdp.storage import exists, retry_io
 
 
 def stored_name(name: str) -> str:
@@ -70,6 +71,8 @@ class Reader:
             try:
                 retry_io(fill, self.path / file)
             except OSError as error:
+                if not exists(self.path):
+                    raise removed(self.path) from None
                 raise UserError(f"can't read {self.path / file}: {error.strerror}") from None
             except BAD_CONTENT:
                 raise BrokenError(

@@ -10,11 +10,10 @@ from mamba_fsdp.checkpoint.contents import Contents, check_size, commit_or_probl
 from mamba_fsdp.checkpoint.files import Filled, hash_file
 from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors, stored_name
 from mamba_fsdp.checkpoint.ranges import gaps
-from mamba_fsdp.checkpoint.retention import hold_until_the_end
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint, removed
 from mamba_fsdp.storage import exists, retry_io
 
 # Raises UserError for the state of a checkpoint that must not be loaded.
@@ -92,26 +91,22 @@ def newest_whole(
     report: Callable[[str], Any],
     part: str = "all",
     shards: Sequence[Shard] = (),
-    hold: bool = False,
 ) -> Choice | None:
     """The newest checkpoint whose `part` is whole; broken ones are reported and passed over. part, shards: see verify.
 
-    hold: another run's, which is kept from pruning each of them before it is read. Raises UserError if there are
-    committed checkpoints but none is whole: a new start must be the user's decision.
+    Raises UserError if there are committed checkpoints but none is whole: a new start must be the user's decision.
     """
     broken: list[str] = []
     problems: list[str] = []
     candidates = world.on_rank0(committed, checkpoints)
     for checkpoint in reversed(candidates):
-        if hold:
-            world.on_rank0(hold_until_the_end, checkpoint)
         choice = Choice(checkpoint, broken)
         problems = verify(checkpoint, world, part, shards, choice.filled)
         if not problems:
             return choice
         if not world.on_rank0(exists, checkpoint):
-            # Its run has pruned it meanwhile, and has newer ones.
-            return newest_whole(checkpoints, world, report, part, shards, hold)
+            # Its run has removed it meanwhile, and has newer ones.
+            return newest_whole(checkpoints, world, report, part, shards)
         broken.append(checkpoint.name)
         if world.rank == 0:
             report(
@@ -134,19 +129,19 @@ def find_checkpoint(
 ) -> Choice:
     """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
 
-    Its run does not prune it as long as this process lives, or until `until_the_end` is closed. Raises UserError where
-    there is none, or where the one that was named is broken. part, shards: see `verify`.
+    Raises UserError where there is none, or where the one that was named is broken. part, shards: see `verify`.
     """
     path = Path(path)
     if world.on_rank0(exists, path / COMMIT):
-        world.on_rank0(hold_until_the_end, path)
         choice = Choice(path)
         problems = verify(path, world, part, shards, choice.filled)
+        if problems and not world.on_rank0(exists, path):
+            raise removed(path)
         if problems:
             raise UserError(f"checkpoint {path} is broken: {'; '.join(problems)}")
         return choice
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    newest = newest_whole(folder, world, report, part, shards, hold=True)
+    newest = newest_whole(folder, world, report, part, shards)
     if newest is None:
         raise no_checkpoint(path)
     return newest

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mamba_fsdp.checkpoint.retention import new_folder
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
@@ -17,6 +16,7 @@ from mamba_fsdp.interop.fields import Table
 from mamba_fsdp.interop.pth_files import write_pth
 from mamba_fsdp.interop.safetensors_files import SINGLE, write_safetensors
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, Weights, read_weights
+from mamba_fsdp.lease import new_folder
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD
 from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 

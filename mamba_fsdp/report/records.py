@@ -13,7 +13,7 @@ from typing import Any
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.run_layout import EVENTS, LEASE, METRICS, STATUS, newest_step
-from mamba_fsdp.storage import exists, nothing, parse_object, retry_io, timestamp, write_for_user
+from mamba_fsdp.storage import exists, parse_object, retry_io, timestamp, write_for_user
 
 LARGEST = 1 << 63  # an integer that others read
 
@@ -184,9 +184,9 @@ def write_status(
     status: str,
     step: int,
     reason: str = "",
-    check: Callable[[], object] = nothing,
+    write: Callable[[Path, str], object] = write_for_user,
 ) -> None:
-    """status: running, stopped, finished or failed, the last three events too. check: see write_atomically. Raises
+    """Writes status.json, and an event unless the run goes on. status: running, stopped, finished or failed. Raises
     UserError where it can't."""
     content: dict[str, Any] = {
         "status": status,
@@ -194,7 +194,7 @@ def write_status(
         "reason": reason,
         "time": timestamp(),
     }
-    write_for_user(run_folder / STATUS, json.dumps(content, indent=1) + "\n", check)
+    write(run_folder / STATUS, json.dumps(content, indent=1) + "\n")
     if status != "running":
         add_event(run_folder, status, step, reason=reason)
 

@@ -1,6 +1,7 @@
-"""The run folder of a run: who may write into it, and its status for others to read."""
+"""The run folder: taking it for a run, and what rank 0 writes there besides checkpoints and metrics."""
 
 import filecmp
+import os
 import shutil
 import sys
 import time
@@ -14,17 +15,16 @@ from mamba_fsdp.report import records
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
     LEASE,
-    STATUS,
+    MODELS,
     TOKENIZER,
     check_is_run_folder,
     newest_step,
 )
-from mamba_fsdp.storage import remove_unwritten, retry_io
+from mamba_fsdp.storage import exists, retry_io
 
 
 class RunFolder:
-    """`path`, which rank 0 acquires for the run, and what it writes there besides checkpoints and
-    metrics."""
+    """The folder of a run. All ranks have one; rank 0 acquires it, and alone writes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -32,30 +32,39 @@ class RunFolder:
         self.lease = Lease(self.path / LEASE)
 
     def acquire(self) -> None:
-        """Makes the folder and takes its lease. Raises UserError where that can't be or it is
-        another's."""
+        """Makes the folder, takes its lease, and removes what killed runs left unfinished. Raises
+        UserError where the folder can't be made or another run has it."""
         check_is_run_folder(self.path)
         checkpoints = self.path / CHECKPOINTS
         try:
             retry_io(partial(checkpoints.mkdir, parents=True, exist_ok=True), self.path)
             remedy = "stop that run first, or give this one another save_ckpt_path"
-            self.lease.take(partial(print, flush=True), remedy)
-            remove_unwritten(self.path / STATUS)
+            if os.stat(checkpoints).st_dev != os.stat(self.path).st_dev:
+                raise UserError(
+                    f"save_ckpt_path {self.path}: {CHECKPOINTS} lies on another disk, to which nothing can be moved; "
+                    "name a folder on that disk as save_ckpt_path"
+                )
+            report = partial(print, flush=True)
+            self.lease.take(report, remedy)
+            for file in (self.path / MODELS).glob(".*.lease"):
+                model = Lease(file)
+                if not model.shows_life() and model.try_take(report):
+                    model.close()
         except OSError as error:
             raise UserError(
                 f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})"
             ) from None
         # At once, so that whatever ends the start, even a kill, the last run's status (`finished`)
         # is gone.
-        records.write_status(self.path, "running", newest_step(self.path), "starting")
+        self.write_status("running", newest_step(self.path), "starting")
 
     def write_status(self, status: str, step: int, reason: str = "") -> None:
-        """Writes status.json, see records.write_status."""
-        records.write_status(self.path, status, step, reason, self.lease.check)
+        """Writes status.json, see records.write_status. Raises LostError too."""
+        records.write_status(self.path, status, step, reason, self.lease.write)
 
     def write_failure(self, step: int, error: BaseException) -> None:
-        """Writes why the run failed, if it holds the folder. step: 0 means that of the newest
-        checkpoint."""
+        """Writes why the run failed, if this process holds the folder. step: 0 means the step of
+        the newest checkpoint."""
         status = "failed"
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
@@ -68,10 +77,10 @@ class RunFolder:
             print(f"warning: {another}", file=sys.stderr)
 
     def copy_tokenizer(self, data: Source) -> None:
-        """Copies the tokenizer of a source that has one, so that the model can be used when the
-        data is gone; in place of another."""
+        """Copies the tokenizer of a source that has one, in place of another, so that the model can
+        be used when the data is gone."""
         target = self.path / TOKENIZER
-        partial_copy = self.path / f".{TOKENIZER}.partial"
+        unfinished = self.lease.own / TOKENIZER
         try:
             source = data.tokenizer_path
         except UserError:  # none is known
@@ -80,7 +89,7 @@ class RunFolder:
         same, _, _ = filecmp.cmpfiles(source, target, names, shallow=False)
         if len(same) == len(names):
             return
-        shutil.rmtree(partial_copy, ignore_errors=True)
-        shutil.copytree(source, partial_copy)
-        shutil.rmtree(target, ignore_errors=True)
-        partial_copy.rename(target)
+        shutil.copytree(source, unfinished)
+        if exists(target):
+            self.lease.remove(target)
+        self.lease.move(unfinished, target)

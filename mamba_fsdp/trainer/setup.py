@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.builtin import missing_builtin
 from mamba_fsdp.data.loader import BatchLayout, Loader, split_step
@@ -94,11 +93,11 @@ def set_up(
     checkpointer = Checkpointer(
         folder.path,
         world,
+        folder.lease,
         keep=settings.checkpoint.keep_checkpoints,
         keep_every=settings.checkpoint.keep_every.steps(tokens_per_step),
         asynchronous=settings.checkpoint.async_checkpoint,
         report=say,
-        check_ours=folder.lease.check,
     )
     parallel = build_model(settings, world, backends)
     dtype = DTYPES[settings.training.mixed_precision]
@@ -106,7 +105,6 @@ def set_up(
 
     tokens = one_for_all(data.sources.values())
     state, begins = start(settings, tokens, parallel, optimizer, checkpointer, weights, say)
-    until_the_end.close()  # what was read from another run has been read
 
     sampler, schedule = plan_steps(settings, layout, data, state, say)
     loader = Loader(
@@ -119,7 +117,7 @@ def set_up(
         pin_memory=world.device.type == "cuda",
     )
     if state.step < schedule.total_steps:
-        checkpointer.check_room(parallel.shards(optimizer))
+        checkpointer.make_room(parallel.shards(optimizer))
     return TrainContext(
         settings=settings,
         world=world,

@@ -3,7 +3,7 @@
 List the checkpoints of a run, or a single one: step, tokens, size, when it
 was committed, and whether it is whole. `kept` marks those that are never
 removed (keep_every). An unfinished one is being written, or a killed process
-left it; the run's next start removes it.
+left it; the next start of the run removes it.
 
 Exit codes: 0 all are whole, 1 one is broken, 2 there is none.
 """
@@ -14,11 +14,19 @@ from datetime import datetime
 from pathlib import Path
 
 from mamba_fsdp.checkpoint.contents import read_state, verify_sizes
-from mamba_fsdp.checkpoint.retention import held, left_over, size_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console, scaled
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, KEPT, committed, no_checkpoint, step_of
+from mamba_fsdp.run_layout import (
+    CHECKPOINTS,
+    COMMIT,
+    KEPT,
+    committed,
+    no_checkpoint,
+    step_of,
+    unfinished,
+)
 from mamba_fsdp.settings.fields import setting
+from mamba_fsdp.storage import exists, size_of
 
 
 @dataclass
@@ -42,25 +50,23 @@ class Row:
 def main(run: str, options: Options) -> int:
     place = Path(run)
     console = Console()
-    found = [place]
-    unfinished = []
+    finished = [place]
+    begun = []
     if not (place / COMMIT).is_file():
         folder = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
-        found = committed(folder)
-        unfinished = left_over(folder)
-    if not found and not unfinished:
+        finished = committed(folder)
+        begun = unfinished(folder.parent)
+    if not finished and not begun:
         raise no_checkpoint(place)
     rows = []
-    for number, path in enumerate(found, 1):
-        with held(path):
-            size = scaled(size_of(path), "B")
-            console.passing(f"reading {path.name}, {number} of {len(found)}, {size}")
-            row = describe(path, options.verify)
-            if path.exists():  # else its run has pruned it meanwhile
-                rows.append(row)
-    for path in unfinished:
-        step = step_of(path.name.strip(".").split(".")[0]) or 0
-        rows.append(Row(step, size_of(path), "unfinished"))
+    for number, path in enumerate(finished, 1):
+        size = scaled(size_of(path), "B")
+        console.passing(f"reading {path.name}, {number} of {len(finished)}, {size}")
+        row = describe(path, options.verify)
+        if exists(path):  # otherwise its run has removed it meanwhile
+            rows.append(row)
+    for path in begun:
+        rows.append(Row(step_of(path.name) or 0, size_of(path), "unfinished"))
     console.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
     for row in rows:
         tokens = scaled(row.tokens, "") if row.tokens else ""

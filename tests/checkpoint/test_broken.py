@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mamba_fsdp.checkpoint import files
-from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import Choice, find_checkpoint, load
@@ -22,8 +21,8 @@ from tests.support.checkpoints import (
     flip,
     make_checkpoints,
     newest,
+    open_run,
     problems,
-    quiet,
     shards_of,
     steps_in,
 )
@@ -126,7 +125,7 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype, monkeypa
         Shard("a.weight", (10, 10), 30, torch.zeros(50, dtype=dtype)),
         Shard("b", (7,), 0, torch.zeros(7, dtype=dtype)),
     ]
-    checkpointer = Checkpointer(run, WORLD, report=quiet)
+    checkpointer = open_run(run)
     with monkeypatch.context() as patched:
         patched.setattr(Reader, "read", None)
         assert checkpointer.resume(target).state == {"step": 1}
@@ -194,7 +193,7 @@ def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run):
     """And never counts among those that are kept."""
     make_checkpoints(run, [1, 2])
     os.truncate(run / "checkpoints/step_00000002/rank_00000.safetensors", 30)
-    checkpointer = Checkpointer(run, WORLD, keep=2, report=quiet)
+    checkpointer = open_run(run, keep=2)
     assert checkpointer.resume(shards_of(0)).path.name == "step_00000001"
     for step in (2, 3):
         checkpointer.save(step, shards_of(step), {"new": step})

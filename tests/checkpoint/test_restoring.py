@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from mamba_fsdp.checkpoint import files, folder
-from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World, start_world
-from tests.support.checkpoints import equal, flip, quiet
+from tests.support.checkpoints import equal, flip, open_run, quiet
 from tests.support.ranks import build, run_ranks, train, whole
 
 pytestmark = pytest.mark.torch22
@@ -27,7 +26,7 @@ def save(world, run, how, asynchronous):
     parallel, optimizer = build(world, **how)
     records = train(world, parallel, optimizer, range(2))
     shards = parallel.shards(optimizer)
-    checkpointer = Checkpointer(run, world, asynchronous=asynchronous)
+    checkpointer = open_run(run, world, asynchronous=asynchronous)
     checkpointer.save(2, shards, {"step": 2, "rank": world.rank})
     tensors = whole(world, shards)
     checkpointer.wait_for_copies()
@@ -43,7 +42,7 @@ def read(world, run, how):
     shards = parallel.shards(optimizer)
     for shard in shards:
         shard.data.fill_(-1.0)
-    state = Checkpointer(run, world).resume(shards).state
+    state = open_run(run, world).resume(shards).state
     parallel.set_optimizer_steps(optimizer, state["step"])
     tensors = whole(world, shards)
     return state, tensors, train(world, parallel, optimizer, range(2, 4))
@@ -164,7 +163,7 @@ def count_reads(world, run):
         return real(path)
 
     folder.Path.read_bytes = note
-    Checkpointer(run, world).resume(shards)
+    open_run(run, world).resume(shards)
     held = sum(shard.data.nbytes for shard in shards)
     return read_bytes["verify"], read_bytes["load"], len(states), held
 

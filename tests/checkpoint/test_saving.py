@@ -14,7 +14,6 @@ import torch
 from mamba_fsdp import storage
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import files
-from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.restore import Choice, load
 from mamba_fsdp.errors import StorageError, UserError
@@ -24,6 +23,7 @@ from tests.support.checkpoints import (
     make_checkpoints,
     names_in,
     newest,
+    open_run,
     problems,
     shards_of,
     steps_in,
@@ -37,12 +37,12 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
     """Between save and the wait that commits nothing can be chosen; afterwards it can, nothing hidden is left, and it
     is told and noted."""
     said = []
-    checkpointer = Checkpointer(run, WORLD, report=lambda text: said.append((text, names_in(run))))
+    checkpointer = open_run(run, report=lambda text: said.append((text, names_in(run))))
     assert newest(run) is None
     checkpointer.save(3, shards_of(3), {"step": 3})
     assert checkpointer.stage() == (3, module.Phase.WRITING) and not said
     checkpointer.pending.work.result()
-    assert not checkpointer.is_writing() and not names_in(run)[0].startswith("step")
+    assert not checkpointer.is_writing() and not names_in(run)
     checkpointer.settle()
     assert checkpointer.stage() == (3, module.Phase.COMMITTING)
     checkpointer.wait()
@@ -133,8 +133,8 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
         torch, "_foreach_copy_", lambda *both, non_blocking: note(non_blocking, copy(*both))
     )
     world = dataclasses.replace(WORLD, device=torch.device("cuda", 0))
-    checkpointer = Checkpointer(run, world)
-    checkpointer.check_room(shards_of(0))
+    checkpointer = open_run(run, world)
+    checkpointer.make_room(shards_of(0))
     assert pinned == [sum(-(-shard.data.nbytes // 64) * 64 for shard in shards_of(0))]
     calls.clear()
     checkpointer.save(1, shards_of(1), {})
@@ -176,7 +176,7 @@ def overflow(world, run):
     found = []
     for asynchronous in (False, True):
         folder = run / str(asynchronous)
-        checkpointer = Checkpointer(folder, world, asynchronous=asynchronous)
+        checkpointer = open_run(folder, world, asynchronous=asynchronous)
         checkpointer.save(1, shards, {})
         checkpointer.wait()
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -221,7 +221,7 @@ def stumble(world, run):
 
     files._flush = stumbling(files._flush)
     files._hash_bytes = stumbling(files._hash_bytes)
-    checkpointer = Checkpointer(run, world)
+    checkpointer = open_run(run, world)
     left[:] = range(3)
     checkpointer.save(1, shards, {})
     checkpointer.wait()

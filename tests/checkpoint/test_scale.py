@@ -11,13 +11,14 @@ import torch
 
 from benchmarks import checkpoint
 from benchmarks.checkpoint_scale import measure
-from mamba_fsdp.checkpoint.checkpointer import Checkpointer, RankFile, Save
+from mamba_fsdp.checkpoint.checkpointer import RankFile, Save
 from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.files import write_pieces
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.ranges import pack, part_to_write
-from mamba_fsdp.parallel.world import World, start_world
+from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.settings.model_config import ModelConfig
+from tests.support.checkpoints import open_run
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
@@ -62,9 +63,9 @@ def pieces_of_all(names, cut, shard_size):
 
 def commit(run, tensors, files):
     """The committed checkpoint of these RankFiles, whose files are there."""
-    checkpointer = Checkpointer(run, World.alone())
-    folder = run / "checkpoints/.step_00000001.abc.partial/step_00000001"
-    folder.mkdir(parents=True)
+    checkpointer = open_run(run)
+    folder = checkpointer.lease.own / "step_00000001"
+    folder.mkdir()
     files = files(folder) if callable(files) else files
     return checkpointer._commit(Save(1, folder, {}, tensors), files)
 

@@ -4,12 +4,12 @@ import zipfile
 import pytest
 import torch
 
-from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.world import World, start_world
+from tests.support.checkpoints import open_run
 from tests.support.ranks import build, value_of
 
 pytestmark = pytest.mark.torch22
@@ -21,7 +21,7 @@ def saved(run, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     world = start_world()
     parallel, optimizer = build(world, strategy="none")
-    checkpointer = Checkpointer(run, world, asynchronous=False)
+    checkpointer = open_run(run, world, asynchronous=False)
     checkpointer.save(1, parallel.shards(optimizer), {})
     file = run / "model.pth"
     torch.save(

@@ -19,7 +19,6 @@ import safetensors.torch
 import torch
 
 from mamba_fsdp.checkpoint import files as checkpoint_files
-from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors
@@ -35,6 +34,7 @@ from mamba_fsdp.run_layout import COMMIT, STATE
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.trainer.state import TrainState
+from tests.support.checkpoints import open_run
 from tests.support.corpora import write_store
 from tests.support.others_tokens import write_fms, write_layout
 from tests.support.small_models import CONFIGS, random_state, write_ours
@@ -79,7 +79,7 @@ def make_checkpoint(folder):
         Shard("b", (7,), 0, torch.arange(7.0)),
     ]
     settings, _ = resolve.resolve_settings({"save_ckpt_path": "x", "d_model": "16", "n_layer": "1"})
-    checkpointer = Checkpointer(folder, World.alone())
+    checkpointer = open_run(folder)
     checkpointer.save(3, shards, TrainState(step=3, samples=6, tokens=48).saved(settings, 1))
     checkpointer.wait()
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 import transformers
 
-from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.trainer.state import TrainState
+from tests.support.checkpoints import open_run
 from tests.support.small_models import (
     CONFIGS,
     assert_same,
@@ -30,7 +30,7 @@ def run(tmp_path):
     settings, _ = resolve_settings({"seq_length": "24"})
     settings.model = CONFIG
     world = World.alone()
-    checkpointer = Checkpointer(tmp_path / "run", world, asynchronous=False)
+    checkpointer = open_run(tmp_path / "run", world, asynchronous=False)
     for step in (1, 2):
         shards = [
             Shard(name, tuple(tensor.shape), 0, tensor.flatten())

@@ -3,9 +3,10 @@ finishes, and the first one wakes. Nothing that the other has committed may be l
 
     python -m tests.storm.frozen [--all]
 
-Calls are those that touch files of the run: from when it has acquired its folder, through saving step 6, committing and
-pruning, until it has given the folder back. Each rename, with --all each call, is a freeze of its own. A run is a
-process of one rank with little in its checkpoints.
+Calls are those that touch files of the run: from before it acquires its folder (where the other has ended when the
+first one wakes: from after that), through saving step 6, committing and pruning, until it has given the folder back.
+Each rename, with --all each call, is a freeze of its own. A run is a process of one rank with little in its
+checkpoints.
 """
 
 import argparse
@@ -37,7 +38,8 @@ def main(words):
     parser.add_argument("--all", action="store_true")
     given = parser.parse_args(words)
     calls = EVENTS if given.all else ("os.rename",)
-    lease.SECONDS_OF_SILENCE = 0.0  # the other takes over at once
+    lease.SECONDS_BETWEEN_RENEWALS = 0.02
+    lease.SECONDS_BETWEEN_LOOKS = 0.02
     for beginning in BEGINNINGS:
         for finishes in (True, False):
             with tempfile.TemporaryDirectory(prefix="frozen-") as place:
@@ -48,7 +50,7 @@ def main(words):
 def storm(place, beginning, finishes, calls):
     """How often a run was frozen. finishes: whether the other has ended when the first one wakes. calls: audit events."""
     begun = place / "begun"
-    make_checkpoints(begun, BEGINNINGS[beginning])
+    make_checkpoints(begun, BEGINNINGS[beginning]).lease.close()
     if 6 in BEGINNINGS[beginning]:
         (begun / "checkpoints/step_00000006/state.json").write_text("{}")
     for number in itertools.count(1):
@@ -64,13 +66,12 @@ def storm(place, beginning, finishes, calls):
 
 def freeze(run, calls, number, finishes):
     """Whether a run made so many of these calls; it stood still before the last of them."""
-    frozen = rank.fork(be_frozen, run, calls, number)
+    frozen = rank.fork(be_frozen, run, calls, number, finishes)
     _, status = os.waitpid(frozen, os.WUNTRACED)
     if not os.WIFSTOPPED(status):
         assert os.waitstatus_to_exitcode(status) == 0
         return False
-    folder = RunFolder(run)
-    folder.acquire()
+    folder = acquire(run, patience=0.0)  # it takes over at once
     other = checkpointer_of(folder, keep=4)
     start = int(other.resume(shards_of(0)).path.name[-1])
     for step in range(start + 1, 8):
@@ -87,18 +88,24 @@ def freeze(run, calls, number, finishes):
     if not finishes:
         save(other, 8, 108)
         folder.lease.close()
-    again = Checkpointer(run, WORLD, report=lambda text: None).resume(shards_of(0)).path
+    again = checkpointer_of(folder, keep=4).resume(shards_of(0)).path
     last = "step_00000007" if finishes else "step_00000008"
     assert again.name == last and not problems(again)
-    hidden = [path.name for path in run.glob("checkpoints/.*")]
+    hidden = [path.name for path in run.rglob(".*")]
     assert not hidden, f"left: {hidden}"
     return True
 
 
+def acquire(run, patience):
+    """The run folder, acquired. patience: seconds after which a silent holder is dead."""
+    lease.SECONDS_OF_SILENCE = patience
+    folder = RunFolder(run)
+    folder.acquire()
+    return folder
+
+
 def checkpointer_of(folder, keep):
-    return Checkpointer(
-        folder.path, WORLD, keep=keep, report=lambda text: None, check_ours=folder.lease.check
-    )
+    return Checkpointer(folder.path, WORLD, folder.lease, keep=keep, report=lambda text: None)
 
 
 def save(checkpointer, step, value):
@@ -107,16 +114,21 @@ def save(checkpointer, step, value):
 
 
 def files_of(run):
-    """{name: content} of the status and of what is in committed checkpoints, but for readers' leases."""
+    """{name: content} of the status and of what is in committed checkpoints."""
     files = [run / "status.json", *run.glob("checkpoints/step_*/[!.]*")]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
-def be_frozen(run, calls, number):
+def be_frozen(run, calls, number, finishes):
     """A run that saves step 6, and stands still once. Its end is that of run_training."""
-    folder = RunFolder(run)
-    folder.acquire()
-    stop_before(calls, number, str(run))
+    if not finishes:
+        stop_before(calls, number, str(run))
+    try:
+        folder = acquire(run, patience=60.0)
+    except UserError:  # the other has it
+        return
+    if finishes:
+        stop_before(calls, number, str(run))
     try:
         checkpointer = checkpointer_of(folder, keep=1)
         checkpointer.resume(shards_of(0))

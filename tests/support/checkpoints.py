@@ -8,9 +8,10 @@ import torch
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.files import checksum
 from mamba_fsdp.checkpoint.restore import newest_whole, verify
+from mamba_fsdp.lease import Lease
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, step_name
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, LEASE, step_name
 
 WORLD = World.alone()
 
@@ -25,9 +26,22 @@ def shards_of(value):
     return [Shard("a.weight", (10, 10), 0, full), Shard("b", (7,), 0, torch.arange(7.0))]
 
 
+def open_run(run, world=WORLD, report=quiet, **how):
+    """A Checkpointer of the run folder, which rank 0 takes from whoever has it."""
+    lease = Lease(run / LEASE)
+
+    def take():
+        (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        (run / LEASE).unlink(missing_ok=True)
+        lease.take(report, "")
+
+    world.on_rank0(take)
+    return Checkpointer(run, world, lease, report=report, **how)
+
+
 def make_checkpoints(run, steps, **how):
     """The Checkpointer that has saved these steps, each full of its number."""
-    checkpointer = Checkpointer(run, WORLD, report=how.pop("report", quiet), **how)
+    checkpointer = open_run(run, **how)
     for step in steps:
         checkpointer.save(step, shards_of(step), {"step": step})
         checkpointer.wait()

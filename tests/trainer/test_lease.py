@@ -82,7 +82,7 @@ def test_a_living_holder_is_named_to_the_second(take, tmp_path):
     with pytest.raises(UserError) as refused:
         take()
     assert (
-        f"{tmp_path} is in use by the run of process {os.getpid()} on {module.socket.gethostname()}, begun 20"
+        f"{tmp_path} is in use by process {os.getpid()} on {module.socket.gethostname()}, begun 20"
         in str(refused.value)
     )
     first.check()
@@ -136,9 +136,7 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
     lease = take()
     left_by(tmp_path)
     other = (tmp_path / LEASE).stat().st_mtime_ns
-    with pytest.raises(
-        UserError, match="in use by the run of process 7 on node-7.*writes nothing more"
-    ):
+    with pytest.raises(UserError, match="in use by process 7 on node-7.*writes nothing more"):
         lease.check()
     time.sleep(0.2)
     lease.close()

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.simulate import simulate
-from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
@@ -23,7 +22,7 @@ from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import OptimizerConfig, ParallelConfig, TrainConfig
 from mamba_fsdp.trainer import muon as muon_module
 from mamba_fsdp.trainer.optimizer import make_optimizer
-from tests.support.checkpoints import equal
+from tests.support.checkpoints import equal, open_run
 from tests.support.ranks import build, run_ranks, train, whole
 
 SIZES = dict(d_model=32, vocab_size=64, d_state=8, headdim=8, n_head=4, n_kv_head=2)
@@ -113,7 +112,7 @@ def broken_off(world, run, how):
     """The tensors after four steps, and after four of which the last two are those of a resumed run."""
     parallel, optimizer = build(world, muon=True, **how)
     train(world, parallel, optimizer, range(2))
-    checkpointer = Checkpointer(run, world)
+    checkpointer = open_run(run, world)
     checkpointer.save(2, parallel.shards(optimizer), {})
     checkpointer.wait()
     train(world, parallel, optimizer, range(2, 4))
@@ -121,7 +120,7 @@ def broken_off(world, run, how):
 
     parallel, optimizer = build(world, muon=True, **how)
     shards = parallel.shards(optimizer)
-    Checkpointer(run, world).resume(shards)
+    open_run(run, world).resume(shards)
     parallel.set_optimizer_steps(optimizer, 2)
     train(world, parallel, optimizer, range(2, 4))
     return unbroken, whole(world, shards)

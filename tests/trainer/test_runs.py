@@ -256,7 +256,7 @@ def test_a_run_whose_folder_was_taken_over_writes_nothing_more(train, tmp_path, 
         return true_loss()
 
     change_loss(suspended)
-    with pytest.raises(UserError, match="in use by the run of process 7 on elsewhere"):
+    with pytest.raises(UserError, match="in use by process 7 on elsewhere"):
         train(tmp_path, checkpoint_interval=1, async_checkpoint=False, eval_interval=0)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 

@@ -77,7 +77,7 @@ def test_inspect_says_what_a_run_a_checkpoint_and_models_hold(there, capsys):
 
 def test_an_export_can_be_read_by_others(there, tmp_path):
     """Files as the umask says, what transformers' generate needs, nothing of a killed attempt."""
-    (tmp_path / ".hf.0123456789ab.partial").mkdir()
+    (tmp_path / "..hf.lease.0123456789ab.partial").mkdir()
     before = os.umask(0o027)
     try:
         export.main("runs/demo", str(tmp_path / "hf"), export.ExportConfig())
