@@ -45,7 +45,7 @@ SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
 # Without renewal, after which a holder on another machine counts as dead.
 SECONDS_OF_SILENCE = 30.0
-SMALLEST_REPORTED = 1_000_000  # bytes that a killed process left; less is removed without a word
+SMALLEST_REPORTED = 1_000_000  # bytes that a killed process left; less is removed silently
 
 Report = Callable[[str], object]
 

@@ -1,4 +1,4 @@
-"""The layout of a run folder: what everything in it is called, and which checkpoints count. Without torch.
+"""The layout of a run folder: the name of everything in it, and which checkpoints count. Without torch.
 
     config.yaml  metrics.jsonl  events.jsonl  status.json  lease.json  kernels.json  STOP  tokenizer/
     failures/  preflight/
@@ -6,7 +6,7 @@
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
     profile/  tensorboard/  wandb/  wandb_id  report.html
 
-1.train.sbatch knows some of these names too; a test holds it to this file.
+1.train.sbatch uses some of these names too; a test holds it to this file.
 """
 
 import os
@@ -27,7 +27,7 @@ STATUS = "status.json"
 LEASE = "lease.json"
 STOP = "STOP"  # whoever makes this file asks the run to stop
 TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
-FAILURES = "failures"  # what the launcher leaves, as PREFLIGHT
+FAILURES = "failures"  # written by the launcher, as PREFLIGHT is
 PREFLIGHT = "preflight"
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
@@ -40,34 +40,34 @@ PROFILE = "profile"
 TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb_id"
 REPORT = "report.html"
-# Of a checkpoint for each parameter: the weight and AdamW's two moments, all fp32. Muon's has less.
+# In a checkpoint, for each parameter: the weight and AdamW's two moments, all fp32. Muon's has fewer.
 CHECKPOINT_BYTES = 12
-# May be there when nothing has begun yet.
+# What may lie in the folder before a run has begun there.
 BEFORE_A_RUN = {SETTINGS, STOP, FAILURES, PREFLIGHT, PROFILE}
-LOGS = (".log", ".out", ".err")  # which users like to have there, begin with the job
+LOGS = (".log", ".out", ".err")  # which a job begins, and users like to have there
 
 
 def step_name(step: int) -> str:
-    """The name of a checkpoint's folder, and of its model's."""
+    """Returns the name of a checkpoint's folder, and of the folder of its model."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step that a folder of this name holds; None for a name that step_name does not give."""
+    """Returns the step that a folder of this name holds; None for a name that step_name does not give."""
     match = re.fullmatch(r"step_(\d+)", name)
     return int(match[1]) if match else None
 
 
 def rank_file(rank: int) -> str:
-    """The name of what one rank wrote of a checkpoint."""
+    """Returns the name of the file that one rank writes of a checkpoint."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def check_is_run_folder(folder: str | Path) -> None:
-    """Raises UserError where the folder that is to be a run's holds other things and no run: a token store, say."""
+    """Raises UserError if the folder that is to be a run folder holds something else, a token store for example."""
     try:
         names = set(os.listdir(folder))
-    except OSError:  # there is none yet, or what is wrong is told when it is written to
+    except OSError:  # there is none yet; any other error comes up when it is written to
         return
     foreign = sorted(
         name
@@ -83,10 +83,10 @@ def check_is_run_folder(folder: str | Path) -> None:
 
 
 def committed(checkpoints: str | Path) -> list[Path]:
-    """The committed checkpoints in the folder `checkpoints`, oldest first, whole or not."""
+    """Returns the committed checkpoints in the folder `checkpoints`, oldest first, whole or not."""
     folder = Path(checkpoints)
     try:
-        # glob would take a failure for an empty folder.
+        # Not by glob, which takes a failure for an empty folder.
         names = retry_io(partial(os.listdir, folder), folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -95,9 +95,11 @@ def committed(checkpoints: str | Path) -> list[Path]:
 
 
 def newest_step(run: str | Path) -> int:
-    """That of the newest committed checkpoint of a run, whole or not; 0 where there is none."""
-    found = committed(Path(run, CHECKPOINTS))
-    return step_of(found[-1].name) or 0 if found else 0
+    """Returns the step of a run's newest committed checkpoint, whole or not; 0 where there is none."""
+    checkpoints = committed(Path(run, CHECKPOINTS))
+    if not checkpoints:
+        return 0
+    return step_of(checkpoints[-1].name) or 0
 
 
 def unfinished(run: Path) -> list[Path]:
@@ -114,7 +116,7 @@ def removed(checkpoint: Path) -> UserError:
 
 
 def no_checkpoint(path: str | Path) -> UserError:
-    """That there is none to be found by this path."""
+    """Returns the error that this path names no checkpoint."""
     if not exists(path):
         return UserError(f"{path}: there is no such file or folder")
     hint = ""
@@ -126,12 +128,13 @@ def no_checkpoint(path: str | Path) -> UserError:
 
 
 def is_own(origin: str, run: str | Path) -> bool:
-    """Whether `origin`, a load_ckpt_path, is the run folder itself: it means to resume or, if empty, to start."""
+    """Returns whether `origin`, a load_ckpt_path, is the run folder itself: then it adds nothing, for a run resumes from
+    its own checkpoints anyway."""
     return bool(origin) and os.path.realpath(origin) == os.path.realpath(run)
 
 
 def check_exists(origin: str, run: str | Path) -> None:
-    """Raises UserError where a run without a checkpoint is to start from `origin`, a load_ckpt_path with nothing in it."""
+    """Raises UserError if a run without a checkpoint is to start from `origin`, a load_ckpt_path, and that has none."""
     path = Path(origin)
     if not origin or is_own(origin, run) or committed(Path(run, CHECKPOINTS)):
         return

@@ -1,4 +1,4 @@
-"""One checkpoint as a folder: what is in it, and reading parts of its tensors.
+"""A checkpoint is a folder: what lies in it, and reading parts of its tensors.
 
     step_00001000/
       rank_00000.safetensors ...   what each rank wrote (files.py)
@@ -32,28 +32,28 @@ from mamba_fsdp.storage import exists, retry_io
 
 
 def stored_name(name: str) -> str:
-    """The name in a checkpoint of a shard: parameters go under model/."""
+    """Returns the name that a shard has in a checkpoint: parameters go under model/."""
     return name if name.startswith("optimizer/") else f"model/{name}"
 
 
 def is_model(stored: str) -> bool:
-    """Whether a tensor of this stored name is the model's, not the optimiser's."""
+    """Returns whether a tensor of this stored name belongs to the model, not to the optimiser."""
     return stored.startswith("model/")
 
 
 class Reader:
-    """Reads parts of the tensors of a checkpoint, whose layout says where they lie.
+    """Reads parts of a checkpoint's tensors, wherever its layouts say that they lie.
 
-    A checkpoint may have more files than a process may open: at most a quarter of these stay open, and what lies where
-    in a file is noted when it is first opened.
+    A checkpoint may have more files than a process may open, so at most a quarter of that number stay open. The
+    positions of a file's pieces are read when it is first opened.
     """
 
     def __init__(self, checkpoint: Path, contents: Contents):
-        """contents: what read_state gives of it."""
+        """contents: what read_state returns for this checkpoint."""
         self.path = checkpoint
         self.contents = contents
         self.numbers = {name: number for number, name in enumerate(self.contents.tensors)}
-        self.places: dict[str, np.ndarray] = {}  # of a file: see _read_places
+        self.places: dict[str, np.ndarray] = {}  # by file, see _read_places
         most_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._open = lru_cache(most_open)(FileIO)
 
@@ -80,14 +80,15 @@ class Reader:
                 ) from None
         return result
 
-    def _fill(self, file, name, start, offset, target):
-        """Fills `target` with the elements from `offset` on of the piece of a tensor that begins at `start`."""
+    def _fill(self, file: str, name: str, start: int, offset: int, target: torch.Tensor) -> None:
+        """Fills `target` from the piece of tensor `name` that begins at element `start`, skipping the piece's first
+        `offset` elements."""
         try:
             opened = self._open(self.path / file)
             if file not in self.places:
                 self.places[file] = self._read_places(opened)
-            there, count, position = self.places[file][self.numbers[name]].tolist()
-            if there != start or offset + len(target) > count:
+            piece_start, count, position = self.places[file][self.numbers[name]].tolist()
+            if piece_start != start or offset + len(target) > count:
                 raise BrokenError(
                     f"{self.path / file} is broken: it lacks the piece of {name} that starts at {start}"
                 )
@@ -97,9 +98,9 @@ class Reader:
             self._open.cache_clear()  # the next attempt opens it anew
             raise
 
-    def _read_places(self, opened):
-        """(tensors, 3): start, count and position of each tensor's piece in a file, 0 for none. That is far less than
-        the header, of which there may be thousands."""
+    def _read_places(self, opened: FileIO) -> np.ndarray:
+        """Returns (tensors, 3): start, count and position of each tensor's piece in a file, zeros where the file has
+        none. There may be thousands of files, and this takes far less memory than their headers."""
         opened.seek(0)
         places = np.zeros((len(self.numbers), 3), dtype=np.int64)
         for piece in read_header(opened):
@@ -108,14 +109,14 @@ class Reader:
 
 
 def check_same_tensors(
-    source: Any, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]
+    source: Any, wanted: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raises UserError, with names, unless `found` has just the tensors of `wanted` (both name -> shape)."""
-    wrong = [f"it lacks {name}" for name in sorted(wanted.keys() - found.keys())]
-    wrong += [f"the model has no {name}" for name in sorted(found.keys() - wanted.keys())]
-    for name in sorted(wanted.keys() & found.keys()):
-        if tuple(found[name]) != tuple(wanted[name]):
-            wrong.append(f"{name} is {tuple(found[name])}, not {tuple(wanted[name])}")
+    """Raises UserError, with names, unless `shapes` has exactly the tensors of `wanted` (both name -> shape)."""
+    wrong = [f"it lacks {name}" for name in sorted(wanted.keys() - shapes.keys())]
+    wrong += [f"the model has no {name}" for name in sorted(shapes.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & shapes.keys()):
+        if tuple(shapes[name]) != tuple(wanted[name]):
+            wrong.append(f"{name} is {tuple(shapes[name])}, not {tuple(wanted[name])}")
     if len(wrong) > 5:
         wrong[5:] = [f"and {len(wrong) - 5} more"]
     if wrong:

@@ -37,7 +37,7 @@ from mamba_fsdp.launch.machine import (
 )
 from mamba_fsdp.parallel.compat import agent_logs
 from mamba_fsdp.parallel.world import allow_many_files
-from mamba_fsdp.report.records import read_status
+from mamba_fsdp.report.records import correct_status
 from mamba_fsdp.run_layout import CHECKPOINTS, FAILURES, STOP, committed
 from mamba_fsdp.storage import write_atomically
 
@@ -214,8 +214,8 @@ def conclude(agent: Agent, code: int, alone: bool) -> int:
     failure = None
     if code:
         failure = first_failure(agent.failures) or agent.failure
-    # A rank that was killed has left the status `running`, which this corrects:
-    status = read_status(agent.run_folder).get("status", "unknown")
+    # A rank that was killed has left the status `running`.
+    status = correct_status(agent.run_folder).get("status", "unknown")
     if code and agent.is_stop_asked():
         status = "stopped"
     text = ""

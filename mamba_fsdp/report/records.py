@@ -199,18 +199,29 @@ def write_status(
         add_event(run_folder, status, step, reason=reason)
 
 
-def read_status(run_folder: Path) -> dict:
-    """The content of status.json, or {} where there is none. What it says of a run that has ended without a word, by
-    kill -9 or on a full disk, is corrected first, where that can be known."""
+def read_status(run_folder: Path) -> dict[str, Any]:
+    """Returns the content of status.json, or {} where there is none. A run that could not write how it ended, after kill
+    -9 or on a full disk, is `failed`, as far as that can be known."""
     status: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, UserError):
         # Looked at first: a run says how it ended, and gives its lease back then.
         holder = Lease(run_folder / LEASE).look()
         status = parse_object((run_folder / STATUS).read_text())
         if status.get("status") == "running" and (not holder or holder.has_ended()):
-            reason = f"{holder or 'its process'} ended without a word: killed, or its disk was full"
+            reason = (
+                f"{holder or 'its process'} exited without a status: killed, or its disk was full"
+            )
             status |= {"status": "failed", "step": newest_step(run_folder), "reason": reason}
-            write_status(run_folder, "failed", status["step"], reason)
+    return status
+
+
+def correct_status(run_folder: Path) -> dict[str, Any]:
+    """Returns what read_status returns, and writes it for a run that could not write how it ended."""
+    status = read_status(run_folder)
+    with contextlib.suppress(OSError, ValueError, UserError):
+        written = parse_object((run_folder / STATUS).read_text())
+        if written.get("status") == "running" and status["status"] == "failed":
+            write_status(run_folder, "failed", status["step"], status["reason"])
     return status
 
 

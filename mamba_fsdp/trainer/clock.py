@@ -64,11 +64,19 @@ class Clock:
         self.own = [0.0] * len(self.own)
         self.data_wait = 0.0
 
-    def seconds_left(self, step: int, total: int) -> float | None:
+    def mean_seconds(self, step: int) -> float | None:
+        """Returns the seconds of a step since the start; None before the first one has ended."""
         done = step - self.first_step
         if not done:
             return None
-        return (time.perf_counter() - self.began) / done * (total - step)
+        return (time.perf_counter() - self.began) / done
+
+    def seconds_left(self, step: int, total: int) -> float | None:
+        """Returns how long the steps up to `total` will take; None before the first one has ended."""
+        seconds = self.mean_seconds(step)
+        if seconds is None:
+            return None
+        return seconds * (total - step)
 
 
 def stragglers(own_seconds: list[float]) -> dict[str, float]:

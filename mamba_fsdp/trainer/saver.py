@@ -1,5 +1,4 @@
-"""Saving a run's checkpoints when they are due. Where saving fails, training continues for a while
-and tries again."""
+"""When a run saves checkpoints. If saving fails, training continues for a while and tries again."""
 
 import contextlib
 import math
@@ -15,7 +14,8 @@ LONGEST_PAUSE = 1800.0
 
 
 class Saver:
-    """All ranks call each method at the same point, and all learn alike of a save that failed."""
+    """Saves checkpoints when they are due. All ranks call each method at the same point, and all
+    learn of a save that failed."""
 
     def __init__(self, context: TrainContext, logger: MetricsLogger) -> None:
         self.context = context
@@ -33,20 +33,22 @@ class Saver:
         return schedule.is_due(schedule.checkpoint_steps, step)
 
     def settle(self) -> None:
-        """Takes the save under way a phase on, where no rank writes any more: Checkpointer.settle.
-        Raises UserError after max_failed_saves, but not at the end, where another save follows."""
+        """Takes the save under way to its next phase, see Checkpointer.settle; call it once no rank
+        writes any more. Raises UserError after max_failed_saves, but not after the last step: the
+        final save follows."""
         is_last = self.context.state.step == self.context.schedule.total_steps
         with self._attempt(math.inf if is_last else self.max_failures):
             self.context.checkpointer.settle()
 
     def wait(self) -> None:
-        """Waits for the save under way, and tells where it fails."""
+        """Waits for the save under way, and reports it if it fails."""
         with self._attempt(math.inf):
             self.context.checkpointer.wait()
 
     def save(self, final: bool) -> None:
-        """Saves a checkpoint after the current step, once the one before is committed. final: until
-        this one is. Raises UserError where that fails, and as `settle` does."""
+        """Begins to save a checkpoint of the current step, once the one before is committed. final:
+        waits until this one is committed, and raises UserError if it fails. Also raises as `settle`
+        does."""
         checkpointer = self.context.checkpointer
         step = self.context.state.step
         if final:
@@ -76,8 +78,8 @@ class Saver:
 
     @contextlib.contextmanager
     def _attempt(self, limit: float) -> Iterator[None]:
-        """What fails inside is told, and tried again after a pause. Raises UserError where it is
-        one of `limit` failures in a row."""
+        """Reports a save that fails inside, and has it tried again after a pause. Raises UserError
+        after `limit` failures in a row."""
         committed_before = self.context.checkpointer.last
         try:
             with self.logger.clock.paused():
@@ -102,7 +104,7 @@ class Saver:
     def _postpone(self, error: UserError) -> None:
         step = self.context.state.step
         seconds = min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE)
-        seconds_per_step = self.logger.clock.seconds_left(step, step + 1) or 1.0
+        seconds_per_step = self.logger.clock.mean_seconds(step) or 1.0
         seconds_per_step = self.context.world.broadcast_object(seconds_per_step)
         self.pause = max(2, math.ceil(seconds / seconds_per_step))
         self.next_attempt = min(step + self.pause, self.context.schedule.total_steps)

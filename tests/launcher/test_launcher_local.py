@@ -133,7 +133,7 @@ def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(
     assert max(tries.values()) == (1 if fake == "mistake" else 2), "no restart mends a mistake"
     if fake == "killed":
         status = (launcher_project / "runs/a/status.json").read_text()
-        assert "ended without a word" in status
+        assert "exited without a status" in status
     assert not list(scratch.iterdir())
 
 

@@ -154,8 +154,7 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
         ({"machine": "another"}, "running"),
     ],
 )  # nobody here can tell
-def test_a_run_that_ended_without_a_word_is_not_called_running(tmp_path, capsys, holder, status):
-    """Whoever looks corrects what it left."""
+def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, capsys, holder, status):
     from mamba_fsdp.verbs import inspect
 
     commit_empty(tmp_path, 7)
@@ -164,6 +163,6 @@ def test_a_run_that_ended_without_a_word_is_not_called_running(tmp_path, capsys,
     inspect.main(str(tmp_path), inspect.Options())
     told = read_status(tmp_path)
     assert (told["status"], told["step"]) == (status, 3 if status == "running" else 7)
-    killed = f"{Holder.this_process()} ended without a word: killed, or its disk was full"
+    killed = f"{Holder.this_process()} exited without a status: killed, or its disk was full"
     expected = f"failed: {killed}" if status == "failed" else status
     assert f"status         {expected}\n" in capsys.readouterr().out
