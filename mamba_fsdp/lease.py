@@ -146,8 +146,9 @@ class Lease:
             retry_io(self._take_away, self.file)
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
         size = size_of(self.own)
-        for path in self.own.glob("*"):
-            delete(path)
+        with contextlib.suppress(FileNotFoundError):  # it has lost the lease already
+            for path in self.own.iterdir():
+                delete(path)
         if size >= SMALLEST_REPORTED:
             report(
                 f"cleaned    {size / 1e9:.3f} GB, which a killed process left unfinished, removed from {self.place}"
@@ -159,7 +160,8 @@ class Lease:
         own folders."""
         # The own folder comes before any look at the file: who takes the lease after the look finds the folder, and
         # then a rename into it that follows from the look fails.
-        self.own.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.own.mkdir()
         with contextlib.suppress(FileExistsError), open(self.file, "xb", buffering=0) as file:
             file.write(content)
         if not self.is_held():

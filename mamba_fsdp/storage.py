@@ -108,24 +108,25 @@ def list_hidden_beside(path: Path) -> list[Path]:
 
 
 def size_of(folder: Path) -> int:
-    """Returns the bytes of a file, or of the files in a folder, that may be vanishing."""
+    """Returns the bytes of the files in a folder, which may be vanishing."""
     total = 0
-    for path in (folder, *folder.rglob("*")):
-        with contextlib.suppress(OSError):
-            if path.is_file():
-                total += path.stat().st_size
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
 def delete(folder: Path) -> None:
-    """Removes a folder as far as the disk allows. Of a link only the link goes."""
+    """Removes a folder, which may be vanishing, as far as the disk allows. Of a link only the link goes."""
     if folder.is_symlink():
         folder.unlink()
         return
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            path.unlink()
-        heart.beat()
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(parent, name))
+            heart.beat()
     shutil.rmtree(folder, ignore_errors=True)
 
 
