@@ -45,7 +45,6 @@ SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
 # Without renewal, after which a holder on another machine counts as dead.
 SECONDS_OF_SILENCE = 30.0
-SMALLEST_REPORTED = 1_000_000  # bytes that a killed process left; less is removed silently
 
 Report = Callable[[str], object]
 
@@ -149,7 +148,7 @@ class Lease:
         with contextlib.suppress(FileNotFoundError):  # it has lost the lease already
             for path in self.own.iterdir():
                 delete(path)
-        if size >= SMALLEST_REPORTED:
+        if size:
             report(
                 f"cleaned    {size / 1e9:.3f} GB, which a killed process left unfinished, removed from {self.place}"
             )

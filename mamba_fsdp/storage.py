@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -110,10 +110,9 @@ def list_hidden_beside(path: Path) -> list[Path]:
 def size_of(folder: Path) -> int:
     """Returns the bytes of the files in a folder, which may be vanishing."""
     total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.stat(os.path.join(parent, name)).st_size
+    for path in _files_in(folder):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
     return total
 
 
@@ -122,12 +121,17 @@ def delete(folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink()
         return
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(parent, name))
-            heart.beat()
+    for path in _files_in(folder):
+        with contextlib.suppress(OSError):
+            path.unlink()
+        heart.beat()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):  # which skips a folder that is gone by then
+        for name in names:
+            yield Path(parent, name)
 
 
 def write_atomically(path: str | Path, data: str, own: Path | None = None) -> None:
