@@ -307,7 +307,6 @@ class Checkpointer:
         try:
             errors = [file.error for file in files if file.error]
             if errors:
-                self.lease.check()  # a LostError says more
                 raise joined(
                     errors,
                     f"the checkpoint of step {save.step} could not be saved in {self.folder}: ",

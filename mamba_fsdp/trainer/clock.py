@@ -71,13 +71,6 @@ class Clock:
             return None
         return (time.perf_counter() - self.began) / done
 
-    def seconds_left(self, step: int, total: int) -> float | None:
-        """Returns how long the steps up to `total` will take; None before the first one has ended."""
-        seconds = self.mean_seconds(step)
-        if seconds is None:
-            return None
-        return seconds * (total - step)
-
 
 def stragglers(own_seconds: list[float]) -> dict[str, float]:
     """Returns the metrics that show a slow rank, from the own seconds per step of each."""

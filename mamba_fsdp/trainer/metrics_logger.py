@@ -101,9 +101,10 @@ class MetricsLogger(contextlib.ExitStack):
         )
         if mfu:
             row += f"  MFU {mfu:5.1%}"
-        seconds_left = self.clock.seconds_left(state.step, total)
-        if seconds_left is not None:
-            row += f"  left {datetime.timedelta(seconds=int(seconds_left))}"
+        seconds_per_step = self.clock.mean_seconds(state.step)
+        if seconds_per_step is not None:
+            seconds_left = int(seconds_per_step * (total - state.step))
+            row += f"  left {datetime.timedelta(seconds=seconds_left)}"
         show(row)
         if state.step == self.first_step:
             self._write_status(state.step, "")

@@ -49,8 +49,9 @@ class RunFolder:
             self.lease.take(report, remedy)
             for file in (self.path / MODELS).glob(".*.lease"):
                 model = Lease(file)
-                if not model.shows_life() and model.try_take(report):
-                    model.close()
+                model.shows_life()
+                model.try_take(report)  # False while another process writes it
+                model.close()
         except OSError as error:
             raise UserError(
                 f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})"

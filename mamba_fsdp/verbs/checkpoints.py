@@ -60,8 +60,7 @@ def main(run: str, options: Options) -> int:
         raise no_checkpoint(place)
     rows = []
     for number, path in enumerate(finished, 1):
-        size = scaled(size_of(path), "B")
-        console.passing(f"reading {path.name}, {number} of {len(finished)}, {size}")
+        console.passing(f"reading {path.name}, {number} of {len(finished)}")
         row = describe(path, options.verify)
         if exists(path):  # otherwise its run has removed it meanwhile
             rows.append(row)

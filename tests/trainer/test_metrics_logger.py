@@ -129,7 +129,7 @@ def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
 
     step(saving=50, own=1, passes=8)
     step(saving=0, own=2, passes=9)
-    assert clock.seconds_per_step(2) == (10.0, [1.5, 3.0]) and clock.seconds_left(2, 6) == 40.0
+    assert clock.seconds_per_step(2) == (10.0, [1.5, 3.0]) and clock.mean_seconds(2) == 10.0
     clock.next_interval(2)
     step(saving=7, own=1, passes=1)
     assert clock.seconds_per_step(3) == (2.0, [1.0, 3.0])
