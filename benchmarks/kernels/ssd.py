@@ -13,10 +13,10 @@ W = 2 * Q
 TYPES = {
     name: type
     for type, names in {
-        "*bf16": "x dy dt B C entering leaving states out ddt",
-        "*fp32": "A D bias steps first ends end_decays last dB dC flows totals",
+        "*bf16": "x grad_y dt B C entering leaving states out grad_dt",
+        "*fp32": "A D bias steps first ends end_decays last grad_B grad_C flows totals",
         "*i32": "seq_idx",
-        "i32": "x_batch dy_batch b_batch c_batch dt_batch dt_row length heads segments per_segment",
+        "i32": "x_batch grad_y_batch b_batch c_batch dt_batch dt_row length heads segments per_segment",
     }.items()
     for name in names.split()
 }
@@ -56,8 +56,8 @@ BOUNDS = {
     "local": {16: 43, 32: 38, 64: 22},
     "local back": {16: 43, 32: 38, 64: 22},
 }
-GRADIENTS = "dy x B C steps seq_idx dB dC flows"
-STRIDES = "dy_batch x_batch b_batch c_batch length"
+GRADIENTS = "grad_y x B C steps seq_idx grad_B grad_C flows"
+STRIDES = "grad_y_batch x_batch b_batch c_batch length"
 SWEEP = "x B C D steps {}ends end_decays {}last x_batch b_batch c_batch length segments per_segment"
 
 
@@ -122,7 +122,7 @@ KERNELS = [
             f"near, {warps} warps",
             "near",
             f"{GRADIENTS} {STRIDES}",
-            SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=40, W=W, P=HEADDIM, TILES=1),
+            SIZES | dict(GRAD_Y_ROW=HEADS * HEADDIM, BLOCK=40, W=W, P=HEADDIM, TILES=1),
             W * HEADDIM,
             ccs=ccs,
             warps=warps,
@@ -139,7 +139,7 @@ KERNELS = [
             f"far, {rows} positions",
             "far",
             f"{GRADIENTS} entering leaving {STRIDES}",
-            SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=20, ROWS=rows, W=W, P=HEADDIM, TILES=1),
+            SIZES | dict(GRAD_Y_ROW=HEADS * HEADDIM, BLOCK=20, ROWS=rows, W=W, P=HEADDIM, TILES=1),
             rows * HEADDIM,
             ccs=ccs,
             warps=8,
@@ -154,7 +154,7 @@ KERNELS = [
     kernel(
         "finish",
         "finish",
-        "dt A bias steps seq_idx flows ddt totals dt_batch dt_row length heads",
+        "dt A bias steps seq_idx flows grad_dt totals dt_batch dt_row length heads",
         dict(W=W),
         W * HEADDIM,
         warps=2,

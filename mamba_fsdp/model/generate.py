@@ -7,7 +7,7 @@ from mamba_fsdp.errors import UserError
 
 @torch.no_grad()
 def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Yield `length` tokens, each (batch,) int64, that continue the prompts (batch, at least 1).
+    """Yields `length` tokens, each (batch,) int64, that continue the prompts (batch, at least 1).
 
     temperature, top_k and top_p are as in `draw`; generator is the torch.Generator to draw from, on the model's device.
     Rows that pad the vocabulary are never drawn.
@@ -19,16 +19,17 @@ def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, gen
     state = model.allocate_state(batch, prompt_length + length - 1)
     logits = model.prefill(prompts, state)
     for remaining in reversed(range(length)):
-        known = logits[:, : model.config.vocab_size].float()
-        tokens = draw(known, temperature, top_k, top_p, generator)
+        of_vocabulary = logits[:, : model.config.vocab_size].float()
+        tokens = draw(of_vocabulary, temperature, top_k, top_p, generator)
         yield tokens
         if remaining:
             logits = model.step(tokens, state)
 
 
 def draw(logits, temperature, top_k, top_p, generator):
-    """Draw one token per row of logits (batch, vocabulary): the likeliest at temperature 0, else from the top_k
-    likeliest (0: all) that it takes to make up the probability top_p (nucleus sampling, Holtzman et al. 2019).
+    """Returns one token per row of logits (batch, vocabulary). At temperature 0 it is the likeliest; else it is drawn from
+    the likeliest tokens that make up the probability top_p (nucleus sampling, Holtzman et al. 2019), at most top_k of them
+    (0: any number).
 
     Raises UserError for logits that are not finite.
     """

@@ -19,9 +19,9 @@ BLOCK = 1 << 20  # elements that one generator draws
 
 
 def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of the flattened tensor that `name` starts from: 1-D, fp32, always on the CPU.
+    """Returns elements [start, stop) of the flattened tensor that `name` starts from: 1-D, fp32, always on the CPU.
 
-    A function of its arguments alone: each block of the tensor has a generator of its own, so that any rank can fill
+    They depend on the arguments alone: each block of the tensor has a generator of its own, so that any rank can fill
     its part of any parameter, in any order, and draws little more than that.
     """
     if parameter.init.kind == "ones":
@@ -47,7 +47,7 @@ def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: i
 
 
 def _draw(values, init, generator):
-    """Some elements of a parameter that starts at random, drawn in place."""
+    """Returns some elements of a parameter that starts at random, drawn in place."""
     if init.kind == "normal":
         return values.normal_(0.0, EMBEDDING_STD, generator=generator)
     if init.kind == "log_uniform":

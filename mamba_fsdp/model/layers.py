@@ -1,10 +1,13 @@
 """The layers: Mamba-1, Mamba-2, Mamba-3, attention and MLP. Their parameters are those of spec.py.
 
-Each mixer maps (batch, length, d_model) to the same shape: called for training with `seq_idx` (see mamba_fsdp/ops) and
-the `documents` (see ops/attention) that it tells apart; or for a sequence in parts, a prompt and then single positions,
-with the `state` in which it leaves what the next position needs and the `position` that the part begins at. Where ranks
-share each sequence, all have a `context` (parallel/context.py): x is then this rank's part of the sequence, seq_idx that of
-all of it. Weights may be in fp32 or in the compute dtype: products run in their input's dtype.
+Each mixer maps x (batch, length, d_model) to the same shape. It is called in one of three ways:
+
+    in training, with `seq_idx` (see mamba_fsdp/ops) and the `documents` (see ops/attention) that it keeps apart
+    in generation, with the `state` that the positions before left, and the `position` that x begins at
+    where ranks share each sequence, with a `context` (parallel/context.py): x is this rank's part of the sequence and
+    seq_idx that of the whole sequence
+
+Weights may be in fp32 or in the compute dtype: products run in the dtype of their input.
 """
 
 import math
@@ -28,14 +31,14 @@ from mamba_fsdp.ops.ssd.reference import running_sums
 
 
 class Weight(nn.Module):
-    """What lies under one name: a weight, maybe a bias; called, the product with the weight."""
+    """A weight, perhaps with a bias. Calling it multiplies with the weight alone."""
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-class Part(nn.Module):
-    """A module with the parameters of its `kind`, a spec.Spec, without content: init.py or a checkpoint fills them."""
+class Sublayer(nn.Module):
+    """A mixer or the MLP, with the parameters that its `kind` describes. They are empty: init.py or a checkpoint fills them."""
 
     kind: spec.Spec
     context = None
@@ -48,25 +51,25 @@ class Part(nn.Module):
         self.rows = next(parameter.rows for parameter in parameters.values() if parameter.rows)
         self.factors = {name: config.multiplier(f"{self.kind.stem}_{name}") for name in self.rows}
         self.input_multiplier = config.multiplier(f"{self.kind.stem}_in")
-        of_output = config.multiplier(f"{self.kind.stem}_out")
-        self.output_multiplier = of_output * config.multiplier("residual")
+        output = config.multiplier(f"{self.kind.stem}_out")
+        self.output_multiplier = output * config.multiplier("residual")
         add_parameters(self, parameters)
 
     def project_in(self, x, stack):
-        """The product with stacked matrices, what each comes to by its multiplier."""
+        """Returns the product with stacked matrices, the output of each times its multiplier."""
         y = stack(x)
         if set(self.factors.values()) == {1.0}:
             return y
         outputs = zip(y.split(list(self.rows.values()), dim=-1), self.factors.values())
-        return torch.cat([scaled(*output) for output in outputs], dim=-1)
+        return torch.cat([multiply(*output) for output in outputs], dim=-1)
 
     def multiplied(self, x, *where):
-        """What the part adds to the residual stream: forward between the multipliers of input and output."""
-        return scaled(self(scaled(x, self.input_multiplier), *where), self.output_multiplier)
+        """Returns what the sublayer adds to the residual stream: forward, between the multipliers of input and output."""
+        return multiply(self(multiply(x, self.input_multiplier), *where), self.output_multiplier)
 
 
 def add_parameters(module, parameters):
-    """Make `parameters` (NAME or CHILD.NAME -> spec.Parameter) those of `module`; a child that lacks is a Weight."""
+    """Adds `parameters` (NAME or CHILD.NAME -> spec.Parameter) to `module`; a child that is missing becomes a Weight."""
     for name, parameter in parameters.items():
         child, _, leaf = name.rpartition(".")
         if child and not hasattr(module, child):
@@ -74,13 +77,13 @@ def add_parameters(module, parameters):
         setattr(module.get_submodule(child), leaf, nn.Parameter(torch.empty(parameter.shape)))
 
 
-def scaled(x, factor):
+def multiply(x, factor):
     return x if factor == 1 else x * factor
 
 
-class SSM(Part):
-    """What the Mamba mixers share: the way from projection to convolution, recurrence and output, in one call where the
-    backend `whole` serves, and a state that does not grow."""
+class SSM(Sublayer):
+    """What the Mamba mixers share: projection, convolution, recurrence and output projection, in one call where a backend
+    serves the operator `whole`; and a state whose size does not depend on the length."""
 
     def forward(self, x, seq_idx=None, documents=None, state=None, position=0):
         if self.context:
@@ -117,7 +120,7 @@ class SSM(Part):
         return self.project_out(y, *rest)
 
     def forward_part(self, x, seq_idx):
-        """`forward` of this rank's part of a sequence, from what the ranks before leave."""
+        """Returns `forward` of this rank's part of a sequence, which continues those of the ranks before."""
         context = self.context
         length = x.shape[1]
         x, *rest = self.project(x)
@@ -178,7 +181,7 @@ class Mamba1(SSM):
         dt, B, C = self.x_proj(x).split([rank, d_state, d_state], dim=-1)
         eps = self.config.bcdt_norm_eps
         if eps:
-            dt, B, C = (normed(t, eps) for t in (dt, B, C))
+            dt, B, C = (rms_normed(t, eps) for t in (dt, B, C))
         return (
             x,
             self.dt_proj(dt),
@@ -197,7 +200,7 @@ class Mamba1(SSM):
         return selective_scan(*inputs, initial_state=initial_state, **options, backend=backend)
 
     def scan_part(self, u, dt, A, *rest, seq_idx, continues):
-        """Scans twice: for the state that it leaves behind, then from that which enters."""
+        """Scans twice: first for the state that these positions leave, then from the state that enters them."""
         *_, dt_bias = rest
         _, last = self.scan(u, dt, A, *rest, seq_idx=seq_idx, return_last_state=True)
         delta = F.softplus(dt.to(A.dtype) + dt_bias)
@@ -209,8 +212,8 @@ class Mamba1(SSM):
         return self.out_proj(y)
 
 
-def normed(x, eps):
-    """RMSNorm without weights."""
+def rms_normed(x, eps):
+    """Returns RMSNorm of x without weights."""
     values = x.to(compute_type(x))
     return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -250,8 +253,8 @@ class Mamba2(SSM):
 
     def scan_inputs(self, xbc, z, dt):
         config = self.config
-        of_groups = config.ngroups * config.d_state
-        x, B, C = xbc.split([config.d_inner, of_groups, of_groups], dim=-1)
+        group_channels = config.ngroups * config.d_state
+        x, B, C = xbc.split([config.d_inner, group_channels, group_channels], dim=-1)
         return (
             x.unflatten(-1, (config.n_ssm_head, config.headdim)),
             dt,
@@ -271,7 +274,7 @@ class Mamba2(SSM):
         )
 
     def scan_part(self, x, dt, A, B, C, D, dt_bias, *, seq_idx, continues):
-        """Scans once, from zeros, and adds what each position reads of the state that enters."""
+        """Scans once from zeros, and adds what each position reads of the state that enters."""
         y, last = self.scan(x, dt, A, B, C, D, dt_bias, seq_idx=seq_idx, return_last_state=True)
         decays = decays_from_start(dt, A, dt_bias) * continues.unsqueeze(2)
         entering = self.context.entering_state(last, decays[:, -1, :, None, None])
@@ -294,7 +297,7 @@ class Mamba2(SSM):
 
 
 def heavy_tail(x):
-    """1 + x for positive x, 1 / (1 - x) for negative."""
+    """Returns 1 + x for positive x, 1 / (1 - x) for negative."""
     return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
 
 
@@ -306,9 +309,9 @@ class Mamba3(Mamba2):
         h[t] = alpha h[t-1] + (1 - lambda) delta alpha x[t-1] B[t-1]^T + lambda delta x[t] B[t]^T
         y[t] = h[t] C[t] + D x[t]
 
-    where pairs of channels of the first half of B and C, normed and with a bias of each head, are turned by the sum of
-    pi tanh(angles) delta so far. An input counts at its own position and at the next one: the scan takes it with the sum
-    of both weights at its own, whose output gets the second one back.
+    B and C are normed and get a bias for each head; pairs of channels in their first halves are then turned by the sum of
+    pi tanh(angles) delta so far. Each input counts at two positions, its own and the next. The scan adds it once, at its own
+    position with the sum of both weights; what the second weight gives to that position's output is subtracted.
     """
 
     kind = spec.MIXERS["mamba3"]
@@ -326,11 +329,11 @@ class Mamba3(Mamba2):
         delta = F.softplus(dt.to(real) + self.dt_bias)
         positive = F.softplus if config.decay_activation == "softplus" else heavy_tail
         decay = positive(A.to(real)).clamp(min=1e-4) * delta
-        of_former = delta * torch.sigmoid(-trapezoid.to(real))
-        as_former = F.pad(of_former[:, 1:], (0, 0, 0, 1))
+        former_weight = delta * torch.sigmoid(-trapezoid.to(real))
+        next_weight = F.pad(former_weight[:, 1:], (0, 0, 0, 1))
         if seq_idx is not None:
             is_last = starts(seq_idx).roll(-1, 1)
-            as_former = as_former.masked_fill(is_last.unsqueeze(2), 0)
+            next_weight = next_weight.masked_fill(is_last.unsqueeze(2), 0)
 
         steps = math.pi * torch.tanh(angles.to(real)).unsqueeze(2) * delta.unsqueeze(3)
         angle = running_sums(steps.double().flatten(2), seq_idx)
@@ -343,18 +346,18 @@ class Mamba3(Mamba2):
         if state:
             angle = angle + state["angle"].unsqueeze(1)
             former = state["x"].unsqueeze(3) * state["B"].unsqueeze(2)
-            entering = state["ssm"] + of_former[:, 0, :, None, None] * former
+            entering = state["ssm"] + former_weight[:, 0, :, None, None] * former
         angle = angle.remainder(2 * math.pi).to(real)
         B = self.by_head(B, self.B_norm, self.B_bias)
         C = self.by_head(C, self.C_norm, self.C_bias)
-        own_output = self.D - as_former * (B * C).sum(3)  # no turning changes B . C
+        own_output = self.D - next_weight * (B * C).sum(3)  # no turning changes B . C
         B = turned(B, angle).to(x.dtype)
         C = turned(C, angle).to(x.dtype)
 
         y = weighted_ssd(
             x,
             decay,
-            delta - of_former + as_former,
+            delta - former_weight + next_weight,
             B,
             C,
             chunk_size=config.chunk_size,
@@ -366,7 +369,7 @@ class Mamba3(Mamba2):
         if self.context:
             y, last = y
             decays = running_sums(-decay).exp() * continues.unsqueeze(2)
-            y = y + self.of_ranks_before(x, B, C, decays, of_former[:, 0], last)
+            y = y + self.output_of_ranks_before(x, B, C, decays, former_weight[:, 0], last)
         if state:
             y, state["ssm"] = y
             state["angle"] = angle[:, -1]
@@ -375,24 +378,24 @@ class Mamba3(Mamba2):
         y = y + own_output.unsqueeze(3) * x
         return self.out_proj((y.flatten(2) * F.silu(z)).to(z.dtype))
 
-    def of_ranks_before(self, x, B, C, decays, of_former, last):
-        """What the positions read of the state that the ranks before leave, the last input of the rank before with it."""
+    def output_of_ranks_before(self, x, B, C, decays, former_weight, last):
+        """Returns what the positions read of the state that the ranks before leave, which the last input before belongs to."""
         former_x = self.context.inputs_before(x, 1).squeeze(1)
         former_B = self.context.inputs_before(B, 1).squeeze(1)
-        former = (of_former.unsqueeze(2) * former_x).unsqueeze(3) * former_B.unsqueeze(2)
+        former = (former_weight.unsqueeze(2) * former_x).unsqueeze(3) * former_B.unsqueeze(2)
         through = decays[:, -1, :, None, None]
         entering = self.context.entering_state(last + through * former, through) + former
         return output_of_state(C, entering, decays).to(x.dtype)
 
     def by_head(self, x, norm, bias):
-        """x (batch, length, groups * d_state), normed and biased: (batch, length, heads, d_state)."""
+        """Returns x (batch, length, groups * d_state) normed and with each head's bias: (batch, length, heads, d_state)."""
         config = self.config
         x = x.unflatten(-1, (config.ngroups, -1))
         x = rms_norm(x, norm.weight, config.norm_eps, compute_type(x))
         return x.repeat_interleave(config.n_ssm_head // config.ngroups, dim=2) + bias.squeeze(1)
 
     def allocate_state(self, batch, max_length, dtype, device):
-        """The recurrence's state, and of the position before its angles, B and x: a zero for all of their channels."""
+        """Returns zeros: the recurrence's state, and the angles, B and x of the position before, one zero for all channels."""
         real = torch.promote_types(dtype, torch.float32)
         ssm = torch.zeros(batch, *self.state_shape(), dtype=real, device=device)
         zero = ssm[..., 0, :1]
@@ -400,7 +403,7 @@ class Mamba3(Mamba2):
 
 
 def turned(x, angle):
-    """x (..., d_state), of whose first channels each pair is turned by one of the angles."""
+    """Returns x (..., d_state), each pair of its first channels turned by one of the angles."""
     angles = angle.shape[-1]
     first, second = x[..., : 2 * angles].unflatten(-1, (angles, 2)).unbind(-1)
     cos = angle.cos()
@@ -409,7 +412,7 @@ def turned(x, angle):
     return torch.cat([pairs.flatten(-2), x[..., 2 * angles :]], dim=-1)
 
 
-class Attention(Part):
+class Attention(Sublayer):
     kind = spec.MIXERS["attention"]
 
     def forward(self, x, seq_idx=None, documents=None, state=None, position=0):
@@ -441,15 +444,15 @@ class Attention(Part):
 
 
 def positions_in_document(length, seq_idx, device):
-    """The positions of a row (length), or (batch, length) from each document's start in its row."""
+    """Returns the positions in a row (length), or, with seq_idx, those in each one's document (batch, length)."""
     places = torch.arange(length, device=device)
     if seq_idx is None:
         return places
     return places - torch.where(starts(seq_idx), places, 0).cummax(dim=1).values
 
 
-class MLP(Part):
-    """SwiGLU in the reference's layout, fc1's first half goes through, its second half is the gate; or squared ReLU."""
+class MLP(Sublayer):
+    """SwiGLU, in which fc1's first half passes through and its second half is the gate; or squared ReLU."""
 
     kind = spec.MLP
 

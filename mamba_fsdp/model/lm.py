@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mamba_fsdp.model import spec
-from mamba_fsdp.model.layers import MIXERS, MLP, Part, add_parameters, scaled
+from mamba_fsdp.model.layers import MIXERS, MLP, Sublayer, add_parameters, multiply
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.loss import linear_cross_entropy
@@ -16,8 +16,8 @@ from mamba_fsdp.ops.norm import add_rms_norm
 
 
 class Block(nn.Module):
-    """norm, mixer (or two side by side) and, where the layer has one, norm2, MLP. The unit of sharding, recomputing and
-    compiling."""
+    """A norm and a mixer, or two side by side; where the layer has an MLP, norm2 and the MLP. Blocks are what is sharded,
+    recomputed and compiled."""
 
     def __init__(self, config, layer, backends, compute_dtype):
         super().__init__()
@@ -34,7 +34,8 @@ class Block(nn.Module):
             self.mlp = MLP(config)
 
     def forward(self, hidden, residual=None, seq_idx=None, documents=None, state=None, position=0):
-        """hidden (batch, length, d_model) is still to be added to residual, fp32 and alike; returns the next two."""
+        """Returns the next hidden and residual. hidden (batch, length, d_model) has yet to be added to residual, which has the
+        same shape and is fp32."""
         hidden, residual = self.add_norm(hidden, residual, self.norm)
         outputs = []
         for name in self.mixer_names:
@@ -48,7 +49,7 @@ class Block(nn.Module):
         return hidden, residual
 
     def allocate_state(self, *sizes):
-        """What each mixer keeps of the positions before."""
+        """Returns what each mixer keeps of the positions before, empty."""
         return {name: getattr(self, name).allocate_state(*sizes) for name in self.mixer_names}
 
     def add_norm(self, hidden, residual, norm):
@@ -65,9 +66,10 @@ class Block(nn.Module):
 class MambaLM(nn.Module):
     """A language model of the structure that a ModelConfig describes.
 
-    Constructing draws no random numbers and works on the meta device; parameters are fp32, for init.py or a checkpoint
-    to fill. backends: operator -> backend, as ops/backends.py chooses. compute_dtype: of everything but the residual stream, the
-    recurrences and the loss. reset_at_documents: `seq_idx` may be given, and nothing crosses a start.
+    Making one draws no random numbers and works on the meta device; its parameters are fp32, for init.py or a checkpoint to
+    fill. backends: the backend of each operator, as ops/backends.py chooses. compute_dtype: that of everything but the
+    residual stream, the recurrences and the loss. reset_at_documents: `forward` takes seq_idx, and nothing crosses the
+    start of a document.
     """
 
     def __init__(
@@ -94,18 +96,19 @@ class MambaLM(nn.Module):
             self.lm_head.weight = self.backbone.embedding.weight
 
     def share_sequences(self, context):
-        """Let this rank compute its part of each sequence, of those that share `context` (parallel/context.py): `forward`
-        then takes the tokens, labels and weights of its positions, and seq_idx of all."""
+        """Lets this rank compute its part of each sequence that the ranks of `context` (parallel/context.py) share: `forward`
+        then takes tokens, labels and weights of its own positions, and seq_idx of all."""
         for module in self.modules():
-            if isinstance(module, Part):
+            if isinstance(module, Sublayer):
                 module.context = context
 
     def forward(self, tokens, labels=None, seq_idx=None, weights=None, documents=None):
-        """tokens (batch, length) int64 -> logits (batch, length, padded vocabulary) in the compute dtype.
+        """Returns logits (batch, length, padded vocabulary) in the compute dtype for tokens (batch, length) int64; with
+        labels, the sum of the token losses in nats, an fp32 scalar.
 
-        With labels (batch, length), the token that follows each position or -100 where none counts: the sum of the
-        token losses in nats, an fp32 scalar; weights (batch, length) multiply them. seq_idx: as in ops; documents: those that
-        it tells apart, made of it where the host does not know them yet.
+        labels (batch, length): the token that follows each position, or -100 where none counts. weights (batch, length)
+        multiply the losses. seq_idx: as in ops. documents: those that seq_idx keeps apart; without them they are read from
+        it, which makes the host wait for the device.
         """
         assert seq_idx is None or self.reset_at_documents, (
             "this model was not built to reset at documents"
@@ -114,13 +117,13 @@ class MambaLM(nn.Module):
         return self.lm_head(hidden) if labels is None else self.loss(hidden, labels, weights)
 
     def read(self, tokens, seq_idx=None, documents=None, state=None):
-        """(hidden, residual) behind the blocks. With a `state`, tokens follow it, and there is no seq_idx."""
+        """Returns (hidden, residual) behind the blocks. With a `state`, tokens continue it, and there is no seq_idx."""
         hidden = F.embedding(tokens, self.backbone.embedding.weight)
         residual = None
         position = 0
         if seq_idx is not None and documents is None:
             documents = Documents.of(seq_idx)
-        hidden = scaled(hidden.to(self.compute_dtype), self.config.multiplier("embedding"))
+        hidden = multiply(hidden.to(self.compute_dtype), self.config.multiplier("embedding"))
         if state:
             position = state["position"]
             state["position"] += tokens.shape[1]
@@ -141,7 +144,7 @@ class MambaLM(nn.Module):
         )
 
     def final_norm(self, hidden, residual):
-        """What the output layer multiplies, the logits' multiplier within."""
+        """Returns what the output layer multiplies; the multiplier of the logits is in it."""
         normed, _ = add_rms_norm(
             hidden,
             residual,
@@ -151,14 +154,14 @@ class MambaLM(nn.Module):
             backend=self.backends["norm"],
         )
         logits = self.config.multiplier("logits") / self.config.multiplier("logits_divisor")
-        return scaled(normed, logits)
+        return multiply(normed, logits)
 
     def fp32_parameter_names(self):
-        """The parameters that compute in fp32 in every precision mode."""
+        """Returns the parameters that compute in fp32 in every precision mode."""
         return {name for name, parameter in spec.parameters(self.config).items() if parameter.fp32}
 
     def allocate_state(self, batch, max_length):
-        """What `prefill` and `step` keep of the positions before; only attention's caches grow with `max_length`."""
+        """Returns the empty state of `prefill` and `step`. Only attention's caches grow with `max_length`."""
         device = self.backbone.embedding.weight.device
         layers = [
             block.allocate_state(batch, max_length, self.compute_dtype, device)
@@ -167,10 +170,10 @@ class MambaLM(nn.Module):
         return {"position": 0, "max_length": max_length, "layers": layers}
 
     def prefill(self, tokens, state):
-        """Many positions at once (batch, length), such as a prompt -> logits behind them (batch, padded vocabulary)."""
+        """Returns the logits behind many positions at once, such as a prompt: tokens (batch, length) -> (batch, padded vocabulary)."""
         hidden, residual = self.read(tokens, state=state)
         return self.lm_head(self.final_norm(hidden[:, -1], residual[:, -1]))
 
     def step(self, tokens, state):
-        """As `prefill`, of one position: tokens (batch,)."""
+        """Returns the same as `prefill` for a single position: tokens (batch,)."""
         return self.prefill(tokens[:, None], state)

@@ -1,4 +1,5 @@
-"""What the layers of a model consist of and cost: the one description that all else reads. Without torch.
+"""What the layers of a model consist of and cost: the one description that everything else
+reads. This file does not need torch.
 
 Initialisation, counting, weight decay, fp32 parameters, the modules, other libraries' forms and the settings that
 matter all follow from it. A new mixer is an entry in MIXERS here and a class in layers.py. `config` is a ModelConfig.
@@ -26,7 +27,7 @@ NORMS = {"mixer": "norm", "mlp": "norm2"}  # part of a layer: the norm before it
 
 
 class Init(NamedTuple):
-    """The distribution that a parameter's elements start from; init.py draws it. `low` and `high`: its limits."""
+    """The distribution that a parameter's elements start from; init.py draws it. `low` and `high` are its limits."""
 
     kind: str
     low: float = 0.0
@@ -39,9 +40,12 @@ DT = Init("dt", 1e-3, 0.1)
 
 
 class Parameter(NamedTuple):
-    """decay: whether weight decay applies, which is to what activations are multiplied with, matrices and convolutions.
-    fp32: it computes in fp32 in every precision mode: half precision would cost up to 1.6 % of dt and 0.8 % of A.
-    rows: of each of the matrices that are stacked in it, by name, from the top: of those of mixers and MLPs."""
+    """The shape of a parameter, what it starts from, and how it is treated.
+
+    decay   weight decay applies to it, as to every matrix and convolution
+    fp32    it computes in fp32 in every precision mode: half precision would cost up to 1.6 % of dt and 0.8 % of A
+    rows    the height of each matrix that is stacked in it, by name, from the top; empty outside of mixers and MLPs
+    """
 
     shape: tuple[int, ...]
     init: Init
@@ -70,11 +74,13 @@ def _no_operators(config):
 class Spec:
     """One kind of mixer, or the MLP.
 
-    parameters(config): those of one layer by name, in the order of named_parameters(). settings: those of ModelConfig
-    that it depends on, beside d_model and n_layer. flops(config, seq_length): of a forward pass, per token, beside the
-    products with its parameters. check(config) raises UserError for shapes that can't be. operators(config): those of
-    ops/backends.py that it runs, with the fields of a Use that tell sizes. stem: of the names that its multipliers have
-    in ModelConfig: those of its input and output, and of the rows of the first stacked projection.
+    settings                   the fields of ModelConfig that it depends on, beside d_model and n_layer
+    parameters(config)         the parameters of one layer by name, in the order of named_parameters()
+    flops(config, seq_length)  FLOPs of a forward pass per token, besides the products with its parameters
+    check(config)              raises UserError for shapes that are impossible
+    operators(config)          the operators of ops/backends.py that it runs, each with the sizes that a Use needs
+    stem                       how its multipliers in ModelConfig begin: STEM_in, STEM_out, and one for each of the rows
+                               of its first stacked projection
     """
 
     settings: tuple[str, ...]
@@ -90,19 +96,19 @@ def norm(channels):
 
 
 def matrix(outputs, inputs, scale=1.0):
-    """PyTorch's default for linear layers, uniform in +-1/sqrt(inputs), divided by `scale`."""
+    """Returns a matrix that starts as in PyTorch's linear layers, uniform in +-1/sqrt(inputs), divided by `scale`."""
     return stacked(inputs, scale, weight=outputs)
 
 
 def stacked(inputs, scale=1.0, **rows):
-    """Matrices of the same inputs as one, the first on top; rows: of each, by name."""
+    """Returns matrices of the same inputs as one parameter, the first on top. rows: the height of each, by name."""
     bound = inputs**-0.5 / scale
     init = Init("uniform", -bound, bound)
     return Parameter((sum(rows.values()), inputs), init, decay=True, rows=rows)
 
 
 def into_residual(config, inputs):
-    """A projection into the residual stream: divided by sqrt(n_layer), also where a layer has two of them."""
+    """Returns a projection into the residual stream. It starts divided by sqrt(n_layer), also where a layer has two of them."""
     return matrix(config.d_model, inputs, math.sqrt(config.n_layer))
 
 
@@ -116,7 +122,7 @@ def convolution(config, channels):
 
 
 def recurrence_flops(config, seq_length):
-    """The recurrence once, whatever backend computes it: each state's decay, input and share of the output."""
+    """Returns what the recurrence takes, whatever backend computes it: each state's decay, input and share of the output."""
     return 2 * 3 * config.d_inner * config.d_state
 
 
@@ -146,7 +152,7 @@ def _mamba1_operators(config):
 def _mamba2(config):
     d_inner = config.d_inner
     heads = config.n_ssm_head
-    of_groups = config.ngroups * config.d_state
+    group_channels = config.ngroups * config.d_state
     gated_norm = {}
     if config.ssm_norm != "none":
         gated_norm = {"norm.weight": norm(d_inner)}
@@ -155,9 +161,9 @@ def _mamba2(config):
         "A_log": Parameter((heads,), Init("log_uniform", 1.0, 16.0), fp32=True),
         "D": Parameter((heads,), ONES, fp32=True),
         "in_proj.weight": stacked(
-            config.d_model, z=d_inner, x=d_inner, B=of_groups, C=of_groups, dt=heads
+            config.d_model, z=d_inner, x=d_inner, B=group_channels, C=group_channels, dt=heads
         ),
-        **convolution(config, d_inner + 2 * of_groups),
+        **convolution(config, d_inner + 2 * group_channels),
         **gated_norm,
         "out_proj.weight": into_residual(config, d_inner),
     }
@@ -210,7 +216,7 @@ def _attention(config):
 
 
 def _attention_flops(config, seq_length):
-    """q . k, then weights . v, with the seq_length / 2 positions that a causal one sees on average."""
+    """Returns what q . k and weights . v take: a position sees seq_length / 2 others on average, as attention is causal."""
     return 2 * 2 * config.n_head * config.resolved_head_dim * seq_length / 2
 
 
@@ -303,7 +309,7 @@ def output_layer(config) -> Parameter:
 
 
 def layer_parts(layer) -> dict[str, Spec]:
-    """What a Layer consists of beside its norms, under the names of its modules."""
+    """Returns the mixers and the MLP of a Layer, under the names of their modules."""
     parts = {name: MIXERS[mixer] for name, mixer in zip(MIXER_NAMES, layer.mixers)}
     if layer.mlp:
         parts["mlp"] = MLP
@@ -311,21 +317,21 @@ def layer_parts(layer) -> dict[str, Spec]:
 
 
 def parameters(config) -> dict[str, Parameter]:
-    """Every parameter of the model by name, in the order of named_parameters(); a tied output layer is left out."""
-    found = {EMBEDDING: embedding(config)}
+    """Returns every parameter of the model by name, in the order of named_parameters(); a tied output layer is left out."""
+    described = {EMBEDDING: embedding(config)}
     for index, layer in enumerate(config.layer_list()):
         prefix = f"backbone.layers.{index}"
         for part, kind in layer_parts(layer).items():
             if part in NORMS:
-                found[f"{prefix}.{NORMS[part]}.weight"] = norm(config.d_model)
-            found |= {
+                described[f"{prefix}.{NORMS[part]}.weight"] = norm(config.d_model)
+            described |= {
                 f"{prefix}.{part}.{name}": parameter
                 for name, parameter in kind.parameters(config).items()
             }
-    found["backbone.norm_f.weight"] = norm(config.d_model)
+    described["backbone.norm_f.weight"] = norm(config.d_model)
     if not config.tie_embeddings:
-        found[LM_HEAD] = output_layer(config)
-    return found
+        described[LM_HEAD] = output_layer(config)
+    return described
 
 
 def parameter_count(config) -> int:
@@ -333,10 +339,11 @@ def parameter_count(config) -> int:
 
 
 def flops_per_token(config, seq_length: int) -> float:
-    """Training FLOPs per token at sequences of `seq_length`: three times the forward pass's (the backward takes two).
+    """Returns the FLOPs of training per token of sequences of `seq_length`: three times the forward pass's, as the
+    backward pass takes twice as many.
 
-    2 per multiply-add: of every matrix, the output layer among them and the embedding's lookup not; of the
-    convolutions; of the recurrence; of attention's scores. Norms, gates and activations are not counted.
+    A multiply-add counts as 2. Matrices (with the output layer, without the embedding's lookup), convolutions, recurrences
+    and attention's scores are counted; norms, gates and activations are not.
     """
     products = config.padded_vocab_size * config.d_model  # the output layer, tied or not
     products += sum(
@@ -349,12 +356,12 @@ def flops_per_token(config, seq_length: int) -> float:
 
 
 def parts_that_read(setting: str) -> list[str]:
-    """The mixers that a setting of ModelConfig has an effect on."""
+    """Returns the mixers that a setting of ModelConfig has an effect on."""
     return [name for name, part in MIXERS.items() if setting in part.settings]
 
 
 def multipliers_of(config) -> list[str]:
-    """The names that ModelConfig.multipliers may give a number: of the model's parts, and of the whole."""
+    """Returns the names that ModelConfig.multipliers may give a number: those of the whole model and of its sublayers."""
     names = [*MODEL_MULTIPLIERS]
     for part in config.parts():
         rows = next(stack.rows for stack in part.parameters(config).values() if stack.rows)
@@ -369,8 +376,8 @@ def operator_uses(
     deterministic: bool = False,
     in_parts: bool = False,
 ) -> dict[str, list[Use]]:
-    """What the model asks of each operator; dtype: of the activations, a torch.dtype; the others as in Use. Where ranks
-    have sequences in parts, no mixer is computed in one call."""
+    """Returns what the model asks of each operator. dtype: the torch.dtype of the activations; the other arguments are as
+    in Use. Where ranks share sequences, no mixer is computed in one call."""
     uses: dict[str, list[Use]] = {}
     for operators in (
         {"norm": {}, "loss": {}},

@@ -26,7 +26,6 @@ BACKENDS = {  # the type of device that each is for
     "reference": "any",  # plain PyTorch
 }
 PACKAGES = {"triton": ("triton",), "fused": ("mamba_ssm", "causal_conv1d")}
-OLD_NAMES = {"native": "cpp", "portable": "reference"}  # in settings of older runs
 OPERATORS = {  # with their backends, best first until trainer/first_use.py has measured on the GPU
     "conv": ("fused", "triton", "cpp", "reference"),
     "scan": ("fused", "triton", "cpp", "reference"),
@@ -89,14 +88,12 @@ def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
     if "=" in setting:
         for item in setting.replace(" ", "").split(","):
             operator, _, backend = item.partition("=")
-            backend = OLD_NAMES.get(backend, backend)
             _check_name(operator, OPERATORS, setting, "operator")
             _check_name(backend, OPERATORS[operator], setting, f"backend of {operator}")
             if operator in demanded:
                 raise UserError(f"kernels={setting}: give each operator one backend")
             demanded[operator] = backend
     else:
-        setting = OLD_NAMES.get(setting, setting)
         _check_name(setting, ("auto", *BACKENDS), setting, "backend")
         demanded = {operator: setting for operator in used if setting in OPERATORS[operator]}
     absent = [operator for operator in demanded if operator not in used]
@@ -106,9 +103,9 @@ def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
     return demanded
 
 
-def _check_name(name, known, setting, what):
-    if name not in known:
-        hint = near_name(name, known, f"choose one of {', '.join(known)}")
+def _check_name(name, names, setting, what):
+    if name not in names:
+        hint = near_name(name, names, f"choose one of {', '.join(names)}")
         raise UserError(f"kernels={setting}: there is no {what} {name!r}; {hint}")
 
 
@@ -221,8 +218,8 @@ def modules(package: str) -> dict[str, ModuleType]:
     names = OPERATORS[package.rpartition(".")[2]]
     if len(names) == 1:  # the operator's own module
         return {names[0]: import_module(package)}
-    found = {}
+    backends = {}
     for name in names:
         path = "mamba_fsdp.ops.fused" if name == "fused" else f"{package}.{name}"
-        found[name] = import_module(path)
-    return found
+        backends[name] = import_module(path)
+    return backends

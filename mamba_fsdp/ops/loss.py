@@ -14,8 +14,8 @@ CHUNK = 1024  # tokens whose logits exist at a time
 
 
 def chunk_loss(logits, labels, token_weights, want_gradient):
-    """Loss of one chunk and, when wanted, the gradient of its logits in their dtype. On a GPU the setting
-    use_torch_compile makes a few kernels of this."""
+    """Returns the loss of one chunk and the gradient of its logits in their dtype, None where it is not wanted. On a GPU
+    the setting use_torch_compile makes a few kernels of this."""
     dtype = logits.dtype
     logits = logits.to(compute_type(logits))
     counted = labels != IGNORED_LABEL

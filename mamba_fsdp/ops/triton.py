@@ -124,40 +124,42 @@ def differentiable(
         def backward(ctx, *grads):
             saved = ctx.saved_tensors
             first = torch.zeros_like(saved[0]) if grads[0] is None else grads[0]
-            found = iter(backward_operator(first, *grads[1:results], *saved))
+            computed = iter(backward_operator(first, *grads[1:results], *saved))
             input_grads = []
             for tensor, has_one in zip(saved, has_gradient):
-                grad = next(found) if has_one else None
+                grad = next(computed) if has_one else None
                 input_grads.append(None if tensor is None else grad)
             return *input_grads, *[None] * ctx.others
 
     def differentiable_inputs(inputs):
-        """Of what the backward operator gets behind the first result's gradient."""
+        """Returns those of the backward operator's inputs, all but the first, that have a gradient."""
         leaves = inputs[results - 1 : results - 1 + len(names)]
         return [leaf for leaf, has_one in zip(leaves, has_gradient) if has_one]
 
     def run_backward(grad, *inputs):
-        found = []
-        for leaf, of_leaf in zip(differentiable_inputs(inputs), backward(grad, *inputs)):
-            empty = leaf is None
-            found.append(grad.new_empty(0) if empty else of_leaf.to(leaf.dtype).contiguous())
-        return tuple(found)
+        input_grads = []
+        for leaf, input_grad in zip(differentiable_inputs(inputs), backward(grad, *inputs)):
+            if leaf is None:
+                input_grads.append(grad.new_empty(0))
+            else:
+                input_grads.append(input_grad.to(leaf.dtype).contiguous())
+        return tuple(input_grads)
 
     def fake_backward(grad, *inputs):
         leaves = differentiable_inputs(inputs)
         return tuple(grad.new_empty(0) if v is None else v.new_empty(v.shape) for v in leaves)
 
-    given = [f"Tensor? {n[:-1]}" if n.endswith("?") else f"Tensor {n}" for n in names]
+    inputs = [f"Tensor? {n[:-1]}" if n.endswith("?") else f"Tensor {n}" for n in names]
     grads = ["Tensor grad", *(f"Tensor? grad{i}" for i in range(1, results))]
     saved = [f"Tensor kept{i}" for i in range(kept)]
-    more = [others] if others else []
+    last = [others] if others else []
     backward_operator = operator(
-        _schema(f"{name}_backward", [*grads, *given, *saved], sum(has_gradient)),
+        _schema(f"{name}_backward", [*grads, *inputs, *saved], sum(has_gradient)),
         run_backward,
         fake_backward,
     )
     forward_operator = operator(
-        _schema(f"{name}_forward", [*given, *more], results + kept), forward, forward, Gradient
+        _schema(f"{name}_forward", [*inputs, *last], results + kept), forward, forward, Gradient
     )
     return forward_operator
 
@@ -175,7 +177,7 @@ def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blo
     """The sizes for a kernel: those of its `table` for the newest architecture (compute capability) that is not newer
     than the device's, so that equal devices give equal bits at every start."""
     own = torch.cuda.get_device_capability(device) if device.type == "cuda" else OLDEST
-    return table[max(known for known in table if known <= own)]
+    return table[max(capability for capability in table if capability <= own)]
 
 
 def interpreted() -> bool:

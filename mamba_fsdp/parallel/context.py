@@ -132,11 +132,11 @@ class _EnteringState(torch.autograd.Function):
     def backward(ctx, grad):
         state, decays_behind = ctx.saved_tensors
         behind = ctx.context.gather(grad)[ctx.context.rank + 1 :]
-        of_last = torch.zeros_like(grad)
+        grad_last = torch.zeros_like(grad)
         for index in reversed(range(len(behind))):
-            of_last = torch.addcmul(behind[index], decays_behind[index], of_last)
-        of_decay = (of_last * state).sum_to_size(decays_behind.shape[1:])
-        return of_last, of_decay, None
+            grad_last = torch.addcmul(behind[index], decays_behind[index], grad_last)
+        grad_decay = (grad_last * state).sum_to_size(decays_behind.shape[1:])
+        return grad_last, grad_decay, None
 
 
 class _WholeSequence(torch.autograd.Function):

@@ -145,14 +145,14 @@ class ParallelModel:
     def shards(self, optimizer: torch.optim.AdamW | None = None) -> list[Shard]:
         """Returns a Shard for every parameter; of an optimiser over `parameters()` also optimizer/<parameter>/<moment> of
         each moment, which are zeros at first: exp_avg and exp_avg_sq, or Muon's momentum_buffer."""
-        found = [self._shard(slot, slot.name, slot.local) for slot in self.slots]
+        shards = [self._shard(slot, slot.name, slot.local) for slot in self.slots]
         if optimizer:
             _make_moments(optimizer)
             for slot in self.slots:
                 for moment, data in optimizer.state[slot.local].items():
                     if moment != "step":
-                        found.append(self._shard(slot, f"optimizer/{slot.name}/{moment}", data))
-        return found
+                        shards.append(self._shard(slot, f"optimizer/{slot.name}/{moment}", data))
+        return shards
 
     def _shard(self, slot, name, data):
         """Returns the Shard of `data`, which is cut from the tensor `name` as the slot's part is from its parameter."""

@@ -58,10 +58,9 @@ def test_a_cpu_gets_c_where_there_is_some():
     assert str(half).endswith("; conv, scan not cpp: there is no C for torch.float16")
 
 
-@pytest.mark.parametrize("setting", ["reference", "portable"])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_the_reference_serves_everywhere(kernels, setting, device_type):
-    choice = choose(setting, device_type)
+def test_the_reference_serves_everywhere(kernels, device_type):
+    choice = choose("reference", device_type)
     assert choice.backends == REFERENCE
     assert str(choice) == "reference: conv, scan, ssd, attention, norm, loss"
 
@@ -188,9 +187,7 @@ def test_a_backend_of_another_device_is_refused(libraries):
 
 
 @needs_c
-@pytest.mark.parametrize(
-    "setting", ["scan=reference, conv=cpp", "scan=portable,conv=native", "scan=reference"]
-)
+@pytest.mark.parametrize("setting", ["scan=reference, conv=cpp", "scan=reference"])
 def test_a_list_demands_of_the_named_and_leaves_the_rest(setting):
     said = "cpp: conv; reference: scan, ssd, attention, norm, loss"
     assert str(choose(setting)) == said

@@ -136,22 +136,19 @@ def test_a_wrong_sign_is_found(uses, monkeypatch, operator, tensor, which):
 
 @pytest.mark.parametrize("batch, d_model", [(8, 2048), (4, 2048), (1, 2560), (40, 768), (9, 64)])
 def test_rows_are_cut_as_in_the_run(batch, d_model):
-    """The scan's kernels for whole rows and for cut ones, with masks or without, are others; so are SSD's."""
+    """The scan has other kernels for cut rows, and for rows that end within a tile; SSD for sequences in segments."""
     settings = settings_of()
     settings.model.d_model = d_model
     settings.training.batch_size = batch
     settings.data.seq_length = 2048
     use = FirstUse(settings, CPU)
-    channels = settings.model.d_inner
 
-    def form(rows, length):
-        wide = torch.empty(rows, length, channels, device="meta")
-        states = wide[..., :16]
-        A = torch.empty(channels, 16, device="meta")
-        call = scan_triton._Scan(wide, wide, A, states, states, A[:, 0], wide, A[:, 0], None)
-        return call.shared["CUT"], call.shared["EVEN"]
+    def is_cut(rows, length):
+        segments, _ = scan_triton.segments_of(rows, length, settings.model.d_inner)
+        return segments > 1
 
-    assert form(use.rows, first_use.POSITIONS) == form(*use.shape)
+    assert is_cut(use.rows, first_use.POSITIONS) == is_cut(*use.shape)
+    assert first_use.POSITIONS % scan_triton.TILE == 0
     assert first_use.POSITIONS >= 2 * ssd_triton.CHUNKS * ssd_triton.CHUNK
 
 

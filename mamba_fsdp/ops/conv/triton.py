@@ -24,8 +24,8 @@ def conv_backward(grad, x, weight, bias, seq_idx, grad_x=None):
         x.shape[0], -(-x.shape[1] // blocks["ROWS"]), 5, x.shape[2], dtype=torch.float32
     )
     _walk(blocks, x, weight, bias, seq_idx, grad_x, grad, sums)
-    *taps, of_bias = sums.sum((0, 1))[4 - weight.shape[2] :]
-    return grad_x, torch.stack(taps, 1).unsqueeze(1).to(weight.dtype), of_bias.to(bias.dtype)
+    *taps, grad_bias = sums.sum((0, 1))[4 - weight.shape[2] :]
+    return grad_x, torch.stack(taps, 1).unsqueeze(1).to(weight.dtype), grad_bias.to(bias.dtype)
 
 
 def _walk(blocks, x, weight, bias, seq_idx, out, grad=None, sums=None):

@@ -32,10 +32,10 @@ def _backward(
     out_proj,
     seq_idx,
     projected,
-    states,
+    entries,
 ):
     x_proj, dt_proj, out_proj = (weight.to(xz.dtype) for weight in (x_proj, dt_proj, out_proj))
-    (x, z) = xz.chunk(2, -1)
+    x, z = xz.chunk(2, -1)
     grad_xz = xz.new_empty(xz.shape)
     grad_x, grad_z = grad_xz.chunk(2, -1)
     u = conv_forward(x, conv_weight, conv_bias, seq_idx)
@@ -43,7 +43,7 @@ def _backward(
     dt = F.linear(rank_dt, dt_proj)
 
     grad_u, grad_dt, grad_A, grad_B, grad_C, grad_D, _, grad_bias, _, y = scan_backward(
-        grad @ out_proj, None, u, dt, A, B, C, D, z, dt_bias, seq_idx, states, grad_z
+        grad @ out_proj, None, u, dt, A, B, C, D, z, dt_bias, seq_idx, entries, grad_z
     )
     grad_projected = torch.cat([grad_dt @ dt_proj, grad_B, grad_C], -1)
     grad_u = grad_u.flatten(0, 1).addmm_(grad_projected.flatten(0, 1), x_proj).view(u.shape)

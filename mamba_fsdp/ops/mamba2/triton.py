@@ -13,7 +13,7 @@ from mamba_fsdp.ops.ssd.triton import ssd_backward, ssd_forward
 
 @triton.compiled
 def _norm(y, z, weight, eps, groups):
-    """(the norm of y * silu(z) in y's dtype, each row's scale (..., groups, 1) in float32)."""
+    """Returns the norm of y * silu(z) in y's dtype, and each row's scale (..., groups, 1) in float32."""
     gated = F.silu(z.float()).mul_(y).unflatten(-1, (groups, -1))
     scale = (gated.square().mean(-1, keepdim=True) + eps).rsqrt()
     return gated.mul_(scale).flatten(-2).mul_(weight).to(y.dtype), scale
@@ -21,23 +21,24 @@ def _norm(y, z, weight, eps, groups):
 
 @triton.compiled
 def _norm_backward(grad, y, z, weight, scale):
-    """The gradients of y, z and weight, and the norm again. In place: `grad` apart, all is as large as y in float32."""
+    """Returns the gradients of y, z and weight, and the norm again. In place: all but `grad` is as large as y in float32."""
     sigmoid = torch.sigmoid(z.float())
     gate = z * sigmoid
     normed = (gate * y).unflatten(-1, (scale.shape[-2], -1)).mul_(scale)
-    of_gated = (grad * weight.float()).view_as(normed)
-    along = (of_gated * normed).mean(-1, keepdim=True)
-    of_gated = of_gated.addcmul_(normed, along, value=-1).mul_(scale).flatten(-2)
+    grad_gated = (grad * weight.float()).view_as(normed)
+    along = (grad_gated * normed).mean(-1, keepdim=True)
+    grad_gated = grad_gated.addcmul_(normed, along, value=-1).mul_(scale).flatten(-2)
     normed = normed.flatten(-2)
-    of_weight = (normed * grad).sum((0, 1))
+    grad_weight = (normed * grad).sum((0, 1))
     normed = normed.mul_(weight).to(y.dtype)
-    of_y = (of_gated * gate).to(y.dtype)
+    grad_y = (grad_gated * gate).to(y.dtype)
     slope = gate.addcmul_(gate, sigmoid, value=-1).add_(sigmoid)
-    return of_y, of_gated.mul_(y).mul_(slope), of_weight, normed
+    grad_z = grad_gated.mul_(y).mul_(slope)
+    return grad_y, grad_z, grad_weight, normed
 
 
 def _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups):
-    """z, [x, B, C] before the convolution, and SSD's inputs."""
+    """Returns z, [x, B, C] before the convolution, and SSD's inputs."""
     z, xbc, dt = zxbcdt.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
     x, bc = conv_forward(xbc, conv_weight, conv_bias, seq_idx).tensor_split([z.shape[2]], -1)
     B, C = bc.unflatten(2, (2, groups, -1)).unbind(2)
@@ -60,20 +61,21 @@ def _backward(
         zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, scale.shape[2]
     )
     y, entering = ssd_forward(*inputs, remake=True)
-    grads = zxbcdt.new_empty(zxbcdt.shape)
-    of_z, of_xbc, of_dt = grads.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
+    grad_zxbcdt = zxbcdt.new_empty(zxbcdt.shape)
+    grad_z, grad_xbc, grad_dt = grad_zxbcdt.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
 
-    of_y, dz, of_norm, normed = _norm_backward(
+    grad_y, computed_grad_z, grad_norm, normed = _norm_backward(
         grad @ out_proj.to(z.dtype), y.flatten(2), z, norm_weight, scale
     )
-    of_z.copy_(dz)
-    of_x, dt, of_A, of_B, of_C, of_D, of_bias, _ = ssd_backward(
-        of_y.view(y.shape), None, *inputs, entering
+    grad_z.copy_(computed_grad_z)
+    grad_x, computed_grad_dt, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, _ = ssd_backward(
+        grad_y.view(y.shape), None, *inputs, entering=entering
     )
-    of_dt.copy_(dt)
-    of_convolved = torch.cat([of.flatten(2) for of in (of_x, of_B, of_C)], -1)
-    _, *of_conv = conv_backward(of_convolved, xbc, conv_weight, conv_bias, seq_idx, of_xbc)
-    return grads, *of_conv, of_bias, of_A, of_D, of_norm, triton.weight_gradient(grad, normed)
+    grad_dt.copy_(computed_grad_dt)
+    grad_convolved = torch.cat([grad_x.flatten(2), grad_B.flatten(2), grad_C.flatten(2)], -1)
+    _, *grad_conv = conv_backward(grad_convolved, xbc, conv_weight, conv_bias, seq_idx, grad_xbc)
+    grad_out_proj = triton.weight_gradient(grad, normed)
+    return grad_zxbcdt, *grad_conv, grad_dt_bias, grad_A, grad_D, grad_norm, grad_out_proj
 
 
 _mixer = triton.differentiable(

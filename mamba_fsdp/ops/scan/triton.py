@@ -25,6 +25,15 @@ def _with_strides(**activations):
     return activations | {f"{name}_row": a.stride(1) for name, a in activations.items()}
 
 
+def segments_of(batch: int, length: int, channels: int) -> tuple[int, int]:
+    """Returns how many segments each row is cut into, so that programs fill a GPU, and the chunks of each."""
+    chunks = -(-length // CHUNK)
+    rows = batch * -(-channels // CHANNELS)
+    most = min(chunks, -(-FILL // rows))
+    segment_chunks = -(-chunks // most)
+    return -(-chunks // segment_chunks), segment_chunks
+
+
 class _Scan:
     """How the rows of a scan are cut, and the arguments that its kernels share."""
 
@@ -34,9 +43,7 @@ class _Scan:
         N = max(16, 1 << (self.states - 1).bit_length())  # Triton 2.2 reads behind smaller tensors
         self.blocks = -(-self.channels // CHANNELS)
         self.chunks = -(-length // CHUNK)
-        wanted = -(-FILL // (self.batch * self.blocks))
-        segment_chunks = -(-self.chunks // min(wanted, self.chunks))
-        self.segments = -(-self.chunks // segment_chunks)
+        self.segments, segment_chunks = segments_of(self.batch, length, self.channels)
         self.u = _rows(u)
         self.dt = _rows(dt)
         self.z = _rows(z)
@@ -70,11 +77,11 @@ class _Scan:
         """A state, (d_state, d_inner), for each of these places."""
         return self.floats(*places, self.states, self.channels)
 
-    def state(self, given):
+    def state(self, initial):
         """A state as the model has it, (batch, d_inner, d_state), or None for zeros, as (batch, d_state, d_inner)."""
-        if given is None:
+        if initial is None:
             return self.slabs(self.batch).zero_()
-        return given.mT.float().contiguous()
+        return initial.mT.float().contiguous()
 
     def sweep(self, segments, u, state, out, entries, last, **flags):
         """Launch the kernel `sweep`."""
@@ -186,8 +193,8 @@ def scan_backward(
 
 
 def _backward(*inputs):
-    *inputs, _, entries = inputs  # the initial state has left its part in `entries`
-    return scan_backward(*inputs, entries)[:-1]
+    *before_state, _, entries = inputs  # the initial state has left its part in `entries`
+    return scan_backward(*before_state, entries)[:-1]
 
 
 _forward = triton.differentiable(
@@ -202,6 +209,6 @@ _forward = triton.differentiable(
 
 
 def selective_scan(*inputs):
-    *inputs, return_last_state = inputs
-    out, last, _ = _forward(*inputs, torch.is_grad_enabled())
+    *tensors, return_last_state = inputs
+    out, last, _ = _forward(*tensors, torch.is_grad_enabled())
     return (out, last) if return_last_state else out

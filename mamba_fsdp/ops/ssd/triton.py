@@ -108,8 +108,9 @@ class _Call:
     def fp32(self, *shape):
         return self.x.new_empty(shape, dtype=torch.float32)
 
-    def sweep(self, x, B, C, first, states=False, out=True, reverse=False):
-        """The states entering each pair of chunks, the outputs, the last state. See the kernel."""
+    def sweep(self, x, B, C, first, keep=False, has_output=True, reverse=False):
+        """Returns the states entering each pair of chunks, or None without keep; the outputs, or None without has_output; and
+        the last state. See the kernel."""
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
         options = self.options(SWEEP)
@@ -121,8 +122,8 @@ class _Call:
         segments = -(-self.chunks // per_segment)
         ends = self.fp32(rows, segments, size)
         end_decays = self.fp32(rows, segments)
-        states = x.new_empty(rows, self.pairs, size) if states else None
-        out = x.new_empty(x.shape) if out else None
+        states = x.new_empty(rows, self.pairs, size) if keep else None
+        out = x.new_empty(x.shape) if has_output else None
         last = self.fp32(self.batch, self.heads, x.shape[3], B.shape[3])
         first = None if first is None else first.float().contiguous()
         for local in (True, False) if segments > 1 else (False,):
@@ -153,52 +154,54 @@ class _Call:
         return states, out, last
 
 
-def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, remake=False):
-    """y and the last state, of the arguments of ops/ssd's ssd. Nothing but these is needed for the gradients. remake: y
-    and, instead of the last, the states entering each pair of chunks, which save ssd_backward a sweep."""
+def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, *, remake=False):
+    """Returns y and the last state; the arguments are those of ops/ssd's ssd. The gradients need nothing but these.
+    remake: instead of the last state, those entering each pair of chunks, which save ssd_backward a sweep."""
     if x.is_meta:
         return x.new_empty(x.shape), x.new_empty(
             x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32
         )
     call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
-    entering, y, last = call.sweep(call.x, call.B, call.C, state, states=remake)
+    entering, y, last = call.sweep(call.x, call.B, call.C, state, keep=remake)
     return y.to(x.dtype), entering if remake else last
 
 
-def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, entering=None):
-    """The gradients of x, dt, A, B, C, D, dt_bias and the first state, also of those that are None, as if zeros."""
+def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, *, entering=None):
+    """Returns the gradients of x, dt, A, B, C, D, dt_bias and the first state: of one that is None, as if it were zeros."""
     from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
     call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
     grad = _packed(grad.to(call.x.dtype))
     if entering is None:
-        entering, _, _ = call.sweep(call.x, call.B, call.C, state, states=True, out=False)
-    leaving, dx, grad_state = call.sweep(grad, call.C, call.B, grad_last, states=True, reverse=True)
-    of_near = call.options(NEAR)
-    of_far = call.options(FAR)
-    near_blocks = -(-call.share // of_near["BLOCK"])
-    far_blocks = -(-call.share // of_far["BLOCK"])
+        entering, _, _ = call.sweep(call.x, call.B, call.C, state, keep=True, has_output=False)
+    leaving, grad_x, grad_state = call.sweep(
+        grad, call.C, call.B, grad_last, keep=True, reverse=True
+    )
+    near_options = call.options(NEAR)
+    far_options = call.options(FAR)
+    near_blocks = -(-call.share // near_options["BLOCK"])
+    far_blocks = -(-call.share // far_options["BLOCK"])
     flows = call.fp32(call.batch, call.heads, call.pairs, 5, call.W)
-    dB, dC = call.fp32(2, near_blocks + far_blocks, *B.shape)
+    grad_B, grad_C = call.fp32(2, near_blocks + far_blocks, *B.shape)
     inputs = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
     strides = _batches(grad, call.x, call.B, call.C)
-    constants = call.constants | {"W": call.W} | _rows(DY=grad, X=call.x, B=call.B, C=call.C)
+    constants = call.constants | {"W": call.W} | _rows(GRAD_Y=grad, X=call.x, B=call.B, C=call.C)
     near[call.groups * near_blocks, call.pairs, call.batch](
-        *inputs, dB, dC, flows, *strides, call.length, **constants, **of_near
+        *inputs, grad_B, grad_C, flows, *strides, call.length, **constants, **near_options
     )
-    far[call.W // of_far["ROWS"] * call.groups * far_blocks, call.pairs, call.batch](
+    far[call.W // far_options["ROWS"] * call.groups * far_blocks, call.pairs, call.batch](
         *inputs,
-        dB[near_blocks:],
-        dC[near_blocks:],
+        grad_B[near_blocks:],
+        grad_C[near_blocks:],
         flows,
         entering,
         leaving,
         *strides,
         call.length,
         **constants,
-        **of_far,
+        **far_options,
     )
-    ddt = dt.new_empty(dt.shape)
+    grad_dt = dt.new_empty(dt.shape)
     totals = call.fp32(3, call.batch * call.pairs, call.heads)
     finish[call.heads, call.pairs, call.batch](
         call.dt,
@@ -207,7 +210,7 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
         call.steps,
         call.seq_idx,
         flows,
-        ddt,
+        grad_dt,
         totals,
         *call.dt.stride()[:2],
         call.length,
@@ -215,15 +218,15 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
         W=call.W,
         num_warps=2,
     )
-    dA, grad_bias, dD = (total.double().sum(0).float() for total in totals)
+    grad_A, grad_dt_bias, grad_D = (total.double().sum(0).float() for total in totals)
     return (
-        dx.to(x.dtype),
-        ddt,
-        dA,
-        dB.sum(0).to(B.dtype),
-        dC.sum(0).to(C.dtype),
-        dD,
-        grad_bias,
+        grad_x.to(x.dtype),
+        grad_dt,
+        grad_A,
+        grad_B.sum(0).to(B.dtype),
+        grad_C.sum(0).to(C.dtype),
+        grad_D,
+        grad_dt_bias,
         grad_state,
     )
 

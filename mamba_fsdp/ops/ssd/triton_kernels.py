@@ -10,7 +10,7 @@ units of 2**-8 and `low`, are exact in fp32, and so are their differences.
 Q: positions of a chunk, W of a pair; P: channels of a head that a program has; N: d_state; both padded. WIDE: dots in
 fp32, as the interpreter needs.
 
-A loop over heads loads the next one's steps ahead, and Triton its x, dy and states, by asynchronous copies (num_stages).
+A loop over heads loads the next one's steps ahead, and Triton its x, grad_y and states, by asynchronous copies (num_stages).
 """
 
 import triton
@@ -27,10 +27,10 @@ def load(
     pointer, row, rows, columns, left, WIDTH: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr
 ):
     """A block (rows, columns), SPAN columns, of which `left` rows and WIDTH columns are there, the rest 0."""
-    there = (rows < left)[:, None]
+    is_valid = (rows < left)[:, None]
     if WIDTH % SPAN != 0:
-        there = there & (columns < WIDTH)[None, :]
-    return tl.load(pointer + rows[:, None] * row + columns[None, :], mask=there, other=0.0).to(T)
+        is_valid = is_valid & (columns < WIDTH)[None, :]
+    return tl.load(pointer + rows[:, None] * row + columns[None, :], mask=is_valid, other=0.0).to(T)
 
 
 @triton.jit
@@ -45,12 +45,12 @@ def add_up(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     rows = pair * W + r
     is_head = head < heads
-    there = (rows < length)[:, None] & is_head[None, :]
+    is_valid = (rows < length)[:, None] & is_head[None, :]
     a = tl.load(A + head, mask=is_head, other=0.0).to(tl.float32)
     b = tl.load(bias + head, mask=is_head, other=0.0).to(tl.float32)
     dt = tl.load(
         dt + batch * dt_batch + rows.to(tl.int64)[:, None] * dt_row + head[None, :],
-        mask=there,
+        mask=is_valid,
         other=0.0,
     )
     dt = dt.to(tl.float32) + b[None, :]
@@ -59,7 +59,7 @@ def add_up(
     delta = tl.maximum(dt, 0.0) + tl.where(
         more == 1.0, small, tl.log(more) * (small / (more - 1.0))
     )
-    delta = tl.where(there, delta, 0.0)
+    delta = tl.where(is_valid, delta, 0.0)
     sums = tl.cumsum(
         (tl.maximum(delta * a[None, :], -128.0) * 2147483648.0).to(tl.int64), 0
     )  # exp(-128) is 0 in fp32
@@ -260,21 +260,21 @@ def sweep(  # noqa: C901, PLR0915
 
 @triton.jit  # one kernel: helpers would need all of its state as arguments
 def near(  # noqa: PLR0915
-    dy,
+    grad_y,
     x,
     B,
     C,
     steps,
     seq_idx,
-    dB,
-    dC,
+    grad_B,
+    grad_C,
     flows,
-    dy_batch,
+    grad_y_batch,
     x_batch,
     b_batch,
     c_batch,
     length,
-    DY_ROW: tl.constexpr,
+    GRAD_Y_ROW: tl.constexpr,
     X_ROW: tl.constexpr,
     B_ROW: tl.constexpr,
     C_ROW: tl.constexpr,
@@ -291,7 +291,7 @@ def near(  # noqa: PLR0915
 ):
     """The gradients of B and C from what a pair's positions give each other, of up to BLOCK heads of a group.
 
-    dB, dC (blocks of a group's heads, batch, length, groups, d_state): still to be summed. flows (batch, heads, pairs, 5,
+    grad_B, grad_C (blocks of a group's heads, batch, length, groups, d_state): still to be summed. flows (batch, heads, pairs, 5,
     W): see `finish`. All three are fp32.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
@@ -309,7 +309,7 @@ def near(  # noqa: PLR0915
     r = tl.arange(0, W)
     n = tl.arange(0, N)
     x += batch * x_batch + at * X_ROW
-    dy += batch * dy_batch + at * DY_ROW
+    grad_y += batch * grad_y_batch + at * GRAD_Y_ROW
     B += batch * b_batch + at * B_ROW + group * D_STATE
     C += batch * c_batch + at * C_ROW + group * D_STATE
     b = load(B, B_ROW, r, n, left, D_STATE, N, T)
@@ -331,8 +331,8 @@ def near(  # noqa: PLR0915
         for tile in tl.static_range(TILES):
             p = tile * P + tl.arange(0, P)
             x_ = load(x + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T)
-            dy_ = load(dy + head * HEADDIM, DY_ROW, r, p, left, HEADDIM, P, T)
-            products += dot(dy_, tl.trans(x_))
+            grad_y_ = load(grad_y + head * HEADDIM, GRAD_Y_ROW, r, p, left, HEADDIM, P, T)
+            products += dot(grad_y_, tl.trans(x_))
         flow = flows + row * 5 * W + r
         tl.store(flow + 2 * W, tl.sum(tl.where(r[:, None] == r[None, :], products, 0.0), 1))
         products *= decays_within(high, low, document, r, seq_idx is not None, False)
@@ -346,30 +346,30 @@ def near(  # noqa: PLR0915
     place = (((block * batches + batch) * length + start + r) * groups + group)[
         :, None
     ] * D_STATE + n[None, :]
-    there = (r < left)[:, None] & (n < D_STATE)[None, :]
-    tl.store(dB + place, dot(tl.trans(grad_cb.to(T)), c), mask=there)
-    tl.store(dC + place, dot(grad_cb.to(T), b), mask=there)
+    is_valid = (r < left)[:, None] & (n < D_STATE)[None, :]
+    tl.store(grad_B + place, dot(tl.trans(grad_cb.to(T)), c), mask=is_valid)
+    tl.store(grad_C + place, dot(grad_cb.to(T), b), mask=is_valid)
 
 
 @triton.jit  # one kernel: helpers would need all of its state as arguments
 def far(  # noqa: PLR0915
-    dy,
+    grad_y,
     x,
     B,
     C,
     steps,
     seq_idx,
-    dB,
-    dC,
+    grad_B,
+    grad_C,
     flows,
     entering,
     leaving,
-    dy_batch,
+    grad_y_batch,
     x_batch,
     b_batch,
     c_batch,
     length,
-    DY_ROW: tl.constexpr,
+    GRAD_Y_ROW: tl.constexpr,
     X_ROW: tl.constexpr,
     B_ROW: tl.constexpr,
     C_ROW: tl.constexpr,
@@ -388,7 +388,7 @@ def far(  # noqa: PLR0915
     """The gradients of B and C from the states, of ROWS of a pair's positions and up to BLOCK heads of a group.
 
     entering, leaving: the states before the pair, and the gradients of those after it. If a pair is of several programs,
-    these are neighbours, so that both come from memory once. dB, dC, flows: as of `near`.
+    these are neighbours, so that both come from memory once. grad_B, grad_C, flows: as of `near`.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
@@ -407,13 +407,13 @@ def far(  # noqa: PLR0915
     r = part * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, N)
     x += batch * x_batch + at * X_ROW
-    dy += batch * dy_batch + at * DY_ROW
+    grad_y += batch * grad_y_batch + at * GRAD_Y_ROW
     B += batch * b_batch + at * B_ROW + group * D_STATE
     C += batch * c_batch + at * C_ROW + group * D_STATE
     b = load(B, B_ROW, r, n, left, D_STATE, N, T)
     c = load(C, C_ROW, r, n, left, D_STATE, N, T)
-    db = tl.zeros([ROWS, N], tl.float32)
-    dc = tl.zeros([ROWS, N], tl.float32)
+    grad_b = tl.zeros([ROWS, N], tl.float32)
+    grad_c = tl.zeros([ROWS, N], tl.float32)
     plane = batches.to(tl.int64) * HEADS * pairs * W
     if seq_idx is not None:
         seq_idx += batch * length
@@ -437,14 +437,14 @@ def far(  # noqa: PLR0915
         from_start, to_end, total = decays(high, low, high_end, low_end, goes_on, lasts, is_one)
         p = tile * P + tl.arange(0, P)
         x_ = load(x + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T)
-        dy_ = load(dy + head * HEADDIM, DY_ROW, r, p, left, HEADDIM, P, T)
+        grad_y_ = load(grad_y + head * HEADDIM, GRAD_Y_ROW, r, p, left, HEADDIM, P, T)
         state = row * N * HEADDIM + n[:, None] * HEADDIM + p[None, :]
         s = tl.load(entering + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
         g = tl.load(leaving + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
-        reads = dy_.to(tl.float32) * from_start[:, None]
+        reads = grad_y_.to(tl.float32) * from_start[:, None]
         keeps = x_.to(tl.float32) * to_end[:, None]
-        dc = tl.dot(reads.to(T), tl.trans(s), acc=dc, allow_tf32=False)
-        db = tl.dot((keeps * delta[:, None]).to(T), tl.trans(g), acc=db, allow_tf32=False)
+        grad_c = tl.dot(reads.to(T), tl.trans(s), acc=grad_c, allow_tf32=False)
+        grad_b = tl.dot((keeps * delta[:, None]).to(T), tl.trans(g), acc=grad_b, allow_tf32=False)
         read = tl.sum(dot(c, s) * reads, 1)
         kept = tl.sum(dot(b, g) * keeps, 1)
         across = tl.sum(tl.sum(s.to(tl.float32) * g.to(tl.float32), 0), 0) * total
@@ -466,9 +466,9 @@ def far(  # noqa: PLR0915
     place = (((block * batches + batch) * length + start + r) * groups + group)[
         :, None
     ] * D_STATE + n[None, :]
-    there = (r < left)[:, None] & (n < D_STATE)[None, :]
-    tl.store(dB + place, db, mask=there)
-    tl.store(dC + place, dc, mask=there)
+    is_valid = (r < left)[:, None] & (n < D_STATE)[None, :]
+    tl.store(grad_B + place, grad_b, mask=is_valid)
+    tl.store(grad_C + place, grad_c, mask=is_valid)
 
 
 @triton.jit
@@ -479,7 +479,7 @@ def finish(
     steps,
     seq_idx,
     flows,
-    ddt,
+    grad_dt,
     totals,
     dt_batch,
     dt_row,
@@ -487,7 +487,7 @@ def finish(
     heads,
     W: tl.constexpr,
 ):
-    """ddt (batch, length, heads) and, of this pair's positions for A, the bias, D, totals (3, batch, pairs, heads).
+    """grad_dt (batch, length, heads) and, of this pair's positions for A, the bias, D, totals (3, batch, pairs, heads).
 
     `flows` of each position, times the gradients: what its input gives to the pair's outputs; what its output gets of the
     pair's inputs; what its input gives to its own output through D, without D; what its output gets of the pairs before,
@@ -503,8 +503,8 @@ def finish(
     r = tl.arange(0, W)
     row = (batch * heads + head) * pairs + pair
     flow = flows + row * 5 * W + r
-    given = tl.load(flow)
-    got = tl.load(flow + W)
+    outflow = tl.load(flow)
+    inflow = tl.load(flow + W)
     through = tl.load(flow + 2 * W)
     read = tl.load(flow + 3 * W)
     kept = tl.load(flow + 4 * W)
@@ -513,21 +513,23 @@ def finish(
     # delta[t] A counts in each decay that passes position t: into later outputs, out of earlier inputs. What passes t
     # within the pair is what earlier inputs give less what earlier outputs have got.
     passing = tl.where(
-        r[:, None] >= r[None, :], read[:, None], (delta * (given + kept) - got)[:, None]
+        r[:, None] >= r[None, :], read[:, None], (delta * (outflow + kept) - inflow)[:, None]
     )
     if seq_idx is not None:
         document, _, _, _ = documents_of(seq_idx + batch * length, start, length, r, W)
         passing = tl.where(document[:, None] == document[None, :], passing, 0.0)
     passing = tl.sum(passing, 0)
-    there = r < length - start
+    is_valid = r < length - start
     dt = dt + batch * dt_batch + (start + r).to(tl.int64) * dt_row + head
-    raw = tl.load(dt, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head).to(tl.float32)
-    grad = (given + kept + tl.load(A + head).to(tl.float32) * passing) * tl.exp(
+    raw = tl.load(dt, mask=is_valid, other=0.0).to(tl.float32) + tl.load(bias + head).to(tl.float32)
+    grad = (outflow + kept + tl.load(A + head).to(tl.float32) * passing) * tl.exp(
         raw - delta
     )  # the slope of softplus
-    grad = tl.where(there, grad, 0.0)
+    grad = tl.where(is_valid, grad, 0.0)
     tl.store(
-        ddt + (batch * length + start + r) * heads + head, grad.to(ddt.dtype.element_ty), mask=there
+        grad_dt + (batch * length + start + r) * heads + head,
+        grad.to(grad_dt.dtype.element_ty),
+        mask=is_valid,
     )
     totals += (batch * pairs + pair) * heads + head
     tl.store(totals, tl.sum(passing * delta, 0))
