@@ -29,7 +29,7 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import resolve_backends
-from mamba_fsdp.parallel.context import Context
+from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.settings.model_config import ModelConfig
@@ -108,7 +108,7 @@ def simulate(
                 settings.model, backends=backends, compute_dtype=dtype, reset_at_documents=documents
             )
         if sharing > 1:
-            network.share_sequences(Context.of(world, sharing))
+            network.share_sequences(ContextGroup.of(world, sharing))
         parallel = parallelize(network, settings.parallel, world=world, compute_dtype=dtype)
         optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
         moments = [

@@ -55,7 +55,7 @@ class Use:
 
 
 @dataclass
-class Choice:
+class BackendChoice:
     """What resolve_backends chose, and why not better."""
 
     backends: dict[str, str] = field(default_factory=dict)  # by operator; no mixers in parts
@@ -116,7 +116,7 @@ def resolve_backends(
     assumed: Collection[str] = (),
     failed: Mapping[str, Mapping[str, str]] | None = None,
     preferred: str = "",
-) -> Choice:
+) -> BackendChoice:
     """The best backend of each operator for all its `uses` on a device (cpu or cuda), or the one that `setting`
     demands. assumed: backends that count as available, whatever is on this machine. failed: operator -> {backend: what
     was found wrong with it}. preferred: the backend to try first.
@@ -126,7 +126,7 @@ def resolve_backends(
     used = [operator for operator in OPERATORS if operator in uses]
     demanded = demands(setting, used)
     failed = failed or {}
-    choice = Choice()
+    choice = BackendChoice()
     for operator in used:
         best_first = list(OPERATORS[operator])
         if preferred in best_first:

@@ -22,7 +22,7 @@ from mamba_fsdp.parallel.world import World
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextGroup:
     """The ranks that share each sequence. rank: this one's place among them."""
 
     rank: int
@@ -31,7 +31,7 @@ class Context:
     device: torch.device
 
     @classmethod
-    def of(cls, world: World, size: int) -> "Context":
+    def of(cls, world: World, size: int) -> "ContextGroup":
         """Returns that of this rank, where each `size` neighbouring ranks share a sequence."""
         row, _ = world.grid(size)
         return cls(world.rank % size, size, row, world.device)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import attention, conv, loss, scan
 from mamba_fsdp.parallel.compat import load_shard
-from mamba_fsdp.parallel.context import Context
+from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.train_config import ParallelConfig
@@ -144,9 +144,9 @@ def leave_uncompiled() -> None:
         (scan.BACKENDS["reference"], "selective_scan"),
         (attention.BACKENDS["flash"], "packed_attention"),
         (attention.BACKENDS["reference"], "packed_attention"),
-        (Context, "inputs_before"),
-        (Context, "entering_state"),
-        (Context, "whole_sequence"),
+        (ContextGroup, "inputs_before"),
+        (ContextGroup, "entering_state"),
+        (ContextGroup, "whole_sequence"),
     ):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 

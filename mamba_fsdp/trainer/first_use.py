@@ -38,7 +38,7 @@ from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops import backends as known
 from mamba_fsdp.ops.attention import Documents
-from mamba_fsdp.ops.backends import MIXER_PARTS, REFERENCE, Choice, resolve_backends
+from mamba_fsdp.ops.backends import MIXER_PARTS, REFERENCE, BackendChoice, resolve_backends
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CACHES, KERNELS
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -328,7 +328,7 @@ class FirstUse:
 
     # 2. and 3. Choosing
 
-    def resolve(self, failed: Reasons, preferred: str = "") -> Choice:
+    def resolve(self, failed: Reasons, preferred: str = "") -> BackendChoice:
         """Raises UserError where plain PyTorch is left for a scan and nobody demanded it: a step would take minutes. In
         fp32 SSD is matrix products, of which PyTorch's are good."""
         device = self.device.type
@@ -343,7 +343,7 @@ class FirstUse:
                 )
         return choice
 
-    def fastest(self, record: Record, failed: Reasons, path: Path) -> Choice:
+    def fastest(self, record: Record, failed: Reasons, path: Path) -> BackendChoice:
         """Returns the faster of what comes first and what does with Triton before all others."""
         first = self.resolve(failed)
         other = self.resolve(failed, preferred="triton")
@@ -351,7 +351,7 @@ class FirstUse:
             return first
         times = []
         for choice in (first, other):
-            name = str(Choice(choice.backends))
+            name = str(BackendChoice(choice.backends))
             times.append(math.inf)
             with contextlib.suppress(UserError, torch.cuda.OutOfMemoryError):
                 with record.trying(name, path):
@@ -422,7 +422,7 @@ def relative_errors(found: Results, exact: Results) -> dict[str, float]:
     return errors
 
 
-def choose_for_answers(settings: TrainConfig, device: torch.device) -> Choice:
+def choose_for_answers(settings: TrainConfig, device: torch.device) -> BackendChoice:
     """Returns the backends of a model that is not trained. Nothing is timed or kept."""
     use = FirstUse(settings, device)
     use.continued = 1  # generate asks for one token after the other
@@ -432,7 +432,7 @@ def choose_for_answers(settings: TrainConfig, device: torch.device) -> Choice:
     return resolve_backends(use.kernels, device.type, use.uses, failed=failed)
 
 
-def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[Choice, str]:
+def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendChoice, str]:
     """Returns the same choice on all ranks, and where it comes from. Raises UserError on all ranks where there is none, or
     where it fails on any of them."""
     began = time.perf_counter()
@@ -466,4 +466,4 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[Choice, s
         ) from None
     seconds = time.perf_counter() - began
     said = f"{origin}; right on all {world.size} ranks, {seconds:.1f} s"
-    return Choice(record.backends, record.passed), said
+    return BackendChoice(record.backends, record.passed), said

@@ -22,7 +22,7 @@ from mamba_fsdp.interop.weights import Weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops.backends import resolve_backends
-from mamba_fsdp.parallel.context import Context
+from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
@@ -243,5 +243,5 @@ def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -
         )
     sharing = settings.parallel.context_parallel
     if sharing > 1:
-        network.share_sequences(Context.of(world, sharing))
+        network.share_sequences(ContextGroup.of(world, sharing))
     return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)

@@ -8,7 +8,7 @@ import torch
 
 from mamba_fsdp.data.loader import Batch, split_step
 from mamba_fsdp.ops.attention import reference
-from mamba_fsdp.parallel.context import Context
+from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.parallelize import checkpoint_blocks, compile_blocks, parallelize
 from mamba_fsdp.settings.train_config import ParallelConfig, TrainConfig
 from tests.support.models import FAMILIES, small_model, some_tokens
@@ -65,7 +65,7 @@ def errors(world, cases):
     """The largest relative error of each case."""
     settings = TrainConfig()
     settings.parallel.context_parallel = world.size
-    context = Context.of(world, world.size)
+    context = ContextGroup.of(world, world.size)
     error_of = {}
     for case in cases:
         family, length, documents, how = case
@@ -105,7 +105,7 @@ def sharded_norms(world):
     world = dataclasses.replace(world, local_size=2)
     for strategy in ("fsdp", "hsdp"):
         model = small_model("everything", reset_at_documents=True)
-        model.share_sequences(Context.of(world, 2))
+        model.share_sequences(ContextGroup.of(world, 2))
         how = ParallelConfig(sharding_strategy=strategy)
         parallel = parallelize(model, how, world=world, compute_dtype=torch.float32)
         mine = layout.part.of(one_row)
