@@ -19,8 +19,8 @@ def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, gen
     state = model.allocate_state(batch, prompt_length + length - 1)
     logits = model.prefill(prompts, state)
     for remaining in reversed(range(length)):
-        of_vocabulary = logits[:, : model.config.vocab_size].float()
-        tokens = draw(of_vocabulary, temperature, top_k, top_p, generator)
+        logits = logits[:, : model.config.vocab_size].float()
+        tokens = draw(logits, temperature, top_k, top_p, generator)
         yield tokens
         if remaining:
             logits = model.step(tokens, state)

@@ -54,12 +54,7 @@ class Block(nn.Module):
 
     def add_norm(self, hidden, residual, norm):
         return add_rms_norm(
-            hidden,
-            residual,
-            norm.weight,
-            self.eps,
-            self.compute_dtype,
-            backend=self.norm_backend,
+            hidden, residual, norm.weight, self.eps, self.compute_dtype, backend=self.norm_backend
         )
 
 

@@ -140,9 +140,10 @@ def differentiable(
         input_grads = []
         for leaf, input_grad in zip(differentiable_inputs(inputs), backward(grad, *inputs)):
             if leaf is None:
-                input_grads.append(grad.new_empty(0))
+                input_grad = grad.new_empty(0)
             else:
-                input_grads.append(input_grad.to(leaf.dtype).contiguous())
+                input_grad = input_grad.to(leaf.dtype).contiguous()
+            input_grads.append(input_grad)
         return tuple(input_grads)
 
     def fake_backward(grad, *inputs):

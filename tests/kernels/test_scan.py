@@ -76,12 +76,11 @@ def test_bf16_in_and_out():
 
 def test_rows_are_cut_where_they_are_too_few_for_a_gpu(monkeypatch):
     monkeypatch.setattr(backend, "FILL", 1024)
-    monkeypatch.setattr(backend, "CHUNK", 64)
 
-    assert backend.segments_of(8, 128, 4096) == (1, 2)
-    assert backend.segments_of(4, 128, 4096) == (2, 1)
-    assert backend.segments_of(2, 576, 2048) == (5, 2)  # 9 chunks in 8 segments would be 2 each
-    assert backend.segments_of(1, 100, 33) == (2, 1)
+    assert backend.segments_of(8 * 128, 2) == (1, 2)
+    assert backend.segments_of(4 * 128, 2) == (2, 1)
+    assert backend.segments_of(2 * 64, 9) == (5, 2)  # 9 chunks in 8 segments would be 2 each
+    assert backend.segments_of(2, 2) == (2, 1)
 
 
 def test_states_clear_at_a_start_however_slow_the_decay():

@@ -144,7 +144,8 @@ def test_rows_are_cut_as_in_the_run(batch, d_model):
     use = FirstUse(settings, CPU)
 
     def is_cut(rows, length):
-        segments, _ = scan_triton.segments_of(rows, length, settings.model.d_inner)
+        programs = rows * settings.model.d_inner // scan_triton.CHANNELS
+        segments, _ = scan_triton.segments_of(programs, -(-length // scan_triton.CHUNK))
         return segments > 1
 
     assert is_cut(use.rows, first_use.POSITIONS) == is_cut(*use.shape)

@@ -69,13 +69,13 @@ def _backward(
     )
     grad_z.copy_(computed_grad_z)
     grad_x, computed_grad_dt, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, _ = ssd_backward(
-        grad_y.view(y.shape), None, *inputs, entering=entering
+        grad_y.view(y.shape), None, *inputs, entering
     )
     grad_dt.copy_(computed_grad_dt)
     grad_convolved = torch.cat([grad_x.flatten(2), grad_B.flatten(2), grad_C.flatten(2)], -1)
     _, *grad_conv = conv_backward(grad_convolved, xbc, conv_weight, conv_bias, seq_idx, grad_xbc)
-    grad_out_proj = triton.weight_gradient(grad, normed)
-    return grad_zxbcdt, *grad_conv, grad_dt_bias, grad_A, grad_D, grad_norm, grad_out_proj
+    grad_out = triton.weight_gradient(grad, normed)
+    return grad_zxbcdt, *grad_conv, grad_dt_bias, grad_A, grad_D, grad_norm, grad_out
 
 
 _mixer = triton.differentiable(

@@ -25,11 +25,9 @@ def _with_strides(**activations):
     return activations | {f"{name}_row": a.stride(1) for name, a in activations.items()}
 
 
-def segments_of(batch: int, length: int, channels: int) -> tuple[int, int]:
-    """Returns how many segments each row is cut into, so that programs fill a GPU, and the chunks of each."""
-    chunks = -(-length // CHUNK)
-    rows = batch * -(-channels // CHANNELS)
-    most = min(chunks, -(-FILL // rows))
+def segments_of(programs: int, chunks: int) -> tuple[int, int]:
+    """Returns how many segments each row is cut into, and the chunks of each. programs: those that whole rows make."""
+    most = min(chunks, -(-FILL // programs))
     segment_chunks = -(-chunks // most)
     return -(-chunks // segment_chunks), segment_chunks
 
@@ -43,7 +41,7 @@ class _Scan:
         N = max(16, 1 << (self.states - 1).bit_length())  # Triton 2.2 reads behind smaller tensors
         self.blocks = -(-self.channels // CHANNELS)
         self.chunks = -(-length // CHUNK)
-        self.segments, segment_chunks = segments_of(self.batch, length, self.channels)
+        self.segments, segment_chunks = segments_of(self.batch * self.blocks, self.chunks)
         self.u = _rows(u)
         self.dt = _rows(dt)
         self.z = _rows(z)

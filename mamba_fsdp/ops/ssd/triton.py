@@ -154,7 +154,7 @@ class _Call:
         return states, out, last
 
 
-def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, *, remake=False):
+def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, remake=False):
     """Returns y and the last state; the arguments are those of ops/ssd's ssd. The gradients need nothing but these.
     remake: instead of the last state, those entering each pair of chunks, which save ssd_backward a sweep."""
     if x.is_meta:
@@ -166,7 +166,7 @@ def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, *, remake=False):
     return y.to(x.dtype), entering if remake else last
 
 
-def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, *, entering=None):
+def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, entering=None):
     """Returns the gradients of x, dt, A, B, C, D, dt_bias and the first state: of one that is None, as if it were zeros."""
     from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
