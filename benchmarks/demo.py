@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mamba_fsdp.conventions import IGNORED_LABEL
-from mamba_fsdp.data.loader import BatchLayout, evaluation_batches
+from mamba_fsdp.data.loader import BatchShape, evaluation_batches
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import training_sources, validation_sources
 from mamba_fsdp.report.records import read
@@ -60,7 +60,7 @@ def tokens_drawn(config: TrainConfig, count: int) -> tuple[np.ndarray, np.ndarra
     length = config.data.seq_length
     sources, weights = training_sources(config.data)
     sampler = Sampler(sources, weights, length, config.training.seed)
-    which, windows, _ = sampler.samples(0, count // length)
+    which, windows = sampler.samples(0, count // length)
     drawn = np.stack(
         [
             sources[sampler.names[source]].read(window * length, length + 1).tokens
@@ -80,7 +80,7 @@ def validation_loss(bigram: Bigram, config: TrainConfig) -> float:
             store,
             str(store.path),
             config.data,
-            BatchLayout(0, 1, training.batch_size),
+            BatchShape(0, 1, training.batch_size),
             vocab_size=config.model.vocab_size,
             limit=training.eval_batches * global_batch or None,
         ):

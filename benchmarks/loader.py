@@ -17,7 +17,7 @@ import datasets
 import numpy as np
 import torch
 
-from mamba_fsdp.data.loader import BatchLayout, Loader
+from mamba_fsdp.data.loader import BatchShape, Loader
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.settings.train_config import DataConfig
@@ -69,8 +69,8 @@ def ours(store, threads, first_step=0):
     """Yields batches from `first_step` on."""
     data = DataConfig(seq_length=SEQ_LENGTH, num_workers=threads)
     sampler = Sampler({"it": store}, {"it": 1.0}, SEQ_LENGTH, seed=0)
-    layout = BatchLayout(0, 1, BATCH)
-    with Loader({"it": store}, sampler, data, layout, vocab_size=VOCABULARY) as loader:
+    batch_shape = BatchShape(0, 1, BATCH)
+    with Loader({"it": store}, sampler, data, batch_shape, vocab_size=VOCABULARY) as loader:
         for step in count(first_step):
             yield loader.step(step)[0].tokens
 

@@ -99,9 +99,9 @@ def simulate(
         weights=tokens.float() if data.position_weighting else None,
         documents=Documents([data.seq_length] * training.batch_size) if documents else None,
     )
-    layout = split_step(settings, rank, size)
-    if layout.part:
-        batch = layout.part.of(batch)
+    batch_shape = split_step(settings, rank, size)
+    if batch_shape.sequence_slice:
+        batch = batch_shape.sequence_slice.of(batch)
     with _process_group(world), FakeTensorMode(), _Watch(device, inside) as watch:
         with device:
             network = MambaLM(
@@ -116,7 +116,7 @@ def simulate(
             for shard in parallel.shards(optimizer)
             if shard.name.startswith("optimizer/")
         ]
-        batches = [_fake(batch)] * layout.grad_accumulation_steps
+        batches = [_fake(batch)] * batch_shape.grad_accumulation_steps
         state, schedule = TrainState(), Schedule("constant", 1)
         parts: Any = SimpleNamespace(
             settings=settings,
@@ -126,7 +126,7 @@ def simulate(
             state=state,
             loss_scale=LossScale(state, device, dynamic=training.mixed_precision == "fp16"),
             schedule=SimpleNamespace(
-                tokens_per_step=layout.global_batch * data.seq_length, lr=schedule
+                tokens_per_step=batch_shape.global_batch * data.seq_length, lr=schedule
             ),
             loader=SimpleNamespace(step=lambda step: batches),
             checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool, stage=bool),

@@ -1,4 +1,4 @@
-"""The data of a first try, data/builtin: a run that names no other makes it where it is missing."""
+"""The data of a first try, data/builtin: a run that reads it makes it where it is missing."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ BUILTIN = "data/builtin"
 
 
 def builtin_folder(data: DataConfig) -> Path | None:
-    """The folder of the built-in data, absolute, if that is what these settings read; else None."""
+    """The absolute path of the built-in data if these settings read it; else None."""
     builtin = os.path.abspath(BUILTIN)
     if data.use_dummy_dataset or os.path.abspath(data.dataset_path) != builtin:
         return None
@@ -19,16 +19,16 @@ def builtin_folder(data: DataConfig) -> Path | None:
 
 
 def missing_builtin(data: DataConfig) -> Path | None:
-    """The folder of the built-in data if these settings read it and nothing or only a part of it is there."""
+    """The path of the built-in data if these settings read it and it is missing or unfinished; else None."""
     folder = builtin_folder(data)
     if folder is None or any(folder.glob(".progress*")):
         return folder
-    is_there = any(exists(folder / part / "index.json") for part in (".", "train"))
-    return None if is_there else folder
+    is_made = exists(folder / "index.json") or exists(folder / "train" / "index.json")
+    return None if is_made else folder
 
 
 def make_missing_builtin(data: DataConfig) -> None:
-    """Makes it in full where it is missing. Raises UserError as get_dataset.py does."""
+    """Makes the built-in data if these settings read it and it is missing. Raises UserError as get_dataset.py does."""
     if not missing_builtin(data):
         return
     from mamba_fsdp.data.tokenize import make_dataset  # late: most runs don't need it

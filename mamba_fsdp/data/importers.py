@@ -1,4 +1,4 @@
-"""Tokens as others keep them become documents: columns of tables, fms-fsdp's Arrow files, Composer's DataLayout."""
+"""Readers of others' tokens: columns of tables, fms-fsdp's Arrow files, Composer's DataLayout."""
 
 import mmap
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow
 from pyarrow import compute, types
 
-from mamba_fsdp.data.corpus import Document, Shard
+from mamba_fsdp.data.corpus import Document, InputFile
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no column `text`, the default
@@ -20,37 +20,39 @@ WINDOW = 1 << 20  # tokens of DataLayout read at a time
 
 
 def column_of(table: Any, column: str) -> Any:
-    """A table's column; document.text is the field text of document. Of `text` where there is none that of tokens.
-    Refuses rows that leave tokens out of the loss."""
+    """A table's column. document.text is the field text of document; for a missing `text` it is a column of tokens.
+
+    Raises ValueError for a missing column, and for rows that leave tokens out of the loss.
+    """
     check_all_count(table)
     while column not in table.column_names and any(map(types.is_struct, table.schema.types)):
         table = table.flatten()
     names = table.column_names
     for name in (column, *TOKEN_COLUMNS):
         if name in names and column in (name, "text"):
-            found = table[name].combine_chunks()
-            found.validate(full=True)  # else wrong offsets are followed anywhere
-            return _decoded(found)
+            array = table[name].combine_chunks()
+            array.validate(full=True)  # wrong offsets would be read from anywhere
+            return _decoded(array)
     raise ValueError(
         f"there is no column {column!r}; it has: {', '.join(names)}; name one with --text_column"
     )
 
 
 def rows_of(array: Any) -> list[Any]:
-    """A column's rows as texts, or as token ids (n,) int64; null is "" or no ids."""
+    """A column's rows as texts, or as token ids (n,) int64. A null row is "" or has no ids."""
     if not hasattr(array.type, "value_type"):
         return array.cast(pyarrow.large_string()).fill_null("").to_pylist()
     lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
     return np.split(plain_ids(_decoded(array.flatten())), np.cumsum(lengths))[:-1]
 
 
-def _decoded(array):
-    """An array whose values may be listed in a dictionary."""
+def _decoded(array: Any) -> Any:
+    """The plain array of one whose values may be listed in a dictionary."""
     return array.dictionary_decode() if types.is_dictionary(array.type) else array
 
 
 def plain_ids(array: Any) -> np.ndarray:
-    """Token ids (n,) int64 of an array of integers."""
+    """The token ids (n,) int64 in an array of integers. Raises ValueError for anything else."""
     if array.null_count:
         raise ValueError("it has places without a token (null)")
     if len(array) and not types.is_integer(array.type):
@@ -59,7 +61,7 @@ def plain_ids(array: Any) -> np.ndarray:
 
 
 def check_all_count(table: Any) -> None:
-    """Refuses rows that leave tokens out of the loss."""
+    """Raises ValueError for rows that leave tokens out of the loss."""
     for column, value in UNCOUNTED.items():
         if column not in table.column_names or not hasattr(table[column].type, "value_type"):
             continue
@@ -74,9 +76,9 @@ def check_all_count(table: Any) -> None:
 # Arrow files. fms-fsdp's hold a document in each record batch, as plain integers; others a document in each row.
 
 
-def arrow_documents(shard: Shard, options: DatasetConfig) -> Iterator[Document]:
+def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents of each record batch."""
-    for batch in _batches(shard.name):
+    for batch in _record_batches(file.name):
         column = column_of(pyarrow.Table.from_batches([batch]), options.text_column)
         if types.is_integer(column.type):
             yield Document(plain_ids(column))
@@ -84,7 +86,7 @@ def arrow_documents(shard: Shard, options: DatasetConfig) -> Iterator[Document]:
             yield from map(Document, rows_of(column))
 
 
-def _batches(name: str) -> Iterator[pyarrow.RecordBatch]:
+def _record_batches(name: str) -> Iterator[pyarrow.RecordBatch]:
     with open(name, "rb") as file:  # by Python, for names that are no UTF-8
         whole = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         if whole[:6].to_pybytes() == b"ARROW1":
@@ -102,15 +104,14 @@ def _batches(name: str) -> Iterator[pyarrow.RecordBatch]:
 # documents they begin at 0 again, or stay at the highest.
 
 
-def datalayout_documents(shard: Shard, options: DatasetConfig) -> Iterator[Document]:
-    """Yields the documents window by window. Refuses what leaves tokens out of the loss."""
-    name = shard.name
-    _check_size(name)
-    entries = np.memmap(name, "<i4", "r")
+def datalayout_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    """Yields the documents window by window. Raises ValueError for tokens that are left out of the loss."""
+    _check_size(file.name)
+    entries = np.memmap(file.name, "<i4", "r")
     eos = int(options.eos_token) if options.eos_token.isdecimal() else -1
     for start in range(0, len(entries), WINDOW):
         first = max(0, start - 1)
-        window = np.array(entries[first : start + WINDOW + 1])  # with a neighbour at each end
+        window = np.array(entries[first : start + WINDOW + 1])  # and a neighbour at each end
         body = entries[start : start + WINDOW]
         end = start + len(body)
         positions = body >> 16 & HIGHEST_POSITION
@@ -130,8 +131,9 @@ def datalayout_documents(shard: Shard, options: DatasetConfig) -> Iterator[Docum
 def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
     """Where in `entries` (n,) documents begin, the first entry left out.
 
-    A position that does not follow the one before begins a document. But behind the highest a document goes on: at the
-    highest again, or at 0 unless it ended with `eos` or has stayed at the highest.
+    A document begins where a position is not one more than that before it. There are two exceptions after the highest
+    position, which a long document reaches: it may stay there, or go on at 0. At 0 a new document begins only if the
+    one before ended with `eos` or has stayed at the highest position.
     """
     positions = entries >> 16 & HIGHEST_POSITION
     before = positions[:-1]
@@ -143,15 +145,15 @@ def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
     return np.flatnonzero((after != before + 1) & ~wraps & ~stays) + 1
 
 
-def _check_size(name):
-    said = Path(f"{name}.size")
+def _check_size(name: str) -> None:
+    size_file = Path(f"{name}.size")
     size = Path(name).stat().st_size
-    if not said.exists():
+    if not size_file.exists():
         raise ValueError(
-            f"{said.name} is missing, which says how many tokens it holds; copy it too"
+            f"{size_file.name} is missing, which says how many tokens it holds; copy it too"
         )
-    count = int(said.read_text())
+    count = int(size_file.read_text())
     if size != 4 * count or not count:
         raise ValueError(
-            f"{size} bytes, but {said.name} says {count} tokens, which are {4 * count}; copy both again"
+            f"{size} bytes, but {size_file.name} says {count} tokens, which are {4 * count}; copy both again"
         )

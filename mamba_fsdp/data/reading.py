@@ -1,4 +1,4 @@
-"""Shards of the input become documents, as texts or arrays of token ids; `datasets` goes through tables."""
+"""Reads the input's files as documents: texts or arrays of token ids. Tables are read by `datasets`."""
 
 import csv
 import glob
@@ -9,14 +9,15 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import IO, Any
 
 import datasets
 import numpy as np
 import pyarrow
 
-from mamba_fsdp.data.corpus import ARCHIVES, Document, Shard
+from mamba_fsdp.data.corpus import ARCHIVES, Document, InputFile
 from mamba_fsdp.data.importers import (
     arrow_documents,
     column_of,
@@ -29,82 +30,101 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
 ROWS = 64  # of a table at a time
 DELIMITERS = ",;\t|"  # of fields in CSV files
-START = {"shard": 0, "row": 0, "documents": 0}  # a position: what has been read
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
 
 csv.field_size_limit(sys.maxsize)  # a field may be a book
 datasets.disable_progress_bars()
-datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what went wrong is said once, by us
-logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # each of its retries too
+datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our own message says what went wrong
+logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would report each retry
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a reader is in the input."""
+
+    file: int = 0  # the number of the file that is read
+    row: int = 0  # documents of that file that were read, each stretch of a long one counted
+    documents: int = 0  # documents of all files that were read to their ends
+
+
+BEGINNING = Position()
 
 
 @dataclass
-class Batch:
-    """Documents that follow each other."""
+class DocumentBatch:
+    """Documents that follow each other, all for one store."""
 
+    position: Position  # behind the last document that was read
+    store: str
     documents: list[Document] = field(default_factory=list)
-    position: dict[str, int] = field(default_factory=dict)  # where a reader resumes behind them
     size: int = 0  # characters or tokens
-    store: str = "train"  # where they go
-    shards: int = 1  # that are read
+
+
+@dataclass
+class Share:
+    """What one part of the work reads: each `stride`-th document of its files, from number `first` on."""
+
+    files: list[InputFile]
+    first: int = 0
+    stride: int = 1
+
+    @classmethod
+    def of_part(cls, files: list[InputFile], number: int, count: int) -> "Share":
+        """The share of part `number` of `count`: some of the files, or some documents of all where the files are fewer."""
+        if count > len(files):
+            return cls(files, number, count)
+        start = number * len(files) // count
+        end = (number + 1) * len(files) // count
+        return cls(files[start:end])
 
 
 def read_batches(
-    shards: list[Shard],
-    options: DatasetConfig,
-    size: int,
-    part: tuple[int, int] = (0, 1),
-    position: dict[str, int] = START,
-) -> Iterator[Batch]:
+    share: Share, options: DatasetConfig, size: int, start: Position = BEGINNING
+) -> Iterator[DocumentBatch]:
     """Yields batches of about `size` characters or tokens.
 
-    part: (number, count) of the share to read: of the shards, or where these are too few each count-th document.
-    position: of an earlier batch, to resume behind. Raises UserError, which names the file, for what can't be read.
+    start: the position of an earlier batch, to resume behind. Raises UserError, which names the file, for what can't
+    be read.
     """
-    number, count = part
-    if 1 < count <= len(shards):
-        mine = np.array_split(np.arange(len(shards)), count)[number]
-        shards = [shards[index] for index in mine]
-        number = 0
-        count = 1
-    resumed = (position["shard"], position["row"])
-    seen = position["documents"]
-    batch = Batch()
-    for place, document in _documents(shards, options, position["shard"]):
-        if place <= resumed:
+    documents = start.documents
+    batch = None
+    for place, document in _documents(share.files, options, start.file):
+        if place <= (start.file, start.row):
             continue
-        store = shards[place[0]].store
-        if batch.size >= size or (batch.position and batch.store != store):
+        store = share.files[place[0]].store
+        if batch and (batch.size >= size or batch.store != store):
             yield batch
-            batch = Batch()
-        batch.store = store
-        if seen % count == number:
-            batch.documents += _short_parts(document)
+            batch = None
+        if not batch:
+            batch = DocumentBatch(start, store)
+        if documents % share.stride == share.first:
+            batch.documents += _cut_long_text(document)
             batch.size += len(document.content)
         if document.ends:
-            seen += 1
-        batch.position = {"shard": place[0], "row": place[1], "documents": seen}
-        batch.shards = len(shards)
-    if batch.position:
+            documents += 1
+        batch.position = Position(*place, documents)
+    if batch:
         yield batch
 
 
-def _documents(shards, options, first):
-    """Yields ((number of a shard, of a document or part of one in it), that) from a shard on."""
-    for number, shard in enumerate(shards[first:], first):
+def _documents(
+    files: list[InputFile], options: DatasetConfig, first: int
+) -> Iterator[tuple[tuple[int, int], Document]]:
+    """Yields ((the file's number, the document's number in it from 1), the document), from file `first` on."""
+    for number, file in enumerate(files[first:], first):
         try:
-            for row, document in enumerate(READERS[shard.kind](shard, options), 1):
+            for row, document in enumerate(READERS[file.kind](file, options), 1):
                 yield (number, row), document
         except Exception as error:  # the libraries raise whatever a file runs into
             reason = getattr(error, "strerror", None) or first_line(error)[:300]
             if isinstance(error, UnicodeDecodeError):
                 reason = "its text is not UTF-8; convert it: iconv -f ISO-8859-1 -t UTF-8 FILE"
-            raise UserError(f"{shard.name}: can't be read as {shard.kind} ({reason})") from error
+            raise UserError(f"{file.name}: can't be read as {file.kind} ({reason})") from error
 
 
-def _short_parts(document):
-    """A long text in parts: the tokenizer takes some hundred bytes of memory for each token of a call. Of nothing but
-    white space nothing is left."""
+def _cut_long_text(document: Document) -> list[Document]:
+    """The document, a long text in stretches of BLOCK characters: the tokenizer needs some hundred bytes of memory for
+    each token of a call. A text of white space alone becomes empty."""
     content = document.content
     if not isinstance(content, str):
         return [document]
@@ -112,111 +132,111 @@ def _short_parts(document):
         return [Document("")]
     if len(content) <= BLOCK:
         return [document]
-    pieces = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
-    parts = [Document(piece, ends=False) for piece in pieces]
-    parts[-1] = parts[-1]._replace(ends=document.ends)
-    return parts
+    texts = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
+    stretches = [Document(text, ends=False) for text in texts]
+    stretches[-1] = stretches[-1]._replace(ends=document.ends)
+    return stretches
 
 
 # ---------------------------------------------------------------- tables
 
 
-def _table_documents(shard, options):
-    for table in _open(shard, options).with_format("arrow").iter(batch_size=ROWS):
+def _table_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    for table in _open_table(file, options).with_format("arrow").iter(batch_size=ROWS):
         yield from map(Document, rows_of(column_of(table, options.text_column)))
 
 
-def _open(shard, options):
-    if shard.kind == "hub":
+def _open_table(file: InputFile, options: DatasetConfig) -> datasets.IterableDataset:
+    if file.kind == "hub":
         return datasets.load_dataset(
-            shard.name, options.config or None, split=shard.split, streaming=True
+            file.name, options.config or None, split=file.split, streaming=True
         )
-    files = [glob.escape(shard.name)]
-    return datasets.load_dataset(shard.kind, data_files=files, split="train", streaming=True)
+    pattern = glob.escape(file.name)
+    return datasets.load_dataset(file.kind, data_files=[pattern], split="train", streaming=True)
 
 
 # ---------------------------------------------------------------- text, JSON lines and CSV
 
-# `datasets` has builders for them. That for text reads a file whole, or cuts it at line breaks and changes these; that
-# for JSON fails where a field beside the text is null in the first 10 MB and a text later, or has other fields there;
-# that for CSV takes another column where the rows, but not the header, end with a comma.
+# `datasets` has builders for these, which are not used. That for text reads a file whole, or cuts it at line breaks and
+# changes these. That for JSON fails where a field beside the text is null in the first 10 MB and a text later, or is an
+# object whose fields change. That for CSV reads another column where the rows, but not the header, end with a comma.
 
 
-def _text_documents(shard, options):
-    with _opened(shard.name) as file:
+def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    with _opened(file.name) as stream:
         if options.documents == "file":
-            yield from _whole_file(file)
+            yield from _whole_text(stream)
             return
         kind, _, text = options.documents.partition(":")
         separator = re.compile(SEPARATORS.get(kind) or re.escape(text))
         rest = ""
-        while text := file.read(BLOCK):
+        while text := stream.read(BLOCK):
             *documents, rest = separator.split(rest + text)
             yield from [Document(document.strip("\r\n")) for document in documents]
         yield Document(rest.strip("\r\n"))
 
 
-def _whole_file(file):
+def _whole_text(stream: IO[str]) -> Iterator[Document]:
     begins = True
-    text = file.read(BLOCK)
-    while following := file.read(BLOCK):
+    text = stream.read(BLOCK)
+    while following := stream.read(BLOCK):
         yield Document(text, begins, ends=False)
         begins = False
         text = following
     yield Document(text, begins)
 
 
-def _json_documents(shard, options):
-    with _opened(shard.name) as file:
-        first = file.readline()
+def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    with _opened(file.name) as stream:
+        first = stream.readline()
         if first.lstrip().startswith("["):  # one list of records, which is read whole
-            for number, record in enumerate(_parsed("it", first + file.read()), 1):
+            for number, record in enumerate(_parsed("it", first + stream.read()), 1):
                 yield Document(_field(f"record {number}", record, options.text_column))
             return
-        for number, line in enumerate(itertools.chain([first], file), 1):
-            where = f"line {number}"
+        for number, line in enumerate(itertools.chain([first], stream), 1):
+            place = f"line {number}"
             if line.strip():
-                yield Document(_field(where, _parsed(where, line), options.text_column))
+                yield Document(_field(place, _parsed(place, line), options.text_column))
 
 
-def _csv_documents(shard, options):
-    """Each field is text as it stands there. Lines may end with CR alone."""
-    with _opened(shard.name, newline="") as file:
-        first = file.readline()
+def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    """Yields each field as the text that stands there. Lines may end with CR alone."""
+    with _opened(file.name, newline="") as stream:
+        first = stream.readline()
         delimiter = max(DELIMITERS, key=first.count)
-        lines = itertools.chain([first], file)
+        lines = itertools.chain([first], stream)
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
             for row in rows:
-                where = f"line {rows.line_num}"
+                place = f"line {rows.line_num}"
                 if any(row.pop(None, [])):
                     raise ValueError(
-                        f"{where} has more fields than the header; put one that holds {delimiter!r} in quotes"
+                        f"{place} has more fields than the header; put one that holds {delimiter!r} in quotes"
                     )
-                yield Document(_field(where, row, options.text_column))
+                yield Document(_field(place, row, options.text_column))
         except csv.Error as error:
             raise ValueError(
                 f"behind line {rows.line_num}: {error}; a quote within a field is written twice"
             ) from None
 
 
-def _opened(name, newline="\n"):
+def _opened(name: str, newline: str = "\n") -> IO[str]:
     """The text of a file, unpacked."""
-    file = open(name, "rb")  # by Python, for names that are no UTF-8
+    file: Any = open(name, "rb")  # by Python, for names that are no UTF-8
     compression = ARCHIVES.get(os.path.splitext(name)[1].lower())
     if compression:
         file = pyarrow.CompressedInputStream(file, compression)
     return io.TextIOWrapper(file, "utf-8-sig", newline=newline)
 
 
-def _parsed(where, line):
+def _parsed(place: str, text: str) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {first_line(error)}") from None
+        raise ValueError(f"{place} is not JSON: {first_line(error)}") from None
 
 
-def _field(where, record, column):
+def _field(place: str, record: Any, column: str) -> str | np.ndarray:
     """What `column` names in a record: text, or token ids; "" for null. document.text is the field text of document."""
     value = record
     fields = record if isinstance(record, dict) else {}
@@ -226,19 +246,19 @@ def _field(where, record, column):
             value = value[name]
         elif value is not None:
             raise ValueError(
-                f"{where} has no {column!r}; it has: {', '.join(fields)}; name one with --text_column"
+                f"{place} has no {column!r}; it has: {', '.join(fields)}; name one with --text_column"
             )
     if value is None:
         return ""
     if isinstance(value, list) and all(type(token) is int for token in value):
         return np.array(value, dtype=np.int64)
     if not isinstance(value, str):
-        raise ValueError(f"{where}: {column!r} is {type(value).__name__}, not text or token ids")
-    value.encode()  # JSON can spell half a character, which is an error here
+        raise ValueError(f"{place}: {column!r} is {type(value).__name__}, not text or token ids")
+    value.encode()  # raises UnicodeEncodeError for half a character, which JSON can spell
     return value
 
 
-READERS: dict[str, Callable[[Shard, DatasetConfig], Iterator[Document]]] = {
+READERS = {
     "text": _text_documents,
     "json": _json_documents,
     "csv": _csv_documents,

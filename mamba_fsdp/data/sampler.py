@@ -29,18 +29,17 @@ PATTERN_LENGTH = 1 << 20
 # Rackoff, 1988).
 ROUNDS = 4
 
-Permutation = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-
 
 class Sampler:
     """The order of samples.
 
     weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. state:
     what `state_after` returned; sample 0 is then the one after it. It may come from other weights,
-    batch sizes or sets of sources, since each source resumes after its own samples. Raises
-    UserError where it comes from another seed, seq_length or content of a source, which cut or
-    order the data otherwise; for a weight that is hardly above 0; and for a source shorter than one
-    window."""
+    batch sizes or sets of sources, since each source resumes after its own samples.
+
+    Raises UserError for a state from another seed, seq_length or content of a source, which cut or
+    order the data differently; for a weight that is hardly above 0; and for a source shorter than
+    one window."""
 
     def __init__(
         self,
@@ -81,9 +80,9 @@ class Sampler:
             if state["pattern"] == self._shares():
                 self.start = state["pattern_position"]
 
-    def samples(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns samples [first, first + count) as three int64 arrays (count,): index into
-        `names`, window, epoch."""
+    def samples(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns samples [first, first + count) as two int64 arrays (count,): index into `names`,
+        window."""
         place = self.start + first + np.arange(count)
         cycle, place = np.divmod(place, self.period)
         source = self.pattern[place].astype(np.int64)
@@ -93,11 +92,11 @@ class Sampler:
         epoch, position = np.divmod(index, windows)
         block_windows = max(1, BLOCK_TOKENS // self.seq_length)
         key = splitmix64(self.keys[source], epoch)
-        return source, permuted_window(position, windows, block_windows, key), epoch
+        return source, permuted_window(position, windows, block_windows, key)
 
     def state_after(self, samples: int) -> dict:
-        """Returns the position after `samples` samples of this order, for JSON. Sources not in the
-        mixture keep theirs."""
+        """Returns the position after `samples` samples of this order, for JSON. Sources that are not
+        in the mixture keep their positions."""
         end = self.start + samples
         taken = self.taken + self._occurrences(end) - self._occurrences(self.start)
         of_sources = {
@@ -110,7 +109,7 @@ class Sampler:
             "seq_length": self.seq_length,
             "pattern": self._shares(),
             "pattern_position": int(end % self.period),
-            **{field: self.before.get(field, {}) | now for field, now in of_sources.items()},
+            **{field: self.before.get(field, {}) | new for field, new in of_sources.items()},
         }
 
     @property
@@ -128,13 +127,12 @@ class Sampler:
         return cycles * self.counts + np.bincount(self.pattern[:rest], minlength=len(self.names))
 
     def _check_position(self, state: dict) -> None:
-        """Raises UserError where the samples taken so far would name other windows than they
-        did."""
+        """Raises UserError if the samples taken so far would now be other windows than they were."""
         anew = "or start the data from its beginning in another run folder: load_ckpt_path=RUN without resuming_dataset"
-        for name, now in (("seed", self.seed), ("seq_length", self.seq_length)):
-            if state[name] != now:
+        for name, value in (("seed", self.seed), ("seq_length", self.seq_length)):
+            if state[name] != value:
                 raise UserError(
-                    f"{name} is {now}, but the data's position was saved with {name} {state[name]}, which "
+                    f"{name} is {value}, but the data's position was saved with {name} {state[name]}, which "
                     f"orders the data differently; set {name}={state[name]}, {anew}"
                 )
         for name, identity in self.identity.items():
@@ -146,17 +144,13 @@ class Sampler:
 
 
 def seen(position: dict) -> dict[str, dict]:
-    """What the run has had of each source at a position, as `Sampler.state_after` returns it:
-    tokens, epochs."""
+    """How many tokens and epochs of each source the run has read at a position, as
+    `Sampler.state_after` returns it."""
     drawn = position["drawn"]
     windows = position["windows"]
     return {
         "source_tokens": {name: count * position["seq_length"] for name, count in drawn.items()},
-        "source_epochs": {  # positions of older versions do not say how many windows a source has
-            name: round(count / windows[name], 6)
-            for name, count in drawn.items()
-            if name in windows
-        },
+        "source_epochs": {name: round(count / windows[name], 6) for name, count in drawn.items()},
     }
 
 
@@ -185,7 +179,7 @@ def permuted_window(
     Blocks of block_windows windows are permuted, then the windows within each group of GROUP_BLOCKS
     blocks. The last block may reach past the end."""
 
-    def in_whole_blocks(position: np.ndarray, windows: np.ndarray, key: np.ndarray) -> np.ndarray:
+    def permuted(position: np.ndarray, windows: np.ndarray, key: np.ndarray) -> np.ndarray:
         block = np.minimum(block_windows, windows)
         blocks = -(-windows // block)
         group, within = np.divmod(position, GROUP_BLOCKS * block)
@@ -195,7 +189,7 @@ def permuted_window(
         shuffled = first_block * block + within
         return permute(shuffled // block, blocks, key) * block + shuffled % block
 
-    return _walk(in_whole_blocks, position, windows, key)
+    return _walk(permuted, position, windows, key)
 
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -205,8 +199,8 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Applies a Feistel network on two digits of base ceil(sqrt(size)): of its results few lie in
-    [size, base**2)."""
+    """Applies a Feistel network to two digits of base ceil(sqrt(size)). Few results lie in
+    [size, base**2), outside the range."""
     base = np.ceil(np.sqrt(size)).astype(np.int64)
     left, right = np.divmod(x, base)
     for round_ in range(ROUNDS):
@@ -215,18 +209,20 @@ def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     return left * base + right
 
 
-def _walk(permuted: Permutation, x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Returns a bijection of range(size), made of `permuted`, one of a little more than that: what
-    falls outside is permuted once more until it lands inside. Black and Rogaway, Ciphers with
-    Arbitrary Finite Domains (2002)."""
+def _walk(
+    permuted: Callable[..., np.ndarray], x: np.ndarray, size: np.ndarray, key: np.ndarray
+) -> np.ndarray:
+    """Returns a bijection of range(size), made from `permuted`, a bijection of a slightly larger
+    range: what falls outside range(size) is permuted again until it lands inside. Black and
+    Rogaway, Ciphers with Arbitrary Finite Domains (2002)."""
     result = np.empty_like(x)
-    open_ = np.arange(len(x))
-    while open_.size:
+    remaining = np.arange(len(x))
+    while remaining.size:
         x = permuted(x, size, key)
         inside = x < size
-        result[open_[inside]] = x[inside]
+        result[remaining[inside]] = x[inside]
         outside = ~inside
-        open_ = open_[outside]
+        remaining = remaining[outside]
         x = x[outside]
         size = size[outside]
         key = key[outside]

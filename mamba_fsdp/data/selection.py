@@ -1,6 +1,5 @@
-"""Which sources a run reads: those it trains on with their weights, and those it validates on. Without torch."""
+"""Which sources a run reads: those it trains on with their weights, and those it validates on. Needs no torch."""
 
-import atexit
 from collections.abc import Iterable, Iterator
 from itertools import combinations, count
 from pathlib import Path
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, float]]:
-    """({name: source}, {name: weight}) of the settings. Raises UserError where one is missing or broken."""
+    """({name: source}, {name: weight}) as the settings say. Raises UserError where a source is missing or broken."""
     sources: dict[str, Source] = {name: _open(path, data) for name, path in _places(data).items()}
     weights = data.weights or [source.token_count for source in sources.values()]
     return sources, dict(zip(sources, weights))
 
 
 def validation_sources(data: DataConfig) -> list[Source]:
-    """What to validate on, if anything: validation_path, or with `auto` each validation split beside a training source."""
+    """The sources to validate on: validation_path, or with `auto` each validation split beside a training source."""
     if data.validation_path == "none":
         return []
     if data.validation_path != "auto":
@@ -48,7 +47,7 @@ def _places(data: DataConfig) -> dict[str, Path]:
     return places
 
 
-def _open(path, data):
+def _open(path: Path, data: DataConfig) -> TokenStore:
     store = TokenStore(path)
     if data.reset_at_documents and store.eos < 0:
         raise UserError(
@@ -60,42 +59,43 @@ def _open(path, data):
 
 def check_tokenizers_agree(stores: Iterable[Source]) -> None:
     """Raises UserError where two of the sources are known to have different tokenizers."""
-    for one, other in combinations(stores, 2):
-        check_tokenizer(one.path, one.tokenizer, other.path, [other.tokenizer])
-        sizes = {one.vocab_size, other.vocab_size}
-        ends = {one.eos, other.eos} - {-1}  # not known
+    for first, second in combinations(stores, 2):
+        check_tokenizer(first.path, first.tokenizer, second.path, [second.tokenizer])
+        sizes = {first.vocab_size, second.vocab_size}
+        ends = {first.eos, second.eos} - {-1}  # -1: not known
         if len(sizes) > 1 or len(ends) > 1:
             raise UserError(
-                f"{other.path}: its tokenizer (vocabulary {other.vocab_size}, eos {other.eos}) is not that of "
-                f"{one.path} ({one.vocab_size}, {one.eos}); {ANOTHER_TOKENIZER}"
+                f"{second.path}: its tokenizer (vocabulary {second.vocab_size}, eos {second.eos}) is not that of "
+                f"{first.path} ({first.vocab_size}, {first.eos}); {ANOTHER_TOKENIZER}"
             )
 
 
 def one_for_all(stores: Iterable[Source]) -> Source:
-    """The one whose tokenizer stands for that of all: the first that is known, else the first."""
+    """The first source whose tokenizer is known, else the first: its tokenizer stands for that of all."""
     stores = list(stores)
-    known = [store for store in stores if store.tokenizer.startswith(IDENTITY)]
-    return (known or stores)[0]
+    identified = [store for store in stores if store.tokenizer.startswith(IDENTITY)]
+    return (identified or stores)[0]
 
 
 def batches(
     dataset_path: str | Path, *, seq_length: int = 256, batch_size: int = 8, seed: int = 2023
 ) -> Iterator["Batch"]:
-    """Yields without end what training with these settings on one device reads, in its order. Raises UserError."""
-    from mamba_fsdp.data.loader import BatchLayout, Loader
+    """Yields, without end, the batches that a training on one device with these settings reads, in its order.
 
-    data = DataConfig(str(dataset_path), seq_length=seq_length)
+    Raises UserError.
+    """
+    from mamba_fsdp.data.loader import BatchShape, Loader
+
+    # Without threads: a program may end with the generator half read.
+    data = DataConfig(str(dataset_path), seq_length=seq_length, num_workers=0)
     sources, weights = training_sources(data)
     vocab_size = max(source.vocab_size for source in sources.values())
-    with Loader(
+    loader = Loader(
         sources,
         Sampler(sources, weights, seq_length, seed),
         data,
-        BatchLayout(0, 1, batch_size),
+        BatchShape(0, 1, batch_size),
         vocab_size=vocab_size,
-    ) as loader:
-        # A program may end with the generator half read: its threads end before the interpreter does.
-        atexit.register(loader.close)
-        loader.callback(atexit.unregister, loader.close)
-        for step in count():
-            yield from loader.step(step)
+    )
+    for step in count():
+        yield from loader.step(step)

@@ -1,4 +1,4 @@
-"""What the order of samples and the loader ask of data, whatever its format: a Source."""
+"""Source: what the order of samples and the loader need of data, whatever its format."""
 
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -14,9 +14,9 @@ class Tokens(NamedTuple):
 
 
 class Source(Protocol):
-    """One long sequence of tokens, documents laid end to end. TokenStore in data/store.py is the one read from files.
+    """One long sequence of tokens, documents laid end to end. TokenStore in data/store.py reads one from files.
 
-    Several threads read it at once, in any order. Two sources have equal identities just when all their tokens are
+    Several threads read it at once, in any order. Two sources have equal identities exactly if all their tokens are
     equal: a run that resumes refuses a source whose identity has changed.
     """
 

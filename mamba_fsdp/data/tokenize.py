@@ -1,4 +1,4 @@
-"""get_dataset.py: from what INPUT names to token stores, by any number of processes on any number of machines.
+"""get_dataset.py: makes token stores of what INPUT names, by any number of processes on any number of machines.
 
     OUT/train/  OUT/validation/        token stores
     OUT/dataset.json                   what made them; written last
@@ -6,8 +6,8 @@
     OUT/.progress/1-of-4/              of each part: train/, validation/, tokenizer/ and ...
     OUT/.progress/1-of-4/state.json    ... how far it is
 
-Each part writes shards of its own; who ends last puts them together (merging.py). The stores' bytes depend on the input,
-the settings and the number of parts, not on being killed.
+Each part writes files of its own; the one that ends last puts them together (merging.py). The stores' bytes depend on
+the input, the settings and the number of parts, not on being killed.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -26,72 +26,52 @@ from typing import Any
 import numpy as np
 
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.corpus import Shard, describe, find_shards
-from mamba_fsdp.data.merging import exact, merge, part_writer
-from mamba_fsdp.data.reading import START, Batch, read_batches
+from mamba_fsdp.data.corpus import Document, InputFile, describe, find_files
+from mamba_fsdp.data.merging import exact, merge, writer_of
+from mamba_fsdp.data.progress import (
+    BEGUN,
+    MADE,
+    PROGRESS,
+    START_AGAIN,
+    STATE,
+    PartState,
+    records_settings,
+    state_in,
+    write_settings,
+)
+from mamba_fsdp.data.reading import DocumentBatch, Share, read_batches
 from mamba_fsdp.data.sampler import splitmix64
-from mamba_fsdp.data.store import SHARDS, TokenStore
+from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
+from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.console import Console, output_that_may_go
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage import DATASET, read_object, write_object
+from mamba_fsdp.storage import write_object
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
 BATCHES_AHEAD = 2  # one in the library, the one before it becomes an array
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
 SAVE_SECONDS = 10.0  # of work that a kill can lose
-SAMPLED_SHARDS = 64  # at most, that these come from
-PROGRESS = ".progress"
-BEGUN = f"{PROGRESS}/begun.json"
-START_AGAIN = "start again with --overwrite, or remove it by hand"
+SAMPLED_FILES = 64  # at most, that the sample comes from
 # The stores depend on the other options.
 NOT_RECORDED = ("format", "part", "overwrite")
 NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
 
 
-@dataclass
-class PartState:
-    """How far a part is. Saved when its stores are flushed, so that another process resumes from it."""
-
-    position: dict[str, int] = field(default_factory=START.copy)  # in the input, see reading.py
-    written: int = 0  # documents ended
-    is_open: bool = False  # the last document goes on
-    empty: int = 0  # documents without a token, left out
-    stores: dict[str, Any] = field(default_factory=dict)  # of each its StoreWriter's state
-    finished: bool = False
-
-    @classmethod
-    def load(cls, folder: Path) -> "PartState":
-        """The state of the part in `folder`. Raises UserError where it is damaged."""
-        stores = {"": {"shards": SHARDS, "tokens": 0, "documents": 0, "open": 0}}
-        example = {"position": START, "written": 0, "empty": 0, "stores": stores}
-        path = folder / "state.json"
-        try:
-            return cls(**read_object(path, example, START_AGAIN))
-        except FileNotFoundError:
-            return cls()
-        except TypeError as error:
-            raise UserError(f"{path}: {error}; {START_AGAIN}") from error
-
-    def save(self, folder: Path) -> None:
-        write_object(folder / "state.json", asdict(self))
-
-
 @output_that_may_go()
-def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> dict | None:
+def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     """Makes token stores in OUT of what `input` names, as the options say; resumes where earlier calls stopped.
 
-    Returns dataset.json's content, None where other parts have yet to end. Raises UserError for bad input, and for what
-    can't be written.
+    Returns whether OUT is complete: not where other parts have yet to end. Raises UserError for bad input, and for files that can't be written.
     """
     out = Path(out)
-    shards = find_shards(input, options)
+    files = find_files(input, options)
     settings = {name: value for name, value in asdict(options).items() if name not in NOT_RECORDED}
-    settings["input"] = describe(shards)
+    settings["input"] = describe(files)
     try:
         _prepare(out, options.overwrite)
-        return _complete(out, settings) or _Part(out, shards, options, settings).run()
+        return _is_complete(out, settings) or _Part(out, files, options, settings).run()
     except OSError as error:
         place = error.filename or out
         raise UserError(
@@ -102,48 +82,28 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> dict | 
         raise
 
 
-def _prepare(out, overwrite):
-    """Makes OUT, and removes an earlier dataset in it if told so. Raises UserError where something else is in its
-    place."""
+def _prepare(out: Path, overwrite: bool) -> None:
+    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError where OUT holds something else."""
     out.mkdir(parents=True, exist_ok=True)
-    is_ours = (out / "dataset.json").exists() or (out / PROGRESS).exists()
-    if not is_ours and any(out.iterdir()):
+    is_dataset = (out / MADE).exists() or (out / PROGRESS).exists()
+    if not is_dataset and any(out.iterdir()):
         raise UserError(f"{out}: not empty and not made by this program; choose another folder")
     if overwrite:
         for name in ("train", "validation", "test", PROGRESS):
             shutil.rmtree(out / name, ignore_errors=True)
-        (out / "dataset.json").unlink(missing_ok=True)  # last: by it what is left is known as ours
+        (out / MADE).unlink(missing_ok=True)  # last: it shows that what is left is a dataset
 
 
-def _complete(out, settings):
-    """The content of dataset.json, None where there is none yet. Raises UserError where it is of other settings."""
-    done = _recorded(out, "dataset.json", settings)
-    if done is None:
-        return None
-    DATASET.check(out / "dataset.json", done)
+def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
+    """Whether OUT holds all that these settings make. Raises UserError where it was made with other settings."""
+    if not records_settings(out / MADE, settings):
+        return False
     for path in out.glob("*/index.json"):
         TokenStore(path.parent)
-    # Of a process that was killed at the very end.
+    # A process that was killed at the very end has left it.
     shutil.rmtree(out / PROGRESS, ignore_errors=True)
     print(f"{out} is complete already; nothing to do")
-    return done
-
-
-def _recorded(out, name, settings):
-    """What a file in OUT says, None where it is not there. Raises UserError where it says other settings than these."""
-    try:
-        found = read_object(out / name, {"settings": {"input": {}}}, START_AGAIN)
-    except FileNotFoundError:
-        return None
-    before = found["settings"]
-    for name, now in settings.items():
-        was = before.get(name) or ""
-        if name in before and was != (now or ""):
-            raise UserError(
-                f"{out} holds other data: {name} was {was} and is {now}; choose another folder, or "
-                "--overwrite it"
-            )
-    return found
+    return True
 
 
 @dataclass
@@ -151,9 +111,9 @@ class _Part:
     """One part of the work, and the end of all of it if the other parts have ended."""
 
     out: Path
-    shards: list[Shard]
+    files: list[InputFile]  # of the whole input
     options: DatasetConfig
-    settings: dict
+    settings: dict[str, Any]
 
     def __post_init__(self) -> None:
         self.number, self.count = self.options.part_of()
@@ -161,71 +121,68 @@ class _Part:
         self.folders = [progress / f"{part}-of-{self.count}" for part in range(self.count)]
         self.folder = self.folders[self.number]
         self.held_out = self.options.validation_fraction
-        self.stores = sorted({shard.store for shard in self.shards})
+        self.stores = sorted({file.store for file in self.files})
         if self.options.splits == "official":
             self.held_out = 0
         elif self.held_out:
             self.stores.append("validation")
+        self.state = PartState()
+        self.writers: dict[str, StoreWriter] = {}
 
-    def run(self) -> dict | None:
-        """Returns dataset.json's content if all parts have ended."""
+    def run(self) -> bool:
+        """Returns whether all parts have ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
         lease.take(print, "wait for it, or choose another folder")
         with contextlib.closing(lease):
             tokenizer = self._tokenizer()
-            self._check_others(tokenizer)
-            self.state = PartState.load(self.folder)
+            settings = {
+                **self.settings,
+                "parts": self.count,
+                "tokenizer_identity": tokenizer.identity,
+            }
+            if not records_settings(self.out / BEGUN, settings):
+                write_settings(self.out / BEGUN, settings)
+            self.state = state_in(self.folder)
             if not self.state.finished:
                 self._tokenize(tokenizer, lease)
-        states = [PartState.load(folder) for folder in self.folders]
-        left = [state for state in states if not state.finished]
-        if not left:
-            return self._merge(states, tokenizer)
-        done = _complete(self.out, self.settings)  # by a part that ended just before this one
-        if not done:
-            print(
-                f"part {self.number} is finished; {len(left)} more have to finish to complete {self.out}"
-            )
-        return done
+        states = [state_in(folder) for folder in self.folders]
+        unfinished = [state for state in states if not state.finished]
+        if not unfinished:
+            self._merge(states, tokenizer)
+            return True
+        if _is_complete(self.out, self.settings):  # by a part that ended just before this one
+            return True
+        print(
+            f"part {self.number} is finished; {len(unfinished)} more have to finish to complete {self.out}"
+        )
+        return False
 
-    def _merge(self, states, tokenizer):
+    def _merge(self, states: list[PartState], tokenizer: TextTokenizer) -> None:
         """Puts all parts together, or waits until another part's process has done it."""
         lease = Lease(self.out / PROGRESS / "merge.lease")
         with contextlib.closing(lease):
-            while not (self.out / "dataset.json").exists():
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # the other process removes the folder at its end
+            while not (self.out / MADE).exists():
+                # The other process removes the lease's folder at its end.
+                with contextlib.suppress(FileNotFoundError):
                     if lease.try_take():
                         break
                     lease.shows_life()
-            done = _complete(self.out, self.settings)
-            if done:
-                return done
-            if describe(self.shards) != self.settings["input"]:
+            if _is_complete(self.out, self.settings):
+                return
+            if describe(self.files) != self.settings["input"]:
                 raise UserError(f"{self.out}: the input changed while it was read; {START_AGAIN}")
             parts = list(zip(self.folders, states))
-            done = merge(self.out, parts, tokenizer, self.options, self.settings)
+            merge(self.out, parts, tokenizer, self.options, self.settings)
             shutil.rmtree(self.out / PROGRESS, ignore_errors=True)
-            return done
 
-    def _check_others(self, tokenizer):
-        """Raises UserError where this or another part was begun otherwise than this one is now."""
-        settings = {
-            **self.settings,
-            "parts": self.count,
-            "tokenizer_identity": tokenizer.identity,
-        }
-        if not _recorded(self.out, BEGUN, settings):
-            write_object(self.out / BEGUN, {"settings": settings})
-
-    def _tokenizer(self):
-        """As the options say. One that is trained is saved in the part's folder; each part trains it alike."""
+    def _tokenizer(self) -> TextTokenizer:
+        """The tokenizer that the options ask for. One that is trained is saved in the part's folder; each part trains an
+        equal one."""
         options = self.options
         folder = self.folder / "tokenizer"
         if options.tokenizer == "none":
-            return tokenizers_.NoTokenizer(options.eos_token, options.vocab_size)
+            return NoTokenizer(options.eos_token, options.vocab_size)
         size = tokenizers_.training_size(options.tokenizer)
         if not size:
             return tokenizers_.load(options.tokenizer, options.eos_token)
@@ -233,9 +190,9 @@ class _Part:
         if not (folder / "tokenizer.json").exists():
             print(f"training a tokenizer of {size} tokens", flush=True)
             began = time.monotonic()
-            shards = [shard for shard in self.shards if shard.store == "train"]
-            texts = _sample(shards, options)
-            # In a thread of its own: the library is deaf to Ctrl-C.
+            files = [file for file in self.files if file.store == "train"]
+            texts = _sample(files, options)
+            # In a thread of its own: the library ignores Ctrl-C.
             training = ThreadPool(1).apply_async(tokenizers_.train, (texts, size, eos_token))
             console = Console()
             while not training.ready():
@@ -245,44 +202,42 @@ class _Part:
             training.get().save(folder)
         return tokenizers_.load(str(folder / "tokenizer.json"), eos_token)
 
-    def _tokenize(self, tokenizer, lease):
+    def _tokenize(self, tokenizer: TextTokenizer, lease: Lease) -> None:
+        """Reads this part's share of the input and writes its stores, from where `state` says on."""
         state = self.state
-        self.eos = tokenizer.eos
-        self.writers = {}
         for name in self.stores:
-            resumed = state.stores.get(name, {})
-            self.writers[name] = part_writer(self.folder / name, tokenizer, self.options, resumed)
-        part = (self.number, self.count)
-        batches = read_batches(self.shards, self.options, BATCH_SIZE, part, state.position)
-        started = saved = time.monotonic()
+            written = state.stores.setdefault(name, WriterState())
+            self.writers[name] = writer_of(self.folder / name, tokenizer, self.options, written)
+        share = Share.of_part(self.files, self.number, self.count)
+        batches = read_batches(share, self.options, BATCH_SIZE, state.position)
         console = Console()
-        tokens = 0
-        before = 0
-        for store in state.stores.values():
-            before += store["tokens"] + sum(shard["tokens"] for shard in store["shards"])
-        if before:
-            print(f"resumes behind {before:,} tokens", flush=True)
+        tokens_before = sum(written.total() for written in state.stores.values())
+        if tokens_before:
+            print(f"resumes behind {tokens_before:,} tokens", flush=True)
         console.passing("reading ...")
+        tokens = 0
+        started = time.monotonic()
+        saved = started
         try:
             for batch, ids in encode(batches, tokenizer, self.options):
                 if not state.written and self.options.pack == "document":
-                    _tell_of_blocks(batch)
-                self._write(batch, ids)
+                    _advise_on_blocks(batch)
+                self._write(batch, ids, tokenizer)
                 tokens += len(ids)
-                now = time.monotonic()
-                rate = tokens / (now - started)
-                told = (
-                    f"file {batch.position['shard'] + 1:,} of {batch.shards:,}: "
-                    f"{before + tokens:,} tokens, {rate:,.0f} tokens/s"
+                moment = time.monotonic()
+                rate = tokens / (moment - started)
+                message = (
+                    f"file {batch.position.file + 1:,} of {len(share.files):,}: "
+                    f"{tokens_before + tokens:,} tokens, {rate:,.0f} tokens/s"
                 )
-                console.passing(told)
-                if now - saved >= SAVE_SECONDS:
+                console.passing(message)
+                if moment - saved >= SAVE_SECONDS:
                     self._save(lease)
-                    saved = now
+                    saved = moment
                     if not console.live:
-                        console.line(told)
+                        console.line(message)
             for writer in self.writers.values():
-                writer.finish_shards()
+                writer.finish_files()
             state.finished = True
             self._save(lease)
         finally:
@@ -290,11 +245,11 @@ class _Part:
             for writer in self.writers.values():
                 writer.close()
 
-    def _write(self, batch: Batch, tokens: np.ndarray) -> None:
+    def _write(self, batch: DocumentBatch, tokens: np.ndarray, tokenizer: TextTokenizer) -> None:
         """Deals the documents of a batch out to the stores. tokens: (n,), each eos of which ends a document."""
         state = self.state
         state.position = batch.position
-        is_end = tokens == self.eos
+        is_end = tokens == tokenizer.eos
         if self.options.pack == "document":
             ends_nothing = is_end & np.append(not state.is_open, is_end)[:-1]
             state.empty += int(ends_nothing.sum())
@@ -316,18 +271,19 @@ class _Part:
             tokens = tokens[~is_held_out]
         self.writers[batch.store].append(tokens)
 
-    def _save(self, lease):
+    def _save(self, lease: Lease) -> None:
         """Makes what was written durable, and then the state that says so."""
-        self.state.stores = {name: writer.state() for name, writer in self.writers.items()}
+        for writer in self.writers.values():
+            writer.flush()
         if not lease.is_held():
             raise UserError(
                 f"{self.out}: this process was suspended, and another took over its part"
             )
-        self.state.save(self.folder)
+        write_object(self.folder / STATE, asdict(self.state))
 
 
-def _tell_of_blocks(batch):
-    """Says what to do where rows of token ids look as if a long text had been cut into blocks."""
+def _advise_on_blocks(batch: DocumentBatch) -> None:
+    """Prints what to do where rows of token ids look as if a long text had been cut into blocks."""
     lengths = {len(document.content) for document in batch.documents}
     is_text = any(isinstance(document.content, str) for document in batch.documents)
     if len(batch.documents) > 1 and len(lengths) == 1 and not is_text:
@@ -338,8 +294,8 @@ def _tell_of_blocks(batch):
 
 
 def encode(
-    batches: Iterable[Batch], tokenizer: tokenizers_.TextTokenizer, options: DatasetConfig
-) -> Iterator[tuple[Batch, np.ndarray]]:
+    batches: Iterable[DocumentBatch], tokenizer: TextTokenizer, options: DatasetConfig
+) -> Iterator[tuple[DocumentBatch, np.ndarray]]:
     """Yields (batch, its ids (n,) int64). Raises UserError for text without a tokenizer."""
     ahead: deque[Future] = deque()
     threads = ThreadPoolExecutor(BATCHES_AHEAD)
@@ -348,47 +304,48 @@ def encode(
             ahead.append(threads.submit(_encoded, batch, tokenizer, options))
             if len(ahead) > BATCHES_AHEAD:
                 yield ahead.popleft().result()
-        for one in ahead:
-            yield one.result()
+        for future in ahead:
+            yield future.result()
     finally:  # after Ctrl-C too, which waits for nothing
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _encoded(batch, tokenizer, options):
+def _encoded(
+    batch: DocumentBatch, tokenizer: TextTokenizer, options: DatasetConfig
+) -> tuple[DocumentBatch, np.ndarray]:
     texts = [each.content for each in batch.documents if isinstance(each.content, str)]
     encoded = iter(tokenizer.encode_documents(texts))
     adds_eos = options.pack == "document"
     separators = [*tokenizer.separators, *map(int, options.strip_tokens)]
-    parts = [np.zeros(0, np.int64)]
+    pieces: list[np.ndarray] = [np.zeros(0, np.int64)]
     for document in batch.documents:
         ids = document.content
         if isinstance(ids, str):
             ids = np.array(next(encoded), dtype=np.uint32)
-            # Of vocabularies that hold the eos as a plain word: it must not cut the document.
+            # A vocabulary may hold the eos as a plain word: it must not cut the document.
             ids = ids[ids != tokenizer.eos]
         elif adds_eos:
-            ids = _stripped(document, separators)
-        parts.append(ids)
+            ids = _stripped(ids, document, separators)
+        pieces.append(ids)
         if document.ends and adds_eos:
-            parts.append(np.array([tokenizer.eos]))
-    return batch, np.concatenate(parts)
+            pieces.append(np.array([tokenizer.eos]))
+    return batch, np.concatenate(pieces)
 
 
-def _stripped(document, separators):
-    """Its ids without the separators that stand at its ends."""
-    ids = document.content
-    others = np.flatnonzero(~np.isin(ids, separators))
-    if not len(others):
+def _stripped(ids: np.ndarray, document: Document, separators: Any) -> np.ndarray:
+    """A document's ids without the separators that stand at its ends."""
+    kept = np.flatnonzero(~np.isin(ids, separators))
+    if not len(kept):
         return ids[:0]
     if document.ends:
-        ids = ids[: others[-1] + 1]
+        ids = ids[: kept[-1] + 1]
     if document.begins:
-        ids = ids[others[0] :]
+        ids = ids[kept[0] :]
     return ids
 
 
 def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
-    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction.
+    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each group of 1/fraction.
 
     A hash of the group's number chooses within it, so that the choice has no period that the input could share.
     """
@@ -399,19 +356,19 @@ def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
     first = -(-group * q // p)
     end = -(-(group + 1) * q // p)
     chosen = (splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)).astype(np.int64)
-    # Never the first of all: training needs one, too.
+    # Never the first document of all: training needs one, too.
     return numbers == first + np.maximum(chosen, group == 0)
 
 
-def _sample(shards: list[Shard], options: DatasetConfig) -> Iterator[str]:
-    """Texts from the whole breadth of what is trained on, about TRAINING_SAMPLE characters."""
-    groups = [shards]
-    if describe(shards).get("bytes", 0) > TRAINING_SAMPLE:
-        count = min(len(shards), SAMPLED_SHARDS)
-        groups = [[shards[number * len(shards) // count]] for number in range(count)]
+def _sample(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
+    """Yields texts from the whole breadth of the files, about TRAINING_SAMPLE characters."""
+    groups = [files]
+    if describe(files).get("bytes", 0) > TRAINING_SAMPLE:
+        count = min(len(files), SAMPLED_FILES)
+        groups = [[files[number * len(files) // count]] for number in range(count)]
     for group in groups:
         left = TRAINING_SAMPLE // len(groups)
-        for batch in read_batches(group, options, 1 << 16):
+        for batch in read_batches(Share(group), options, 1 << 16):
             for content, *_ in batch.documents:
                 if not isinstance(content, str):
                     raise UserError(

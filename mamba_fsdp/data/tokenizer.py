@@ -10,22 +10,22 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mamba_fsdp.data.corpus import ask_hub
+from mamba_fsdp.data.corpus import prepare_hub
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.settings.fields import whole_number
 from mamba_fsdp.storage import write_atomically, write_object
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos
-# The library takes a vocabulary's memory at once, and ends the process where there is less.
+# The library allocates a vocabulary's memory at once, and ends the process where there is less.
 LARGEST_VOCABULARY = 1 << 24
-# What tokenizers of one vocabulary treat in different ways: case, digits, space, accents, other scripts.
+# Text that tokenizers of one vocabulary treat in different ways: case, digits, space, accents, other scripts.
 SAMPLES = [
     "The quick BROWN fox, it's 3.14159  and 1,000,000;\n\n\tdef f(x):\r\n    return x != None",
     "na\u00efve nai\u0308ve \ufb01ne  \u4f60\u597d\u4e16\u754c \u0417\u0434\u0440 \U0001f600\u200d \u00a0x",
 ]
 SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n"})  # as vocabularies write them
-IDENTITY = "ids:"  # what an identity begins with; another way to make one needs another name
+IDENTITY = "ids:"  # the start of an identity; another way to compute one needs another start
 ANOTHER_TOKENIZER = (
     "use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
     "--allow_other_tokenizer=true if you know that they fit"
@@ -33,10 +33,10 @@ ANOTHER_TOKENIZER = (
 MAKE_IDS = "make token ids with it and import these: get_dataset.py --text_column=input_ids --tokenizer=none"
 
 
-def without_panic(read: Callable[..., Any], *given: Any, **how: Any) -> Any:
-    """What read(*given, **how) returns. What stops the library's Rust, which is no Exception, is a ValueError."""
+def without_panic(read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What read(*arguments, **options) returns. A panic of the library's Rust, which is no Exception, becomes a ValueError."""
     try:
-        return read(*given, **how)
+        return read(*arguments, **options)
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
@@ -44,12 +44,12 @@ def without_panic(read: Callable[..., Any], *given: Any, **how: Any) -> Any:
 
 
 class TextTokenizer:
-    """A `tokenizers` backend with what reading and writing text take, and what token stores need to know of it.
+    """A tokenizer that encodes and decodes text and says of itself what a token store records.
 
-    eos: its id, None where there is none; separators: ids of what can stand at the ends of a document; vocab_size: one
-    more than the largest id; identity: see `identity_of`.
+    eos: its id, None where there is none; separators: ids of the tokens that can stand at the ends of a document;
+    vocab_size: one more than the largest id; identity: see `identity_of`.
     transformers_form: the `transformers` tokenizer that `backend` is part of, where it comes from one.
-    special_is_text: whether what spells a special token, as a page about tokenizers does, is read as text like any other.
+    special_is_text: read text that spells a special token, as a page about tokenizers does, like any other text.
 
     Threads share a tokenizer. Before version 0.23 the library lets no thread change one while another encodes, so all
     settings are made here and none later.
@@ -78,13 +78,12 @@ class TextTokenizer:
         return identity_of(self.backend)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text, without the tokens that some tokenizers add at its ends. What spells a special token is
-        read as `special_is_text` says: as that token in a prompt (`load_words`), as text in a document."""
+        """The ids of one text, without the tokens that some tokenizers add at its ends. Text that spells a special token
+        is read as `special_is_text` says: as that token in a prompt (`load_words`), as text in a document."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, encoded on all cores. What spells a special token is read as in `encode`: a tokenizer
-        that `load` or `train` gives, which is for documents, reads all of them as text."""
+        """The ids of each text, encoded on all cores, each as by `encode`."""
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -110,7 +109,7 @@ class TextTokenizer:
 
 
 class NoTokenizer(TextTokenizer):
-    """Stands for the tokenizer of token ids that come without it. Its backend is None, eos -1 where none is known."""
+    """The tokenizer of token ids that come without one. Its backend is None, its eos -1 where none is known."""
 
     def __init__(self, eos_token: str, vocab_size: int):
         self.identity = ""
@@ -121,7 +120,7 @@ class NoTokenizer(TextTokenizer):
         self.vocab_size = max(vocab_size, self.eos + 1)
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Raises UserError for any."""
+        """Raises UserError if there are any texts."""
         if texts:
             raise UserError(
                 "the input holds text, but --tokenizer=none is for token ids; name the column of ids with "
@@ -134,10 +133,10 @@ class NoTokenizer(TextTokenizer):
 
 
 def identity_of(backend: Tokenizer) -> str:
-    """A text that is equal for tokenizers that do the same, whatever they are called and whoever wrote their files.
+    """A text that is equal for tokenizers that encode alike, whatever they are called and whoever wrote their files.
 
-    It says which tokens there are, with their ids, and what becomes of texts that hold them all. Leaves `backend` as it
-    is: a copy is without truncation and padding, and reads special tokens as such.
+    It is a digest of the tokens with their ids, and of the ids of texts that hold all of them. `backend` is not changed:
+    a copy of it, without truncation and padding, encodes these texts.
     """
     backend = Tokenizer.from_str(backend.to_str())
     backend.no_truncation()
@@ -149,16 +148,14 @@ def identity_of(backend: Tokenizer) -> str:
         for glue in ("", " ")
         for at in range(0, len(tokens), 20)
     ]
-    made = [
-        encoding.ids
-        for encoding in backend.encode_batch_fast(SAMPLES + joined, add_special_tokens=False)
-    ]
-    return IDENTITY + hashlib.sha256(json.dumps([vocabulary, made]).encode()).hexdigest()
+    encodings = backend.encode_batch_fast(SAMPLES + joined, add_special_tokens=False)
+    content = [vocabulary, [encoding.ids for encoding in encodings]]
+    return IDENTITY + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def identities_in(folder: Path | None) -> Iterator[str]:
-    """The identity of the tokenizer in a folder: as its tokenizer.json says, and as `transformers`, which may
-    amend that, loads it. Nothing where there is none that has a fast form."""
+    """Yields the identity of the tokenizer in a folder: as its tokenizer.json says, and as `transformers`, which may
+    amend that, loads it. Yields nothing where there is none that has a fast form."""
     if folder is None:
         return
     with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
@@ -169,25 +166,32 @@ def identities_in(folder: Path | None) -> Iterator[str]:
             yield identity_of(load_for_transformers(folder).backend_tokenizer)
 
 
-def check_tokenizer(one: object, identity: str, other: object, others: Iterable[str]) -> None:
-    """Raises UserError where `one` and `other` are known not to have the same tokenizer: none of `others`, which are all
-    of one tokenizer, is the identity. Reads no more of them than it takes."""
-    found = ""
-    for text in others if identity.startswith(IDENTITY) else ():
-        if text == identity:
+def check_tokenizer(
+    first: object, identity: str, second: object, second_identities: Iterable[str]
+) -> None:
+    """Raises UserError if the places `first` and `second` are known to have different tokenizers.
+
+    That is so if none of second's identities, which are all of one tokenizer, is the first's. Stops reading them at the
+    first equal one.
+    """
+    if not identity.startswith(IDENTITY):
+        return
+    different = ""
+    for second_identity in second_identities:
+        if second_identity == identity:
             return
-        if text.startswith(IDENTITY):
-            found = text
-    if found:
-        shown = ", ".join(text[: len(IDENTITY) + 8] for text in (identity, found))
+        if second_identity.startswith(IDENTITY):
+            different = second_identity
+    if different:
+        length = len(IDENTITY) + 8
         raise UserError(
-            f"{one} and {other} have different tokenizers ({shown}): a token id means different text in each; "
-            f"{ANOTHER_TOKENIZER}"
+            f"{first} and {second} have different tokenizers ({identity[:length]}, {different[:length]}): a token id "
+            f"means different text in each; {ANOTHER_TOKENIZER}"
         )
 
 
 def training_size(name: str) -> int | None:
-    """The vocabulary size in `train:SIZE`, or None for another name. Raises UserError for a size that can't be."""
+    """The vocabulary size in `train:SIZE`, or None for another name. Raises UserError for an impossible size."""
     if not name.startswith("train:"):
         return None
     try:
@@ -203,7 +207,10 @@ def training_size(name: str) -> int | None:
 
 
 def train(texts: Iterable[str], vocab_size: int, eos_token: str = END_OF_TEXT) -> TextTokenizer:
-    """A byte-level BPE for documents, of at most vocab_size tokens with the eos. Equal texts give an equal result."""
+    """A byte-level BPE for documents, trained on the texts: at most vocab_size tokens, the eos among them.
+
+    Equal texts give equal tokenizers.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -218,10 +225,12 @@ def train(texts: Iterable[str], vocab_size: int, eos_token: str = END_OF_TEXT) -
 
 
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
-    """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub, in a fast form. Code that
-    lies beside it is never run. Raises UserError."""
+    """The fast tokenizer that transformers' AutoTokenizer loads from a folder or a name on the Hugging Face Hub.
+
+    Code that lies beside it is never run. Raises UserError, whose message ends with `remedy`.
+    """
     if not Path(name).exists():
-        ask_hub(str(name))
+        prepare_hub(str(name))
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:
@@ -239,8 +248,11 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
 
 
 def load_words(path: str | Path) -> TextTokenizer:
-    """The tokenizer of a folder or name for prompts, whose special tokens are read as such. Where its two files say all,
-    transformers, whose import takes a second, is not needed. Raises UserError."""
+    """The tokenizer of a folder or name for prompts: text that spells a special token is read as that token.
+
+    Where the folder's two files say everything, transformers, whose import takes a second, is not imported. Raises
+    UserError.
+    """
     try:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
@@ -256,9 +268,10 @@ def load_words(path: str | Path) -> TextTokenizer:
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:
-    """The tokenizer for documents, of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json.
+    """The tokenizer for documents of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json.
 
-    eos_token: what ends documents, by default the tokenizer's own. Raises UserError where either is missing.
+    eos_token: the token that ends documents, by default the tokenizer's own. Raises UserError where the tokenizer or
+    this token is missing.
     """
     path = Path(name)
     if path.is_file():

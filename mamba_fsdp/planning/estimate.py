@@ -49,7 +49,7 @@ def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
     training = settings.training
     parallel = settings.parallel
     world = World(0, nodes * machine.devices, machine.devices, CPU)
-    layout = split_step(settings, world.rank, world.size)
+    batch_shape = split_step(settings, world.rank, world.size)
     device_type = "cpu" if machine.device == "cpu" else "cuda"
     training.settle_precision(device_type)
     uses = settings.operator_uses()
@@ -58,11 +58,11 @@ def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
     if device_type == "cuda":
         memory["framework"] = framework_bytes(memory, world)
     parameters = parameter_count(settings.model)
-    tokens_per_step = layout.global_batch * settings.data.seq_length
+    tokens_per_step = batch_shape.global_batch * settings.data.seq_length
     step: dict[str, float] = {}
     seconds = rate = share_of_peak = 0.0
     if machine.tflops():
-        step = step_seconds(settings, world, machine, layout.grad_accumulation_steps, backends)
+        step = step_seconds(settings, world, machine, batch_shape.grad_accumulation_steps, backends)
         seconds = sum(step.values()) - step["hidden"]
         rate = tokens_per_step / seconds
         flops = rate * flops_per_token(settings.model, settings.data.seq_length)
@@ -75,7 +75,7 @@ def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
         recompute=parallel.selective_checkpointing
         if parallel.fsdp_activation_checkpointing
         else "0",
-        global_batch_size=layout.global_batch,
+        global_batch_size=batch_shape.global_batch,
         tokens_per_step=tokens_per_step,
         memory=memory,
         bytes=sum(memory.values()),

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from mamba_fsdp.data.loader import BatchLayout
+from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
@@ -22,7 +22,7 @@ FORWARDS_OF_A_STEP = 3  # in time: the backward pass takes twice as long as the 
 class RunSchedule:
     """The settings' durations, in steps."""
 
-    layout: BatchLayout
+    batch_shape: BatchShape
     tokens_per_step: int
     total_steps: int
     eval_steps: int  # 0: never
@@ -50,7 +50,7 @@ def run_length(settings: TrainConfig, sampler: Sampler) -> Duration:
 
 def schedule_run(
     settings: TrainConfig,
-    layout: BatchLayout,
+    batch_shape: BatchShape,
     state: TrainState,
     length: Duration,
     stores: int,
@@ -59,12 +59,12 @@ def schedule_run(
     """Returns the run's steps from `state` on. A `length` in tokens counts those seen so far.
     stores: it validates on."""
     training = settings.training
-    tokens_per_step = layout.global_batch * settings.data.seq_length
+    tokens_per_step = batch_shape.global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:
         state.first_tokens_per_step = tokens_per_step
-    if state.global_batch not in (0, layout.global_batch):
+    if state.global_batch not in (0, batch_shape.global_batch):
         say(
-            f"batch      {layout.global_batch} samples per step from here on, {state.global_batch} before; "
+            f"batch      {batch_shape.global_batch} samples per step from here on, {state.global_batch} before; "
             "global_batch_size keeps it the same on any number of ranks"
         )
     total_steps = length.count
@@ -79,7 +79,7 @@ def schedule_run(
         forwards = FORWARDS_OF_A_STEP * eval_steps
         eval_batches = math.ceil(VALIDATION_SHARE * forwards / max(1, stores))
     return RunSchedule(
-        layout,
+        batch_shape,
         tokens_per_step,
         total_steps,
         eval_steps=eval_steps,
@@ -94,7 +94,7 @@ def say_length(settings: TrainConfig, schedule: RunSchedule, say: Say) -> None:
     seq_length = settings.data.seq_length
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step
     say(
-        f"steps      {schedule.total_steps:,} of {schedule.layout.global_batch:,} x {seq_length:,} = "
+        f"steps      {schedule.total_steps:,} of {schedule.batch_shape.global_batch:,} x {seq_length:,} = "
         f"{schedule.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, "
         f"{scaled(flops * schedule.total_steps, 'FLOP')} in all"
     )

@@ -8,7 +8,7 @@ import torch
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.builtin import missing_builtin
-from mamba_fsdp.data.loader import BatchLayout, Loader, split_step
+from mamba_fsdp.data.loader import BatchShape, Loader, split_step
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import (
     check_tokenizers_agree,
@@ -76,7 +76,7 @@ def set_up(
 ) -> TrainContext | None:
     """Prepares a run; all ranks call it. weights: of init_from. Returns None for a dry run. Raises
     UserError where things don't fit."""
-    layout = split_step(settings, world.rank, world.size)
+    batch_shape = split_step(settings, world.rank, world.size)
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file
     # system busy.
     data = world.on_rank0(open_data, settings)
@@ -86,10 +86,10 @@ def set_up(
         tokens = one_for_all(data.sources.values()) if data.sources else None
         say_start(settings, tokens, world, weights, say)
         if tokens:
-            plan_steps(settings, layout, data, TrainState(), say)
+            plan_steps(settings, batch_shape, data, TrainState(), say)
         return None
 
-    tokens_per_step = layout.global_batch * settings.data.seq_length
+    tokens_per_step = batch_shape.global_batch * settings.data.seq_length
     checkpointer = Checkpointer(
         folder.path,
         world,
@@ -106,12 +106,12 @@ def set_up(
     tokens = one_for_all(data.sources.values())
     state, begins = start(settings, tokens, parallel, optimizer, checkpointer, weights, say)
 
-    sampler, schedule = plan_steps(settings, layout, data, state, say)
+    sampler, schedule = plan_steps(settings, batch_shape, data, state, say)
     loader = Loader(
         data.sources,
         sampler,
         settings.data,
-        layout,
+        batch_shape,
         vocab_size=settings.model.vocab_size,
         first_step=state.step,
         pin_memory=world.device.type == "cuda",
@@ -215,7 +215,7 @@ def say_data(config: DataConfig, data: Data, say: Say) -> None:
 
 
 def plan_steps(
-    settings: TrainConfig, layout: BatchLayout, data: Data, state: TrainState, say: Say
+    settings: TrainConfig, batch_shape: BatchShape, data: Data, state: TrainState, say: Say
 ) -> tuple[Sampler, RunSchedule]:
     """Returns which samples the run has from `state` on, and its steps; says how many."""
     sampler = Sampler(
@@ -226,7 +226,7 @@ def plan_steps(
         state=state.data or None,
     )
     length = run_length(settings, sampler)
-    schedule = schedule_run(settings, layout, state, length, len(data.validation), say)
+    schedule = schedule_run(settings, batch_shape, state, length, len(data.validation), say)
     say_length(settings, schedule, say)
     return sampler, schedule
 

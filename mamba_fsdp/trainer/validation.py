@@ -23,7 +23,7 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
     step = context.state.step
     seq_length = context.settings.data.seq_length
     began = time.perf_counter()
-    limit = context.schedule.eval_batches * context.schedule.layout.global_batch
+    limit = context.schedule.eval_batches * context.schedule.batch_shape.global_batch
     labels = [store.token_count - 1 for store in context.data.validation]
     wanted = sum(labels)
     if limit:
@@ -50,7 +50,7 @@ def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
             store,
             str(store.path),
             context.settings.data,
-            context.schedule.layout,
+            context.schedule.batch_shape,
             vocab_size=context.settings.model.vocab_size,
             limit=limit,
         )

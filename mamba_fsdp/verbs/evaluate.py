@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mamba_fsdp.verbs.loading import Loaded
 
 DECODED_AT_ONCE = 1 << 16  # tokens
-POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # in a forward pass, if a window has not more
+POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # in a forward pass, unless one window has more
 
 
 @dataclass
@@ -64,11 +64,13 @@ class EvaluationConfig:
 
 @dataclass
 class Evaluation:
-    """What a model's predictions of a store's tokens came to. Perplexities and bits are None where the words and bytes
-    of the tokens are not known."""
+    """How well a model predicts a store's tokens.
+
+    word_perplexity and bits_per_byte are None where the words and bytes of the tokens are not known.
+    """
 
     tokens: int  # that were predicted
-    all_tokens: int  # of the store that can be
+    all_tokens: int  # of the store: all but the first, which nothing predicts
     loss: float  # nats per token
     perplexity: float  # per token
     words: int  # between white space in the text of the predicted tokens; 0 where no tokenizer is known
@@ -76,11 +78,11 @@ class Evaluation:
     bytes: int  # of that text
     bits_per_byte: float | None
     seconds: float
-    window: int  # tokens of one
+    window: int  # tokens in a window
     stride: int  # tokens from the start of one window to that of the next
 
     def lines(self) -> list[str]:
-        """What a person reads."""
+        """Returns the lines that a person reads."""
         perplexity = f"{self.perplexity:,.3f} per token"
         if self.word_perplexity:
             perplexity += (
@@ -101,7 +103,7 @@ class Evaluation:
 def main(model: str, data: str, options: EvaluationConfig) -> None:
     check_place(model)
     stores = stores_in(data, model)
-    # This imports torch: what is not there is told without it.
+    # This imports torch: a missing path is reported before.
     from mamba_fsdp.verbs.loading import inference_world, load
 
     world = inference_world()
@@ -113,10 +115,10 @@ def main(model: str, data: str, options: EvaluationConfig) -> None:
     console.line(f"model          {model}")
     numbers = {}  # by name of a store
     for name, store in stores.items():
-        found = measure(loaded, store, options, console)
-        numbers[name] = asdict(found)
+        evaluation = measure(loaded, store, options, console)
+        numbers[name] = asdict(evaluation)
         console.line(f"data           {name}")
-        console.line("\n".join(found.lines()))
+        console.line("\n".join(evaluation.lines()))
     if options.json and world.rank == 0:
         text = json.dumps({"model": model, "data": numbers})
         without_nan = json.loads(text, parse_constant=lambda _: None)  # which JSON has not
@@ -133,9 +135,11 @@ def evaluate(model: "Loaded", data: str | Path, options: EvaluationConfig) -> Ev
 def measure(
     model: "Loaded", data: str | Path, options: EvaluationConfig, console: Console
 ) -> Evaluation:
-    """As `evaluate`; the console shows how far it is. Called by all ranks. Raises UserError where there is no store, or
-    the model does not know its tokens."""
-    from mamba_fsdp.data.loader import BatchLayout, evaluation_batches, evaluation_windows
+    """Returns what `evaluate` does, and shows on the console how far it is. All ranks call it.
+
+    Raises UserError where there is no store, or the model does not know its tokens.
+    """
+    from mamba_fsdp.data.loader import BatchShape, evaluation_batches, evaluation_windows
     from mamba_fsdp.trainer.validation import evaluate as evaluate_loss
     from mamba_fsdp.verbs.loading import inference_world
 
@@ -159,14 +163,14 @@ def measure(
     window = max(1, min(options.seq_length, store.token_count - 1))
     stride = min(options.stride or window, window)
     fitting = max(1, POSITIONS[world.device.type] // window)
-    layout = BatchLayout(world.rank, world.size, min(options.batch_size, fitting))
+    batch_shape = BatchShape(world.rank, world.size, min(options.batch_size, fitting))
     settings = DataConfig(seq_length=window, reset_at_documents=model.network.reset_at_documents)
     windows = evaluation_windows(store.token_count, window, stride, options.limit)
     batches = evaluation_batches(
         store,
         str(data),
         settings,
-        layout,
+        batch_shape,
         vocab_size=vocab_size,
         limit=options.limit,
         stride=stride,
@@ -217,10 +221,10 @@ def predicted_spans(
 
 
 def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Counts the words and the bytes of the text of the tokens in these spans, each (start, end).
+    """Returns the numbers of words and of bytes in the text of the tokens in these spans, each (start, end).
 
     Words are what stands between white space, as in the word-level perplexity of WikiText; ends of documents and other
-    special tokens are none. Returns (0, 0) where no tokenizer is known.
+    special tokens are no words. Returns (0, 0) where no tokenizer is known.
     """
     try:
         tokenizer = load_words(source.tokenizer_path).backend
@@ -246,8 +250,8 @@ def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> t
 
 
 def stores_in(data: str, model: str) -> dict[str, Path]:
-    """Returns {name: path} of the token stores that `data` means. Raises UserError for anything else, with the command
-    that makes a store of text."""
+    """Returns {name: path} of the token stores at `data`. Raises UserError where there are none, with the command that
+    makes a store of text."""
     stores = {}
     for split in ("", *SPLITS["validation"], *SPLITS["test"]):
         path = Path(data, split)

@@ -86,9 +86,7 @@ def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
             "the tokenizer names no end-of-document token, which a text without a prompt starts from; give a --prompt"
         )
     device = next(model.network.parameters()).device
-    prompt_ids: list[int | None] = [*tokenizer.encode(options.prompt)]
-    if not prompt_ids:
-        prompt_ids = [tokenizer.eos]
+    prompt_ids: list = tokenizer.encode(options.prompt) or [tokenizer.eos]
     steps = tokens_of(
         model.network,
         torch.tensor([prompt_ids], device=device),
@@ -107,7 +105,7 @@ def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
 
 
 def check_valid(prompt: str) -> None:
-    """Raises UserError for text that a shell gave in another encoding than UTF-8."""
+    """Raises UserError for text that a shell passed in another encoding than UTF-8."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from mamba_fsdp.data.corpus import find_shards, kind_of
+from mamba_fsdp.data.corpus import find_files, kind_of
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path, split_in
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
@@ -110,9 +110,9 @@ def is_input(place: Path) -> bool:
 
 
 def show_input(path: Path) -> None:
-    shards = find_shards(str(path), DatasetConfig())
+    files = find_files(str(path), DatasetConfig())
     command = f".venv/bin/python get_dataset.py {shlex.quote(str(path))} OUT"
-    say("data", f"{len(shards):,} files, which {command} imports")
+    say("data", f"{len(files):,} files, which {command} imports")
 
 
 def show_model(path: Path) -> None:

@@ -26,18 +26,21 @@ USUAL = "tokenizer validation_fraction splits documents text_column config overw
 
 
 def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
-    # Imported late: --help and mistakes in the options are answered at once. Asks for names on the Hub, too.
-    from mamba_fsdp.data.corpus import is_local
+    # Imported late: --help and mistakes in the options are answered at once.
+    from mamba_fsdp.data.corpus import is_local, prepare_hub
 
     options.check()
     out = out or str(default_folder(input))
     tokenizer = options.tokenizer
-    if tokenizer != "none" and not tokenizer.startswith("train:"):
-        is_local(tokenizer)
-    if is_local(input) and input != "builtin":
+    is_made = tokenizer == "none" or tokenizer.startswith("train:")
+    if not is_made and not is_local(tokenizer):
+        prepare_hub(tokenizer)
+    if not is_local(input):
+        prepare_hub(input)
+    elif input != "builtin":
         print(f"making {out} from {input}", flush=True)
         interpreter.show_wait()
-    # This imports libraries for seconds: mistakes are told before.
+    # This imports libraries for seconds: mistakes are reported before.
     from mamba_fsdp.data.tokenize import make_dataset
 
     try:

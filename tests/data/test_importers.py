@@ -69,15 +69,15 @@ WRITERS = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_documents_are_those_that_were_written(prepare, tmp_path, name):
     WRITERS[name](tmp_path / "in")
-    done = prepare(tmp_path / "in", tmp_path / "out", **IDS)
+    prepare(tmp_path / "in", tmp_path / "out", **IDS)
     assert documents_of(tmp_path / "out") == STORED
     store = TokenStore(tmp_path / "out" / "train")
-    assert (store.vocab_size, store.dtype.name, done["counts"]["empty"]) == (1 << 17, "uint32", 3)
+    assert (store.vocab_size, store.dtype.name) == (1 << 17, "uint32")
     assert store.read(0, store.token_count).positions.max() == len(LONG)
 
 
 @pytest.mark.parametrize("wraps", [True, False])
-@pytest.mark.parametrize("window", [1 << 20, 1000, 16_384])
+@pytest.mark.parametrize("window", [1000, 16_384])
 def test_datalayout_documents_longer_than_its_positions(
     prepare, tmp_path, monkeypatch, wraps, window
 ):

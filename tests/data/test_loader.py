@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_fsdp.conventions import IGNORED_LABEL
-from mamba_fsdp.data.loader import BatchLayout, Loader, evaluation_batches
+from mamba_fsdp.data.loader import BatchShape, Loader, evaluation_batches
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError
@@ -42,15 +42,15 @@ def two_sources():
 
 
 def loader_of(
-    sources, *layout, state=None, seed=0, vocab_size=10**6, first_step=0, num_workers=2, **data
+    sources, *batch_shape, state=None, seed=0, vocab_size=10**6, first_step=0, num_workers=2, **data
 ):
-    """layout: as BatchLayout has it."""
+    """batch_shape: as BatchShape has it."""
     order = Sampler(sources, {name: i + 1.5 for i, name in enumerate(sources)}, L, seed, state)
     return Loader(
         sources,
         order,
         DataConfig(seq_length=L, num_workers=num_workers, **data),
-        BatchLayout(*layout),
+        BatchShape(*batch_shape),
         vocab_size=vocab_size,
         first_step=first_step,
     )
@@ -196,7 +196,7 @@ def evaluated(source, world_size, batch_size, limit=None):
                 source,
                 "valid",
                 DataConfig(seq_length=L),
-                BatchLayout(rank, world_size, batch_size),
+                BatchShape(rank, world_size, batch_size),
                 vocab_size=10**6,
                 limit=limit,
             )

@@ -284,7 +284,7 @@ def escape_store(folder, way):
     index = json.loads((folder / "data/index.json").read_bytes())
     for suffix in ("bin", "doc"):
         (folder / f"data/00000.{suffix}").rename(folder / f"secret.{suffix}")
-    index["shards"][0]["name"] = f"{way}secret"
+    index["files"][0]["name"] = f"{way}secret"
     (folder / "data/index.json").write_text(json.dumps(index))
 
 

@@ -83,8 +83,8 @@ def errors(world, cases):
         if how == "compiled":
             torch.compile = partial(torch.compile, backend="aot_eager")
             compile_blocks(model.backbone.layers)
-        part = split_step(settings, world.rank, world.size).part
-        results = loss_and_gradients(model, part.of(batch))
+        sequence_slice = split_step(settings, world.rank, world.size).sequence_slice
+        results = loss_and_gradients(model, sequence_slice.of(batch))
         error = 0.0
         for mine, whole in zip(results, expected):
             total = world.all_reduce_sum(mine.clone())
@@ -98,9 +98,9 @@ def sharded_norms(world):
     settings = TrainConfig()
     settings.parallel.context_parallel = 2
     settings.data.seq_length = 37
-    layout = split_step(settings, world.rank, world.size)
+    batch_shape = split_step(settings, world.rank, world.size)
     batch = whole_batch(37, documents=True)
-    one_row = Batch(*(field[layout.rank : layout.rank + 1] for field in batch[:3]))
+    one_row = Batch(*(field[batch_shape.rank : batch_shape.rank + 1] for field in batch[:3]))
     norms = []
     world = dataclasses.replace(world, local_size=2)
     for strategy in ("fsdp", "hsdp"):
@@ -108,7 +108,7 @@ def sharded_norms(world):
         model.share_sequences(ContextGroup.of(world, 2))
         how = ParallelConfig(sharding_strategy=strategy)
         parallel = parallelize(model, how, world=world, compute_dtype=torch.float32)
-        mine = layout.part.of(one_row)
+        mine = batch_shape.sequence_slice.of(one_row)
         loss = parallel.module(
             mine.tokens, labels=mine.labels, seq_idx=mine.seq_idx, documents=mine.documents
         )

@@ -26,7 +26,7 @@ SETTINGS = {
 
 @pytest.fixture
 def store(tmp_path):
-    """A store of four shards."""
+    """A store of four files."""
     how = dict(vocab_size=64, eos=0, tokenizer="none", shard_tokens=100)
     return write_store(tmp_path / "store", [range(1, 10)] * 40, **how)
 
@@ -62,13 +62,13 @@ def settings(store, tmp_path):
 
 
 def test_one_rank_looks_at_all_files_at_the_start_and_the_others_when_they_read(settings):
-    files = sorted(f"{shard:05d}.{suffix}" for shard in range(4) for suffix in ("bin", "doc"))
+    files = sorted(f"{number:05d}.{suffix}" for number in range(4) for suffix in ("bin", "doc"))
     (at_start, _, _), (others_at_start, when_read, wrong) = run_ranks(2, start_and_read, settings)
     assert at_start == [*files, "index.json"] and others_at_start == []
     assert not wrong and when_read == files, "each file once"
 
 
-def test_a_shard_that_was_cut_short_is_told_on_all_ranks(settings, store):
+def test_a_file_that_was_cut_short_is_reported_on_all_ranks(settings, store):
     """At the start; where it is cut later, when it is first read."""
     cut = store.path / "00002.bin"
     for _, _, wrong in run_ranks(2, start_and_read, settings, cut):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mamba_fsdp.data.loader import BatchLayout
+from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.console import Console
 from mamba_fsdp.report.records import read
@@ -41,7 +41,7 @@ def logger_of(tmp_path, monkeypatch):
     settings = TrainConfig()
     settings.report.report_interval = Duration.parse("128tok")
     schedule = RunSchedule(
-        BatchLayout(0, 1, 2),
+        BatchShape(0, 1, 2),
         tokens_per_step=64,
         total_steps=4,
         eval_steps=0,

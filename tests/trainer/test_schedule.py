@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import optimization, trainer_utils
 
-from mamba_fsdp.data.loader import BatchLayout
+from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.fields import Duration
 from mamba_fsdp.settings.resolve import resolve_settings
@@ -100,15 +100,6 @@ def test_a_schedule_is_that_of_transformers(function, told, kind, warmup, ours):
     assert schedule.factor(10**6) <= max(schedule.factor(199), 1e-15) or kind == "constant"
 
 
-def test_their_cosine_that_does_not_begin_at_0_is_ours_step_by_step():
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    make = optimization.get_cosine_with_min_lr_schedule_with_warmup_lr_rate
-    (theirs,) = make(optimizer, 30, 200, min_lr_rate=0.1).lr_lambdas
-    ours = Schedule("cosine", 200, warmup=30, floor=0.1)
-    expected = [theirs(step) for step in range(200)]
-    assert [ours.factor(step) for step in range(200)] == pytest.approx(expected, rel=1e-12)
-
-
 def test_every_type_of_the_trainer_is_taken_or_refused_by_name():
     """Those that are taken do what their function does: no warm-up and down to 0, unless they are told."""
     refused = set()
@@ -137,7 +128,7 @@ def resumed(state, num_steps, until=None, **more):
         setattr(settings.lr_schedule, name, value)
     said, rates = [], []
     run = schedule_run(
-        settings, BatchLayout(0, 1, 2), state, settings.training.num_steps, 0, said.append
+        settings, BatchShape(0, 1, 2), state, settings.training.num_steps, 0, said.append
     )
     while state.step < (until or run.total_steps):
         rates.append(run.lr.next_factor(state, run.tokens_per_step))
@@ -201,13 +192,3 @@ def test_what_becomes_of_other_changes_of_the_length():
         resumed(state, 20, schedule="annealing")
     rates, _ = resumed(state, 20, schedule="annealing", schedule_steps=Duration.parse("20"))
     assert rates == [Schedule("annealing", 20).factor(step) for step in range(10, 20)]
-
-
-def test_a_schedule_that_an_older_version_saved_is_read():
-    held = {"num_steps": "200", "lengthened": "hold", "curve": {"total": 100, "in_tokens": False}}
-    state = TrainState(step=150, tokens=150 * 32, samples=300, schedule=held)
-    assert resumed(state, 200) == ([pytest.approx(0.1)] * 50, "")
-    curve = {"total": 200, "in_tokens": False, "start": 100, "low": 0.1}
-    warmed = {"num_steps": "200", "lengthened": "rewarm", "curve": curve}
-    rates, said = resumed(TrainState(step=150, tokens=150 * 32, samples=300, schedule=warmed), 200)
-    assert rates == cosine(200, range(150, 200)) and not said

@@ -1,0 +1,55 @@
+"""The files in which get_dataset.py records how far it is and with which settings."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.data.reading import BEGINNING, Position
+from mamba_fsdp.data.store import WriterState
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.storage import DATASET, read_object, write_object
+
+PROGRESS = ".progress"
+BEGUN = f"{PROGRESS}/begun.json"
+MADE = "dataset.json"
+STATE = "state.json"  # of a part
+START_AGAIN = "start again with --overwrite, or remove it by hand"
+
+
+@dataclass
+class PartState:
+    """How far a part is. Saved when its stores are flushed, so that another process resumes from it."""
+
+    position: Position = BEGINNING  # in the input
+    written: int = 0  # documents that have ended
+    is_open: bool = False  # the last document goes on
+    empty: int = 0  # documents without a token, left out
+    stores: dict[str, WriterState] = field(default_factory=dict)
+    finished: bool = False
+
+
+def state_in(folder: Path) -> PartState:
+    """How far the part in `folder` is. Raises UserError where its file is damaged."""
+    try:
+        return read_object(folder / STATE, PartState, START_AGAIN)
+    except FileNotFoundError:
+        return PartState()
+
+
+def write_settings(path: Path, settings: dict[str, Any]) -> None:
+    write_object(path, {**DATASET.header(), **settings})
+
+
+def records_settings(path: Path, settings: dict[str, Any]) -> bool:
+    """Whether the file is there and records these settings. Raises UserError where it records others."""
+    try:
+        recorded = read_object(path, dict[str, Any], START_AGAIN, DATASET)
+    except FileNotFoundError:
+        return False
+    for name, value in settings.items():
+        if recorded.get(name) != value:
+            raise UserError(
+                f"{path}: made with other settings: {name} was {recorded.get(name)} and is {value}; choose another "
+                "folder, or give --overwrite"
+            )
+    return True
