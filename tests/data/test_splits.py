@@ -63,7 +63,7 @@ def make_tree(folder, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern"), [*product(list(TREES)[:-1], ["", "*", "**/*.*"]), ("saved", "")]
+    ("name", "pattern"), [*product(TREES, [""]), ("files", "*"), ("folders below", "**/*.*")]
 )
 def test_training_gets_no_other_split(prepare, tmp_path, capsys, name, pattern):
     tree = make_tree(tmp_path / "in", name)

@@ -148,17 +148,6 @@ def test_another_optimizer_than_the_checkpoints_is_refused(train, tmp_path):
     train(tmp_path / "anew", init_from=tmp_path / "run", num_steps=2)
 
 
-def test_every_rank_has_about_as_much_to_orthogonalise(muon):
-    _, _, optimizer = muon
-
-    def cost(slots):
-        return sum(min(slot.shape) * math.prod(slot.shape) for slot in slots)
-
-    owned = muon_module._share_out(optimizer.rows, 3)
-    costs = [cost(slots) for slots in owned]
-    assert sum(map(len, owned)) == len(optimizer.rows) and max(costs) < 1.1 * sum(costs) / 3
-
-
 def exchanged(world):
     """{strategy: what a step of Muon exchanges and orthogonalises on this rank}: elements sent by each collective, elements
     received, and matrices."""

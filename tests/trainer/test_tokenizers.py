@@ -3,12 +3,12 @@
 import shutil
 
 import pytest
-from tests.train.conftest import write_store
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
+from tests.trainer.conftest import write_store
 
 WORDS = ["<end>", "?", *(f"w{number}" for number in range(62))]
 OTHER = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
