@@ -59,38 +59,38 @@ class PlanConfig:
     """The same as JSON, in bytes and seconds."""
 
 
-def main(*preset: str, options: PlanConfig, **given: Any) -> int:
+def main(*preset: str, options: PlanConfig, **settings_by_name: Any) -> int:
     machine = choose_machine(options)
     if preset:
-        given = {"model_name": preset[0], **given}
-    config = given.pop("config", None)
-    settings, explicit = resolve_settings(given, config, preset[1:])
+        settings_by_name = {"model_name": preset[0], **settings_by_name}
+    config = settings_by_name.pop("config", None)
+    settings, explicit = resolve_settings(settings_by_name, config, preset[1:])
     # These import torch: what is wrong with the words is told without it.
     from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
 
     machine = machine or machine_at_hand()
-    found = estimate(settings, options.nodes, machine)
-    better = best(settings, options.nodes, machine)
+    expected = estimate(settings, options.nodes, machine)
+    best_fitting = best(settings, options.nodes, machine)
     length = options.tokens or USUAL_TOKENS
     named = explicit | recipe(settings.model.model_name).keys()
     if not options.tokens and "num_steps" in named:
-        length = settings.training.num_steps.tokens(found.tokens_per_step)
+        length = settings.training.num_steps.tokens(expected.tokens_per_step)
     figures: dict[str, Any] = {}
-    if found.step:
-        days = length / found.tokens_per_second / 86400
-        figures = {"tokens": length, "days": days, "device_hours": 24 * days * found.devices}
+    if expected.step:
+        days = length / expected.tokens_per_second / 86400
+        figures = {"tokens": length, "days": days, "device_hours": 24 * days * expected.devices}
     if options.json:
-        best_found = asdict(better) if better else None
-        print(as_json.dumps({**asdict(found), **figures, "best": best_found}, indent=1))
+        best_fields = asdict(best_fitting) if best_fitting else None
+        print(as_json.dumps({**asdict(expected), **figures, "best": best_fields}, indent=1))
     else:
-        print(f"model      {title(settings.model)}: {found.parameters:,} parameters")
-        machines = f"{found.nodes} x {options.instance}".removesuffix(" x ")
+        print(f"model      {title(settings.model)}: {expected.parameters:,} parameters")
+        machines = f"{expected.nodes} x {options.instance}".removesuffix(" x ")
         print(
-            f"machines   {machines}: {found.devices} x {machine.device} of {machine.memory:.1f} GB"
+            f"machines   {machines}: {expected.devices} x {machine.device} of {machine.memory:.1f} GB"
         )
-        for line in report_lines(found, figures, better, settings.data.seq_length):
+        for line in report_lines(expected, figures, best_fitting, settings.data.seq_length):
             print(line)
-    return 0 if found.fits else 1
+    return 0 if expected.fits else 1
 
 
 def choose_machine(options: PlanConfig) -> Instance | None:
@@ -108,48 +108,48 @@ def choose_machine(options: PlanConfig) -> Instance | None:
         return None
     if "memory" not in hardware:
         raise UserError(
-            f"--{next(iter(hardware))}: say of what: --instance=NAME, or --memory=GB of a device"
+            f"--{next(iter(hardware))}: it describes a machine that is not named: add --instance=NAME, or --memory=GB of a device"
         )
     return replace(Instance("device", 1, 0), **hardware)
 
 
 def report_lines(
-    found: "Estimate", figures: dict[str, Any], better: "Estimate | None", seq_length: int
+    expected: "Estimate", figures: dict[str, Any], best_fitting: "Estimate | None", seq_length: int
 ) -> Iterator[str]:
     """Yields the report for a terminal of 80 columns."""
     verdict = "it fits"
-    if not found.fits:
-        largest = max(found.memory, key=found.memory.__getitem__)
+    if not expected.fits:
+        largest = max(expected.memory, key=expected.memory.__getitem__)
         verdict = f"it does NOT fit; the largest part: {largest}"
-    yield f"memory     {scaled(found.bytes, 'B')} a device: {verdict}"
-    for part, size in found.memory.items():
+    yield f"memory     {scaled(expected.bytes, 'B')} a device: {verdict}"
+    for part, size in expected.memory.items():
         if size:
             yield f"           {part:<12}{scaled(size, 'B'):>11}"
-    if found.step:
-        yield from speed_lines(found, figures, seq_length)
+    if expected.step:
+        yield from speed_lines(expected, figures, seq_length)
     else:
         yield "step       needs --instance=NAME, or --memory, --peak and --bandwidth"
-    yield f"checkpoint {scaled(found.checkpoint_bytes, 'B')}"
+    yield f"checkpoint {scaled(expected.checkpoint_bytes, 'B')}"
     yield f"{'':<11}{'nodes':>5}{'batch_size':>12}{'recompute':>11}{'global':>8}{'memory':>11}{'tokens/s':>13}"
-    yield table_line("as given", found)
-    if better:
-        yield table_line("best", better)
+    yield table_line("as given", expected)
+    if best_fitting:
+        yield table_line("best", best_fitting)
     else:
         yield "nothing that was tried fits; take more nodes, a smaller model or seq_length, or larger devices"
 
 
-def speed_lines(found: "Estimate", figures: dict[str, Any], seq_length: int) -> Iterator[str]:
+def speed_lines(expected: "Estimate", figures: dict[str, Any], seq_length: int) -> Iterator[str]:
     yield (
-        f"step       {found.seconds_per_step:.3f} s of {found.global_batch_size:,} x {seq_length:,} = "
-        f"{found.tokens_per_step:,} tokens"
+        f"step       {expected.seconds_per_step:.3f} s of {expected.global_batch_size:,} x {seq_length:,} = "
+        f"{expected.tokens_per_step:,} tokens"
     )
-    for part, seconds in found.step.items():
+    for part, seconds in expected.step.items():
         if seconds >= 5e-4:
             yield f"           {part:<12}{seconds:>9.3f} s"
-    rate = found.tokens_per_second
+    rate = expected.tokens_per_second
     yield (
-        f"speed      {rate:,.0f} tokens/s, {rate / found.devices:,.0f} a device, "
-        f"{found.share_of_peak:.0%} of its peak"
+        f"speed      {rate:,.0f} tokens/s, {rate / expected.devices:,.0f} a device, "
+        f"{expected.share_of_peak:.0%} of its peak"
     )
     yield (
         f"length     {figures['tokens']:,} tokens: {figures['days']:,.2f} days, "
@@ -157,9 +157,9 @@ def speed_lines(found: "Estimate", figures: dict[str, Any], seq_length: int) -> 
     )
 
 
-def table_line(name: str, found: "Estimate") -> str:
-    rate = f"{found.tokens_per_second:,.0f}" if found.step else "-"
+def table_line(name: str, expected: "Estimate") -> str:
+    rate = f"{expected.tokens_per_second:,.0f}" if expected.step else "-"
     return (
-        f"{name:<11}{found.nodes:>5}{found.batch_size:>12}{found.recompute:>11}"
-        f"{found.global_batch_size:>8}{scaled(found.bytes, 'B'):>11}{rate:>13}"
+        f"{name:<11}{expected.nodes:>5}{expected.batch_size:>12}{expected.recompute:>11}"
+        f"{expected.global_batch_size:>8}{scaled(expected.bytes, 'B'):>11}{rate:>13}"
     )

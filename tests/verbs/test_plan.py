@@ -67,7 +67,7 @@ def test_numbers_agree_with_each_other(told):
             f"mamba-130m {P4D} --global_batch_size=12 --batch_size=4",
             "is not a multiple of batch_size 4 times 8 ranks",
         ),
-        ("mamba-130m --peak=100", "say of what"),
+        ("mamba-130m --peak=100", "a machine that is not named"),
     ],
 )
 def test_a_mistake_is_a_line(words, said, told):
