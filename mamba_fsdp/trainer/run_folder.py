@@ -44,7 +44,6 @@ class RunFolder:
                     f"save_ckpt_path {self.path}: {CHECKPOINTS} lies on another disk, to which nothing can be moved; "
                     "name a folder on that disk as save_ckpt_path"
                 )
-            records.correct_status(self.path)
             report = partial(print, flush=True)
             self.lease.take(report, remedy)
             for file in (self.path / MODELS).glob(".*.lease"):
