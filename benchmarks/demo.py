@@ -91,7 +91,7 @@ def validation_loss(bigram: Bigram, config: TrainConfig) -> float:
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
-    config, _ = resolve.resolve_settings({}, "config/demo.yaml")
+    config = resolve.resolve_settings({}, "config/demo.yaml")
     run = Path(config.checkpoint.save_ckpt_path)
     if not (run / SETTINGS).exists():
         began = time.perf_counter()

@@ -33,7 +33,7 @@ ROUNDS = 15
 
 def step_of(optimizer):
     """A function that takes a step of the demo."""
-    settings, _ = resolve.resolve_settings({"optimizer": optimizer}, DEMO)
+    settings = resolve.resolve_settings({"optimizer": optimizer}, DEMO)
     training = settings.training
     training.settle_precision("cpu")
     dtype = DTYPES[training.mixed_precision]

@@ -80,7 +80,7 @@ def seconds_of(given):
                 name: str(value)
                 for name, value in {**words, "save_ckpt_path": f"{folder}/run"}.items()
             }
-            run.run_training(resolve.resolve_settings(words)[0])
+            run.run_training(resolve.resolve_settings(words))
     finally:
         loop.finish_step = finish_step
     return found[WARM_UP:]

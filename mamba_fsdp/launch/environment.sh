@@ -74,10 +74,11 @@ check_image() {
         fail "the image $image was cut short; copy it again"
 }
 
-read_words() { # --help, or settings before an image is unpacked for them; exit code 1 where this host can't tell
+read_settings() { # what they come to, or --help, before an image is unpacked; exit code 1 where no Python of this host can
     local reader=$project/.venv/bin/python
     [ -x "$reader" ] || reader=python3
-    "$reader" -m mamba_fsdp.launch.words "$@"
+    "$reader" -c 'import sys, yaml; sys.exit(sys.version_info < (3, 10))' 2> /dev/null || return 1
+    "$reader" -m mamba_fsdp.launch.plan "$@"
 }
 
 check_gpus() { # as Slurm assigned them: a step can ask for one number only

@@ -155,6 +155,7 @@ keep_asking() { # again and again: storage may fail for a moment
 
 stop_asking() { # the step is over, or this script
     over=1
+    rm -f "$settings_file"
     [ -n "$asker" ] || return 0
     kill "$asker" 2>/dev/null || true
     wait "$asker" 2>/dev/null || true # it makes no STOP any more

@@ -1,39 +1,44 @@
-"""What 1.train.sbatch has to know of the settings: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
+"""Resolves the settings of a start of 1.train.sbatch: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
 
-Prints one a line: the run folder, the folder of the built-in data (an empty line where other data is
-read), then those that a container needs beside the project. A bad setting ends it with exit code 2,
-in seconds.
+Prints one a line: the run folder; the folder of the built-in data, an empty line where other data is read; the resolved
+settings, for the file that preflight and ranks read; then the paths that a container needs beside the project. A wrong
+setting ends it with exit code 2, in seconds. --help shows the help page.
+
+Python 3.10 and PyYAML do, so that a mistake is reported before an image is unpacked on many nodes. Exit code 1 where
+words need more: those that are not written --name=value.
 """
 
-import dataclasses
 import os
 from pathlib import Path
 
 from mamba_fsdp import interpreter
 
-interpreter.need("fire", "yaml")
+interpreter.need("yaml")
 
 from mamba_fsdp import command_line
 from mamba_fsdp.data.builtin import builtin_folder
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.launch.machine import PROJECT, check_version
 from mamba_fsdp.run_layout import CHECKPOINTS, check_exists, check_is_run_folder, committed
-from mamba_fsdp.settings import resolve
+from mamba_fsdp.settings.resolve import as_json, check_experiment, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page
-from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.settings.train_config import TrainConfig, all_settings
 
 
-def plan(*stray, config=None, **given) -> None:  # the command line would check what has a type
-    check_version()
-    settings, _ = resolve.resolve_settings(given, config, stray)
-    resolve.check_experiment(settings)
+def plan(*stray: str, config: str | None = None, **words: str) -> None:
+    trains_in_image = bool(os.environ.get("IMAGE"))
+    if not trains_in_image:
+        check_version()
+    settings = resolve_settings(words, config, stray)
+    check_experiment(settings)
     check_is_run_folder(settings.checkpoint.save_ckpt_path)
-    if not os.environ.get("IMAGE"):  # which sees no folder yet that settings name: preflight will
+    if not trains_in_image:  # else preflight finds what is missing
         check_places(settings)
     print(
         os.path.abspath(settings.checkpoint.save_ckpt_path),
         builtin_folder(settings.data) or "",
-        *folders_outside_project(settings),
+        as_json(settings),
+        *paths_outside_project(settings),
         sep="\n",
     )
 
@@ -51,18 +56,19 @@ def check_places(settings: TrainConfig) -> None:
         validation_sources(settings.data)
 
 
-def folders_outside_project(settings: TrainConfig) -> list[Path]:
-    """Absolute paths named by the settings, and where symbolic links lead from them, unless they lie in the project.
-
-    What is there is not asked: the container that this runs in does not see where links lead out of the project.
-    """
-    named: set[Path] = set()
-    for section in dataclasses.asdict(settings).values():
-        texts = [value for value in section.values() if isinstance(value, str)]
-        named.update(Path(os.path.abspath(text)) for text in texts)
-    folders = named | {path.resolve() for path in named}
-    return sorted(folder for folder in folders if not folder.is_relative_to(PROJECT))
+def paths_outside_project(settings: TrainConfig) -> list[Path]:
+    """Returns the absolute paths that settings name, and where symbolic links lead from them, unless they lie in the
+    project. They need not be there: in a container that sees the project alone, none is."""
+    paths: set[Path] = set()
+    for name, (_, leaf) in all_settings().items():
+        if leaf.metadata["is_path"]:
+            path = Path(os.path.abspath(settings.value(name)))
+            paths |= {path, path.resolve()}
+    return sorted(path for path in paths if not path.is_relative_to(PROJECT))
 
 
 if __name__ == "__main__":
-    command_line.run(plan, settings_page)
+    try:
+        command_line.run(plan, settings_page)
+    except ModuleNotFoundError:  # fire, which the image has
+        raise SystemExit(1) from None

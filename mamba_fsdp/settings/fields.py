@@ -74,11 +74,12 @@ def setting(
     needs: Needs | None = None,
     instead_of: str = "",
     elsewhere: str = "",
+    is_path: bool = False,
     choices: tuple[str, ...] = (),
     **limits: float,
 ) -> Any:
-    """A dataclass field with its choices or LIMITS, what it needs, the setting that it stands in place of, and
-    what others call it `elsewhere`.
+    """Returns a dataclass field with its choices or LIMITS, what it needs, the setting that it stands in place of, what
+    others call it `elsewhere`, and whether it names a file or folder.
 
     A list as default is copied for each instance. Where the default is a text that is not empty, so
     must be each value.
@@ -89,6 +90,7 @@ def setting(
         "needs": needs,
         "instead_of": instead_of,
         "elsewhere": elsewhere,
+        "is_path": is_path,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)

@@ -6,15 +6,16 @@ then the defaults. Every value is read by the type of its field, never guessed: 
 text.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import CHECKPOINTS, SETTINGS, committed
 from mamba_fsdp.settings import fields, other_launchers, presets
-from mamba_fsdp.settings.fields import Duration, Needs, shown
-from mamba_fsdp.settings.given import Given
+from mamba_fsdp.settings.fields import Duration, Needs, parse, shown
 from mamba_fsdp.settings.model_config import ModelConfig, read_by_layers
 from mamba_fsdp.settings.presets import preset, recipe
 from mamba_fsdp.settings.text_yaml import load_yaml
@@ -24,33 +25,32 @@ from mamba_fsdp.settings.train_config import (
     TrainConfig,
     all_settings,
 )
-from mamba_fsdp.storage import exists
+from mamba_fsdp.settings.written import Written
+from mamba_fsdp.storage import exists, retry_io
 
 # A link to config/; an installed package holds its files.
 READY_RUNS = Path(__file__).with_name("ready_runs").resolve()
-MOST_MISTAKES = 20  # that are told: a file may be none of settings at all
+MOST_MISTAKES = 20  # that are reported: a file may be none of settings at all
 VERSION = "1"  # of a run's config.yaml
 
 
 def resolve_settings(
-    given: Mapping[str, Any],
+    words: Mapping[str, Any],
     config_file: str | None = None,
     stray: Sequence[str] = (),
     where: str = "on the command line",
-) -> tuple[TrainConfig, set[str]]:
-    """The TrainConfig of what is `given` (name -> text) over `config_file`, the preset and the
-    defaults.
+) -> TrainConfig:
+    """Returns the TrainConfig of `words` ({name: text}) over `config_file`, the preset and the defaults.
 
-    Returns (settings, explicit): explicit is the set of leaf names that the command line or the
-    file set. A setting of the file that does nothing only because of the command line is dropped.
-    Words of other launchers are taken where they mean the same (mamba_fsdp/settings/other_launchers.yaml), and
-    told in the settings' `notes`. Raises UserError for unknown names (with the nearest), values of
-    the wrong type or out of bounds, all of these at once; for settings that do nothing, impossible
-    combinations, and `stray` words, which name no setting. where: as in "on the command line".
+    A launch calls this once; preflight and ranks read what it wrote, see `read_resolved`. A setting of the file that
+    does nothing only because of the command line is dropped. Words of other launchers are taken where they mean the
+    same (mamba_fsdp/settings/other_launchers.yaml); the settings' `notes` say what they became. Raises UserError for
+    unknown names (with the nearest), values of the wrong type or out of bounds, all of these at once; for settings that
+    do nothing, impossible combinations, and `stray` words, which name no setting. where: as in "on the command line".
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
-    on_line = Given(given, where)
+    on_line = Written(words, where)
     in_file = read_file(config_file)
     check_none([*on_line.mistakes.values(), *in_file.mistakes.values()])
     drop_alternatives(in_file.values, on_line.values)
@@ -58,40 +58,38 @@ def resolve_settings(
     implied = {**in_file.implied, **on_line.implied}
     drop_alternatives(implied, chosen)
     chosen = implied | chosen
-    _build(chosen).check()
-    notes = [*in_file.notes.values(), *on_line.notes.values()]
-    notes += drop_pointless(chosen, on_line, in_file)
     settings = _build(chosen)
-    settings.notes = notes
+    settings.check()
+    settings.notes = [*in_file.notes.values(), *on_line.notes.values()]
+    drop_pointless(settings, chosen, on_line, in_file)
     names_data = {"dataset_path", "datasets", "use_dummy_dataset"} & on_line.values.keys()
     places = [on_line] if names_data else [on_line, in_file]
     settings.names_folder = any("save_ckpt_path" in place.values for place in places)
-    return settings, set(chosen)
+    return settings
 
 
 # ---------------------------------------------------------------- files
 
 
-def read_file(name: str | None) -> Given:
-    """What the file `name` gives, a path or a ready run, or the recipe of that name; nothing without
-    one. Raises UserError where it can't be read."""
+def read_file(name: str | None) -> Written:
+    """Returns what the file `name` gives, a path or a ready run, or the recipe of that name; nothing without a name.
+    Raises UserError where it can't be read."""
     if not name:
-        return Given({}, "")
+        return Written({}, "")
     path = find_config_file(name)
     if path is None:
-        return Given({"model_name": name}, f"in {presets.RECIPES_FILE}")
+        return Written({"model_name": name}, f"in {presets.RECIPES_FILE}")
     content = load_yaml(path)
     version = content.pop("version", None)  # only a run writes it
     if version not in (None, VERSION):
         raise UserError(
             f"{path}: settings of version {version}; this version of the program reads version {VERSION}"
         )
-    return Given(flatten(content, path), f"in {path}", is_of_run=version is not None)
+    return Written(flatten(content, path), f"in {path}", is_of_run=version is not None)
 
 
-def read_run(folder: Path) -> Given | None:
-    """The settings of the run in `folder`; None where there is none with a checkpoint, or they can't
-    be read."""
+def read_run(folder: Path) -> Written | None:
+    """Returns the settings of the run in `folder`; None if it has no checkpoint, or they can't be read."""
     file = folder / SETTINGS
     if not exists(file) or not committed(folder / CHECKPOINTS):
         return None
@@ -108,12 +106,12 @@ def check_experiment(settings: TrainConfig) -> None:
     run = None if settings.names_folder else read_run(Path(folder))
     if run is None:
         return
-    there = _build(run.values)
+    earlier = _build(run.values)
     differing = {}
     if not settings.checkpoint.init_from:
-        differing = differing_model(settings, there.model)
-    if not settings.data.places() & there.data.places():
-        differing["dataset_path"] = (settings.data.dataset_path, there.data.dataset_path)
+        differing = differing_model(settings, earlier.model)
+    if not settings.data.places() & earlier.data.places():
+        differing["dataset_path"] = (settings.data.dataset_path, earlier.data.dataset_path)
     if differing:
         raise UserError(
             f"{folder} holds another run: {_listed(differing)}; name a folder for this one, as in "
@@ -122,13 +120,12 @@ def check_experiment(settings: TrainConfig) -> None:
 
 
 def ready_runs() -> dict[str, Path]:
-    """{name: its YAML file} of the runs in config/."""
+    """Returns {name: its YAML file} of the runs in config/."""
     return {path.stem: path for path in READY_RUNS.glob("*.yaml")}
 
 
 def find_config_file(name: str) -> Path | None:
-    """The path of a YAML file given as a path or as the name of a ready run; None for the name of a
-    recipe. Raises UserError."""
+    """Returns the path of the YAML file `name`, a path or a ready run; None for the name of a recipe. Raises UserError."""
     ready = ready_runs()
     path = Path(name)
     if not path.is_file():
@@ -147,10 +144,10 @@ def find_config_file(name: str) -> Path | None:
 
 
 def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """{section: {name: value}} or {name: value} or both -> {name or section.name: value}. Sections
-    may be others'."""
+    """Returns {name or section.name: value} for {section: {name: value}}, {name: value} or both. Sections may be those of
+    other launchers."""
     sections = [*SECTIONS, *other_launchers.content()["sections"].split()]
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in content.items():
         if key not in sections:
             flat[key] = value
@@ -175,9 +172,10 @@ def check_none(mistakes: Sequence[str]) -> None:
 
 
 def drop_alternatives(in_file: dict[str, Any], on_line: Mapping[str, Any]) -> None:
-    """Of two settings in place of each other, drops the file's where the command line gives the
-    other. Raises UserError where one place gives both; a run's config.yaml has both, one of them
-    with its default."""
+    """Drops the file's of two settings that stand in place of each other, where the command line gives the other.
+
+    Raises UserError where one place gives both; a run's config.yaml has both, one of them with its default.
+    """
     for name, (_, leaf) in all_settings().items():
         other = leaf.metadata["instead_of"]
         if not other:
@@ -201,63 +199,68 @@ def _gives(place: Mapping[str, Any], name: str) -> bool:
 # ---------------------------------------------------------------- what does nothing
 
 
-def drop_pointless(chosen: dict[str, Any], on_line: Given, in_file: Given) -> list[str]:
-    """Drops from `chosen` what has no effect. Returns notes on what other launchers take although
-    it does nothing.
+def drop_pointless(
+    settings: TrainConfig, chosen: Mapping[str, Any], on_line: Written, in_file: Written
+) -> None:
+    """Gives settings that were chosen without effect their usual value again, with a note for words of other launchers.
 
-    Raises UserError for what a user gave in our words; a run's own file may hold it, and so may a
-    file where only the command line makes it pointless.
+    Raises UserError for what a user gave in our words; a run's own file may hold it, and so may a file where only the
+    command line makes it pointless.
     """
-    settings = _build(chosen)
-    in_file_alone = pointless(_build(in_file.values), in_file.values, _usual(in_file.values))
-    theirs = on_line.theirs() | (in_file.theirs() - on_line.values.keys())
-    notes = []
-    wrong = []
-    for name, sentence in pointless(settings, chosen, _usual(chosen)).items():
+    usual = _usual(chosen)
+    in_others_words = on_line.in_others_words()
+    in_others_words |= in_file.in_others_words() - on_line.values.keys()
+    mistakes = []
+    for name, sentence in pointless(settings, chosen, usual).items():
         if settings.checkpoint.init_from and name in vars(settings.model):
             continue  # the weights decide the layers: see adopt_model
-        del chosen[name]
-        if name in theirs:
-            notes.append(sentence)
+        settings.assign(name, usual[name])
+        settings.explicit.remove(name)
+        if name in in_others_words:
+            settings.notes.append(sentence)
         elif name in on_line.values:
-            wrong.append(f"{sentence}; leave it out ({on_line.where})")
-        elif name in in_file_alone and not in_file.is_of_run:
-            wrong.append(f"{sentence}; leave it out ({in_file.where})")
-    check_none(wrong)
-    return notes
+            mistakes.append(f"{sentence}; leave it out ({on_line.where})")
+        elif not in_file.is_of_run and _is_pointless_alone(name, in_file.values):
+            mistakes.append(f"{sentence}; leave it out ({in_file.where})")
+    check_none(mistakes)
+
+
+def _is_pointless_alone(name: str, values: Mapping[str, Any]) -> bool:
+    """Returns whether these values of a file give the setting `name` without effect, whatever the command line says."""
+    return name in values and bool(pointless(_build(values), [name], _usual(values)))
 
 
 def pointless(
     settings: TrainConfig, names: Iterable[str], usual: Mapping[str, Any]
 ) -> dict[str, str]:
-    """{setting: a sentence} for those of `names` that have no effect in `settings`. To give the
-    `usual` value is no mistake."""
-    found = {}
+    """Returns {setting: a sentence} for those of `names` that have no effect in `settings`. To give the `usual` value is
+    no mistake."""
+    sentences = {}
     for name in names:
         value = settings.value(name)
         needs = needs_of(name)
         if value != usual[name] and needs and not needs.met(settings):
-            found[name] = f"{name}={shown(value)} does nothing without {needs.words}"
-    return found
+            sentences[name] = f"{name}={shown(value)} does nothing without {needs.words}"
+    return sentences
 
 
 def needs_of(name: str) -> Needs | None:
-    """What setting `name` needs to have an effect."""
+    """Returns what the setting `name` needs to have an effect."""
     _, leaf = all_settings()[name]
     return leaf.metadata["needs"] or read_by_layers(name)
 
 
 def _build(chosen: Mapping[str, Any]) -> TrainConfig:
-    """The TrainConfig of these values on top of the preset and the defaults."""
+    """Returns the TrainConfig of these values on top of the preset and the defaults."""
     settings = TrainConfig()
     for name, value in {**_usual(chosen), **chosen}.items():
-        section, _ = all_settings()[name]
-        setattr(getattr(settings, section), name, value)
+        settings.assign(name, value)
+    settings.explicit = set(chosen)
     return settings
 
 
 def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The value of each setting that is not chosen: the preset's, else the default."""
+    """Returns the value that each setting has where it is not chosen: that of the preset and its recipe, or the default."""
     model_name = chosen.get("model_name", default("model_name"))
     values = {name: default(name) for name in all_settings()}
     values |= preset(model_name)
@@ -269,28 +272,26 @@ def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default(name: str) -> Any:
-    """The default of the setting `name`."""
+    """Returns the default of the setting `name`."""
     return fields.default(all_settings()[name][1])
 
 
 # ---------------------------------------------------------------- the model of weights
 
 
-def adopt_model(
-    settings: TrainConfig, model: ModelConfig, explicit: Collection[str], source: str
-) -> None:
-    """Gives `settings` the shape `model` of the weights that `source`, as init_from FOLDER, holds.
-    Raises UserError for model settings that the user gave (`explicit`) and that disagree with it or
-    do nothing."""
-    there = vars(model)
+def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> None:
+    """Gives `settings` the shape `model` of the weights that `source`, as init_from FOLDER, holds. Raises UserError for
+    model settings that the user gave and that disagree with it or do nothing."""
+    shape = vars(model)
+    explicit = shape.keys() & settings.explicit
     if "model_name" not in explicit:
-        for name in there.keys() - set(explicit):
-            setattr(settings.model, name, there[name])
-        if "seq_length" not in explicit:
+        for name in shape.keys() - explicit:
+            settings.assign(name, shape[name])
+        if "seq_length" not in settings.explicit:
             settings.data.seq_length = recipe(settings.model.model_name)["seq_length"]
     check_same_model(settings, model, source)
-    given = there.keys() & set(explicit)
-    check_none([f"{line}; leave it out" for line in pointless(settings, given, there).values()])
+    sentences = pointless(settings, explicit, shape).values()
+    check_none([f"{sentence}; leave it out" for sentence in sentences])
 
 
 def check_same_model(
@@ -306,43 +307,63 @@ def check_same_model(
 
 
 def _listed(differing: Mapping[str, tuple[str, str]]) -> str:
-    return ", ".join(f"{name}={now} (there {there})" for name, (now, there) in differing.items())
+    return ", ".join(f"{name}={asked} (there {held})" for name, (asked, held) in differing.items())
 
 
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:
-    """{setting: (its value in `settings`, that in `model`), as written} of those that make another
-    model of it. Empty for the same model, however it is described; what has no effect in `settings`
-    does not count."""
-    now = settings.model.structure()
-    there = model.structure()
-    found = {}
-    for name in there:
-        ours = shown(getattr(settings.model, name))
-        theirs = shown(getattr(model, name))
+    """Returns {setting: (its value in `settings`, that in `model`), as written} of those that make another model of it.
+
+    It is empty for the same model, however it is described; what has no effect in `settings` does not count.
+    """
+    asked_structure = settings.model.structure()
+    differing = {}
+    for name, held in model.structure().items():
+        asked_text = shown(settings.value(name))
+        held_text = shown(getattr(model, name))
         needs = needs_of(name)
         works = needs is None or needs.met(settings)
-        if now.get(name) != there[name] and ours != theirs and works:
-            found[name] = (ours, theirs)
-    return found
+        if asked_structure.get(name) != held and asked_text != held_text and works:
+            differing[name] = (asked_text, held_text)
+    return differing
 
 
-# ---------------------------------------------------------------- as YAML
+# ---------------------------------------------------------------- written down
 
 
 def as_dict(settings: TrainConfig) -> dict[str, dict[str, Any]]:
-    """The settings as plain nested dict, for YAML and for state.json."""
-    found: dict[str, dict[str, Any]] = {}
+    """Returns the settings as plain nested dict, for YAML and JSON."""
+    sections: dict[str, dict[str, Any]] = {}
     for section in SECTIONS:
         values = vars(getattr(settings, section))
-        found[section] = {
+        sections[section] = {
             name: str(value) if isinstance(value, Duration) else value
             for name, value in values.items()
         }
-    return found
+    return sections
 
 
 def as_yaml(settings: TrainConfig) -> str:
-    """The settings as YAML, every section of them, for the run folder and for --config."""
+    """Returns the settings as YAML, every section of them, for the run folder and for --config."""
     import yaml
 
     return yaml.safe_dump({"version": VERSION, **as_dict(settings)}, sort_keys=False)
+
+
+def as_json(settings: TrainConfig) -> str:
+    """Returns, in a line, the resolved settings and what was said of them, for `read_resolved`."""
+    explicit = sorted(settings.explicit)
+    content = {"settings": as_dict(settings), "explicit": explicit, "notes": settings.notes}
+    return json.dumps(content)
+
+
+def read_resolved(path: Path) -> TrainConfig:
+    """Returns the settings that the launcher of this start has resolved and written into the file `path`."""
+    content = json.loads(retry_io(partial(path.read_text), path))
+    settings = TrainConfig()
+    for values in content["settings"].values():
+        for name, value in values.items():
+            _, leaf = all_settings()[name]
+            settings.assign(name, parse(leaf.type, value))
+    settings.explicit = set(content["explicit"])
+    settings.notes = content["notes"]
+    return settings

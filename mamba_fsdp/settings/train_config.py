@@ -98,7 +98,7 @@ def wandb(settings: "TrainConfig") -> bool:
 class DataConfig:
     """What is read, and in what order."""
 
-    dataset_path: str = setting("data/builtin")
+    dataset_path: str = setting("data/builtin", is_path=True)
     """A token store made by get_dataset.py, or a folder with stores train/ and validation/, or with
     several to mix (see datasets). data/builtin is made if it is missing."""
     datasets: list[str] = setting([])
@@ -106,7 +106,7 @@ class DataConfig:
     dataset_path itself."""
     weights: list[float] = setting([])
     """Share of each dataset in the samples, on any scale. Empty: in proportion to their tokens."""
-    validation_path: str = setting("auto", needs=interval_or_no_store)
+    validation_path: str = setting("auto", needs=interval_or_no_store, is_path=True)
     """The token store to validate on. auto: the one named validation beside the training data.
     none: no validation."""
     allow_other_tokenizer: bool = setting(False)
@@ -266,16 +266,16 @@ class TrainingConfig:
 class CheckpointConfig:
     """Where the run lives, and what it starts from."""
 
-    save_ckpt_path: str = setting("runs/train")
+    save_ckpt_path: str = setting("runs/train", is_path=True)
     """The run folder. If it holds a committed checkpoint, the run resumes from it, whatever
     load_ckpt_path and init_from say."""
-    load_ckpt_path: str = setting("")
+    load_ckpt_path: str = setting("", is_path=True)
     """What a new run starts from. A file (.pth, .pt, .bin, .safetensors): its weights. A run or
     checkpoint folder: weights and optimiser, and with resuming_dataset the position in the data. It
     may be save_ckpt_path itself."""
     resuming_dataset: bool = setting(False)
     """Take the position in the data from load_ckpt_path too."""
-    init_from: str = setting("")
+    init_from: str = setting("", is_path=True)
     """Weights that a new run starts from: a transformers or state-spaces folder, a run, a
     checkpoint or a .pth file. The model has their shape; model settings must agree with it, and
     describe the model if there is no config.json."""
@@ -373,9 +373,8 @@ class ReportConfig:
 
 @dataclass
 class TrainConfig:
-    """All settings of a run. `notes`: lines for its log on what was given in words of other
-    launchers. `names_folder`: whether save_ckpt_path was
-    given for this model and data."""
+    """All settings of a run. `explicit`: the names of those that the user gave. `notes`: lines for the run's log on what
+    was given in words of other launchers. `names_folder`: whether save_ckpt_path was given for this model and data."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -387,12 +386,19 @@ class TrainConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
+        self.explicit: set[str] = set()
         self.notes: list[str] = []
         self.names_folder = False
 
     def value(self, name: str) -> Any:
+        """Returns the value of the setting `name`."""
         section, _ = all_settings()[name]
         return getattr(getattr(self, section), name)
+
+    def assign(self, name: str, value: Any) -> None:
+        """Gives the setting `name` this value."""
+        section, _ = all_settings()[name]
+        setattr(getattr(self, section), name, value)
 
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from mamba_fsdp.trainer.first_use import choose_for_answers
 from mamba_fsdp.trainer.setup import build_model
 
 
-def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights | None:
+def starting_weights(config: TrainConfig) -> Weights | None:
     """Returns the Weights that init_from names, whose shape `config` then takes, or those of a file that load_ckpt_path
     names; not yet open. None without either.
 
@@ -31,7 +30,7 @@ def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights 
     if os.environ.get("RANK", "0") == "0":  # a thousand ranks would look it up at once
         check_exists(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
     if checkpoint.init_from:
-        names_a_model = vars(config.model).keys() & set(explicit)
+        names_a_model = vars(config.model).keys() & config.explicit
         source = f"init_from {checkpoint.init_from}"
         try:
             weights = find_weights(checkpoint.init_from, config.model if names_a_model else None)
@@ -40,7 +39,7 @@ def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights 
                 raise
             source = f"save_ckpt_path {checkpoint.save_ckpt_path}"
             weights = find_weights(checkpoint.save_ckpt_path)
-        resolve.adopt_model(config, weights.config, explicit, source)
+        resolve.adopt_model(config, weights.config, source)
         return weights
     if not checkpoint.names_a_file() or not exists(checkpoint.load_ckpt_path):
         return None

@@ -64,7 +64,7 @@ def main(*preset: str, options: PlanConfig, **settings_by_name: Any) -> int:
     if preset:
         settings_by_name = {"model_name": preset[0], **settings_by_name}
     config = settings_by_name.pop("config", None)
-    settings, explicit = resolve_settings(settings_by_name, config, preset[1:])
+    settings = resolve_settings(settings_by_name, config, preset[1:])
     # These import torch: what is wrong with the words is told without it.
     from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
 
@@ -72,7 +72,7 @@ def main(*preset: str, options: PlanConfig, **settings_by_name: Any) -> int:
     expected = estimate(settings, options.nodes, machine)
     best_fitting = best(settings, options.nodes, machine)
     length = options.tokens or USUAL_TOKENS
-    named = explicit | recipe(settings.model.model_name).keys()
+    named = settings.explicit | recipe(settings.model.model_name).keys()
     if not options.tokens and "num_steps" in named:
         length = settings.training.num_steps.tokens(expected.tokens_per_step)
     figures: dict[str, Any] = {}

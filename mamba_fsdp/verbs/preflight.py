@@ -1,11 +1,11 @@
-"""python -m mamba_fsdp preflight report FOLDER [settings of the training command]
+"""python -m mamba_fsdp preflight report FOLDER SETTINGS
 python -m mamba_fsdp preflight judge FOLDER NODE ...
 
 Are the nodes of a job fit for this training? 1.train.sbatch runs `report` on
 every node, in the training's own environment, then `judge` once, which prints
 what each NODE is and what is wrong with it. FOLDER is a fresh folder in the
-run folder with a file `token`. Exit codes of judge: 0, 2 for what you have to
-fix, 1 for trouble that may pass.
+run folder, SETTINGS the file there with the settings of this start. Exit codes
+of judge: 0, 2 for what you have to fix, 1 for trouble that may pass.
 """
 
 import json
@@ -15,13 +15,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.launch import machine
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run_layout import CHECKPOINT_BYTES, CHECKPOINTS, committed
-from mamba_fsdp.settings.resolve import resolve_settings
+from mamba_fsdp.settings.resolve import read_resolved
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage import write_object
 from mamba_fsdp.verbs.checks import CHECKS
@@ -29,39 +29,30 @@ from mamba_fsdp.verbs.checks import CHECKS
 JOB_CHECKS = [check for check in CHECKS if check.exit_code is not None]
 
 
-def main(action: str, folder: str, *words: str, **given: Any) -> int:
-    if action == "judge" and words and not given:
+def main(action: str, folder: str, *words: str) -> int:
+    if action == "judge" and words:
         return judge(Path(folder), words)
-    if action != "report":
+    if action != "report" or len(words) != 1:
         raise UserError("preflight: write `report FOLDER SETTINGS` or `judge FOLDER NODE ...`")
-    settings, explicit = resolve_settings(given, given.pop("config", None), words)
-    mistakes = []
-    if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
-        from mamba_fsdp.verbs.loading import starting_weights
-
-        try:
-            starting_weights(settings, explicit)  # whose shape the model has
-        except StorageError:
-            raise  # trouble that may pass: no answer, for the judge
-        except UserError as error:
-            mistakes.append(str(error))
-    report(Path(folder), settings, mistakes)
+    report(Path(folder), Path(words[0]))
     return 0
 
 
-def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) -> None:
-    """Writes this node's findings for the settings into `folder`, where the first node has put `token`.
+def report(folder: Path, settings_file: Path) -> None:
+    """Writes into `folder` what this node finds for the settings in `settings_file`, which the first node has written.
 
-    mistakes: sentences on the weights to start from. Raises UserError where the folder is not shared or not writable.
+    Raises UserError where the folder is not shared or not writable.
     """
     node = machine.node_name()
-    if not (folder / "token").is_file():
+    if not settings_file.is_file():
         raise UserError(
             f"{node}: {folder} is not the folder that the first node sees; mount the shared file system on "
             f"{node}, or set save_ckpt_path to a folder on it"
         )
+    settings = read_resolved(settings_file)
+    mistakes = weights_mistakes(settings)
     content = {
-        "mistakes": list(mistakes) or [*data_mistakes(settings), *space_mistakes(settings)],
+        "mistakes": mistakes or [*data_mistakes(settings), *space_mistakes(settings)],
         "findings": {check.name: asdict(check.make()) for check in JOB_CHECKS},
     }
     try:
@@ -70,6 +61,20 @@ def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) ->
         raise UserError(
             f"{node}: can't write {folder} ({error.strerror}); let uid {os.getuid()} write there"
         ) from None
+
+
+def weights_mistakes(settings: TrainConfig) -> list[str]:
+    """Returns a sentence where the weights to start from are not there or of another model; gives `settings` their shape."""
+    if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
+        from mamba_fsdp.verbs.loading import starting_weights
+
+        try:
+            starting_weights(settings)
+        except StorageError:
+            raise  # trouble that may pass: no answer, for the judge
+        except UserError as error:
+            return [str(error)]
+    return []
 
 
 def data_mistakes(settings: TrainConfig) -> list[str]:

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,24 @@ from mamba_fsdp.launch.machine import LAUNCHER, end_with_launcher
 from mamba_fsdp.launch.plan import check_places
 from mamba_fsdp.run_layout import STOP, check_is_run_folder
 from mamba_fsdp.settings.fields import shown
-from mamba_fsdp.settings.resolve import check_experiment, resolve_settings
+from mamba_fsdp.settings.resolve import check_experiment, read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 from mamba_fsdp.settings.train_config import TrainConfig
 
 
-def main(*stray, config=None, **given):
+def main(
+    *stray: str, config: str | None = None, resolved: str | None = None, **words: str
+) -> int:
+    """Trains as the words say, or the file `resolved`, which the launcher has checked and written."""
     end_with_launcher(signal.SIGKILL)
-    settings, explicit = resolve_settings(given, config, stray)
+    if resolved:
+        return run(read_resolved(Path(resolved)))
+    settings = resolve_settings(words, config, stray)
     try:
         prepare(settings)
     except KeyboardInterrupt:  # what the threads that make data/builtin still compute is of no use
         os._exit(130)
-    return run(settings, explicit)
+    return run(settings)
 
 
 def train(config: str | None = None, **settings: Any) -> Path:
@@ -38,10 +42,10 @@ def train(config: str | None = None, **settings: Any) -> Path:
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train: call it in the main thread, which gets the signals that stop it")
-    given = {name: shown(value) for name, value in settings.items() if value is not None}
-    resolved, explicit = resolve_settings(given, config, where="in the call")
+    words = {name: shown(value) for name, value in settings.items() if value is not None}
+    resolved = resolve_settings(words, config, where="in the call")
     prepare(resolved)
-    run(resolved, explicit)
+    run(resolved)
     return Path(resolved.checkpoint.save_ckpt_path)
 
 
@@ -55,7 +59,7 @@ def prepare(settings: TrainConfig) -> None:
     check_places(settings)
     if not settings.training.dry_run:
         make_missing_builtin(settings.data)
-    if LAUNCHER in os.environ:  # which has said the same
+    if LAUNCHER in os.environ:  # the file STOP is for this start
         return
     if not settings.training.dry_run:
         with contextlib.suppress(OSError):  # a file STOP that was for an earlier start
@@ -65,11 +69,11 @@ def prepare(settings: TrainConfig) -> None:
         print("loading    PyTorch", flush=True)
 
 
-def run(settings: TrainConfig, explicit: Collection[str]) -> int:
-    """Trains as the settings say, of which the user gave `explicit`. Returns exit code 0."""
+def run(settings: TrainConfig) -> int:
+    """Trains as the settings say. Returns exit code 0."""
     from mamba_fsdp.interop.convert import publish
     from mamba_fsdp.trainer.run import run_training
     from mamba_fsdp.verbs.loading import starting_weights
 
-    weights = starting_weights(settings, explicit)
+    weights = starting_weights(settings)
     return run_training(settings, weights, write_model=publish)

@@ -78,7 +78,7 @@ def make_checkpoint(folder):
         Shard("a.weight", (40, 10), 0, torch.rand(400)),
         Shard("b", (7,), 0, torch.arange(7.0)),
     ]
-    settings, _ = resolve.resolve_settings({"save_ckpt_path": "x", "d_model": "16", "n_layer": "1"})
+    settings = resolve.resolve_settings({"save_ckpt_path": "x", "d_model": "16", "n_layer": "1"})
     checkpointer = open_run(folder)
     checkpointer.save(3, shards, TrainState(step=3, samples=6, tokens=48).saved(settings, 1))
     checkpointer.wait()

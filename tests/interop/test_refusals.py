@@ -277,10 +277,10 @@ def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(
     settings = {name: shown(value) for name, value in vars(config).items()}
 
     def starts_from(folder):
-        resolved, explicit = resolve_settings(
+        resolved = resolve_settings(
             {**settings, "load_ckpt_path": str(folder / "consolidated.00.pth")}
         )
-        return starting_weights(resolved, explicit)
+        return starting_weights(resolved)
 
     same = starts_from(write_ours(tmp_path / "same", config))
     assert_same(same.open(World.alone()), config, random_state(config))

@@ -27,7 +27,7 @@ CONFIG = CONFIGS["hybrid"]
 def run(tmp_path):
     """A run folder with checkpoints of steps 1 and 2, and the tokenizer that a run keeps."""
     write_tokenizer(tmp_path / "run" / "tokenizer")
-    settings, _ = resolve_settings({"seq_length": "24"})
+    settings = resolve_settings({"seq_length": "24"})
     settings.model = CONFIG
     world = World.alone()
     checkpointer = open_run(tmp_path / "run", world, asynchronous=False)

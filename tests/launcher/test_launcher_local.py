@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.processes import finish, run_program, wait_until, write_program
 from tests.support.projects import starts
+from tests.support.tiny import TINY, as_words
 
 RUN = "--save_ckpt_path=runs/a"
 ENDLESS = [RUN, "--num_steps=9999"]
@@ -42,7 +43,31 @@ def test_a_rank_for_each_gpu_gets_the_settings_as_they_are(launcher_project, tmp
     code, output = train(launcher_project, *words, **environment)
     assert code == 0, output
     begun = starts(launcher_project / "runs/a b")
-    assert [start["words"] for start in begun] == [words] * 3
+    settings = {"save_ckpt_path": "runs/a b", "num_steps": "1", "init_from": 'it\'s "quoted"'}
+    assert [start["settings"] for start in begun] == [settings] * 3
+
+
+COUNTING = """
+
+_resolve = resolve_settings
+
+def resolve_settings(*words, **more):
+    with open("resolutions", "a") as file:
+        file.write("one\\n")
+    return _resolve(*words, **more)
+"""
+
+
+@pytest.mark.slow
+def test_a_launch_resolves_its_settings_once(launcher_project, project):
+    """The ranks of the real training read what it came to."""
+    shutil.copy(project / "training.py", launcher_project)
+    module = launcher_project / "mamba_fsdp/settings/resolve.py"
+    module.write_text(module.read_text() + COUNTING)
+    words = as_words({**TINY, "eval_interval": 0, "eval_batches": -1, "use_dummy_dataset": True})
+    code, output = train(launcher_project, RUN, *words, PROCESSES_PER_NODE="2")
+    assert code == 0 and "fsdp on 2 x cpu" in output, output
+    assert (launcher_project / "resolutions").read_text() == "one\n"
 
 
 # It starts no rank until the script has done something about the signal: asked for a stop, or ended it.

@@ -8,6 +8,7 @@ import pytest
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import machine
+from mamba_fsdp.settings.resolve import as_json
 from mamba_fsdp.verbs import checks, preflight
 from tests.support.checkpoints import commit_empty
 from tests.support.tiny import resolved
@@ -19,7 +20,6 @@ GPU = "NVIDIA A100"
 def folder(tmp_path):
     """A run folder's preflight folder, as the launcher makes it."""
     (tmp_path / "run/preflight").mkdir(parents=True)
-    (tmp_path / "run/preflight/token").touch()
     (tmp_path / "store").mkdir()
     return tmp_path / "run/preflight"
 
@@ -41,7 +41,9 @@ def report(folder, tmp_path, monkeypatch):
         monkeypatch.setattr(machine, "assigned_gpus", lambda: gpus)
         monkeypatch.setattr(machine, "driver_gpus", lambda: [GPU] * shown)
         usual = {"save_ckpt_path": folder.parent, "dataset_path": tmp_path / "store"}
-        preflight.report(folder, resolved(**{**usual, **given}))
+        file = folder.parent / ".settings"
+        file.write_text(as_json(resolved(**{**usual, **given})))
+        command_line.call(preflight.main, ["report", str(folder), str(file)])
 
     return report_as
 
@@ -111,23 +113,17 @@ def test_too_little_space_for_the_checkpoints_to_come(folder, report, judge, mon
 
 
 @pytest.mark.parametrize("setting", ["init_from", "load_ckpt_path"])
-def test_weights_that_are_not_there_are_told_before_training(
-    folder, tmp_path, judge, monkeypatch, setting
-):
-    monkeypatch.setattr(machine, "check_version", lambda: None)
-    monkeypatch.setenv("SLURMD_NODENAME", "a")
-    words = [f"--save_ckpt_path={folder.parent}", f"--dataset_path={tmp_path / 'store'}"]
-    words.append(f"--{setting}={tmp_path}/elsewhere")
-    command_line.call(preflight.main, ["report", str(folder), *words])
+def test_weights_that_are_not_there_are_told_before_training(report, tmp_path, judge, setting):
+    report("a", **{setting: tmp_path / "elsewhere"})
     code, _, wrong = judge("a")
     assert code == 2 and f"{tmp_path}/elsewhere: there is no such" in wrong
 
 
-def test_a_folder_that_is_not_shared(folder, report):
-    (folder / "token").unlink()
+def test_a_folder_that_is_not_shared(folder, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "b")
     said = "^b: .* is not the folder that the first node sees; mount the shared file system on b"
     with pytest.raises(UserError, match=said):
-        report("b")
+        preflight.report(folder, folder.parent / ".settings")
 
 
 def test_data_is_there_on_all_nodes(report, judge, tmp_path):

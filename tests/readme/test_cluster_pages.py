@@ -4,7 +4,6 @@ Slurm's commands and Pyxis are stand-ins (tests/support/pyxis.py) that run on th
 trains: training.py and get_dataset.py write down what they are asked for. tests/slurm trains on a real Slurm.
 """
 
-import json
 import re
 import shlex
 import shutil
@@ -57,11 +56,17 @@ def run_script(script, here, cluster):
     return done.stdout
 
 
-def settings_of_trainings(cluster):
-    """The settings of each training that srun was to start, in order."""
-    steps = map(json.loads, (cluster.folder / "record").read_text().splitlines())
-    trained = [words for words in steps if "mamba_fsdp.launch.node" in words]
-    return [words[words.index("training.py") + 1 :] for words in trained]
+def trainings(cluster):
+    """Model, data and run folder of each training that srun was to start, in order."""
+    trained = [training["settings"] for training in cluster.trainings()]
+    return [
+        (
+            settings["model"]["model_name"],
+            settings["data"]["dataset_path"],
+            settings["checkpoint"]["save_ckpt_path"],
+        )
+        for settings in trained
+    ]
 
 
 def test_a_cluster_without_an_image_is_checked_and_trains(here, tmp_path):
@@ -74,10 +79,9 @@ def test_a_cluster_without_an_image_is_checked_and_trains(here, tmp_path):
     assert (here / "data/builtin/train/index.json").exists()
     script = script_of(larger, here).replace("mamba-2.8b", "mamba-130m")
     run_script(script, here, cluster)
-    run = f"--save_ckpt_path={here.parents[1]}/runs/big"
-    assert settings_of_trainings(cluster) == [
-        ["--config=config/demo.yaml"],
-        ["--model_name=mamba-130m", run],
+    assert trainings(cluster) == [
+        ("demo", "data/builtin", "runs/demo"),
+        ("mamba-130m", "data/builtin", f"{here.parents[1]}/runs/big"),
     ]
 
 
@@ -92,9 +96,9 @@ def test_a_cluster_with_the_image_is_checked_makes_tokens_and_trains(here, tmp_p
     assert said.startswith("Train") and "\nfit to train\n" in said
     made = (fsx / "data/mine/train/index.json").read_text()
     assert made == f"{fsx}/texts/*.jsonl {fsx}/data/mine"
-    assert settings_of_trainings(cluster) == [
-        ["--config=config/demo.yaml"],
-        [f"--dataset_path={fsx}/data/mine", f"--save_ckpt_path={fsx}/runs/mine"],
+    assert trainings(cluster) == [
+        ("demo", "data/builtin", "runs/demo"),
+        ("demo", f"{fsx}/data/mine", f"{fsx}/runs/mine"),
     ]
 
 

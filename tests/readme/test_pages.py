@@ -271,7 +271,7 @@ def test_a_row_of_a_page_is_true(there, here):
     for code in re.findall(r"`([^`]+[=:][^`]+)`", here.partition(";")[0]):
         if not code.startswith("get_dataset.py"):
             meant |= words(code)
-    settings, explicit = resolve_settings(words(there))
-    ours, _ = resolve_settings(meant)
+    settings = resolve_settings(words(there))
+    ours = resolve_settings(meant)
     assert as_dict(settings) == as_dict(ours)
-    assert bool(explicit) != here.startswith("changes nothing")
+    assert bool(settings.explicit) != here.startswith("changes nothing")

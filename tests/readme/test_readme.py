@@ -163,7 +163,7 @@ def test_the_mixture_of_layers_that_it_names_is_a_model(project):
     from mamba_fsdp.settings.resolve import resolve_settings
 
     (layers,) = re.findall(r"`--layers=(\S+)`", (project / "README.md").read_text())
-    model = resolve_settings({"layers": layers})[0].model
+    model = resolve_settings({"layers": layers}).model
     assert model.resolved_d_intermediate == 384 and {layer.mlp for layer in model.layer_list()} == {
         True
     }

@@ -11,7 +11,6 @@ import pytest
 
 from mamba_fsdp.__main__ import VERBS, overview, page_of
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.launch import words
 from mamba_fsdp.settings.fields import default, takes
 from mamba_fsdp.settings.fields import shown as shown_value
 from mamba_fsdp.settings.help import asked_for, meanings_in
@@ -137,7 +136,7 @@ def test_what_is_asked(line, asked):
         "get_dataset.py",
         "-m mamba_fsdp",
         "-m mamba_fsdp generate",
-        "-m mamba_fsdp.launch.words",
+        "-m mamba_fsdp.launch.plan",
     ],
 )
 def test_help_imports_nothing_that_takes_long(project, command):
@@ -160,11 +159,3 @@ def test_it_takes_the_width_of_its_terminal(project, monkeypatch):
         lines = window.text().replace("\x1b[K", "").splitlines()
         window.close()
         assert max(map(len, lines)) in (columns - 1, columns - 2)
-
-
-def test_a_host_without_packages_shows_it_too(capsys):
-    assert words.main(["--help=dtype"]) == 0
-    assert capsys.readouterr().out.startswith("  --mixed_precision=")
-    with pytest.raises(SystemExit, match="2"):
-        words.main(["--help=nosuch"])
-    assert capsys.readouterr().err.startswith("error: --help=nosuch: no option is about that")

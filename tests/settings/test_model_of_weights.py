@@ -12,8 +12,8 @@ THERE = ModelConfig(d_model=48, n_layer=3, layers="mamba2", headdim=16, vocab_si
 
 def take(**given):
     words = {key: str(value) for key, value in given.items()}
-    config, explicit = resolve.resolve_settings({"init_from": "there", **words})
-    resolve.adopt_model(config, THERE, explicit, "init_from there")
+    config = resolve.resolve_settings({"init_from": "there", **words})
+    resolve.adopt_model(config, THERE, "init_from there")
     return config.model
 
 
@@ -43,8 +43,8 @@ def test_other_settings_are_refused(given, message):
 
 
 def test_a_setting_that_the_layers_of_the_weights_make_pointless():
-    config, explicit = resolve.resolve_settings({"init_from": "there", "chunk_size": "32"})
+    config = resolve.resolve_settings({"init_from": "there", "chunk_size": "32"})
     with pytest.raises(
         UserError, match="chunk_size=32 does nothing without a mamba2 or mamba3 layer"
     ):
-        resolve.adopt_model(config, ModelConfig(d_model=48), explicit, "init_from there")
+        resolve.adopt_model(config, ModelConfig(d_model=48), "init_from there")

@@ -26,13 +26,13 @@ def test_a_published_setting_is_answered_right(launcher, word):
         assert meant in str(caught.value) and "did you mean" not in str(caught.value)
         return
     meant = meant or {}
-    settings, explicit = resolve.resolve_settings({name: value})
+    settings = resolve.resolve_settings({name: value})
     written = {
         key: value
         for section in resolve.as_dict(settings).values()
         for key, value in section.items()
     }
-    assert {key: written[key] for key in explicit} == meant
+    assert {key: written[key] for key in settings.explicit} == meant
     renamed = next(iter(meant), "") != name
     leaf = name.rpartition(".")[2]
     assert not renamed or any(note.startswith(leaf) for note in settings.notes), (
@@ -83,7 +83,7 @@ def test_a_flag_that_begins_with_no_is_itself():
 
 def test_two_words_for_a_setting_agree():
     def resolved(**given):
-        return resolve.resolve_settings(given)[0]
+        return resolve.resolve_settings(given)
 
     settings = resolved(bf16="true", fp16="false")
     assert settings.training.mixed_precision == "bf16"
@@ -117,7 +117,7 @@ def test_a_section_of_theirs_is_only_a_prefix(tmp_path):
         "model: {activation_checkpointing: true}\nwandb: {project: mine}\ngeneral: {full_name: one}\n"
         "tracker: wandb\n"
     )
-    settings = resolve.resolve_settings({}, str(file))[0]
+    settings = resolve.resolve_settings({}, str(file))
     assert (settings.training.global_batch_size, settings.optimizer.learning_rate) == (16, 1e-3)
     assert (settings.report.wandb_project, settings.report.wandb_name) == ("mine", "one")
 
@@ -141,7 +141,7 @@ SIZES = {  # of fms-fsdp's small models
 
 def test_presets_are_what_their_launchers_mean():
     for name, length in LENGTHS.items():
-        assert resolve.resolve_settings({"model_name": name})[0].data.seq_length == length
+        assert resolve.resolve_settings({"model_name": name}).data.seq_length == length
     for name, count in SIZES.items():
-        model = resolve.resolve_settings({"model_name": name})[0].model
+        model = resolve.resolve_settings({"model_name": name}).model
         assert parameter_count(model) == pytest.approx(count, rel=0.05)

@@ -16,7 +16,7 @@ from tests.support.processes import run_program
 
 
 def resolve(config_file=None, **given_words):
-    return module.resolve_settings(given_words, config_file)[0]
+    return module.resolve_settings(given_words, config_file)
 
 
 def refused(config_file=None, **given_words):

@@ -65,7 +65,7 @@ def test_two_nodes_make_one_run_of_a_rank_for_each_gpu_in_the_shared_venv(
     assert sorted(rank["rank"] for rank in ranks) == [0, 1, 2, 3]
     for rank in ranks:
         environment = rank["environment"]
-        assert rank["words"] == words, "settings go through as they are"
+        assert rank["settings"] == {"save_ckpt_path": "runs/a", "num_steps": "3", "tracker": []}
         assert rank["cwd"] == str(project)
         assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("4", "2")
         assert environment["MASTER_ADDR"] == "node1", "a host name, which a replaced node keeps"

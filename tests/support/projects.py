@@ -30,6 +30,10 @@ import json, os, resource, signal, sys, time
 from pathlib import Path
 
 settings = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+if "resolved" in settings:
+    content = json.loads(Path(settings["resolved"]).read_text())
+    values = {name: value for section in content["settings"].values() for name, value in section.items()}
+    settings = {name: values[name] for name in content["explicit"]}
 run, steps = Path(settings["save_ckpt_path"]), int(settings.get("num_steps", 5))
 rank, fake = int(os.environ["RANK"]), os.environ.get("FAKE", "")
 asked = []
@@ -54,7 +58,7 @@ def fail(code):
 saved = sorted(run.glob("checkpoints/step_*/COMMIT"))
 step = int(saved[-1].parent.name[5:]) if saved else 0
 run.mkdir(parents=True, exist_ok=True)
-line = json.dumps({"rank": rank, "step": step, "words": sys.argv[1:], "environment": dict(os.environ),
+line = json.dumps({"rank": rank, "step": step, "settings": settings, "environment": dict(os.environ),
                    "cwd": os.getcwd(), "open_files": resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)}) + "\n"
 with open(run / "starts.jsonl", "ab", buffering=0) as file:  # in one piece, beside those of other ranks
     file.write(line.encode())

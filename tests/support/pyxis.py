@@ -91,6 +91,8 @@ def run(node):
             Path(f"{{path}}.hidden").rename(path)
 
 if "mamba_fsdp.launch.node" in command:
+    with open(state / "trainings", "a") as file:
+        file.write(Path(command[-1].removeprefix("--resolved=")).read_text())
     assert not image or max(map(start_container, nodes)) == 0
     failures = Path(command[command.index("mamba_fsdp.launch.node") + 1], "failures", given["rdzv-id"])
     failures.mkdir(parents=True)
@@ -141,7 +143,8 @@ esac
 def make_cluster(folder, project):
     """A cluster of node1 and node2 that runs job 77: submit(*words, script=..., **environment) as Slurm would.
 
-    submit gives (finished process, [the words of each srun], [the node of each unpacking]); containers(node): the names
+    submit gives (finished process, [the words of each srun], [the node of each unpacking]); trainings(): what the
+    settings of each training came to; containers(node): the names
     of those that are there; environment: with which any program finds the commands; image: the folder of what a
     container has of programs.
     """
@@ -189,9 +192,17 @@ def make_cluster(folder, project):
             lines(folder / "state/unpacked"),
         )
 
+    def trainings():
+        return [json.loads(line) for line in lines(folder / "state/trainings")]
+
     def containers(node):
         return sorted(path.name for path in (folder / "state" / node).iterdir())
 
     return SimpleNamespace(
-        submit=submit, containers=containers, folder=folder, environment=everywhere, image=image
+        submit=submit,
+        trainings=trainings,
+        containers=containers,
+        folder=folder,
+        environment=everywhere,
+        image=image,
     )

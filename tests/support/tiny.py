@@ -28,5 +28,5 @@ def as_words(settings):
 def resolved(file=None, **given):
     """The settings of a run, of these as a user writes them."""
     words = {name: str(value) for name, value in given.items()}
-    settings, _ = resolve_settings(words, file)
+    settings = resolve_settings(words, file)
     return settings

@@ -33,10 +33,10 @@ def test_each_resolves_is_the_model_it_names_and_fits():
     names = {*ready_runs(), *RECIPES}
     assert len(names) >= 17
     for name in names:
-        settings, explicit = resolve_settings({}, name)
+        settings = resolve_settings({}, name)
         with torch.device("meta"):
             built = sum(parameter.numel() for parameter in MambaLM(settings.model).parameters())
-        assert built == parameter_count(settings.model) and "model_name" in explicit, name
+        assert built == parameter_count(settings.model) and "model_name" in settings.explicit, name
         if name in ("mamba-130m", "mamba2-2.7b", "llama2_70b"):
             assert settings.model.model_name == name
             assert built == pytest.approx(
@@ -48,8 +48,8 @@ def test_each_resolves_is_the_model_it_names_and_fits():
 
 @pytest.mark.parametrize("word", [*RECIPES, *SPELLINGS])
 def test_a_word_means_the_same_as_model_name_and_as_config(word):
-    by_config, _ = resolve_settings({}, word)
-    by_name, _ = resolve_settings({"model_name": word})
+    by_config = resolve_settings({}, word)
+    by_name = resolve_settings({"model_name": word})
     where_it_runs = {"dataset_path", "datasets", "weights", "save_ckpt_path", "num_workers"}
     what_is_told = {"eval_interval", "eval_batches", "checkpoint_interval", "report_interval"}
     kept = {**differing(by_config, by_name)}
@@ -59,7 +59,7 @@ def test_a_word_means_the_same_as_model_name_and_as_config(word):
 
 def test_the_lines_that_the_demo_and_readme_print_train_as_the_demo_does(project):
     """But for what they say themselves: data, folder, shape and length."""
-    demo, _ = resolve_settings({}, "demo")
+    demo = resolve_settings({}, "demo")
     lines = []
     for file in ("1.train.sbatch", "README.md"):
         text = (project / file).read_text()
@@ -67,12 +67,12 @@ def test_the_lines_that_the_demo_and_readme_print_train_as_the_demo_does(project
     assert len(lines) == 2
     for line in lines:
         words = dict(word.removeprefix("--").split("=") for word in line.split())
-        settings, given = resolve_settings(words)
-        assert differing(demo, settings).keys() <= given | {"eval_batches"}
+        settings = resolve_settings(words)
+        assert differing(demo, settings).keys() <= settings.explicit | {"eval_batches"}
 
 
 def test_what_is_given_changes_a_recipe_and_replaces_nothing_else():
-    usual, _ = resolve_settings({"model_name": "mamba-130m"})
+    usual = resolve_settings({"model_name": "mamba-130m"})
     assert usual.optimizer.learning_rate == 0.003 and usual.training.global_batch_size == 256
     for given, others in {
         "learning_rate=1e-4": {"learning_rate"},
@@ -80,26 +80,26 @@ def test_what_is_given_changes_a_recipe_and_replaces_nothing_else():
         "gradient_accumulation_steps=2": {"gradient_accumulation_steps", "global_batch_size"},
         "warmup_steps=9": {"warmup_steps", "warmup_ratio"},
     }.items():
-        changed, _ = resolve_settings({"model_name": "mamba-130m", **dict([given.split("=")])})
+        changed = resolve_settings({"model_name": "mamba-130m", **dict([given.split("=")])})
         assert differing(usual, changed).keys() == others
 
 
 def test_words_of_other_launchers_train_as_there():
     for word in ("state-spaces/mamba-130m", "state-spaces/mamba-130m-hf", "7b", "llama3_8b_4k"):
-        settings, _ = resolve_settings({"model_name": word})
+        settings = resolve_settings({"model_name": word})
         assert settings.lr_schedule.schedule == "fms_cosine" and settings.data.seq_length == 4096
         assert settings.optimizer.learning_rate == 3e-4 and not settings.training.global_batch_size
-    assert resolve_settings({}, "bamba-9b")[0].lr_schedule.schedule == "fms_cosine"
+    assert resolve_settings({}, "bamba-9b").lr_schedule.schedule == "fms_cosine"
 
 
 def test_given_weights_are_not_trained_at_the_rate_of_a_start_from_scratch():
     for given in ({"init_from": "x"}, {"load_ckpt_path": "x.pth", "model_name": "mamba-130m"}):
-        settings, _ = resolve_settings(given)
+        settings = resolve_settings(given)
         assert settings.optimizer.learning_rate == 3e-4 and not settings.training.global_batch_size
 
 
 def test_auto_is_fp32_on_a_cpu_and_bf16_on_a_gpu(train, tmp_path):
-    settings, _ = resolve_settings({})
+    settings = resolve_settings({})
     estimate(settings, 1, INSTANCES["p4de.24xlarge"])
     assert settings.training.mixed_precision == "bf16"
     said = train(tmp_path / "run", mixed_precision="auto", num_steps=1)

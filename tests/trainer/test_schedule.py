@@ -105,16 +105,16 @@ def test_every_type_of_the_trainer_is_taken_or_refused_by_name():
     refused = set()
     for kind in trainer_utils.SchedulerType:
         try:
-            settings, given = resolve_settings({"lr_scheduler_type": kind.value})
+            settings = resolve_settings({"lr_scheduler_type": kind.value})
         except UserError as error:
             assert f"lr_scheduler_type={kind.value}: it follows the validation loss" in str(error)
             refused.add(kind.value)
             continue
-        assert settings.lr_schedule.warmup_steps.count == 0 and "schedule" in given
-        if "min_learning_rate_ratio" in given:
+        assert settings.lr_schedule.warmup_steps.count == 0 and "schedule" in settings.explicit
+        if "min_learning_rate_ratio" in settings.explicit:
             assert settings.lr_schedule.min_learning_rate_ratio == 0
         words = {"lr_scheduler_type": kind.value, "warmup_ratio": "0.1"}
-        assert resolve_settings(words)[0].lr_schedule.warmup_ratio == 0.1
+        assert resolve_settings(words).lr_schedule.warmup_ratio == 0.1
     assert refused == {"reduce_lr_on_plateau", "greedy"}
 
 

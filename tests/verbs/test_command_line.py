@@ -107,7 +107,7 @@ def test_settings_and_verbs_read_the_same_words_alike(kind, name, texts):
 
     for text in texts:
         try:
-            settings, _ = resolve_settings({name: text})
+            settings = resolve_settings({name: text})
             as_setting = vars(
                 settings.parallel if name == "timeout_minutes" else settings.training
             )[name]

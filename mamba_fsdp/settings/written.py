@@ -1,0 +1,75 @@
+"""Reads the settings that the command line or a file gives, in our names or in those of other launchers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.settings import other_launchers
+from mamba_fsdp.settings.fields import read_field
+from mamba_fsdp.settings.train_config import all_settings, setting_names
+
+
+class Written:
+    """The settings that one place, the command line or a file, gives. Mistakes are collected, so that all of them are
+    reported at once."""
+
+    def __init__(self, content: Mapping[str, Any], where: str, is_of_run: bool = False) -> None:
+        """content: {word: text, or what YAML has there}. where: as in "on the command line". is_of_run: whether a run
+        wrote the file, as its config.yaml."""
+        self.where = where
+        self.is_of_run = is_of_run
+        self.values: dict[str, Any] = {}  # by setting
+        self.implied: dict[str, Any] = {}  # the same, of settings that another one implies
+        self.words: dict[str, str] = {}  # by setting: the word that gives it
+        self.notes: dict[str, str] = {}  # by word
+        self.mistakes: dict[str, str] = {}  # by word
+        for word, text in content.items():
+            try:
+                self._read(word, text.strip() if isinstance(text, str) else text)
+            except UserError as error:
+                self.mistakes[word] = str(error)
+
+    def in_others_words(self) -> set[str]:
+        """Returns the settings that words of other launchers give."""
+        return {name for name, word in self.words.items() if word not in setting_names()}
+
+    def _read(self, word: str, text: Any) -> None:
+        name = setting_names().get(word)
+        entry = other_launchers.find(word)
+        if entry is not None:
+            self._read_entry(word, text, entry)
+        elif name is not None:
+            self._set(name, text, word)
+        else:
+            # The suggestion looks past a wrong section; the setting does not.
+            leaf = word.rpartition(".")[2]
+            names = ["config", *all_settings(), *other_launchers.entries()]
+            hint = near_name(leaf, names, "--help=all lists them")
+            raise UserError(f"{word}: there is no such setting ({self.where}); {hint}")
+
+    def _read_entry(self, word: str, text: Any, entry: other_launchers.Entry) -> None:
+        value, note = other_launchers.meaning(entry, word, text)
+        if note:
+            self.notes[word] = note
+        if value is not None:
+            self._set(entry.setting, value, word)
+            for name, implied in entry.also.items():
+                self.implied[name] = read_field(name, all_settings()[name][1], implied)
+
+    def _set(self, name: str, text: Any, word: str) -> None:
+        """Sets `name`, which `word` gives. Raises UserError where an earlier word gives it another value, or both words
+        are ours."""
+        value = read_field(name, all_settings()[name][1], text, f" ({self.where})")
+        if name not in self.words:
+            self.values[name] = value
+            self.words[name] = word
+            return
+        earlier = self.words[name]
+        both_ours = {word, earlier} <= setting_names().keys()
+        agrees = value == self.values[name]
+        if isinstance(value, list):  # of which it may be a part
+            agrees = set(value) <= set(self.values[name])
+        if both_ours or not agrees:
+            raise UserError(
+                f"{name}: given twice {self.where} (as {earlier} and {word}); give it once"
+            )
