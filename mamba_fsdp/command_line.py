@@ -7,7 +7,6 @@ import errno
 import functools
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -172,9 +171,9 @@ def with_options(function: Callable[..., Any]) -> inspect.Signature:
 
 def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Returns (positional, named) words, by Fire's rules but none of them guessed into a type: 0123 stays 0123."""
-    plain = [re.fullmatch(r"--([\w.-]+)=(.*)", word, re.DOTALL) for word in arguments]
-    if all(plain):
-        return (), {match[1].replace("-", "_"): match[2] for match in plain if match}
+    if all(word.startswith("--") and "=" in word for word in arguments):
+        parts = [word[2:].partition("=") for word in arguments]
+        return (), {name.replace("-", "_"): text for name, _, text in parts}
     import fire  # takes longer than all that a help page needs, and not every host has it
 
     words: list[tuple[tuple[str, ...], dict[str, Any]]] = []

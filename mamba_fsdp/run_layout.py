@@ -125,20 +125,3 @@ def no_checkpoint(path: str | Path) -> UserError:
     return UserError(
         f"{path} is neither a committed checkpoint nor a run folder with one ({CHECKPOINTS}/step_*/{COMMIT}){hint}"
     )
-
-
-def is_own(origin: str, run: str | Path) -> bool:
-    """Returns whether `origin`, a load_ckpt_path, is the run folder itself: then it adds nothing, for a run resumes from
-    its own checkpoints anyway."""
-    return bool(origin) and os.path.realpath(origin) == os.path.realpath(run)
-
-
-def check_exists(origin: str, run: str | Path) -> None:
-    """Raises UserError if a run without a checkpoint is to start from `origin`, a load_ckpt_path, and that has none."""
-    path = Path(origin)
-    if not origin or is_own(origin, run) or committed(Path(run, CHECKPOINTS)):
-        return
-    if not (
-        path.is_file() or exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)
-    ):
-        raise no_checkpoint(path)

@@ -1,12 +1,48 @@
-"""Whether a path can name a model, as far as files tell by being there. Without torch: a mistake is told at once."""
+"""What a run starts from, and whether a path can name a model, as far as files tell by being there. Without torch: a
+mistake is reported at once."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, MODEL_CONFIG, committed, no_checkpoint
+from mamba_fsdp.settings.train_config import CheckpointConfig
+from mamba_fsdp.storage import exists
 
 DCP_INDEX = ".metadata"  # of torch.distributed.checkpoint
 DCP_CONVERSION = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run starts from."""
+
+    setting: str = ""  # that names it; empty for random weights
+    path: str = ""
+    is_checkpoint: bool = False  # with the optimiser's state; else weights alone
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the run resumes from a checkpoint of its own."""
+        return self.setting == "save_ckpt_path"
+
+
+def find_origin(config: CheckpointConfig) -> Origin:
+    """Returns what a run starts from: its own checkpoints, else what load_ckpt_path or init_from names, else random
+    weights. Raises UserError where that is not there."""
+    if committed(Path(config.save_ckpt_path, CHECKPOINTS)):
+        return Origin("save_ckpt_path", config.save_ckpt_path, is_checkpoint=True)
+    if config.init_from:
+        check_place(config.init_from)
+        return Origin("init_from", config.init_from)
+    if not config.load_ckpt_path or config.loads_own_folder():
+        return Origin()
+    path = Path(config.load_ckpt_path)
+    if not (
+        path.is_file() or exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)
+    ):
+        raise no_checkpoint(path)
+    return Origin("load_ckpt_path", str(path), is_checkpoint=not config.names_a_file())
 
 
 def check_place(source: str | Path) -> None:
@@ -30,12 +66,12 @@ def check_place(source: str | Path) -> None:
         )
 
 
-def refuse_dcp(folder):
+def refuse_dcp(folder: Path) -> None:
     """Raises UserError for a folder of torch.distributed.checkpoint, or of such folders: their index is a pickle of
     classes, which can't be read without running what it names."""
-    found = [*folder.glob(DCP_INDEX), *folder.glob(f"*/{DCP_INDEX}")]
-    if found:
-        newest = max(found, key=lambda file: file.stat().st_mtime).parent
+    indexes = [*folder.glob(DCP_INDEX), *folder.glob(f"*/{DCP_INDEX}")]
+    if indexes:
+        newest = max(indexes, key=lambda file: file.stat().st_mtime).parent
         raise UserError(
             f"{newest} is a folder of torch.distributed.checkpoint, which only its own program reads. "
             f"If you trust it, convert it with torch 2.3 or newer: {DCP_CONVERSION.format(newest)}"

@@ -17,23 +17,21 @@ interpreter.need("yaml")
 
 from mamba_fsdp import command_line
 from mamba_fsdp.data.builtin import builtin_folder
-from mamba_fsdp.interop.places import check_place
+from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch.machine import PROJECT, check_version
-from mamba_fsdp.run_layout import CHECKPOINTS, check_exists, check_is_run_folder, committed
-from mamba_fsdp.settings.resolve import as_json, check_experiment, resolve_settings
+from mamba_fsdp.settings.resolve import as_json, check_run_folder, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page
 from mamba_fsdp.settings.train_config import TrainConfig, all_settings
 
 
 def plan(*stray: str, config: str | None = None, **words: str) -> None:
-    trains_in_image = bool(os.environ.get("IMAGE"))
+    trains_in_image = os.environ.get("IMAGE")
     if not trains_in_image:
         check_version()
     settings = resolve_settings(words, config, stray)
-    check_experiment(settings)
-    check_is_run_folder(settings.checkpoint.save_ckpt_path)
+    check_run_folder(settings)
     if not trains_in_image:  # else preflight finds what is missing
-        check_places(settings)
+        check_inputs(settings)
     print(
         os.path.abspath(settings.checkpoint.save_ckpt_path),
         builtin_folder(settings.data) or "",
@@ -43,12 +41,9 @@ def plan(*stray: str, config: str | None = None, **words: str) -> None:
     )
 
 
-def check_places(settings: TrainConfig) -> None:
+def check_inputs(settings: TrainConfig) -> None:
     """Raises UserError where what a run starts from or reads is not there."""
-    checkpoint = settings.checkpoint
-    check_exists(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
-    if checkpoint.init_from and not committed(Path(checkpoint.save_ckpt_path, CHECKPOINTS)):
-        check_place(checkpoint.init_from)
+    find_origin(settings.checkpoint)
     if not settings.data.use_dummy_dataset and not builtin_folder(settings.data):
         from mamba_fsdp.data.selection import training_sources, validation_sources  # numpy
 

@@ -25,14 +25,14 @@ def read_by_layers(name: str) -> Needs | None:
         kind = "an attention layer"
 
     @condition(kind)
-    def is_read(settings) -> bool:
+    def is_read(settings: Any) -> bool:
         return settings.model.reads(name)
 
     return is_read
 
 
 @condition("an attention layer with rotary_dim other than 0")
-def rotation(settings) -> bool:
+def rotation(settings: Any) -> bool:
     return settings.model.has("attention") and settings.model.rotary_dim != 0
 
 
@@ -219,10 +219,10 @@ class ModelConfig:
         """Raises UserError for shapes that can't be built, naming the settings."""
         for part in self.parts():
             part.check(self)
-        known = spec.multipliers_of(self)
+        multipliers = spec.multipliers_of(self)
         for name in named_numbers("multipliers", self.multipliers):
-            if name not in known:
-                hint = near_name(name, known, f"it has {', '.join(known)}")
+            if name not in multipliers:
+                hint = near_name(name, multipliers, f"it has {', '.join(multipliers)}")
                 raise UserError(f"multipliers: there is no {name!r} in this model; {hint}")
 
 
@@ -231,19 +231,20 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig of the `values` that stand in `path`; what is missing takes its default.
-    Raises UserError for an unknown name, a wrong type, a value out of bounds."""
-    known = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
+    """Returns the ModelConfig of the `values` that stand in `path`; what is missing takes its default. Raises UserError
+    for an unknown name, a wrong type, a value out of bounds."""
+    leaves = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
     for name, value in values.items():
-        if name not in known:
+        if name not in leaves:
             raise UserError(f"{path}: {name} is no setting of this program's models")
+        leaf = leaves[name]
         try:
-            if type(value) is not known[name].type:
+            if type(value) is not leaf.type:
                 raise ValueError
-            known[name].metadata["bounds"].check(value)
+            leaf.metadata["bounds"].check(value)
         except ValueError:
             raise UserError(
-                f"{path}: {name} is {value!r}, but this program's models need: {takes(known[name])}"
+                f"{path}: {name} is {value!r}, but this program's models need: {takes(leaf)}"
             ) from None
     config = ModelConfig(**values)
     try:

@@ -8,12 +8,11 @@ text.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run_layout import CHECKPOINTS, SETTINGS, committed
+from mamba_fsdp.run_layout import CHECKPOINTS, SETTINGS, check_is_run_folder, committed
 from mamba_fsdp.settings import fields, other_launchers, presets
 from mamba_fsdp.settings.fields import Duration, Needs, parse, shown
 from mamba_fsdp.settings.model_config import ModelConfig, read_by_layers
@@ -21,7 +20,7 @@ from mamba_fsdp.settings.presets import preset, recipe
 from mamba_fsdp.settings.text_yaml import load_yaml
 from mamba_fsdp.settings.train_config import (
     SECTIONS,
-    CheckpointConfig,
+    WEIGHTS_FILES,
     TrainConfig,
     all_settings,
 )
@@ -52,7 +51,7 @@ def resolve_settings(
         raise UserError(f"{stray[0]}: settings are written --name=value")
     on_line = Written(words, where)
     in_file = read_file(config_file)
-    check_none([*on_line.mistakes.values(), *in_file.mistakes.values()])
+    check_none([*on_line.mistakes, *in_file.mistakes])
     drop_alternatives(in_file.values, on_line.values)
     chosen = {**in_file.values, **on_line.values}
     implied = {**in_file.implied, **on_line.implied}
@@ -60,11 +59,10 @@ def resolve_settings(
     chosen = implied | chosen
     settings = _build(chosen)
     settings.check()
-    settings.notes = [*in_file.notes.values(), *on_line.notes.values()]
+    settings.notes = [*in_file.notes, *on_line.notes]
     drop_pointless(settings, chosen, on_line, in_file)
     names_data = {"dataset_path", "datasets", "use_dummy_dataset"} & on_line.values.keys()
-    places = [on_line] if names_data else [on_line, in_file]
-    settings.names_folder = any("save_ckpt_path" in place.values for place in places)
+    settings.names_folder = "save_ckpt_path" in (on_line.values if names_data else chosen)
     return settings
 
 
@@ -99,10 +97,11 @@ def read_run(folder: Path) -> Written | None:
         return None
 
 
-def check_experiment(settings: TrainConfig) -> None:
-    """Raises UserError where no run folder is given for these settings and the usual one holds a run
-    of another model or on other data."""
+def check_run_folder(settings: TrainConfig) -> None:
+    """Raises UserError where the run folder holds other things than a run, or where the settings name none and the usual
+    one holds a run of another model or on other data."""
     folder = settings.checkpoint.save_ckpt_path
+    check_is_run_folder(folder)
     run = None if settings.names_folder else read_run(Path(folder))
     if run is None:
         return
@@ -264,9 +263,9 @@ def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
     model_name = chosen.get("model_name", default("model_name"))
     values = {name: default(name) for name in all_settings()}
     values |= preset(model_name)
-    path = chosen.get("load_ckpt_path", "")
-    start = CheckpointConfig(load_ckpt_path=path, init_from=chosen.get("init_from", ""))
-    trained = dict(recipe(model_name, from_weights=start.is_from_weights()))
+    from_file = chosen.get("load_ckpt_path", "").endswith(WEIGHTS_FILES)
+    from_weights = from_file or bool(chosen.get("init_from"))
+    trained = dict(recipe(model_name, from_weights))
     drop_alternatives(trained, chosen)
     return values | trained
 
@@ -351,14 +350,18 @@ def as_yaml(settings: TrainConfig) -> str:
 
 def as_json(settings: TrainConfig) -> str:
     """Returns, in a line, the resolved settings and what was said of them, for `read_resolved`."""
-    explicit = sorted(settings.explicit)
-    content = {"settings": as_dict(settings), "explicit": explicit, "notes": settings.notes}
-    return json.dumps(content)
+    return json.dumps(
+        {
+            "settings": as_dict(settings),
+            "explicit": sorted(settings.explicit),
+            "notes": settings.notes,
+        }
+    )
 
 
 def read_resolved(path: Path) -> TrainConfig:
     """Returns the settings that the launcher of this start has resolved and written into the file `path`."""
-    content = json.loads(retry_io(partial(path.read_text), path))
+    content = json.loads(retry_io(path.read_text, path))
     settings = TrainConfig()
     for values in content["settings"].values():
         for name, value in values.items():

@@ -21,7 +21,7 @@ def load_yaml(path: Path, ours: bool = False) -> dict[str, Any]:
         loader = getattr(yaml, "CSafeLoader", loader)
 
     class TextLoader(loader):
-        def compose_node(self, parent, index):
+        def compose_node(self, parent: Any, index: Any) -> Any:
             # An alias of a collection could stand for more values than any memory holds.
             alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
             node = super().compose_node(parent, index)
@@ -31,7 +31,7 @@ def load_yaml(path: Path, ours: bool = False) -> dict[str, Any]:
                 )
             return node
 
-        def construct_mapping(self, node, deep=False):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             content = super().construct_mapping(node, deep)
             if len(content) < len(node.value):
                 names = [key.value for key, _ in node.value]
@@ -40,7 +40,7 @@ def load_yaml(path: Path, ours: bool = False) -> dict[str, Any]:
 
     TextLoader.yaml_implicit_resolvers = {}  # which would make numbers and booleans of text
     try:
-        content = yaml.load(Path(path).read_text(), Loader=TextLoader)
+        content = yaml.load(path.read_text(), Loader=TextLoader)
     except Exception as error:  # PyYAML raises whatever a file runs into
         reason = " ".join(str(error).split()) or "it is cut short"
         raise UserError(f"{path}: can't be read as YAML: {reason}") from None

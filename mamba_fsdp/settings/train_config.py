@@ -20,6 +20,7 @@ from mamba_fsdp.ops.backends import Use, demands
 from mamba_fsdp.settings.fields import Duration, Needs, condition, setting, shown
 from mamba_fsdp.settings.model_config import ModelConfig
 
+WEIGHTS_FILES = (".pth", ".pt", ".bin", ".safetensors")
 SCHEDULES = (
     "cosine",
     "linear",
@@ -295,13 +296,13 @@ class CheckpointConfig:
     """At the end, write the model into pth/ as one file. Without it, python -m mamba_fsdp export
     RUN FOLDER --format=pth does so later."""
 
-    def is_from_weights(self) -> bool:
-        """Whether the run starts from weights alone."""
-        return bool(self.init_from) or self.names_a_file()
-
     def names_a_file(self) -> bool:
         """Whether load_ckpt_path names a file, of weights alone."""
-        return self.load_ckpt_path.endswith((".pth", ".pt", ".bin", ".safetensors"))
+        return self.load_ckpt_path.endswith(WEIGHTS_FILES)
+
+    def loads_own_folder(self) -> bool:
+        """Whether load_ckpt_path is the run folder itself: it means to resume or, if empty, to start."""
+        return os.path.realpath(self.load_ckpt_path) == os.path.realpath(self.save_ckpt_path)
 
     def check(self) -> None:
         """Raises UserError where the settings don't agree on what to start from."""

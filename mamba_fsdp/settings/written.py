@@ -21,13 +21,13 @@ class Written:
         self.values: dict[str, Any] = {}  # by setting
         self.implied: dict[str, Any] = {}  # the same, of settings that another one implies
         self.words: dict[str, str] = {}  # by setting: the word that gives it
-        self.notes: dict[str, str] = {}  # by word
-        self.mistakes: dict[str, str] = {}  # by word
+        self.notes: list[str] = []
+        self.mistakes: list[str] = []
         for word, text in content.items():
             try:
                 self._read(word, text.strip() if isinstance(text, str) else text)
             except UserError as error:
-                self.mistakes[word] = str(error)
+                self.mistakes.append(str(error))
 
     def in_others_words(self) -> set[str]:
         """Returns the settings that words of other launchers give."""
@@ -50,7 +50,7 @@ class Written:
     def _read_entry(self, word: str, text: Any, entry: other_launchers.Entry) -> None:
         value, note = other_launchers.meaning(entry, word, text)
         if note:
-            self.notes[word] = note
+            self.notes.append(note)
         if value is not None:
             self._set(entry.setting, value, word)
             for name, implied in entry.also.items():

@@ -8,7 +8,7 @@ import torch
 
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.interop.weights import Weights
+from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
@@ -22,6 +22,7 @@ from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.setup import TAKES_LESS, TrainContext, set_up
+from mamba_fsdp.trainer.start import starting_weights
 from mamba_fsdp.trainer.state import TrainState
 from mamba_fsdp.trainer.stopping import StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
@@ -30,13 +31,11 @@ WriteModel = Callable[[Path, Path], object]  # of a checkpoint, and the folder, 
 
 
 @output_that_may_go()
-def run_training(
-    settings: TrainConfig, weights: Weights | None = None, write_model: WriteModel | None = None
-) -> int:
+def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -> int:
     """Trains as the settings say, from the newest checkpoint of the run folder or from the start.
     Returns exit code 0.
 
-    weights: those of init_from. write_model: writes the finished model from the last checkpoint.
+    write_model: writes the finished model from the last checkpoint.
     """
     use_deterministic_algorithms(settings.training.deterministic)
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
@@ -54,10 +53,12 @@ def run_training(
         ):
             for note in settings.notes:
                 console.line(f"settings   {note}")
+            origin = world.on_rank0(find_origin, settings.checkpoint)
+            weights = world.on_all_ranks(starting_weights, settings, origin)
             if not is_dry:
                 world.on_rank0(folder.acquire)
             with stop:
-                context = set_up(settings, world, folder, weights, console.line)
+                context = set_up(settings, world, folder, origin, weights, console.line)
                 if not context:
                     return 0
                 state = context.state

@@ -128,12 +128,8 @@ def schedule_of(
     former = length
     former_length = str(length)
     if state.schedule:
-        former_length = state.schedule["num_steps"]
-        saved = state.schedule["curve"]
-        unit = "steps"
-        if saved["in_tokens"]:
-            unit = "tok"
-        former = Duration(saved["total"], unit)
+        former_length = state.schedule["length"]
+        former = Duration.parse(state.schedule["curve"])
     curve = length
     if former_length == str(length) and not is_given:
         curve = former  # as an earlier start chose for this length
@@ -156,8 +152,7 @@ def schedule_of(
                 f"schedule   its length was {former_length} and is now {length}: the learning rate {change}"
             )
 
-    saved = {"total": curve.count, "in_tokens": curve.unit == "tok"}
-    state.schedule = {"num_steps": str(length), "curve": saved}
+    state.schedule = {"length": str(length), "curve": str(curve)}
     schedule = _made(settings, curve, state, tokens_per_step)
     if curve != length and not schedule.factor(curve.count):
         raise UserError(

@@ -18,6 +18,7 @@ from mamba_fsdp.data.selection import (
 )
 from mamba_fsdp.data.source import DummySource, Source
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.interop.weights import Weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
@@ -72,9 +73,14 @@ class TrainContext:
 
 
 def set_up(
-    settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say
+    settings: TrainConfig,
+    world: World,
+    folder: RunFolder,
+    origin: Origin,
+    weights: Weights | None,
+    say: Say,
 ) -> TrainContext | None:
-    """Prepares a run; all ranks call it. weights: of init_from. Returns None for a dry run. Raises
+    """Prepares a run; all ranks call it. weights: those of `origin`, unless it is a checkpoint. Returns None for a dry run. Raises
     UserError where things don't fit."""
     batch_shape = split_step(settings, world.rank, world.size)
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file
@@ -84,7 +90,7 @@ def set_up(
     say_data(settings.data, data, say)
     if settings.training.dry_run:
         tokens = one_for_all(data.sources.values()) if data.sources else None
-        say_start(settings, tokens, world, weights, say)
+        say_start(settings, tokens, world, origin, say)
         if tokens:
             plan_steps(settings, batch_shape, data, TrainState(), say)
         return None
@@ -104,7 +110,7 @@ def set_up(
     optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
 
     tokens = one_for_all(data.sources.values())
-    state, begins = start(settings, tokens, parallel, optimizer, checkpointer, weights, say)
+    state, begins = start(settings, tokens, parallel, optimizer, checkpointer, origin, weights, say)
 
     sampler, schedule = plan_steps(settings, batch_shape, data, state, say)
     loader = Loader(

@@ -1,51 +1,19 @@
 """A trained model with its tokenizer, out of a run, a checkpoint, a .pth file or another library's folder."""
 
 import functools
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.weights import Weights, find_weights, read_weights
+from mamba_fsdp.interop.weights import Weights, read_weights
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.world import World, start_world
-from mamba_fsdp.run_layout import CHECKPOINTS, check_exists, committed
-from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage import exists
 from mamba_fsdp.trainer.first_use import choose_for_answers
 from mamba_fsdp.trainer.setup import build_model
-
-
-def starting_weights(config: TrainConfig) -> Weights | None:
-    """Returns the Weights that init_from names, whose shape `config` then takes, or those of a file that load_ckpt_path
-    names; not yet open. None without either.
-
-    A run that has a checkpoint of its own needs none: where those of init_from are gone, the shape is that one's. Raises UserError where they are of another model than the settings ask for, or what a run needs is not there.
-    """
-    checkpoint = config.checkpoint
-    if os.environ.get("RANK", "0") == "0":  # a thousand ranks would look it up at once
-        check_exists(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
-    if checkpoint.init_from:
-        names_a_model = vars(config.model).keys() & config.explicit
-        source = f"init_from {checkpoint.init_from}"
-        try:
-            weights = find_weights(checkpoint.init_from, config.model if names_a_model else None)
-        except UserError:
-            if not committed(Path(checkpoint.save_ckpt_path, CHECKPOINTS)):
-                raise
-            source = f"save_ckpt_path {checkpoint.save_ckpt_path}"
-            weights = find_weights(checkpoint.save_ckpt_path)
-        resolve.adopt_model(config, weights.config, source)
-        return weights
-    if not checkpoint.names_a_file() or not exists(checkpoint.load_ckpt_path):
-        return None
-    weights = find_weights(checkpoint.load_ckpt_path, config.model)
-    resolve.check_same_model(config, weights.config, f"load_ckpt_path {checkpoint.load_ckpt_path}")
-    return weights
 
 
 class Loaded(NamedTuple):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mamba_fsdp.errors import StorageError, UserError
+from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch import machine
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run_layout import CHECKPOINT_BYTES, CHECKPOINTS, committed
@@ -66,10 +67,10 @@ def report(folder: Path, settings_file: Path) -> None:
 def weights_mistakes(settings: TrainConfig) -> list[str]:
     """Returns a sentence where the weights to start from are not there or of another model; gives `settings` their shape."""
     if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
-        from mamba_fsdp.verbs.loading import starting_weights
+        from mamba_fsdp.trainer.start import starting_weights
 
         try:
-            starting_weights(settings)
+            starting_weights(settings, find_origin(settings.checkpoint))
         except StorageError:
             raise  # trouble that may pass: no answer, for the judge
         except UserError as error:

@@ -11,17 +11,15 @@ from typing import Any
 from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.machine import LAUNCHER, end_with_launcher
-from mamba_fsdp.launch.plan import check_places
-from mamba_fsdp.run_layout import STOP, check_is_run_folder
+from mamba_fsdp.launch.plan import check_inputs
+from mamba_fsdp.run_layout import STOP
 from mamba_fsdp.settings.fields import shown
-from mamba_fsdp.settings.resolve import check_experiment, read_resolved, resolve_settings
+from mamba_fsdp.settings.resolve import check_run_folder, read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 from mamba_fsdp.settings.train_config import TrainConfig
 
 
-def main(
-    *stray: str, config: str | None = None, resolved: str | None = None, **words: str
-) -> int:
+def main(*stray: str, config: str | None = None, resolved: str | None = None, **words: str) -> int:
     """Trains as the words say, or the file `resolved`, which the launcher has checked and written."""
     end_with_launcher(signal.SIGKILL)
     if resolved:
@@ -54,9 +52,8 @@ def prepare(settings: TrainConfig) -> None:
     built-in data where it is wanted and missing. On rank 0; where the ranks meet, the others wait."""
     if os.environ.get("RANK", "0") != "0":
         return
-    check_experiment(settings)
-    check_is_run_folder(settings.checkpoint.save_ckpt_path)
-    check_places(settings)
+    check_run_folder(settings)
+    check_inputs(settings)
     if not settings.training.dry_run:
         make_missing_builtin(settings.data)
     if LAUNCHER in os.environ:  # the file STOP is for this start
@@ -73,7 +70,5 @@ def run(settings: TrainConfig) -> int:
     """Trains as the settings say. Returns exit code 0."""
     from mamba_fsdp.interop.convert import publish
     from mamba_fsdp.trainer.run import run_training
-    from mamba_fsdp.verbs.loading import starting_weights
 
-    weights = starting_weights(settings)
-    return run_training(settings, weights, write_model=publish)
+    return run_training(settings, write_model=publish)

@@ -285,9 +285,9 @@ def test_another_experiment_is_refused_in_the_folder_of_the_first(tmp_path, monk
         f"{same} datasets=../a",
         "init_from=x dataset_path=data/a",
     ):
-        module.check_experiment(resolve(**words(text)))
-    module.check_experiment(resolve(str(own), n_layer="3"))
-    module.check_experiment(resolve(**words("dataset_path=b save_ckpt_path=runs/train")))
+        module.check_run_folder(resolve(**words(text)))
+    module.check_run_folder(resolve(str(own), n_layer="3"))
+    module.check_run_folder(resolve(**words("dataset_path=b save_ckpt_path=runs/train")))
     for text, file, said in (
         ("dataset_path=data/b d_model=64", None, "dataset_path=data/b (there data/a)"),
         ("d_model=64 use_dummy_dataset=1", None, "dataset_path=data/builtin (there data/a)"),
@@ -295,7 +295,7 @@ def test_another_experiment_is_refused_in_the_folder_of_the_first(tmp_path, monk
         ("dataset_path=data/b", str(own), "dataset_path=data/b (there data/a)"),
     ):
         with pytest.raises(UserError) as caught:
-            module.check_experiment(resolve(file, **words(text)))
+            module.check_run_folder(resolve(file, **words(text)))
         assert f"runs/train holds another run: {said}; name a folder" in str(caught.value)
 
 

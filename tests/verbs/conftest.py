@@ -24,7 +24,7 @@ def used(tmp_path_factory):
     given = TINY | {"vocab_size": 300, "num_steps": 4, "eval_interval": 0, "eval_batches": -1}
     given["dataset_path"] = folder / "data" / "builtin"
     given["save_ckpt_path"] = folder / "runs" / "demo"
-    run_training(resolved(**given), None, write_model=publish)
+    run_training(resolved(**given), write_model=publish)
     torch.set_flush_denormal(False)
     write_model(folder / "runs" / "demo", folder / "exported" / "demo")
     return folder
