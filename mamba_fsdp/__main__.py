@@ -83,7 +83,7 @@ def page_of(module: ModuleType) -> Page:
         return module.page()
     options = command_line.options_of(module.main)
     page = Page(str(module.__doc__), {"": options} if options else {})
-    if options and "given" in inspect.signature(module.main).parameters:
+    if options and "settings_by_name" in inspect.signature(module.main).parameters:
         page.usual = meanings_in(options)
         page.sections |= SECTIONS
         page.words = other_launchers.entries
