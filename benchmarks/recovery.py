@@ -31,7 +31,9 @@ DEMO = [
     "--eval_interval=0",
     "--checkpoint_interval=5",
 ]
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=99"]
+OURS = ["./1.train.sbatch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN += ["--max-restarts=99", "training.py"]
 
 
 @contextlib.contextmanager
@@ -44,13 +46,13 @@ def launched(folder, launcher):
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     run = f"--save_ckpt_path={folder}/run"
-    command = [sys.executable, "-m", *launcher, "training.py", *DEMO, run]
+    command = [*launcher, *DEMO, run]
     with open(f"{folder}/log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=PROJECT, env=environment)
     try:
         yield process
     finally:
-        ranks = children(process.pid)
+        ranks = ranks_of(process.pid)
         for pid in [process.pid, *ranks]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -59,6 +61,12 @@ def launched(folder, launcher):
 
 def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def ranks_of(pid):
+    """The ranks of this launcher, whose children are programs that start them, or of torchrun."""
+    below = children(pid)
+    return [rank for child in below for rank in children(child)] or below
 
 
 def wait_until(happened, what):
@@ -101,11 +109,10 @@ def lose_ranks():
     for name in ("a rank, this launcher", "a rank, plain torchrun"):
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder, "run")
-            ours = ["mamba_fsdp.launch.node", str(run), "--standalone"]
-            with launched(folder, ours if "this" in name else TORCHRUN) as process:
+            with launched(folder, OURS if "this" in name else TORCHRUN) as process:
 
                 def kill(process=process):
-                    os.kill(children(process.pid)[-1], signal.SIGKILL)
+                    os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
 
                 wait_until(lambda run=run: events(run, "started"), "a start")
                 seconds[name] = [until_next_step(run, kill) for _ in range(KILLS)]

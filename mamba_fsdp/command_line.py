@@ -25,7 +25,7 @@ def run(
 ) -> None:
     """Calls `verb` with the command line's words and exits with its code.
 
-    page: gives the page of --help. Exit codes: what the verb returns or 0; a UserError's own;
+    page: returns the page of --help. Exit codes: what the verb returns or 0; a UserError's own;
     130 for Ctrl-C.
     """
     if arguments is None:
@@ -40,16 +40,16 @@ def run(
 
 
 def show_help(page: Callable[[], Page], arguments: Sequence[str]) -> bool:
-    """Shows what the words ask of the help page; False where they ask for none."""
-    asked = asked_for(arguments)
-    if asked is not None:
-        Console().line(page().text(asked))
-    return asked is not None
+    """Prints the part of the help page that the words ask for. Returns False where they ask for none."""
+    topic = asked_for(arguments)
+    if topic is not None:
+        Console().line(page().text(topic))
+    return topic is not None
 
 
 @contextlib.contextmanager
 def mistakes_in_a_line() -> Iterator[None]:
-    """Inside, what users can mend and Ctrl-C end the process with a line, and a reader that has gone without one."""
+    """Ends the process with one line after Ctrl-C or what a user can mend, and without one where nobody reads any longer."""
     try:
         yield
         if sys.stdout:  # None where it is closed
@@ -76,7 +76,7 @@ def mistakes_in_a_line() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Sends stdout nowhere, or Python would complain at its end that it can't be written."""
+    """Sends stdout nowhere, or Python would complain at its exit that it can't be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -89,7 +89,7 @@ def _fail(error: UserError) -> NoReturn:
 
 
 def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
-    """verb(...) with its words as the values of its parameters, see `invoke`."""
+    """Calls the verb with the words as the values of its parameters, see `invoke`."""
     if "--" in arguments:  # behind which Fire takes flags of its own
         raise UserError("nothing is expected after --; see --help")
     positional, named = split(arguments)
@@ -97,16 +97,16 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
 
 
 def for_python(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function `name` of the package: `function`, called by `invoke`."""
+    """Returns the package's function `name`: it calls `function` through `invoke`."""
 
     @functools.wraps(function)
-    def checked(*positional, **named):
+    def checked(*positional: Any, **named: Any) -> Any:
         return invoke(function, positional, named, "", f"see help({name})")
 
-    told = [inspect.getdoc(function) or ""]
+    lines = [inspect.getdoc(function) or ""]
     if options_of(function):
-        told += [f"{leaf}: {text}" for leaf, text in meanings_in(options_of(function)).items()]
-    checked.__doc__ = "\n".join(told)
+        lines += [f"{leaf}: {text}" for leaf, text in meanings_in(options_of(function)).items()]
+    checked.__doc__ = "\n".join(lines)
     checked.__signature__ = with_options(function)  # type: ignore[attr-defined]
     return checked
 
@@ -118,7 +118,7 @@ def invoke(
     dashes: str,
     see: str,
 ) -> Any:
-    """function(...), whose parameter `options` is made of arguments that are its fields.
+    """Calls the function, whose parameter `options` is made of the arguments that are its fields.
 
     Raises UserError for what does not fit: too many, missing, unknown (with the nearest name); of a
     field also the wrong type, or out of bounds. dashes: what stands before a name. see: where names
@@ -130,7 +130,8 @@ def invoke(
     elsewhere = {
         word: name for name, leaf in leaves.items() for word in leaf.metadata["elsewhere"].split()
     }
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    parameters = signature.parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for name in named:
         if name not in signature.parameters and (name in elsewhere or not takes_any):
             hint = near_name(name, signature.parameters, see, dashes, elsewhere)
@@ -150,13 +151,13 @@ def invoke(
 
 
 def options_of(function: Callable[..., Any]) -> Any:
-    """The dataclass that the parameter `options` is; None without one."""
+    """Returns the dataclass that the parameter `options` is, None without such a parameter."""
     parameter = inspect.signature(function).parameters.get("options")
     return parameter and parameter.annotation
 
 
 def with_options(function: Callable[..., Any]) -> inspect.Signature:
-    """The function's signature with the fields of `options` in its place."""
+    """Returns the function's signature with the fields of `options` in its place."""
     signature = inspect.signature(function)
     parameters = []
     for name, parameter in signature.parameters.items():
@@ -164,8 +165,8 @@ def with_options(function: Callable[..., Any]) -> inspect.Signature:
             parameters.append(parameter)
             continue
         for leaf in dataclasses.fields(parameter.annotation):
-            one = parameter.replace(name=leaf.name, default=default(leaf), annotation=leaf.type)
-            parameters.append(one)
+            field = parameter.replace(name=leaf.name, default=default(leaf), annotation=leaf.type)
+            parameters.append(field)
     return signature.replace(parameters=parameters)
 
 
@@ -179,15 +180,15 @@ def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     words: list[tuple[tuple[str, ...], dict[str, Any]]] = []
 
     @fire.decorators.SetParseFn(str)
-    def capture(*positional, **named):
+    def capture(*positional: str, **named: str) -> None:
         words.append((positional, named))
 
     fire.Fire(capture, command=list(arguments))
     positional, named = words[0]
-    found = {}
+    text_by_name = {}
     for name, text in named.items():
         if name.startswith("_"):  # Fire takes --no_wandb for the opposite of a flag called _wandb
-            found[f"no{name}"] = "True"
+            text_by_name[f"no{name}"] = "True"
         else:
-            found[name] = text
-    return positional, found
+            text_by_name[name] = text
+    return positional, text_by_name

@@ -1,5 +1,4 @@
-"""What several parts of the program share: the label that the loss ignores, and the names of
-dtypes."""
+"""Conventions of the whole program: the label that the loss ignores, and the names of dtypes."""
 
 import torch
 
@@ -18,5 +17,5 @@ SAFETENSORS_DTYPES = {
 
 
 def compute_type(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype an operator calculates in: float32, or float64 for float64 input."""
+    """Returns the dtype that an operator calculates in: float32, or float64 for float64 input."""
     return torch.promote_types(tensor.dtype, torch.float32)

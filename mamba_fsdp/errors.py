@@ -1,5 +1,4 @@
-"""What is told when things go wrong: the exception for what a user can fix, and the note that
-torchrun looks for."""
+"""Errors: the exceptions for what a user can fix, and the error file that torchrun reads."""
 
 import difflib
 import json
@@ -21,7 +20,7 @@ class UserError(Exception):
 
 
 class LostError(UserError):
-    """Another process has what this one wrote to: it must not write there any more."""
+    """Another process has taken over what this one wrote to, which must not write there any more."""
 
 
 class StorageError(UserError):
@@ -31,8 +30,7 @@ class StorageError(UserError):
 
 
 def joined(errors: Sequence[UserError], before: str = "") -> UserError:
-    """One error that says `before` and what the first of these say; a StorageError where any of
-    them is one."""
+    """Returns one error with `before` and the first messages of `errors`; a StorageError where any of them is one."""
     messages = list(dict.fromkeys(map(str, errors)))
     shown = messages[:4]
     if len(messages) > 4:
@@ -44,28 +42,28 @@ def joined(errors: Sequence[UserError], before: str = "") -> UserError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message: some libraries write pages."""
+    """Returns the first line of an exception's message: some libraries write pages."""
     message = str(error).strip() or type(error).__name__
     return message.splitlines()[0]
 
 
 def near_name(
     name: str,
-    known: Iterable[str],
+    candidates: Iterable[str],
     otherwise: str,
     dashes: str = "",
     elsewhere: Mapping[str, str] = {},
 ) -> str:
-    """A hint for an unknown `name`: the nearest of the `known` names, or the one that is called like
-    it `elsewhere` ({that name: ours}), if it may be meant; else `otherwise`."""
-    near = difflib.get_close_matches(name, [*known, *elsewhere], n=1, cutoff=0.75)
+    """Returns a hint for an unknown `name`: the nearest of the candidates, or what other programs
+    call like it (elsewhere: {their name: candidate}), if it may be meant; else `otherwise`."""
+    near = difflib.get_close_matches(name, [*candidates, *elsewhere], n=1, cutoff=0.75)
     if not near:
         return otherwise
     return f"did you mean {dashes}{elsewhere.get(near[0], near[0])}?"
 
 
 def leave_for_torchrun(error: BaseException) -> None:
-    """Writes the exception where torchrun, if it runs us, looks for it: the launcher ends the log
+    """Writes the exception to torchrun's error file, if torchrun has started this process: the launcher ends the log
     with it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

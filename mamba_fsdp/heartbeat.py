@@ -1,12 +1,15 @@
-"""Signs of life: long work says now and then that it makes progress, so that nobody takes it for stuck."""
+"""Signs of life: long work reports its progress now and then, so that the watchdog does not take it for stuck."""
 
 import time
 from collections.abc import Callable
 
 
 class Heart:
-    """work: how often this process made progress. last: the time.monotonic() when it, or a rank it waits for, did.
-    if_stuck: what is to be done before the process is ended for want of progress."""
+    """Counts the progress of this process.
+
+    work: how often it made progress. last: the time.monotonic() when it, or a rank that it waits for, did. if_stuck: is
+    called before the watchdog ends the process.
+    """
 
     def __init__(self) -> None:
         self.work = 0
@@ -14,11 +17,12 @@ class Heart:
         self.if_stuck: Callable[[], None] | None = None
 
     def beat(self) -> None:
+        """Notes that this process makes progress."""
         self.work += 1
         self.another_beats()
 
     def another_beats(self) -> None:
-        """Note that a rank which this one waits for makes progress."""
+        """Notes that a rank which this one waits for makes progress."""
         self.last = time.monotonic()
 
 

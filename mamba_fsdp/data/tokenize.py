@@ -45,7 +45,7 @@ from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
-from mamba_fsdp.report.console import Console, output_that_may_go
+from mamba_fsdp.report.console import Console
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import write_object
 
@@ -59,7 +59,6 @@ NOT_RECORDED = ("format", "part", "overwrite")
 NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
 
 
-@output_that_may_go()
 def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     """Makes token stores in OUT of what `input` names, as the options say; resumes where earlier calls stopped.
 

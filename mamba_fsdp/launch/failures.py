@@ -6,10 +6,12 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from typing import TYPE_CHECKING
 
 from mamba_fsdp.launch.machine import node_name
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 # A process that is killed can't say why.
 USUAL_REASONS = {
@@ -21,57 +23,61 @@ USUAL_REASONS = {
 
 @dataclass
 class Failure:
-    """The failure of one rank; `said` is its error, or what its exit code tells."""
+    """The failure of one rank, or of a node that has no ranks yet; `reason` is its error, or what its exit code tells."""
 
     node: str
-    rank: int | None  # None where there was none yet
+    rank: int | None  # None of a node without ranks
     exit_code: int  # as a shell has it: 128 and the signal's number for a rank that was killed
-    killed: bool
+    was_killed: bool
     time: float  # in seconds since the epoch
-    said: str
+    reason: str
 
     @classmethod
-    def of_rank(cls, rank: int, process: ProcessFailure) -> "Failure":
+    def of_rank(cls, rank: int, process: "ProcessFailure") -> "Failure":
         """Reads what torch knows of the rank that failed, and what it has left in its error file."""
         code = process.exitcode
-        killed = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
+        was_killed = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
         if os.path.isfile(process.error_file):
             moment = os.stat(process.error_file).st_mtime
         else:
             moment = time.time()
         exit_code = code if code > 0 else 128 - code
-        return cls(node_name(), rank, exit_code, killed, moment, _what_it_said(process))
+        return cls(node_name(), rank, exit_code, was_killed, moment, _reason_of(process))
+
+    @classmethod
+    def of_node(cls, reason: str) -> "Failure":
+        return cls(node_name(), None, 1, False, time.time(), reason)
 
     def text(self) -> str:
         """These lines end the log."""
         if self.rank is None:
-            return f"{self.said}\n"
-        return f"rank {self.rank} on {self.node} failed first.\n{self.said}\n"
+            return f"{self.reason}\n"
+        return f"rank {self.rank} on {self.node} failed first.\n{self.reason}\n"
 
-    def loss(self) -> str:
-        """Names the rank and, if a sentence says it, what became of it."""
-        said = self.said
-        if "\n" in said:
-            said = f"It ended with exit code {self.exit_code}; its output is above."
-        return f"rank {self.rank} on {self.node}: {said}"
+    def summary(self) -> str:
+        """Names the rank and, if one sentence says it, the reason."""
+        reason = self.reason
+        if "\n" in reason:
+            reason = f"It exited with code {self.exit_code}; its output is above."
+        return f"rank {self.rank} on {self.node}: {reason}"
 
 
 def first_failure(folder: Path) -> Failure | None:
     """The first failure of all that nodes have left in the folder; None if there is none."""
-    found = [Failure(**json.loads(path.read_text())) for path in folder.glob("*.json")]
-    return min(found, key=order, default=None)
+    failures = [Failure(**json.loads(path.read_text())) for path in folder.glob("*.json")]
+    return min(failures, key=order, default=None)
 
 
 def order(failure: Failure) -> tuple[bool, float]:
     """Failures sort by this. A killed rank can't say when it died, and others complain of its end
     before anyone has looked at it: it comes first."""
-    return (not failure.killed, failure.time)
+    return (not failure.was_killed, failure.time)
 
 
-def _what_it_said(process: ProcessFailure) -> str:
+def _reason_of(process: "ProcessFailure") -> str:
     if process.exitcode < 0:
         name = signal.Signals(-process.exitcode).name
-        return f"It was ended by {name}.{USUAL_REASONS.get(name, '')}"
+        return f"It was killed by {name}.{USUAL_REASONS.get(name, '')}"
     if isinstance(process.message, dict):  # from its error file
         return process.message["extraInfo"]["py_callstack"].rstrip()
-    return f"It ended with exit code {process.exitcode}; its output is above."
+    return f"It exited with code {process.exitcode}; its output is above."

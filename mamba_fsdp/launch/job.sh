@@ -41,6 +41,16 @@ decide() { # what becomes of the job, from the training's exit code and what the
     fi
 }
 
+starts_again() { # whether ranks start again in place, after one failed: once for each new checkpoint, no mistake, no request to stop
+    local status='' code='' lost_rank=''
+    read -r status code lost_rank 2> /dev/null < "$failures/outcome" || return 1
+    [ "$code" != 0 ] && [ "$code" != 2 ] && [ "$status" != stopped ] && [ -z "$stop_asked" ] || return 1
+    [ "${MAX_RESTARTS:-}" != 0 ] && [ "$restarted_from" != "$(newest_checkpoint)" ] || return 1
+    restarted_from=$(newest_checkpoint)
+    say "restarts   the ranks after the loss of $lost_rank"
+    rm -f "$failures"/*
+}
+
 requeue() { # Slurm ends this script
     trap '' USR1 TERM INT
     remove_container
@@ -94,16 +104,16 @@ newest_checkpoint() {
 }
 
 try_tokenizer() { # in a check, on the first node, as get_dataset.py uses it; a FOLDER that all nodes see. Its exit code
-    local said=$1/said code=0 name
+    local log=$1/log code=0 name
     mkdir "$1/text"
     for name in train validation; do # two long documents, which two threads encode at the same time
         cat mamba_fsdp/*/*.py > "$1/text/$name.txt"
     done
     await on_first_node "$python" "$project/get_dataset.py" "$1/text" "$1/tokens" --splits=official \
-        --tokenizer=train:512 > "$said" 2>&1 || code=$?
+        --tokenizer=train:512 > "$log" 2>&1 || code=$?
     [ "$code" != 0 ] || return 0
-    cat "$said"
-    say "error: the tokenizer fails on ${nodes[0]}: $(grep -v '^srun: ' "$said" | tail -n 1)"
+    cat "$log"
+    say "error: the tokenizer fails on ${nodes[0]}: $(grep -v '^srun: ' "$log" | tail -n 1)"
     return "$code"
 }
 

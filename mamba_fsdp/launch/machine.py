@@ -17,6 +17,7 @@ from ctypes.util import find_library
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch.watcher import WATCHED
 from mamba_fsdp.run_layout import CACHES
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -26,14 +27,14 @@ LAUNCHER = "LAUNCHER_PID"  # in the environment: the process that has started th
 
 
 def assigned_gpus() -> int:
-    """How many GPUs this process may use: those that Slurm or the user chose, else all that the driver shows."""
+    """Returns how many GPUs this process may use: those that Slurm or the user chose, else all that the driver shows."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = driver_gpus() if chosen is None else chosen.split(",")
     return len([name for name in names if name.strip() not in ("", "-1", "NoDevFiles")])
 
 
 def driver_gpus() -> list[str]:
-    """Names of the GPUs that the NVIDIA driver shows, such as `NVIDIA H100 80GB HBM3`; [] without a driver."""
+    """Returns the names of the GPUs that the NVIDIA driver shows, such as `NVIDIA H100 80GB HBM3`; [] without a driver."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -42,12 +43,12 @@ def driver_gpus() -> list[str]:
 
 
 def efa_plugin() -> str | None:
-    """The library by which NCCL uses EFA (aws-ofi-nccl), None where there is none."""
+    """Returns the library by which NCCL uses EFA (aws-ofi-nccl), None where there is none."""
     return find_library("nccl-net") or find_library("nccl-net-ofi")
 
 
 def interface_towards(hosts: Iterable[str]) -> str:
-    """The network interface on the way to the first of `hosts` (names) to which there is one; "" for none or IPv6."""
+    """Returns the network interface on the way to the first host name that has one; "" for none or IPv6."""
     for host in hosts:
         with (
             contextlib.suppress(OSError),
@@ -65,7 +66,7 @@ def interface_towards(hosts: Iterable[str]) -> str:
 
 
 def node_name() -> str:
-    """What Slurm, or else the machine itself, calls this node."""
+    """Returns what Slurm, or else the machine itself, calls this node."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -75,11 +76,11 @@ def check_version(environment: str | Path = sys.prefix) -> None:
     Its stamp, the file .complete, has two lines: the stack and the SHA-256 of requirements/STACK.txt.
     """
     stamp = Path(environment, ".complete")
-    ours = [
+    stamps = [
         f"{path.stem}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
         for path in PROJECT.glob("requirements/*.txt")
     ]
-    if not stamp.is_file() or stamp.read_text() not in ours:
+    if not stamp.is_file() or stamp.read_text() not in stamps:
         raise UserError(
             f"the environment {environment} is incomplete or was made from other requirements than this "
             "checkout's; run ./0.create_env.sh, or with an image: build and import it again"
@@ -89,8 +90,8 @@ def check_version(environment: str | Path = sys.prefix) -> None:
 def end_with_launcher(number: signal.Signals) -> None:
     """Has Linux send this process the signal when the one that has started it dies, also by kill -9.
 
-    A rank that lived on would hold the run folder and its GPU for hours. It does nothing where the
-    parent is no launcher: a shell, or Slurm, which ends what is left of a step itself.
+    A rank that lived on would hold the run folder and its GPU for hours. This does nothing where the
+    parent is no launcher: a shell, or Slurm, which ends the processes of a step itself.
     """
     launcher = os.environ.get(LAUNCHER)
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ
@@ -100,21 +101,25 @@ def end_with_launcher(number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
 
 
+def begin_rank() -> None:
+    """Lets this process, a rank, get the signals that its launcher blocks, and ends it with the launcher."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    end_with_launcher(signal.SIGKILL)
+
+
 def processes_per_node() -> int:
-    """How many ranks a node has: as PROCESSES_PER_NODE says, else one a GPU, or one on a CPU."""
+    """Returns how many ranks a node has: as PROCESSES_PER_NODE says, else one a GPU, or one on a CPU."""
     return int(os.environ.get("PROCESSES_PER_NODE") or assigned_gpus() or 1)
 
 
 def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
-    """Sets what the ranks find in their environment; the user's own values stay.
+    """Sets the environment variables of the ranks; the user's own values stay.
 
     scratch: a folder on the node's own disk. first_node: a name.
     """
     caches = run_folder.parent / CACHES
     processes = processes_per_node()
     wanted = {
-        # Ranks that start again must not find the addresses of those before them.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # Compiled kernels outlive the job. Rank 0 alone writes Triton's, see patches/.
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -136,8 +141,8 @@ def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
     os.environ[LAUNCHER] = str(os.getpid())
 
 
-def _has_rank0_cache():
+def _has_rank0_cache() -> bool:
     triton = importlib.util.find_spec("triton")
-    return bool(triton and triton.origin) and (
-        Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file()
-    )
+    if not triton or not triton.origin:
+        return False
+    return Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file()

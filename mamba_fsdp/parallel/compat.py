@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,10 +59,3 @@ def scatter_sum(own: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup
     """Fills the flat `own` with this rank's part of the ranks' sum of the flat `parts`, which it may overwrite."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(own, parts, group=group)
-
-
-def agent_logs(config: Any) -> dict[str, Any]:
-    """The argument by which torchrun's agent learns from a LaunchConfig where ranks leave errors."""
-    if hasattr(config, "logs_specs"):
-        return {"logs_specs": config.logs_specs}
-    return {"log_dir": config.log_dir}  # torch 2.2

@@ -1,14 +1,11 @@
-"""What is seen of a training: lines that stay and, on a terminal, a live line below them, cut where it ends.
+"""What is seen of a training: lines that stay and, on a terminal, a live line below them, cut where it ends."""
 
-Whoever reads it may go (a closed window, `| head`); training continues.
-"""
-
-import contextlib
+import io
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TextIO
 
 Say = Callable[[str], None]  # prints a line, on rank 0
@@ -17,8 +14,8 @@ CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}
 SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS}
 
 
-def scaled(number: float, unit: str) -> str:
-    """12345678, "B" -> 12.3 MB"""
+def with_unit(number: float, unit: str) -> str:
+    """Returns a number with the unit's prefix: 12345678, "B" -> 12.3 MB."""
     for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if number >= 10**power:
             return f"{number / 10**power:.1f} {prefix}{unit}"
@@ -26,17 +23,17 @@ def scaled(number: float, unit: str) -> str:
 
 
 def read_share(share: float) -> str:
-    """The part of the tokens that a loss is of."""
+    """Returns the share of the tokens that a loss was computed on, in words."""
     return "all data" if share >= 1 else f"{100 * share:.3g}% of the data"
 
 
 def fit_for(stream: Any, text: str) -> str:
-    """`text` as it may be written to `stream`: on a terminal control characters, which could drive it, are shown."""
+    """Returns `text` as it may be written to `stream`: a terminal gets control characters, which could drive it, as \\x1b."""
     return text.translate(SHOWN_CONTROLS) if stream.isatty() else text
 
 
 def say(name: str, value: object) -> None:
-    """Prints a line of what a verb tells: what it is about, and that."""
+    """Prints a line of a verb's answer: what it is about, and the value."""
     print(fit_for(sys.stdout, f"{name:<14} {value}"))
 
 
@@ -70,49 +67,29 @@ class Console:
         return shutil.get_terminal_size().columns - 1
 
     def clear(self) -> None:
-        """Takes the live line away."""
+        """Removes the live line."""
         if self.shown:
             spaces = " " * min(len(self.shown), self._width())
             print(f"\r{spaces}", end="\r", file=self.stream)
             self.shown = ""
 
 
-class Output:
-    """A text stream that drops what can't be written. It is tried anew each time: a full disk may have room again."""
+class Output(io.FileIO):
+    """A file that drops what can't be written. Each write is tried: a full disk may have room again."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.failed = False
-
-    def write(self, text: str) -> int:
-        self._attempt(self.stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt(self.stream.flush)
-
-    def _attempt(self, action, *arguments):
+    def write(self, data: Any) -> int:
         try:
-            action(*arguments)
-        except (OSError, ValueError):  # ValueError: closed, or a character that its encoding lacks
-            self.failed = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
-@contextlib.contextmanager
-def output_that_may_go() -> Iterator[None]:
-    """Inside, no print raises. A stream that failed stays silent afterwards, or Python would end with exit code 120."""
-    before = (sys.stdout, sys.stderr)
-    outputs = [Output(stream or open(os.devnull, "w")) for stream in before]
-    sys.stdout, sys.stderr = outputs  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-        for output in outputs:
-            output.flush()
-            if output.failed:
-                with contextlib.suppress(OSError, ValueError):  # no file, as in tests
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+def let_output_fail() -> None:
+    """Returns when no print of this process raises any longer: training outlives who reads it, and a full disk."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream:  # None where it is closed
+            stream.flush()
+            file = io.BufferedWriter(Output(stream.fileno(), "w", closefd=False))
+            text = io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=True)
+            setattr(sys, name, text)

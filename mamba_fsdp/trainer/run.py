@@ -12,7 +12,7 @@ from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.report.console import Console, output_that_may_go
+from mamba_fsdp.report.console import Console
 from mamba_fsdp.report.records import add_event, was_validated
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
 from mamba_fsdp.settings import resolve
@@ -30,7 +30,6 @@ from mamba_fsdp.trainer.watchdog import watchdog
 WriteModel = Callable[[Path, Path], object]  # of a checkpoint, and the folder, new or not
 
 
-@output_that_may_go()
 def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -> int:
     """Trains as the settings say, from the newest checkpoint of the run folder or from the start.
     Returns exit code 0.

@@ -7,7 +7,7 @@ from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
-from mamba_fsdp.report.console import Say, scaled
+from mamba_fsdp.report.console import Say, with_unit
 from mamba_fsdp.settings.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.schedule import Schedule, schedule_of
@@ -95,6 +95,6 @@ def say_length(settings: TrainConfig, schedule: RunSchedule, say: Say) -> None:
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step
     say(
         f"steps      {schedule.total_steps:,} of {schedule.batch_shape.global_batch:,} x {seq_length:,} = "
-        f"{schedule.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, "
-        f"{scaled(flops * schedule.total_steps, 'FLOP')} in all"
+        f"{schedule.tokens_per_step:,} tokens; {with_unit(flops, 'FLOP')} each, "
+        f"{with_unit(flops * schedule.total_steps, 'FLOP')} in all"
     )

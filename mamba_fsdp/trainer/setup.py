@@ -29,7 +29,7 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import expected_memory
-from mamba_fsdp.report.console import Say, scaled
+from mamba_fsdp.report.console import Say, with_unit
 from mamba_fsdp.settings.presets import title
 from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
 from mamba_fsdp.trainer import first_use
@@ -159,8 +159,8 @@ def choose_backends(
         choice = resolve_backends(training.kernels, world.device.type, uses)
         say(f"kernels    {choice}")
     memory = expected_memory(settings, world, choice.backends)
-    rows = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in memory.items() if size)
-    say(f"memory     at least {scaled(sum(memory.values()), 'B')} a device: {rows}")
+    rows = ", ".join(f"{name} {with_unit(size, 'B')}" for name, size in memory.items() if size)
+    say(f"memory     at least {with_unit(sum(memory.values()), 'B')} a device: {rows}")
     check_memory(memory, world, say)
     return choice.backends
 
@@ -173,14 +173,14 @@ def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
     on_gpu = world.device.type == "cuda"
     if on_gpu and needed > LARGEST_ERROR * there:
         raise UserError(
-            f"this needs at least {scaled(needed, 'B')} of a GPU, which has {scaled(there, 'B')}: {TAKES_LESS}"
+            f"this needs at least {with_unit(needed, 'B')} of a GPU, which has {with_unit(there, 'B')}: {TAKES_LESS}"
         )
     if on_gpu and needed > there:
-        say(f"warning    the GPU has only {scaled(there, 'B')}: {TAKES_LESS}")
+        say(f"warning    the GPU has only {with_unit(there, 'B')}: {TAKES_LESS}")
     on_machine = needed * world.local_size
     if not on_gpu and on_machine > 0.4 * there:
         say(
-            f"warning    {scaled(on_machine, 'B')} of the machine's {scaled(there, 'B')}: {TAKES_LESS}"
+            f"warning    {with_unit(on_machine, 'B')} of the machine's {with_unit(there, 'B')}: {TAKES_LESS}"
         )
 
 

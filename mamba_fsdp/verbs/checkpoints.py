@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mamba_fsdp.checkpoint.contents import read_state, verify_sizes
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.console import Console, scaled
+from mamba_fsdp.report.console import Console, with_unit
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
     COMMIT,
@@ -68,10 +68,10 @@ def main(run: str, options: Options) -> int:
         rows.append(Row(step_of(path.name) or 0, size_of(path), "unfinished"))
     console.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
     for row in rows:
-        tokens = scaled(row.tokens, "") if row.tokens else ""
+        tokens = with_unit(row.tokens, "") if row.tokens else ""
         verdict = f"kept; {row.verdict}" if row.kept else row.verdict
         console.line(
-            f"{row.step:>10} {tokens:>8} {scaled(row.bytes, 'B'):>9}  {row.committed:<16}  {verdict}"
+            f"{row.step:>10} {tokens:>8} {with_unit(row.bytes, 'B'):>9}  {row.committed:<16}  {verdict}"
         )
     return int(any(row.verdict.startswith("broken") for row in rows))
 

@@ -1,5 +1,5 @@
-"""What a machine needs to train: the one list of checks. doctor makes all of them on this machine; preflight makes those
-that can spoil a job on each of its nodes. Torch is imported where it is needed: preflight does without, in a second."""
+"""The checks of what a machine needs to train. doctor makes all of them on this machine; preflight makes those that can
+spoil a job on each of its nodes. Torch is imported where it is needed: preflight does without, in a second."""
 
 import importlib
 import importlib.util
@@ -20,7 +20,7 @@ EFA_FOLDER = Path("/sys/class/infiniband")  # where Linux lists EFA devices
 
 
 class Absent(Exception):
-    """Something is not here and need not be."""
+    """Says that something is not here and need not be."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """find() returns what there is; it raises Absent, or a UserError that says what to do, or what an import raises."""
+    """A check: find() returns what there is. It raises Absent, a UserError that says what to do, or what an import raises."""
 
     name: str
     find: Callable[[], str]
@@ -41,6 +41,7 @@ class Check:
     if_nodes_differ: str = ""  # what to do then; nodes may differ where there is nothing to do
 
     def make(self) -> Finding:
+        """Returns the verdict, with what was found or what is wrong."""
         try:
             return Finding("ok", self.find())
         except Absent as reason:
@@ -105,8 +106,8 @@ def find_torch_gpus() -> str:
         raise UserError(f"torch {torch.__version__} finds none of the driver's GPUs; {why}")
     about = torch.cuda.get_device_properties(0)
     peak = device_peak(about.name)
-    known = f"{peak / 1e12:.0f} TFLOP/s in bf16" if peak else "peak rate unknown, so no MFU"
-    return f"{about.total_memory / 2**30:.0f} GiB, sm_{about.major}{about.minor}, {known}"
+    rate = f"{peak / 1e12:.0f} TFLOP/s in bf16" if peak else "peak rate unknown, so no MFU"
+    return f"{about.total_memory / 2**30:.0f} GiB, sm_{about.major}{about.minor}, {rate}"
 
 
 def efa_devices() -> int:
@@ -134,7 +135,7 @@ def find_efa_plugin() -> str:
 
 
 def find_operators() -> str:
-    """Returns what a run would take, with what keeps better ones away: on a GPU each operator's backends are proved."""
+    """Returns the backend that a run would choose for each operator, and why not a better one. On a GPU each backend is tested."""
     import torch
 
     from mamba_fsdp.settings.model_config import ModelConfig

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.errors import UserError, near_name
 from mamba_fsdp.planning.devices import INSTANCES, Instance
-from mamba_fsdp.report.console import scaled
+from mamba_fsdp.report.console import with_unit
 from mamba_fsdp.settings.fields import setting
 from mamba_fsdp.settings.presets import recipe, title
 from mamba_fsdp.settings.resolve import resolve_settings
@@ -121,15 +121,15 @@ def report_lines(
     if not expected.fits:
         largest = max(expected.memory, key=expected.memory.__getitem__)
         verdict = f"it does NOT fit; the largest part: {largest}"
-    yield f"memory     {scaled(expected.bytes, 'B')} a device: {verdict}"
+    yield f"memory     {with_unit(expected.bytes, 'B')} a device: {verdict}"
     for part, size in expected.memory.items():
         if size:
-            yield f"           {part:<12}{scaled(size, 'B'):>11}"
+            yield f"           {part:<12}{with_unit(size, 'B'):>11}"
     if expected.step:
         yield from speed_lines(expected, figures, seq_length)
     else:
         yield "step       needs --instance=NAME, or --memory, --peak and --bandwidth"
-    yield f"checkpoint {scaled(expected.checkpoint_bytes, 'B')}"
+    yield f"checkpoint {with_unit(expected.checkpoint_bytes, 'B')}"
     yield f"{'':<11}{'nodes':>5}{'batch_size':>12}{'recompute':>11}{'global':>8}{'memory':>11}{'tokens/s':>13}"
     yield table_line("as given", expected)
     if best_fitting:
@@ -161,5 +161,5 @@ def table_line(name: str, expected: "Estimate") -> str:
     rate = f"{expected.tokens_per_second:,.0f}" if expected.step else "-"
     return (
         f"{name:<11}{expected.nodes:>5}{expected.batch_size:>12}{expected.recompute:>11}"
-        f"{expected.global_batch_size:>8}{scaled(expected.bytes, 'B'):>11}{rate:>13}"
+        f"{expected.global_batch_size:>8}{with_unit(expected.bytes, 'B'):>11}{rate:>13}"
     )

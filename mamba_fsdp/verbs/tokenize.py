@@ -17,8 +17,8 @@ import os
 import sys
 from pathlib import Path
 
-from mamba_fsdp import interpreter
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.console import let_output_fail
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.help import Page
 
@@ -39,10 +39,10 @@ def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> No
         prepare_hub(input)
     elif input != "builtin":
         print(f"making {out} from {input}", flush=True)
-        interpreter.show_wait()
     # This imports libraries for seconds: mistakes are reported before.
     from mamba_fsdp.data.tokenize import make_dataset
 
+    let_output_fail()
     try:
         make_dataset(input, out, options)
     except KeyboardInterrupt:  # what its threads still compute is of no use

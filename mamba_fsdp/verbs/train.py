@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.launch.machine import LAUNCHER, end_with_launcher
+from mamba_fsdp.launch.machine import LAUNCHER, begin_rank
 from mamba_fsdp.launch.plan import check_inputs
+from mamba_fsdp.report.console import let_output_fail
 from mamba_fsdp.run_layout import STOP
 from mamba_fsdp.settings.fields import shown
 from mamba_fsdp.settings.resolve import check_run_folder, read_resolved, resolve_settings
@@ -21,14 +21,16 @@ from mamba_fsdp.settings.train_config import TrainConfig
 
 def main(*stray: str, config: str | None = None, resolved: str | None = None, **words: str) -> int:
     """Trains as the words say, or the file `resolved`, which the launcher has checked and written."""
-    end_with_launcher(signal.SIGKILL)
+    begin_rank()
     if resolved:
+        let_output_fail()
         return run(read_resolved(Path(resolved)))
     settings = resolve_settings(words, config, stray)
     try:
         prepare(settings)
     except KeyboardInterrupt:  # what the threads that make data/builtin still compute is of no use
         os._exit(130)
+    let_output_fail()
     return run(settings)
 
 

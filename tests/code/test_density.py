@@ -72,13 +72,3 @@ def test_code_is_plain(project):
 
 def test_the_library_is_small_enough_to_hold_in_ones_head(project):
     assert density_of(project / "mamba_fsdp").tokens <= MOST_TOKENS
-
-
-def test_the_counter_counts():
-    density = Density()
-    density.add(
-        '"""Words."""\na, b = 1, 2  # more words\nc = a if b else 0\nd = lambda: (e := 1)\n'
-    )
-    assert (density.lines, density.assignments, density.tuples) == (3, 3, 1)
-    assert (density.conditionals, density.walruses, density.lambdas) == (1, 1, 1)
-    assert density.tokens == 7 + 7 + 9

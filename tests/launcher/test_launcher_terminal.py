@@ -129,7 +129,7 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
     (project / "spins-1").unlink()
     assert process.wait(400) == 128 + signal.SIGKILL
     said = (tmp_path / "log").read_text()
-    assert "It was ended by SIGKILL" in said and "restarts   the ranks" not in said, said
+    assert "It was killed by SIGKILL" in said and "restarts   the ranks" not in said, said
     assert said.splitlines()[-1].startswith("to resume from step_")
     assert [event["event"] for event in records.read_events(project / "run")].count("started") == 1
 

@@ -192,7 +192,7 @@ def test_a_lost_rank_starts_again_in_its_job_and_a_node_killed_in_mid_run_costs_
     steps = [step for step, *_ in losses(run)]
     assert steps == list(range(1, len(steps) + 1)), "no gap, no step twice"
     assert cluster.state(job) == "RUNNING" and cluster.restarts(job) == 0
-    assert "after the loss of rank 1 on node2: It was ended by SIGKILL" in log(
+    assert "after the loss of rank 1 on node2: It was killed by SIGKILL" in log(
         training_project, job
     )
     cluster.kill_node("node2")

@@ -39,6 +39,7 @@ rank, fake = int(os.environ["RANK"]), os.environ.get("FAKE", "")
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda number, _: asked.append(signal.Signals(number).name))
+signal.pthread_sigmask(signal.SIG_SETMASK, ())  # as a rank does: its launcher blocks them
 
 def first_rank_writes(name, text):
     if rank == 0:

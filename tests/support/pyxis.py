@@ -95,7 +95,7 @@ if "mamba_fsdp.launch.node" in command:
         file.write(Path(command[-1].removeprefix("--resolved=")).read_text())
     assert not image or max(map(start_container, nodes)) == 0
     failures = Path(command[command.index("mamba_fsdp.launch.node") + 1], "failures", given["rdzv-id"])
-    failures.mkdir(parents=True)
+    failures.mkdir(parents=True, exist_ok=True)
     (failures / "outcome").write_text("finished 0\\n")
     sys.exit(0)
 if "started:" in words[-1]:

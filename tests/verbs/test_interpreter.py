@@ -50,13 +50,12 @@ def test_an_old_python_reads_what_comes_before_the_question(project, name):
 
 
 def test_a_terminal_shows_at_once_that_it_is_loading(project, terminal):
-    """Until the first line, which takes its place."""
     process = terminal.start(
         [sys.executable, "-m", "mamba_fsdp", "checkpoints", "/nowhere"], cwd=project
     )
     assert process.wait(400) == 2
     first, last = drawings(terminal.text())
-    assert first == "loading the libraries ..." and last.startswith("\x1b[Kerror: /nowhere: ")
+    assert first == "loading the libraries ..." and last.startswith("error: /nowhere: ")
 
 
 def test_ctrl_c_ends_an_import_that_would_swallow_it(project, tmp_path):

@@ -1,0 +1,50 @@
+"""torchrun's agent, as torch.distributed offers it: it meets those of other nodes, numbers the ranks and starts them."""
+
+import logging
+import os
+from argparse import Namespace
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.launcher.api import elastic_launch
+
+from mamba_fsdp.launch.failures import Failure, order
+from mamba_fsdp.launch.machine import node_name
+from mamba_fsdp.launch.watcher import Watcher
+from mamba_fsdp.parallel.world import allow_many_files
+
+USUAL = ["--rdzv-backend=c10d", "--monitor-interval=0.1"]
+
+
+def read_options(words: list[str]) -> Namespace:
+    """Returns torchrun's options, and the program that it is to start, from a command line."""
+    options = torchrun.parse_args([*USUAL, *words])
+    if options.standalone:
+        options.rdzv_endpoint = "localhost:0"
+    return options
+
+
+def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
+    """Runs the ranks to their end. Returns this node's first failure."""
+    logging.disable(logging.ERROR)  # torch's own account of a failure: ours says more, at the end
+    allow_many_files()
+    config, command, arguments = torchrun.config_from_args(options)
+    try:
+        elastic_launch(config, command)(*arguments)
+    except ChildFailedError as error:
+        failures = [
+            Failure.of_rank(rank, process)
+            for rank, process in error.failures.items()
+            if process.pid not in watcher.killed or os.path.isfile(process.error_file)
+        ]
+        return min(failures, key=order)
+    except RendezvousClosedError:
+        return Failure.of_node("error: another node has given up")
+    except RendezvousError as error:
+        return Failure.of_node(
+            f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it "
+            "reach the first node by its name, and does the firewall or security group let the "
+            "nodes connect?"
+        )
+    return None

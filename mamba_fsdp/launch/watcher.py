@@ -1,0 +1,64 @@
+"""The thread that takes a node's signals, beside torchrun's agent, which gets none.
+
+By itself the agent would kill ranks 30 s after a request to stop, be they in the middle of a
+checkpoint; and beside a rank that failed, others could wait for it as long.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}  # to stop
+WATCHED = REQUESTS | {signal.SIGQUIT, signal.SIGCHLD}  # SIGQUIT: from those who don't want to wait
+FAILED = (os.CLD_KILLED, os.CLD_DUMPED)
+
+
+class Watcher(threading.Thread):
+    """Passes the first request to stop on to the ranks, and kills the ranks beside one that failed.
+
+    WATCHED must be blocked in all threads. request: the signal that asked to stop, or 0. killed: the
+    process ids of ranks that this thread killed because another one failed.
+    """
+
+    def __init__(self, scratch: str) -> None:
+        """scratch: the folder to remove where the process exits before it has ranks."""
+        super().__init__(daemon=True)
+        self.scratch = scratch
+        self.request = 0
+        self.killed: set[int] = set()
+
+    def run(self) -> None:
+        while True:
+            event = signal.sigwaitinfo(WATCHED)
+            if event.si_signo == signal.SIGCHLD:
+                has_failed = event.si_code in FAILED or (
+                    event.si_code == os.CLD_EXITED and event.si_status
+                )
+                if has_failed and not self.killed:  # else it is one of those that this has killed
+                    self.killed = set(child_pids()) - {event.si_pid}
+                    send(signal.SIGKILL)
+            elif not child_pids():
+                shutil.rmtree(self.scratch, ignore_errors=True)
+                os._exit(128 + event.si_signo)
+            elif event.si_signo == signal.SIGQUIT:
+                self.request = event.si_signo
+                send(signal.SIGKILL)
+            elif not self.request:
+                self.request = event.si_signo
+                send(event.si_signo)
+
+
+def child_pids() -> list[int]:
+    """Returns the process ids of the ranks: they are all that the main thread starts."""
+    pid = os.getpid()
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def send(number: int) -> None:
+    """Sends a signal to the ranks and to what they have started."""
+    for pid in child_pids():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, number)
