@@ -22,7 +22,7 @@ import torch
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer, RankFile
-from mamba_fsdp.checkpoint.contents import read_state
+from mamba_fsdp.checkpoint.contents import Checksum, FileChecksum, read_contents
 from mamba_fsdp.checkpoint.files import FileRead
 from mamba_fsdp.checkpoint.ranges import pack, part_to_write
 from mamba_fsdp.model.spec import parameters
@@ -33,7 +33,7 @@ from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.trainer.run_folder import RunFolder
 
 KINDS = ("{}", "optimizer/{}/exp_avg", "optimizer/{}/exp_avg_sq")
-HASH = {"xxh3": "0" * 16}
+XXH3 = "0" * 16
 
 
 def shards_of(spec, rank, ranks):
@@ -60,8 +60,8 @@ def file_of(spec, rank, ranks):
         start, stop = part_to_write(count, shard.replicas, shard.replica_index, turn)
         pieces.append((shard.start + start, stop - start))
     size = 4 * sum(count for _, count in pieces)
-    sums = {"bytes": size, **HASH, "model": {"bytes": size // 3, **HASH}}
-    return RankFile(pack(pieces), f"rank_{rank:05d}.safetensors", sums)
+    checksum = FileChecksum(size, XXH3, Checksum(size // 3, XXH3))
+    return RankFile(pack(pieces), f"rank_{rank:05d}.safetensors", checksum)
 
 
 class Many(World):
@@ -101,9 +101,9 @@ def measure(config, ranks):
 
         def write(path, *_):
             for file in (own, *others):
-                sparse(path.with_name(file.name), file.checksums["bytes"])
+                sparse(path.with_name(file.name), file.checksum.bytes)
             calls.clear()
-            return own.checksums
+            return own.checksum
 
         def count(event, arguments):
             if event in ("open", "os.listdir", "os.scandir", "os.rename", "os.mkdir"):
@@ -128,10 +128,10 @@ def measure(config, ranks):
         found = {"commit_seconds": time.perf_counter() - began, "save_calls": sum(calls.values())}
         calls.clear()
         began = time.perf_counter()
-        with mock.patch.object(restore, "hash_file", lambda *_: FileRead(HASH["xxh3"], {})):
+        with mock.patch.object(restore, "hash_file", lambda *_: FileRead(XXH3, {})):
             restore.newest_whole(checkpointer.folder, world, report=print)
         folder.lease.close()
-        contents = read_state(newest)
+        contents = read_contents(newest)
         return found | {
             "start_seconds": time.perf_counter() - began,
             "start_calls": sum(calls.values()),
@@ -139,8 +139,8 @@ def measure(config, ranks):
             "sent_bytes": len(pickle.dumps(contents)),
             "state_bytes": (newest / "state.json").stat().st_size,
             "commit_bytes": (newest / "COMMIT").stat().st_size,
-            "most_bytes": max(file.checksums["bytes"] for file in others),
-            "all_bytes": sum(file.checksums["bytes"] for file in (own, *others)),
+            "most_bytes": max(file.checksum.bytes for file in others),
+            "all_bytes": sum(file.checksum.bytes for file in (own, *others)),
         }
 
 

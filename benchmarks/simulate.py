@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Batch, split_step
 from mamba_fsdp.model.lm import MambaLM
@@ -39,7 +40,6 @@ from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.loop import take_step
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
 from mamba_fsdp.trainer.schedule import Schedule
-from mamba_fsdp.trainer.state import TrainState
 
 
 class _NoKernel:

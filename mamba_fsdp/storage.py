@@ -68,7 +68,7 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
             return result
 
 
-def _print_line(text):
+def _print_line(text: str) -> None:
     rank = f"rank {os.environ['RANK']} on {socket.gethostname()}: " if "RANK" in os.environ else ""
     with contextlib.suppress(OSError):  # a terminal may be gone too
         print(rank + text, file=sys.stderr, flush=True)
@@ -174,7 +174,7 @@ def write_for_user(path: str | Path, data: str, own: Path | None = None) -> None
 def move(old: Path, new: Path) -> None:
     """Renames to a name that is free. Raises as write_atomically does."""
 
-    def rename():
+    def rename() -> None:
         try:
             old.rename(new)
         except FileNotFoundError:
@@ -187,7 +187,6 @@ def move(old: Path, new: Path) -> None:
 # Reading what anyone may have written
 
 FileName = NewType("FileName", str)  # of a file in the same folder
-LARGEST = 1 << 63  # whole numbers are smaller
 KINDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -208,8 +207,9 @@ def from_json(kind: Callable[..., T], value: Any, name: str = "the content", lea
     """Returns `value`, which JSON gave, once it is found to be of this kind.
 
     kind: int, float, str, bool, FileName, Any; `X | None`, list[X] or dict[str, X] of another kind X; or a dataclass with
-    fields of these kinds, which is made of an object that has no other fields and lacks none without a default. Raises
-    ValueError, whose message begins with `name` or with that of the field.
+    fields of these kinds. An object becomes such a dataclass if it lacks no field without a default, and has no other
+    fields, which are passed over where the class has HAS_OTHER_FIELDS. Raises ValueError, whose message begins with
+    `name` or with that of the field.
     """
     if kind is Any:
         return value
@@ -226,7 +226,12 @@ def from_json(kind: Callable[..., T], value: Any, name: str = "the content", lea
     elif basis is list:
         value = [from_json(arguments[0], item, f"an item of {name}") for item in value]
     elif basis is dict:
-        value = {key: from_json(arguments[1], item, repr(key[:60])) for key, item in value.items()}
+        value = {
+            from_json(arguments[0], key, f"a name in {name}"): from_json(
+                arguments[1], item, repr(key[:60])
+            )
+            for key, item in value.items()
+        }
     return value
 
 
@@ -235,7 +240,7 @@ def _is_of_kind(value: Any, basis: Any, least: int) -> bool:
         is_short = type(value) is str and 0 < len(value) < 256
         return is_short and "/" not in value and "\0" not in value and value not in (".", "..")
     if type(value) is int:
-        return basis in (int, float) and least <= value < LARGEST
+        return basis in (int, float) and least <= value < 1 << 63
     return type(value) is basis
 
 
@@ -251,7 +256,7 @@ def _values_of_fields(kind: Any, value: Any, name: str) -> dict[str, Any]:
             values[described.name] = from_json(field_kind, item, described.name, least)
         elif described.default is MISSING and described.default_factory is MISSING:
             raise ValueError(f"{name} lacks {described.name}")
-    if content:
+    if content and not hasattr(kind, "HAS_OTHER_FIELDS"):
         raise ValueError(f"{name} has an unknown field {min(content)[:60]!r}")
     return values
 
@@ -264,47 +269,11 @@ def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
         raise ValueError("nested too deeply") from None
 
 
-def like(value: Any, example: Any) -> Any:
-    """`value`, if it is such a thing as `example`; raises ValueError if not.
-
-    As an example, a whole number stands for those from it on, 0.0 for any number, "" for any text, `...` for the name of
-    a file in this folder, a list for one of items like its own, an object for one with at least its fields, whose field
-    "" stands for all.
-    """
-    wanted = (
-        "the name of a file in this folder" if example is ... else f"a {type(example).__name__}"
-    )
-    if not _is_like(value, example):
-        raise ValueError(f"{str(value)[:60]!r} is not {wanted}")
-    if isinstance(example, list):
-        for item in value:
-            like(item, *example)
-    if isinstance(example, dict):
-        for name, field_example in example.items():
-            for field in [value.get(name)] if name else value.values():
-                like(field, field_example)
-    return value
-
-
-def _is_like(value, example):
-    """The same, but for the items and fields."""
-    if example is ...:
-        is_text = isinstance(value, str) and 0 < len(value) < 256
-        return is_text and "/" not in value and "\0" not in value and value not in (".", "..")
-    if isinstance(example, float):
-        return isinstance(value, (int, float))
-    if isinstance(example, int):
-        return isinstance(value, type(example)) and example <= value < 1 << 63
-    return isinstance(value, type(example))
-
-
 def read_object(path: Path, kind: Any, remedy: str, file_format: "Format | None" = None) -> Any:
     """Returns the JSON object in a file as a `kind`, see from_json. Raises UserError, which ends in `remedy`, where it is
     none or of another format, StorageError after patient trying, and FileNotFoundError."""
     try:
         content = parse_object(retry_io(path.read_bytes, path))
-        if isinstance(kind, dict):
-            return like(content, kind)
         if file_format:
             content = file_format.body(path, content)
         return from_json(kind, content)
@@ -335,23 +304,17 @@ class Format:
         return {"format": self.name, "version": self.version}
 
     def reads(self, content: dict) -> bool:
-        """Whether a file with this `content` is of this format and of the version that this program reads."""
-        return content.get("format") == self.name and content.get("version") == self.version
+        """Returns whether a file with this `content` is of this format and of the version that this program reads."""
+        return self.header().items() <= content.items()
 
     def body(self, path: Path, content: dict[str, Any]) -> dict[str, Any]:
         """Returns the fields of the file `path` that follow the header. Raises UserError unless this program reads it."""
-        self.check(path, content)
-        return {name: value for name, value in content.items() if name not in self.header()}
-
-    def check(self, path: Path, content: dict) -> None:
-        """Raises UserError unless this program reads the file `path` with this `content`."""
         if not self.reads(content):
-            name = content.get("format")
-            version = content.get("version")
             raise UserError(
-                f"{path}: {name!r} of version {version}; this version of the program reads {self.name!r} of version "
-                f"{self.version} here"
+                f"{path}: {content.get('format')!r} of version {content.get('version')}; this version of the program "
+                f"reads {self.name!r} of version {self.version} here"
             )
+        return {name: value for name, value in content.items() if name not in self.header()}
 
 
 CHECKPOINT = Format("mamba_fsdp checkpoint", 1)

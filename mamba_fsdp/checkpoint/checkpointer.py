@@ -16,16 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mamba_fsdp.checkpoint.files import DTYPE_NAMES, checksum, write_pieces
+from mamba_fsdp.checkpoint.contents import Commit, Contents, FileChecksum, StoredTensor
+from mamba_fsdp.checkpoint.files import DTYPE_NAMES, NamedPiece, checksum_of, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, stored_name
-from mamba_fsdp.checkpoint.ranges import find_layouts, pack, part_to_write
+from mamba_fsdp.checkpoint.ranges import find_ranges, pack, part_to_write
 from mamba_fsdp.checkpoint.restore import Check, Restored, load, newest_whole
 from mamba_fsdp.checkpoint.retention import Retention
 from mamba_fsdp.errors import UserError, first_line, joined
@@ -36,6 +37,7 @@ from mamba_fsdp.report.records import add_event
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
 from mamba_fsdp.storage import (
     CHECKPOINT,
+    FileName,
     delete,
     retry_io,
     sync_folder,
@@ -47,7 +49,7 @@ ALIGNMENT = 64  # bytes, of a tensor in host memory
 
 
 class Phase(enum.Enum):
-    """What a save is at, the same on all ranks: `settle` goes from one phase to the next."""
+    """How far a save is, the same on all ranks: `settle` goes from one phase to the next."""
 
     WRITING = enum.auto()  # each rank copies its tensors to host memory and writes them to its file
     COMMITTING = enum.auto()  # all have written; rank 0 makes the files one checkpoint
@@ -55,12 +57,14 @@ class Phase(enum.Enum):
 
 @dataclass
 class RankFile:
-    """What a rank tells rank 0 of its file. error: why it could not be written."""
+    """What a rank tells rank 0 of the file that it has written."""
 
-    pieces: bytes  # of each tensor, packed
-    name: str
-    checksums: dict[str, Any]  # as write_pieces returns them
-    error: UserError | None = None
+    pieces: bytes  # of each tensor, see `pack`
+    name: FileName
+    checksum: FileChecksum
+    error: UserError | None = (
+        None  # says why the file could not be written, without a checksum then
+    )
 
 
 @dataclass
@@ -69,12 +73,12 @@ class Save:
 
     step: int
     folder: Path  # in the own folder of the lease, until it is committed
-    state: dict[str, Any]  # of the loop
-    tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json, but for the layout
+    state: dict[str, Any]  # what the program wants to have back
+    tensors: dict[str, StoredTensor]  # by stored name; `ranges` is set when all have written
     phase: Phase = Phase.WRITING
     began: float = field(default_factory=time.monotonic)
     copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
-    # This rank's, of a RankFile; then on rank 0 that of the commit, as `attempt` returns it.
+    # Gives this rank's RankFile while the phase is WRITING; then on rank 0 what `attempt` returns for the commit.
     work: Future[Any] = field(default_factory=Future)
 
 
@@ -104,23 +108,23 @@ class Checkpointer:
         self.report = report
         self.retention = Retention(self.folder, lease, keep, keep_every, report)
         self.pending: Save | None = None
-        self.last: Path | None = None  # the checkpoint that it has resumed from or committed last
+        self.last: Path | None = None  # the checkpoint that was resumed from or committed last
         self.buffer = torch.empty(0, dtype=torch.uint8)  # for the copies, kept over saves
         self.stalled = 0.0  # seconds, see stall_seconds
 
     def resume(self, shards: Sequence[Shard], check: Check | None = None) -> Restored | None:
-        """Fills the shards from the newest whole checkpoint, which is verified on the way; None if there is none. check:
-        see `load`. Raises UserError as `newest_whole` and `load` do."""
-        choice = newest_whole(self.folder, self.world, self.report, shards=shards)
-        if choice is None:
+        """Fills the shards from the newest whole checkpoint, which is verified on the way. Returns None if there is none.
+        check: see `load`. Raises UserError as `newest_whole` and `load` do."""
+        newest = newest_whole(self.folder, self.world, self.report, shards=shards)
+        if newest is None:
             return None
-        self.retention.broken.update(choice.broken)
-        self.last = choice.path
-        return load(choice, shards, self.world, check)
+        self.retention.broken.update(newest.broken)
+        self.last = newest.path
+        return load(newest, shards, self.world, check)
 
     def make_room(self, shards: Sequence[Shard]) -> None:
-        """Makes room for the first save: on the disk, see _free_disk, and in host memory. Raises UserError on all ranks
-        where there is none."""
+        """Makes room for saves: in host memory, which is allocated once, and on the disk, see _free_disk. Raises UserError
+        on all ranks where there is none."""
         self.world.on_rank0(self._free_disk, shards)
         written = [shard.data[start:stop] for shard, start, stop in self._parts(shards)]
         self.world.on_all_ranks(self._host_memory, written)
@@ -129,7 +133,7 @@ class Checkpointer:
         """Saves `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
 
         Raises UserError on all ranks when an earlier save failed, when space is short, or (not asynchronous) when this
-        save fails. Does nothing when the checkpoint of this step stands already.
+        save fails. Does nothing when the checkpoint of this step is committed already.
         """
         with self._training_waits():
             self.wait()
@@ -139,14 +143,14 @@ class Checkpointer:
             if not self.asynchronous:
                 self.wait()
 
-    def _parts(self, shards):
-        """(shard, start, stop): what this rank writes of each, the model's first."""
+    def _parts(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, int]]:
+        """Yields (shard, start, stop), the elements that this rank writes of each, the model's first."""
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
         for turn, shard in enumerate(shards):
             count = shard.data.numel()
             yield shard, *part_to_write(count, shard.replicas, shard.replica_index, turn)
 
-    def _begin(self, step, shards, state):
+    def _begin(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
         ranges = []  # (start, count) of what this rank writes of each tensor
         pieces = []
         tensors = {}
@@ -156,7 +160,7 @@ class Checkpointer:
             if start < stop:
                 pieces.append((name, shard.start + start, shard.data[start:stop]))
             dtype = DTYPE_NAMES[shard.data.dtype]
-            tensors[name] = {"shape": list(shard.shape), "dtype": dtype}
+            tensors[name] = StoredTensor(list(shard.shape), dtype, 0)
 
         def make_folder() -> Path:
             self._free_disk(shards)
@@ -172,12 +176,14 @@ class Checkpointer:
         self.pending = save
         save.work = self.world.run_in_thread(self._write, save, copies, pack(ranges))
 
-    def _start_copying(self, save, pieces):
-        """What gives the pieces with their copies in host memory, to be called in the writing thread."""
+    def _start_copying(
+        self, save: Save, pieces: Sequence[NamedPiece]
+    ) -> Callable[[], list[NamedPiece]]:
+        """Begins to copy the pieces to host memory. Returns a function that waits for this and returns the pieces with
+        their copies, to be called in the writing thread."""
         tensors = [tensor for _, _, tensor in pieces]
-        on_gpu = self.world.device.type == "cuda"
         buffers = self._host_memory(tensors)
-        if on_gpu:
+        if self.world.device.type == "cuda":
             stream = torch.cuda.Stream()
             save.copied = torch.cuda.Event()
             stream.wait_stream(torch.cuda.current_stream())
@@ -185,22 +191,23 @@ class Checkpointer:
                 torch._foreach_copy_(buffers, tensors, non_blocking=True)
                 save.copied.record()
 
-        def copies():
-            if on_gpu:
-                save.copied.synchronize()
-            else:
+        def wait_for_copies() -> list[NamedPiece]:
+            if isinstance(save.copied, threading.Event):
                 try:
                     torch._foreach_copy_(buffers, tensors)  # one call, which needs no GIL
                 finally:
                     save.copied.set()  # training waits for it, also where the save has failed
+            else:
+                save.copied.synchronize()
             both = zip(pieces, buffers, strict=True)
             return [(name, start, buffer) for (name, start, _), buffer in both]
 
-        return copies
+        return wait_for_copies
 
-    def _host_memory(self, tensors):
-        """Memory like each of these 1-D tensors, in one buffer: taken at the start and kept, for of two saves only one is
-        under way. For a GPU it is pinned, as it is: torch's own pinned memory is rounded up to a power of two."""
+    def _host_memory(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns a tensor in host memory like each of these 1-D tensors. All lie in one buffer, which is allocated once,
+        since only one save is under way at a time. For a GPU it is pinned in place: torch's own pinned memory is rounded
+        up to a power of two."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         if not len(self.buffer):  # all saves are alike
             self.buffer = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -210,22 +217,23 @@ class Checkpointer:
         return [place[: tensor.nbytes].view(tensor.dtype) for place, tensor in zip(places, tensors)]
 
     def wait_for_copies(self) -> None:
-        """Call before weights and moments change: waits until they are copied, on a GPU the device, not the host."""
+        """Waits until the tensors are copied: to be called before weights and moments change. On a GPU the device waits,
+        not the host."""
         if self.pending:
             with self._training_waits():
                 self.pending.copied.wait()
 
     def is_writing(self) -> bool:
-        """Whether this rank still writes, or commits. Once none does, all ranks call `settle`."""
+        """Returns whether this rank still writes, or commits. Once none does, all ranks call `settle`."""
         return self.pending is not None and not self.pending.work.done()
 
     def stage(self) -> tuple[int, Phase] | None:
-        """The step and the phase of the save under way, the same on all ranks: what `is_writing` told holds for it."""
+        """Returns the step and the phase of the save under way, the same on all ranks, to which `is_writing` refers."""
         return (self.pending.step, self.pending.phase) if self.pending else None
 
     def settle(self) -> None:
-        """Goes to the next phase: where all have written the save under way, if any, rank 0 begins to commit it; where
-        it has, all learn of it. Raises UserError on all ranks if it failed."""
+        """Takes the save under way, if any, to its next phase: rank 0 begins to commit what all ranks have written; or
+        all ranks learn how the commit ended. Raises UserError on all ranks if it failed."""
         with self._training_waits():
             save = self.pending
             if not save:
@@ -252,14 +260,14 @@ class Checkpointer:
                 self.settle()
 
     def stall_seconds(self) -> float:
-        """Seconds since the last call in which this rank's program stood still for saving."""
+        """Returns the seconds that training has waited for saves on this rank, since the last call."""
         stalled = self.stalled
         self.stalled = 0.0
         return stalled
 
     @contextlib.contextmanager
     def _training_waits(self) -> Iterator[None]:
-        """Counts the time inside, once where it is nested."""
+        """Adds the time in the block to `stalled`, once where blocks are nested."""
         before = self.stalled
         began = time.perf_counter()
         try:
@@ -267,24 +275,24 @@ class Checkpointer:
         finally:
             self.stalled = before + time.perf_counter() - began
 
-    def _write(self, save, copies, packed) -> RankFile:
-        """Writes this rank's file. Runs in a thread and therefore talks to no other rank."""
+    def _write(self, save: Save, copies: Callable[[], list[NamedPiece]], packed: bytes) -> RankFile:
+        """Writes this rank's file. Runs in a thread and therefore calls no collective."""
         path = save.folder / rank_file(self.world.rank)
         # Once, also where writing is tried again: training changes the tensors after this.
         copied = copies()
         model_pieces = sum(is_model(name) for name, _, _ in copied)
 
-        def write():
-            checksums = write_pieces(path, copied, model_pieces, self.asynchronous)
+        def write() -> FileChecksum:
+            checksum = write_pieces(path, copied, model_pieces, self.asynchronous)
             sync_folder(save.folder)
-            return checksums
+            return checksum
 
-        checksums, error = attempt(retry_io, write, path)
+        checksum, error = attempt(retry_io, write, path)
         if error:
             error = type(error)(f"rank {self.world.rank} on {socket.gethostname()}: {error}")
-        return RankFile(packed, path.name, checksums, error)
+        return RankFile(packed, FileName(path.name), checksum, error)
 
-    # Rank 0 alone does the rest.
+    # The methods below run on rank 0 only.
 
     def _free_disk(self, shards: Sequence[Shard]) -> None:
         """Removes old checkpoints, but never the newest, until the disk has room for all ranks' shards together. Raises
@@ -302,8 +310,8 @@ class Checkpointer:
         )
 
     def _commit(self, save: Save, files: Sequence[RankFile]) -> Path:
-        """Turns the files of all ranks into a checkpoint: what stands under its final name is whole and durable. Returns
-        its path. Raises UserError where a rank could not write."""
+        """Turns the files of all ranks into a checkpoint, and returns its path: what has this name is whole and durable.
+        Raises UserError where a rank could not write."""
         try:
             errors = [file.error for file in files if file.error]
             if errors:
@@ -320,29 +328,24 @@ class Checkpointer:
         add_event(self.folder.parent, "checkpoint", save.step, bytes=size, seconds=seconds)
         return path
 
-    def _complete(self, save, files):
+    def _complete(self, save: Save, files: Sequence[RankFile]) -> int:
         """Writes state.json and COMMIT. Returns the bytes of all files."""
-        sizes = [math.prod(entry["shape"]) for entry in save.tensors.values()]
-        layouts, numbers = find_layouts([file.pieces for file in files], sizes)
-        for entry, number in zip(save.tensors.values(), numbers, strict=True):
-            entry["layout"] = number
-        header = {**CHECKPOINT.header(), "step": save.step}
-        content = {
-            **header,
-            "state": save.state,
-            "files": [file.name for file in files],
-            "layouts": layouts,
-            "tensors": save.tensors,
-        }
-        state = save.folder / STATE
-        write_atomically(state, json.dumps(content))
-        entries = {file.name: file.checksums for file in files}
-        entries[STATE] = retry_io(partial(checksum, state), state)
-        write_object(save.folder / COMMIT, {**header, "files": entries})
-        return sum(entry["bytes"] for entry in entries.values())
+        sizes = [tensor.element_count() for tensor in save.tensors.values()]
+        ranges, numbers = find_ranges([file.pieces for file in files], sizes)
+        for tensor, number in zip(save.tensors.values(), numbers, strict=True):
+            tensor.ranges = number
+        names = [file.name for file in files]
+        contents = Contents(save.step, save.state, names, ranges, save.tensors)
+        path = save.folder / STATE
+        write_atomically(path, json.dumps({**CHECKPOINT.header(), **asdict(contents)}))
+        checksums = {file.name: file.checksum for file in files}
+        checksums[FileName(STATE)] = retry_io(partial(checksum_of, path), path)
+        commit = Commit(save.step, checksums)
+        write_object(save.folder / COMMIT, {**CHECKPOINT.header(), **asdict(commit)})
+        return sum(checksum.bytes for checksum in checksums.values())
 
 
-def _pin(buffer):
+def _pin(buffer: torch.Tensor) -> None:
     try:
         cuda = torch.cuda.cudart()
         torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), len(buffer), 0))

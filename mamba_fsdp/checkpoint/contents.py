@@ -7,21 +7,79 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.checkpoint.ranges import Layout, is_cut
+from mamba_fsdp.checkpoint.ranges import TensorRanges, is_cut
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import COMMIT, STATE, removed, step_of
-from mamba_fsdp.storage import CHECKPOINT, exists, like, parse_object, retry_io
+from mamba_fsdp.storage import CHECKPOINT, FileName, exists, from_json, parse_object, retry_io
 
 DTYPES = {"F64", "F32", "F16", "BF16"}  # of conventions.SAFETENSORS_DTYPES
-# What the loop's state holds at least, of a run of ours.
-LOOP_STATE = {
-    "progress": {"step": 0, "tokens": 0, "skipped_steps": 0, "data": {}},
-    "world_size": 1,
-    "torch": "",
-    "settings": {"model": {}, "data": {"dataset_path": "", "seq_length": 1}},
-}
-# What content that is not as it was written leads to.
+# The exceptions that content leads to which is not as it was written.
 BAD_CONTENT = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
+
+
+@dataclass
+class Checksum:
+    """The size of a file, or of its first part, and the checksum of these bytes."""
+
+    bytes: int
+    xxh3: str
+
+
+@dataclass
+class FileChecksum(Checksum):
+    """What COMMIT says of a file."""
+
+    model: Checksum | None = None  # of the first part of a rank's file, which holds the model
+
+
+@dataclass
+class Commit:
+    """The content of COMMIT, which is written last: a folder without it is no checkpoint."""
+
+    step: int
+    files: dict[FileName, FileChecksum]
+
+    def __post_init__(self) -> None:
+        if STATE not in self.files:
+            raise ValueError(f"files lacks {STATE}")
+
+
+@dataclass
+class StoredTensor:
+    """What state.json says of a tensor."""
+
+    shape: list[int]
+    dtype: str  # one of DTYPES
+    ranges: int  # the number of its TensorRanges
+
+    def element_count(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass
+class Contents:
+    """The content of state.json."""
+
+    step: int
+    state: dict[str, Any]  # what the program that saves wants to have back
+    files: list[FileName]
+    ranges: list[TensorRanges]
+    tensors: dict[str, StoredTensor]  # by stored name
+
+    def check(self) -> None:
+        """Raises ValueError where numbers lead nowhere, or pieces do not make up their tensor."""
+        for ranges in self.ranges:
+            has_files = len(ranges.starts) == len(ranges.files)
+            if not has_files or max(ranges.files, default=0) >= len(self.files):
+                raise ValueError("a piece is in no file that is listed")
+        whole = set()
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in DTYPES or tensor.ranges >= len(self.ranges):
+                raise ValueError(f"{name} has an unknown dtype or unknown ranges")
+            cut = (tensor.ranges, tensor.element_count())
+            if cut not in whole and not is_cut(self.ranges[cut[0]].starts, cut[1]):
+                raise ValueError(f"the pieces of {name} do not cover the whole tensor")
+            whole.add(cut)
 
 
 class BrokenError(UserError):
@@ -30,75 +88,49 @@ class BrokenError(UserError):
 
 @contextlib.contextmanager
 def _broken_where_odd(name: str) -> Iterator[None]:
-    """Raises BrokenError for what reading the file `name` comes to, where it is not as it was written."""
+    """Raises BrokenError where the block finds that the file `name` can't be read or is not as it was written."""
     try:
         yield
     except OSError as error:
         raise BrokenError(f"{name}: {error.strerror}") from None
-    except BAD_CONTENT:
-        raise BrokenError(f"{name} is not what was written") from None
+    except ValueError as error:
+        raise BrokenError(f"{name} is not what was written ({error})") from None
 
 
-def _read(path):
+def _read(path: Path) -> dict[str, Any]:
     return parse_object(retry_io(path.read_bytes, path))
 
 
-def read_commit(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """{file: its size and checksums} as COMMIT has it.
+def read_commit(checkpoint: Path) -> Commit:
+    """Returns the content of COMMIT.
 
     Raises BrokenError if that is not what was written, or is another step's; UserError if another version of this
     program wrote it: then it is not broken, and an older one is no substitute.
     """
     with _broken_where_odd(COMMIT):
         content = _read(checkpoint / COMMIT)
-        if not CHECKPOINT.reads(content):
-            # COMMIT has no checksum of its own, and a flipped bit there is no other version.
-            if CHECKPOINT.reads(_read(checkpoint / STATE)):
-                raise BrokenError(
-                    f"{COMMIT} is damaged: its format or version is not that of {STATE}"
-                )
-            CHECKPOINT.check(checkpoint / COMMIT, content)
-        files = content["files"]
-        like(list(files), [...])
-        if STATE not in files:
-            raise ValueError
-        for entry in files.values():
-            for part in (entry, entry.get("model", entry)):
-                like(part, {"bytes": 0, "xxh3": ""})
-        _check_step(checkpoint, COMMIT, content)
-    return files
+        # COMMIT has no checksum of its own, and a flipped bit there is no other version.
+        if not CHECKPOINT.reads(content) and CHECKPOINT.reads(_read(checkpoint / STATE)):
+            raise BrokenError(f"{COMMIT} is damaged: its format or version is not that of {STATE}")
+        commit = from_json(Commit, CHECKPOINT.body(checkpoint / COMMIT, content))
+        _check_step(checkpoint, COMMIT, commit.step)
+    return commit
 
 
-def _check_step(checkpoint, name, content):
+def _check_step(checkpoint: Path, name: str, step: int) -> None:
     """Raises BrokenError for a file of another step than the folder's name says; folders may have names of their own."""
-    step = step_of(checkpoint.name)
-    if step is not None and content["step"] != step:
-        raise BrokenError(
-            f"{name} is of step {content['step']}, but the folder's name says another"
-        )
+    if step_of(checkpoint.name) not in (None, step):
+        raise BrokenError(f"{name} is of step {step}, but the folder's name says another")
 
 
-@dataclass
-class Contents:
-    """What state.json says."""
-
-    state: dict[str, Any]  # what the loop saved
-    files: list[str]
-    layouts: list[Layout]
-    tensors: dict[str, dict[str, Any]]  # stored name -> {shape, dtype, layout: its number}
-
-
-def read_state(checkpoint: Path) -> Contents:
-    """What state.json of a checkpoint says. Raises BrokenError, and UserError for another version."""
+def read_contents(checkpoint: Path) -> Contents:
+    """Returns the content of a checkpoint's state.json. Raises BrokenError, and UserError for another version."""
+    path = checkpoint / STATE
     try:
         with _broken_where_odd(STATE):
-            content = _read(checkpoint / STATE)
-            CHECKPOINT.check(checkpoint / STATE, content)
-            _check_step(checkpoint, STATE, content)
-            contents = Contents(
-                content["state"], content["files"], content["layouts"], content["tensors"]
-            )
-            _check_contents(contents)
+            contents = from_json(Contents, CHECKPOINT.body(path, _read(path)))
+            contents.check()
+            _check_step(checkpoint, STATE, contents.step)
     except BrokenError as error:
         if not exists(checkpoint):
             raise removed(checkpoint) from None
@@ -106,53 +138,31 @@ def read_state(checkpoint: Path) -> Contents:
     return contents
 
 
-def _check_contents(contents):
-    """Raises one of BAD_CONTENT, or BrokenError, for what would be used without a look."""
-    if contents.state.keys() >= {"progress", "settings"}:
-        like(contents.state, LOOP_STATE)
-    like(contents.state, {})
-    like(list(contents.files), [...])
-    for layout in contents.layouts:
-        if len(layout["starts"]) != len(layout["files"]):
-            raise ValueError
-        for number in layout["files"]:
-            contents.files[number]
-    seen = set()
-    for name, entry in contents.tensors.items():
-        like(entry, {"shape": [0], "layout": 0})
-        if entry["dtype"] not in DTYPES:
-            raise ValueError
-        cut = entry["layout"], math.prod(entry["shape"])
-        if cut not in seen and not is_cut(contents.layouts[cut[0]]["starts"], cut[1]):
-            raise BrokenError(f"the pieces of {name} do not cover the whole tensor")
-        seen.add(cut)
-
-
-def commit_or_problem(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """(what COMMIT says, []), or ({}, what is wrong with it). Raises UserError for another version."""
+def checksums_or_problem(checkpoint: Path) -> tuple[dict[FileName, FileChecksum], list[str]]:
+    """Returns (the checksums in COMMIT, []), or ({}, what is wrong with it). Raises UserError for another version."""
     try:
-        return read_commit(checkpoint), []
+        return read_commit(checkpoint).files, []
     except BrokenError as error:
         return {}, [str(error)]
 
 
 def verify_sizes(checkpoint: Path) -> list[str]:
-    """What is wrong with a committed checkpoint, in sentences, as far as the sizes of its files tell. Raises UserError
-    for another version."""
-    files, problems = commit_or_problem(checkpoint)
-    for name, entry in sorted(files.items()):
-        problem = check_size(checkpoint / name, entry)
+    """Returns what is wrong with a committed checkpoint, in sentences, as far as the sizes of its files tell. Raises
+    UserError for another version."""
+    checksums, problems = checksums_or_problem(checkpoint)
+    for name, checksum in sorted(checksums.items()):
+        problem = check_size(checkpoint / name, checksum)
         if problem:
             problems.append(problem)
     return problems
 
 
-def check_size(path: Path, entry: dict[str, Any]) -> str:
-    """What is wrong with the size of a file of which COMMIT has `entry`; "" for nothing."""
+def check_size(path: Path, checksum: FileChecksum) -> str:
+    """Returns what is wrong with the size of a file, which has this checksum in COMMIT; "" for nothing."""
     try:
         size = retry_io(path.stat, path).st_size
     except OSError as error:
         return f"{path.name}: {error.strerror}"
-    if size != entry["bytes"]:
-        return f"{path.name} has {size} bytes, not {entry['bytes']}"
+    if size != checksum.bytes:
+        return f"{path.name} has {size} bytes, not {checksum.bytes}"
     return ""

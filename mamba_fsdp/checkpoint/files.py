@@ -9,27 +9,38 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import FileIO
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from xxhash import xxh3_64
 
-from mamba_fsdp.checkpoint.contents import BAD_CONTENT
+from mamba_fsdp.checkpoint.contents import BAD_CONTENT, Checksum, FileChecksum
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
-from mamba_fsdp.storage import like, parse_object
+from mamba_fsdp.storage import from_json, parse_object
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written at a time
 READ_BLOCK = 1 << 20  # bytes that are read at a time: they stay in the processor's cache
 # Bytes that are flushed at a time: one flush of a whole file could look like a hang.
 FLUSH = 1 << 28
+# The name of a tensor, a piece's first element in it, and the piece, 1-D on the CPU.
+NamedPiece = tuple[str, int, torch.Tensor]
 LONGEST_HEADER = 100_000_000  # bytes, as the format has it: what a damaged length says is not read
+
+
+@dataclass
+class HeaderEntry:
+    """What the header of a safetensors file says of a tensor, here a piece of one."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]  # of its first byte and the one after the last, behind the header
 
 
 @dataclass(frozen=True)
@@ -45,16 +56,16 @@ class Piece:
 
 def write_pieces(
     path: Path,
-    pieces: Sequence[tuple[str, int, torch.Tensor]],
+    pieces: Sequence[NamedPiece],
     model_pieces: int = 0,
     from_disk: bool = True,
-) -> dict[str, Any]:
-    """Writes `pieces`, a list of (tensor name, start, 1-D CPU tensor), durably, and reads them back.
+) -> FileChecksum:
+    """Writes `pieces`, 1-D tensors on the CPU, durably, and reads them back.
 
     from_disk: what is read back comes from the disk and proves that the disk gives it back; otherwise it comes from
     the kernel's memory while the file is being flushed, which takes less time.
-    Returns what `checksum` does, and as "model" the same of the file's first part: the header and the first
-    `model_pieces`. Raises OSError as the disk does, and if what is read back is not what was written.
+    Returns the checksum of the file, and that of its first part: the header and the first `model_pieces`. Raises
+    OSError as the disk does, and if what is read back is not what was written.
     """
     contents = [memoryview(_header(pieces))]
     for _, _, tensor in pieces:
@@ -68,23 +79,20 @@ def write_pieces(
                 file.write(block)
                 written.update(block)
             if number == model_pieces:
-                model = {"bytes": file.size, "xxh3": written.hexdigest()}
+                model = Checksum(file.size, written.hexdigest())
         read_back = file.finish()
     if read_back != written.hexdigest():
         raise OSError(None, "what was read back is not what was written", str(path))
-    return {"bytes": file.size, "xxh3": read_back, "model": model}
+    return FileChecksum(file.size, read_back, model)
 
 
-def _header(pieces):
+def _header(pieces: Sequence[NamedPiece]) -> bytes:
     entries = {}
     position = 0
     for name, start, tensor in pieces:
         end = position + tensor.nbytes
-        entries[f"{name}@{start}"] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": [tensor.numel()],
-            "data_offsets": [position, end],
-        }
+        entry = HeaderEntry(DTYPE_NAMES[tensor.dtype], [tensor.numel()], [position, end])
+        entries[f"{name}@{start}"] = asdict(entry)
         position = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
@@ -122,23 +130,23 @@ class _CheckedFile:
             self._begin_check()
 
     def finish(self) -> str:
-        """The checksum of what was read back, which is then all of the file."""
+        """Reads back what has not been yet. Returns the checksum of the whole file, as it was read back."""
         self._begin_check()
         self._end_check()
         return self.read.hexdigest()
 
-    def _begin_check(self):
+    def _begin_check(self) -> None:
         self.file.flush()
         self._end_check()
         self.check = self.second.apply_async(self._flush_and_read, (self.flushed, self.size))
         self.flushed = self.size
 
-    def _end_check(self):
+    def _end_check(self) -> None:
         if self.check:
             self.check.get()
             self.check = None
 
-    def _flush_and_read(self, start, stop):
+    def _flush_and_read(self, start: int, stop: int) -> None:
         if self.from_disk:
             _flush(self.file)
             self._forget(start, stop)
@@ -146,13 +154,13 @@ class _CheckedFile:
         if not self.from_disk:
             _flush(self.file)
 
-    def _forget(self, start, stop):
-        """Lets the kernel forget what is written of this part of the file, where it can do that."""
+    def _forget(self, start: int, stop: int) -> None:
+        """Tells the kernel, where it has such a call, that it may drop this part of the file from its cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
-def _flush(file):
+def _flush(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
@@ -161,23 +169,24 @@ Filled = dict[str, list[tuple[int, int]]]  # name -> [(first element, the one af
 
 @dataclass
 class FileRead:
-    """What reading a file, or its first part, has come to."""
+    """The result of reading a file, or its first part."""
 
-    digest: str
+    xxh3: str
     filled: Filled  # the elements that were put into shards on the way
 
 
-def checksum(path: Path) -> dict[str, int | str]:
-    """{"bytes": size, "xxh3": checksum} of a file. Raises OSError."""
+def checksum_of(path: Path) -> FileChecksum:
+    """Reads a file and returns its size and checksum. Raises OSError."""
     size = path.stat().st_size
-    return {"bytes": size, "xxh3": hash_file(path, size, {}).digest}
+    return FileChecksum(size, hash_file(path, size, {}).xxh3)
 
 
 def hash_file(path: Path, end: int, shards: Mapping[str, Shard]) -> FileRead:
     """Reads the first `end` bytes of a file once, and computes their checksum. Raises OSError.
 
-    shards: by the names of their tensors; what the file holds of them is put into them while it is read. Nobody has
-    verified its header yet: where that is odd, nothing is filled, and what is filled counts only if the checksum fits.
+    shards: by the names of their tensors; they are filled with what the file holds of them, while it is read. The
+    header is not verified yet: where it can't be read nothing is filled, and what is filled counts only if the checksum
+    is right.
     """
     digest = xxh3_64()
     filled: Filled = {}
@@ -206,8 +215,8 @@ def hash_file(path: Path, end: int, shards: Mapping[str, Shard]) -> FileRead:
     return FileRead(digest.hexdigest(), filled)
 
 
-def _hash_bytes(file, digest, limit):
-    """Reads up to `limit` bytes of the file, from where it stands, into the checksum."""
+def _hash_bytes(file: FileIO, digest: xxh3_64, limit: int) -> None:
+    """Adds up to `limit` bytes of the file, from its current position on, to the checksum."""
     block = memoryview(bytearray(min(READ_BLOCK, limit)))
     while count := file.readinto(block[:limit]):
         digest.update(block[:count])
@@ -215,8 +224,9 @@ def _hash_bytes(file, digest, limit):
         heart.beat()
 
 
-def _hash_into(file, digest, target, dtype):
-    """Fills `target`, a 1-D tensor on any device, with elements of `dtype` from where the file stands."""
+def _hash_into(file: FileIO, digest: xxh3_64, target: torch.Tensor, dtype: torch.dtype) -> None:
+    """Fills `target`, a 1-D tensor on any device, with elements of `dtype` from the file's current position on, and adds
+    them to the checksum."""
     for part in target.split(READ_BLOCK // dtype.itemsize):
         block = part
         if not part.is_cpu or part.dtype != dtype:
@@ -227,21 +237,20 @@ def _hash_into(file, digest, target, dtype):
 
 
 def read_header(file: FileIO) -> Iterator[Piece]:
-    """The pieces in a rank's file, in their order. Raises one of BAD_CONTENT if it is not as it was written."""
+    """Yields the pieces in a rank's file, in their order. Raises one of BAD_CONTENT if it is not as it was written."""
     length = int.from_bytes(read_exactly(file, bytearray(8)), "little")
     if length > min(LONGEST_HEADER, os.fstat(file.fileno()).st_size):
         raise EOFError
     header = parse_object(read_exactly(file, bytearray(length)))
-    like(header, {"": {"dtype": "", "shape": [0], "data_offsets": [0]}})
-    for key, entry in header.items():
+    for key, entry in from_json(dict[str, HeaderEntry], header).items():
         name, _, start = key.rpartition("@")
-        (count,) = entry["shape"]
-        position = 8 + length + entry["data_offsets"][0]
-        yield Piece(name, int(start), count, position, SAFETENSORS_DTYPES[entry["dtype"]])
+        (count,) = entry.shape
+        position = 8 + length + entry.data_offsets[0]
+        yield Piece(name, int(start), count, position, SAFETENSORS_DTYPES[entry.dtype])
 
 
 def read_exactly(file: FileIO, buffer: Any) -> Any:
-    """Fills the buffer from where the file stands, and returns it. Raises EOFError."""
+    """Fills the buffer from the file's current position on, and returns it. Raises EOFError."""
     rest = memoryview(buffer)
     while len(rest):
         count = file.readinto(rest[:BLOCK])

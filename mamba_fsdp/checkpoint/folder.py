@@ -2,16 +2,14 @@
 
     step_00001000/
       rank_00000.safetensors ...   what each rank wrote (files.py)
-      state.json                   the loop's state; each tensor's shape, dtype and layout; the layouts (ranges.py)
+      state.json                   the run's progress; each tensor's shape and dtype, and how it is cut (ranges.py)
       COMMIT                       size and checksum of every other file, and of the part of it that holds the model;
                                    written last: without it nothing counts
 
 Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>/exp_avg and .../exp_avg_sq, Muon's
-optimizer/<parameter>/momentum_buffer. A layout says in which elements each piece of a tensor starts and in which file
-it lies; tensors that are cut alike share it. COMMIT and state.json say the version of the format.
+optimizer/<parameter>/momentum_buffer. COMMIT and state.json say the version of the format.
 """
 
-import math
 import resource
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
@@ -42,14 +40,14 @@ def is_model(stored: str) -> bool:
 
 
 class Reader:
-    """Reads parts of a checkpoint's tensors, wherever its layouts say that they lie.
+    """Reads parts of the tensors of a checkpoint.
 
     A checkpoint may have more files than a process may open, so at most a quarter of that number stay open. The
     positions of a file's pieces are read when it is first opened.
     """
 
     def __init__(self, checkpoint: Path, contents: Contents):
-        """contents: what read_state returns for this checkpoint."""
+        """contents: what read_contents returns of the checkpoint."""
         self.path = checkpoint
         self.contents = contents
         self.numbers = {name: number for number, name in enumerate(self.contents.tensors)}
@@ -60,12 +58,12 @@ class Reader:
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor. Raises UserError with the file that can't
         be read or is not as it was written."""
-        entry = self.contents.tensors[name]
-        result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[entry["dtype"]])
-        layout = self.contents.layouts[entry["layout"]]
-        for part in overlaps(start, stop, layout["starts"], math.prod(entry["shape"])):
-            file = self.contents.files[layout["files"][part.piece]]
-            piece_start = layout["starts"][part.piece]
+        tensor = self.contents.tensors[name]
+        result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[tensor.dtype])
+        ranges = self.contents.ranges[tensor.ranges]
+        for part in overlaps(start, stop, ranges.starts, tensor.element_count()):
+            file = self.contents.files[ranges.files[part.piece]]
+            piece_start = ranges.starts[part.piece]
             target = result[part.at : part.at + part.count]
             fill = partial(self._fill, file, name, piece_start, part.offset, target)
             try:

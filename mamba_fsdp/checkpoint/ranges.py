@@ -1,8 +1,4 @@
-"""Arithmetic of ranges: who writes which elements, how that is told, and where the elements that a rank needs lie.
-
-A layout is one way of cutting a flattened tensor: {"starts": where each piece starts, in elements, "files": the number
-of the file that it is in}. Most tensors of a model are cut in one of a few ways.
-"""
+"""Arithmetic of ranges: which rank writes which elements of a tensor, and where the elements that a rank needs lie."""
 
 import zlib
 from bisect import bisect_right
@@ -12,14 +8,22 @@ from itertools import accumulate
 
 import numpy as np
 
-Layout = dict[str, list[int]]
 SMALLEST = 1 << 16  # elements; a smaller piece is not worth splitting
 
 
-def part_to_write(count: int, replicas: int, replica_index: int, turn: int) -> tuple[int, int]:
-    """The range (start, stop) of `count` elements that one of the ranks holding them writes: together, each once.
+@dataclass
+class TensorRanges:
+    """One way of cutting a flattened tensor into pieces. Most tensors of a model are cut in one of a few ways."""
 
-    `turn`, the tensor's number, lets tensors that few of the replicas write take turns among groups of so many.
+    starts: list[int]  # of the pieces, in elements
+    files: list[int]  # for each piece, the number of the file that it is in
+
+
+def part_to_write(count: int, replicas: int, replica_index: int, turn: int) -> tuple[int, int]:
+    """Returns the range (start, stop) of `count` elements that one of the ranks which hold them writes. Together the
+    ranks write each element once.
+
+    turn: the tensor's number. Of tensors that fewer ranks write than hold them, each goes to the next ranks in turn.
     """
     writers = min(replicas, max(1, count // SMALLEST))
     groups = replicas // writers
@@ -30,38 +34,41 @@ def part_to_write(count: int, replicas: int, replica_index: int, turn: int) -> t
 
 
 def pack(pieces: Sequence[tuple[int, int]]) -> bytes:
-    """What a rank tells of its piece of each tensor, in the same order on all ranks: (start, count), 0 for none."""
+    """Returns a rank's piece of each tensor, (start, count), as bytes to send. The tensors' order is the same on all
+    ranks, and a rank without a piece has count 0."""
     return zlib.compress(np.array(pieces, dtype="<i8").tobytes())
 
 
-def find_layouts(packed: Sequence[bytes], sizes: Sequence[int]) -> tuple[list[Layout], list[int]]:
-    """(the distinct layouts, for each tensor the number of its own), from what each rank has packed.
+def find_ranges(
+    packed: Sequence[bytes], sizes: Sequence[int]
+) -> tuple[list[TensorRanges], list[int]]:
+    """Returns (the ways in which tensors are cut, for each tensor the number of its way), from each rank's `pack`.
 
     sizes: elements of each tensor. The file of a piece is the rank's number. Raises ValueError for
     pieces that are not the whole of a tensor.
     """
-    told = [np.frombuffer(zlib.decompress(pieces), dtype="<i8").reshape(-1, 2) for pieces in packed]
-    by_tensor = np.array(told).transpose(1, 0, 2)  # (tensors, ranks, 2)
-    layouts: list[Layout] = []
-    known: dict[tuple[int, bytes], int] = {}
+    by_rank = [np.frombuffer(zlib.decompress(sent), dtype="<i8").reshape(-1, 2) for sent in packed]
+    by_tensor = np.array(by_rank).transpose(1, 0, 2)  # (tensors, ranks, 2)
+    ways: list[TensorRanges] = []
+    number_of_way: dict[tuple[int, bytes], int] = {}
     numbers = []
     for tensor, (size, pieces) in enumerate(zip(sizes, by_tensor)):
         key = (size, pieces.tobytes())
-        if key not in known:
+        if key not in number_of_way:
             ranks = np.flatnonzero(pieces[:, 1])
             ranks = ranks[np.argsort(pieces[ranks, 0], kind="stable")]
             starts = pieces[ranks, 0].tolist()
             if not tiles(starts, pieces[ranks, 1].tolist(), size):
                 raise ValueError(f"the ranks did not write the whole of tensor {tensor}")
-            known[key] = len(layouts)
-            layouts.append({"starts": starts, "files": ranks.tolist()})
-        numbers.append(known[key])
-    return layouts, numbers
+            number_of_way[key] = len(ways)
+            ways.append(TensorRanges(starts, ranks.tolist()))
+        numbers.append(number_of_way[key])
+    return ways, numbers
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a piece holds of a range of elements."""
+    """The elements of a range that one piece holds."""
 
     piece: int  # its number
     offset: int  # of the first such element in the piece
@@ -70,9 +77,9 @@ class Overlap:
 
 
 def overlaps(start: int, stop: int, starts: Sequence[int], size: int) -> Iterator[Overlap]:
-    """Where the elements [start, stop) lie, in turn.
+    """Yields where the elements [start, stop) lie, in their order.
 
-    starts: those of the pieces, which tile the `size` elements of the tensor.
+    starts: of the pieces, which tile the `size` elements of the tensor.
     """
     for piece in range(max(0, bisect_right(starts, start) - 1), len(starts)):
         end = starts[piece + 1] if piece + 1 < len(starts) else size
@@ -84,7 +91,7 @@ def overlaps(start: int, stop: int, starts: Sequence[int], size: int) -> Iterato
 
 
 def gaps(start: int, stop: int, done: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The parts of [start, stop) that none of the ranges in `done` holds, in turn."""
+    """Yields the parts of [start, stop) that none of the ranges in `done` holds, in their order."""
     for first, end in sorted(done):
         if start < first:
             yield start, first
@@ -94,10 +101,10 @@ def gaps(start: int, stop: int, done: Iterable[tuple[int, int]]) -> Iterator[tup
 
 
 def tiles(starts: Sequence[int], counts: Sequence[int], size: int) -> bool:
-    """Whether the sorted pieces cover [0, size) without gap or overlap."""
+    """Returns whether the sorted pieces cover [0, size) without gap or overlap."""
     return [*starts, size] == [0, *accumulate(counts)]
 
 
 def is_cut(starts: Sequence[int], size: int) -> bool:
-    """Whether pieces with these starts can be those of a tensor of `size` elements, none of them empty."""
+    """Returns whether a tensor of `size` elements can be cut at these starts, with no piece empty."""
     return [*starts, size] == sorted({0, *starts, size})

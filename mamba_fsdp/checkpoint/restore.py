@@ -1,12 +1,19 @@
-"""Which checkpoint is whole, which is the newest, and putting one into the shards of a model and its optimiser."""
+"""Finds the newest whole checkpoint, and loads it into the shards of a model and its optimiser."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.checkpoint.contents import Contents, check_size, commit_or_problem, read_state
+from mamba_fsdp.checkpoint.contents import (
+    Checksum,
+    Contents,
+    FileChecksum,
+    check_size,
+    checksums_or_problem,
+    read_contents,
+)
 from mamba_fsdp.checkpoint.files import Filled, hash_file
 from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors, stored_name
 from mamba_fsdp.checkpoint.ranges import gaps
@@ -21,8 +28,8 @@ Check = Callable[[dict[str, Any], Path], None]
 
 
 @dataclass
-class Choice:
-    """A whole checkpoint."""
+class WholeCheckpoint:
+    """A checkpoint that was verified."""
 
     path: Path
     broken: list[str] = field(default_factory=list)  # names of newer ones that were passed over
@@ -44,43 +51,49 @@ def verify(
     shards: Sequence[Shard] = (),
     filled: Filled | None = None,
 ) -> list[str]:
-    """Compares the files of a committed checkpoint with the sizes and checksums in COMMIT. Called by all ranks, which
-    share the files: each byte is read by one of them. Returns on all what is wrong, in sentences.
+    """Returns on all ranks what is wrong with a committed checkpoint, in sentences: its files are compared with the
+    sizes and checksums in COMMIT. All ranks call it and share the files, so that one of them reads each byte.
 
-    part: "all", or only "model", its weights, or "state", state.json. shards: what a rank reads of its own is put into
-    them on the way, whatever the verdict, and noted in `filled`, so that `load` need not read it again; where as many
-    ranks have written, that is all of it. Raises UserError on all ranks for one of another version.
+    part: "all", or only "model", its weights, or "state", state.json. shards: a rank that reads elements of its own
+    fills them in, whatever the result, and notes that in `filled`, so that `load` need not read them again; where the
+    checkpoint was saved by as many ranks, these are all. Raises UserError on all ranks for one of another version.
     """
-    files, problems = world.on_rank0(commit_or_problem, checkpoint)
-    names = sorted(name for name in files if part != "state" or name == STATE)
+    checksums, problems = world.on_rank0(checksums_or_problem, checkpoint)
+    names = sorted(name for name in checksums if part != "state" or name == STATE)
     first = len(names) * world.rank // world.size
     stop = len(names) * (world.rank + 1) // world.size
-    wanted = {stored_name(shard.name): shard for shard in shards}
+    shards_by_name = {stored_name(shard.name): shard for shard in shards}
+    ranges_by_name: Filled = {} if filled is None else filled
 
-    def verify_mine():
+    def verify_share() -> None:
         for name in names[first:stop]:
-            problem = _verify_file(checkpoint / name, files[name], part, wanted, filled)
+            path = checkpoint / name
+            problem = _verify_file(path, checksums[name], part, shards_by_name, ranges_by_name)
             if problem:
                 problems.append(problem)
 
-    world.on_all_ranks(verify_mine)
+    world.on_all_ranks(verify_share)
     return sorted(world.gather_unique(problems))
 
 
-def _verify_file(path, entry, part, shards, filled):
-    """What is wrong with a file of which COMMIT has `entry`, or with that part of it; "" for nothing. Adds what it has
-    put into the shards to `filled`."""
-    expected = entry.get("model", entry) if part == "model" else entry
-    problem = check_size(path, entry)
+def _verify_file(
+    path: Path, checksum: FileChecksum, part: str, shards: Mapping[str, Shard], filled: Filled
+) -> str:
+    """Returns what is wrong with a file, or with that part of it, which has this checksum in COMMIT; "" for nothing. Adds
+    the ranges of the shards that it has filled to `filled`."""
+    expected: Checksum = checksum
+    if part == "model" and checksum.model:
+        expected = checksum.model
+    problem = check_size(path, checksum)
     if problem:
         return problem
     try:
-        read = retry_io(partial(hash_file, path, expected["bytes"], shards), path)
+        result = retry_io(partial(hash_file, path, expected.bytes, shards), path)
     except OSError as error:
         return f"{path.name}: {error.strerror}"
-    if read.digest != expected["xxh3"]:
+    if result.xxh3 != expected.xxh3:
         return f"the content of {path.name} has changed since it was written"
-    for name, ranges in read.filled.items():
+    for name, ranges in result.filled.items():
         filled.setdefault(name, []).extend(ranges)
     return ""
 
@@ -91,8 +104,9 @@ def newest_whole(
     report: Callable[[str], Any],
     part: str = "all",
     shards: Sequence[Shard] = (),
-) -> Choice | None:
-    """The newest checkpoint whose `part` is whole; broken ones are reported and passed over. part, shards: see verify.
+) -> WholeCheckpoint | None:
+    """Returns the newest checkpoint whose `part` is whole; broken ones are reported and passed over. part, shards: see
+    verify.
 
     Raises UserError if there are committed checkpoints but none is whole: a new start must be the user's decision.
     """
@@ -100,10 +114,10 @@ def newest_whole(
     problems: list[str] = []
     candidates = world.on_rank0(committed, checkpoints)
     for checkpoint in reversed(candidates):
-        choice = Choice(checkpoint, broken)
-        problems = verify(checkpoint, world, part, shards, choice.filled)
+        whole = WholeCheckpoint(checkpoint, broken)
+        problems = verify(checkpoint, world, part, shards, whole.filled)
         if not problems:
-            return choice
+            return whole
         if not world.on_rank0(exists, checkpoint):
             # Its run has removed it meanwhile, and has newer ones.
             return newest_whole(checkpoints, world, report, part, shards)
@@ -126,20 +140,20 @@ def find_checkpoint(
     report: Callable[[str], Any] = print,
     part: str = "all",
     shards: Sequence[Shard] = (),
-) -> Choice:
-    """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
+) -> WholeCheckpoint:
+    """Returns the checkpoint that `path` names, the same on all ranks: itself, or the newest whole one of a run folder.
 
-    Raises UserError where there is none, or where the one that was named is broken. part, shards: see `verify`.
+    Raises UserError where there is none, or where the one that `path` names is broken. part, shards: see `verify`.
     """
     path = Path(path)
     if world.on_rank0(exists, path / COMMIT):
-        choice = Choice(path)
-        problems = verify(path, world, part, shards, choice.filled)
+        named = WholeCheckpoint(path)
+        problems = verify(path, world, part, shards, named.filled)
         if problems and not world.on_rank0(exists, path):
             raise removed(path)
         if problems:
             raise UserError(f"checkpoint {path} is broken: {'; '.join(problems)}")
-        return choice
+        return named
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     newest = newest_whole(folder, world, report, part, shards)
     if newest is None:
@@ -148,39 +162,39 @@ def find_checkpoint(
 
 
 def load(
-    choice: Choice, shards: Sequence[Shard], world: World, check: Check | None = None
+    whole: WholeCheckpoint, shards: Sequence[Shard], world: World, check: Check | None = None
 ) -> Restored:
-    """Fills `shards`, of any strategy and world size, from a checkpoint: what verifying it has not put there already.
+    """Fills `shards`, of any strategy and world size, from a checkpoint, but for what verifying it has filled already.
 
     The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
     check(state, checkpoint) may refuse first, on rank 0. Raises UserError on all ranks if any can't load.
     """
-    contents = world.on_rank0(_read_checked, choice.path, shards, check)
-    reader = Reader(choice.path, contents)
+    contents = world.on_rank0(_read_checked, whole.path, shards, check)
+    reader = Reader(whole.path, contents)
 
-    def fill():
+    def fill() -> None:
         for shard in shards:
             name = stored_name(shard.name)
             end = shard.start + len(shard.data)
-            for start, stop in gaps(shard.start, end, choice.filled.get(name, ())):
+            for start, stop in gaps(shard.start, end, whole.filled.get(name, ())):
                 target = shard.data[start - shard.start : stop - shard.start]
                 target.copy_(reader.read(name, start, stop))
 
     world.on_all_ranks(fill)
-    return Restored(choice.path, contents.state)
+    return Restored(whole.path, contents.state)
 
 
-def _read_checked(checkpoint, shards, check) -> Contents:
-    """The contents of a checkpoint that fits; raises UserError if it does not."""
-    contents = read_state(checkpoint)
+def _read_checked(checkpoint: Path, shards: Sequence[Shard], check: Check | None) -> Contents:
+    """Returns the contents of a checkpoint that fits the shards. Raises UserError if it does not."""
+    contents = read_contents(checkpoint)
     if check:
         check(contents.state, checkpoint)
     wanted = {stored_name(shard.name): shard.shape for shard in shards}
     kinds = {name.split("/")[0] for name in wanted}
-    found = {
-        name: entry["shape"]
-        for name, entry in contents.tensors.items()
+    stored = {
+        name: tensor.shape
+        for name, tensor in contents.tensors.items()
         if name.split("/")[0] in kinds
     }
-    check_same_tensors(checkpoint, wanted, found)
+    check_same_tensors(checkpoint, wanted, stored)
     return contents

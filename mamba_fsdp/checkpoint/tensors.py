@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mamba_fsdp.checkpoint.contents import read_state
+from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader, is_model, stored_name
 from mamba_fsdp.parallel.world import World
 
@@ -33,14 +33,14 @@ class Tensors(ABC):
 class CheckpointTensors(Tensors):
     """The model's tensors in a checkpoint."""
 
-    def __init__(self, path: Path, world: World):
+    def __init__(self, path: Path, world: World) -> None:
         """Called by all ranks. Raises UserError, of any rank on all."""
         self.source = path
-        self.reader = Reader(path, world.on_rank0(read_state, path))
+        self.reader = Reader(path, world.on_rank0(read_contents, path))
         self.shapes = {}
-        for stored, entry in self.reader.contents.tensors.items():
+        for stored, tensor in self.reader.contents.tensors.items():
             if is_model(stored):
-                self.shapes[stored.removeprefix("model/")] = tuple(entry["shape"])
+                self.shapes[stored.removeprefix("model/")] = tuple(tensor.shape)
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self.reader.read(stored_name(name), start, stop)

@@ -22,7 +22,7 @@ import numpy as np
 from mamba_fsdp.data.store import SPLITS, near_path
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage import exists, read_object
+from mamba_fsdp.storage import FileName, exists, read_object
 
 KINDS = {
     ".txt": "text",
@@ -39,9 +39,24 @@ KINDS = {
 ARCHIVES = {".gz": "gzip", ".zst": "zstd"}  # of text, JSON and CSV
 HUB = ("huggingface.co", 443)
 HUB_SECONDS = 5.0  # after which it counts as out of reach
-SAVED = {"_data_files": [{"filename": ...}]}  # in state.json of a folder that `datasets` saved
 # Folders in the standard library's that hold other packages.
 NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass
+class SavedFile:
+    """What is read of a file's entry in SavedFolder."""
+
+    HAS_OTHER_FIELDS = True
+    filename: FileName
+
+
+@dataclass
+class SavedFolder:
+    """What is read of state.json in a folder that `datasets` saved."""
+
+    HAS_OTHER_FIELDS = True
+    _data_files: list[SavedFile]
 
 
 @dataclass
@@ -282,8 +297,8 @@ def _files_below(place: Path) -> Iterator[Path]:
         if "dataset_dict.json" in names:
             names = []
         if "state.json" in names and "dataset_info.json" in names:
-            saved = read_object(folder / "state.json", SAVED, "save it again")
-            names = [file["filename"] for file in saved["_data_files"]]
+            saved = read_object(folder / "state.json", SavedFolder, "save it again")
+            names = [file.filename for file in saved._data_files]
         for name in sorted(names):
             # fms-fsdp's tables of document counts and DataLayout's files of sizes are no text.
             is_count = folder.name == "meta" and "counts" in name

@@ -52,7 +52,7 @@ class Fields:
 
     @classmethod
     def read(cls, path: Path) -> "Fields":
-        return cls(path, read_object(path, {}, "copy or download it again"))
+        return cls(path, read_object(path, dict[str, Any], "copy or download it again"))
 
     def pop(self, name: str, default: Any = REQUIRED, kind: type = int) -> Any:
         """Removes a field and returns its value, of type `kind`, or the default where it is absent or null.

@@ -4,6 +4,7 @@ which are only read.
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,18 @@ from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.interop.fms_files import stored_names
-from mamba_fsdp.storage import read_object
+from mamba_fsdp.storage import FileName, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+
+@dataclass
+class Index:
+    """What is read of INDEX."""
+
+    HAS_OTHER_FIELDS = True
+    weight_map: dict[str, FileName]  # by parameter name, the file that it is in
 
 
 class SafetensorsTensors(Tensors):
@@ -28,10 +37,10 @@ class SafetensorsTensors(Tensors):
     def __init__(self, path: Path):
         """Raises UserError for a missing or damaged file."""
         self.source = path
-        files_by_name: dict[str, str] = {}
+        files_by_name: dict[str, FileName] = {}
         if path.name == INDEX:
-            index = read_object(path, {"weight_map": {"": ...}}, "copy or download it again")
-            files_by_name = index["weight_map"]
+            index = read_object(path, Index, "copy or download it again")
+            files_by_name = index.weight_map
         opened: dict[str, Any] = {}  # by stored name, the file that the tensor is in
         for file_name in dict.fromkeys(files_by_name.values()) or [path.name]:
             file = _open(path.parent / file_name)

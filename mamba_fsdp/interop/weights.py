@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 
-from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.folder import check_same_tensors
 from mamba_fsdp.checkpoint.ranges import overlaps
 from mamba_fsdp.checkpoint.restore import find_checkpoint
+from mamba_fsdp.checkpoint.saved_run import read_run
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors, Tensors
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
@@ -176,12 +176,10 @@ def _find_checkpoint(path: Path) -> Weights:
     """Returns the Weights of the newest checkpoint whose state.json can be read; opening them chooses the newest whole
     one."""
     checkpoint = find_checkpoint(path, World.alone(), report=lambda text: None, part="state").path
-    state = read_state(checkpoint).state
-    config = checked_model(checkpoint, state["settings"]["model"])
-    model = Description(config, seq_length=state["settings"]["data"]["seq_length"])
+    run = read_run(checkpoint)
+    model = Description(checked_model(checkpoint, run.model), seq_length=run.seq_length)
     tokenizer_path = _tokenizer_in(checkpoint.parent.parent / TOKENIZER)
-    tokenizer = str(state["progress"].get("tokenizer", ""))
-    return Weights(path, model, tokenizer_path, tokenizer)
+    return Weights(path, model, tokenizer_path, run.progress.tokenizer)
 
 
 def _find_file(file: Path, model: ModelConfig | None) -> Weights:

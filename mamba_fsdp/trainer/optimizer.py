@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.model.spec import Parameter
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.settings.train_config import OptimizerConfig
 from mamba_fsdp.trainer.muon import Muon
-from mamba_fsdp.trainer.state import TrainState
 from mamba_fsdp.trainer.step_stats import StepStats
 
 

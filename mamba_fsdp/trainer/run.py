@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop.places import find_origin
@@ -23,7 +24,6 @@ from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.setup import TAKES_LESS, TrainContext, set_up
 from mamba_fsdp.trainer.start import starting_weights
-from mamba_fsdp.trainer.state import TrainState
 from mamba_fsdp.trainer.stopping import StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.errors import UserError
@@ -11,7 +12,6 @@ from mamba_fsdp.report.console import Say, with_unit
 from mamba_fsdp.settings.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.schedule import Schedule, schedule_of
-from mamba_fsdp.trainer.state import TrainState
 
 # Share of the training between two validations that one costs, unless eval_batches says otherwise.
 VALIDATION_SHARE = 0.05

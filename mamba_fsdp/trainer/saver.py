@@ -3,7 +3,11 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 
+import torch
+
+from mamba_fsdp.checkpoint.saved_run import SavedRun
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.setup import TrainContext
@@ -70,11 +74,17 @@ class Saver:
         # The metrics up to a committed checkpoint must not be lost.
         context.world.on_rank0(self.logger.sync)
         state.data = context.loader.state_before(state.step)
-        context.checkpointer.save(
-            state.step,
-            context.parallel.shards(context.optimizer),
-            state.saved(context.settings, context.world.size),
+        settings = context.settings
+        run = SavedRun(
+            progress=state,
+            model=asdict(settings.model),
+            optimizer=settings.optimizer.optimizer,
+            torch=torch.__version__,
+            world_size=context.world.size,
+            seq_length=settings.data.seq_length,
         )
+        shards = context.parallel.shards(context.optimizer)
+        context.checkpointer.save(state.step, shards, asdict(run))
 
     @contextlib.contextmanager
     def _attempt(self, limit: float) -> Iterator[None]:

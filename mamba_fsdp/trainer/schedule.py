@@ -4,11 +4,11 @@ longer."""
 import math
 from dataclasses import dataclass
 
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Say
 from mamba_fsdp.settings.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.state import TrainState
 
 AUTOMATIC = -1  # and below: so many tokens times the tokens of a step
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.builtin import missing_builtin
 from mamba_fsdp.data.loader import BatchShape, Loader, split_step
@@ -37,7 +38,6 @@ from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
 from mamba_fsdp.trainer.start import say_start, start
-from mamba_fsdp.trainer.state import TrainState
 
 LARGEST_ERROR = 1.2  # of the memory that is expected, as a factor: docs/planning.md
 TAKES_LESS = (

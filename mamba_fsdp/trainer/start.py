@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.contents import read_state
+from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.restore import Check, find_checkpoint, load
+from mamba_fsdp.checkpoint.saved_run import SavedRun, TrainState
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import check_tokenizer
 from mamba_fsdp.errors import UserError
@@ -22,7 +23,6 @@ from mamba_fsdp.report.console import Say
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.model_config import checked_model
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.state import TrainState
 
 
 def starting_weights(settings: TrainConfig, origin: Origin) -> Weights | None:
@@ -66,14 +66,14 @@ def start(
     if origin.is_own:
         resumed = checkpointer.resume(shards, check)
         assert resumed
-        state = TrainState.from_saved(resumed.state, resumed.path)
+        state = SavedRun.from_state(resumed.state, resumed.path).progress
         source = resumed.path
         learnt = [state.tokenizer]
         begins = f"checkpoint {resumed.path.name}"
     elif origin.is_checkpoint:
-        choice = find_checkpoint(origin.path, parallel.world, say, shards=shards)
-        restored = load(choice, shards, parallel.world, check)
-        saved = TrainState.from_saved(restored.state, restored.path)
+        whole = find_checkpoint(origin.path, parallel.world, say, shards=shards)
+        restored = load(whole, shards, parallel.world, check)
+        saved = SavedRun.from_state(restored.state, restored.path).progress
         source = restored.path
         learnt = [saved.tokenizer]
         state.optimizer_steps = saved.optimizer_steps
@@ -123,10 +123,10 @@ def say_start(
     say(f"{verb:<10} from {checkpoint}")
 
     def compare() -> None:
-        saved = read_state(checkpoint).state
-        check_of_model(settings, origin)(saved, checkpoint)
+        state = read_contents(checkpoint).state
+        check_of_model(settings, origin)(state, checkpoint)
         if tokens and not settings.data.allow_other_tokenizer:
-            learnt = TrainState.from_saved(saved, checkpoint).tokenizer
+            learnt = SavedRun.from_state(state, checkpoint).progress.tokenizer
             check_tokenizer(tokens.path, tokens.tokenizer, checkpoint, [learnt])
 
     world.on_rank0(compare)
@@ -148,14 +148,14 @@ def check_of_model(settings: TrainConfig, origin: Origin) -> Check:
     """Returns what raises UserError where a checkpoint of `origin` holds another model than the settings', or another
     optimiser's state."""
 
-    def check(saved: dict[str, Any], checkpoint: Path) -> None:
+    def check(state: dict[str, Any], checkpoint: Path) -> None:
+        saved = SavedRun.from_state(state, checkpoint)
         remedy = f"; give these settings again, or another {origin.setting}"
-        model = checked_model(checkpoint, saved["settings"]["model"])
+        model = checked_model(checkpoint, saved.model)
         resolve.check_same_model(settings, model, str(checkpoint), remedy)
-        saved_optimizer = saved["settings"]["optimizer"]["optimizer"]
-        if saved_optimizer != settings.optimizer.optimizer:
+        if saved.optimizer != settings.optimizer.optimizer:
             raise UserError(
-                f"{checkpoint} holds the state of optimizer={saved_optimizer}; give that again, or begin another run "
+                f"{checkpoint} holds the state of optimizer={saved.optimizer}; give that again, or begin another run "
                 f"with its weights: init_from={checkpoint}"
             )
 

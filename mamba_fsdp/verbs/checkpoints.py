@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from mamba_fsdp.checkpoint.contents import read_state, verify_sizes
+from mamba_fsdp.checkpoint.contents import verify_sizes
+from mamba_fsdp.checkpoint.saved_run import read_run
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console, with_unit
 from mamba_fsdp.run_layout import (
@@ -87,7 +88,7 @@ def describe(path: Path, verify: bool) -> Row:
         problems = read_all(path) if verify else verify_sizes(path)
         if problems:
             row.verdict = f"broken: {'; '.join(problems)}"
-        row.tokens = read_state(path).state.get("progress", {}).get("tokens")
+        row.tokens = read_run(path).progress.tokens
     except UserError as error:  # of another version, say
         if not row.verdict.startswith("broken"):
             row.verdict = f"broken: {error}"

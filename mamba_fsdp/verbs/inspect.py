@@ -88,18 +88,18 @@ def show_run(path: Path, verify: bool) -> int:
 
 
 def show_checkpoint(path: Path, verify: bool) -> int:
-    from mamba_fsdp.checkpoint.contents import read_state
+    from mamba_fsdp.checkpoint.saved_run import read_run
 
     say("checkpoint", path)
     code = checkpoints.main(str(path), checkpoints.Options(verify))
     if code:
         return code
-    state = read_state(path).state
-    progress = state["progress"]
-    say("tokens", f"{progress['tokens']:,}, {progress['skipped_steps']} steps skipped")
-    say("written by", f"{state['world_size']} ranks, torch {state['torch']}")
-    say("data", json.dumps(progress["data"].get("drawn")))
-    say("model", describe_model(checked_model(path, state["settings"]["model"])))
+    run = read_run(path)
+    progress = run.progress
+    say("tokens", f"{progress.tokens:,}, {progress.skipped_steps} steps skipped")
+    say("written by", f"{run.world_size} ranks, torch {run.torch}")
+    say("data", json.dumps(progress.data.get("drawn")))
+    say("model", describe_model(checked_model(path, run.model)))
     return 0
 
 

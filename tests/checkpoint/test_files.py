@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mamba_fsdp.checkpoint import files
-from mamba_fsdp.checkpoint.contents import Contents
+from mamba_fsdp.checkpoint.contents import Contents, StoredTensor
 from mamba_fsdp.checkpoint.folder import Reader
+from mamba_fsdp.checkpoint.ranges import TensorRanges
 from mamba_fsdp.heartbeat import heart
 
 pytestmark = pytest.mark.torch22
@@ -26,9 +27,9 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
     tensor = torch.arange(1000.0)
     # Written, then read back.
     assert beats(files.write_pieces, path, [("a", 0, tensor)]) >= 2 * 40
-    assert beats(files.checksum, path) >= 40
-    entry = {"shape": [1000], "dtype": "F32", "layout": 0}
-    contents = Contents({}, ["file"], [{"starts": [0], "files": [0]}], {"a": entry})
+    assert beats(files.checksum_of, path) >= 40
+    stored = StoredTensor([1000], "F32", 0)
+    contents = Contents(0, {}, ["file"], [TensorRanges([0], [0])], {"a": stored})
     reader = Reader(tmp_path, contents)
     reader.read("a", 0, 1)  # the header too
     assert beats(reader.read, "a", 500, 750) == 10

@@ -7,7 +7,7 @@ import pytest
 
 from mamba_fsdp import lease
 from mamba_fsdp.checkpoint import restore
-from mamba_fsdp.checkpoint.contents import read_state
+from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import find_checkpoint, load
 from mamba_fsdp.errors import UserError
@@ -68,7 +68,7 @@ def test_a_reader_whose_checkpoint_is_removed_meanwhile_says_so_in_a_line(run, n
     """Wherever it is by then: at the contents, or at the tensors."""
     path = make_checkpoints(run, [1]).last
     choice = find_checkpoint(path if named else run, WORLD)
-    reader = Reader(path, read_state(path))
+    reader = Reader(path, read_contents(path))
     checkpointer = make_checkpoints(run, [2], keep=1)
     assert steps_in(run) == [2]
     reads = (lambda: reader.read("model/b", 0, 7), lambda: load(choice, shards_of(0), WORLD))

@@ -14,8 +14,8 @@ import torch
 from mamba_fsdp import storage
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import files
-from mamba_fsdp.checkpoint.contents import read_state
-from mamba_fsdp.checkpoint.restore import Choice, load
+from mamba_fsdp.checkpoint.contents import read_contents
+from mamba_fsdp.checkpoint.restore import WholeCheckpoint, load
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.report.records import read_events
 from tests.support.checkpoints import (
@@ -48,7 +48,7 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
     checkpointer.wait()
     assert said == [("checkpoint step_00000003 is committed", ["step_00000003"])]
     assert checkpointer.last == newest(run)
-    assert read_state(checkpointer.last).state == {"step": 3}
+    assert read_contents(checkpointer.last).state == {"step": 3}
     (event,) = read_events(run)
     assert event["bytes"] > 400 and event["seconds"] > 0 and checkpointer.stall_seconds() > 0
 
@@ -87,7 +87,7 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
     checkpointer.wait()
     assert len(kept) and checkpointer.buffer is kept
     target = shards_of(0)
-    assert load(Choice(checkpointer.last), target, WORLD).state == {"list": [1]}
+    assert load(WholeCheckpoint(checkpointer.last), target, WORLD).state == {"list": [1]}
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 
@@ -144,7 +144,7 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     assert in_training == ["after training", "aside", True, "record", "wait"]
     assert ("synchronize", False) in calls and len(pinned) == 1
     target = shards_of(0)
-    load(Choice(checkpointer.last), target, WORLD)
+    load(WholeCheckpoint(checkpointer.last), target, WORLD)
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks import checkpoint
 from benchmarks.checkpoint_scale import measure
 from mamba_fsdp.checkpoint.checkpointer import RankFile, Save
-from mamba_fsdp.checkpoint.contents import read_state
+from mamba_fsdp.checkpoint.contents import Checksum, FileChecksum, StoredTensor, read_contents
 from mamba_fsdp.checkpoint.files import write_pieces
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.ranges import pack, part_to_write
@@ -80,21 +80,21 @@ def test_a_thousand_ranks_tell_little_of_a_thousand_tensors(run, cut, shard_size
     """How a tensor is cut is told once for all that are cut alike; each rank tells what it wrote without names."""
     kinds = ("model/", "optimizer/exp_avg/", "optimizer/exp_avg_sq/")
     names = [f"{kind}{layer}/{name}" for kind in kinds for layer in range(66) for name in SHAPES]
-    sums = {"bytes": 10**9, "xxh3": "0123456789abcdef"}
+    checksum = FileChecksum(10**9, "0123456789abcdef", Checksum(10**9, "0123456789abcdef"))
     pieces = pieces_of_all(names, cut, shard_size)
     told = [
-        RankFile(pack(mine), f"rank_{rank:05d}.safetensors", {**sums, "model": sums})
+        RankFile(pack(mine), f"rank_{rank:05d}.safetensors", checksum)
         for rank, mine in enumerate(pieces)
     ]
     assert max(len(pickle.dumps(mine)) for mine in told) < 4000
-    tensors = {name: {"shape": SHAPES[name.split("/")[-1]], "dtype": "F32"} for name in names}
-    contents = read_state(commit(run, tensors, told))
+    tensors = {name: StoredTensor(SHAPES[name.split("/")[-1]], "F32", 0) for name in names}
+    contents = read_contents(commit(run, tensors, told))
     assert (run / "checkpoints/step_00000001/state.json").stat().st_size < 400_000
     for number in range(0, len(names), 41):
-        layout = contents.layouts[contents.tensors[names[number]]["layout"]]
+        ranges = contents.ranges[contents.tensors[names[number]].ranges]
         writers = np.flatnonzero(pieces[:, number, 1])
         expected = sorted((int(pieces[rank, number, 0]), int(rank)) for rank in writers)
-        assert list(zip(layout["starts"], layout["files"], strict=True)) == expected
+        assert list(zip(ranges.starts, ranges.files, strict=True)) == expected
 
 
 def read_with_few_files(_, checkpoint):
@@ -102,7 +102,7 @@ def read_with_few_files(_, checkpoint):
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, highest + 30))
     start_world()
-    reader = Reader(checkpoint, read_state(checkpoint))
+    reader = Reader(checkpoint, read_contents(checkpoint))
     tensors = [reader.read(name, 0, 120).tolist() for name in ("model/a", "model/b", "model/a")]
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - highest, tensors
 
@@ -114,11 +114,11 @@ def test_a_checkpoint_may_have_more_files_than_a_process_may_open(run):
             part = torch.arange(3 * rank, 3 * rank + 3.0)
             pieces = [("model/a", 3 * rank, part), ("model/b", 3 * rank, -part)]
             name = f"rank_{rank:05d}.safetensors"
-            sums = write_pieces(folder / name, pieces, 2)
-            files.append(RankFile(pack([(3 * rank, 3)] * 2), name, sums))
+            checksum = write_pieces(folder / name, pieces, 2)
+            files.append(RankFile(pack([(3 * rank, 3)] * 2), name, checksum))
         return files
 
-    tensors = {name: {"shape": (120,), "dtype": "F32"} for name in ("model/a", "model/b")}
+    tensors = {name: StoredTensor([120], "F32", 0) for name in ("model/a", "model/b")}
     checkpoint = commit(run, tensors, write_files)
     whole = torch.arange(120.0)
     ((soft, tensors),) = run_ranks(1, read_with_few_files, checkpoint, launched=False)

@@ -12,6 +12,7 @@ import random
 import resource
 import shutil
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ import safetensors.torch
 import torch
 
 from mamba_fsdp.checkpoint import files as checkpoint_files
-from mamba_fsdp.checkpoint.contents import read_state
 from mamba_fsdp.checkpoint.restore import find_checkpoint
+from mamba_fsdp.checkpoint.saved_run import TrainState, read_run
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors
 from mamba_fsdp.data import tokenize, tokenizer
 from mamba_fsdp.data.store import TokenStore, _checksum
@@ -33,8 +34,7 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import COMMIT, STATE
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.trainer.state import TrainState
-from tests.support.checkpoints import open_run
+from tests.support.checkpoints import open_run, saved_state
 from tests.support.corpora import write_store
 from tests.support.others_tokens import write_fms, write_layout
 from tests.support.small_models import CONFIGS, random_state, write_ours
@@ -80,7 +80,8 @@ def make_checkpoint(folder):
     ]
     settings = resolve.resolve_settings({"save_ckpt_path": "x", "d_model": "16", "n_layer": "1"})
     checkpointer = open_run(folder)
-    checkpointer.save(3, shards, TrainState(step=3, samples=6, tokens=48).saved(settings, 1))
+    state = saved_state(settings.model, TrainState(step=3, samples=6, tokens=48))
+    checkpointer.save(3, shards, state)
     checkpointer.wait()
 
 
@@ -90,8 +91,10 @@ def seal_checkpoint(folder):
         with contextlib.suppress(*BAD_JSON):
             content = json.loads(path.read_bytes())
             for name in content["files"]:
-                if name != STATE or "model" not in content["files"][name]:
-                    content["files"][name] = checkpoint_files.checksum(path.parent / name)
+                if name != STATE or not content["files"][name].get("model"):
+                    content["files"][name] = asdict(
+                        checkpoint_files.checksum_of(path.parent / name)
+                    )
             path.write_text(json.dumps(content))
 
 
@@ -101,7 +104,7 @@ def read_checkpoint(folder):
     for name, shape in tensors.shapes.items():
         if math.prod(shape) < 1 << 20:  # as who reads it has seen that these are the model's shapes
             tensors.get(name)
-    TrainState.from_saved(read_state(checkpoint).state, checkpoint)
+    read_run(checkpoint)
 
 
 def make_model(folder):

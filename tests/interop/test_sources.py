@@ -5,13 +5,12 @@ import pytest
 import torch
 import transformers
 
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.settings.resolve import resolve_settings
-from mamba_fsdp.trainer.state import TrainState
-from tests.support.checkpoints import open_run
+from tests.support.checkpoints import open_run, saved_state
 from tests.support.small_models import (
     CONFIGS,
     assert_same,
@@ -27,8 +26,6 @@ CONFIG = CONFIGS["hybrid"]
 def run(tmp_path):
     """A run folder with checkpoints of steps 1 and 2, and the tokenizer that a run keeps."""
     write_tokenizer(tmp_path / "run" / "tokenizer")
-    settings = resolve_settings({"seq_length": "24"})
-    settings.model = CONFIG
     world = World.alone()
     checkpointer = open_run(tmp_path / "run", world, asynchronous=False)
     for step in (1, 2):
@@ -40,9 +37,8 @@ def run(tmp_path):
             Shard(f"optimizer/{shard.name}/exp_avg", shard.shape, 0, torch.zeros_like(shard.data))
             for shard in shards
         ]
-        checkpointer.save(
-            step, shards + optimizer, TrainState(step=step, tokens=64 * step).saved(settings, 1)
-        )
+        state = saved_state(CONFIG, TrainState(step=step, tokens=64 * step), seq_length=24)
+        checkpointer.save(step, shards + optimizer, state)
     return tmp_path / "run"
 
 

@@ -2,12 +2,14 @@
 
 import json
 import os
+from dataclasses import asdict
 
 import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.files import checksum
+from mamba_fsdp.checkpoint.files import checksum_of
 from mamba_fsdp.checkpoint.restore import newest_whole, verify
+from mamba_fsdp.checkpoint.saved_run import SavedRun
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
@@ -48,6 +50,11 @@ def make_checkpoints(run, steps, **how):
     return checkpointer
 
 
+def saved_state(model, progress, seq_length=32):
+    """What a run of this ModelConfig gives its checkpoints as state."""
+    return asdict(SavedRun(progress, asdict(model), "adamw", "2.2.2", 1, seq_length))
+
+
 def newest(run, report=quiet):
     """The path of the newest whole checkpoint, or None."""
     choice = newest_whole(run / "checkpoints", WORLD, report)
@@ -67,7 +74,9 @@ def edit(file, **changes):
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
     if file.name != "COMMIT":
         commit = json.loads((file.parent / "COMMIT").read_text())
-        edit(file.parent / "COMMIT", files={**commit["files"], file.name: checksum(file)})
+        edit(
+            file.parent / "COMMIT", files={**commit["files"], file.name: asdict(checksum_of(file))}
+        )
 
 
 def commit_empty(run, *steps):

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.optimizer import LossScale
-from mamba_fsdp.trainer.state import TrainState
 from tests.support.ranks import build, run_ranks, tokens, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]

@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.settings.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.run_schedule import schedule_run
-from mamba_fsdp.trainer.state import TrainState
 from tests.support.checkpoints import equal
 
 

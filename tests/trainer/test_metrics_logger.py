@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.console import Console
@@ -17,7 +18,6 @@ from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.run_schedule import RunSchedule
 from mamba_fsdp.trainer.schedule import Schedule
-from mamba_fsdp.trainer.state import TrainState
 from mamba_fsdp.trainer.step_stats import StepStats
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import optimization, trainer_utils
 
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.fields import Duration
@@ -15,7 +16,6 @@ from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.run_schedule import schedule_run
 from mamba_fsdp.trainer.schedule import Schedule
-from mamba_fsdp.trainer.state import TrainState
 
 
 def fms_cosine(x):

@@ -1,17 +1,13 @@
-"""The train state: what a checkpoint saves of a run besides the tensors."""
+"""The train state, and what else a checkpoint says of its run besides the tensors. Without torch."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.settings import resolve
-from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage import from_json
+from mamba_fsdp.storage import at_least, from_json
 
 
 @dataclass
@@ -40,26 +36,6 @@ class TrainState:
     step_seconds: float = 0.0
     tokenizer: str = ""  # the identity of the one that made the tokens which the model learns
 
-    @classmethod
-    def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
-        """Returns the state that `checkpoint` saved. Raises UserError where it holds something else."""
-        try:
-            return from_json(cls, saved.get("progress"), "progress")
-        except ValueError as error:
-            raise UserError(
-                f"{checkpoint}: its state.json does not hold the state of a run of this version of the program: {error}"
-            ) from None
-
-    def saved(self, settings: TrainConfig, world_size: int) -> dict[str, Any]:
-        """What a checkpoint saves, for JSON: this state, and the run's settings, world size and torch
-        version."""
-        return {
-            "progress": asdict(self),
-            "settings": resolve.as_dict(settings),
-            "world_size": world_size,
-            "torch": torch.__version__,
-        }
-
     def advance(
         self, samples: int, tokens: int, loss: float, *, applied: bool, excused: bool
     ) -> None:
@@ -87,3 +63,30 @@ class TrainState:
         self.loss_sum = 0.0
         self.loss_steps = 0
         return mean
+
+
+@dataclass
+class SavedRun:
+    """What a run saves in its checkpoints, as Contents.state."""
+
+    progress: TrainState
+    model: dict[str, Any]  # settings of ModelConfig
+    optimizer: str
+    torch: str  # its version
+    world_size: int
+    seq_length: int = at_least(1)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], checkpoint: Path) -> "SavedRun":
+        """Returns the run whose state a checkpoint holds. Raises UserError where it holds something else."""
+        try:
+            return from_json(cls, state, "the state")
+        except ValueError as error:
+            raise UserError(
+                f"{checkpoint}: its state.json does not hold the state of a run of this version of the program: {error}"
+            ) from None
+
+
+def read_run(checkpoint: Path) -> SavedRun:
+    """Returns what a checkpoint says of its run. Raises BrokenError and UserError."""
+    return SavedRun.from_state(read_contents(checkpoint).state, checkpoint)
