@@ -17,6 +17,7 @@ PARTS = [
     "mamba_fsdp",
     "config",
     "requirements",
+    "pyproject.toml",
 ]
 # The stack of the environment that the tests run in; tests/run.sh says it.
 STACK = os.environ.get("MAMBA_FSDP_TEST_STACK", "cpu")
