@@ -1,5 +1,6 @@
 """What is seen of a training: lines that stay and, on a terminal, a live line below them, cut where it ends."""
 
+import contextlib
 import io
 import os
 import shutil
@@ -88,7 +89,9 @@ def let_output_fail() -> None:
     """Returns when no print of this process raises any longer: training outlives who reads it, and a full disk."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream:  # None where it is closed
+        with contextlib.suppress(
+            AttributeError, io.UnsupportedOperation
+        ):  # closed, or a notebook's own
             stream.flush()
             file = io.BufferedWriter(Output(stream.fileno(), "w", closefd=False))
             text = io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=True)

@@ -21,7 +21,7 @@ def tokenizing_project(tmp_path):
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.make_venv(project)
     module = project / "mamba_fsdp/data/tokenize.py"
-    writes = "                self._write(batch, ids)\n"
+    writes = "                self._write(batch, ids, tokenizer)\n"
     assert module.read_text().count(writes) == 1
     waits = "                while not Path('go').exists():\n                    time.sleep(0.05)\n"
     text = module.read_text().replace(writes, writes + waits)
