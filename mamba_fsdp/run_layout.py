@@ -1,7 +1,7 @@
 """The layout of a run folder: the name of everything in it, and which checkpoints count. Without torch.
 
     config.yaml  metrics.jsonl  events.jsonl  status.json  lease.json  kernels.json  STOP  tokenizer/
-    failures/  preflight/
+    failures/  preflight/  .settings_JOB.RESTART
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
     profile/  tensorboard/  wandb/  wandb_id  report.html
@@ -27,8 +27,10 @@ STATUS = "status.json"
 LEASE = "lease.json"
 STOP = "STOP"  # whoever makes this file asks the run to stop
 TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
-FAILURES = "failures"  # written by the launcher, as PREFLIGHT is
+# The launcher writes these: first failures, the nodes' reports, and what each start resolved for its ranks.
+FAILURES = "failures"
 PREFLIGHT = "preflight"
+RESOLVED = ".settings_"
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
 COMMIT = "COMMIT"

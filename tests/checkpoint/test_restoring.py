@@ -104,12 +104,14 @@ def test_any_layout_reads_what_any_layout_saved(run):
 
 PROGRAM = """
 import sys
+from pathlib import Path
 import torch
 from tests.checkpoint.test_restoring import read, run_ranks, save
 if __name__ == "__main__":
     how = {"strategy": "fsdp"}
     for word in sys.argv[1:]:
         action, run = word.split("=")
+        run = Path(run)
         work = (save, run, how, True) if action == "write" else (read, run, how)
         torch.save(run_ranks(2, *work)[0][1], f"{run}.{action}")
 """

@@ -176,7 +176,7 @@ def test_sharded_safetensors_with_something_wrong(tmp_path):
     refused(source, f"{names[1]} lacks {first}", tmp_path)
     for place in ("../ours/consolidated.00.pth", f"{tmp_path}/ours/consolidated.00.pth"):
         with_index({"weight_map": {**index["weight_map"], first: place}})
-        refused(source, f"'{place[:40]}.*' is not the name of a file in this folder", tmp_path)
+        refused(source, f"'{place[:9]}.*', not the name of a file in this folder", tmp_path)
     for content in ("{", "[]", '{"weight_map": 3}'):
         with_index(content)
         refused(source, "index.json: can't be read", tmp_path)

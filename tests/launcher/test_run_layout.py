@@ -18,6 +18,7 @@ def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
         run_layout.FAILURES,
         run_layout.PREFLIGHT,
         run_layout.PROFILE,
+        run_layout.RESOLVED,
         run_layout.STATUS,
         run_layout.STOP,
         f"{run_layout.CHECKPOINTS}/step_*/{run_layout.COMMIT}",

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.setup import set_up
 from tests.support.corpora import write_store
@@ -44,7 +45,7 @@ def start_and_read(world, settings, cut_later=None):
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     try:
         world.on_rank0(folder.acquire)
-        context = set_up(settings, world, folder, None, lambda text: None)
+        context = set_up(settings, world, folder, Origin(), None, lambda text: None)
         seen, opened[:] = sorted(opened), []
         if cut_later:
             os.truncate(cut_later, os.path.getsize(cut_later) - 1)
