@@ -86,7 +86,7 @@ class Output(io.FileIO):
 
 
 def let_output_fail() -> None:
-    """Returns when no print of this process raises any longer: training outlives who reads it, and a full disk."""
+    """Makes what this process prints from now on never raise: training outlives its readers, and a full disk."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with contextlib.suppress(

@@ -2,15 +2,13 @@
 
 import re
 import shlex
+import shutil
 import subprocess
-import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 
+from tests.support import projects
 from tests.support.processes import run_program
-from tests.support.projects import PROJECT
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 
@@ -28,23 +26,12 @@ COMMANDS = [
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """An environment that holds the package, and beside it only what the tests' own environment has."""
-    folder = tmp_path_factory.mktemp("installed")
-    listed = run_program("git", "ls-files", "-z", cwd=PROJECT).stdout
-    names = [name for name in listed.split("\0") if (PROJECT / name).is_file()]
-    for name in filter(None, names):
-        copy = folder / "source" / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes((PROJECT / name).read_bytes())
-    ready_runs = folder / "source/mamba_fsdp/settings/ready_runs"
-    ready_runs.symlink_to("../../config")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    python = folder / "venv/bin/python"
-    where = {"base": str(folder / "venv"), "platbase": str(folder / "venv")}
-    packages = Path(sysconfig.get_path("purelib", vars=where))
-    (packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, folder / "source"], check=True)
-    return folder / "venv"
+    source = projects.make_project(tmp_path_factory.mktemp("installed") / "source", training=None)
+    shutil.copy(projects.PROJECT / "README.md", source)
+    venv = projects.make_venv(source)
+    pip = [venv / "bin/python", "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-build-isolation", source], check=True)
+    return venv
 
 
 def test_it_trains_generates_and_evaluates_from_another_folder(installed, tmp_path):
