@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -137,7 +138,9 @@ def structure(numbers, pointers):
 
 def call(function, structure, values):
     """Call a C operator with a structure of these values, by name. A tensor NAME gives its address and, where the
-    structure has a field NAME_row, the distance between its positions."""
+    structure has a field NAME_row, the distance between its positions. Does nothing for tensors on the meta device."""
+    if any(isinstance(value, torch.Tensor) and value.is_meta for value in values.values()):
+        return
     arguments = structure(threads=torch.get_num_threads())
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
@@ -155,7 +158,7 @@ def as_rows(*activations):
     A backend is chosen before it is called: another device, dtype or mixture is a programmer's mistake.
     """
     kinds = {(a.device.type, a.dtype) for a in activations if a is not None}
-    assert len(kinds) == 1 and kinds <= {("cpu", dtype) for dtype in TYPES}, (
+    assert len(kinds) == 1 and kinds <= set(product(("cpu", "meta"), TYPES)), (
         f"there is no C backend for {kinds}"
     )
     rows = []

@@ -76,6 +76,12 @@ class ContextGroup:
         gather_into(gathered.view(-1), x.contiguous().view(-1), self.group)
         return gathered
 
+    def scatter_sum(self, parts: Tensor) -> Tensor:
+        """Returns this rank's part of the ranks' sum of `parts` (size, ...), which it may overwrite. It has no gradient."""
+        own = parts.new_empty(parts.shape[1:])
+        scatter_sum(own.view(-1), parts.view(-1), self.group)
+        return own
+
     def shift(self, x: Tensor, step: int) -> Tensor:
         """Sends x to the rank `step` places on; returns what comes from as many places back, zeros where nothing does. It
         has no gradient."""
@@ -152,6 +158,4 @@ class _WholeSequence(torch.autograd.Function):
         by_rank = grad.unflatten(1, (context.size, -1)).transpose(0, 1)
         by_rank = by_rank.to(torch.promote_types(grad.dtype, torch.float32))  # a sum of many ranks'
         by_rank = by_rank.clone(memory_format=torch.contiguous_format)  # the sum may overwrite it
-        own = by_rank.new_empty(by_rank.shape[1:])
-        scatter_sum(own.view(-1), by_rank.view(-1), context.group)
-        return own.to(grad.dtype), None
+        return context.scatter_sum(by_rank).to(grad.dtype), None

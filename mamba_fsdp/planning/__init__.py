@@ -1,1 +1,1 @@
-"""What a training needs and costs on given machines, by formulas: memory, seconds of a step, what would fit."""
+"""What a training needs and costs on given machines: memory, seconds of a step, what would fit."""

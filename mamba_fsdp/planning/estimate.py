@@ -13,7 +13,8 @@ from mamba_fsdp.model.spec import flops_per_token, parameter_count
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.planning.devices import Instance
-from mamba_fsdp.planning.memory import expected_memory
+from mamba_fsdp.planning.memory import Workload, expected_memory
+from mamba_fsdp.planning.passes import PassBytes
 from mamba_fsdp.planning.roofline import step_seconds
 from mamba_fsdp.run_layout import CHECKPOINT_BYTES
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -46,30 +47,43 @@ class Estimate:
 
 def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
     """Returns what is expected of a training on so many nodes. Raises UserError for what can't be split over them."""
+    return _estimate(_workload(settings, nodes, machine), machine)
+
+
+def _workload(
+    settings: TrainConfig, nodes: int, machine: Instance, measured: PassBytes | None = None
+) -> Workload:
+    world = World(0, nodes * machine.devices, machine.devices, CPU)
+    split_step(settings, world.rank, world.size)
+    device_type = "cpu" if machine.device == "cpu" else "cuda"
+    settings.training.settle_precision(device_type)
+    uses = settings.operator_uses()
+    choice = resolve_backends(settings.training.kernels, device_type, uses, ("triton",))
+    return Workload(settings, world, choice.backends, measured)
+
+
+def _estimate(work: Workload, machine: Instance) -> Estimate:
+    settings = work.settings
     training = settings.training
     parallel = settings.parallel
-    world = World(0, nodes * machine.devices, machine.devices, CPU)
+    world = work.world
     batch_shape = split_step(settings, world.rank, world.size)
-    device_type = "cpu" if machine.device == "cpu" else "cuda"
-    training.settle_precision(device_type)
-    uses = settings.operator_uses()
-    backends = resolve_backends(training.kernels, device_type, uses, ("triton",)).backends
-    memory = expected_memory(settings, world, backends)
-    if device_type == "cuda":
+    memory = expected_memory(work)
+    if machine.device != "cpu":
         memory["framework"] = framework_bytes(memory, world)
     parameters = parameter_count(settings.model)
     tokens_per_step = batch_shape.global_batch * settings.data.seq_length
     step: dict[str, float] = {}
     seconds = rate = share_of_peak = 0.0
     if machine.tflops():
-        step = step_seconds(settings, world, machine, batch_shape.grad_accumulation_steps, backends)
+        step = step_seconds(work, machine, batch_shape.grad_accumulation_steps)
         seconds = sum(step.values()) - step["hidden"]
         rate = tokens_per_step / seconds
         flops = rate * flops_per_token(settings.model, settings.data.seq_length)
         share_of_peak = flops / (world.size * machine.tflops() * 1e12)
     return Estimate(
         parameters=parameters,
-        nodes=nodes,
+        nodes=world.size // world.local_size,
         devices=world.size,
         batch_size=training.batch_size,
         recompute=parallel.selective_checkpointing
@@ -119,12 +133,20 @@ def _others(settings: TrainConfig, nodes: int, machine: Instance) -> Iterator[Es
     for size in TRIED_BATCHES:
         if samples % (size * nodes * machine.devices):
             continue
+        measured = None  # the same with each share
         for share in TRIED_SHARES:
             other = copy.deepcopy(settings)
             other.training.batch_size = size
             other.parallel.selective_checkpointing = share
             other.parallel.fsdp_activation_checkpointing = share != "0"
-            yield estimate(other, nodes, machine)
+            work = _workload(other, nodes, machine, measured)
+            measured = work.passes
+            expected = _estimate(work, machine)
+            yield expected
+            if not expected.fits:
+                break
+        if share == TRIED_SHARES[0]:
+            return  # nor does a larger batch fit
 
 
 def machine_at_hand() -> Instance:

@@ -8,10 +8,8 @@ step_seconds is a function below.
 from dataclasses import dataclass
 
 from mamba_fsdp.model import spec
-from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.memory import FP32, Workload, products_of
-from mamba_fsdp.settings.train_config import TrainConfig
 
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
 # Bytes for each state and token: of Mamba-2 fitted to published rates of mamba-ssm; of Mamba-1, nowhere published,
@@ -34,12 +32,9 @@ class Traffic:
     exposed: float = 0.0  # seconds that may not: the first gathering and the last reduction
 
 
-def step_seconds(
-    settings: TrainConfig, world: World, machine: Instance, passes: int, backends: dict[str, str]
-) -> dict[str, float]:
+def step_seconds(work: Workload, machine: Instance, passes: int) -> dict[str, float]:
     """Returns seconds by part of a step of `passes` micro-batches. `hidden` is what is sent while the device computes,
-    and adds nothing; `network` the rest of it. backends: as in expected_memory."""
-    work = Workload(settings, world, backends)
+    and adds nothing; `network` the rest of it."""
     tokens = passes * work.tokens
     products_rate = machine.tflops() * 1e12
     if work.width == FP32:
@@ -49,7 +44,7 @@ def step_seconds(
         "products": tokens * products_flops(work) / (products_rate * EFFICIENCY["products"]),
         "attention": tokens * attention_flops(work) / (products_rate * EFFICIENCY["attention"]),
         "recurrence": tokens * recurrence_bytes(work) / memory_rate,
-        "memory": (tokens * moved_bytes(work) + copied_bytes(work, passes)) / memory_rate,
+        "memory": (passes * moved_bytes(work) + copied_bytes(work, passes)) / memory_rate,
     }
     computing = sum(seconds.values())
     launching = passes * work.model.n_layer * BLOCK_LAUNCH_SECONDS
@@ -101,10 +96,10 @@ def recurrence_bytes(work: Workload) -> float:
 
 
 def moved_bytes(work: Workload) -> float:
-    """Bytes per token through the device's memory: of what a block keeps six passes (written, read twice, and so its
-    gradient), of what only passes two; the logits."""
-    moved = 6.0 * work.width * work.model.padded_vocab_size
-    for block, repeats in zip(work.block_bytes, work.repeats):
+    """Bytes of a micro-batch through the device's memory: of what a block keeps six passes (written, read twice, and so
+    its gradient), of what only passes two; the logits."""
+    moved = 6.0 * work.width * work.model.padded_vocab_size * work.tokens
+    for block, repeats in zip(work.passes.blocks, work.repeats):
         moved += repeats * (6 * block.kept + 2 * block.working)
     return moved
 

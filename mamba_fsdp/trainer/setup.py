@@ -29,7 +29,7 @@ from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
-from mamba_fsdp.planning.memory import expected_memory
+from mamba_fsdp.planning.memory import Workload, expected_memory, state_memory
 from mamba_fsdp.report.console import Say, with_unit
 from mamba_fsdp.settings.presets import title
 from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
@@ -158,7 +158,11 @@ def choose_backends(
         uses = settings.operator_uses()
         choice = resolve_backends(training.kernels, world.device.type, uses)
         say(f"kernels    {choice}")
-    memory = expected_memory(settings, world, choice.backends)
+    work = Workload(settings, world, choice.backends)
+    if world.device.type == "cuda" or training.dry_run:
+        memory = world.on_rank0(expected_memory, work)
+    else:  # where nothing is refused, a start does not take these seconds
+        memory = state_memory(work)
     rows = ", ".join(f"{name} {with_unit(size, 'B')}" for name, size in memory.items() if size)
     say(f"memory     at least {with_unit(sum(memory.values()), 'B')} a device: {rows}")
     check_memory(memory, world, say)

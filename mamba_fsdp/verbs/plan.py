@@ -1,7 +1,7 @@
 """python -m mamba_fsdp plan [PRESET] [--config=FILE] [--NAME=VALUE ...]
 
-Does this training fit, and how long does it take? By formulas: nothing is
-run, no GPU is needed. The names are the options below and the settings of
+Does this training fit, and how long does it take? Memory is measured on
+tensors without content, time is calculated: no GPU is needed. The names are the options below and the settings of
 training.py, which --help=all lists too.
 
   python -m mamba_fsdp plan mamba-2.8b --nodes=2 --instance=p5.48xlarge

@@ -212,8 +212,10 @@ def test_what_a_rank_holds_sends_and_multiplies_is_what_plan_expects(size, monke
     settings.training.batch_size = 1
     settings.optimizer.optimizer = "muon"
     found = simulate(settings, size)
-    work = Workload(settings, World(0, size, min(8, size), CPU), {"mamba2": "triton"})
-    expected = expected_memory(work.settings, work.world, work.backends)
+    uses = settings.operator_uses()
+    backends = resolve_backends("auto", "cuda", uses, assumed=("triton",)).backends
+    work = Workload(settings, World(0, size, min(8, size), CPU), backends)
+    expected = expected_memory(work)
     assert found.peak["moments"] == pytest.approx(expected["moments"], rel=0.01)
     assert sum(multiplied) == pytest.approx(roofline.muon_flops(work), rel=1e-6)
     if size == 1:  # where the step takes more than the backward pass

@@ -121,13 +121,13 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     for line in (
         "model      custom .from demo.: 5,... parameters, 2 layers, fp32, no sharding on 1 x cpu",
         "kernels    reference: conv, scan, norm, loss",
-        "memory     at least 2.... kB a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
-        "activations 1.... kB, loss .*",
+        "memory     at least .* a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
+        "activations .*",
         "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all",
     ):
         assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
     assert "of the machine's" in train(
-        tmp_path, dry_run=True, seq_length=10**9, use_dummy_dataset=True, validation_path="auto"
+        tmp_path, dry_run=True, batch_size=10**7, use_dummy_dataset=True, validation_path="auto"
     )
     train(tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}

@@ -1,0 +1,240 @@
+"""What a forward and a backward pass hold on a device, learned from the model itself on tensors without content.
+
+A block of each kind and the loss run on torch's meta device, whose tensors have a shape, a dtype and a size alone, while
+the storages that come and go are counted. Operators run their Python and make their buffers, but launch no kernel.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.loader import own_positions
+from mamba_fsdp.model.lm import Block, MambaLM
+from mamba_fsdp.ops.attention import Documents
+from mamba_fsdp.ops.backends import OPERATORS
+from mamba_fsdp.ops.loss import CHUNK
+from mamba_fsdp.parallel.context import Context
+from mamba_fsdp.settings.train_config import TrainConfig
+
+META = torch.device("meta")
+KERNEL_MODULES = ("mamba_fsdp.ops.scan.triton_kernels", "mamba_fsdp.ops.ssd.triton_kernels")
+LONGEST = 8192  # positions; some backends take as many calls as there are
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """What a block holds of a micro-batch, in bytes."""
+
+    kept: int  # for its backward pass
+    working: int  # beside that, when its backward pass holds most
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """What the forward and the backward pass of a micro-batch hold, in bytes."""
+
+    blocks: list[BlockBytes]
+    loss: int  # of the final norm and the loss, beside what the blocks keep
+
+
+class HeldBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make, for as long as these exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import torch.compile, for seconds
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        if function.namespace == "mamba_fsdp":
+            with self:  # the buffers that the operator makes count too
+                return function._op_dk(torch._C.DispatchKey.CPU, *arguments)
+        result = function(*arguments, **(named or {}))
+        old = storages(arguments)
+        for reference, size in storages(result).items():
+            if reference not in old:  # a view, or written in place
+                self.sizes[reference] = size
+        self.most = max(self.most, self.now())
+        return result
+
+    def now(self) -> int:
+        """Returns the bytes of what exists now."""
+        self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
+        return sum(self.sizes.values())
+
+
+def storages(tree: Any) -> dict[StorageWeakRef, int]:
+    """Returns the storages of the tensors in a tree, and their bytes."""
+    leaves, _ = tree_flatten(tree)
+    held = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
+    return {StorageWeakRef(storage): storage.nbytes() for storage in held}
+
+
+class NoKernel:
+    """Stands for a module of Triton's kernels, for a kernel, and for its launch."""
+
+    def __getattr__(self, name: str) -> "NoKernel":
+        return self
+
+    def __getitem__(self, grid: Any) -> "NoKernel":
+        return self
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        pass
+
+
+class NoRanks(Context):
+    """Stands for the ranks that share a sequence: nothing is sent."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.size, *x.shape)
+
+    def shift(self, x: Tensor, step: int) -> Tensor:
+        return torch.zeros_like(x)
+
+    def scatter_sum(self, parts: Tensor) -> Tensor:
+        return parts.new_empty(parts.shape[1:])
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
+    """Stands for PyTorch's choice among its kernels, which on the meta device is one that keeps all scores."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+@contextlib.contextmanager
+def no_kernels() -> Iterator[None]:
+    """Lets operators run on the meta device."""
+    modules: Any = sys.modules
+    kept = {name: modules[name] for name in KERNEL_MODULES if name in modules}
+    modules.update(dict.fromkeys(KERNEL_MODULES, NoKernel()))
+    functions: Any = F
+    choose_kernel = functions.scaled_dot_product_attention
+    functions.scaled_dot_product_attention = flash_attention
+    try:
+        with torch.autograd.set_multithreading_enabled(False):  # a mode sees its own thread
+            yield
+    finally:
+        functions.scaled_dot_product_attention = choose_kernel
+        for name in KERNEL_MODULES:
+            del modules[name]
+        modules.update(kept)
+
+
+def measure(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -> PassBytes:
+    """Returns what the passes of a micro-batch hold. Weights do not count, and where they are not sharded neither do
+    their gradients, which are there before; but copies of weights in the compute dtype do."""
+    tokens = settings.training.batch_size * own_positions(settings)
+    layers = settings.model.layer_list()
+    with META, no_kernels():
+        network = make_network(settings, backends, is_sharded)
+        of_kind = {
+            kind: block_bytes(network, block, settings)
+            for kind, block in zip(dict.fromkeys(layers), network.backbone.layers)
+        }
+        loss = loss_bytes(network, tokens)
+    return PassBytes([of_kind[layer] for layer in layers], loss)
+
+
+def make_network(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -> MambaLM:
+    """Returns a model with one block of each kind, its weights and gradients as a pass finds them."""
+    model = settings.model
+    dtype = DTYPES[settings.training.mixed_precision]
+    sharing = settings.parallel.context_parallel
+    kinds = dict.fromkeys(model.layer_list())
+    words = [f"{kind.mixer}{'+mlp' if kind.mlp else ''}" for kind in kinds]
+    network = MambaLM(
+        replace(model, layers=",".join(words), n_layer=len(words)),
+        backends={
+            operator: runnable_backend(operator, name) for operator, name in backends.items()
+        },
+        compute_dtype=dtype,
+        reset_at_documents=settings.data.reset_at_documents,
+    )
+    fp32_names = network.fp32_parameter_names()
+    for name, parameter in network.named_parameters():
+        if not is_sharded:
+            parameter.grad = torch.empty_like(parameter)
+        elif name not in fp32_names:
+            parameter.data = parameter.to(dtype)
+    if sharing > 1:
+        network.share_sequences(NoRanks(sharing - 1, sharing, None, META))
+    return network
+
+
+def runnable_backend(operator: str, backend: str) -> str:
+    """Returns a backend that runs without a device, and holds about what `backend` does."""
+    if backend != "fused":
+        return backend
+    return "triton" if "triton" in OPERATORS[operator] else "reference"
+
+
+def make_streams(network: MambaLM, *shape: int) -> tuple[Tensor, Tensor]:
+    """Returns what a block takes: hidden, and the residual stream that it is to be added to."""
+    size = (*shape, network.config.d_model)
+    hidden = torch.empty(size, dtype=network.compute_dtype, requires_grad=True)
+    return hidden, torch.empty(size, requires_grad=True)
+
+
+def block_bytes(network: MambaLM, block: Block, settings: TrainConfig) -> BlockBytes:
+    """Runs a block forward and backward, and returns what it held."""
+    batch_size = settings.training.batch_size
+    sharing = settings.parallel.context_parallel
+    resets = settings.data.reset_at_documents
+
+    def run(positions: int) -> list[int]:
+        seq_idx = None
+        documents = None
+        if resets:
+            seq_idx = torch.zeros(batch_size, sharing * positions, dtype=torch.int32)
+        if resets or sharing > 1:
+            asking = [positions] * batch_size if sharing > 1 else None
+            documents = Documents([sharing * positions] * batch_size, asking)
+        streams = make_streams(network, batch_size, positions)
+        with HeldBytes() as held:
+            hidden, residual = block(*streams, seq_idx, documents)
+            kept = held.now() - hidden.nbytes  # which goes on to the next block and is added there
+            gradients = [torch.empty_like(hidden), torch.empty_like(residual)]
+            held.most = 0
+            torch.autograd.backward([hidden, residual], gradients)
+        return [kept, held.most - hidden.nbytes - kept]
+
+    return BlockBytes(*extrapolated(run, own_positions(settings), LONGEST, LONGEST // 2))
+
+
+def loss_bytes(network: MambaLM, tokens: int) -> int:
+    """Runs the final norm and the loss forward and backward, and returns what they held."""
+
+    def run(tokens: int) -> list[int]:
+        labels = torch.zeros(1, tokens, dtype=torch.int64)
+        streams = make_streams(network, 1, tokens)
+        with HeldBytes() as held:
+            network.loss(network.final_norm(*streams), labels).backward()
+        return [held.most]
+
+    return extrapolated(run, tokens, 3 * CHUNK, CHUNK)[0]
+
+
+def extrapolated(run: Callable[[int], list[int]], size: int, longest: int, step: int) -> list[int]:
+    """Returns run(size); beyond `longest` by the line through that and what is a step shorter."""
+    if size <= longest:
+        return run(size)
+    longer = run(longest)
+    shorter = run(longest - step)
+    steps = (size - longest) / step
+    return [int(more + (more - less) * steps) for more, less in zip(longer, shorter)]
