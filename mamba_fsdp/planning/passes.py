@@ -7,7 +7,7 @@ the storages that come and go are counted. Operators run their Python and make t
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,10 +54,6 @@ class HeldBytes(TorchDispatchMode):
         super().__init__()
         self.sizes: dict[StorageWeakRef, int] = {}
         self.most = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # which would import torch.compile, for seconds
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
@@ -145,21 +141,19 @@ def measure(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -
         network = make_network(settings, backends, is_sharded)
         of_kind = {
             kind: block_bytes(network, block, settings)
-            for kind, block in zip(dict.fromkeys(layers), network.backbone.layers)
+            for kind, block in dict(zip(layers, network.backbone.layers)).items()
         }
         loss = loss_bytes(network, tokens)
     return PassBytes([of_kind[layer] for layer in layers], loss)
 
 
 def make_network(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -> MambaLM:
-    """Returns a model with one block of each kind, its weights and gradients as a pass finds them."""
+    """Returns the model with its weights and gradients as a pass finds them."""
     model = settings.model
     dtype = DTYPES[settings.training.mixed_precision]
     sharing = settings.parallel.context_parallel
-    kinds = dict.fromkeys(model.layer_list())
-    words = [f"{kind.mixer}{'+mlp' if kind.mlp else ''}" for kind in kinds]
     network = MambaLM(
-        replace(model, layers=",".join(words), n_layer=len(words)),
+        model,
         backends={
             operator: runnable_backend(operator, name) for operator, name in backends.items()
         },
