@@ -30,9 +30,11 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import resolve_backends
+from mamba_fsdp.ops.triton import RUNS
 from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import CPU, World
+from mamba_fsdp.planning.passes import KERNEL_MODULES, NoKernel
 from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -41,20 +43,7 @@ from mamba_fsdp.trainer.loop import take_step
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
 from mamba_fsdp.trainer.schedule import Schedule
 
-
-class _NoKernel:
-    """Stands for a module of kernels, a kernel, and its launch."""
-
-    __getattr__ = __getitem__ = lambda self, name: self
-
-    def __call__(self, *arguments, **named):
-        pass
-
-
-NO_KERNELS: Any = {
-    f"mamba_fsdp.ops.{operator}.triton_kernels": _NoKernel() for operator in ("scan", "ssd")
-}
-CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+NO_KERNELS: Any = dict.fromkeys(KERNEL_MODULES, NoKernel())
 
 
 class Collective(NamedTuple):
@@ -218,7 +207,7 @@ class _Watch(TorchDispatchMode):
                 mock.patch.object(FakeTensor, "is_meta", True),
                 mock.patch.dict(sys.modules, NO_KERNELS),
             ):
-                return function.redispatch(CPU_KERNEL, *arguments)
+                return RUNS[function.overloadpacket.__name__](*arguments)
         result = function(*arguments, **(named or {}))
         tensors = [
             leaf for leaf in tree_flatten((arguments, result))[0] if isinstance(leaf, torch.Tensor)

@@ -8,7 +8,7 @@
 #   tests/run.sh --stack torch2.2   the tests of the pinned stack, in an environment of its own (.venv-torch2.2)
 #
 # Further words go to pytest, as in tests/run.sh tests/model -k tied. Larger than by default, as environment variables:
-# KILLS=60 KILL_STORMS=3 SIMULATE=all KERNEL_GATES=all STORM_ROUNDS=200 FROZEN_STORM=all FUZZ_ROUNDS=2000;
+# KILLS=60 KILL_STORMS=3 KERNEL_GATES=all STORM_ROUNDS=200 FROZEN_STORM=all FUZZ_ROUNDS=2000;
 # HYPOTHESIS_PROFILE=random draws anew. With TEST_RECORDS=FOLDER the counts are left there, and .ci/run sums them up.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 # From Triton 3.10 on, a * b + c is two instructions unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
+RUNS: dict[str, Callable[..., Any]] = {}  # the `run` of each operator
 OLDEST = (8, 0)  # compute capability, the first of every kernel's table
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
 
@@ -56,6 +57,7 @@ def operator(
     `below_autograd()` and whose backward calls another operator, so that this is one call as well.
     """
     name = schema.partition("(")[0]
+    RUNS[name] = run
     LIBRARY.define(schema)
     LIBRARY.impl(name, run, "CPU")
     LIBRARY.impl(name, run, "CUDA")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +22,8 @@ from mamba_fsdp.model.lm import Block, MambaLM
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import OPERATORS
 from mamba_fsdp.ops.loss import CHUNK
-from mamba_fsdp.parallel.context import Context
+from mamba_fsdp.ops.triton import RUNS
+from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.settings.train_config import TrainConfig
 
 META = torch.device("meta")
@@ -59,8 +59,9 @@ class HeldBytes(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
         if function.namespace == "mamba_fsdp":
+            run = RUNS[function.overloadpacket.__name__]
             with self:  # the buffers that the operator makes count too
-                return function._op_dk(torch._C.DispatchKey.CPU, *arguments)
+                return run(*arguments)
         result = function(*arguments, **(named or {}))
         old = storages(arguments)
         for reference, size in storages(result).items():
@@ -95,7 +96,7 @@ class NoKernel:
         pass
 
 
-class NoRanks(Context):
+class NoRanks(ContextGroup):
     """Stands for the ranks that share a sequence: nothing is sent."""
 
     def gather(self, x: Tensor) -> Tensor:
@@ -108,25 +109,16 @@ class NoRanks(Context):
         return parts.new_empty(parts.shape[1:])
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
-    """Stands for PyTorch's choice among its kernels, which on the meta device is one that keeps all scores."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-
-
 @contextlib.contextmanager
 def no_kernels() -> Iterator[None]:
     """Lets operators run on the meta device."""
     modules: Any = sys.modules
     kept = {name: modules[name] for name in KERNEL_MODULES if name in modules}
     modules.update(dict.fromkeys(KERNEL_MODULES, NoKernel()))
-    functions: Any = F
-    choose_kernel = functions.scaled_dot_product_attention
-    functions.scaled_dot_product_attention = flash_attention
     try:
         with torch.autograd.set_multithreading_enabled(False):  # a mode sees its own thread
             yield
     finally:
-        functions.scaled_dot_product_attention = choose_kernel
         for name in KERNEL_MODULES:
             del modules[name]
         modules.update(kept)
@@ -137,11 +129,12 @@ def measure(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -
     their gradients, which are there before; but copies of weights in the compute dtype do."""
     tokens = settings.training.batch_size * own_positions(settings)
     layers = settings.model.layer_list()
+    first_of_kind = sorted({layers.index(layer) for layer in layers})
     with META, no_kernels():
         network = make_network(settings, backends, is_sharded)
+        blocks = network.backbone.layers
         of_kind = {
-            kind: block_bytes(network, block, settings)
-            for kind, block in dict(zip(layers, network.backbone.layers)).items()
+            layers[index]: block_bytes(network, blocks[index], settings) for index in first_of_kind
         }
         loss = loss_bytes(network, tokens)
     return PassBytes([of_kind[layer] for layer in layers], loss)

@@ -191,7 +191,7 @@ def test_each_matrix_is_orthogonalised_once_in_all_and_then_sent():
 
 
 @pytest.mark.skipif(not HAS_FSDP2, reason="the simulation is of FSDP2")
-@pytest.mark.parametrize("size", [1, 8, 256])
+@pytest.mark.parametrize("size", [1, 64])
 def test_what_a_rank_holds_sends_and_multiplies_is_what_plan_expects(size, monkeypatch):
     """One momentum; two collectives a step, in bf16, of a share of the matrices and what the rank owns: on many ranks
     that is one parameter. Rank 0 owns the most costly one."""

@@ -1,4 +1,4 @@
-"""A whole step on a GPU that is none, in a process group of up to 1,024 ranks that is none either."""
+"""A whole step on a GPU that is none, in a process group of up to 128 ranks that is none either."""
 
 from collections import Counter
 
@@ -19,13 +19,10 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "size, layers, recompute, sharing",
     [
-        (8, "mamba1", "", 1),
-        (1024, "mamba2", "", 1),
-        (8, "mamba2", "1", 1),
-        (1, "mamba3", "", 1),
-        (1, "attention+mlp", "1", 1),
-        (1024, "2*mamba1,mamba2+mlp,mamba2,attention,mamba2", "1/2", 1),
-        (16, "2*mamba1,mamba2+mlp,mamba2,attention,mamba2", "", 8),
+        (1, "mamba1,mamba3", "", 1),
+        (8, "attention+mlp", "1", 1),
+        (128, "2*mamba1,mamba2+mlp,mamba2,attention", "1/2", 1),
+        (16, "mamba1,mamba2,attention+mlp", "", 8),
     ],
 )
 def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, sharing):
@@ -34,12 +31,12 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, shari
     settings = TrainConfig()
     settings.model = ModelConfig(
         layers=layers,
-        n_layer=6,
+        n_layer=5,
         d_model=512,
         vocab_size=4096,
         n_head=8,
         n_kv_head=4,
-        d_state=16 if layers == "mamba1" else 128,
+        d_state=128,
     )
     settings.data.seq_length = 2048 * sharing
     settings.parallel.context_parallel = sharing
@@ -96,16 +93,15 @@ def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
     assert sent == expected
 
 
-@pytest.mark.parametrize("layers", ["mamba1", "mamba2"])
-def test_activations_fall_with_the_ranks_that_share_a_sequence(layers):
+def test_activations_fall_with_the_ranks_that_share_a_sequence():
     """With recomputing, of 131,072 positions. What stays is gathered weights, the states and a chunk of the loss."""
     passing = {}
-    for sharing in (1, 4, 16):
+    for sharing in (1, 16):
         settings = TrainConfig()
-        settings.model = ModelConfig(layers=layers, n_layer=4, d_model=256, vocab_size=512)
+        settings.model = ModelConfig(layers="mamba1,mamba2", n_layer=2, d_model=256, vocab_size=512)
         settings.data.seq_length = 131_072
         settings.training.batch_size = 1
         settings.parallel.fsdp_activation_checkpointing = True
         settings.parallel.context_parallel = sharing
         passing[sharing] = simulate(settings, 16, inside=True).peak["passing"]
-    assert passing[4] < passing[1] / 3 and passing[16] < passing[4] / 3
+    assert passing[16] < passing[1] / 9

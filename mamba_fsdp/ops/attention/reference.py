@@ -14,7 +14,7 @@ def attention(q, k, v):
         return torch.stack([_of_one_document(*row) for row in zip(q, k, v)])
     is_causal = q.shape[1] > 1  # the last position alone sees them all
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)
+    return _without_mask(q, k, v, is_causal).transpose(1, 2)
 
 
 def packed_attention(q, k, v, documents):
@@ -29,10 +29,16 @@ def _of_one_document(q, k, v):
     q = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
     k, v = (t.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
     if q.shape[2] == k.shape[2]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = _without_mask(q, k, v, is_causal=True)
     else:
         out = _of_last_positions(q, k, v)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _without_mask(q, k, v, is_causal):
+    if q.is_meta:  # PyTorch's choice there keeps all scores, unlike that on a device
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
 def _of_last_positions(q, k, v):
