@@ -36,9 +36,17 @@ def place_of(path, known):
     return places[0] if places else None
 
 
+def nodes_that_run(tree):
+    """All nodes of a tree but those under `if TYPE_CHECKING:`."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.If) or ast.unparse(node.test) != "TYPE_CHECKING":
+            yield node
+            yield from nodes_that_run(node)
+
+
 def imported(path, tree, files):
-    """The files of the project that a file imports, at its top or later."""
-    for node in ast.walk(tree):
+    """The files of the project that a file imports, at its top or later, but for types alone."""
+    for node in nodes_that_run(tree):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
