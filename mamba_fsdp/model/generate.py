@@ -1,12 +1,25 @@
 """Drawing text from a model, token by token, with recurrent state: constant time and memory per token in SSM layers."""
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.lm import MambaLM
 
 
 @torch.no_grad()
-def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+def generate(
+    model: MambaLM,
+    prompts: Tensor,
+    *,
+    length: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
     """Yields `length` tokens, each (batch,) int64, that continue the prompts (batch, at least 1).
 
     temperature, top_k and top_p are as in `draw`; generator is the torch.Generator to draw from, on the model's device.
@@ -26,7 +39,9 @@ def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, gen
             logits = model.step(tokens, state)
 
 
-def draw(logits, temperature, top_k, top_p, generator):
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
+) -> Tensor:
     """Returns one token per row of logits (batch, vocabulary). At temperature 0 it is the likeliest; else it is drawn from
     the likeliest tokens that make up the probability top_p (nucleus sampling, Holtzman et al. 2019), at most top_k of them
     (0: any number).

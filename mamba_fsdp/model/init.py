@@ -10,8 +10,9 @@ import hashlib
 import math
 
 import torch
+from torch import Tensor
 
-from mamba_fsdp.model.spec import Parameter
+from mamba_fsdp.model.spec import Init, Parameter
 
 DT_FLOOR = 1e-4
 EMBEDDING_STD = 0.02
@@ -46,7 +47,7 @@ def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: i
     return part
 
 
-def _draw(values, init, generator):
+def _draw(values: Tensor, init: Init, generator: torch.Generator) -> Tensor:
     """Returns some elements of a parameter that starts at random, drawn in place."""
     if init.kind == "normal":
         return values.normal_(0.0, EMBEDDING_STD, generator=generator)

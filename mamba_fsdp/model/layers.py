@@ -11,14 +11,16 @@ Weights may be in fp32 or in the compute dtype: products run in the dtype of the
 """
 
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.model import spec
-from mamba_fsdp.ops.attention import attention, rotary, starts
+from mamba_fsdp.ops.attention import Documents, attention, rotary, starts
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.mamba1 import mamba1_mixer
 from mamba_fsdp.ops.mamba2 import mamba2_mixer
@@ -29,11 +31,16 @@ from mamba_fsdp.ops.ssd import ssd, weighted_ssd
 from mamba_fsdp.ops.ssd.entering import decays_from_start, output_of_state
 from mamba_fsdp.ops.ssd.reference import running_sums
 
+if TYPE_CHECKING:
+    from mamba_fsdp.settings.model_config import ModelConfig
+
+MixerState = dict[str, Tensor]  # what a mixer keeps of the positions before
+
 
 class Weight(nn.Module):
     """A weight, perhaps with a bias. Calling it multiplies with the weight alone."""
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
@@ -41,9 +48,9 @@ class Sublayer(nn.Module):
     """A mixer or the MLP, with the parameters that its `kind` describes. They are empty: init.py or a checkpoint fills them."""
 
     kind: spec.Spec
-    context = None
+    context: Any = None  # a ContextGroup where ranks share each sequence
 
-    def __init__(self, config, backends=None):
+    def __init__(self, config: "ModelConfig", backends: Mapping[str, str]) -> None:
         super().__init__()
         self.config = config
         self.backends = backends
@@ -55,7 +62,7 @@ class Sublayer(nn.Module):
         self.output_multiplier = output * config.multiplier("residual")
         add_parameters(self, parameters)
 
-    def project_in(self, x, stack):
+    def project_in(self, x: Tensor, stack: nn.Module) -> Tensor:
         """Returns the product with stacked matrices, the output of each times its multiplier."""
         y = stack(x)
         if set(self.factors.values()) == {1.0}:
@@ -63,12 +70,12 @@ class Sublayer(nn.Module):
         outputs = zip(y.split(list(self.rows.values()), dim=-1), self.factors.values())
         return torch.cat([multiply(*output) for output in outputs], dim=-1)
 
-    def multiplied(self, x, *where):
+    def multiplied(self, x: Tensor, *where: Any) -> Tensor:
         """Returns what the sublayer adds to the residual stream: forward, between the multipliers of input and output."""
         return multiply(self(multiply(x, self.input_multiplier), *where), self.output_multiplier)
 
 
-def add_parameters(module, parameters):
+def add_parameters(module: nn.Module, parameters: spec.Parameters) -> None:
     """Adds `parameters` (NAME or CHILD.NAME -> spec.Parameter) to `module`; a child that is missing becomes a Weight."""
     for name, parameter in parameters.items():
         child, _, leaf = name.rpartition(".")
@@ -77,7 +84,7 @@ def add_parameters(module, parameters):
         setattr(module.get_submodule(child), leaf, nn.Parameter(torch.empty(parameter.shape)))
 
 
-def multiply(x, factor):
+def multiply(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
@@ -85,7 +92,14 @@ class SSM(Sublayer):
     """What the Mamba mixers share: projection, convolution, recurrence and output projection, in one call where a backend
     serves the operator `whole`; and a state whose size does not depend on the length."""
 
-    def forward(self, x, seq_idx=None, documents=None, state=None, position=0):
+    def forward(
+        self,
+        x: Tensor,
+        seq_idx: Tensor | None = None,
+        documents: Documents | None = None,
+        state: MixerState | None = None,
+        position: int = 0,
+    ) -> Tensor:
         if self.context:
             return self.forward_part(x, seq_idx)
         if self.whole in self.backends and not state:
@@ -93,7 +107,7 @@ class SSM(Sublayer):
         x, *rest = self.project(x)
         seen = 0
         entering = None
-        if position:
+        if state and position:
             seen = min(position, state["conv"].shape[1])
             entering = state["ssm"]
             x = torch.cat([state["conv"][:, -seen:], x], dim=1)
@@ -119,7 +133,7 @@ class SSM(Sublayer):
             y, state["ssm"] = y
         return self.project_out(y, *rest)
 
-    def forward_part(self, x, seq_idx):
+    def forward_part(self, x: Tensor, seq_idx: Tensor | None) -> Tensor:
         """Returns `forward` of this rank's part of a sequence, which continues those of the ranks before."""
         context = self.context
         length = x.shape[1]
@@ -139,10 +153,12 @@ class SSM(Sublayer):
         )
         return self.project_out(y, *rest)
 
-    def A(self):
+    def A(self) -> Tensor:
         return -torch.exp(self.A_log.to(compute_type(self.A_log)))
 
-    def allocate_state(self, batch, max_length, dtype, device):
+    def allocate_state(
+        self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> MixerState:
         channels, _, width = self.conv1d.weight.shape
         last_inputs = torch.zeros(batch, width - 1, channels, dtype=dtype, device=device)
         shape = (batch, *self.state_shape())
@@ -154,10 +170,10 @@ class Mamba1(SSM):
     kind = spec.MIXERS["mamba1"]
     whole = "mamba1"
 
-    def state_shape(self):
+    def state_shape(self) -> tuple[int, ...]:
         return self.config.d_inner, self.config.d_state
 
-    def at_once(self, xz, seq_idx):
+    def at_once(self, xz: Tensor, seq_idx: Tensor | None) -> Tensor:
         return mamba1_mixer(
             xz,
             self.conv1d.weight,
@@ -172,10 +188,10 @@ class Mamba1(SSM):
             backend=self.backends["mamba1"],
         )
 
-    def project(self, x):
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.project_in(x, self.in_proj).chunk(2, dim=-1)
 
-    def scan_inputs(self, x, z):
+    def scan_inputs(self, x: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         rank = self.config.resolved_dt_rank
         d_state = self.config.d_state
         dt, B, C = self.x_proj(x).split([rank, d_state, d_state], dim=-1)
@@ -193,13 +209,23 @@ class Mamba1(SSM):
             self.dt_proj.bias,
         )
 
-    def scan(self, *inputs, initial_state=None, **options):
+    def scan(
+        self, *inputs: Tensor, initial_state: Tensor | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
         backend = self.backends["scan"]
         if initial_state is not None and backend == "fused":  # which takes no state
             backend = "reference"
         return selective_scan(*inputs, initial_state=initial_state, **options, backend=backend)
 
-    def scan_part(self, u, dt, A, *rest, seq_idx, continues):
+    def scan_part(
+        self,
+        u: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        *rest: Tensor,
+        seq_idx: Tensor | None,
+        continues: Tensor,
+    ) -> Tensor:
         """Scans twice: first for the state that these positions leave, then from the state that enters them."""
         *_, dt_bias = rest
         _, last = self.scan(u, dt, A, *rest, seq_idx=seq_idx, return_last_state=True)
@@ -208,11 +234,11 @@ class Mamba1(SSM):
         entering = self.context.entering_state(last, decay) * continues[:, 0, None, None]
         return self.scan(u, dt, A, *rest, seq_idx=seq_idx, initial_state=entering)
 
-    def project_out(self, y, z):
+    def project_out(self, y: Tensor, z: Tensor) -> Tensor:
         return self.out_proj(y)
 
 
-def rms_normed(x, eps):
+def rms_normed(x: Tensor, eps: float) -> Tensor:
     """Returns RMSNorm of x without weights."""
     values = x.to(compute_type(x))
     return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -222,10 +248,10 @@ class Mamba2(SSM):
     kind = spec.MIXERS["mamba2"]
     whole = "mamba2"
 
-    def state_shape(self):
+    def state_shape(self) -> tuple[int, ...]:
         return self.config.n_ssm_head, self.config.headdim, self.config.d_state
 
-    def at_once(self, zxbcdt, seq_idx):
+    def at_once(self, zxbcdt: Tensor, seq_idx: Tensor | None) -> Tensor:
         config = self.config
         return mamba2_mixer(
             zxbcdt,
@@ -244,14 +270,14 @@ class Mamba2(SSM):
             backend=self.backends["mamba2"],
         )
 
-    def project(self, x):
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
         d_inner = self.config.d_inner
         convolved = len(self.conv1d.weight)
         heads = self.config.n_ssm_head
         z, xbc, dt = self.project_in(x, self.in_proj).split([d_inner, convolved, heads], dim=-1)
         return xbc, z, dt
 
-    def scan_inputs(self, xbc, z, dt):
+    def scan_inputs(self, xbc: Tensor, z: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
         config = self.config
         group_channels = config.ngroups * config.d_state
         x, B, C = xbc.split([config.d_inner, group_channels, group_channels], dim=-1)
@@ -265,7 +291,7 @@ class Mamba2(SSM):
             self.dt_bias,
         )
 
-    def scan(self, *inputs, **options):
+    def scan(self, *inputs: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         return ssd(
             *inputs,
             **options,
@@ -273,14 +299,26 @@ class Mamba2(SSM):
             backend=self.backends["ssd"],
         )
 
-    def scan_part(self, x, dt, A, B, C, D, dt_bias, *, seq_idx, continues):
+    def scan_part(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        *,
+        seq_idx: Tensor | None,
+        continues: Tensor,
+    ) -> Tensor:
         """Scans once from zeros, and adds what each position reads of the state that enters."""
         y, last = self.scan(x, dt, A, B, C, D, dt_bias, seq_idx=seq_idx, return_last_state=True)
         decays = decays_from_start(dt, A, dt_bias) * continues.unsqueeze(2)
         entering = self.context.entering_state(last, decays[:, -1, :, None, None])
         return y + output_of_state(C, entering, decays).to(y.dtype)
 
-    def project_out(self, y, z, dt):
+    def project_out(self, y: Tensor, z: Tensor, dt: Tensor) -> Tensor:
         y = y.flatten(-2)
         if self.config.ssm_norm == "none":
             return self.out_proj(y * F.silu(z))
@@ -296,7 +334,7 @@ class Mamba2(SSM):
         return self.out_proj(gated)
 
 
-def heavy_tail(x):
+def heavy_tail(x: Tensor) -> Tensor:
     """Returns 1 + x for positive x, 1 / (1 - x) for negative."""
     return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
 
@@ -316,10 +354,17 @@ class Mamba3(Mamba2):
 
     kind = spec.MIXERS["mamba3"]
 
-    def forward(self, x, seq_idx=None, documents=None, state=None, position=0):
+    def forward(
+        self,
+        x: Tensor,
+        seq_idx: Tensor | None = None,
+        documents: Documents | None = None,
+        state: MixerState | None = None,
+        position: int = 0,
+    ) -> Tensor:
         config = self.config
         rows = list(self.rows.values())
-        continues = None
+        continues: Any = None
         if self.context:
             continues = self.context.continues(seq_idx, x.shape[1])
             seq_idx = self.context.own(seq_idx, x.shape[1])
@@ -378,7 +423,9 @@ class Mamba3(Mamba2):
         y = y + own_output.unsqueeze(3) * x
         return self.out_proj((y.flatten(2) * F.silu(z)).to(z.dtype))
 
-    def output_of_ranks_before(self, x, B, C, decays, former_weight, last):
+    def output_of_ranks_before(
+        self, x: Tensor, B: Tensor, C: Tensor, decays: Tensor, former_weight: Tensor, last: Tensor
+    ) -> Tensor:
         """Returns what the positions read of the state that the ranks before leave, which the last input before belongs to."""
         former_x = self.context.inputs_before(x, 1).squeeze(1)
         former_B = self.context.inputs_before(B, 1).squeeze(1)
@@ -387,14 +434,16 @@ class Mamba3(Mamba2):
         entering = self.context.entering_state(last + through * former, through) + former
         return output_of_state(C, entering, decays).to(x.dtype)
 
-    def by_head(self, x, norm, bias):
+    def by_head(self, x: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
         """Returns x (batch, length, groups * d_state) normed and with each head's bias: (batch, length, heads, d_state)."""
         config = self.config
         x = x.unflatten(-1, (config.ngroups, -1))
         x = rms_norm(x, norm.weight, config.norm_eps, compute_type(x))
         return x.repeat_interleave(config.n_ssm_head // config.ngroups, dim=2) + bias.squeeze(1)
 
-    def allocate_state(self, batch, max_length, dtype, device):
+    def allocate_state(
+        self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> MixerState:
         """Returns zeros: the recurrence's state, and the angles, B and x of the position before, one zero for all channels."""
         real = torch.promote_types(dtype, torch.float32)
         ssm = torch.zeros(batch, *self.state_shape(), dtype=real, device=device)
@@ -402,7 +451,7 @@ class Mamba3(Mamba2):
         return {"ssm": ssm, "angle": zero, "B": zero, "x": zero}
 
 
-def turned(x, angle):
+def turned(x: Tensor, angle: Tensor) -> Tensor:
     """Returns x (..., d_state), each pair of its first channels turned by one of the angles."""
     angles = angle.shape[-1]
     first, second = x[..., : 2 * angles].unflatten(-1, (angles, 2)).unbind(-1)
@@ -415,7 +464,14 @@ def turned(x, angle):
 class Attention(Sublayer):
     kind = spec.MIXERS["attention"]
 
-    def forward(self, x, seq_idx=None, documents=None, state=None, position=0):
+    def forward(
+        self,
+        x: Tensor,
+        seq_idx: Tensor | None = None,
+        documents: Documents | None = None,
+        state: MixerState | None = None,
+        position: int = 0,
+    ) -> Tensor:
         config = self.config
         if self.context:
             position = self.context.rank * x.shape[1]
@@ -438,12 +494,14 @@ class Attention(Sublayer):
         y = attention(q, k, v, documents=documents, backend=self.backends["attention"])
         return self.out_proj(y.flatten(2))
 
-    def allocate_state(self, batch, max_length, dtype, device):
+    def allocate_state(
+        self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> MixerState:
         shape = (batch, max_length, self.config.n_kv_head, self.config.resolved_head_dim)
         return {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("k", "v")}
 
 
-def positions_in_document(length, seq_idx, device):
+def positions_in_document(length: int, seq_idx: Tensor | None, device: torch.device) -> Tensor:
     """Returns the positions in a row (length), or, with seq_idx, those in each one's document (batch, length)."""
     places = torch.arange(length, device=device)
     if seq_idx is None:
@@ -456,14 +514,14 @@ class MLP(Sublayer):
 
     kind = spec.MLP
 
-    def forward(self, x, *_):
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
         y = self.project_in(x, self.fc1)
         if self.config.mlp_activation == "relu2":
             return self.fc2(F.relu(y).square())
         y, gate = y.chunk(2, dim=-1)
         return self.fc2(y * F.silu(gate))
 
-    def allocate_state(self, *_):
+    def allocate_state(self, *_: Any) -> MixerState:
         return {}
 
 

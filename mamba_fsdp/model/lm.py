@@ -1,25 +1,37 @@
 """The language model that every preset is: embedding, blocks on an fp32 residual stream, norm, output layer."""
 
+from collections.abc import Mapping
 from functools import reduce
 from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from mamba_fsdp.model import spec
-from mamba_fsdp.model.layers import MIXERS, MLP, Sublayer, add_parameters, multiply
+from mamba_fsdp.model.layers import MIXERS, MLP, MixerState, Sublayer, add_parameters, multiply
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.loss import linear_cross_entropy
 from mamba_fsdp.ops.norm import add_rms_norm
+
+if TYPE_CHECKING:
+    from mamba_fsdp.parallel.context import ContextGroup
+    from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
 
 class Block(nn.Module):
     """A norm and a mixer, or two side by side; where the layer has an MLP, norm2 and the MLP. Blocks are what is sharded,
     recomputed and compiled."""
 
-    def __init__(self, config, layer, backends, compute_dtype):
+    def __init__(
+        self,
+        config: "ModelConfig",
+        layer: "Layer",
+        backends: Mapping[str, str],
+        compute_dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.norm_backend = backends["norm"]
@@ -31,9 +43,17 @@ class Block(nn.Module):
         self.mlp = None
         if layer.mlp:
             add_parameters(self, {"norm2.weight": spec.norm(config.d_model)})
-            self.mlp = MLP(config)
+            self.mlp = MLP(config, backends)
 
-    def forward(self, hidden, residual=None, seq_idx=None, documents=None, state=None, position=0):
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        documents: Documents | None = None,
+        state: dict[str, MixerState] | None = None,
+        position: int = 0,
+    ) -> tuple[Tensor, Tensor]:
         """Returns the next hidden and residual. hidden (batch, length, d_model) has yet to be added to residual, which has the
         same shape and is fp32."""
         hidden, residual = self.add_norm(hidden, residual, self.norm)
@@ -48,11 +68,13 @@ class Block(nn.Module):
             hidden = self.mlp.multiplied(hidden)
         return hidden, residual
 
-    def allocate_state(self, *sizes):
+    def allocate_state(self, *sizes: Any) -> dict[str, MixerState]:
         """Returns what each mixer keeps of the positions before, empty."""
         return {name: getattr(self, name).allocate_state(*sizes) for name in self.mixer_names}
 
-    def add_norm(self, hidden, residual, norm):
+    def add_norm(
+        self, hidden: Tensor, residual: Tensor | None, norm: nn.Module
+    ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(
             hidden, residual, norm.weight, self.eps, self.compute_dtype, backend=self.norm_backend
         )
@@ -69,12 +91,12 @@ class MambaLM(nn.Module):
 
     def __init__(
         self,
-        config,
+        config: "ModelConfig",
         *,
-        backends=REFERENCE,
-        compute_dtype=torch.float32,
-        reset_at_documents=False,
-    ):
+        backends: Mapping[str, str] = REFERENCE,
+        compute_dtype: torch.dtype = torch.float32,
+        reset_at_documents: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
         self.backends = backends
@@ -90,14 +112,21 @@ class MambaLM(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
-    def share_sequences(self, context):
+    def share_sequences(self, context: "ContextGroup") -> None:
         """Lets this rank compute its part of each sequence that the ranks of `context` (parallel/context.py) share: `forward`
         then takes tokens, labels and weights of its own positions, and seq_idx of all."""
         for module in self.modules():
             if isinstance(module, Sublayer):
                 module.context = context
 
-    def forward(self, tokens, labels=None, seq_idx=None, weights=None, documents=None):
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        weights: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Returns logits (batch, length, padded vocabulary) in the compute dtype for tokens (batch, length) int64; with
         labels, the sum of the token losses in nats, an fp32 scalar.
 
@@ -111,7 +140,13 @@ class MambaLM(nn.Module):
         hidden = self.final_norm(*self.read(tokens, seq_idx, documents))
         return self.lm_head(hidden) if labels is None else self.loss(hidden, labels, weights)
 
-    def read(self, tokens, seq_idx=None, documents=None, state=None):
+    def read(
+        self,
+        tokens: Tensor,
+        seq_idx: Tensor | None = None,
+        documents: Documents | None = None,
+        state: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Returns (hidden, residual) behind the blocks. With a `state`, tokens continue it, and there is no seq_idx."""
         hidden = F.embedding(tokens, self.backbone.embedding.weight)
         residual = None
@@ -130,7 +165,7 @@ class MambaLM(nn.Module):
             hidden, residual = block(hidden, residual, seq_idx, documents, layer_state, position)
         return hidden, residual
 
-    def loss(self, hidden, labels, weights=None):
+    def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         return linear_cross_entropy(
             hidden.flatten(0, 1),
             self.lm_head.weight,
@@ -138,7 +173,7 @@ class MambaLM(nn.Module):
             None if weights is None else weights.flatten(),
         )
 
-    def final_norm(self, hidden, residual):
+    def final_norm(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """Returns what the output layer multiplies; the multiplier of the logits is in it."""
         normed, _ = add_rms_norm(
             hidden,
@@ -151,11 +186,11 @@ class MambaLM(nn.Module):
         logits = self.config.multiplier("logits") / self.config.multiplier("logits_divisor")
         return multiply(normed, logits)
 
-    def fp32_parameter_names(self):
+    def fp32_parameter_names(self) -> set[str]:
         """Returns the parameters that compute in fp32 in every precision mode."""
         return {name for name, parameter in spec.parameters(self.config).items() if parameter.fp32}
 
-    def allocate_state(self, batch, max_length):
+    def allocate_state(self, batch: int, max_length: int) -> dict[str, Any]:
         """Returns the empty state of `prefill` and `step`. Only attention's caches grow with `max_length`."""
         device = self.backbone.embedding.weight.device
         layers = [
@@ -164,11 +199,11 @@ class MambaLM(nn.Module):
         ]
         return {"position": 0, "max_length": max_length, "layers": layers}
 
-    def prefill(self, tokens, state):
+    def prefill(self, tokens: Tensor, state: dict[str, Any]) -> Tensor:
         """Returns the logits behind many positions at once, such as a prompt: tokens (batch, length) -> (batch, padded vocabulary)."""
         hidden, residual = self.read(tokens, state=state)
         return self.lm_head(self.final_norm(hidden[:, -1], residual[:, -1]))
 
-    def step(self, tokens, state):
+    def step(self, tokens: Tensor, state: dict[str, Any]) -> Tensor:
         """Returns the same as `prefill` for a single position: tokens (batch,)."""
         return self.prefill(tokens[:, None], state)

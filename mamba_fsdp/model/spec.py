@@ -7,10 +7,13 @@ matter all follow from it. A new mixer is an entry in MIXERS here and a class in
 
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.backends import MIXER_PARTS, Use
+
+if TYPE_CHECKING:
+    from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
 EMBEDDING = "backbone.embedding.weight"
 LM_HEAD = "lm_head.weight"
@@ -58,15 +61,19 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
 
-def _no_flops(config, seq_length):
+Parameters = dict[str, Parameter]  # by name
+Operators = dict[str, dict[str, int]]  # by name, each with the sizes that a Use needs
+
+
+def _no_flops(config: "ModelConfig", seq_length: int) -> float:
     return 0.0
 
 
-def _no_check(config):
+def _no_check(config: "ModelConfig") -> None:
     pass
 
 
-def _no_operators(config):
+def _no_operators(config: "ModelConfig") -> Operators:
     return {}
 
 
@@ -84,35 +91,35 @@ class Spec:
     """
 
     settings: tuple[str, ...]
-    parameters: Callable[..., dict[str, Parameter]]
+    parameters: Callable[..., Parameters]
     flops: Callable[..., float] = _no_flops
     check: Callable[..., None] = _no_check
-    operators: Callable[..., dict[str, dict]] = _no_operators
+    operators: Callable[..., Operators] = _no_operators
     stem: str = "ssm"
 
 
-def norm(channels):
+def norm(channels: int) -> Parameter:
     return Parameter((channels,), ONES)
 
 
-def matrix(outputs, inputs, scale=1.0):
+def matrix(outputs: int, inputs: int, scale: float = 1.0) -> Parameter:
     """Returns a matrix that starts as in PyTorch's linear layers, uniform in +-1/sqrt(inputs), divided by `scale`."""
     return stacked(inputs, scale, weight=outputs)
 
 
-def stacked(inputs, scale=1.0, **rows):
+def stacked(inputs: int, scale: float = 1.0, **rows: int) -> Parameter:
     """Returns matrices of the same inputs as one parameter, the first on top. rows: the height of each, by name."""
     bound = inputs**-0.5 / scale
     init = Init("uniform", -bound, bound)
     return Parameter((sum(rows.values()), inputs), init, decay=True, rows=rows)
 
 
-def into_residual(config, inputs):
+def into_residual(config: "ModelConfig", inputs: int) -> Parameter:
     """Returns a projection into the residual stream. It starts divided by sqrt(n_layer), also where a layer has two of them."""
     return matrix(config.d_model, inputs, math.sqrt(config.n_layer))
 
 
-def convolution(config, channels):
+def convolution(config: "ModelConfig", channels: int) -> Parameters:
     bound = config.d_conv**-0.5
     init = Init("uniform", -bound, bound)
     return {
@@ -121,12 +128,12 @@ def convolution(config, channels):
     }
 
 
-def recurrence_flops(config, seq_length):
+def recurrence_flops(config: "ModelConfig", seq_length: int) -> float:
     """Returns what the recurrence takes, whatever backend computes it: each state's decay, input and share of the output."""
     return 2 * 3 * config.d_inner * config.d_state
 
 
-def _mamba1(config):
+def _mamba1(config: "ModelConfig") -> Parameters:
     d_inner = config.d_inner
     d_state = config.d_state
     rank = config.resolved_dt_rank
@@ -142,14 +149,14 @@ def _mamba1(config):
     }
 
 
-def _mamba1_operators(config):
-    operators: dict[str, dict] = {"conv": {"channels": config.d_inner}, "scan": {}}
+def _mamba1_operators(config: "ModelConfig") -> Operators:
+    operators: Operators = {"conv": {"channels": config.d_inner}, "scan": {}}
     if not config.bcdt_norm_eps:
         operators["mamba1"] = {}
     return operators
 
 
-def _mamba2(config):
+def _mamba2(config: "ModelConfig") -> Parameters:
     d_inner = config.d_inner
     heads = config.n_ssm_head
     group_channels = config.ngroups * config.d_state
@@ -169,15 +176,15 @@ def _mamba2(config):
     }
 
 
-def _mamba2_operators(config):
+def _mamba2_operators(config: "ModelConfig") -> Operators:
     rows = {name: parameter.shape[0] for name, parameter in _mamba2(config).items()}
-    operators = {"norm": {}, "conv": {"channels": rows["conv1d.weight"]}, "ssd": {}}
+    operators: Operators = {"norm": {}, "conv": {"channels": rows["conv1d.weight"]}, "ssd": {}}
     if config.ssm_norm == "after":
         operators["mamba2"] = {"rows": rows["in_proj.weight"]}
     return operators
 
 
-def _check_mamba2(config):
+def _check_mamba2(config: "ModelConfig") -> None:
     width = "d_ssm" if config.d_ssm else "expand * d_model"
     if config.d_inner % config.headdim:
         raise UserError(f"headdim {config.headdim} does not divide {width} = {config.d_inner}")
@@ -188,7 +195,7 @@ def _check_mamba2(config):
         )
 
 
-def _mamba3(config):
+def _mamba3(config: "ModelConfig") -> Parameters:
     former = _mamba2(config)
     heads = config.n_ssm_head
     bias = Parameter((heads, 1, config.d_state), ONES)
@@ -206,7 +213,7 @@ def _mamba3(config):
     }
 
 
-def _attention(config):
+def _attention(config: "ModelConfig") -> Parameters:
     queries = config.n_head * config.resolved_head_dim
     keys = config.n_kv_head * config.resolved_head_dim
     return {
@@ -215,12 +222,12 @@ def _attention(config):
     }
 
 
-def _attention_flops(config, seq_length):
+def _attention_flops(config: "ModelConfig", seq_length: int) -> float:
     """Returns what q . k and weights . v take: a position sees seq_length / 2 others on average, as attention is causal."""
     return 2 * 2 * config.n_head * config.resolved_head_dim * seq_length / 2
 
 
-def _check_attention(config):
+def _check_attention(config: "ModelConfig") -> None:
     if not config.head_dim and config.d_model % config.n_head:
         raise UserError(
             f"n_head {config.n_head} does not divide d_model {config.d_model}; "
@@ -243,7 +250,7 @@ def _check_attention(config):
         raise UserError(f"rope_scaling={config.rope_scaling}: all its numbers must be above 0")
 
 
-def _mlp(config):
+def _mlp(config: "ModelConfig") -> Parameters:
     width = config.resolved_d_intermediate
     rows = {"through": width}
     if config.mlp_activation == "swiglu":
@@ -300,15 +307,15 @@ MIXERS = {
 MLP = MIXERS["mlp"]  # which a layer may have behind its mixer too
 
 
-def embedding(config) -> Parameter:
+def embedding(config: "ModelConfig") -> Parameter:
     return Parameter((config.padded_vocab_size, config.d_model), NORMAL, decay=True)
 
 
-def output_layer(config) -> Parameter:
+def output_layer(config: "ModelConfig") -> Parameter:
     return matrix(config.padded_vocab_size, config.d_model)._replace(rows={})
 
 
-def layer_parts(layer) -> dict[str, Spec]:
+def layer_parts(layer: "Layer") -> dict[str, Spec]:
     """Returns the mixers and the MLP of a Layer, under the names of their modules."""
     parts = {name: MIXERS[mixer] for name, mixer in zip(MIXER_NAMES, layer.mixers)}
     if layer.mlp:
@@ -316,7 +323,7 @@ def layer_parts(layer) -> dict[str, Spec]:
     return parts
 
 
-def parameters(config) -> dict[str, Parameter]:
+def parameters(config: "ModelConfig") -> Parameters:
     """Returns every parameter of the model by name, in the order of named_parameters(); a tied output layer is left out."""
     described = {EMBEDDING: embedding(config)}
     for index, layer in enumerate(config.layer_list()):
@@ -334,11 +341,11 @@ def parameters(config) -> dict[str, Parameter]:
     return described
 
 
-def parameter_count(config) -> int:
+def parameter_count(config: "ModelConfig") -> int:
     return sum(parameter.size for parameter in parameters(config).values())
 
 
-def flops_per_token(config, seq_length: int) -> float:
+def flops_per_token(config: "ModelConfig", seq_length: int) -> float:
     """Returns the FLOPs of training per token of sequences of `seq_length`: three times the forward pass's, as the
     backward pass takes twice as many.
 
@@ -360,7 +367,7 @@ def parts_that_read(setting: str) -> list[str]:
     return [name for name, part in MIXERS.items() if setting in part.settings]
 
 
-def multipliers_of(config) -> list[str]:
+def multipliers_of(config: "ModelConfig") -> list[str]:
     """Returns the names that ModelConfig.multipliers may give a number: those of the whole model and of its sublayers."""
     names = [*MODEL_MULTIPLIERS]
     for part in config.parts():
@@ -370,7 +377,7 @@ def multipliers_of(config) -> list[str]:
 
 
 def operator_uses(
-    config,
+    config: "ModelConfig",
     dtype: Any,
     seq_idx: bool = False,
     deterministic: bool = False,
@@ -379,10 +386,8 @@ def operator_uses(
     """Returns what the model asks of each operator. dtype: the torch.dtype of the activations; the other arguments are as
     in Use. Where ranks share sequences, no mixer is computed in one call."""
     uses: dict[str, list[Use]] = {}
-    for operators in (
-        {"norm": {}, "loss": {}},
-        *(part.operators(config) for part in config.parts()),
-    ):
+    always: Operators = {"norm": {}, "loss": {}}
+    for operators in (always, *(part.operators(config) for part in config.parts())):
         for operator, sizes in operators.items():
             if in_parts and operator in MIXER_PARTS:
                 continue
