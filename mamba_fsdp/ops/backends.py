@@ -103,7 +103,7 @@ def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
     return demanded
 
 
-def _check_name(name, names, setting, what):
+def _check_name(name: str, names: Collection[str], setting: str, what: str) -> None:
     if name not in names:
         hint = near_name(name, names, f"choose one of {', '.join(names)}")
         raise UserError(f"kernels={setting}: there is no {what} {name!r}; {hint}")
@@ -164,7 +164,9 @@ def candidates(
                 yield operator, backend
 
 
-def _why_no_candidate(operator, backend, device_type, chosen):
+def _why_no_candidate(
+    operator: str, backend: str, device_type: str, chosen: Mapping[str, str]
+) -> str | None:
     """Why a backend needs no trying, else None: another device, or a mixer whose parts were chosen otherwise."""
     if BACKENDS[backend] not in ("any", device_type):
         return f"it is for {BACKENDS[backend]} devices"

@@ -13,10 +13,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from mamba_fsdp.ops.backends import Use
 
 FOLDER = Path(__file__).parent
 HEADER = FOLDER / "cpp.h"
@@ -41,7 +46,7 @@ class Unavailable(Exception):
     """Why there is no C backend on this machine, in one line."""
 
 
-def _run(command):
+def _run(command: list[str]) -> str:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -53,7 +58,7 @@ def _run(command):
     return result.stdout
 
 
-def _compiler():
+def _compiler() -> list[str]:
     """The command to compile C with, as a list."""
     named = os.environ.get("CC", "").split()
     if named:
@@ -66,7 +71,7 @@ def _compiler():
     )
 
 
-def _processor():
+def _processor() -> str:
     """What tells processors with different instructions apart."""
     try:
         lines = set(Path("/proc/cpuinfo").read_text().splitlines())
@@ -76,7 +81,7 @@ def _processor():
     return "".join(sorted(line for line in lines if line.startswith(telling)))
 
 
-def _compile(compiler, defines, path):
+def _compile(compiler: list[str], defines: tuple[str, ...], path: Path) -> None:
     """Compile the sources into `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -94,7 +99,7 @@ def _compile(compiler, defines, path):
 
 
 @functools.lru_cache(maxsize=None)
-def library(dtype):
+def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The C operators for activations of `dtype`, compiled if need be. Raises Unavailable with the reason."""
     compiler = _compiler()
     defines = TYPES[dtype]
@@ -113,7 +118,7 @@ def library(dtype):
         ) from error
 
 
-def why_unavailable(dtype=torch.float32):
+def why_unavailable(dtype: torch.dtype = torch.float32) -> str | None:
     """None when the C backends for activations of `dtype` compile and load, else the reason."""
     try:
         library(dtype)
@@ -122,21 +127,25 @@ def why_unavailable(dtype=torch.float32):
     return None
 
 
-def why_not(use):
+def why_not(use: Use) -> str | None:
     """Why there is no C for activations of this dtype, else None. See backends.py."""
     if use.dtype not in TYPES:
         return f"there is no C for {use.dtype}"
     return why_unavailable(use.dtype)
 
 
-def structure(numbers, pointers):
+def structure(numbers: str, pointers: str) -> type[ctypes.Structure]:
     """The ctypes.Structure of a C operator's arguments, from names parted by spaces; int64 `threads` is first."""
-    fields = [(name, ctypes.c_int64) for name in ("threads", *numbers.split())]
+    fields: list[tuple[str, Any]] = [
+        (name, ctypes.c_int64) for name in ("threads", *numbers.split())
+    ]
     fields += [(name, ctypes.c_void_p) for name in pointers.split()]
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
-def call(function, structure, values):
+def call(
+    function: Callable[..., int], structure: type[ctypes.Structure], values: Mapping[str, Any]
+) -> None:
     """Call a C operator with a structure of these values, by name. A tensor NAME gives its address and, where the
     structure has a field NAME_row, the distance between its positions. Does nothing for tensors on the meta device."""
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in values.values()):
@@ -152,7 +161,7 @@ def call(function, structure, values):
         raise MemoryError(f"{function.__name__}: no memory for a thread's scratch")
 
 
-def as_rows(*activations):
+def as_rows(*activations: Tensor | None) -> list[Tensor]:
     """(batch, length, channels) each, or None, as C reads it: channels contiguous, rows evenly spaced in the batch.
 
     A backend is chosen before it is called: another device, dtype or mixture is a programmer's mistake.
@@ -169,7 +178,7 @@ def as_rows(*activations):
     return rows
 
 
-def tune_process(device_type):
+def tune_process(device_type: str) -> None:
     """What makes training on a CPU faster, for the whole process: call once, before the first step. A process with a
     GPU stays as it is: there, memory that copies for checkpoints took has to go back to the system.
 

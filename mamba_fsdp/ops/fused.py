@@ -1,6 +1,9 @@
 """The fused backends: operators and mixers by the CUDA and Triton kernels of mamba-ssm and causal-conv1d."""
 
 import torch
+from torch import Tensor
+
+from mamba_fsdp.ops.backends import Use
 
 # Why equal runs may differ in bits.
 VARIES = {
@@ -11,7 +14,7 @@ VARIES = {
 }
 
 
-def why_not(use):
+def why_not(use: Use) -> str | None:
     if use.deterministic and use.operator in VARIES:
         return f"deterministic=true, and {VARIES[use.operator]}"
     if use.operator == "conv" and use.channels % 8:
@@ -26,7 +29,7 @@ def why_not(use):
     return None
 
 
-def causal_conv_silu(x, weight, bias, seq_idx):
+def causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None) -> Tensor:
     from causal_conv1d import causal_conv1d_fn
 
     if x.stride(1) % 8:  # between positions it takes multiples of 8 elements only
@@ -41,7 +44,19 @@ def causal_conv_silu(x, weight, bias, seq_idx):
     return out.transpose(1, 2)
 
 
-def selective_scan(u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return_last_state):
+def selective_scan(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
+    seq_idx: Tensor | None,
+    initial_state: Tensor | None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     assert seq_idx is None and initial_state is None, (
         "mamba-ssm's scan has no boundaries and no initial state"
     )
@@ -50,7 +65,7 @@ def selective_scan(u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return
     )
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 
-    def channels_first(value):
+    def channels_first(value: Tensor) -> Tensor:
         return value.transpose(1, 2).contiguous()
 
     out = selective_scan_fn(
@@ -71,7 +86,19 @@ def selective_scan(u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return
     return out.transpose(1, 2)
 
 
-def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state):
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    chunk_size: int,
+    seq_idx: Tensor | None,
+    initial_state: Tensor | None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     return mamba_chunk_scan_combined(
@@ -90,7 +117,9 @@ def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_l
     )
 
 
-def add_rms_norm(x, residual, weight, eps, out_dtype):
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
 
     normed, residual = rms_norm_fn(
@@ -99,7 +128,9 @@ def add_rms_norm(x, residual, weight, eps, out_dtype):
     return normed.to(out_dtype), residual
 
 
-def gated_rms_norm(x, z, weight, eps, group_size, norm_first=False):
+def gated_rms_norm(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, norm_first: bool = False
+) -> Tensor:
     from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
 
     return rmsnorm_fn(
@@ -107,7 +138,18 @@ def gated_rms_norm(x, z, weight, eps, group_size, norm_first=False):
     )
 
 
-def mamba1_mixer(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, seq_idx):
+def mamba1_mixer(
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    x_proj: Tensor,
+    dt_proj: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    out_proj: Tensor,
+    seq_idx: Tensor | None,
+) -> Tensor:
     assert seq_idx is None, "mamba-ssm's scan has no boundaries"
     from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn
 
@@ -124,8 +166,20 @@ def mamba1_mixer(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out
 
 
 def mamba2_mixer(
-    zxbcdt, weight, bias, dt_bias, A, D, norm, out_proj, seq_idx, eps, groups, headdim, chunk_size
-):
+    zxbcdt: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    norm: Tensor,
+    out_proj: Tensor,
+    seq_idx: Tensor | None,
+    eps: float,
+    groups: int,
+    headdim: int,
+    chunk_size: int,
+) -> Tensor:
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
     return mamba_split_conv1d_scan_combined(
@@ -147,7 +201,7 @@ def mamba2_mixer(
     )
 
 
-def _from_zero(seq_idx):
+def _from_zero(seq_idx: Tensor | None) -> Tensor | None:
     """seq_idx as the libraries take it: int32, and 0 where an initial state continues."""
     if seq_idx is None:
         return None

@@ -4,6 +4,8 @@ loss = sum over counted tokens of w (logsumexp(W h) - (W h)[label]), w = 1 where
 chunk's logits, w (softmax - onehot), is known with its loss: the forward pass makes gradients of h and W of it at once.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -13,7 +15,9 @@ from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
 CHUNK = 1024  # tokens whose logits exist at a time
 
 
-def chunk_loss(logits, labels, token_weights, want_gradient):
+def chunk_loss(
+    logits: Tensor, labels: Tensor, token_weights: Tensor | None, want_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """Returns the loss of one chunk and the gradient of its logits in their dtype, None where it is not wanted. On a GPU
     the setting use_torch_compile makes a few kernels of this."""
     dtype = logits.dtype
@@ -38,7 +42,14 @@ def chunk_loss(logits, labels, token_weights, want_gradient):
     return loss, gradient.scatter_add_(1, picked, -counted.to(gradient.dtype)).to(dtype)
 
 
-def _in_chunks(hidden, weight, labels, token_weights, want_gradient, chunk):
+def _in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor | None,
+    want_gradient: bool,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient of hidden, gradient of weight in compute type), the gradients empty where none is wanted."""
     cast_weight = weight.to(hidden.dtype)
     loss = torch.zeros((), dtype=compute_type(hidden), device=hidden.device)
@@ -55,7 +66,7 @@ def _in_chunks(hidden, weight, labels, token_weights, want_gradient, chunk):
             want_gradient,
         )
         loss += part
-        if want_gradient:
+        if grad_logits is not None:
             torch.mm(grad_logits, cast_weight, out=grad_hidden[span])
             if grad_logits.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad_logits.T, hidden[span])
@@ -66,14 +77,16 @@ def _in_chunks(hidden, weight, labels, token_weights, want_gradient, chunk):
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, loss, *gradients):
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, *gradients: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*gradients)
         ctx.dtypes = hidden.dtype, weight.dtype
         return loss.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """`grad` is in compute type, and rounding comes afterwards: 1 / tokens is no number of fp16."""
         return (
             *(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -74,11 +75,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.lru_cache(maxsize=None)
-    def on_gpu():  # torch.compile takes seconds to import
+    def on_gpu() -> Callable[..., Any]:  # torch.compile takes seconds to import
         return torch.compile(function, dynamic=False)
 
     @functools.wraps(function)
-    def run(first, *rest):
+    def run(first: Tensor, *rest: Any) -> Any:
         if first.device.type != "cuda" or torch.__version__.startswith("2.2."):
             return function(first, *rest)
         with torch.no_grad():
@@ -111,7 +112,7 @@ def differentiable(
 
     class Gradient(Function):
         @staticmethod
-        def forward(ctx, *inputs):
+        def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
             with below_autograd():
                 outputs = forward_operator(*inputs)
             for_backward = outputs[results:] if kept else ()
@@ -123,7 +124,7 @@ def differentiable(
 
         @staticmethod
         @once_differentiable
-        def backward(ctx, *grads):
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors
             first = torch.zeros_like(saved[0]) if grads[0] is None else grads[0]
             computed = iter(backward_operator(first, *grads[1:results], *saved))
@@ -133,12 +134,12 @@ def differentiable(
                 input_grads.append(None if tensor is None else grad)
             return *input_grads, *[None] * ctx.others
 
-    def differentiable_inputs(inputs):
+    def differentiable_inputs(inputs: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Returns those of the backward operator's inputs, all but the first, that have a gradient."""
         leaves = inputs[results - 1 : results - 1 + len(names)]
         return [leaf for leaf, has_one in zip(leaves, has_gradient) if has_one]
 
-    def run_backward(grad, *inputs):
+    def run_backward(grad: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         input_grads = []
         for leaf, input_grad in zip(differentiable_inputs(inputs), backward(grad, *inputs)):
             if leaf is None:
@@ -148,7 +149,7 @@ def differentiable(
             input_grads.append(input_grad)
         return tuple(input_grads)
 
-    def fake_backward(grad, *inputs):
+    def fake_backward(grad: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         leaves = differentiable_inputs(inputs)
         return tuple(grad.new_empty(0) if v is None else v.new_empty(v.shape) for v in leaves)
 
@@ -167,11 +168,11 @@ def differentiable(
     return forward_operator
 
 
-def _schema(name, arguments, results):
+def _schema(name: str, arguments: list[str], results: int) -> str:
     return f"{name}({', '.join(arguments)}) -> ({', '.join(['Tensor'] * results)})"
 
 
-def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of W in x @ W.T for that of the product, both (batch, length, channels)."""
     return grad.flatten(0, 1).T @ x.flatten(0, 1)
 

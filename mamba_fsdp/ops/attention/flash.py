@@ -2,13 +2,19 @@
 
 import inspect
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mamba_fsdp.ops.attention.reference import attention as attention
+from mamba_fsdp.ops.backends import Use
+
+if TYPE_CHECKING:
+    from mamba_fsdp.ops.attention import Documents
 
 
-def why_unavailable():
+def why_unavailable() -> str | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -18,7 +24,7 @@ def why_unavailable():
     return None
 
 
-def why_not(use):
+def why_not(use: Use) -> str | None:
     if use.dtype not in (torch.bfloat16, torch.float16):
         return "FlashAttention takes bf16 and fp16"
     if use.channels % 8 or use.channels > 256:
@@ -26,10 +32,10 @@ def why_not(use):
     return None
 
 
-def packed_attention(q, k, v, documents):
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    def bounds(counts):
+    def bounds(counts: list[int]) -> Tensor:
         limits = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         return limits.to(q.device, non_blocking=True)
 

@@ -1,15 +1,21 @@
 """Attention by PyTorch's scaled_dot_product_attention, which chooses the kernel itself: flash or memory-efficient on CUDA,
 flash on a CPU. None of them gets a mask of (length, length), and no key is copied for the query heads that share it."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mamba_fsdp.ops.attention import Documents
 
 MASK_ELEMENTS = (
     1 << 22
 )  # of the mask that exist at a time where a document's last positions alone have queries
 
 
-def attention(q, k, v):
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.shape[2] > k.shape[2]:
         return torch.stack([_of_one_document(*row) for row in zip(q, k, v)])
     is_causal = q.shape[1] > 1  # the last position alone sees them all
@@ -17,13 +23,13 @@ def attention(q, k, v):
     return _without_mask(q, k, v, is_causal).transpose(1, 2)
 
 
-def packed_attention(q, k, v, documents):
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") -> Tensor:
     queries = q.split(documents.queries)
     parts = zip(queries, k.split(documents.lengths), v.split(documents.lengths))
     return torch.cat([_of_one_document(*part) for part in parts if len(part[0])])
 
 
-def _of_one_document(q, k, v):
+def _of_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q (queries, heads, head_dim) of the last positions of k, v (length, kv_heads, head_dim). To the kernel the key heads
     are a batch, whose heads are those that share a key head: views of k and v with a stride of 0."""
     q = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
@@ -35,13 +41,13 @@ def _of_one_document(q, k, v):
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _without_mask(q, k, v, is_causal):
+def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     if q.is_meta:  # PyTorch's choice there keeps all scores, unlike that on a device
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
-def _of_last_positions(q, k, v):
+def _of_last_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q (..., queries, head_dim) of the last positions of k, v (..., length, head_dim), some at a time."""
     length = k.shape[2]
     first = length - q.shape[2]

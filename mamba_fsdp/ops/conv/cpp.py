@@ -1,8 +1,11 @@
 """The causal convolution in C: causal_conv.c."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.ops import cpp
@@ -16,7 +19,7 @@ _ARGUMENTS = cpp.structure(
 )
 
 
-def _visible(seq_idx, width):
+def _visible(seq_idx: Tensor | None, width: int) -> Tensor | None:
     """How many of the width - 1 positions before each lie in its document: (batch, length) uint8, or None for all."""
     if seq_idx is None:
         return None
@@ -26,16 +29,16 @@ def _visible(seq_idx, width):
     return count
 
 
-def _call(function, inputs, **more):
-    values = dict(zip(("x", "taps", "bias", "visible"), inputs))
-    values["batch"], values["length"], values["channels"] = inputs[0].shape
-    values["width"] = len(inputs[1])
+def _call(function: Callable[..., int], inputs: Sequence[Tensor | None], **more: Tensor) -> None:
+    values: dict[str, Any] = dict(zip(("x", "taps", "bias", "visible"), inputs))
+    values["batch"], values["length"], values["channels"] = values["x"].shape
+    values["width"] = len(values["taps"])
     cpp.call(function, _ARGUMENTS, values | more)
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, taps, bias, seq_idx):
+    def forward(ctx: Any, x: Tensor, taps: Tensor, bias: Tensor, seq_idx: Tensor | None) -> Tensor:
         (x,) = cpp.as_rows(x)
         inputs = (x, taps, bias, _visible(seq_idx, len(taps)))
         out = x.new_empty(x.shape)
@@ -45,7 +48,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: recomputed activations are handed out a single time
         x, taps, _, _ = saved
         (grad,) = cpp.as_rows(grad)

@@ -2,22 +2,24 @@
 conv1d(groups=channels), with a backward of its own that keeps nothing but the input."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import compute_type
 
 
-def _within(seq_idx, shift, values):
+def _within(seq_idx: Tensor | None, shift: int, values: Tensor) -> Tensor:
     """values (batch, length - shift, channels), but 0 where positions t and t - shift lie in different documents."""
     if seq_idx is None:
         return values
     return values * (seq_idx[:, shift:] == seq_idx[:, :-shift]).unsqueeze(-1).to(values.dtype)
 
 
-def _convolve(x, taps, bias, seq_idx):
+def _convolve(x: Tensor, taps: Tensor, bias: Tensor, seq_idx: Tensor | None) -> Tensor:
     """The convolution before SiLU."""
     out = torch.addcmul(bias, x, taps[-1])
     for shift in range(1, min(taps.shape[0], x.shape[1])):
@@ -27,13 +29,13 @@ def _convolve(x, taps, bias, seq_idx):
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, taps, bias, seq_idx):
+    def forward(ctx: Any, x: Tensor, taps: Tensor, bias: Tensor, seq_idx: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, taps, bias, seq_idx)
         return F.silu(_convolve(x.to(taps.dtype), taps, bias, seq_idx), inplace=True).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, taps, bias, seq_idx = ctx.saved_tensors
         values = x.to(taps.dtype)
         out = _convolve(values, taps, bias, seq_idx)
@@ -49,7 +51,13 @@ class _Conv(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_taps, grad.sum((0, 1)), None
 
 
-def apply(function, x, weight, bias, seq_idx):
+def apply(
+    function: type[torch.autograd.Function],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seq_idx: Tensor | None,
+) -> Tensor:
     """causal_conv_silu by a function of x, taps (width, channels; now last), bias, both in compute type, seq_idx."""
     real = compute_type(x)
     return function.apply(

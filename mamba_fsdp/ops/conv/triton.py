@@ -2,6 +2,7 @@
 every block of rows sums its part of the weight's gradient: the same bits at every run."""
 
 import torch
+from torch import Tensor
 
 from mamba_fsdp.ops import triton
 
@@ -10,13 +11,20 @@ FORWARD = {(8, 0): {"ROWS": 128, "CHANNELS": 256, "num_warps": 1}}
 BACKWARD = {(8, 0): {"ROWS": 128, "CHANNELS": 128, "num_warps": 1}}
 
 
-def conv_forward(x, weight, bias, seq_idx):
+def conv_forward(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None) -> Tensor:
     out = x.new_empty(x.shape)
     _walk(triton.blocks(FORWARD, x.device), x, weight, bias, seq_idx, out)
     return out
 
 
-def conv_backward(grad, x, weight, bias, seq_idx, grad_x=None):
+def conv_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seq_idx: Tensor | None,
+    grad_x: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """The gradients of x, weight and bias; that of x is written to `grad_x` where it is given, rows of any stride."""
     grad_x = x.new_empty(x.shape) if grad_x is None else grad_x
     blocks = triton.blocks(BACKWARD, x.device)
@@ -28,7 +36,16 @@ def conv_backward(grad, x, weight, bias, seq_idx, grad_x=None):
     return grad_x, torch.stack(taps, 1).unsqueeze(1).to(weight.dtype), grad_bias.to(bias.dtype)
 
 
-def _walk(blocks, x, weight, bias, seq_idx, out, grad=None, sums=None):
+def _walk(
+    blocks: triton.Blocks,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seq_idx: Tensor | None,
+    out: Tensor,
+    grad: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None:
     if x.is_meta or not x.numel():
         return
     from mamba_fsdp.ops.conv.triton_kernels import walk
@@ -66,7 +83,7 @@ def _walk(blocks, x, weight, bias, seq_idx, out, grad=None, sums=None):
     )
 
 
-def _packed(t):
+def _packed(t: Tensor | None) -> tuple[Tensor | None, int, int]:
     """A tensor whose last dimension lies side by side, as the kernel takes it, and its first two strides."""
     if t is None:
         return None, 0, 0

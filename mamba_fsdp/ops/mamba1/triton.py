@@ -3,13 +3,26 @@ the scan's states; the scan's backward pass makes its output again on the way.""
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
 from mamba_fsdp.ops.scan.triton import scan_backward, scan_forward
 
 
-def _forward(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, seq_idx, keep):
+def _forward(
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    x_proj: Tensor,
+    dt_proj: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    out_proj: Tensor,
+    seq_idx: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, ...]:
     x, z = xz.chunk(2, -1)
     u = conv_forward(x, conv_weight, conv_bias, seq_idx)
     projected = F.linear(u, x_proj.to(u.dtype))
@@ -20,20 +33,20 @@ def _forward(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_pro
 
 
 def _backward(
-    grad,
-    xz,
-    conv_weight,
-    conv_bias,
-    x_proj,
-    dt_proj,
-    dt_bias,
-    A,
-    D,
-    out_proj,
-    seq_idx,
-    projected,
-    entries,
-):
+    grad: Tensor,
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    x_proj: Tensor,
+    dt_proj: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    out_proj: Tensor,
+    seq_idx: Tensor | None,
+    projected: Tensor,
+    entries: Tensor,
+) -> tuple[Tensor, ...]:
     x_proj, dt_proj, out_proj = (weight.to(xz.dtype) for weight in (x_proj, dt_proj, out_proj))
     x, z = xz.chunk(2, -1)
     grad_xz = xz.new_empty(xz.shape)
@@ -72,5 +85,5 @@ _mixer = triton.differentiable(
 )
 
 
-def mamba1_mixer(*inputs):
+def mamba1_mixer(*inputs: Tensor | None) -> Tensor:
     return _mixer(*inputs, torch.is_grad_enabled())[0]

@@ -3,8 +3,11 @@ scale; the backward pass makes the norm's output on the way, and has SSD's from 
 
 The gated norm is plain PyTorch, of which torch.compile makes a kernel or two for each pass."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
@@ -12,7 +15,7 @@ from mamba_fsdp.ops.ssd.triton import ssd_backward, ssd_forward
 
 
 @triton.compiled
-def _norm(y, z, weight, eps, groups):
+def _norm(y: Tensor, z: Tensor, weight: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor]:
     """Returns the norm of y * silu(z) in y's dtype, and each row's scale (..., groups, 1) in float32."""
     gated = F.silu(z.float()).mul_(y).unflatten(-1, (groups, -1))
     scale = (gated.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -20,7 +23,9 @@ def _norm(y, z, weight, eps, groups):
 
 
 @triton.compiled
-def _norm_backward(grad, y, z, weight, scale):
+def _norm_backward(
+    grad: Tensor, y: Tensor, z: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, ...]:
     """Returns the gradients of y, z and weight, and the norm again. In place: all but `grad` is as large as y in float32."""
     sigmoid = torch.sigmoid(z.float())
     gate = z * sigmoid
@@ -37,7 +42,16 @@ def _norm_backward(grad, y, z, weight, scale):
     return grad_y, grad_z, grad_weight, normed
 
 
-def _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups):
+def _convolve(
+    zxbcdt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    seq_idx: Tensor | None,
+    groups: int,
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Returns z, [x, B, C] before the convolution, and SSD's inputs."""
     z, xbc, dt = zxbcdt.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
     x, bc = conv_forward(xbc, conv_weight, conv_bias, seq_idx).tensor_split([z.shape[2]], -1)
@@ -46,8 +60,19 @@ def _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups):
 
 
 def _forward(
-    zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, seq_idx, eps, groups, *_
-):
+    zxbcdt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    norm_weight: Tensor,
+    out_proj: Tensor,
+    seq_idx: Tensor | None,
+    eps: float,
+    groups: int,
+    *_: int,
+) -> tuple[Tensor, Tensor]:
     z, _, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups)
     y, _ = ssd_forward(*inputs)
     normed, scale = _norm(y.flatten(2), z, norm_weight, eps, groups)
@@ -55,8 +80,18 @@ def _forward(
 
 
 def _backward(
-    grad, zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, seq_idx, scale
-):
+    grad: Tensor,
+    zxbcdt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    norm_weight: Tensor,
+    out_proj: Tensor,
+    seq_idx: Tensor | None,
+    scale: Tensor,
+) -> tuple[Tensor, ...]:
     z, xbc, inputs = _convolve(
         zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, scale.shape[2]
     )
@@ -69,7 +104,7 @@ def _backward(
     )
     grad_z.copy_(computed_grad_z)
     grad_x, computed_grad_dt, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, _ = ssd_backward(
-        grad_y.view(y.shape), None, *inputs, entering
+        grad_y.view(y.shape), None, *inputs, entering=entering
     )
     grad_dt.copy_(computed_grad_dt)
     grad_convolved = torch.cat([grad_x.flatten(2), grad_B.flatten(2), grad_C.flatten(2)], -1)
@@ -89,5 +124,5 @@ _mixer = triton.differentiable(
 )
 
 
-def mamba2_mixer(*inputs):
+def mamba2_mixer(*inputs: Tensor | float | None) -> Tensor:
     return _mixer(*inputs)[0]

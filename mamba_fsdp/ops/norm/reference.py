@@ -1,8 +1,11 @@
 """RMSNorm in plain PyTorch. Inner arithmetic is float32 (float64 for float64 input). The backward pass is written out,
 because autograd would keep several float32 copies of the activations for it."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import compute_type
@@ -12,7 +15,7 @@ class _RMSNorm(torch.autograd.Function):
     """x (rows, groups, channels), weight (groups, channels)."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps, out_dtype):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
         values = x.to(compute_type(x))
         scale = (
             torch.linalg.vector_norm(values, dim=-1, keepdim=True)
@@ -26,7 +29,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         normed = x.to(scale.dtype) * scale
         grad = grad.to(scale.dtype)
@@ -39,19 +42,25 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def rms_norm(x, weight, eps, out_dtype, groups=1):
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, groups: int = 1
+) -> Tensor:
     """x (..., channels) of any float dtype, weight (channels), normed in `groups` equal parts -> `out_dtype`."""
     weight = weight.reshape(groups, -1)
     return _RMSNorm.apply(x.reshape(-1, *weight.shape), weight, eps, out_dtype).reshape(x.shape)
 
 
-def add_rms_norm(x, residual, weight, eps, out_dtype):
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     # A copy at the first layer: FSDP warns of a block that returns its own input.
     residual = x.to(compute_type(x), copy=True) if residual is None else residual + x
     return rms_norm(residual, weight, eps, out_dtype), residual
 
 
-def gated_rms_norm(x, z, weight, eps, group_size, norm_first=False):
+def gated_rms_norm(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, norm_first: bool = False
+) -> Tensor:
     real = compute_type(x)
     gate = F.silu(z.to(real))
     groups = x.shape[-1] // group_size

@@ -1,8 +1,11 @@
 """The selective scan in C: selective_scan.c."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.ops import cpp
@@ -18,8 +21,8 @@ _ARGUMENTS = cpp.structure(  # in the order of the C code's
 )
 
 
-def _call(function, inputs, **more):
-    values = dict(zip(_INPUTS, inputs))
+def _call(function: Callable[..., int], inputs: Sequence[Tensor | None], **more: Tensor) -> None:
+    values: dict[str, Any] = dict(zip(_INPUTS, inputs))
     values["batch"], values["length"], values["d_inner"] = values["u"].shape
     values["d_state"] = len(values["A"])
     cpp.call(function, _ARGUMENTS, values | more)
@@ -27,7 +30,19 @@ def _call(function, inputs, **more):
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, u, dt, A, B, C, D, z, bias, starts, state):
+    def forward(
+        ctx: Any,
+        u: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        z: Tensor,
+        bias: Tensor,
+        starts: Tensor | None,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         u, dt, B, C, z = cpp.as_rows(u, dt, B, C, z)
         library = cpp.library(u.dtype)
         out = u.new_empty(u.shape)
@@ -40,7 +55,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out, grad_last_state):
+    def backward(ctx: Any, grad_out: Tensor, grad_last_state: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: recomputed activations are handed out a single time
         u, _, A, B, C, D, _, bias, _, _ = saved
         batch, length, d_inner = u.shape

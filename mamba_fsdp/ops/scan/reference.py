@@ -6,9 +6,11 @@ one first. (A closed form with exp of a cumulative sum overflows at sizes of dt 
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import compute_type
@@ -19,7 +21,17 @@ CHUNK = 16  # positions; the working set is three (CHUNK, batch, d_state, d_inne
 class _Chunk:
     """The arithmetic of one chunk, time first: buffers are (steps, batch, d_state, d_inner)."""
 
-    def __init__(self, span, u, dt, A, B, C, dt_bias, starts):
+    def __init__(
+        self,
+        span: slice,
+        u: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        dt_bias: Tensor,
+        starts: Tensor | None,
+    ) -> None:
         real = A.dtype
         self.raw_delta = dt[:, span].to(real) + dt_bias
         self.delta = F.softplus(self.raw_delta)  # (batch, steps, d_inner), as u and input
@@ -33,21 +45,21 @@ class _Chunk:
         if starts is not None:
             self.decay.masked_fill_(starts[:, span].T[:, :, None, None], 0.0)
 
-    def outer(self, channels, states):
+    def outer(self, channels: Tensor, states: Tensor) -> Tensor:
         """Slabs of channels (batch, steps, d_inner) * states (broadcast to d_state before d_inner)."""
         # Into a buffer of our own: left to itself, mul lays its result out as `channels`, and no step is contiguous.
         return torch.mul(
             channels.transpose(0, 1).unsqueeze(2), states, out=states.new_empty(self.shape)
         )
 
-    def states(self, entry):
+    def states(self, entry: Tensor) -> Tensor:
         """The state after each position, from the state before the first: (steps, batch, d_state, d_inner)."""
         states = self.outer(self.input, self.B.unsqueeze(3))
         for state, decay in zip(states, self.decay):
             entry = state.addcmul_(entry, decay)
         return states
 
-    def adjoints(self, grad_y, grad_exit):
+    def adjoints(self, grad_y: Tensor, grad_exit: Tensor) -> Tensor:
         """Gradient of the state after each position, from that of y and what reaches the last state from behind."""
         adjoints = self.outer(grad_y, self.C.unsqueeze(3))
         behind = adjoints[-1].add_(grad_exit)
@@ -55,13 +67,13 @@ class _Chunk:
             behind = adjoints[step].addcmul_(behind, self.decay[step + 1])
         return adjoints
 
-    def over_states(self, rows, slabs):
+    def over_states(self, rows: Tensor, slabs: Tensor) -> Tensor:
         """sum over d_state of rows (steps, batch, d_state) * slabs: (batch, steps, d_inner)."""
         steps, batch, d_state, d_inner = slabs.shape
         product = torch.bmm(rows.reshape(-1, 1, d_state), slabs.reshape(-1, d_state, d_inner))
         return product.view(steps, batch, d_inner).transpose(0, 1)
 
-    def over_channels(self, slabs, channels):
+    def over_channels(self, slabs: Tensor, channels: Tensor) -> Tensor:
         """sum over d_inner of slabs * channels (batch, steps, d_inner): (batch, steps, d_state)."""
         steps, batch, d_state, d_inner = slabs.shape
         columns = channels.transpose(0, 1).reshape(-1, d_inner, 1)
@@ -72,13 +84,25 @@ class _Chunk:
         )
 
 
-def _chunks(length):
+def _chunks(length: int) -> list[slice]:
     return [slice(start, start + CHUNK) for start in range(0, length, CHUNK)]
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, u, dt, A, B, C, D, z, dt_bias, starts, state):
+    def forward(
+        ctx: Any,
+        u: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        z: Tensor,
+        dt_bias: Tensor,
+        starts: Tensor | None,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(u, memory_format=torch.contiguous_format)
         spans = _chunks(u.shape[1])
         entries = state.new_empty(len(spans), *state.shape)
@@ -94,7 +118,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out, grad_last_state):
+    def backward(ctx: Any, grad_out: Tensor, grad_last_state: Tensor) -> tuple[Tensor | None, ...]:
         u, dt, A, B, C, D, z, dt_bias, starts, entries = ctx.saved_tensors
         grad_u, grad_dt, grad_B, grad_C, grad_z = (
             torch.empty_like(v, memory_format=torch.contiguous_format) for v in (u, dt, B, C, z)
@@ -130,7 +154,20 @@ class _Scan(torch.autograd.Function):
         return grad_u, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_bias, None, carried
 
 
-def apply(function, u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return_last_state):
+def apply(
+    function: type[torch.autograd.Function],
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
+    seq_idx: Tensor | None,
+    initial_state: Tensor | None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     """selective_scan by an autograd function, which has A, D, dt_bias and the state in compute type, A and states with
     d_inner, the long dimension, last, and `starts`: True where a position begins a document, but for its row's first.
     """

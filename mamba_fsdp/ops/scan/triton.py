@@ -3,6 +3,7 @@ atomics, and how a row is cut depends on its sizes alone."""
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mamba_fsdp.ops import triton
 
@@ -13,14 +14,14 @@ FILL = 1024  # programs that keep a GPU busy: where batch and channels make fewe
 CHANNELS = 32  # of a program, which has a warp for each 16 states
 
 
-def _rows(a):
+def _rows(a: Tensor) -> Tensor:
     """(batch, length, channels) as the kernels read it: channels side by side, rows evenly spaced."""
     if a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1):
         return a
     return a.contiguous()
 
 
-def _with_strides(**activations):
+def _with_strides(**activations: Tensor) -> dict[str, Tensor | int]:
     """Arguments of a kernel: activations and the distances of their rows."""
     return activations | {f"{name}_row": a.stride(1) for name, a in activations.items()}
 
@@ -35,7 +36,18 @@ def segments_of(programs: int, chunks: int) -> tuple[int, int]:
 class _Scan:
     """How the rows of a scan are cut, and the arguments that its kernels share."""
 
-    def __init__(self, u, dt, A, B, C, D, z, dt_bias, seq_idx):
+    def __init__(
+        self,
+        u: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        z: Tensor,
+        dt_bias: Tensor,
+        seq_idx: Tensor | None,
+    ) -> None:
         self.batch, length, self.channels = u.shape
         self.states = A.shape[1]
         N = max(16, 1 << (self.states - 1).bit_length())  # Triton 2.2 reads behind smaller tensors
@@ -68,20 +80,29 @@ class _Scan:
             num_warps=-(-N // 16),
         )
 
-    def floats(self, *shape):
+    def floats(self, *shape: int) -> Tensor:
         return self.u.new_empty(shape, dtype=torch.float32)
 
-    def slabs(self, *places):
+    def slabs(self, *places: int) -> Tensor:
         """A state, (d_state, d_inner), for each of these places."""
         return self.floats(*places, self.states, self.channels)
 
-    def state(self, initial):
+    def state(self, initial: Tensor | None) -> Tensor:
         """A state as the model has it, (batch, d_inner, d_state), or None for zeros, as (batch, d_state, d_inner)."""
         if initial is None:
             return self.slabs(self.batch).zero_()
         return initial.mT.float().contiguous()
 
-    def sweep(self, segments, u, state, out, entries, last, **flags):
+    def sweep(
+        self,
+        segments: int,
+        u: Tensor,
+        state: Tensor,
+        out: Tensor,
+        entries: Tensor | None,
+        last: Tensor,
+        **flags: bool,
+    ) -> None:
         """Launch the kernel `sweep`."""
         from mamba_fsdp.ops.scan.triton_kernels import sweep
 
@@ -95,7 +116,7 @@ class _Scan:
             **flags,
         )
 
-    def cut(self, u, reverse):
+    def cut(self, u: Tensor, reverse: bool) -> None:
         """What each segment makes of nothing, where rows are cut: the others begin with it."""
         ends = self.slabs(self.batch, self.segments)
         self.shared["ends"] = ends
@@ -105,7 +126,19 @@ class _Scan:
             self.sweep(self.segments - 1, u, *none, LOCAL=True, REVERSE=reverse, KEEP=False)
 
 
-def scan_forward(u, dt, A, B, C, D, z, dt_bias, seq_idx, state, keep=True):
+def scan_forward(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
+    seq_idx: Tensor | None,
+    state: Tensor | None,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last state and, with `keep`, what scan_backward begins at: states (batch, chunks, d_state, d_inner)."""
     scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
     state = scan.state(state)
@@ -121,20 +154,20 @@ def scan_forward(u, dt, A, B, C, D, z, dt_bias, seq_idx, state, keep=True):
 
 
 def scan_backward(
-    grad_out,
-    grad_last,
-    u,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    z,
-    dt_bias,
-    seq_idx,
-    entries,
-    grad_z=None,
-):
+    grad_out: Tensor,
+    grad_last: Tensor | None,
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
+    seq_idx: Tensor | None,
+    entries: Tensor,
+    grad_z: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """The gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; and y again, as it was given. grad_z: where to
     write that of z."""
     scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
@@ -190,9 +223,9 @@ def scan_backward(
     )
 
 
-def _backward(*inputs):
-    *before_state, _, entries = inputs  # the initial state has left its part in `entries`
-    return scan_backward(*before_state, entries)[:-1]
+def _backward(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+    without_state = [*inputs[:-2], inputs[-1]]  # it has left its part in the last, `entries`
+    return scan_backward(*without_state)[:-1]
 
 
 _forward = triton.differentiable(
@@ -206,7 +239,7 @@ _forward = triton.differentiable(
 )
 
 
-def selective_scan(*inputs):
+def selective_scan(*inputs: Tensor | bool | None) -> Tensor | tuple[Tensor, Tensor]:
     *tensors, return_last_state = inputs
     out, last, _ = _forward(*tensors, torch.is_grad_enabled())
     return (out, last) if return_last_state else out

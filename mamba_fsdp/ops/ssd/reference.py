@@ -7,9 +7,12 @@ start again with every document, so that not even rounding carries one document 
 """
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import compute_type
@@ -17,7 +20,7 @@ from mamba_fsdp.conventions import compute_type
 CHUNK = 64  # positions; the reference backend's own: larger chunks cost more decays, smaller ones more states
 
 
-def _in_chunks(t, size):
+def _in_chunks(t: Tensor, size: int) -> Tensor:
     """(batch, length, ...) -> (batch, chunks, size, ...), zeros behind the end."""
     missing = -t.shape[1] % size
     if missing:
@@ -25,12 +28,12 @@ def _in_chunks(t, size):
     return t.unflatten(1, (-1, size))
 
 
-def _cumsum_repeats(values):
+def _cumsum_repeats(values: Tensor) -> bool:
     """Whether torch has a cumsum for a run whose results must repeat bit for bit: not for floats on a GPU."""
     return values.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled()
 
 
-def running_sums(values, seq_idx=None):
+def running_sums(values: Tensor, seq_idx: Tensor | None = None) -> Tensor:
     """Returns the sum over the positions up to each one, of its document only; values (..., positions, channels), seq_idx
     without the channels."""
     if seq_idx is None and _cumsum_repeats(values):
@@ -46,7 +49,7 @@ def running_sums(values, seq_idx=None):
     return values
 
 
-def _decays(delta, A, seq_idx):
+def _decays(delta: Tensor, A: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """What remains of a state after some positions; 0 where a document starts in between, or from later to earlier.
 
     delta (batch, chunks, size, heads); seq_idx (batch, chunks, size) or None. Returns the decay from position j to
@@ -69,7 +72,9 @@ def _decays(delta, A, seq_idx):
     return within.exp2_(), from_start.exp2_(), to_end.exp2_()
 
 
-def _hand_over(added, decay, state, order):
+def _hand_over(
+    added: Tensor, decay: Tensor, state: Tensor, order: Iterable[int]
+) -> tuple[Tensor, Tensor]:
     """Pass the state from chunk to chunk in the given order: times each chunk's `decay`, plus its `added`.
 
     added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1. Returns those entering, and the last.
@@ -83,7 +88,9 @@ def _hand_over(added, decay, state, order):
     return torch.stack(entering, dim=1), state
 
 
-def _states(x, delta, B, from_start, to_end, state):
+def _states(
+    x: Tensor, delta: Tensor, B: Tensor, from_start: Tensor, to_end: Tensor, state: Tensor
+) -> tuple[Tensor, ...]:
     """What each position adds to its chunk's last state, by B; each chunk's decay; the states as from _hand_over."""
     groups = B.shape[3]
     scaled = (x * (delta * to_end).unsqueeze(4)).flatten(3).unflatten(3, (groups, -1))
@@ -100,7 +107,18 @@ class _SSD(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, delta, A, B, C, D, seq_idx, state, size):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        seq_idx: Tensor | None,
+        state: Tensor,
+        size: int,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, delta, A, B, C, D, seq_idx, state)
         ctx.size = size
         x_, delta_, B_, C_ = (_in_chunks(t, size).to(delta.dtype) for t in (x, delta, B, C))
@@ -117,7 +135,7 @@ class _SSD(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, grad_last):
+    def backward(ctx: Any, grad: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
         x, delta, A, B, C, D, seq_idx, state = ctx.saved_tensors
         x_, delta_, B_, C_, grad_ = (
             _in_chunks(t, ctx.size).to(delta.dtype) for t in (x, delta, B, C, grad)
@@ -172,7 +190,19 @@ class _SSD(torch.autograd.Function):
         return grad_x, grad_delta, grad_A, grad_B, grad_C, grad_D, None, grad_state, None
 
 
-def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state):
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    chunk_size: int,
+    seq_idx: Tensor | None,
+    initial_state: Tensor | None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     batch, length, heads, headdim = x.shape
     real = compute_type(x)
     size = min(chunk_size, CHUNK)

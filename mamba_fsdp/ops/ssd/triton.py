@@ -4,9 +4,14 @@ from what a sweep before made of those before it. The backward pass makes the st
 chunks again, by a sweep from each end, and then all gradients: those of what a pair's positions give each other, and those
 of what the states give. Equal sizes give equal bits: sums have a fixed order."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from mamba_fsdp.ops import triton
+from mamba_fsdp.ops.backends import Use
 
 why_unavailable = triton.why_unavailable
 _NARROW = {"P": 32, "num_warps": 4, "num_stages": 1}
@@ -23,7 +28,7 @@ SEGMENTS = 16  # of a sequence, at most
 CHUNKS = 8  # of a segment, at least
 
 
-def why_not(use):
+def why_not(use: Use) -> str | None:
     if use.dtype == torch.float32:
         return "in float32 a program's states are more than its registers hold"
     return None
@@ -37,16 +42,16 @@ def use_simpler_form() -> None:
     FAR.update(dict.fromkeys(FAR, _FAR))
 
 
-def _packed(t):
+def _packed(t: Tensor) -> Tensor:
     """A tensor as the kernels take it, with any strides of batch and length; not copied where the model makes it."""
     return t if t[0, 0].is_contiguous() else t.contiguous()
 
 
-def _batches(*tensors):
+def _batches(*tensors: Tensor) -> list[int]:
     return [t.stride(0) for t in tensors]
 
 
-def _rows(**tensors):
+def _rows(**tensors: Tensor) -> dict[str, int]:
     """Strides along the length, constants of a kernel, so that it needs no registers for the rows' addresses."""
     return {f"{name}_ROW": t.stride(1) for name, t in tensors.items()}
 
@@ -54,7 +59,17 @@ def _rows(**tensors):
 class _Call:
     """What the kernels of one call share: inputs, sizes, and the steps, of which decays are made."""
 
-    def __init__(self, x, dt, A, B, C, D, dt_bias, seq_idx):
+    def __init__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        seq_idx: Tensor | None,
+    ) -> None:
         from mamba_fsdp.ops.ssd.triton_kernels import add_up
 
         dtype = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
@@ -95,7 +110,7 @@ class _Call:
             W=self.W,
         )
 
-    def options(self, table):
+    def options(self, table: Mapping[tuple[int, int], triton.Blocks]) -> dict[str, int]:
         """Of a launch, from the table: a program has no more channels than a head, and than registers for their states."""
         options = dict(triton.blocks(table, self.x.device))
         headdim = self.constants["HEADDIM"]
@@ -105,10 +120,19 @@ class _Call:
             options["ROWS"] = 16
         return options | {"P": P, "TILES": -(-headdim // P)}
 
-    def fp32(self, *shape):
+    def fp32(self, *shape: int) -> Tensor:
         return self.x.new_empty(shape, dtype=torch.float32)
 
-    def sweep(self, x, B, C, first, keep=False, has_output=True, reverse=False):
+    def sweep(
+        self,
+        x: Tensor,
+        B: Tensor,
+        C: Tensor,
+        first: Tensor | None,
+        keep: bool = False,
+        has_output: bool = True,
+        reverse: bool = False,
+    ) -> tuple[Any, Any, Tensor]:
         """Returns the states entering each pair of chunks, or None without keep; the outputs, or None without has_output; and
         the last state. See the kernel."""
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
@@ -154,7 +178,19 @@ class _Call:
         return states, out, last
 
 
-def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, remake=False):
+def ssd_forward(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    seq_idx: Tensor | None,
+    state: Tensor | None,
+    *,
+    remake: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Returns y and the last state; the arguments are those of ops/ssd's ssd. The gradients need nothing but these.
     remake: instead of the last state, those entering each pair of chunks, which save ssd_backward a sweep."""
     if x.is_meta and not remake:
@@ -166,7 +202,21 @@ def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, remake=False):
     return y.to(x.dtype), entering if remake else last
 
 
-def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, entering=None):
+def ssd_backward(
+    grad: Tensor,
+    grad_last: Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    seq_idx: Tensor | None,
+    state: Tensor | None,
+    *,
+    entering: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Returns the gradients of x, dt, A, B, C, D, dt_bias and the first state: of one that is None, as if it were zeros."""
     from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
@@ -236,6 +286,18 @@ _forward = triton.differentiable(
 )
 
 
-def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state):
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    chunk_size: int,
+    seq_idx: Tensor | None,
+    initial_state: Tensor | None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     y, last = _forward(x, dt, A, B, C, D, dt_bias, seq_idx, initial_state)
     return (y, last) if return_last_state else y
