@@ -11,6 +11,7 @@ All ranks of a group make the same calls in the same order; so do their backward
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,19 +100,19 @@ class ContextGroup:
             request.wait()
         return received
 
-    def _global_rank(self, place):
+    def _global_rank(self, place: int) -> int:
         return dist.get_global_rank(self.group, place)
 
 
 class _FromLeft(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tail, context):
+    def forward(ctx: Any, tail: Tensor, context: ContextGroup) -> Tensor:
         ctx.context = context
         return context.shift(tail.contiguous(), 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.context.shift(grad.contiguous(), -1), None
 
 
@@ -120,7 +121,7 @@ class _EnteringState(torch.autograd.Function):
     h[r + 1] and, where later ranks read it, P[r + 1] times that of S[r + 1]: the same sum from the other end."""
 
     @staticmethod
-    def forward(ctx, last, decay, context):
+    def forward(ctx: Any, last: Tensor, decay: Tensor, context: ContextGroup) -> Tensor:
         flat = torch.cat([last.flatten(), decay.flatten()])
         gathered = context.gather(flat)
         lasts, decays = gathered.split([last.numel(), decay.numel()], dim=1)
@@ -135,7 +136,7 @@ class _EnteringState(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         state, decays_behind = ctx.saved_tensors
         behind = ctx.context.gather(grad)[ctx.context.rank + 1 :]
         grad_last = torch.zeros_like(grad)
@@ -147,13 +148,13 @@ class _EnteringState(torch.autograd.Function):
 
 class _WholeSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, context):
+    def forward(ctx: Any, x: Tensor, context: ContextGroup) -> Tensor:
         ctx.context = context
         return context.gather(x).transpose(0, 1).flatten(1, 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context = ctx.context
         by_rank = grad.unflatten(1, (context.size, -1)).transpose(0, 1)
         by_rank = by_rank.to(torch.promote_types(grad.dtype, torch.float32))  # a sum of many ranks'

@@ -45,7 +45,7 @@ def shard(
         )
     slot_of = {owner: slot for slot in slots for owner in slot.owners}
 
-    def give_storage(module):
+    def give_storage(module: nn.Module) -> None:
         for attribute, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 slot_of[module, attribute].materialize(world.device)
@@ -86,7 +86,7 @@ def shard(
     )
 
 
-def _cuts(module, shard_size):
+def _cuts(module: nn.Module, shard_size: int) -> dict[tuple[nn.Module, str], Cut]:
     """Returns {(owner, attribute): how it is cut}: FSDP1 lays a unit's parameters one behind the other, some with
     padding between them, cuts that in equal parts, and tells nobody."""
     cuts = {}

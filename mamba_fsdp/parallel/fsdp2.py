@@ -59,7 +59,7 @@ def shard(
     return FSDP2Model(model, model, world, slots, parts=parts, no_sync=accumulate_unsharded)
 
 
-def _mesh(world, shard_size):
+def _mesh(world: World, shard_size: int) -> DeviceMesh:
     """Returns the mesh of the ranks: one shard group, or rows of shard groups with replicas in the columns."""
     device = world.device.type
     if shard_size == world.size:
@@ -71,7 +71,7 @@ def _mesh(world, shard_size):
     )
 
 
-def _part(slot, shard_size):
+def _part(slot: ParameterSlot, shard_size: int) -> tuple[nn.Parameter, Cut]:
     """Returns (this rank's part of a parameter, how it is cut): `fully_shard` cuts rows like torch.chunk."""
     part = slot.parameter.detach().to_local()
     rows_per_part = math.ceil(slot.shape[0] / shard_size)

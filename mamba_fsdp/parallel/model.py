@@ -122,7 +122,7 @@ class ParallelModel:
         *,
         parts: dict[ParameterSlot, tuple[nn.Parameter, Cut]],
         no_sync: bool = False,
-    ):
+    ) -> None:
         """parts: of each sharded slot this rank's part and how the parameter is cut. no_sync: whole gradients wait for
         the last micro-batch."""
         self.model = model
@@ -154,7 +154,7 @@ class ParallelModel:
                         shards.append(self._shard(slot, f"optimizer/{slot.name}/{moment}", data))
         return shards
 
-    def _shard(self, slot, name, data):
+    def _shard(self, slot: ParameterSlot, name: str, data: torch.Tensor) -> Shard:
         """Returns the Shard of `data`, which is cut from the tensor `name` as the slot's part is from its parameter."""
         rank = self.world.rank
         group = slot.cut.ranks
@@ -203,7 +203,7 @@ class ParallelModel:
                 state["step"].fill_(steps)
 
 
-def _make_moments(optimizer):
+def _make_moments(optimizer: torch.optim.Optimizer) -> None:
     """Gives an AdamW that has not yet stepped the state that its first step would make."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:

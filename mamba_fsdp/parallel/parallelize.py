@@ -4,7 +4,7 @@ The order matters: activation checkpointing first, so that compiling sees what i
 gathering of weights is traced; then shard, so that a block's weights are gathered once around all of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -106,8 +106,8 @@ def choose_recomputed(count: int, share: Fraction) -> list[bool]:
     return [before < after for before, after in zip(reached, reached[1:])]
 
 
-def _checkpointed(forward):
-    def run(*inputs):
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs)
         # Nothing in a block is random, so no generator's state has to be kept.
@@ -174,7 +174,8 @@ class FixedBuckets:
 
 
 def _replicate(model: nn.Module, world: World, slots: list[ParameterSlot]) -> ParallelModel:
-    def add_up(_, bucket):  # without DistributedDataParallel's division by the number of ranks
+    # Without DistributedDataParallel's division by the number of ranks.
+    def add_up(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         sent = dist.all_reduce(bucket.buffer(), async_op=True)
         return sent.get_future().then(lambda done: done.value()[0])
 

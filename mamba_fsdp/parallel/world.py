@@ -60,7 +60,7 @@ class World:
         column = range(self.rank - first, self.size, columns)
         return self._new_group(row), self._new_group(column)
 
-    def _new_group(self, ranks):
+    def _new_group(self, ranks: range) -> "dist.ProcessGroup":
         return dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
 
     def broadcast_object(self, obj: T) -> T:
@@ -117,7 +117,7 @@ class World:
         copied = torch.cuda.Event()
         copied.record()
 
-        def wait_for_copy():
+        def wait_for_copy() -> list[float]:
             copied.synchronize()
             return on_host.tolist()
 
@@ -127,7 +127,7 @@ class World:
         """Starts `work(*inputs)` in a thread and returns the Future of what it returns or raises."""
         outcome: Future[T] = Future()
 
-        def run():
+        def run() -> None:
             try:
                 heart.beat()  # the silence before it began is not its own
                 if self.device.type == "cuda":
@@ -165,7 +165,7 @@ class World:
     def on_rank0(self, action: Callable[..., T], *inputs: Any) -> T:
         """Returns on all ranks what `action(*inputs)` returns on rank 0. Raises its failure as a UserError on all ranks."""
 
-        def act():
+        def act() -> tuple[Any, UserError | None]:
             return attempt(action, *inputs) if self.rank == 0 else (None, None)
 
         result, failure = self.broadcast_object(self.run_local(act))
@@ -176,7 +176,7 @@ class World:
     def on_all_ranks(self, work: Callable[..., T], *inputs: Any) -> T:
         """Returns what `work(*inputs)` returns on this rank, see run_local. Raises the UserErrors of all ranks on all, as one."""
 
-        def try_work():
+        def try_work() -> tuple[Any, list[UserError]]:
             try:
                 return work(*inputs), []
             except UserError as error:
@@ -252,7 +252,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     return World(rank, size, local_size, device, timeout, gloo)
 
 
-def _acquire_device(local_rank):
+def _acquire_device(local_rank: int) -> torch.device:
     """Returns this process's device: the GPU with its number on the node, or the CPU where there are no GPUs."""
     if not torch.cuda.is_available():
         return CPU

@@ -8,13 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.run_layout import EVENTS, LEASE, METRICS, STATUS, newest_step
 from mamba_fsdp.storage import exists, parse_object, retry_io, timestamp, write_for_user
 
+T = TypeVar("T")
 LARGEST = 1 << 63  # an integer that others read
 
 
@@ -66,8 +67,9 @@ class Log:
                 "fix that, then the same command resumes"
             ) from None
 
-    def _append(self, *, sync=False):
-        def attempt():  # opened each time: file servers tell at the close what they could not write, and forget files
+    def _append(self, *, sync: bool = False) -> None:
+        def attempt() -> int:
+            # Opened each time: file servers tell at the close what they could not write, and forget files.
             with open(self.path, "ab", buffering=0) as file:
                 end = file.tell()
                 if end != self.size:
@@ -91,7 +93,7 @@ class Log:
         self.failing = False
 
 
-def _try_once(action, what):
+def _try_once(action: Callable[[], T], what: Path) -> T:
     return action()
 
 
@@ -144,7 +146,7 @@ def _parse_entry(line: bytes) -> dict | None:
     return entry if type(step) is int and 0 <= step < LARGEST else None
 
 
-def _size_up_to(path, step):
+def _size_up_to(path: Path, step: int) -> int:
     size = 0
     for entry, end in entries(path):
         if entry["step"] > step:

@@ -440,7 +440,7 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendCh
     use = FirstUse(settings, world.device)
     record, origin = world.on_rank0(partial(use.choose, folder))
 
-    def examine():
+    def examine() -> tuple[str, str]:
         for operator in record.simpler:
             use_simpler = known.simpler_form(operator, record.backends[operator])
             if use_simpler:
@@ -450,7 +450,7 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendCh
         except UserError as error:
             raise UserError(f"{here}: {error}") from error
 
-    def compare():
+    def compare() -> None:
         if device == device0 and bits != bits0:
             raise UserError(f"{here}: its bits differ from those of {where0}")
 

@@ -10,10 +10,12 @@ shard group send it their parts of the momentum, and it sends all ranks their pa
 takes two all-to-alls, each for all parameters at once and in the dtype of the orthogonalisation."""
 
 import math
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mamba_fsdp.parallel.model import ParameterSlot
 from mamba_fsdp.parallel.world import World
@@ -26,20 +28,20 @@ SMALLEST_NORM = 1e-7
 ADAMW_RMS = 0.2  # of the elements of AdamW's step, with a learning rate of 1 (Liu et al.)
 
 
-def _share_out(slots, ranks):
+def _share_out(slots: Iterable[ParameterSlot], ranks: int) -> list[list[ParameterSlot]]:
     """Returns by rank which parameters it owns: the most costly goes first, to whom has least. The
     costs are multiply-adds of an iteration, about."""
     costs = {slot: min(slot.shape) * math.prod(slot.shape) for slot in slots}
-    owned = [[] for _ in range(ranks)]
+    owned: list[list[ParameterSlot]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for slot in sorted(costs, key=costs.get, reverse=True):
+    for slot in sorted(costs, key=costs.__getitem__, reverse=True):
         rank = loads.index(min(loads))
         owned[rank].append(slot)
         loads[rank] += costs[slot]
     return owned
 
 
-def _step_of(matrix):
+def _step_of(matrix: Tensor) -> Tensor:
     """Returns about U V^T of the matrix U S V^T by Newton-Schulz iterations, as large as a step of
     AdamW at a learning rate of 1."""
     rows, columns = matrix.shape
@@ -87,7 +89,7 @@ class Muon(torch.optim.AdamW):
             slot.local.sub_(rate * step.view_as(slot.local).float())
         super().step()  # which passes over the matrices: they have no gradients any more
 
-    def _update_momentum(self, slot, refused):
+    def _update_momentum(self, slot: ParameterSlot, refused: Tensor) -> Tensor:
         """Takes the gradient into the momentum. Returns this rank's part of what is to be
         orthogonalised, which looks a step ahead as Nesterov does."""
         mean = self.state[slot.local]["momentum_buffer"]
@@ -99,7 +101,7 @@ class Muon(torch.optim.AdamW):
         mean.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp_(mean, MOMENTUM).view(-1).to(self.nothing.dtype)
 
-    def _steps(self, momenta):
+    def _steps(self, momenta: Mapping[ParameterSlot, Tensor]) -> tuple[Tensor, ...]:
         """Returns this rank's parts of all steps at a learning rate of 1, in the order of their
         owners, from its parts of the momenta."""
         rank = self.world.rank
@@ -121,7 +123,9 @@ class Muon(torch.optim.AdamW):
         incoming = [[slot.local.numel() for slot in slots] for slots in self.owned]
         return self._exchange(outgoing, incoming)
 
-    def _exchange(self, outgoing, incoming):
+    def _exchange(
+        self, outgoing: list[list[Tensor]], incoming: list[list[int]]
+    ) -> tuple[Tensor, ...]:
         """Sends each rank its tensors. Returns those from all ranks; incoming: their sizes, by
         rank."""
         counts = [sum(map(len, tensors)) for tensors in outgoing]
@@ -131,7 +135,7 @@ class Muon(torch.optim.AdamW):
         return received.split(list(chain(*incoming)))
 
 
-def _sent(slot, rank, owner):
+def _sent(slot: ParameterSlot, rank: int, owner: int) -> int:
     """How many elements of a parameter a rank sends to its owner: all that it holds, or none where
     it is not of the owner's shard group, which has all of them."""
     group = slot.cut.ranks
