@@ -1,1 +1,1 @@
-"""A training from its settings to its last checkpoint: the set-up, the loop, schedule, optimiser, stopping, metrics."""
+"""A training run from its settings to its last checkpoint: set-up, loop, schedule, optimiser, stopping, metrics."""

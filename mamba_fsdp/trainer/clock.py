@@ -10,11 +10,10 @@ import torch
 
 
 class Clock:
-    """Times training steps from `step` on; validation, saving and committing a checkpoint do not
-    count.
+    """A timer of training steps from `step` on. Validation and saving checkpoints do not count.
 
-    A rank's own seconds run from when it knows a step's sums, which all do together, to its next
-    forward pass: report, data."""
+    A rank's own seconds are those between the moment at which all ranks know a step's sums and its
+    next forward pass. The rank spends them on reports and on data."""
 
     def __init__(self, step: int, ranks: int = 1) -> None:
         now = time.perf_counter()
@@ -23,13 +22,13 @@ class Clock:
         self.interval_began = now  # at the last report
         self.interval_step = step
         self.together = now  # when all ranks last knew the sums of a step
-        self.own = [0.0] * ranks  # seconds of each since the last report
-        self.data_wait = 0.0  # seconds since then
-        self.told = 0.0  # seconds of steps that new_seconds has returned
+        self.own = [0.0] * ranks  # each rank's own seconds since the last report
+        self.data_wait = 0.0  # seconds of waiting for data since the last report
+        self.told = 0.0  # seconds that new_seconds has returned so far
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The time spent inside does not count."""
+        """Returns a context manager; the time spent inside it does not count."""
         before = time.perf_counter()
         yield
         seconds = time.perf_counter() - before
@@ -38,22 +37,22 @@ class Clock:
         self.together += seconds
 
     def new_seconds(self) -> float:
-        """Of steps, since this was last asked."""
+        """Returns the seconds of training steps since the last call."""
         before = self.told
         self.told = time.perf_counter() - self.began
         return self.told - before
 
     def own_seconds(self) -> float:
-        """This rank's, at its next forward pass."""
+        """Returns this rank's own seconds; call it right before the next forward pass."""
         return time.perf_counter() - self.together
 
     def meet(self, own_seconds: list[float]) -> None:
-        """Call when all ranks know a step's sums. own_seconds: of each rank before it."""
+        """Records that all ranks know a step's sums. own_seconds: each rank's, before that step."""
         self.own = [before + seconds for before, seconds in zip(self.own, own_seconds)]
         self.together = time.perf_counter()
 
     def seconds_per_step(self, step: int) -> tuple[float, list[float]]:
-        """Means since the last report: (in all, each rank's own)."""
+        """Returns means since the last report: (seconds per step, each rank's own seconds)."""
         steps = max(1, step - self.interval_step)
         in_all = time.perf_counter() - self.interval_began
         return in_all / steps, [seconds / steps for seconds in self.own]
@@ -65,7 +64,7 @@ class Clock:
         self.data_wait = 0.0
 
     def mean_seconds(self, step: int) -> float | None:
-        """Returns the seconds of a step since the start; None before the first one has ended."""
+        """Returns the mean seconds of all steps so far, or None before the first step has ended."""
         done = step - self.first_step
         if not done:
             return None
@@ -73,7 +72,7 @@ class Clock:
 
 
 def stragglers(own_seconds: list[float]) -> dict[str, float]:
-    """Returns the metrics that show a slow rank, from the own seconds per step of each."""
+    """Returns the metrics that show a slow rank, from each rank's own seconds per step."""
     slowest = max(own_seconds)
     return {
         "slowest_rank": own_seconds.index(slowest),
@@ -83,7 +82,7 @@ def stragglers(own_seconds: list[float]) -> dict[str, float]:
 
 
 def most_memory(device: torch.device) -> int:
-    """The most bytes that tensors, on a CPU the process, have taken."""
+    """Returns the peak memory in bytes: of the tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

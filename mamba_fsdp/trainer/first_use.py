@@ -1,16 +1,20 @@
-"""The first minute on a GPU: what could serve is proved there, what is right is timed, and the fastest is taken.
+"""The choice of backends in the first minute on a GPU: they are tested there, the correct ones are timed, and the
+fastest are chosen.
 
-1. Rank 0 proves each backend of each operator: one layer of each kind of the model, between an embedding and a loss, goes
-   forward and backward in the run's precision over rows as the run has them, beside the reference in float64. Where
-   states are handed on, to the next token or the next rank, so does the end of a row from the state before it.
-2. What is wrong, does not compile or raises is passed over, and said. Where nothing but the reference is left for a scan,
-   the run stops. What hangs until the watchdog ends the process is passed over at the next start, what ends the process
-   otherwise at the third: a time limit or a person may have done it.
-3. What is right is timed at the run's shapes. deterministic=true takes the first that repeats instead.
-4. The choice is kept in the run, which stays with it, and beside the runs, for others with such a GPU and such software.
-5. At every start each rank proves what was chosen; those whose results are wrong, or have other bits, are named.
+1. Rank 0 tests each backend of each operator: one layer of each kind of the model, between an embedding and a loss, goes
+   forward and backward in the run's precision over rows like the run's, and is compared with the reference in float64.
+   If the model hands states to the next token or the next rank, the end of a row is tested too, from the state before it.
+2. A backend that gives wrong results, does not compile or raises an error is passed over, with a message. If only the
+   reference is left for a scan, the run stops. A backend that hangs until the watchdog ends the process is passed over at
+   the next start. One during which the process ended otherwise is passed over at the third start: a time limit or a
+   person may have ended the process.
+3. The correct backends are timed at the run's shapes. With deterministic=true, the first one whose results repeat is
+   chosen instead.
+4. The run keeps the choice for all its starts. It is also stored beside the runs, for later runs with the same GPU and
+   software.
+5. At every start, each rank tests the chosen backends. The message names ranks whose results are wrong or differ in bits.
 
-A model that only answers (evaluate, generate) takes the first of what is right.
+A model that is not trained (evaluate, generate) takes the first correct backends.
 """
 
 import contextlib
@@ -44,18 +48,19 @@ from mamba_fsdp.run_layout import CACHES, KERNELS
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage import read_object, write_atomically
 
-DEVICES = {"cuda"}  # on which backends have to prove themselves
+DEVICES = {"cuda"}  # on which backends are tested before use
 POSITIONS = 600  # of a row, which SSD may cut in two; no multiple of any kernel's chunk
-VOCABULARY = 1009  # prime: a row's positions have each a token, and so a gradient, of their own; no two rows are alike
-FULL = 32768  # rows times channels that fill a GPU: where there are fewer, kernels cut the rows
-# Of each tensor of a layer's results, the largest error relative to its largest value; or MARGIN times that of plain
-# PyTorch in the run's precision, where this is more, as in layers of a few channels. Plain PyTorch comes to half of these
-# in layers of usual sizes, a wrong sign to seven times as much and more. In fp32, products in TF32 are too much.
+VOCABULARY = 1009  # prime: each position of a row has its own token, and so its own gradient; no two rows are alike
+FULL = 32768  # rows times channels that fill a GPU; kernels cut the rows if there are fewer
+# The largest error allowed for a tensor of a layer's results, relative to the tensor's largest value. If MARGIN times the
+# error of plain PyTorch in the run's precision is larger, as in layers of a few channels, that is allowed. In layers of
+# usual sizes, plain PyTorch is off by half of these bounds, and a wrong sign by seven times as much or more. In fp32,
+# products in TF32 exceed the bound.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 MARGIN = 4
-LOOSEST = 0.5  # a faulty GPU fails plain PyTorch too
+LOOSEST = 0.5  # no error above this is allowed: on a faulty GPU, plain PyTorch is wrong too
 WARM_UP, ROUNDS = 2, 5
-ENDED_STARTS = 2  # while the same is tried, before it is passed over
+ENDED_STARTS = 2  # starts that ended during the same trial before it is passed over
 
 Results = dict[str, torch.Tensor]
 Reasons = dict[str, dict[str, str]]  # operator -> {backend: why it was passed over}
@@ -63,13 +68,13 @@ Reasons = dict[str, dict[str, str]]  # operator -> {backend: why it was passed o
 
 @dataclass
 class Record:
-    """kernels.json: what was chosen, for what, and why."""
+    """The contents of kernels.json: the chosen backends, and the circumstances and trials behind the choice."""
 
     made_for: dict[str, Any]
     backends: dict[str, str] = field(default_factory=dict)  # empty before they are chosen
     passed: Reasons = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)  # of a layer of each kind
-    under_way: list[str] = field(default_factory=list)  # trials in which a start has ended
+    under_way: list[str] = field(default_factory=list)  # trials during which a start ended
     simpler: list[str] = field(default_factory=list)  # operators in their backend's simpler form
 
     def write(self, path: Path) -> None:
@@ -77,8 +82,8 @@ class Record:
 
     @contextlib.contextmanager
     def trying(self, what: str, path: Path | None) -> Iterator[None]:
-        """Notes in the file that `what` is under way, for the next start of a run that ends in it. Raises UserError where
-        that has happened before."""
+        """Returns a context manager for the trial `what`. While it is under way, the file says so; if the process ends
+        inside, the next start knows. Raises UserError if earlier starts ended in this trial."""
         if self.under_way.count(what) >= ENDED_STARTS:
             raise UserError("earlier starts hung or ended while it was tried")
         ended_before = list(self.under_way)
@@ -106,16 +111,16 @@ class Record:
 
 @dataclass
 class Measured:
-    """A layer's results beside those in float64."""
+    """The comparison of a layer's results with those in float64."""
 
-    worst: str  # the tensor that is off most
-    error: float  # relative to its largest value
+    worst: str  # the tensor with the largest error relative to its bound
+    error: float  # relative to the tensor's largest value
     bound: float  # of the error
-    sums: list[int]  # equal for equal bits
+    sums: list[int]  # checksums: equal for equal bits
 
 
 class Unusable(UserError):
-    """The device is in a state that only a new process ends; the launcher starts one."""
+    """The error of a device that only a new process can use again; the launcher starts one."""
 
     exit_code = 1
 
@@ -130,22 +135,22 @@ class FirstUse:
         self.kernels = training.kernels
         self.deterministic = training.deterministic
         self.seq_idx = settings.data.reset_at_documents
-        # Positions of a row that are proved from the state before them: of a rank's part of a sequence, or one token of an
-        # answer; 0 where no state is handed on.
+        # Positions at the end of a row that are tested from the state before them, as a rank's part of a sequence or one
+        # generated token is; 0 if the model hands on no state.
         self.continued = POSITIONS // 2 if settings.parallel.context_parallel > 1 else 0
         self.dtype = DTYPES[training.mixed_precision]
         self.shape = (training.batch_size, own_positions(settings))
-        # Of a proof: so that rows are cut as in the run, or not, which other kernels do.
+        # Rows of a test: kernels cut rows, or not, as in the run; other kernels run in each case.
         self.rows = min(training.batch_size, 1 + FULL // self.model.d_inner)
         self.uses = settings.operator_uses()
         self.demanded = known.demands(self.kernels, self.uses)
         kinds = dict.fromkeys(self.model.layer_list())
         self.layers = [layer.mixer + "+mlp" * layer.mlp for layer in kinds]
-        # Of a layer: what it gives in float64, and how far off each tensor may be.
+        # For each kind of layer: its results in float64, and the bound of each tensor's error.
         self.exact: dict[str, tuple[Results, dict[str, float]]] = {}
 
     def circumstances(self) -> dict[str, Any]:
-        """All that decides which backends are right and fast."""
+        """Returns everything that decides which backends are correct and fast."""
         found = {"GPU": self.device_name(), "ptxas": os.environ.get("TRITON_PTXAS_PATH", "")}
         with contextlib.suppress(OSError):
             found["driver"] = Path("/proc/driver/nvidia/version").read_text()
@@ -171,14 +176,14 @@ class FirstUse:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # 1. Proving
+    # 1. Testing
 
     def make_model(
         self, layers: list[str], backends: dict[str, str], exact: bool = False, **sizes: Any
     ) -> MambaLM:
-        """Returns a model of these layers whose weights are so large that each operator matters to its gradients.
+        """Returns a model of these layers. Its weights are so large that each operator matters to the gradients.
 
-        exact: in float64. sizes: other fields of its ModelConfig."""
+        exact: in float64. sizes: fields of ModelConfig that differ from the run's."""
         sizes |= {"layers": ",".join(layers), "n_layer": len(layers)}
         with self.device:
             model = MambaLM(
@@ -221,13 +226,13 @@ class FirstUse:
         return results
 
     def continue_row(self, model: MambaLM) -> Results:
-        """Returns the output of the end of a row, from the state that its beginning leaves; where ranks share sequences, the
-        gradient of each parameter too, also by way of that state."""
+        """Returns the output of the end of a row, from the state that the row's beginning leaves. If ranks share
+        sequences, also returns the gradient of each parameter, which passes through that state."""
         tokens = torch.arange(POSITIONS, device=self.device)[None]
         beginning, end = tokens.split([POSITIONS - self.continued, self.continued], dim=1)
         documents = None
         is_learnt_from = self.continued > 1
-        if is_learnt_from:  # the loader tells which queries there are
+        if is_learnt_from:  # in training, the loader gives the documents
             documents = Documents.asked_by_last(torch.zeros_like(tokens), self.continued)
         state = model.allocate_state(1, POSITIONS)
         with torch.set_grad_enabled(is_learnt_from):
@@ -239,7 +244,7 @@ class FirstUse:
         return results
 
     def results(self, layer: str, backends: dict[str, str], exact: bool = False) -> Results:
-        """Of a kind of layer over the rows of a proof."""
+        """Returns the results of a kind of layer over the rows of a test."""
         sizes = {"vocab_size": VOCABULARY, "tie_embeddings": False}
         model = self.make_model([layer], backends, exact, **sizes)
         results = self.run(model, self.rows)
@@ -248,7 +253,7 @@ class FirstUse:
         return results
 
     def measure(self, layer: str, backends: dict[str, str]) -> Measured:
-        """Compares what a kind of layer gives in these backends with the reference in float64."""
+        """Returns how the results of a kind of layer with these backends compare with the reference in float64."""
         if layer not in self.exact:
             exact = self.results(layer, REFERENCE, True)
             plain = self.results(layer, REFERENCE)
@@ -265,14 +270,14 @@ class FirstUse:
         return Measured(worst, errors[worst], bounds[worst], sums)
 
     def check(self, backends: dict[str, str]) -> list[int]:
-        """Measures each kind of layer. Returns numbers that are equal for equal bits; raises UserError where a tensor is
-        wrong or anything else is."""
+        """Returns checksums of the results of each kind of layer, equal for equal bits. Raises UserError for a wrong
+        tensor or any other error."""
         sums = []
         for layer in self.layers:
             try:
                 found = self.measure(layer, backends)
                 repeats = not self.deterministic or self.measure(layer, backends) == found
-            except Exception as error:  # a compiler's, a driver's, a library's
+            except Exception as error:  # of a compiler, a driver or a library
                 raise self.explained(error) from error
             if found.error > found.bound:
                 off = f"off by {found.error:.1g} of its largest value"
@@ -291,13 +296,13 @@ class FirstUse:
         return UserError(said)
 
     def prove(self, record: Record, path: Path | None = None) -> Reasons:
-        """Returns what failed. path: where the record is written before each trial."""
+        """Returns the backends that failed, and why. path: where the record is written before each trial."""
         failed: Reasons = {}
         right: set[tuple[str, str]] = set()
         for operator, backend in known.candidates(self.demanded, self.device.type, self.uses):
             parts = known.parts_with(operator, backend)
             if not right.issuperset((part, backend) for part in parts):
-                continue  # a mixer has the backend of its parts
+                continue  # a mixer uses the backend of its parts
             backends = REFERENCE | dict.fromkeys([operator, *parts], backend)
             trial = f"{operator} {backend}"
             wrong = self.why_wrong(backends, record, trial, path)
@@ -316,7 +321,7 @@ class FirstUse:
     def why_wrong(
         self, backends: dict[str, str], record: Record, trial: str, path: Path | None
     ) -> str:
-        """Returns what is wrong with these backends, "" where nothing is."""
+        """Returns why these backends failed the test, or "" if they are correct."""
         try:
             with record.trying(trial, path):
                 self.check(backends)
@@ -329,8 +334,9 @@ class FirstUse:
     # 2. and 3. Choosing
 
     def resolve(self, failed: Reasons, preferred: str = "") -> BackendChoice:
-        """Raises UserError where plain PyTorch is left for a scan and nobody demanded it: a step would take minutes. In
-        fp32 SSD is matrix products, of which PyTorch's are good."""
+        """Returns the choice without the failed backends. Raises UserError if only plain PyTorch is left for a scan and
+        the settings do not demand it: a step would take minutes. SSD in fp32 is excepted: it is matrix products, which
+        PyTorch computes well."""
         device = self.device.type
         choice = resolve_backends(self.kernels, device, self.uses, (), failed, preferred)
         for operator in {"scan", "ssd"} & choice.backends.keys() - self.demanded.keys():
@@ -344,7 +350,7 @@ class FirstUse:
         return choice
 
     def fastest(self, record: Record, failed: Reasons, path: Path) -> BackendChoice:
-        """Returns the faster of what comes first and what does with Triton before all others."""
+        """Returns the faster of two choices: the default order of the backends, and Triton before all others."""
         first = self.resolve(failed)
         other = self.resolve(failed, preferred="triton")
         if self.deterministic or first.backends == other.backends:
@@ -360,7 +366,7 @@ class FirstUse:
         return other if times[1] < times[0] else first
 
     def milliseconds(self, backends: dict[str, str]) -> float:
-        """Of forward and backward through a layer of each kind, at the run's shapes."""
+        """Returns the time of forward and backward through one layer of each kind, at the run's shapes."""
         model = self.make_model(self.layers, backends)
         times = []
         for _ in range(WARM_UP + ROUNDS):
@@ -372,7 +378,8 @@ class FirstUse:
     # 4. Keeping
 
     def choose(self, folder: Path) -> tuple[Record, str]:
-        """Returns what is chosen, on rank 0, and where it comes from. Raises UserError where nothing can serve."""
+        """Returns the choice and, in words, where it comes from; rank 0 calls it. Raises UserError if no backend can be
+        used for an operator."""
         own = folder / KERNELS
         record = Record.read(own) or Record({})
         same_operators = record.backends.keys() | MIXER_PARTS == self.uses.keys() | MIXER_PARTS
@@ -389,7 +396,7 @@ class FirstUse:
         record.backends = choice.backends
         record.passed = choice.passed
         record.write(own)
-        with contextlib.suppress(OSError):  # the next run finds out by itself
+        with contextlib.suppress(OSError):  # without it, the next run tests by itself
             shared.parent.mkdir(parents=True, exist_ok=True)
             record.write(shared)
         return record, "tested and timed"
@@ -397,7 +404,8 @@ class FirstUse:
     # 5. At every start
 
     def examine(self, backends: dict[str, str]) -> tuple[str, str]:
-        """Returns (this device's name, what is equal for equal bits, "" where backends don't repeat). Raises UserError."""
+        """Returns (this device's name, a digest of the results' bits, or "" if a backend's results don't repeat). Raises
+        UserError if a chosen backend is unavailable or wrong on this rank."""
         repeats = self.deterministic or not self.model.has("attention")
         for operator, backend in backends.items():
             uses = self.uses[operator]
@@ -408,13 +416,13 @@ class FirstUse:
             repeats = repeats and not known.why_not(operator, backend, strict)
         sums = self.check(backends)
         self.exact.clear()
-        torch.cuda.empty_cache()  # of a GPU, if there is one
+        torch.cuda.empty_cache()  # does nothing without a GPU
         digest = hashlib.sha256(repr(sums).encode()).hexdigest()
         return self.device_name(), digest if repeats else ""
 
 
 def relative_errors(found: Results, exact: Results) -> dict[str, float]:
-    """Of each tensor the largest difference over the largest value. NaN counts as infinite."""
+    """Returns the largest difference over the largest value of each tensor. NaN counts as infinite."""
     errors = {}
     for name, true in exact.items():
         error = (found[name].double() - true).abs().max() / true.abs().max().clamp(min=1e-30)
@@ -423,9 +431,9 @@ def relative_errors(found: Results, exact: Results) -> dict[str, float]:
 
 
 def choose_for_answers(settings: TrainConfig, device: torch.device) -> BackendChoice:
-    """Returns the backends of a model that is not trained. Nothing is timed or kept."""
+    """Returns the backends for a model that is not trained. Nothing is timed or stored."""
     use = FirstUse(settings, device)
-    use.continued = 1  # generate asks for one token after the other
+    use.continued = 1  # generate computes one token after the other
     failed: Reasons = {}
     if device.type in DEVICES:
         failed = use.prove(Record({}))
@@ -433,8 +441,8 @@ def choose_for_answers(settings: TrainConfig, device: torch.device) -> BackendCh
 
 
 def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendChoice, str]:
-    """Returns the same choice on all ranks, and where it comes from. Raises UserError on all ranks where there is none, or
-    where it fails on any of them."""
+    """Returns the same choice on all ranks and, in words, where it comes from. Raises UserError on all ranks if there is
+    no choice or it fails on any rank."""
     began = time.perf_counter()
     here = f"rank {world.rank} on {socket.gethostname()}"
     use = FirstUse(settings, world.device)

@@ -1,9 +1,9 @@
-"""The training loop: sample a batch, accumulate its gradients, one small collective, clip, step;
-now and then report, validate, save.
+"""The training loop: sample a batch, accumulate its gradients, run one small collective, clip,
+step; now and then report, validate, save.
 
 On a GPU the host runs ahead: it reads a step's numbers when the next step is under way, and nothing
-in a step makes it wait. What depends on those numbers within the step (clipping, whether it is
-applied, the scale of fp16) is decided on the device, by all ranks from the same sums."""
+in a step makes it wait. Clipping, skipping a step and the loss scale of fp16 depend on those
+numbers within the step; all ranks decide them on the device, from the same sums."""
 
 import math
 import time
@@ -27,19 +27,18 @@ from mamba_fsdp.trainer.step_stats import StepStats, StepSums, sum_over_ranks
 from mamba_fsdp.trainer.stopping import StopRequest
 from mamba_fsdp.trainer.validation import batch_loss, validate
 
-ELSEWHERE = "requested on another rank"  # why this one stops
+ELSEWHERE = "requested on another rank"  # the reason of a stop that this rank did not ask for
 AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbers are read
 
 
 def train(
     context: TrainContext, logger: MetricsLogger, stop: StopRequest, validation_due: bool
 ) -> str:
-    """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop,
-    "" without one.
+    """Returns why the run stopped early, or "" once it has all its steps.
 
-    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a
-    row. The train state is that after the last step whose numbers are read: the last of all before
-    a validation, a checkpoint."""
+    validation_due: whether to validate before the first step. Raises UserError after
+    max_skipped_steps in a row. The train state is the state after the last step whose numbers have
+    been read; before a validation or a checkpoint, the numbers of all steps have been read."""
     schedule = context.schedule
     state = context.state
     saver = Saver(context, logger)
@@ -80,15 +79,15 @@ class StepUnderWay:
 
     batches: list[Batch]
     learning_rate: float
-    save_stage: tuple[int, Phase] | None  # of the save under way when the ranks told if they write
+    save_stage: tuple[int, Phase] | None  # of the save that `is_writing` of this step is about
     read_numbers: Callable[[], list[float]]  # waits for the device
 
 
 def take_step(
     context: TrainContext, clock: Clock, stop: StopRequest, ahead: int = 0
 ) -> StepUnderWay:
-    """Computes the gradient of a global batch and updates the weights with it. The host waits for
-    nothing. ahead: steps under way."""
+    """Returns a step under way, which computes the gradient of a global batch and updates the
+    weights with it. The host does not wait for the device. ahead: how many steps are under way."""
     heart.beat()
     world = context.world
     schedule = context.schedule
@@ -97,14 +96,14 @@ def take_step(
     began = time.perf_counter()
     batches = context.loader.step(context.state.step + ahead)
     clock.data_wait += time.perf_counter() - began
-    counted = sum(batch.total_weight() for batch in batches)  # while they are on the CPU
+    counted = sum(batch.total_weight() for batch in batches)  # before the batches leave the CPU
     batches = [batch.to(world.device) for batch in batches]
     save_stage = context.checkpointer.stage()
     is_writing = context.checkpointer.is_writing()
     own_seconds = clock.own_seconds()
 
-    # How many labels count in the global batch is known with the sums: until then the loss is
-    # divided by the number of all.
+    # The number of labels that count in the global batch is known only once the ranks have summed.
+    # Until then the loss is divided by the number of all labels.
     gradient_scale = loss_scale.value / schedule.tokens_per_step
     loss_sum = accumulate_gradients(context.parallel, context.optimizer, batches, gradient_scale)
 
@@ -136,7 +135,8 @@ def take_step(
 def finish_step(
     context: TrainContext, logger: MetricsLogger, saver: Saver, step: StepUnderWay
 ) -> StepStats:
-    """Counts and reports a step, once its numbers are there. Raises UserError as `train` does."""
+    """Returns the numbers of a step, which it waits for, counts and reports. Raises UserError as
+    `train` does."""
     state = context.state
     schedule = context.schedule
     stats = StepStats.unpack(step.read_numbers())
@@ -150,7 +150,7 @@ def finish_step(
         excused=overflow_expected and math.isfinite(stats.loss),
     )
     if not stats.is_writing and step.save_stage == context.checkpointer.stage():
-        saver.settle()  # all ranks have written the save under way, if any, or rank 0 committed it
+        saver.settle()  # all ranks have written the save under way, or rank 0 has committed it
     if not stats.applied:
         logger.console.line(
             f"step {state.step} skipped: loss {stats.loss:.4g}, gradient norm "
@@ -158,7 +158,7 @@ def finish_step(
         )
     logger.report(stats, step.learning_rate)
     if state.skipped_in_a_row >= context.settings.training.max_skipped_steps:
-        saver.wait()  # what is being saved is not at fault
+        saver.wait()  # the checkpoint under way is of an earlier, finite step
         raise UserError(describe_bad_samples(context, step.batches))
     return stats
 
@@ -169,8 +169,8 @@ def accumulate_gradients(
     batches: list[Batch],
     scale: torch.Tensor,
 ) -> torch.Tensor:
-    """Runs forward and backward over this rank's micro batches, of the token losses times `scale`.
-    Returns the losses' sum."""
+    """Returns the sum of the token losses of this rank's micro-batches, after their forward and
+    backward passes. The gradients are those of the token losses times `scale`."""
     optimizer.zero_grad(set_to_none=True)
     scale = scale.float()
     loss_sum = torch.zeros((), device=parallel.world.device)
@@ -186,9 +186,9 @@ def accumulate_gradients(
 def mean_loss_and_norm(
     sums: StepSums, multiple: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (mean loss per label that counts, the norm of its gradient, what makes the gradients
-    at hand that gradient), each 0-dim fp64: they are of the losses divided by `multiple`, which was
-    known before the sums."""
+    """Returns (mean loss per label that counts, norm of the gradient of this mean, factor), each
+    0-dim fp64. The present gradients are those of the loss sum divided by `multiple`; times the
+    factor, they are the gradient of the mean."""
     counted = sums.counted + (sums.counted == 0)
     factor = multiple / counted
     gradient_norm = sums.gradient_squares.sqrt().float().double() * factor
@@ -205,9 +205,11 @@ def update_weights(
     clip: float,
     lr: float,
 ) -> torch.Tensor:
-    """Takes one step of the optimiser, with the gradients times `factor`, which then have the norm
-    `gradient_norm`, clipped to the norm `clip` (0: not), unless the loss or the gradient is not
-    finite. Returns 1 if it was applied, else 0: all are 0-dim fp64 tensors on the device."""
+    """Returns 1 if the optimiser's step was applied, or 0 if the loss or the gradient was not
+    finite. All tensors are 0-dim fp64 on the device.
+
+    gradient_norm: of the gradients times `factor`. clip: the largest norm to step with; 0: no
+    clipping."""
     if clip:
         limit = gradient_norm.new_full((), clip)
         factor = factor * (limit / (gradient_norm + 1e-6)).clamp(max=1.0)

@@ -25,7 +25,7 @@ from mamba_fsdp.trainer.step_stats import StepStats
 
 class MetricsLogger(contextlib.ExitStack):
     """A context manager around the loop. All ranks call every method at the same place; only rank 0
-    writes. What was written after the step that the run resumes from is dropped."""
+    writes. Entries of steps after the one that the run resumes from are dropped."""
 
     def __init__(self, context: TrainContext, folder: RunFolder, console: Console) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class MetricsLogger(contextlib.ExitStack):
         self.first_step = step + 1
         self.interval = settings.report.report_interval.steps(context.schedule.tokens_per_step)
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
-        self.peak_flops = None  # of all devices together; None where it is not known
+        self.peak_flops = None  # of all devices together; None for an unknown device
         if world.device.type == "cuda":
             peak = device_peak(torch.cuda.get_device_name(world.device))
             self.peak_flops = peak and peak * world.size
@@ -57,8 +57,8 @@ class MetricsLogger(contextlib.ExitStack):
             self.profiler = self.enter_context(profiler)
 
     def report(self, stats: StepStats, learning_rate: float) -> None:
-        """After a step: the live line, and when due an entry with the mean loss in the metrics, whose
-        keys docs/watching.md explains."""
+        """Shows a step in the live line and, when due, writes an entry with the mean loss to the
+        metrics. docs/watching.md explains the keys of an entry."""
         world = self.context.world
         state = self.context.state
         schedule = self.context.schedule
@@ -112,8 +112,8 @@ class MetricsLogger(contextlib.ExitStack):
             self.profiler.step()
 
     def validated(self, step: int, loss: float, tokens: int, share: float, seconds: float) -> None:
-        """The validation loss (nats per token) after `step`, of `tokens`, a `share` of the data, in
-        so many seconds."""
+        """Reports the validation loss (nats per token) after `step`. The validation read `tokens`
+        tokens, a `share` of the data, in `seconds`."""
         perplexity = math.exp(min(loss, 700.0))
         self._write(
             {
@@ -130,7 +130,7 @@ class MetricsLogger(contextlib.ExitStack):
         )
 
     def save_failed(self, step: int, in_a_row: int, reason: str, what_next: str) -> None:
-        """Saving has failed so many times in a row after `step`, for this reason."""
+        """Reports that saving failed after `step`. in_a_row: failures since the last good save."""
         self._write({"step": step, "failed_saves": in_a_row})
         self.console.line(f"warning    step {step}: saving failed: {reason}. {what_next}")
         if self.metrics:
@@ -138,7 +138,7 @@ class MetricsLogger(contextlib.ExitStack):
         self._write_status(step, f"saving failed: {reason}")
 
     def save_recovered(self, step: int) -> None:
-        """Saving went well again."""
+        """Reports that saving works again."""
         self._write({"step": step, "failed_saves": 0})
         self._write_status(step, "")
 

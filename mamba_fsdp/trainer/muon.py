@@ -1,11 +1,11 @@
-"""Muon: the matrices of mixers and MLPs step along their orthogonalised momentum, all else by AdamW.
+"""Muon: the matrices of mixers and MLPs step along their orthogonalised momentum, all other parameters by AdamW.
 
 Jordan et al. 2024, kellerjordan.github.io/posts/muon. A step is scaled as in Liu et al. 2025, Muon is
 Scalable for LLM Training (arXiv 2502.16982): its elements are as large as AdamW's, so that one
 learning rate and one weight decay serve both. Matrices that lie stacked in one parameter (in_proj's
 z, x, B, C and dt) are orthogonalised one by one.
 
-Each is orthogonalised whole and once, by the rank that owns its parameter: the ranks of the owner's
+The rank that owns a parameter orthogonalises its matrices, whole and once: the ranks of the owner's
 shard group send it their parts of the momentum, and it sends all ranks their parts of the step. That
 takes two all-to-alls, each for all parameters at once and in the dtype of the orthogonalisation."""
 
@@ -29,8 +29,8 @@ ADAMW_RMS = 0.2  # of the elements of AdamW's step, with a learning rate of 1 (L
 
 
 def _share_out(slots: Iterable[ParameterSlot], ranks: int) -> list[list[ParameterSlot]]:
-    """Returns by rank which parameters it owns: the most costly goes first, to whom has least. The
-    costs are multiply-adds of an iteration, about."""
+    """Returns the parameters that each rank owns. The most costly parameter goes first, to the rank
+    with the least load. A cost is about the multiply-adds of one iteration."""
     costs = {slot: min(slot.shape) * math.prod(slot.shape) for slot in slots}
     owned: list[list[ParameterSlot]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -42,8 +42,8 @@ def _share_out(slots: Iterable[ParameterSlot], ranks: int) -> list[list[Paramete
 
 
 def _step_of(matrix: Tensor) -> Tensor:
-    """Returns about U V^T of the matrix U S V^T by Newton-Schulz iterations, as large as a step of
-    AdamW at a learning rate of 1."""
+    """Returns approximately U V^T of the matrix U S V^T, by Newton-Schulz iterations, scaled to the
+    size of AdamW's step at a learning rate of 1."""
     rows, columns = matrix.shape
     if rows > columns:
         return _step_of(matrix.T).T
@@ -57,7 +57,7 @@ def _step_of(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.AdamW):
-    """An AdamW that also updates the parameters of `rows`, by Muon. All ranks step together."""
+    """An AdamW that updates the parameters of `rows` by Muon. All ranks step together."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Muon(torch.optim.AdamW):
         dtype: torch.dtype,
         **adamw: Any,
     ) -> None:
-        """rows: of each of the matrices that are stacked in a parameter. dtype: of the
-        orthogonalisation."""
+        """groups: the parameters that AdamW updates. rows: how many rows each of the matrices has
+        that are stacked in a parameter. dtype: of the orthogonalisation."""
         super().__init__([*groups, {"params": [slot.local for slot in rows]}], **adamw)
         self.rows = rows
         self.world = world
@@ -79,7 +79,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """As AdamW's. The device refuses the step where `found_inf` is 1, which may be missing."""
+        """Takes a step, as AdamW's. The device skips it if the attribute `found_inf` is 1."""
         refused = getattr(self, "found_inf", torch.zeros(()))
         momenta = {slot: self._update_momentum(slot, refused) for slot in self.rows}
         group = self.param_groups[-1]
@@ -87,23 +87,23 @@ class Muon(torch.optim.AdamW):
         for slot, step in zip(chain(*self.owned), self._steps(momenta)):
             slot.local.mul_(1 - rate * group["weight_decay"])
             slot.local.sub_(rate * step.view_as(slot.local).float())
-        super().step()  # which passes over the matrices: they have no gradients any more
+        super().step()  # skips the matrices, whose gradients are None by now
 
     def _update_momentum(self, slot: ParameterSlot, refused: Tensor) -> Tensor:
-        """Takes the gradient into the momentum. Returns this rank's part of what is to be
-        orthogonalised, which looks a step ahead as Nesterov does."""
+        """Returns this rank's part of the matrix to orthogonalise: Nesterov's momentum, one step
+        ahead. Takes the gradient into the momentum."""
         mean = self.state[slot.local]["momentum_buffer"]
         gradient = slot.local.grad
         slot.local.grad = None
-        if gradient is None:  # FSDP1: this rank has no part of it
+        if gradient is None:  # FSDP1: this rank has no part of this parameter
             return self.nothing
         gradient = torch.where(refused > 0, mean, gradient)
         mean.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp_(mean, MOMENTUM).view(-1).to(self.nothing.dtype)
 
     def _steps(self, momenta: Mapping[ParameterSlot, Tensor]) -> tuple[Tensor, ...]:
-        """Returns this rank's parts of all steps at a learning rate of 1, in the order of their
-        owners, from its parts of the momenta."""
+        """Returns this rank's parts of all parameters' steps at a learning rate of 1, ordered by
+        owner, from its parts of the momenta."""
         rank = self.world.rank
         ranks = range(self.world.size)
         mine = self.owned[rank]
@@ -126,8 +126,8 @@ class Muon(torch.optim.AdamW):
     def _exchange(
         self, outgoing: list[list[Tensor]], incoming: list[list[int]]
     ) -> tuple[Tensor, ...]:
-        """Sends each rank its tensors. Returns those from all ranks; incoming: their sizes, by
-        rank."""
+        """Returns the tensors that all ranks sent to this one, after sending each rank its list in
+        `outgoing`. incoming: the sizes of the tensors to receive, by rank."""
         counts = [sum(map(len, tensors)) for tensors in outgoing]
         expected = list(map(sum, incoming))
         sent = torch.cat([self.nothing, *chain(*outgoing)])
@@ -136,8 +136,8 @@ class Muon(torch.optim.AdamW):
 
 
 def _sent(slot: ParameterSlot, rank: int, owner: int) -> int:
-    """How many elements of a parameter a rank sends to its owner: all that it holds, or none where
-    it is not of the owner's shard group, which has all of them."""
+    """Returns how many elements of a parameter a rank sends to the owner: all that the rank holds,
+    or none if it is not in the owner's shard group, which holds the whole parameter."""
     group = slot.cut.ranks
     if rank // group != owner // group:
         return 0

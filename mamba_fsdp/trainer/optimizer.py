@@ -1,4 +1,4 @@
-"""AdamW or Muon with weight decay on matrices only, and the loss scale of fp16."""
+"""AdamW or Muon, with weight decay on matrices only, and the loss scale of fp16."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +20,9 @@ def make_optimizer(
     config: OptimizerConfig,
     compute_dtype: torch.dtype,
 ) -> torch.optim.AdamW:
-    """The optimiser of this rank's parts of the parameters; `spec` says which of them decay. Muon
-    orthogonalises in bf16 where the model computes in half precision: fp16 would lose small
-    momenta."""
+    """Returns the optimiser of this rank's parts of the parameters. `spec` says which parameters
+    decay. If the model computes in half precision, Muon orthogonalises in bf16: fp16 would lose
+    small momenta."""
     decayed = []
     others = []
     rows = {}
@@ -49,12 +49,12 @@ def make_optimizer(
 
 
 class LossScale:
-    """fp16's dynamic scale: halved when a gradient overflows, doubled after 2000 steps without;
-    else fixed at 1.
+    """The loss scale of fp16: halved when a gradient overflows, doubled after 2000 steps without an
+    overflow. In other precisions it is fixed at 1.
 
-    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. It lives on the device, where
-    the next step finds it before the host does: `value` and `good_steps`, 0-dim fp64. The train
-    state keeps both."""
+    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. `value` and `good_steps`, 0-dim
+    fp64, are on the device, so that the next step need not wait for the host. The train state keeps
+    both."""
 
     GROWTH_INTERVAL = 2000
 
@@ -67,7 +67,7 @@ class LossScale:
         self.value, self.good_steps = torch.tensor(known, dtype=torch.float64, device=device)
 
     def update(self, applied: torch.Tensor) -> None:
-        """After each step. applied: 0-dim; 0 where a gradient was not finite."""
+        """Adapts the scale after a step. applied: 0-dim; 0 if a gradient was not finite."""
         if not self.dynamic:
             return
         good_steps = (self.good_steps + 1) * applied
@@ -78,8 +78,8 @@ class LossScale:
         self.good_steps = good_steps * ~grown
 
     def record(self, state: TrainState, stats: StepStats) -> bool:
-        """Puts into the state what they are after a step. Returns whether an overflow in it would
-        be due to the scale, so that the samples are not to blame."""
+        """Returns whether an overflow in this step may be due to the scale rather than to the
+        samples. Puts the scale and its good steps into the train state."""
         if not self.dynamic:
             return False
         was_reducible = state.loss_scale > 1.0

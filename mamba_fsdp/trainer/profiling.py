@@ -1,5 +1,5 @@
-"""The profile of a few steps: a Chrome trace in the run folder, and torch's table of what took
-most."""
+"""The profile of a few steps: a Chrome trace in the run folder, and torch's table of the operators
+that took most time."""
 
 import os
 from pathlib import Path
@@ -10,14 +10,14 @@ from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.report.console import Say
 from mamba_fsdp.run_layout import PROFILE
 
-DATA = "waiting for data"  # what that is called in the trace
+DATA = "waiting for data"  # the name of Loader.step in the trace
 ROWS = 8  # operators in the table
 STEPS = 3
 
 
 def make_profiler(run_folder: Path, rank: int, loader: Loader, say: Say) -> torch.profiler.profile:
-    """Writes profile/rank_R.json, a trace of steps 5 to 7 of this start for Perfetto or
-    chrome://tracing, and says on rank 0 what took most."""
+    """Returns a profiler that writes profile/rank_R.json, a trace of steps 5 to 7 of this start for
+    Perfetto or chrome://tracing. On rank 0 it prints the operators that took most time."""
 
     def write(profile: torch.profiler.profile) -> None:
         path = run_folder / PROFILE / f"rank_{rank}.json"
@@ -30,7 +30,7 @@ def make_profiler(run_folder: Path, rank: int, loader: Loader, say: Say) -> torc
             )
             say(f"profile    {STEPS} steps, by time of the device:\n{table}")
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each of its probes is a line on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise each probe prints a line to stderr
     vars(loader)["step"] = torch.profiler.record_function(DATA)(loader.step)
     # The first steps compile kernels and fill caches.
     steps = torch.profiler.schedule(wait=3, warmup=1, active=STEPS, repeat=1)

@@ -1,4 +1,4 @@
-"""One run: its start, its end, and what it leaves when it fails."""
+"""One run: its start, its end, and the status that it leaves when it fails."""
 
 import contextlib
 from collections.abc import Callable
@@ -27,12 +27,12 @@ from mamba_fsdp.trainer.start import starting_weights
 from mamba_fsdp.trainer.stopping import StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
 
-WriteModel = Callable[[Path, Path], object]  # of a checkpoint, and the folder, new or not
+WriteModel = Callable[[Path, Path], object]  # (checkpoint, folder to write, which may exist)
 
 
 def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -> int:
-    """Trains as the settings say, from the newest checkpoint of the run folder or from the start.
-    Returns exit code 0.
+    """Returns exit code 0 after training as the settings say, from the newest checkpoint of the run
+    folder or from the start.
 
     write_model: writes the finished model from the last checkpoint.
     """
@@ -83,8 +83,10 @@ def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -
 
 
 def explained(error: BaseException, rank: int) -> BaseException:
-    """Returns a UserError in place of PyTorch's error where memory has run out before the first step
-    is done: then the settings ask for too much. Later it may be an accident that a restart mends."""
+    """Returns a UserError in place of PyTorch's out-of-memory error, and any other error as it is.
+
+    Call it for errors before the first step is done: then the settings ask for too much memory.
+    Later, memory may run out by accident, and a restart helps."""
     is_out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
@@ -96,8 +98,8 @@ def explained(error: BaseException, rank: int) -> BaseException:
 def train(
     context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console
 ) -> Path | None:
-    """Runs the loop with its surroundings. Returns the last checkpoint of a run that has all its
-    steps, else None."""
+    """Returns the last checkpoint of a run that has all its steps, or None if the run was stopped.
+    Runs the loop and records its start and its end in the run folder."""
     state = context.state
     world = context.world
     schedule = context.schedule
@@ -135,9 +137,9 @@ def train(
 def finish(
     folder: RunFolder, checkpoint: Path, write_model: WriteModel | None, console: Console
 ) -> None:
-    """Writes the whole model as one file, then the status `finished`: whoever reads that finds the
-    model. On rank 0, when the process group has ended: a large model may take longer than the other
-    ranks would wait."""
+    """Writes the whole model as one file, then the status `finished`: whoever reads this status
+    finds the model. Rank 0 calls it after the process group has ended: writing a large model may
+    take longer than the other ranks would wait."""
     step = step_of(checkpoint.name) or 0
     if write_model:
         write_model(checkpoint, folder.path / MODELS / checkpoint.name)

@@ -1,4 +1,4 @@
-"""The run folder: taking it for a run, and what rank 0 writes there besides checkpoints and metrics."""
+"""The run folder: its lease, and the files that rank 0 writes there besides checkpoints and metrics."""
 
 import filecmp
 import os
@@ -24,7 +24,7 @@ from mamba_fsdp.storage import exists, retry_io
 
 
 class RunFolder:
-    """The folder of a run. All ranks have one; rank 0 acquires it, and alone writes."""
+    """The folder of a run. Every rank has this object; only rank 0 acquires the folder and writes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -32,8 +32,8 @@ class RunFolder:
         self.lease = Lease(self.path / LEASE)
 
     def acquire(self) -> None:
-        """Makes the folder, takes its lease, and removes what killed runs left unfinished. Raises
-        UserError where the folder can't be made or another run has it."""
+        """Makes the folder, takes its lease, and removes the unfinished files of killed runs. Raises
+        UserError if the folder can't be made or another run has it."""
         check_is_run_folder(self.path)
         checkpoints = self.path / CHECKPOINTS
         try:
@@ -55,17 +55,16 @@ class RunFolder:
             raise UserError(
                 f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})"
             ) from None
-        # At once, so that whatever ends the start, even a kill, the last run's status (`finished`)
-        # is gone.
+        # Written at once, so that an earlier `finished` is gone even if this start is killed.
         self.write_status("running", newest_step(self.path), "starting")
 
     def write_status(self, status: str, step: int, reason: str = "") -> None:
-        """Writes status.json, see records.write_status. Raises LostError too."""
+        """Writes status.json as records.write_status does. Also raises LostError."""
         records.write_status(self.path, status, step, reason, self.lease.write)
 
     def write_failure(self, step: int, error: BaseException) -> None:
-        """Writes why the run failed, if this process holds the folder. step: 0 means the step of
-        the newest checkpoint."""
+        """Writes why the run failed, if this process holds the lease. step: 0 means the step of the
+        newest checkpoint."""
         status = "failed"
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
@@ -78,13 +77,13 @@ class RunFolder:
             print(f"warning: {another}", file=sys.stderr)
 
     def copy_tokenizer(self, data: Source) -> None:
-        """Copies the tokenizer of a source that has one, in place of another, so that the model can
-        be used when the data is gone."""
+        """Copies the tokenizer of a source, if it has one, over an earlier copy, so that the model
+        can be used when the data is gone."""
         target = self.path / TOKENIZER
         unfinished = self.lease.own / TOKENIZER
         try:
             source = data.tokenizer_path
-        except UserError:  # none is known
+        except UserError:  # the source has no tokenizer
             return
         names = [path.name for path in source.iterdir()]
         same, _, _ = filecmp.cmpfiles(source, target, names, shallow=False)

@@ -1,4 +1,4 @@
-"""The run in steps: how many there are, how each is split, and what is due after which."""
+"""The run in steps: how many there are, how each is split, and after which steps a validation or a checkpoint is due."""
 
 import math
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from mamba_fsdp.settings.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.schedule import Schedule, schedule_of
 
-# Share of the training between two validations that one costs, unless eval_batches says otherwise.
+# The time of one validation, as a share of the training between two, unless eval_batches is set.
 VALIDATION_SHARE = 0.05
-FORWARDS_OF_A_STEP = 3  # in time: the backward pass takes twice as long as the forward one
+FORWARDS_OF_A_STEP = 3  # in time: a backward pass takes twice as long as a forward pass
 
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """The settings' durations, in steps."""
+    """The durations of the settings, converted to steps."""
 
     batch_shape: BatchShape
     tokens_per_step: int
@@ -31,14 +31,14 @@ class RunSchedule:
     lr: Schedule
 
     def is_due(self, interval: int, step: int) -> bool:
-        """Returns whether what is done every `interval` steps (0: never), and after the last, is
-        done after `step`."""
+        """Returns whether an action is due after `step` that is due every `interval` steps (0:
+        never) and after the last step."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
 
 def run_length(settings: TrainConfig, sampler: Sampler) -> Duration:
-    """Returns num_steps, or num_epochs in tokens. Raises UserError for epochs of data without
-    end."""
+    """Returns num_steps, or num_epochs in tokens. Raises UserError for num_epochs with the endless
+    dummy data."""
     epochs = settings.training.num_epochs
     if not epochs:
         return settings.training.num_steps
@@ -56,8 +56,8 @@ def schedule_run(
     stores: int,
     say: Say,
 ) -> RunSchedule:
-    """Returns the run's steps from `state` on. A `length` in tokens counts those seen so far.
-    stores: it validates on."""
+    """Returns the schedule of the run from `state` on. A `length` in tokens includes the tokens seen
+    so far. stores: how many stores the run validates on."""
     training = settings.training
     tokens_per_step = batch_shape.global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:
@@ -90,7 +90,7 @@ def schedule_run(
 
 
 def say_length(settings: TrainConfig, schedule: RunSchedule, say: Say) -> None:
-    """Says how many steps there are, of how many tokens and FLOPs."""
+    """Prints the number of steps and the tokens and FLOPs of each."""
     seq_length = settings.data.seq_length
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step
     say(

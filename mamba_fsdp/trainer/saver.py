@@ -1,4 +1,4 @@
-"""When a run saves checkpoints. If saving fails, training continues for a while and tries again."""
+"""When a run saves checkpoints. If a save fails, training continues, and the run tries again later."""
 
 import contextlib
 import math
@@ -18,8 +18,8 @@ LONGEST_PAUSE = 1800.0
 
 
 class Saver:
-    """Saves checkpoints when they are due. All ranks call each method at the same point, and all
-    learn of a save that failed."""
+    """The saving of checkpoints when they are due. All ranks call each method at the same point, and
+    a failed save is known on all ranks."""
 
     def __init__(self, context: TrainContext, logger: MetricsLogger) -> None:
         self.context = context
@@ -27,7 +27,7 @@ class Saver:
         self.max_failures = context.settings.checkpoint.max_failed_saves
         self.failures = 0  # saves that failed in a row
         self.pause = 0  # steps from a failure to the next attempt
-        self.next_attempt = 0  # the step after which that is
+        self.next_attempt = 0  # the step after which the next attempt is due
 
     def is_due(self, step: int) -> bool:
         """Returns whether a checkpoint is to be saved after `step`."""
@@ -37,9 +37,9 @@ class Saver:
         return schedule.is_due(schedule.checkpoint_steps, step)
 
     def settle(self) -> None:
-        """Takes the save under way to its next phase, see Checkpointer.settle; call it once no rank
-        writes any more. Raises UserError after max_failed_saves, but not after the last step: the
-        final save follows."""
+        """Takes the save under way to its next phase, see Checkpointer.settle. Call it once no rank
+        writes any more. Raises UserError after max_failed_saves, except after the last step, which
+        the final save follows."""
         is_last = self.context.state.step == self.context.schedule.total_steps
         with self._attempt(math.inf if is_last else self.max_failures):
             self.context.checkpointer.settle()
@@ -50,9 +50,9 @@ class Saver:
             self.context.checkpointer.wait()
 
     def save(self, final: bool) -> None:
-        """Begins to save a checkpoint of the current step, once the one before is committed. final:
-        waits until this one is committed, and raises UserError if it fails. Also raises as `settle`
-        does."""
+        """Begins to save a checkpoint of the current step, once the save under way is committed.
+        final: also waits until the new checkpoint is committed, and raises UserError if it fails.
+        Otherwise raises as `settle` does."""
         checkpointer = self.context.checkpointer
         step = self.context.state.step
         if final:
@@ -88,8 +88,8 @@ class Saver:
 
     @contextlib.contextmanager
     def _attempt(self, limit: float) -> Iterator[None]:
-        """Reports a save that fails inside, and has it tried again after a pause. Raises UserError
-        after `limit` failures in a row."""
+        """Returns a context manager that reports a save that fails inside and schedules the next
+        attempt. Raises UserError after `limit` failures in a row."""
         committed_before = self.context.checkpointer.last
         try:
             with self.logger.clock.paused():

@@ -1,5 +1,5 @@
-"""The learning rate's factor over the run: one formula for each `schedule`; and in a run made
-longer."""
+"""The learning rate's factor over the run: one formula for each `schedule`, and what happens when
+num_steps changes."""
 
 import math
 from dataclasses import dataclass
@@ -10,20 +10,22 @@ from mamba_fsdp.report.console import Say
 from mamba_fsdp.settings.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 
-AUTOMATIC = -1  # and below: so many tokens times the tokens of a step
+AUTOMATIC = -1  # or less: a duration in steps of -1 becomes a multiple of -1 in tokens
 
 
 @dataclass
 class Schedule:
-    """factor(before, more) in [0, 1] for the optimiser step that takes the run from `before` to
-    `before + more` of `total`: all in steps, or all in tokens, of which the run's first step has
-    `step`.
+    """The learning rate's factor, in [0, 1], as a function of the position in the run.
 
-    x = before + more, so that the first factor is not 0. Warm-up rises as x/W; most then fall as
-    one of SHAPES to the floor at N: from W, those of wsd from N - decay, fms_cosine (fms-fsdp),
-    which rises as 1 - (1 - x/W)^2, from 0. wsd itself (Composer) falls as (N - x)/decay, never
-    below the floor; annealing (fms-fsdp) is 1 - before/N; inverse_sqrt is sqrt(T/(x - W + T)), T = W
-    or 10,000 steps.
+    All lengths are in steps, or all are in tokens; `step` is then the tokens of the run's first
+    step. An optimiser step takes the run from `before` to x = before + more of N = total. The
+    formulas use x, so that the first factor is not 0.
+
+    The warm-up rises as x/W. Most schedules then fall to the floor at N, as one of SHAPES. The fall
+    starts at W; that of wsd_cosine and wsd_sqrt at N - decay. fms_cosine (fms-fsdp) rises as
+    1 - (1 - x/W)^2 and falls from 0 on. wsd (Composer) falls as (N - x)/decay, never below the
+    floor; annealing (fms-fsdp) is 1 - before/N; inverse_sqrt is sqrt(T/(x - W + T)), where T is W,
+    or 10,000 steps without warm-up.
     """
 
     kind: str
@@ -53,7 +55,7 @@ class Schedule:
             self.fall_start = self.total - self.decay
 
     def next_factor(self, state: TrainState, tokens_per_step: int, ahead: int = 0) -> float:
-        """That of the step to come, after `ahead` steps that the state does not count yet."""
+        """Returns the factor of the next step, after `ahead` steps that `state` does not count."""
         if self.in_tokens:
             return self.factor(state.tokens + ahead * tokens_per_step, tokens_per_step)
         return self.factor(state.step + ahead)
@@ -68,7 +70,7 @@ class Schedule:
         return min(rise, self._fall(x, before))
 
     def _fall(self, x: int, before: int) -> float:
-        """The factor at x where the warm-up is over."""
+        """Returns the factor at x without the warm-up."""
         if self.kind == "constant":
             return 1.0
         if self.kind == "annealing":
@@ -94,7 +96,7 @@ class Schedule:
         return 1 - math.sqrt(share)
 
 
-# From 1 to 0 over the share of the fall that has passed.
+# Each falls from 1 to 0 as the share of the fall that has passed goes from 0 to 1.
 SHAPES = {
     "cosine": Schedule._cosine,
     "fms_cosine": Schedule._cosine,
@@ -113,14 +115,14 @@ def schedule_of(
     tokens_per_step: int,
     say: Say,
 ) -> Schedule:
-    """Returns the schedule of a run of `length`, over schedule_steps where that is given. It counts
-    tokens where the length is in tokens: its steps are then those of the run's start, so that
-    another global batch does not bend it.
+    """Returns the schedule of a run of `length`, or over schedule_steps if given. If the length is
+    in tokens, the schedule counts tokens, and durations in steps are converted with the global batch
+    of the run's start: another global batch then does not change the curve.
 
-    The train state remembers the curve: the length over which the schedule runs. A run that resumes
-    with a longer num_steps keeps to its former curve and stays where that ends, unless the new one
-    has the same rate at hand. Says so where the rates differ. Raises UserError where the rate would
-    be held at 0."""
+    The train state remembers the curve, which is the length over which the schedule runs. A run that
+    resumes with a longer num_steps keeps its former curve and the learning rate at the end of that
+    curve, unless the new curve has the same rate at the present step. It prints a line if the rates
+    differ. Raises UserError if the rate would stay at 0."""
     schedule_steps = settings.lr_schedule.schedule_steps
     is_given = schedule_steps.count > 0
     if is_given:
@@ -132,7 +134,7 @@ def schedule_of(
         former = Duration.parse(state.schedule["curve"])
     curve = length
     if former_length == str(length) and not is_given:
-        curve = former  # as an earlier start chose for this length
+        curve = former  # the curve that an earlier start chose for this length
     elif former != length:
         peak = settings.optimizer.learning_rate
         rates = [

@@ -1,5 +1,4 @@
-"""From the settings to what the loop works on: data, model, optimiser, starting point, length,
-loader."""
+"""The set-up of a run: its data, model, optimiser, starting point, schedule and loader."""
 
 from dataclasses import dataclass
 
@@ -39,7 +38,7 @@ from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
 from mamba_fsdp.trainer.start import say_start, start
 
-LARGEST_ERROR = 1.2  # of the memory that is expected, as a factor: docs/planning.md
+LARGEST_ERROR = 1.2  # expected memory over measured memory, at most: docs/planning.md
 TAKES_LESS = (
     "lower batch_size or seq_length, set fsdp_activation_checkpointing=true, or add ranks; "
     "see `mamba-fsdp plan`"
@@ -48,16 +47,16 @@ TAKES_LESS = (
 
 @dataclass
 class Data:
-    """What a run reads."""
+    """The data that a run reads."""
 
     sources: dict[str, Source]
-    shares: dict[str, float]  # of each source in the samples
+    shares: dict[str, float]  # share of each source in the samples
     validation: list[Source]
 
 
 @dataclass
 class TrainContext:
-    """What the loop works on."""
+    """Everything that the training loop works on."""
 
     settings: TrainConfig
     world: World
@@ -80,10 +79,10 @@ def set_up(
     weights: Weights | None,
     say: Say,
 ) -> TrainContext | None:
-    """Prepares a run; all ranks call it. weights: those of `origin`, unless it is a checkpoint. Returns None for a dry run. Raises
-    UserError where things don't fit."""
+    """Returns what the loop needs, or None for a dry run. All ranks call it. weights: of `origin`, unless
+    that is a checkpoint. Raises UserError where settings, data, model and checkpoint don't fit together."""
     batch_shape = split_step(settings, world.rank, world.size)
-    # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file
+    # Only rank 0 looks at the files: thousands of files times a thousand ranks would keep a file
     # system busy.
     data = world.on_rank0(open_data, settings)
     backends = choose_backends(settings, world, folder, say)
@@ -142,8 +141,8 @@ def set_up(
 def choose_backends(
     settings: TrainConfig, world: World, folder: RunFolder, say: Say
 ) -> dict[str, str]:
-    """Returns the backend of each operator of the model; says what is to be trained, how, and in
-    how much memory."""
+    """Returns the backend of each operator of the model. Prints the model, the kernels and the
+    expected memory."""
     model = settings.model
     training = settings.training
     strategy = choose_strategy(settings.parallel, world).replace("none", "no sharding")
@@ -161,7 +160,7 @@ def choose_backends(
     work = Workload(settings, world, choice.backends)
     if world.device.type == "cuda" or training.dry_run:
         memory = world.on_rank0(expected_memory, work)
-    else:  # where nothing is refused, a start does not take these seconds
+    else:  # nothing is refused on a CPU, so the estimate is not worth its seconds
         memory = state_memory(work)
     rows = ", ".join(f"{name} {with_unit(size, 'B')}" for name, size in memory.items() if size)
     say(f"memory     at least {with_unit(sum(memory.values()), 'B')} a device: {rows}")
@@ -170,8 +169,8 @@ def choose_backends(
 
 
 def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
-    """Warns where the device, or on CPUs the machine for all its ranks, hardly has the memory that is expected. Raises
-    UserError where a GPU can't have it."""
+    """Warns if the expected memory hardly fits a GPU, or that of all local ranks hardly fits a machine of CPUs. Raises
+    UserError if it can't fit a GPU."""
     there = machine_at_hand().memory * 1e9
     needed = sum(memory.values())
     on_gpu = world.device.type == "cuda"
@@ -189,8 +188,8 @@ def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
 
 
 def open_data(settings: TrainConfig) -> Data:
-    """Opens what the settings name, on rank 0. Raises UserError where one is missing or doesn't
-    fit."""
+    """Returns the data that the settings name; rank 0 calls it. Raises UserError for a store that is
+    missing or doesn't fit the model."""
     vocab_size = settings.model.vocab_size
     if settings.data.use_dummy_dataset:
         dummy = DummySource(vocab_size)
@@ -227,7 +226,7 @@ def say_data(config: DataConfig, data: Data, say: Say) -> None:
 def plan_steps(
     settings: TrainConfig, batch_shape: BatchShape, data: Data, state: TrainState, say: Say
 ) -> tuple[Sampler, RunSchedule]:
-    """Returns which samples the run has from `state` on, and its steps; says how many."""
+    """Returns the sampler from `state` on and the schedule of the run. Prints the number of steps."""
     sampler = Sampler(
         data.sources,
         data.shares,
@@ -242,7 +241,7 @@ def plan_steps(
 
 
 def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -> ParallelModel:
-    """Returns the model, parallelized but not yet filled."""
+    """Returns the parallelized model; its parameters have no values yet."""
     dtype = DTYPES[settings.training.mixed_precision]
     with torch.device("meta"):
         network = MambaLM(

@@ -1,4 +1,5 @@
-"""Where a run starts: the newest checkpoint in its folder, else what the settings name, else random weights."""
+"""Where a run starts: from the newest checkpoint in its folder, else from the weights or checkpoint that the settings
+name, else from random weights."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,10 +27,10 @@ from mamba_fsdp.settings.train_config import TrainConfig
 
 
 def starting_weights(settings: TrainConfig, origin: Origin) -> Weights | None:
-    """Returns the weights of `origin`, not yet open; None where it is a checkpoint or random weights.
+    """Returns the weights of `origin`, not yet open, or None if it is a checkpoint or means random weights.
 
-    With init_from the model gets the shape of these weights, or of the run's own checkpoint. Raises UserError where they
-    are of another model than the settings ask for.
+    With init_from, the model in the settings takes the shape of these weights or of the run's own checkpoint. Raises
+    UserError if the weights are of another model than the settings ask for.
     """
     source = f"{origin.setting} {origin.path}"
     if settings.checkpoint.init_from:
@@ -54,8 +55,8 @@ def start(
     weights: Weights | None,
     say: Say,
 ) -> tuple[TrainState, str]:
-    """Fills the shards of model and optimiser. Returns the train state that belongs to them, and what the run starts
-    from, in words. Raises UserError for a model that is known to have learnt other tokens than `tokens`."""
+    """Returns the train state of the start and, in words, what the run starts from. Fills the shards of model and
+    optimiser. Raises UserError if the model is known to have been trained with another tokenizer than that of `tokens`."""
     config = settings.checkpoint
     shards = parallel.shards(optimizer)
     check = check_of_model(settings, origin)
@@ -114,8 +115,8 @@ def start(
 def say_start(
     settings: TrainConfig, tokens: Source | None, world: World, origin: Origin, say: Say
 ) -> None:
-    """Says from which checkpoint `start` would start. Raises UserError where it is another model's, or has learnt
-    other tokens. tokens: None where they are not made yet."""
+    """Prints the checkpoint that `start` would start from. Raises UserError if the checkpoint is of another model or
+    another tokenizer. tokens: None if the run makes its data first."""
     if not origin.is_checkpoint:
         return
     checkpoint = find_checkpoint(origin.path, world, say).path
@@ -133,8 +134,8 @@ def say_start(
 
 
 def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
-    """Fills the model with random weights. Each is a function of the seed, its tensor's name and its place: the same on
-    any world."""
+    """Fills the model with random weights. A weight depends only on the seed, its tensor's name and its index, not on
+    the number of ranks."""
     spec = parameters(settings.model)
     seed = settings.training.seed
 
@@ -145,8 +146,8 @@ def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
 
 
 def check_of_model(settings: TrainConfig, origin: Origin) -> Check:
-    """Returns what raises UserError where a checkpoint of `origin` holds another model than the settings', or another
-    optimiser's state."""
+    """Returns a function that raises UserError if a checkpoint of `origin` holds another model than that of the
+    settings, or the state of another optimiser."""
 
     def check(state: dict[str, Any], checkpoint: Path) -> None:
         saved = SavedRun.from_state(state, checkpoint)

@@ -1,5 +1,5 @@
-"""The numbers of a step: what the ranks add up in its one collective, and what the host reads of it
-afterwards."""
+"""The numbers of a step: the sums over ranks from its one collective, and the numbers that the host
+reads afterwards."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from mamba_fsdp.parallel.world import World
 
 @dataclass
 class StepSums:
-    """What the ranks' numbers come to: fp64 on the device, 0-dim but for `told`."""
+    """The sums of the ranks' numbers: fp64 on the device, 0-dim except for `told`."""
 
     loss: torch.Tensor  # of the labels that count, in nats
     gradient_squares: torch.Tensor  # of the gradient that the backward passes left
     counted: torch.Tensor  # labels that count, or the sum of their weights
-    told: torch.Tensor  # (n,): what else the hosts told each other
+    told: torch.Tensor  # (n,): the other numbers that the hosts share, see StepStats.told_by_host
 
 
 def sum_over_ranks(
@@ -25,8 +25,8 @@ def sum_over_ranks(
     counted: float,
     told: list[float],
 ) -> StepSums:
-    """Runs the one small collective of a step, which all ranks call. counted and told are numbers
-    that the host knows; the tensors are on the device. The host does not wait."""
+    """Returns the sums from the one small collective of a step, which all ranks call. The host knows
+    the numbers `counted` and `told`; the tensors are on the device. The host does not wait."""
     known_to_host = world.copy_to_device([counted, *told])
     on_device = torch.stack([loss_sum.double(), gradient_squares])
     sums = world.all_reduce_sum(torch.cat([on_device, known_to_host]))
@@ -35,7 +35,7 @@ def sum_over_ranks(
 
 @dataclass
 class StepStats:
-    """What every rank knows of a step once its numbers have reached the host."""
+    """The numbers of a step that every rank's host knows once it has read them."""
 
     loss: float  # mean over the labels that count, in nats
     gradient_norm: float  # before clipping
@@ -52,7 +52,7 @@ class StepStats:
     def told_by_host(
         world: World, stop_requested: bool, is_writing: bool, own_seconds: float
     ) -> list[float]:
-        """What this rank's host adds to the step's collective."""
+        """Returns the numbers that this rank's host adds to the step's collective."""
         seconds_per_rank = [0.0] * world.size
         seconds_per_rank[world.rank] = own_seconds
         return [stop_requested, is_writing, *seconds_per_rank]
@@ -66,7 +66,8 @@ class StepStats:
         loss_scale_good_steps: torch.Tensor,
         told: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the numbers as one tensor on the device. told: the sums of `told_by_host`."""
+        """Returns the numbers as one tensor on the device. told: the sums over ranks of
+        `told_by_host`."""
         on_device = [loss, gradient_norm, applied, loss_scale, loss_scale_good_steps]
         return torch.cat([torch.stack(on_device), told])
 

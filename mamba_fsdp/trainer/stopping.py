@@ -1,7 +1,7 @@
-"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, or a file STOP in the run folder. The
-step ends and a checkpoint is committed. Under nohup, SIGHUP (a terminal that closes) is ignored and
-training continues. A file that is there before a start says `run FOLDER` was for an earlier one:
-who says it, 1.train.sbatch or verbs/train.py, removes it."""
+"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, or a file STOP in the run folder. The run
+ends its step, commits a checkpoint and exits. Under nohup, SIGHUP (the terminal closed) is ignored
+and training continues. A STOP file from before a start is meant for an earlier run; 1.train.sbatch
+or verbs/train.py removes it."""
 
 import contextlib
 import os
@@ -15,19 +15,19 @@ import torch
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import STOP
 
-SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: on a shared disk each is a round trip
+SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: each look is a round trip to a shared disk
 
 
 class StopRequest:
-    """Notices requests on this rank; `reason`: "" until there is one. Rank 0 looks for the file and
-    its words."""
+    """The requests to stop that reach this rank. `reason` is "" until there is one. Only rank 0
+    looks for the STOP file, whose text is the reason."""
 
     def __init__(self, run_folder: Path, on_rank0: bool) -> None:
         self.reason = ""
         self.interrupted = False
-        self.has_stepped = False  # the loop says so
+        self.has_stepped = False  # set by the loop
         self.next_look = 0.0
-        # Under torchrun the launcher says it.
+        # Under torchrun, the launcher announces the stop.
         self.announces = on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ
         self.file: Path | None = None
         if on_rank0:
@@ -45,14 +45,14 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        if self.file and kind is None:  # what failed is not to be started again by the launcher
+        if self.file and kind is None:  # after a failure, it keeps the launcher from restarting
             with contextlib.suppress(OSError):
                 self.file.unlink()
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
             if self.interrupted or not self.has_stepped:
-                raise KeyboardInterrupt  # twice: nobody wants to wait; or there is nothing to save
+                raise KeyboardInterrupt  # the user does not want to wait, or there is nothing to save
             self.interrupted = True
         if not self.reason:
             self.reason = signal.Signals(number).name
@@ -64,23 +64,23 @@ class StopRequest:
                 )
 
     def look(self) -> bool:
-        """Returns whether a stop has been asked for on this rank."""
+        """Returns whether this rank has been asked to stop."""
         if self.file and not self.reason and time.monotonic() >= self.next_look:
             self.reason = _why(self.file)
             self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
         return bool(self.reason)
 
     def agreed(self, world: World) -> bool:
-        """Returns whether a stop has been asked for on any rank. All ranks call it."""
+        """Returns whether any rank has been asked to stop. All ranks call it."""
         asked = torch.tensor(float(self.look()), dtype=torch.float64, device=world.device)
         return bool(world.all_reduce_sum(asked) > 0)
 
 
 def _why(file: Path) -> str:
-    """What a STOP file says in a few words, "" where there is none."""
+    """Returns the first 80 characters of a STOP file, or "" if there is none."""
     try:
         return " ".join(file.read_text(errors="replace").split())[:80] or "STOP file"
     except (PermissionError, IsADirectoryError):
         return "STOP file"
-    except OSError:  # there is none, or storage that fails for a moment has not shown it yet
+    except OSError:  # there is no file, or the storage fails for a moment
         return ""

@@ -17,8 +17,8 @@ from mamba_fsdp.trainer.stopping import StopRequest
 
 
 def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) -> bool:
-    """Puts the validation loss at the current step into metrics and log. Returns False where a stop
-    was asked for, which breaks it off."""
+    """Returns True once the validation loss of the current step is reported, or False if a request
+    to stop ended the validation early."""
     world = context.world
     step = context.state.step
     seq_length = context.settings.data.seq_length
@@ -44,7 +44,7 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
 
 
 def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
-    """Returns this rank's batches of all stores. limit: windows of each; 0: all."""
+    """Yields this rank's batches of all stores. limit: windows of each store; 0: all."""
     for store in context.data.validation:
         yield from evaluation_batches(
             store,
@@ -57,7 +57,7 @@ def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
 
 
 def batch_loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Returns the sum of the token losses (nats) of one micro batch."""
+    """Returns the sum of the token losses (nats) of one micro-batch."""
     heart.beat()
     return module(
         batch.tokens,
@@ -75,12 +75,12 @@ def evaluate(
     world: World,
     is_stopped: Callable[[int], bool] | None = None,
 ) -> tuple[float, int]:
-    """(mean of the token losses in nats, of which `module` returns the weighted sum, how many) over
-    the batches of all ranks; (nan, 0) once `is_stopped`, of the tokens that this rank has read, is
-    true.
+    """Returns (weighted mean of the token losses in nats, number of tokens) over the batches of all
+    ranks, or (nan, 0) if it was stopped.
 
-    All ranks must bring as many batches (each forward pass gathers weights). Raises UserError where
-    no token counts."""
+    module: returns the weighted sum of the token losses. is_stopped: is called with the tokens that
+    this rank has read, and stops the evaluation if it returns True. All ranks must have the same
+    number of batches, since each forward pass gathers weights. Raises UserError if no token counts."""
     was_training = module.training
     module.eval()
     loss_sum = 0.0

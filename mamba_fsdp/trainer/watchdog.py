@@ -1,5 +1,5 @@
-"""A rank that makes no progress prints its stacks and ends the job, instead of hanging until the
-time limit."""
+"""The watchdog: a rank that makes no progress prints its stacks and ends the job, instead of hanging
+until the time limit."""
 
 import contextlib
 import faulthandler
@@ -15,8 +15,8 @@ from mamba_fsdp.heartbeat import heart
 
 @contextlib.contextmanager
 def watchdog(minutes: float, rank: int) -> Iterator[None]:
-    """When `heart` has not beaten for `minutes` inside, prints the stacks of all threads to stderr
-    and exits with 1."""
+    """Returns a context manager. If `heart` does not beat for `minutes` inside it, the process prints
+    the stacks of all threads to stderr and exits with 1."""
     ended = threading.Event()
     thread = threading.Thread(
         target=_watch, args=(minutes, rank, ended), name="watchdog", daemon=True
@@ -35,7 +35,7 @@ def _watch(minutes: float, rank: int, ended: threading.Event) -> None:
     looked = time.monotonic()
     while not ended.wait(interval):
         if time.monotonic() - looked > 5 * interval:
-            # This process was stopped, by Ctrl-Z say, and so was its work.
+            # This process was suspended, for example by Ctrl-Z, and so was its work.
             heart.another_beats()
         looked = time.monotonic()
         if looked - heart.last > minutes * 60:
