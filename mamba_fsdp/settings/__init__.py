@@ -1,1 +1,1 @@
-"""Every setting, its presets and recipes, and the words of other launchers; resolved to one checked TrainConfig."""
+"""Every setting, presets and recipes, the words of other launchers, and their resolution to one checked TrainConfig."""

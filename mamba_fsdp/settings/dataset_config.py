@@ -9,14 +9,14 @@ from mamba_fsdp.settings.fields import setting
 
 @dataclass
 class DatasetConfig:
-    """How text, or tokens of another format, become token stores."""
+    """How text, or token ids in another format, becomes token stores."""
 
     tokenizer: str = setting("train:4096", elsewhere="tokenizer_name tokenizer_path")
     """train:SIZE trains a byte-level BPE tokenizer of SIZE tokens on the input. Otherwise: the name or path of a
     transformers tokenizer, or a tokenizer.json file. none: the input is token ids."""
     eos_token: str = setting("")
-    """The token that ends each document; with --tokenizer=none its id. Empty: the one that the tokenizer names,
-    of a trained one <|endoftext|>."""
+    """The token that ends each document; with --tokenizer=none its id. Empty: the end-of-text token that the tokenizer
+    names; a trained tokenizer names <|endoftext|>."""
     validation_fraction: float = setting(
         0.01, at_least=0, below=1, elsewhere="val_fraction validation_split_percentage test_size"
     )
@@ -27,37 +27,37 @@ class DatasetConfig:
     OUT/validation and OUT/test. A split is a folder or file named train, validation or test, or a split of a name on
     the Hub."""
     documents: str = setting("file")
-    """What one document of a text file is: file (all of it), lines, blank_line (what stands between blank lines), or
-    separator:TEXT, as in separator:'<|endoftext|>'."""
+    """What one document of a text file is: file (the whole file), lines (each line), blank_line (the text between blank
+    lines), or separator:TEXT (the text between separators), as in separator:'<|endoftext|>'."""
     text_column: str = setting(
         "text", elsewhere="text_field text_key json_keys column_name col_name"
     )
     """The column or JSON field that holds the text, or a list of token ids (then --tokenizer names the tokenizer that
     made them). document.text is the field text inside document."""
     format: str = setting("auto", choices=("auto", "text", "json", "csv", "parquet", "arrow"))
-    """How to read the files. auto: by their names."""
+    """Format of the files. auto: the names of the files tell the format."""
     config: str = setting("", elsewhere="dataset_config dataset_config_name subset")
-    """Configuration of a name on the Hub."""
+    """Configuration of a dataset on the Hub."""
     split: str = setting("")
-    """The split to read, of a name on the Hub or of a folder with train/ and validation/. all: every split. Empty:
+    """The split to read, of a dataset on the Hub or of a folder with train/ and validation/. all: every split. Empty:
     train, if the input has splits."""
     pack: str = setting("document", choices=("document", "none"))
-    """document: put the end-of-text token after each document. none: put nothing there, for rows of token ids that are
-    blocks of one long text."""
+    """document: put the end-of-text token after each document. none: do not, for rows of token ids that are blocks of one
+    long text."""
     strip_tokens: list[str] = setting([])
     """Token ids to remove from both ends of documents that come as token ids, besides the tokenizer's bos and eos."""
     vocab_size: int = setting(0, at_least=0)
-    """With --tokenizer=none: the largest token id plus one. Up to 65,536 a token takes two bytes, above four."""
+    """With --tokenizer=none: the largest token id plus one. A token takes two bytes up to 65,536, above that four."""
     part: str = setting("")
-    """I/N, as in 0/4 to 3/4: this process is one of N, on any machines that share OUT. Each reads its share of the
-    input's files, or of its documents if there are fewer files than parts. The last one to finish completes OUT."""
+    """I/N, as in 0/4 to 3/4: this process is one of N, on any machines that share OUT. Each process reads its share of the
+    input's files, or of its documents if there are fewer files than parts. The last process to finish completes OUT."""
     shard_tokens: int = setting(1 << 28, at_least=1)
     """A store begins its next file after this many tokens."""
     overwrite: bool = setting(False, elsewhere="overwrite_cache force")
-    """Replace what an earlier run left in OUT."""
+    """Replace the output of an earlier run in OUT."""
 
     def check(self) -> None:
-        """Raises UserError for a value that means nothing."""
+        """Raises UserError for a value without meaning, or for options that exclude each other."""
         if not re.fullmatch("file|lines|blank_line|separator:.+", self.documents, re.DOTALL):
             raise UserError(
                 f"--documents={self.documents}: write file, lines, blank_line or separator:TEXT"
@@ -67,7 +67,7 @@ class DatasetConfig:
             if not self.eos_token.isdecimal() and (self.eos_token or needs_eos):
                 raise UserError(
                     "--tokenizer=none: give the token id that ends documents, as in --eos_token=0, or "
-                    "--pack=none, which takes the rows as they are"
+                    "--pack=none, which adds no token to the rows"
                 )
             if not self.vocab_size:
                 raise UserError(
@@ -95,7 +95,7 @@ class DatasetConfig:
             )
 
     def part_of(self) -> tuple[int, int]:
-        """Returns (number from 0, count of parts) as `part` says: (0, 1) without it, (0, 0) if it can't be read."""
+        """Returns (number from 0, count of parts) from `part`: (0, 1) if it is empty, (0, 0) if it can't be read."""
         match = re.fullmatch(r"(\d+)/(\d+)", self.part or "0/1")
         if not match:
             return 0, 0

@@ -1,6 +1,6 @@
-"""Options: how one is described (`name: int = setting(8, at_least=1)`, its meaning as the string
-below it), and how its text becomes a value. The settings of training, those of get_dataset.py and
-the verbs share this; mamba_fsdp/settings/help.py shows them."""
+"""Options: how an option is described (`name: int = setting(8, at_least=1)`, with its meaning in the
+string below), and how its text becomes a value. The settings of training and the options of
+get_dataset.py and of the verbs are described this way; mamba_fsdp/settings/help.py shows them."""
 
 import dataclasses
 import math
@@ -32,15 +32,15 @@ LIMITS = {
 
 
 class Needs(NamedTuple):
-    """What must hold for a setting to have an effect. A setting that is given without effect is
-    refused."""
+    """The condition under which a setting has an effect. A setting that is given but has no effect
+    is refused."""
 
     words: str  # as in "does nothing without a mamba2 layer"
     met: Callable[[Any], bool]  # of the TrainConfig
 
 
 def condition(words: str) -> Callable[[Callable[[Any], bool]], Needs]:
-    """A decorator: the function below it says whether what a setting needs, in `words`, is met."""
+    """Returns a decorator that makes Needs, described by `words`, of the function that tests them."""
 
     def needs(met: Callable[[Any], bool]) -> Needs:
         return Needs(words, met)
@@ -49,14 +49,14 @@ def condition(words: str) -> Callable[[Callable[[Any], bool]], Needs]:
 
 
 class Bounds(NamedTuple):
-    """What holds of every value of an option."""
+    """The bounds of an option's values."""
 
     limits: dict[str, float]  # by their names in LIMITS
     choices: tuple[str, ...]
     some_text: bool
 
     def check(self, value: Any) -> None:
-        """Raises ValueError, which says what must hold, where `value` is out of bounds."""
+        """Raises ValueError, which names the bound, for a value out of bounds."""
         if self.some_text and value == "":
             raise ValueError("expected some text")
         chosen = value if isinstance(value, list) else [value]
@@ -78,11 +78,11 @@ def setting(
     choices: tuple[str, ...] = (),
     **limits: float,
 ) -> Any:
-    """Returns a dataclass field with its choices or LIMITS, what it needs, the setting that it stands in place of, what
-    others call it `elsewhere`, and whether it names a file or folder.
+    """Returns a dataclass field that describes a setting.
 
-    A list as default is copied for each instance. Where the default is a text that is not empty, so
-    must be each value.
+    needs: the condition under which it has an effect. instead_of: the setting that it replaces. elsewhere: its names in
+    other programs. is_path: whether it names a file or folder. limits: values for the keys of LIMITS. A list as default
+    is copied for each instance. If the default is a non-empty text, no value may be empty.
     """
     some_text = isinstance(default, str) and default != ""
     metadata = {
@@ -98,7 +98,7 @@ def setting(
 
 
 def default(leaf: dataclasses.Field) -> Any:
-    """The default of a dataclass field, also where a factory makes it."""
+    """Returns the default of a dataclass field, which a factory may make."""
     if leaf.default_factory is dataclasses.MISSING:
         return leaf.default
     return leaf.default_factory()
@@ -117,8 +117,8 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str) -> "Duration":
-        """Reads 2000, 2k, 1006878720tok or 1.5Btok, and -1 (automatic). Raises ValueError
-        otherwise."""
+        """Returns the Duration of a text such as 2000, 2k, 1006878720tok, 1.5Btok or -1 (automatic).
+        Raises ValueError for any other text."""
         unit = "tok" if text.endswith("tok") else "steps"
         try:
             count = whole_number(text.removesuffix("tok"))
@@ -131,13 +131,13 @@ class Duration:
         return cls(count, unit)
 
     def steps(self, tokens_per_step: int) -> int:
-        """The duration in whole steps, rounded up."""
+        """Returns the duration in whole steps, rounded up."""
         if self.unit == "steps":
             return self.count
         return -(-self.count // tokens_per_step)
 
     def tokens(self, tokens_per_step: int) -> int:
-        """The duration in tokens."""
+        """Returns the duration in tokens."""
         if self.unit == "tok":
             return self.count
         return self.count * tokens_per_step
@@ -147,14 +147,15 @@ class Duration:
 
 
 def boolean(text: str) -> bool:
-    """Reads true, yes, on, 1 and their opposites. Raises ValueError otherwise."""
+    """Returns the value of true, yes, on, 1 and their opposites. Raises ValueError for other text."""
     if text.lower() not in BOOLEANS:
         raise ValueError("expected true or false")
     return BOOLEANS[text.lower()]
 
 
 def whole_number(text: str) -> int:
-    """The int that 2000, 2_000, 2e3, 10k, 1.5M or 2B says, exactly. Raises ValueError."""
+    """Returns the exact value of a text such as 2000, 2_000, 2e3, 10k, 1.5M or 2B. Raises ValueError
+    for text that is no whole number."""
     match = re.fullmatch(f"({NUMBER})([kmbgt]?)", text.lower())
     if not match:
         raise ValueError("expected a whole number")
@@ -167,7 +168,7 @@ def whole_number(text: str) -> int:
 
 
 def finite_number(text: str) -> float:
-    """Reads a float. Raises ValueError for what is none, and for nan and inf."""
+    """Returns the float that `text` gives. Raises ValueError for other text, and for nan and inf."""
     try:
         value = float(text)
     except ValueError:
@@ -189,8 +190,7 @@ KINDS: dict[Any, tuple[Any, str]] = {  # a type's parser, and its name on a help
 
 
 def parse(kind: Any, text: Any) -> Any:
-    """The value of a type of KINDS that is written as `text`, or in YAML as a list of texts. Text
-    stays as it is.
+    """Returns the value of `text`, which in YAML may be a list of texts, as the type `kind` of KINDS.
 
     Raises ValueError, which says what was expected.
     """
@@ -214,8 +214,9 @@ def parse(kind: Any, text: Any) -> Any:
 
 
 def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -> Any:
-    """The value of the option `name`, a choice maybe in capitals, for the dataclass field `leaf`.
-    Raises UserError for another type or beyond its bounds, which ends in `where` it was read."""
+    """Returns the value that `text` gives to the option `name`, described by the dataclass field
+    `leaf`. The case of a choice does not matter. Raises UserError for text of another type or a
+    value out of bounds; its message ends in `where`."""
     bounds = leaf.metadata["bounds"]
     small = str(text).lower()
     if small in bounds.choices:
@@ -230,8 +231,8 @@ def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -
 
 @lru_cache(maxsize=None)
 def named_numbers(name: str, text: str) -> dict[str, float]:
-    """The numbers in the `text` of the setting `name`, as in embedding=12,logits=0.125. Raises
-    UserError for any other text."""
+    """Returns the numbers in the `text` of the setting `name`, as in embedding=12,logits=0.125.
+    Raises UserError for any other text."""
     numbers = {}
     for item in filter(None, text.replace(" ", "").split(",")):
         key, _, value = item.partition("=")
@@ -243,7 +244,7 @@ def named_numbers(name: str, text: str) -> dict[str, float]:
 
 
 def shown(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Returns a value as it is written on the command line."""
     if isinstance(value, list):
         return ",".join(map(str, value))
     if isinstance(value, bool):
@@ -252,7 +253,7 @@ def shown(value: Any) -> str:
 
 
 def takes(leaf: dataclasses.Field) -> str:
-    """What the field `leaf` takes: its choices, or its type and limits."""
+    """Returns, in words, the values that the field `leaf` takes: its choices, or its type and limits."""
     bounds = leaf.metadata["bounds"]
     if bounds.choices:
         separator = "," if isinstance(default(leaf), list) else " | "

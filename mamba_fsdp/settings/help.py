@@ -1,5 +1,5 @@
-"""Help pages: --help shows the usual options, --help=all every one, --help=WORD those that a word is
-about. What a page tells of an option stands in the dataclass that describes it."""
+"""Help pages: --help shows the usual options, --help=all every option, --help=WORD the options about
+a word. The text on an option comes from the dataclass that describes it."""
 
 import ast
 import dataclasses
@@ -21,8 +21,8 @@ MEANING_AT = 28  # the column where meanings begin
 
 
 def asked_for(arguments: Sequence[str]) -> str | None:
-    """What a command line asks of its help page: "" for the usual options, `all`, or words to search for; None where it
-    asks for nothing."""
+    """Returns what a command line asks of the help page: "" for the usual options, `all`, or words to search for; None if
+    it does not ask for help."""
     if list(arguments) == ["help"]:
         return ""
     for place, argument in enumerate(arguments):
@@ -35,14 +35,15 @@ def asked_for(arguments: Sequence[str]) -> str | None:
 
 @dataclass
 class Option:
-    """What a page tells of a field of a dataclass."""
+    """An option as a help page shows it."""
 
     leaf: dataclasses.Field
     meaning: str
     elsewhere: list[str]  # its names in other programs
 
     def lines(self, is_brief: bool) -> list[str]:
-        """Its name and default, and beside them what it means, in brief the first sentence of it."""
+        """Returns the lines with its name, default and meaning; is_brief: only the meaning's first
+        sentence."""
         told = self.meaning
         if is_brief:
             told = first_sentence(told)
@@ -64,13 +65,14 @@ class Option:
 class Page:
     """The help page of a command."""
 
-    opening: str  # what it does and how it is called, in lines of less than 80 columns
-    sections: dict[str, type]  # {name, "" where there is only one: a dataclass of options}
+    opening: str  # what the command does and how it is called, in lines of less than 80 columns
+    sections: dict[str, type]  # {name: a dataclass of options}; the name of a single one is ""
     usual: Collection[str] = ()  # the options that --help shows, in brief; empty: all of them
-    words: Callable[[], Mapping[str, Any]] = dict  # gives {a word of other programs: its Entry}
+    words: Callable[[], Mapping[str, Any]] = dict  # returns {a word of other programs: its Entry}
 
     def text(self, asked: str) -> str:
-        """The page as `asked_for` says. Raises UserError where nothing is about the words."""
+        """Returns the page for the answer of `asked_for`. Raises UserError if no option is about the
+        words."""
         if asked not in ("", "all") and self.sections:
             return "\n".join(self.found(asked))
         is_brief = bool(self.usual) and not asked
@@ -85,11 +87,12 @@ class Page:
             for option in here:
                 lines += option.lines(is_brief)
         if is_brief:
-            lines += ["", *wrapped("--help=all shows all in full, --help=WORD those about a word.")]
+            lines += ["", *wrapped("--help=all shows all options, --help=WORD those about a word.")]
         return "\n".join(lines)
 
     def found(self, asked: str) -> list[str]:
-        """The lines on what the words `asked` are about: first the options whose names have most of them."""
+        """Returns the lines on the options about the words `asked`; options with most of the words in their names come
+        first."""
         words = [f" {word.removesuffix('s')}" for word in words_of(asked).split()]
         entries = self.words()
         entry = entries.get("_".join(asked.split()))
@@ -107,7 +110,7 @@ class Page:
         return [line for option in found for line in option.lines(is_brief=False)]
 
     def options(self, kind: type, entries: Mapping[str, Any]) -> list[Option]:
-        """Those of the dataclass `kind`."""
+        """Returns the options of the dataclass `kind`. entries: words of other programs."""
         options = []
         for leaf in dataclasses.fields(kind):
             elsewhere = leaf.metadata["elsewhere"].split()
@@ -123,7 +126,7 @@ def first_sentence(text: str) -> str:
 
 
 def wrapped(text: str, first: str = "", indent: int = 0) -> list[str]:
-    """The lines of a paragraph in the terminal's width, the first behind `first`."""
+    """Returns the lines of a paragraph in the terminal's width; the first line begins with `first`."""
     width = min(max(shutil.get_terminal_size().columns - 1, NARROWEST), WIDEST)
     return textwrap.wrap(
         " ".join(text.split()),
@@ -135,13 +138,13 @@ def wrapped(text: str, first: str = "", indent: int = 0) -> list[str]:
 
 
 def words_of(*texts: str) -> str:
-    """The words of the texts in small letters, each with a space before it."""
+    """Returns the words of the texts in lower case, each with a space before it."""
     return "".join(f" {word}" for text in texts for word in re.findall("[a-z0-9]+", text.lower()))
 
 
 @lru_cache(maxsize=None)
 def meanings_in(section: type) -> dict[str, str]:
-    """{field name: the string written below it in the dataclass `section` or one that it extends}."""
+    """Returns {field name: the string below it} of the dataclass `section` and its base classes."""
     meanings: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, section.__bases__):
         meanings |= meanings_in(base)

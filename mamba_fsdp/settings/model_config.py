@@ -1,4 +1,4 @@
-"""The description that every model is built from: widths, sizes and a pattern of layers."""
+"""The settings that every model is built from: widths, sizes and a pattern of layers."""
 
 import dataclasses
 import re
@@ -13,8 +13,8 @@ from mamba_fsdp.settings.fields import Needs, condition, named_numbers, setting,
 
 
 def read_by_layers(name: str) -> Needs | None:
-    """What must hold for the model's setting `name` to have an effect: a layer that reads it. None where it is not of
-    layers."""
+    """Returns what the model's setting `name` needs to have an effect: a layer that reads it. Returns None for a setting
+    of the whole model."""
     readers = spec.parts_that_read(name)
     if not readers:
         return None
@@ -67,7 +67,7 @@ class ModelConfig:
     pad_vocab_size_multiple: int = setting(8, at_least=1)
     """Rows of the embedding are rounded up to a multiple of this."""
     tie_embeddings: bool = setting(True)
-    """Use the embedding as output layer too."""
+    """Use the embedding as the output layer too."""
     norm_eps: float = setting(1e-5, above=0)
     """Epsilon of every RMSNorm."""
     d_state: int = setting(16, at_least=1)
@@ -81,8 +81,8 @@ class ModelConfig:
     dt_rank: int = setting(0, at_least=0)
     """Mamba-1: rank of the dt projection; 0 means ceil(d_model / 16)."""
     bcdt_norm_eps: float = setting(0.0, at_least=0)
-    """Mamba-1: epsilon of RMSNorms without weights on B, C and dt, as Falcon-Mamba has them; 0 means
-    no such norms."""
+    """Mamba-1: epsilon of RMSNorms without weights on B, C and dt, as in Falcon-Mamba; 0 means no such
+    norms."""
     headdim: int = setting(64, at_least=1)
     """Mamba-2 and -3: channels per head."""
     ngroups: int = setting(1, at_least=1)
@@ -90,8 +90,8 @@ class ModelConfig:
     chunk_size: int = setting(256, at_least=1)
     """Mamba-2 and -3: positions per chunk of the fused scan (the result does not depend on it)."""
     decay_activation: str = setting("heavy_tail", choices=("heavy_tail", "softplus"))
-    """Mamba-3: what makes A positive: 1 + x or 1 / (1 - x), as in mamba-ssm since June 2026 and in the
-    published weights, or softplus, as before."""
+    """Mamba-3: function that makes A positive. heavy_tail: 1 + x or 1 / (1 - x), as in mamba-ssm since
+    June 2026 and in the published weights; softplus: as in mamba-ssm before."""
     ssm_norm: str = setting("after", choices=("after", "before", "none"))
     """Mamba-2: whether the RMSNorm of the output stands after the gate, before it, or is left out."""
     n_head: int = setting(8, at_least=1)
@@ -101,27 +101,27 @@ class ModelConfig:
     head_dim: int = setting(0, at_least=0)
     """Attention: channels per head; 0 means d_model / n_head."""
     rotary_dim: int = setting(-1, at_least=-1)
-    """Attention: first channels of each head that are rotated by position; 0 none, -1 all of the
-    head."""
+    """Attention: number of channels of each head, from the first, that are rotated by position. 0: none.
+    -1: all."""
     rope_theta: float = setting(10000.0, above=0, needs=rotation)
     """Attention: base of the rotary frequencies."""
     rope_scaling: str = setting("", needs=rotation)
-    """Attention: slower rotation for longer texts, as transformers has it: linear,factor=2, or dynamic,
+    """Attention: slower rotation for longer texts, as in transformers: linear,factor=2, or dynamic,
     llama3, yarn with their numbers, as in
     llama3,factor=8,low_freq_factor=1,high_freq_factor=4,original_max_position_embeddings=8192."""
     d_intermediate: int = setting(0, at_least=0)
     """Width of the MLP in layers mlp or +mlp; 0 means 8/3 of d_model, rounded up to a multiple of
     128."""
     mlp_activation: str = setting("swiglu", choices=("swiglu", "relu2"))
-    """MLP: SwiGLU, with a gate, or squared ReLU, without."""
+    """MLP: SwiGLU, with a gate, or squared ReLU, without a gate."""
     multipliers: str = setting("")
-    """Constant factors, as in embedding=12,residual=0.22,logits=0.125: of the embedding, of what
-    each layer adds, of the logits; ssm_in, ssm_out, attention_in, attention_out, mlp_in, mlp_out of
-    what goes into a part of a layer and comes out; attention_q, attention_k, attention_v, mlp_gate,
-    ssm_z, ssm_x, ssm_B, ssm_C, ssm_dt of what the first projection of a part gives."""
+    """Constant factors, as in embedding=12,residual=0.22,logits=0.125. embedding, logits: of these;
+    residual: of each layer's output before it is added; ssm_in, attention_in, mlp_in: of the input of
+    a part of a layer; ssm_out, attention_out, mlp_out: of its output; attention_q, attention_k,
+    attention_v, mlp_gate, ssm_z, ssm_x, ssm_B, ssm_C, ssm_dt: of the outputs of its first projection."""
 
     def layer_list(self) -> list[Layer]:
-        """The n_layer layers. Raises UserError where the pattern can't be read."""
+        """Returns the n_layer layers. Raises UserError for a pattern that can't be read."""
         pattern: list[Layer] = []
         for item in self.layers.replace(" ", "").split(","):
             match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+(?:/[a-z0-9]+)?)(\+mlp)?", item)
@@ -137,11 +137,11 @@ class ModelConfig:
         return [pattern[index % len(pattern)] for index in range(self.n_layer)]
 
     def has(self, mixer: str) -> bool:
-        """Whether a layer has this mixer."""
+        """Returns whether any layer has this mixer."""
         return any(mixer in layer.mixers for layer in self.layer_list())
 
     def reads(self, name: str) -> bool:
-        """Whether a setting has an effect: on a kind of layer that there is, or on the whole."""
+        """Returns whether a setting has an effect: on a layer of the model, or on the whole model."""
         parts = self.parts()
         if spec.parts_that_read(name):
             return any(name in part.settings for part in parts)
@@ -152,7 +152,7 @@ class ModelConfig:
 
     @property
     def rope(self) -> tuple[str, dict[str, float]]:
-        """The kind of rope_scaling, and its numbers."""
+        """Returns the kind of rope_scaling, and its numbers."""
         kind, _, numbers = self.rope_scaling.partition(",")
         return kind, named_numbers("rope_scaling", numbers)
 
@@ -182,14 +182,14 @@ class ModelConfig:
 
     @property
     def resolved_d_intermediate(self) -> int:
-        """Where nothing is chosen, that of mamba_ssm's GatedMLP; 0 for a model without MLP."""
+        """Returns the MLP's width: by default that of mamba_ssm's GatedMLP; 0 for a model without MLP."""
         if spec.MLP not in self.parts():
             return 0
         return self.d_intermediate or rounded_up(8 * self.d_model // 3, 128)
 
     def structure(self) -> dict[str, object]:
-        """What each setting that is read comes to. Equal for two configs of one model, in whatever
-        way they are written."""
+        """Returns {setting: its resolved value} for the settings that have an effect. Two configs of
+        the same model have the same structure, however they are written."""
         values = {
             **vars(self),
             "model_name": "",
@@ -209,14 +209,14 @@ class ModelConfig:
         return {name: value for name, value in values.items() if self.reads(name)}
 
     def parts(self) -> list[spec.Spec]:
-        """The kinds of mixer, and the MLP, that the model consists of, each once."""
+        """Returns the kinds of mixer that the model has, and the MLP, each once."""
         parts: dict[spec.Spec, None] = {}
         for layer in self.layer_list():
             parts |= dict.fromkeys(spec.layer_parts(layer).values())
         return list(parts)
 
     def check(self) -> None:
-        """Raises UserError for shapes that can't be built, naming the settings."""
+        """Raises UserError, which names the settings, for a model that can't be built."""
         for part in self.parts():
             part.check(self)
         multipliers = spec.multipliers_of(self)
@@ -231,8 +231,8 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
-    """Returns the ModelConfig of the `values` that stand in `path`; what is missing takes its default. Raises UserError
-    for an unknown name, a wrong type, a value out of bounds."""
+    """Returns the ModelConfig of the `values` read from `path`; missing settings take their defaults. Raises UserError for
+    an unknown name, a wrong type or a value out of bounds."""
     leaves = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
     for name, value in values.items():
         if name not in leaves:

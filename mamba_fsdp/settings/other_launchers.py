@@ -1,5 +1,5 @@
-"""Looks up what users of other launchers type, in other_launchers.yaml. Where the meaning is the
-same, their name works; where it is not, the answer names what does it here."""
+"""Looks up the words of other launchers in other_launchers.yaml. A word that means the same as a
+setting here works as one; for any other word, the message names the replacement."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,19 +18,21 @@ ANY = "*"
 
 
 def without_ba(text: str) -> str:
-    """Composer's 100ba (batches) is 100 steps here."""
+    """Returns Composer's 100ba (batches) as 100 steps."""
     return text.removesuffix("ba")
 
 
 def composer_duration(text: str) -> str:
-    """Composer's 1006878720tok or 100ba. Raises ValueError for its other units."""
+    """Returns Composer's 1006878720tok or 100ba as tokens or steps. Raises ValueError for its other
+    units."""
     if not text.endswith(("ba", "tok")):
         raise ValueError("write steps (as in 100ba) or tokens (2Btok); there is no other unit here")
     return without_ba(text)
 
 
 def seconds(text: str) -> str:
-    """A timeout in seconds, as our minutes. Raises ValueError for text that is no number."""
+    """Returns a timeout in seconds converted to minutes. Raises ValueError for text that is no
+    number."""
     if not text.replace(".", "", 1).isdigit():
         raise ValueError("expected a number of seconds")
     return f"{float(text) / 60:g}"
@@ -45,7 +47,7 @@ CONVERSIONS: dict[str, Callable[[str], str]] = {
 
 @dataclass
 class Entry:
-    """An entry of the file, which says what its fields are."""
+    """An entry of other_launchers.yaml, whose comments explain the fields."""
 
     words: str
     of: str = ""
@@ -63,8 +65,8 @@ class Entry:
         self.values = {**dict.fromkeys(self.ignored), **self.values}
 
     def translate(self, text: Any) -> Any:
-        """The value of `setting` that `text` is; None where it changes nothing. Raises ValueError
-        for what can't be had."""
+        """Returns the value that `text` gives to `setting`, or None if it changes nothing. Raises
+        ValueError for a value that is not possible here."""
         if self.convert:
             return CONVERSIONS[self.convert](str(text))
         known = {*self.values, *self.refused}
@@ -91,8 +93,8 @@ class Entry:
 
 
 def meaning(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
-    """The value, as text, that `key`=`text` gives to `entry.setting`, None where it changes nothing; and a note for the
-    log, "" where theirs and ours are the same. Raises UserError, with what does it here."""
+    """Returns (value, note) for `key`=`text`: the value is text for `entry.setting`, or None if it changes nothing; the
+    note is for the log, or "" if name and value are the same here. Raises UserError, which names the replacement."""
     name = key.rpartition(".")[2]
     said = f"{name}={'...' if isinstance(text, list) else text}"
     try:
@@ -111,8 +113,8 @@ def meaning(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
 
 
 def plain(text: Any, known: Collection[str] = ()) -> str:
-    """`text` as the file writes values: in small letters, yes, 0 and the like as true or false
-    unless `known`."""
+    """Returns `text` as other_launchers.yaml writes values: in lower case, with yes, 0 and the like
+    as true or false unless they are in `known`."""
     small = str(text).lower()
     if small in NONE:
         return "none"
@@ -123,13 +125,13 @@ def plain(text: Any, known: Collection[str] = ()) -> str:
 
 @lru_cache(maxsize=None)
 def content() -> dict[str, Any]:
-    """The file."""
+    """Returns the content of other_launchers.yaml."""
     return load_yaml(FILE, ours=True)
 
 
 @lru_cache(maxsize=None)
 def entries() -> dict[str, Entry]:
-    """{word: its entry}."""
+    """Returns {word: its entry}."""
     found: dict[str, Entry] = {}
     for fields in content()["words"]:
         entry = Entry(**fields)
@@ -138,8 +140,8 @@ def entries() -> dict[str, Entry]:
 
 
 def find(key: str) -> Entry | None:
-    """The entry of the name `key`, with its section or without. A name of ours counts only below its
-    own section, or below one that is none of ours."""
+    """Returns the entry of the name `key`, with or without a section; None if there is no entry. A
+    name of ours has an entry only below a section of other launchers."""
     section, _, leaf = key.rpartition(".")
     is_ours = leaf in all_settings()
     is_theirs = section in content()["sections"].split()

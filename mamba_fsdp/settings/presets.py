@@ -1,4 +1,4 @@
-"""The published models by name, out of models.yaml, and how they are trained, out of recipes.yaml."""
+"""The published models by name, from models.yaml, and the settings they are trained with, from recipes.yaml."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
 
 
 def read_table(file: Path) -> dict[str, dict[str, Any]]:
-    """{key of the file, one name or several: the settings that differ from the defaults}."""
+    """Returns {key of the file, which is one name or several: the settings that differ from the
+    defaults}."""
     leaves = all_settings()
     return {
         key: {name: read_field(name, leaves[name][1], text) for name, text in values.items()}
@@ -23,7 +24,7 @@ def read_table(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def plain(name: str) -> str:
-    """`name` without what does not matter in the name of a preset."""
+    """Returns `name` without the parts that do not matter in the name of a preset."""
     name = name.lower().rpartition("/")[2].removesuffix("-hf").removesuffix("_4k")
     return name.replace("-", "").replace("_", "")
 
@@ -39,11 +40,12 @@ RECIPES = {
 
 
 def preset(name: str) -> dict[str, Any]:
-    """ModelConfig fields of the preset that `name` means, its own name as model_name among them.
+    """Returns the ModelConfig fields of the preset that `name` means, with the preset's own name as
+    model_name.
 
-    Names of the Hugging Face hub and of fms mean it too: an organisation before it, -hf or _4k
-    (fms-fsdp's shorter context, which is seq_length's to say) behind it, case and the choice
-    between - and _ don't matter. Raises UserError that says the nearest name.
+    Names of the Hugging Face hub and of fms work too: a leading organisation, a trailing -hf or _4k
+    (fms-fsdp's shorter context, which is seq_length here), case and the choice between - and _ don't
+    matter. Raises UserError, which suggests the nearest name.
     """
     known = SPELLINGS.get(plain(name))
     if known is None:
@@ -53,9 +55,9 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
-    """The settings that a model of this name is trained with; an organisation in front may have a
-    recipe of its own. That of others with this one's length where weights are given, which a start
-    from scratch would spoil."""
+    """Returns the settings that a model of this name is trained with; a leading organisation may have
+    a recipe of its own. from_weights: returns the recipe of `others` with this model's seq_length,
+    because a recipe for training from scratch would spoil trained weights."""
     organisation, _, _ = model_name.partition("/")
     others = RECIPES["others"]
     found = RECIPES.get(plain(organisation), RECIPES.get(plain(model_name), others))
@@ -65,8 +67,7 @@ def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
 
 
 def title(model: ModelConfig) -> str:
-    """What a ModelConfig is called: by the name of its preset only while it has that preset's
-    structure."""
+    """Returns the name of a ModelConfig: the name of its preset if it has the preset's structure."""
     named = ModelConfig(**preset(model.model_name))
     if model.structure() == named.structure():
         return model.model_name

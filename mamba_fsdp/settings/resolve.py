@@ -1,9 +1,8 @@
-"""From the command line, a YAML file, a preset with its recipe and the defaults to one checked TrainConfig, and its YAML
-form.
+"""Resolves the command line, a YAML file, a preset with its recipe and the defaults to one checked TrainConfig, and writes
+it as YAML.
 
 Order of precedence: command line, then --config FILE.yaml, then the preset that model_name names,
-then the defaults. Every value is read by the type of its field, never guessed: a run id 0123 stays
-text.
+then the defaults. The type of a field decides how its value is read: a run id 0123 stays text.
 """
 
 import json
@@ -27,9 +26,9 @@ from mamba_fsdp.settings.train_config import (
 from mamba_fsdp.settings.written import Written
 from mamba_fsdp.storage import exists, retry_io
 
-# A link to config/; an installed package holds its files.
+# A link to config/; an installed package holds the files themselves.
 READY_RUNS = Path(__file__).with_name("ready_runs").resolve()
-MOST_MISTAKES = 20  # that are reported: a file may be none of settings at all
+MOST_MISTAKES = 20  # reported at once: a file may hold no settings at all
 VERSION = "1"  # of a run's config.yaml
 
 
@@ -41,11 +40,12 @@ def resolve_settings(
 ) -> TrainConfig:
     """Returns the TrainConfig of `words` ({name: text}) over `config_file`, the preset and the defaults.
 
-    A launch calls this once; preflight and ranks read what it wrote, see `read_resolved`. A setting of the file that
-    does nothing only because of the command line is dropped. Words of other launchers are taken where they mean the
-    same (mamba_fsdp/settings/other_launchers.yaml); the settings' `notes` say what they became. Raises UserError for
-    unknown names (with the nearest), values of the wrong type or out of bounds, all of these at once; for settings that
-    do nothing, impossible combinations, and `stray` words, which name no setting. where: as in "on the command line".
+    A launch calls this once; preflight and the ranks read the settings that it wrote, see `read_resolved`. A setting of
+    the file that does nothing only because of the command line is dropped. Words of other launchers that mean the same
+    are taken (mamba_fsdp/settings/other_launchers.yaml); the settings' `notes` say what they became. Raises one UserError
+    for all unknown names (with the nearest name) and values of the wrong type or out of bounds. Also raises UserError
+    for settings that do nothing, impossible combinations, and `stray` words, which name no setting. where: as in "on the
+    command line".
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
@@ -70,15 +70,15 @@ def resolve_settings(
 
 
 def read_file(name: str | None) -> Written:
-    """Returns what the file `name` gives, a path or a ready run, or the recipe of that name; nothing without a name.
-    Raises UserError where it can't be read."""
+    """Returns the settings of the file `name`, which is a path or a ready run, or of the model of that name; no settings
+    without a name. Raises UserError if the file can't be read."""
     if not name:
         return Written({}, "")
     path = find_config_file(name)
     if path is None:
         return Written({"model_name": name}, f"in {presets.RECIPES_FILE}")
     content = load_yaml(path)
-    version = content.pop("version", None)  # only a run writes it
+    version = content.pop("version", None)  # only a run's config.yaml has it
     if version not in (None, VERSION):
         raise UserError(
             f"{path}: settings of version {version}; this version of the program reads version {VERSION}"
@@ -87,7 +87,7 @@ def read_file(name: str | None) -> Written:
 
 
 def read_run(folder: Path) -> Written | None:
-    """Returns the settings of the run in `folder`; None if it has no checkpoint, or they can't be read."""
+    """Returns the settings of the run in `folder`; None if it has no checkpoint or its settings can't be read."""
     file = folder / SETTINGS
     if not exists(file) or not committed(folder / CHECKPOINTS):
         return None
@@ -98,8 +98,8 @@ def read_run(folder: Path) -> Written | None:
 
 
 def check_run_folder(settings: TrainConfig) -> None:
-    """Raises UserError where the run folder holds other things than a run, or where the settings name none and the usual
-    one holds a run of another model or on other data."""
+    """Raises UserError if the run folder holds something other than a run, or if the settings name no folder and the
+    default one holds a run of another model or on other data."""
     folder = settings.checkpoint.save_ckpt_path
     check_is_run_folder(folder)
     run = None if settings.names_folder else read_run(Path(folder))
@@ -124,7 +124,8 @@ def ready_runs() -> dict[str, Path]:
 
 
 def find_config_file(name: str) -> Path | None:
-    """Returns the path of the YAML file `name`, a path or a ready run; None for the name of a recipe. Raises UserError."""
+    """Returns the path of the YAML file `name`, which is a path or a ready run; None for the name of a model. Raises
+    UserError for any other name."""
     ready = ready_runs()
     path = Path(name)
     if not path.is_file():
@@ -143,8 +144,8 @@ def find_config_file(name: str) -> Path | None:
 
 
 def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns {name or section.name: value} for {section: {name: value}}, {name: value} or both. Sections may be those of
-    other launchers."""
+    """Returns {name or section.name: value} for {section: {name: value}}, {name: value} or both. The sections of other
+    launchers are known too."""
     sections = [*SECTIONS, *other_launchers.content()["sections"].split()]
     flat: dict[str, Any] = {}
     for key, value in content.items():
@@ -163,7 +164,7 @@ def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def check_none(mistakes: Sequence[str]) -> None:
-    """Raises UserError with these sentences, one a line, if there are any."""
+    """Raises UserError with these sentences, one per line, if there are any."""
     if len(mistakes) > 1:
         mistakes = [f"{len(mistakes)} mistakes:", *mistakes[:MOST_MISTAKES]]
     if mistakes:
@@ -171,9 +172,10 @@ def check_none(mistakes: Sequence[str]) -> None:
 
 
 def drop_alternatives(in_file: dict[str, Any], on_line: Mapping[str, Any]) -> None:
-    """Drops the file's of two settings that stand in place of each other, where the command line gives the other.
+    """Drops a setting of the file if the command line gives the setting that replaces it, or that it replaces.
 
-    Raises UserError where one place gives both; a run's config.yaml has both, one of them with its default.
+    Raises UserError if one place gives both. A run's config.yaml has both, but one of them has its default, which does
+    not count as given.
     """
     for name, (_, leaf) in all_settings().items():
         other = leaf.metadata["instead_of"]
@@ -201,10 +203,10 @@ def _gives(place: Mapping[str, Any], name: str) -> bool:
 def drop_pointless(
     settings: TrainConfig, chosen: Mapping[str, Any], on_line: Written, in_file: Written
 ) -> None:
-    """Gives settings that were chosen without effect their usual value again, with a note for words of other launchers.
+    """Resets chosen settings that have no effect to their usual value, with a note for words of other launchers.
 
-    Raises UserError for what a user gave in our words; a run's own file may hold it, and so may a file where only the
-    command line makes it pointless.
+    Raises UserError for such a setting if the user gave it by our name. A run's own file may hold such settings, and so
+    may another file if only the command line makes them pointless.
     """
     usual = _usual(chosen)
     in_others_words = on_line.in_others_words()
@@ -225,15 +227,15 @@ def drop_pointless(
 
 
 def _is_pointless_alone(name: str, values: Mapping[str, Any]) -> bool:
-    """Returns whether these values of a file give the setting `name` without effect, whatever the command line says."""
+    """Returns whether the setting `name`, as these values of a file give it, has no effect even without a command line."""
     return name in values and bool(pointless(_build(values), [name], _usual(values)))
 
 
 def pointless(
     settings: TrainConfig, names: Iterable[str], usual: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns {setting: a sentence} for those of `names` that have no effect in `settings`. To give the `usual` value is
-    no mistake."""
+    """Returns {setting: a sentence} for each setting of `names` that has no effect in `settings`. A setting with its
+    `usual` value does not count."""
     sentences = {}
     for name in names:
         value = settings.value(name)
@@ -259,7 +261,7 @@ def _build(chosen: Mapping[str, Any]) -> TrainConfig:
 
 
 def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the value that each setting has where it is not chosen: that of the preset and its recipe, or the default."""
+    """Returns the value of each setting that is not chosen: from the preset and its recipe, or the default."""
     model_name = chosen.get("model_name", default("model_name"))
     values = {name: default(name) for name in all_settings()}
     values |= preset(model_name)
@@ -279,8 +281,8 @@ def default(name: str) -> Any:
 
 
 def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> None:
-    """Gives `settings` the shape `model` of the weights that `source`, as init_from FOLDER, holds. Raises UserError for
-    model settings that the user gave and that disagree with it or do nothing."""
+    """Sets the model of `settings` to `model`, the shape of the weights in `source`, such as init_from FOLDER. Raises
+    UserError if model settings that the user gave disagree with this shape or do nothing."""
     shape = vars(model)
     explicit = shape.keys() & settings.explicit
     if "model_name" not in explicit:
@@ -296,7 +298,7 @@ def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> None:
 def check_same_model(
     settings: TrainConfig, model: ModelConfig, source: str, remedy: str = ""
 ) -> None:
-    """Raises UserError, naming the settings, where the `model` that `source` holds is not that of
+    """Raises UserError, which names the settings, if the `model` in `source` is not the model of
     `settings`."""
     differing = differing_model(settings, model)
     if differing:
@@ -310,9 +312,10 @@ def _listed(differing: Mapping[str, tuple[str, str]]) -> str:
 
 
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:
-    """Returns {setting: (its value in `settings`, that in `model`), as written} of those that make another model of it.
+    """Returns {setting: (its value in `settings`, its value in `model`), as written} for the settings that make the models
+    different.
 
-    It is empty for the same model, however it is described; what has no effect in `settings` does not count.
+    It is empty for the same model, however it is described; settings without effect in `settings` do not count.
     """
     asked_structure = settings.model.structure()
     differing = {}
@@ -330,7 +333,7 @@ def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tupl
 
 
 def as_dict(settings: TrainConfig) -> dict[str, dict[str, Any]]:
-    """Returns the settings as plain nested dict, for YAML and JSON."""
+    """Returns the settings as a plain nested dict, for YAML and JSON."""
     sections: dict[str, dict[str, Any]] = {}
     for section in SECTIONS:
         values = vars(getattr(settings, section))
@@ -342,14 +345,14 @@ def as_dict(settings: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def as_yaml(settings: TrainConfig) -> str:
-    """Returns the settings as YAML, every section of them, for the run folder and for --config."""
+    """Returns all settings as YAML, for the run folder and for --config."""
     import yaml
 
     return yaml.safe_dump({"version": VERSION, **as_dict(settings)}, sort_keys=False)
 
 
 def as_json(settings: TrainConfig) -> str:
-    """Returns, in a line, the resolved settings and what was said of them, for `read_resolved`."""
+    """Returns the resolved settings, with `explicit` and `notes`, as one line of JSON for `read_resolved`."""
     return json.dumps(
         {
             "settings": as_dict(settings),
@@ -360,7 +363,7 @@ def as_json(settings: TrainConfig) -> str:
 
 
 def read_resolved(path: Path) -> TrainConfig:
-    """Returns the settings that the launcher of this start has resolved and written into the file `path`."""
+    """Returns the settings that the launcher of this start resolved and wrote into the file `path`."""
     content = json.loads(retry_io(path.read_text, path))
     settings = TrainConfig()
     for values in content["settings"].values():

@@ -1,4 +1,4 @@
-"""The help page of training.py, and of what else takes its settings."""
+"""The help page of training.py and of the other programs that take its settings."""
 
 from mamba_fsdp.settings import other_launchers
 from mamba_fsdp.settings.help import Page
@@ -8,13 +8,14 @@ OPENING = """
 Train a Mamba language model. The same command again resumes it after a stop.
 
   ./1.train.sbatch [--config=FILE.yaml] [--SETTING=VALUE ...]   on all devices
-  python training.py ...                                        on one of them
+  python training.py ...                                        on one device
 
 --config takes a file or a ready run: demo, wikitext103, mambaoutai, bamba-9b.
 --dry_run says what would be trained and what memory it takes, and stops.
-The command line wins over --config, that over the recipe of --model_name, that
-over the defaults, which are shown behind the = below. Numbers may be written
-10k, 1.5M, 2B; a length is in steps (10k) or tokens (2Btok). YAML: name: value.
+The command line wins over --config, --config over the recipe of --model_name,
+the recipe over the defaults, which stand after the = below. Numbers may be
+written 10k, 1.5M, 2B; a length is in steps (10k) or tokens (2Btok).
+In YAML, write name: value.
 """
 USUAL = (
     "model_name d_model n_layer dataset_path validation_path seq_length learning_rate schedule warmup_steps num_steps "

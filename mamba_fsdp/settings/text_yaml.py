@@ -1,5 +1,5 @@
-"""Reads YAML files whose values stay the text that was written, so that the types of our settings
-decide."""
+"""Reads YAML files and keeps their values as text, so that the types of our settings decide how to
+read them."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ from mamba_fsdp.errors import UserError
 
 
 def load_yaml(path: Path, ours: bool = False) -> dict[str, Any]:
-    """The content of a YAML file, every scalar as text; empty for an empty file. Raises UserError
-    for a file that can't be read, is no mapping, or gives a name twice.
+    """Returns the content of a YAML file, with every scalar as text; {} for an empty file. Raises
+    UserError for a file that can't be read, is no mapping, or gives a name twice.
 
-    ours: a file of this program is read in C, ten times as fast. Deep nesting would crash that
-    reader.
+    ours: whether the file belongs to this program. The C reader is then used, which is ten times as
+    fast but crashes on deep nesting.
     """
     import yaml
 
@@ -22,7 +22,7 @@ def load_yaml(path: Path, ours: bool = False) -> dict[str, Any]:
 
     class TextLoader(loader):
         def compose_node(self, parent: Any, index: Any) -> Any:
-            # An alias of a collection could stand for more values than any memory holds.
+            # Nested aliases of collections could stand for more values than any memory holds.
             alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
             node = super().compose_node(parent, index)
             if alias and not isinstance(node, yaml.ScalarNode):
@@ -38,10 +38,10 @@ def load_yaml(path: Path, ours: bool = False) -> dict[str, Any]:
                 raise yaml.YAMLError(f"{max(names, key=names.count)} is given twice")
             return content
 
-    TextLoader.yaml_implicit_resolvers = {}  # which would make numbers and booleans of text
+    TextLoader.yaml_implicit_resolvers = {}  # they would turn text into numbers and booleans
     try:
         content = yaml.load(path.read_text(), Loader=TextLoader)
-    except Exception as error:  # PyYAML raises whatever a file runs into
+    except Exception as error:  # PyYAML raises many kinds of error
         reason = " ".join(str(error).split()) or "it is cut short"
         raise UserError(f"{path}: can't be read as YAML: {reason}") from None
     if content in (None, ""):

@@ -2,8 +2,8 @@
 field).
 
 Leaf names are unique over the sections, so `--learning_rate=3e-4`, `--optimizer.learning_rate=3e-4`
-and the YAML forms `learning_rate: 3e-4` and `optimizer: {learning_rate: 3e-4}` name the same thing.
-mamba_fsdp/settings/resolve.py resolves them.
+and the YAML forms `learning_rate: 3e-4` and `optimizer: {learning_rate: 3e-4}` give the same
+setting. mamba_fsdp/settings/resolve.py resolves them.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ def steps(default: int, **more: Any) -> Any:
     return setting(Duration(default, "steps"), **more)
 
 
-# What must hold for a setting to have an effect.
+# The conditions under which settings have an effect.
 
 
 def value_of(name: str, *values: Any) -> Needs:
-    """That the setting `name` has one of these values."""
+    """Returns the condition that the setting `name` has one of these values."""
 
     def met(settings: "TrainConfig") -> bool:
         return settings.value(name) in values
@@ -97,11 +97,11 @@ def wandb(settings: "TrainConfig") -> bool:
 
 @dataclass
 class DataConfig:
-    """What is read, and in what order."""
+    """The data, and the order in which it is read."""
 
     dataset_path: str = setting("data/builtin", is_path=True)
-    """A token store made by get_dataset.py, or a folder with stores train/ and validation/, or with
-    several to mix (see datasets). data/builtin is made if it is missing."""
+    """A token store made by get_dataset.py, or a folder with stores train/ and validation/, or a folder
+    with several stores to mix (see datasets). data/builtin is made if it is missing."""
     datasets: list[str] = setting([])
     """Names of the stores in dataset_path to mix, as in code,text. Empty: its train store, or
     dataset_path itself."""
@@ -111,26 +111,27 @@ class DataConfig:
     """The token store to validate on. auto: the one named validation beside the training data.
     none: no validation."""
     allow_other_tokenizer: bool = setting(False)
-    """Accept datasets, validation data and a model to start from that have different tokenizers."""
+    """Accept different tokenizers for the datasets, the validation data and the model to start from."""
     use_dummy_dataset: bool = setting(False)
     """Train on made-up tokens, for benchmarks: they count up through the vocabulary without end."""
     seq_length: int = setting(256, at_least=1)
-    """Sequence length (context length): tokens per sample. Its default comes with model_name, as
-    all of its recipe (mamba_fsdp/settings/recipes.yaml)."""
+    """Sequence length (context length): tokens per sample. Its default comes with model_name, from the
+    model's recipe (mamba_fsdp/settings/recipes.yaml)."""
     reset_at_documents: bool = setting(False)
-    """Stop state, convolution and attention at the start of each document within a sample."""
+    """Keep state, convolution and attention within a document: none crosses the start of a document
+    inside a sample."""
     position_weighting: bool = setting(False)
     """Weight each token's loss with tanh(p / position_window), where p is the number of tokens of
     its document before it in the sample. The loss is the weighted mean over the global batch."""
     position_window: float = setting(10.0, above=0, needs=weighting)
-    """After this many tokens position_weighting gives three quarters of the full weight."""
+    """The number of tokens after which position_weighting gives three quarters of the full weight."""
     num_workers: int = setting(1, at_least=0, at_most=64)
     """Threads per rank that read batches ahead. 0: read each batch when it is needed."""
     prefetch: int = setting(2, at_least=1, at_most=1024, needs=workers)
     """Steps to read ahead."""
 
     def places(self) -> set[str]:
-        """What is read, by absolute paths."""
+        """Returns the absolute paths of the data."""
         if self.use_dummy_dataset:
             return {"made-up tokens"}
         return {
@@ -139,7 +140,7 @@ class DataConfig:
         }
 
     def check(self) -> None:
-        """Raises UserError for weights that are no shares of the datasets."""
+        """Raises UserError for weights that can't be shares of the datasets."""
         if not self.weights:
             return
         if len(self.weights) != len(self.datasets):
@@ -155,20 +156,20 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """How the weights are updated. Weight decay is on matrices only, not on norms, biases, A_log, D, dt_bias."""
+    """How the weights are updated. Weight decay applies to matrices only, not to norms, biases, A_log, D or dt_bias."""
 
     optimizer: str = setting("adamw", choices=("adamw", "muon"))
-    """muon updates the matrices of mixers and MLPs by their orthogonalised momentum, and the rest as adamw does. Its
-    steps are as large as AdamW's: learning_rate and weight_decay serve both."""
+    """muon updates the matrices of mixers and MLPs by their orthogonalised momentum, and all other parameters as adamw
+    does. Its steps are as large as AdamW's, so that learning_rate and weight_decay serve both."""
     learning_rate: float = setting(3e-3, above=0)
-    """Peak learning rate; its default comes with model_name, or is 0.0003 if that has no recipe or
+    """Peak learning rate. Its default comes with model_name; it is 0.0003 if the model has no recipe or
     the run starts from weights."""
     weight_decay: float = setting(0.1, at_least=0)
     """Decoupled weight decay."""
     beta1: float = setting(0.9, at_least=0, at_most=0.9999999)
     """Decay of the mean of the gradients."""
     beta2: float = setting(0.95, at_least=0, at_most=0.9999999)
-    """Decay of the mean of their squares."""
+    """Decay of the mean of the squared gradients."""
     adam_epsilon: float = setting(1e-8, above=0)
     """Added to the root of the second moment."""
     grad_clip_thresh: float = setting(1.0, at_least=0)
@@ -187,7 +188,7 @@ class ScheduleConfig:
     polynomial_power: float = setting(1.0, above=0, needs=polynomial)
     """Exponent of polynomial."""
     restart_cycles: int = setting(1, at_least=1, needs=restarts)
-    """Times that cosine_with_restarts falls from learning_rate to the floor."""
+    """Number of times that cosine_with_restarts falls from learning_rate to the floor."""
     warmup_steps: Duration = steps(-1, at_least=-1)
     """Warm-up; -1 means a twentieth of the run, at most 2000 steps (annealing and constant:
     none)."""
@@ -196,11 +197,11 @@ class ScheduleConfig:
     decay_steps: Duration = steps(-1, at_least=-1, needs=final_decay)
     """Length of the final decay of wsd. -1: a tenth of the run."""
     schedule_steps: Duration = steps(-1, at_least=-1, needs=end_of_schedule)
-    """Length of the schedule; -1 means that of the run. A run that goes on longer keeps the learning
-    rate of the schedule's end. If num_steps is raised, the schedule keeps its length where another
-    would change the learning rate."""
+    """Length of the schedule; -1 means the length of the run. A longer run keeps the learning rate of
+    the schedule's end. If num_steps is raised, the schedule keeps its length, unless the new length
+    leaves the present learning rate as it is."""
     min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=floor)
-    """Floor of the schedules that decay to one, as a share of learning_rate."""
+    """Floor of the schedules that decay to a floor, as a share of learning_rate."""
 
 
 @dataclass
@@ -211,11 +212,11 @@ class TrainingConfig:
     """Length of the run in epochs; 0 leaves it to num_steps. An epoch has as many samples as the
     training data has windows of seq_length tokens."""
     num_steps: Duration = steps(1000, at_least=1)
-    """Length of the run in steps, or in tokens as in 20Mtok. In tokens, the learning rate follows
-    the tokens seen, so that a later change of the global batch does not change its curve."""
+    """Length of the run in steps, or in tokens as in 20Mtok. With a length in tokens, the learning rate
+    follows the tokens seen, so that a later change of the global batch does not change its curve."""
     dry_run: bool = setting(False)
-    """Print what would be trained, its size, the memory that it needs and the checkpoint that it
-    would resume, then stop. Nothing is written."""
+    """Print the model, its size, the memory that the run needs and the checkpoint that it would resume
+    from, then exit. Nothing is written."""
     batch_size: int = setting(8, at_least=1)
     """Samples per device and forward pass (the micro-batch)."""
     global_batch_size: int = setting(0, at_least=0)
@@ -228,28 +229,27 @@ class TrainingConfig:
     """Seed of the initial weights and of the order of the samples."""
     mixed_precision: str = setting("auto", choices=("auto", "bf16", "fp16", "fp32"))
     """Dtype of the matrix products: bf16, fp16 or fp32. auto: bf16 on a GPU, fp32 on a CPU. Weights,
-    their update, the recurrence and reductions are in fp32 precision. true means bf16, false
-    fp32."""
+    their updates, the recurrence and reductions are in fp32. true means bf16, false fp32."""
     kernels: str = setting("auto")
-    """Backends of the operators. auto: the fastest that is right on this GPU, for the whole run.
-    fused (CUDA libraries), triton, flash (attention), cpp (C on a CPU) or reference (plain PyTorch):
-    this backend wherever it exists. scan=reference,conv=cpp: for these operators only. A backend that does not
-    work or is wrong is an error."""
+    """Backends of the operators. auto: the fastest that gives correct results on this GPU, for the whole
+    run. fused (CUDA libraries), triton, flash (attention), cpp (C on a CPU) or reference (plain
+    PyTorch): this backend for every operator that has it. scan=reference,conv=cpp: for these operators only. A
+    backend that does not work or gives wrong results is an error."""
     deterministic: bool = setting(False)
-    """Use only what is deterministic: two equal runs are equal bit for bit. On a GPU the first
-    minute tests each backend for it; those of the CUDA libraries are not used."""
+    """Use only deterministic operations: two runs with equal settings are equal bit for bit. On a GPU,
+    the first minute of the run tests each backend for this; those of the CUDA libraries are not used."""
     max_skipped_steps: int = setting(10, at_least=1)
     """Stop after this many steps in a row with a loss or gradient that is not finite. Such steps
     change no weight."""
     eval_interval: Duration = steps(200, at_least=0, needs=store_or_no_interval)
     """Validation interval; a run also validates at its start and its end. 0: never."""
     eval_batches: int = setting(-1, at_least=-1, needs=validation)
-    """Global batches per validation, spread evenly over each store. 0: all data. -1: as many as
-    cost a twentieth of the training between two validations."""
+    """Global batches per validation, spread evenly over each store. 0: all data. -1: as many as take a
+    twentieth of the time of training between two validations."""
 
     def check(self) -> None:
-        """Raises UserError for a global batch that can't be split, and for `kernels` that there are
-        not."""
+        """Raises UserError for a global batch that can't be split, and for unknown names in
+        `kernels`."""
         if self.global_batch_size % self.batch_size:
             raise UserError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of "
@@ -258,14 +258,14 @@ class TrainingConfig:
         demands(self.kernels)
 
     def settle_precision(self, device_type: str) -> None:
-        """Chooses the precision that auto is on a `cpu` or another device."""
+        """Replaces mixed_precision=auto by the precision for this type of device."""
         if self.mixed_precision == "auto":
             self.mixed_precision = "fp32" if device_type == "cpu" else "bf16"
 
 
 @dataclass
 class CheckpointConfig:
-    """Where the run lives, and what it starts from."""
+    """The run folder, its checkpoints, and what the run starts from."""
 
     save_ckpt_path: str = setting("runs/train", is_path=True)
     """The run folder. If it holds a committed checkpoint, the run resumes from it, whatever
@@ -277,35 +277,36 @@ class CheckpointConfig:
     resuming_dataset: bool = setting(False)
     """Take the position in the data from load_ckpt_path too."""
     init_from: str = setting("", is_path=True)
-    """Weights that a new run starts from: a transformers or state-spaces folder, a run, a
-    checkpoint or a .pth file. The model has their shape; model settings must agree with it, and
+    """Weights that a new run starts from: a transformers or state-spaces folder, a run, a checkpoint or a
+    .pth file. The model takes the shape of the weights; model settings must agree with it, and must
     describe the model if there is no config.json."""
     checkpoint_interval: Duration = steps(500, at_least=1)
     """Checkpoint interval; a run also saves at its end and when it is stopped."""
     keep_checkpoints: int = setting(3, at_least=1)
-    """Number of newest checkpoints to keep. Older ones are removed, unless another process reads
+    """Number of newest checkpoints to keep. Older checkpoints are removed, unless another process reads
     them."""
     keep_every: Duration = steps(0, at_least=0)
-    """The first checkpoint at or after each multiple of this many steps is never removed. 0: all may be."""
+    """The first checkpoint at or after each multiple of this many steps is never removed. 0: any
+    checkpoint may be removed."""
     max_failed_saves: int = setting(5, at_least=1)
-    """Stop after this many failed saves in a row. Until then the run trains on and tries again
+    """Stop after this many failed saves in a row. Until then the run keeps training and tries again
     after one minute, two, four and so on."""
     async_checkpoint: bool = setting(True)
     """Write checkpoints while training continues."""
     publish: bool = setting(True)
-    """At the end, write the model into pth/ as one file. Without it, python -m mamba_fsdp export
-    RUN FOLDER --format=pth does so later."""
+    """At the end, write the model into pth/ as one file. python -m mamba_fsdp export RUN FOLDER
+    --format=pth can also do so later."""
 
     def names_a_file(self) -> bool:
-        """Whether load_ckpt_path names a file, of weights alone."""
+        """Returns whether load_ckpt_path names a file, which holds only weights."""
         return self.load_ckpt_path.endswith(WEIGHTS_FILES)
 
     def loads_own_folder(self) -> bool:
-        """Whether load_ckpt_path is the run folder itself: it means to resume or, if empty, to start."""
+        """Returns whether load_ckpt_path is the run folder itself: the run then resumes or, in an empty folder, starts."""
         return os.path.realpath(self.load_ckpt_path) == os.path.realpath(self.save_ckpt_path)
 
     def check(self) -> None:
-        """Raises UserError where the settings don't agree on what to start from."""
+        """Raises UserError if the settings don't agree on what to start from."""
         if self.load_ckpt_path and self.init_from:
             raise UserError("load_ckpt_path and init_from both say what to start from; give one")
         if self.resuming_dataset and (not self.load_ckpt_path or self.names_a_file()):
@@ -331,8 +332,8 @@ class ParallelConfig:
     """Sum a step's gradients on each device before they are reduced. Gradient accumulation then
     sends less, but each device holds the whole model's gradients in fp32."""
     context_parallel: int = setting(1, at_least=1)
-    """Number of neighbouring devices that share each sequence, for sequences too long for one. Each
-    of N computes 1/N of the positions."""
+    """Number of neighbouring devices that share each sequence, for sequences too long for one device.
+    Each of N devices computes 1/N of the positions."""
     use_torch_compile: bool = setting(False)
     """Compile each block with torch.compile and, on a GPU, the loss."""
     timeout_minutes: float = setting(10.0, above=0)
@@ -340,7 +341,7 @@ class ParallelConfig:
     compiling or slow data needs more."""
 
     def selective_share(self) -> Fraction:
-        """selective_checkpointing as a number in [0, 1]. Raises UserError where it is none."""
+        """Returns selective_checkpointing as a number in [0, 1]. Raises UserError for other text."""
         text = self.selective_checkpointing
         try:
             share = Fraction(text)
@@ -356,13 +357,13 @@ class ParallelConfig:
 
 @dataclass
 class ReportConfig:
-    """What is shown and recorded."""
+    """What the run shows and records."""
 
     report_interval: Duration = steps(20, at_least=1)
     """Steps, or tokens, between entries in metrics.jsonl and the log."""
     tracker: list[str] = setting([], choices=("tensorboard", "wandb"))
-    """Send metrics to these too, as in tensorboard,wandb. TensorBoard's files go to the run folder.
-    none: no tracker."""
+    """Send metrics to these trackers too, as in tensorboard,wandb. TensorBoard's files go to the run
+    folder. none: no tracker."""
     wandb_project: str = setting("", needs=wandb)
     """Project in W&B. Empty: WANDB_PROJECT in the environment, else mamba-fsdp."""
     wandb_name: str = setting("", needs=wandb)
@@ -374,8 +375,8 @@ class ReportConfig:
 
 @dataclass
 class TrainConfig:
-    """All settings of a run. `explicit`: the names of those that the user gave. `notes`: lines for the run's log on what
-    was given in words of other launchers. `names_folder`: whether save_ckpt_path was given for this model and data."""
+    """All settings of a run. `explicit`: the names of the settings that the user gave. `notes`: lines for the run's log
+    about words of other launchers. `names_folder`: whether save_ckpt_path was given for this model and data."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -404,7 +405,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU
         starts."""
-        if not self.checkpoint.init_from:  # else its weights tell the model's shape
+        if not self.checkpoint.init_from:  # its weights would give the model's shape
             self.model.check()
         self.data.check()
         self.training.check()
@@ -412,8 +413,8 @@ class TrainConfig:
         self.parallel.selective_share()
 
     def operator_uses(self) -> dict[str, list[Use]]:
-        """What the training asks of each operator, once its precision is settled."""
-        from mamba_fsdp.conventions import DTYPES  # which needs torch, and a command line does not
+        """Returns the uses of each operator in the training; call it after settle_precision."""
+        from mamba_fsdp.conventions import DTYPES  # needs torch, which a command line does not
 
         return spec.operator_uses(
             self.model,
@@ -431,7 +432,7 @@ SECTIONS: dict[str, Any] = {
 
 @lru_cache(maxsize=None)
 def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
-    """{leaf name: (section name, dataclass field)}."""
+    """Returns {leaf name: (section name, dataclass field)}."""
     found: dict[str, tuple[str, dataclasses.Field]] = {}
     for section, kind in SECTIONS.items():
         for leaf in dataclasses.fields(kind):
@@ -442,6 +443,6 @@ def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
 
 @lru_cache(maxsize=None)
 def setting_names() -> dict[str, str]:
-    """{name of a setting, with its section or without: the name without}."""
+    """Returns {name of a setting, with or without its section: the name without it}."""
     with_sections = {f"{section}.{name}": name for name, (section, _) in all_settings().items()}
     return with_sections | {name: name for name in all_settings()}

@@ -1,4 +1,4 @@
-"""Reads the settings that the command line or a file gives, in our names or in those of other launchers."""
+"""Reads the settings that the command line or a file gives, by our names or by the names of other launchers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +10,16 @@ from mamba_fsdp.settings.train_config import all_settings, setting_names
 
 
 class Written:
-    """The settings that one place, the command line or a file, gives. Mistakes are collected, so that all of them are
+    """The settings from one place, which is the command line or a file. Mistakes are collected, so that all of them are
     reported at once."""
 
     def __init__(self, content: Mapping[str, Any], where: str, is_of_run: bool = False) -> None:
-        """content: {word: text, or what YAML has there}. where: as in "on the command line". is_of_run: whether a run
-        wrote the file, as its config.yaml."""
+        """content: {word: text, or a list or mapping from YAML}. where: as in "on the command line". is_of_run: whether the
+        file is a config.yaml that a run wrote."""
         self.where = where
         self.is_of_run = is_of_run
         self.values: dict[str, Any] = {}  # by setting
-        self.implied: dict[str, Any] = {}  # the same, of settings that another one implies
+        self.implied: dict[str, Any] = {}  # by setting: values that words of other launchers imply
         self.words: dict[str, str] = {}  # by setting: the word that gives it
         self.notes: list[str] = []
         self.mistakes: list[str] = []
@@ -57,7 +57,7 @@ class Written:
                 self.implied[name] = read_field(name, all_settings()[name][1], implied)
 
     def _set(self, name: str, text: Any, word: str) -> None:
-        """Sets `name`, which `word` gives. Raises UserError where an earlier word gives it another value, or both words
+        """Sets `name`, which `word` gives. Raises UserError if an earlier word gives it another value, or if both words
         are ours."""
         value = read_field(name, all_settings()[name][1], text, f" ({self.where})")
         if name not in self.words:
@@ -67,7 +67,7 @@ class Written:
         earlier = self.words[name]
         both_ours = {word, earlier} <= setting_names().keys()
         agrees = value == self.values[name]
-        if isinstance(value, list):  # of which it may be a part
+        if isinstance(value, list):  # the new value may be a part of the earlier one
             agrees = set(value) <= set(self.values[name])
         if both_ours or not agrees:
             raise UserError(
