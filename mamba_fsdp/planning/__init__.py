@@ -1,1 +1,1 @@
-"""What a training needs and costs on given machines: memory, seconds of a step, what would fit."""
+"""The memory and time that a training run takes on given machines, and the settings that would fit."""

@@ -1,13 +1,14 @@
-"""Devices and the cloud's machines that hold them, from published data: vendors' data sheets, AWS's pages of instances.
+"""Devices and the cloud machines that hold them, from published data: vendors' data sheets and AWS's instance pages.
 
-A100, H100, H200, L4 and L40S: NVIDIA's data sheets of the cards, half of what they give "with sparsity". B200 and B300:
-those of HGX, GB200 and GB300 of the superchips, which run faster. A10G: AWS's page of G5. GeForce and RTX: NVIDIA's
-architecture white papers, for products of bf16 summed in fp32. Networks: AWS's specifications of accelerated instances.
+A100, H100, H200, L4 and L40S: NVIDIA's data sheets of the cards; a figure "with sparsity" is halved. B200 and B300: the
+data sheet of HGX; GB200 and GB300: the data sheets of the superchips, which run faster. A10G: AWS's page of G5. GeForce
+and RTX: NVIDIA's architecture white papers, for products of bf16 summed in fp32. Networks: AWS's specifications of
+accelerated instances.
 """
 
 from dataclasses import dataclass
 
-# Dense bf16 matrix peak of one device with fp32 sums, TFLOP/s, from the vendors' data sheets, by words of its name.
+# Dense bf16 matrix peak of one device with fp32 sums, in TFLOP/s, by the words of the device's name.
 PEAK_TFLOPS = {
     "A100": 312,
     "A10G": 70,
@@ -33,25 +34,25 @@ PEAK_TFLOPS = {
     "RTX 4090": 165,
     "RTX 5090": 209,
 }
-OTHER_SIZES = {"MIG", "Laptop", "Ti", "D"}  # words of a part of a device, or of another one
+OTHER_SIZES = {"MIG", "Laptop", "Ti", "D"}  # words that name a part of a device or another device
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A machine. Memory is what the driver shows; links are one way."""
+    """A kind of machine. The memory is the amount that the driver shows; the rates of links are for one direction."""
 
     device: str
     devices: int
     memory: float  # GB of a device
-    bandwidth: float = 0.0  # GB/s of that memory; 0: not known
+    bandwidth: float = 0.0  # GB/s of a device's memory; 0: unknown
     nvlink: float = (
-        32  # GB/s of a device to the others of its machine; PCIe 4.0 x16 where there is no NVLink
+        32  # GB/s from a device to the others of its machine; PCIe 4.0 x16 if it has no NVLink
     )
-    network: float = 10  # Gbit/s of the machine to others: EFA where it has that
-    peak: float = 0.0  # TFLOP/s in bf16; 0: that of a device of this name
+    network: float = 10  # Gbit/s from the machine to others, by EFA if it has EFA
+    peak: float = 0.0  # TFLOP/s of a device in bf16; 0: as PEAK_TFLOPS has it for `device`
 
     def tflops(self) -> float:
-        """Returns the peak of a device, 0 where it is not known, nor the memory's rate, without which it tells no time."""
+        """Returns the peak of a device in TFLOP/s, or 0 if the peak or the memory's bandwidth is unknown: a time needs both."""
         if not self.bandwidth:
             return 0.0
         return self.peak or PEAK_TFLOPS.get(self.device, 0.0)
@@ -70,7 +71,7 @@ INSTANCES = {
 
 
 def device_peak(device_name: str) -> float | None:
-    """Returns the peak FLOP/s of a device as `nvidia-smi` names it, None for an unknown one or a part of one."""
+    """Returns the peak FLOP/s of a device named as in `nvidia-smi`, or None for an unknown device or a part of one."""
     words = set(device_name.replace("-", " ").split())
     fits = [name for name in PEAK_TFLOPS if words.issuperset(name.split())]
     if not fits or words & OTHER_SIZES:

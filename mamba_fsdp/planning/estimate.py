@@ -1,4 +1,4 @@
-"""What is expected of a training on some machines, and which settings would fit best."""
+"""Estimates of a training run on given machines, and the settings that would fit best."""
 
 import copy
 import os
@@ -20,22 +20,22 @@ from mamba_fsdp.run_layout import CHECKPOINT_BYTES
 from mamba_fsdp.settings.train_config import TrainConfig
 
 TRIED_SHARES = ("1", "1/2", "1/4", "0")  # of blocks that recompute; the least memory first
-TRIED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of a device
+TRIED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # micro-batches of a device
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is expected, as `plan --json` prints it. Times are those of all devices together, and 0 where the rates of
-    the devices are not known."""
+    """The estimate of a training run, as `plan --json` prints it. Times are for all devices together; they are 0 if the
+    rates of the devices are unknown."""
 
     parameters: int
     nodes: int
     devices: int
     batch_size: int
-    recompute: str  # share of the blocks
+    recompute: str  # share of the blocks that recompute their activations
     global_batch_size: int
     tokens_per_step: int
-    memory: dict[str, int]  # bytes of a device by part; what the framework takes among them
+    memory: dict[str, int]  # bytes of a device by part, with the framework's own
     bytes: int
     fits: bool
     checkpoint_bytes: int
@@ -46,7 +46,7 @@ class Estimate:
 
 
 def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
-    """Returns what is expected of a training on so many nodes. Raises UserError for what can't be split over them."""
+    """Returns the estimate of a training run on `nodes` machines. Raises UserError if it can't be split over them."""
     return _estimate(_workload(settings, nodes, machine), machine)
 
 
@@ -103,17 +103,18 @@ def _estimate(work: Workload, machine: Instance) -> Estimate:
 
 
 def framework_bytes(memory: dict[str, int], world: World) -> int:
-    """About what CUDA takes (half a gigabyte), NCCL (one), and gaps between allocations (a twentieth of what passes)."""
+    """Returns a rough figure for CUDA (half a gigabyte), NCCL (one gigabyte) and gaps between allocations (a twentieth of
+    the memory that a step allocates and frees)."""
     passing = memory["gathered"] + memory["activations"] + memory["loss"]
     nccl = 1e9 if world.size > 1 else 0
     return int(0.5e9 + nccl + passing / 20)
 
 
 def best(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate | None:
-    """Returns the best of other batch sizes and shares of recomputing blocks that fits, None where none does.
+    """Returns the best estimate that fits, over batch sizes and shares of recomputing blocks, or None if none fits.
 
-    That is the one that takes least memory of those that are the fastest, but for a hundredth; where rates are not
-    known, the largest of those that recompute least.
+    The best estimate takes the least memory of all that reach 99 % of the highest speed. If the rates of the devices are
+    unknown, it recomputes the fewest blocks and, among equals, takes the most memory.
     """
     others = _others(settings, nodes, machine)
     smallest = next(others, None)
@@ -128,12 +129,12 @@ def best(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate | Non
 
 
 def _others(settings: TrainConfig, nodes: int, machine: Instance) -> Iterator[Estimate]:
-    """Yields the estimates to choose from, the least memory first. A global_batch_size that is given stays."""
+    """Yields the estimates to choose from, the one with the least memory first. A given global_batch_size stays."""
     samples = settings.training.global_batch_size
     for size in TRIED_BATCHES:
         if samples % (size * nodes * machine.devices):
             continue
-        measured = None  # the same with each share
+        measured = None  # the passes are the same for each share
         for share in TRIED_SHARES:
             other = copy.deepcopy(settings)
             other.training.batch_size = size
@@ -146,11 +147,11 @@ def _others(settings: TrainConfig, nodes: int, machine: Instance) -> Iterator[Es
             if not expected.fits:
                 break
         if share == TRIED_SHARES[0]:
-            return  # nor does a larger batch fit
+            return  # a larger batch does not fit either
 
 
 def machine_at_hand() -> Instance:
-    """Returns this machine: how many devices it has, and their memory."""
+    """Returns this machine's devices and their memory; on a CPU, one device with the machine's memory."""
     if torch.cuda.is_available():
         memory = torch.cuda.mem_get_info()[1]
         return Instance(torch.cuda.get_device_name(), torch.cuda.device_count(), memory / 1e9)

@@ -1,8 +1,8 @@
-"""What a device holds while it trains, in bytes: parameters are counted, passes are measured (passes.py).
+"""The memory of a device in training, in bytes: parameters are counted, passes are measured (passes.py).
 
 Each part of expected_memory is a function below. FSDP2's buffers are those of torch 2.13.
-tests/trainer/test_simulate.py holds all of it against a whole step on fake tensors. NCCL's buffers, gaps between
-allocations and CUDA's own memory are not counted (estimate.py adds a guess of those).
+tests/trainer/test_simulate.py compares the parts with a whole step on fake tensors. NCCL's buffers, gaps between
+allocations and CUDA's own memory are not counted; estimate.py adds a rough figure for them.
 """
 
 import math
@@ -24,8 +24,8 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Workload:
-    """What the sums below read of a training. backends: operator -> backend, as ops/backends.py chooses them. measured:
-    passes of the same settings, with any share of blocks that recompute."""
+    """The training run whose memory is counted. backends: operator -> backend, as ops/backends.py chooses them. measured:
+    passes of the same settings, with any share of recomputing blocks."""
 
     settings: TrainConfig
     world: World
@@ -38,17 +38,17 @@ class Workload:
 
     @property
     def width(self) -> int:
-        """Bytes of an element in the compute dtype."""
+        """Returns the bytes of an element in the compute dtype."""
         return DTYPES[self.settings.training.mixed_precision].itemsize
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch that a device computes."""
+        """Returns the tokens of a micro-batch that a device computes."""
         return self.settings.training.batch_size * own_positions(self.settings)
 
     @property
     def sharing(self) -> int:
-        """Ranks that share each sequence."""
+        """Returns the number of ranks that share each sequence."""
         return self.settings.parallel.context_parallel
 
     @cached_property
@@ -61,14 +61,14 @@ class Workload:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks over which a weight is cut."""
+        """Returns the number of ranks over which a weight is sharded."""
         if self.strategy == "fsdp":
             return self.world.size
         return self.world.local_size if self.strategy == "hsdp" else 1
 
     @cached_property
     def recomputes(self) -> list[bool]:
-        """Which of the blocks recompute their activations."""
+        """Returns, for each block, whether it recomputes its activations."""
         parallel = self.settings.parallel
         share = Fraction(0)
         if parallel.fsdp_activation_checkpointing:
@@ -77,12 +77,13 @@ class Workload:
 
     @property
     def repeats(self) -> list[float]:
-        """How much more each block computes than a forward and a backward pass (of twice that): 4/3, or 1."""
+        """Returns each block's work relative to one forward and one backward pass: 4/3 if it recomputes, else 1. A backward
+        pass takes twice the work of a forward pass."""
         return [4 / 3 if recomputes else 1.0 for recomputes in self.recomputes]
 
     @property
     def mixers(self) -> list[tuple[str, float]]:
-        """Every mixer of the blocks, and how often its block `repeats`."""
+        """Returns every mixer of the blocks, with the entry of `repeats` of its block."""
         layers = zip(self.model.layer_list(), self.repeats)
         return [(mixer, repeats) for layer, repeats in layers for mixer in layer.mixers]
 
@@ -92,17 +93,17 @@ class Workload:
 
     @property
     def head_size(self) -> int:
-        """Elements of the output layer."""
+        """Returns the number of elements of the output layer."""
         return spec.output_layer(self.model).size
 
     @property
     def outside_size(self) -> int:
-        """Elements of the matrices outside the blocks."""
+        """Returns the number of elements of the matrices outside the blocks."""
         return self.head_size * (1 if self.model.tie_embeddings else 2)
 
     @cached_property
     def block_sizes(self) -> list[int]:
-        """Elements of what each block multiplies with."""
+        """Returns the number of elements of each block's matrices and convolutions."""
         return [
             sum(
                 product.size
@@ -114,14 +115,14 @@ class Workload:
 
     @cached_property
     def of_muon(self) -> list[spec.Parameter]:
-        """The parameters that Muon updates."""
+        """Returns the parameters that Muon updates."""
         if self.settings.optimizer.optimizer != "muon":
             return []
         return [parameter for parameter in self.parameters if parameter.rows]
 
     def most_owned(self, costs: list[int]) -> float:
-        """What falls to the rank that has most of it, about, where Muon gives each of its parameters to one rank. costs:
-        of each parameter."""
+        """Returns approximately the largest cost of a rank, if Muon gives each of its parameters to one rank. costs: of each
+        parameter."""
         return max([sum(costs) / self.world.size, *costs])
 
     @cached_property
@@ -130,7 +131,8 @@ class Workload:
 
     @property
     def kept(self) -> list[int]:
-        """Bytes that each block keeps until its backward pass: one that recomputes only its two inputs."""
+        """Returns the bytes that each block keeps until its backward pass; a block that recomputes keeps only its two
+        inputs."""
         inputs = self.tokens * (FP32 + self.width) * self.model.d_model
         return [
             inputs if recomputes else block.kept
@@ -139,18 +141,18 @@ class Workload:
 
 
 def state_memory(work: Workload) -> dict[str, int]:
-    """Returns bytes by part of what lasts from step to step, on the rank that holds most."""
+    """Returns, by part, the bytes that stay from step to step, on the rank that holds most."""
     weights = held_bytes(work, work.parameters)
     return {
         "weights": weights,
         "gradients": gradients_bytes(work),
-        # Of each weight AdamW has two; Muon one of each of its own.
+        # AdamW has two moments of each weight, Muon one.
         "moments": 2 * weights - held_bytes(work, work.of_muon),
     }
 
 
 def expected_memory(work: Workload) -> dict[str, int]:
-    """Returns bytes by part, on the rank that holds most. Takes seconds: it runs the passes."""
+    """Returns all bytes by part, on the rank that holds most. It takes seconds, because it runs the passes."""
     passing = {
         "gathered": gathered_bytes(work),
         "activations": activations_bytes(work),
@@ -161,7 +163,8 @@ def expected_memory(work: Workload) -> dict[str, int]:
 
 
 def held_bytes(work: Workload, parameters: list[spec.Parameter]) -> int:
-    """Weights are fp32. Sharding cuts each by rows over its group of ranks; those that compute in fp32 stay whole."""
+    """Returns the bytes that a rank holds of these parameters, in fp32. Sharding cuts a parameter by rows over the ranks of a
+    shard group; parameters that compute in fp32 stay whole."""
     elements = 0
     for parameter in parameters:
         if parameter.fp32:
@@ -173,35 +176,36 @@ def held_bytes(work: Workload, parameters: list[spec.Parameter]) -> int:
 
 
 def muon_bytes(work: Workload) -> int:
-    """What Muon's step takes, when activations are gone, beyond the gradients that it frees: momenta, what is sent and
-    received of them, and the steps."""
+    """Returns the bytes of Muon's step beyond the gradients that it frees: momenta, buffers to send and receive, and steps.
+    No activations are held at that time."""
     gradients = held_bytes(work, work.of_muon)
     held = gradients // FP32
     owned = work.most_owned([parameter.size for parameter in work.of_muon])
     replicas = work.world.size // work.shard_ranks
     elements = held + (2 + replicas) * owned
-    if work.world.size > 1:  # else what is sent is received
+    if work.world.size > 1:  # a single rank receives the buffer that it sends
         elements += held
     return int(work.width * elements - gradients)
 
 
 def gradients_bytes(work: Workload) -> int:
-    """Gradients lie as the weights do; with accumulate_unsharded all of them are whole."""
+    """Returns the bytes of the gradients. They are sharded as the weights are; with accumulate_unsharded, they are whole."""
     if work.is_sharded and work.settings.parallel.accumulate_unsharded:
         return FP32 * spec.parameter_count(work.model)
     return held_bytes(work, work.parameters)
 
 
 def gathered_bytes(work: Workload) -> int:
-    """Copies that sharding makes: what is outside the blocks, in the compute dtype; of the largest block the weights as
-    they come and as they are used, and its gradients in fp32, which are to be reduced."""
+    """Returns the bytes of the copies that sharding makes: the matrices outside the blocks in the compute dtype; and of the
+    largest block, the weights as received and as used, and the gradients to reduce, in fp32."""
     if not work.is_sharded:
         return 0
     return work.width * work.outside_size + (2 * work.width + FP32) * max(work.block_sizes)
 
 
 def activations_bytes(work: Workload) -> int:
-    """What the blocks keep for the backward pass, and what it takes in the block where both are most."""
+    """Returns the bytes that the blocks keep for the backward pass plus those that it takes, in the block where the sum is
+    largest."""
     kept_before = 0
     most = 0
     for kept, block in zip(work.kept, work.passes.blocks):
@@ -211,8 +215,9 @@ def activations_bytes(work: Workload) -> int:
 
 
 def loss_bytes(work: Workload) -> int:
-    """What the final norm and the loss take beyond the backward passes of the blocks. With sharding the gradient of the
-    output layer waits until those are over, and no block's weights are gathered before."""
+    """Returns the bytes by which the final norm and the loss exceed the backward passes of the blocks. With sharding, the
+    gradient of the output layer stays until the backward passes are over, and during the loss no block's weights are
+    gathered."""
     beyond = sum(work.kept) + work.passes.loss - activations_bytes(work)
     if not work.is_sharded:
         return max(0, beyond)
@@ -221,5 +226,6 @@ def loss_bytes(work: Workload) -> int:
 
 
 def products_of(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:
-    """What a mixer or MLP multiplies with: matrices (outputs, inputs), and a convolution (channels, 1, width)."""
+    """Returns the parameters that a mixer or MLP multiplies with: matrices (outputs, inputs) and a convolution (channels, 1,
+    width)."""
     return [parameter for parameter in part.parameters(model).values() if parameter.decay]

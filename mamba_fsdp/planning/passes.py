@@ -1,7 +1,7 @@
-"""What a forward and a backward pass hold on a device, learned from the model itself on tensors without content.
+"""The memory that a forward and a backward pass hold on a device, measured by running the model on tensors without content.
 
-A block of each kind and the loss run on torch's meta device, whose tensors have a shape, a dtype and a size alone, while
-the storages that come and go are counted. Operators run their Python and make their buffers, but launch no kernel.
+A block of each kind and the loss run on torch's meta device, whose tensors have only a shape, a dtype and a size, while
+the storages that exist are counted. Operators run their Python code and make their buffers, but launch no kernel.
 """
 
 import contextlib
@@ -28,27 +28,27 @@ from mamba_fsdp.settings.train_config import TrainConfig
 
 META = torch.device("meta")
 KERNEL_MODULES = ("mamba_fsdp.ops.scan.triton_kernels", "mamba_fsdp.ops.ssd.triton_kernels")
-LONGEST = 8192  # positions; some backends take as many calls as there are
+LONGEST = 8192  # positions that are run; some backends make one call per position
 
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """What a block holds of a micro-batch, in bytes."""
+    """The bytes that a block holds of a micro-batch."""
 
     kept: int  # for its backward pass
-    working: int  # beside that, when its backward pass holds most
+    working: int  # at the peak of its backward pass, besides `kept`
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """What the forward and the backward pass of a micro-batch hold, in bytes."""
+    """The bytes that the forward and the backward pass of a micro-batch hold."""
 
     blocks: list[BlockBytes]
-    loss: int  # of the final norm and the loss, beside what the blocks keep
+    loss: int  # of the final norm and the loss, besides what the blocks keep
 
 
 class HeldBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, for as long as these exist."""
+    """A mode that counts the bytes of the storages that operations make, as long as the storages exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class HeldBytes(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        """Returns the bytes of what exists now."""
+        """Returns the bytes of the storages that exist now."""
         self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
         return sum(self.sizes.values())
 
@@ -84,7 +84,7 @@ def storages(tree: Any) -> dict[StorageWeakRef, int]:
 
 
 class NoKernel:
-    """Stands for a module of Triton's kernels, for a kernel, and for its launch."""
+    """A placeholder for a module of Triton kernels, for a kernel, and for its launch."""
 
     def __getattr__(self, name: str) -> "NoKernel":
         return self
@@ -97,7 +97,7 @@ class NoKernel:
 
 
 class NoRanks(ContextGroup):
-    """Stands for the ranks that share a sequence: nothing is sent."""
+    """A placeholder for the ranks that share a sequence. It sends nothing."""
 
     def gather(self, x: Tensor) -> Tensor:
         return x.new_empty(self.size, *x.shape)
@@ -125,8 +125,8 @@ def no_kernels() -> Iterator[None]:
 
 
 def measure(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -> PassBytes:
-    """Returns what the passes of a micro-batch hold. Weights do not count, and where they are not sharded neither do
-    their gradients, which are there before; but copies of weights in the compute dtype do."""
+    """Returns the bytes that the passes of a micro-batch hold. Weights do not count; unsharded gradients, which exist
+    before the passes, do not count either. Copies of weights in the compute dtype count."""
     tokens = settings.training.batch_size * own_positions(settings)
     layers = settings.model.layer_list()
     first_of_kind = sorted({layers.index(layer) for layer in layers})
@@ -141,7 +141,7 @@ def measure(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -
 
 
 def make_network(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -> MambaLM:
-    """Returns the model with its weights and gradients as a pass finds them."""
+    """Returns the model with its weights and gradients in the state at the start of a pass."""
     model = settings.model
     dtype = DTYPES[settings.training.mixed_precision]
     sharing = settings.parallel.context_parallel
@@ -165,21 +165,21 @@ def make_network(settings: TrainConfig, backends: dict[str, str], is_sharded: bo
 
 
 def runnable_backend(operator: str, backend: str) -> str:
-    """Returns a backend that runs without a device, and holds about what `backend` does."""
+    """Returns a backend that runs without a device and holds about as much memory as `backend`."""
     if backend != "fused":
         return backend
     return "triton" if "triton" in OPERATORS[operator] else "reference"
 
 
 def make_streams(network: MambaLM, *shape: int) -> tuple[Tensor, Tensor]:
-    """Returns what a block takes: hidden, and the residual stream that it is to be added to."""
+    """Returns the inputs of a block: hidden, and the residual stream to which hidden has yet to be added."""
     size = (*shape, network.config.d_model)
     hidden = torch.empty(size, dtype=network.compute_dtype, requires_grad=True)
     return hidden, torch.empty(size, requires_grad=True)
 
 
 def block_bytes(network: MambaLM, block: Block, settings: TrainConfig) -> BlockBytes:
-    """Runs a block forward and backward, and returns what it held."""
+    """Returns the bytes that a block holds, by running it forward and backward."""
     batch_size = settings.training.batch_size
     sharing = settings.parallel.context_parallel
     resets = settings.data.reset_at_documents
@@ -195,7 +195,7 @@ def block_bytes(network: MambaLM, block: Block, settings: TrainConfig) -> BlockB
         streams = make_streams(network, batch_size, positions)
         with HeldBytes() as held:
             hidden, residual = block(*streams, seq_idx, documents)
-            kept = held.now() - hidden.nbytes  # which goes on to the next block and is added there
+            kept = held.now() - hidden.nbytes  # the next block adds hidden and frees it
             gradients = [torch.empty_like(hidden), torch.empty_like(residual)]
             held.most = 0
             torch.autograd.backward([hidden, residual], gradients)
@@ -205,7 +205,7 @@ def block_bytes(network: MambaLM, block: Block, settings: TrainConfig) -> BlockB
 
 
 def loss_bytes(network: MambaLM, tokens: int) -> int:
-    """Runs the final norm and the loss forward and backward, and returns what they held."""
+    """Returns the bytes that the final norm and the loss hold, by running them forward and backward."""
 
     def run(tokens: int) -> list[int]:
         labels = torch.zeros(1, tokens, dtype=torch.int64)
@@ -218,7 +218,7 @@ def loss_bytes(network: MambaLM, tokens: int) -> int:
 
 
 def extrapolated(run: Callable[[int], list[int]], size: int, longest: int, step: int) -> list[int]:
-    """Returns run(size); beyond `longest` by the line through that and what is a step shorter."""
+    """Returns run(size). For a size above `longest`, extrapolates from run(longest) and run(longest - step)."""
     if size <= longest:
         return run(size)
     longer = run(longest)

@@ -1,8 +1,8 @@
-"""How long a training step takes on a kind of machine, by a roofline: arithmetic alone, nothing is run.
+"""The time of a training step on a kind of machine, by a roofline model: arithmetic alone, nothing is run.
 
 A device multiplies at a share of its peak, moves bytes at a share of its memory's rate, and sends at a share of its
-links': EFFICIENCY has one for each kind of work. docs/planning.md holds them against published rates. Each part of
-step_seconds is a function below.
+links' rate. EFFICIENCY has the share for each kind of work; docs/planning.md compares the results with published rates.
+Each part of step_seconds is a function below.
 """
 
 from dataclasses import dataclass
@@ -12,29 +12,27 @@ from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.memory import FP32, Workload, products_of
 
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
-# Bytes for each state and token: of Mamba-2 fitted to published rates of mamba-ssm; of Mamba-1, nowhere published,
-# assumed after Dao and Gu 2024 (arXiv 2405.21060), section 9.3.
+# Bytes for each state and token. Mamba-2: fitted to published rates of mamba-ssm. Mamba-1: not published; assumed from
+# Dao and Gu 2024 (arXiv 2405.21060), section 9.3.
 STATE_BYTES = {"mamba1": 12, "mamba2": 3, "mamba3": 3}
-HOP_SECONDS = 5e-6  # of a ring
-BLOCK_LAUNCH_SECONDS = (
-    5e-4  # forward and backward: what starting a block's kernels takes the host; assumed
-)
-FP32_SLOWDOWN = 16  # of products in fp32 against bf16, about, on each of the devices
+HOP_SECONDS = 5e-6  # latency of each hop of a ring
+BLOCK_LAUNCH_SECONDS = 5e-4  # host time to launch a block's kernels, forward and backward; assumed
+FP32_SLOWDOWN = 16  # of products in fp32 compared with bf16, approximately, on all these devices
 ADAMW_BYTES = 40  # moved for each weight
 NEWTON_SCHULZ_ITERATIONS = 5  # as in trainer/muon.py
 
 
 @dataclass
 class Traffic:
-    """What the ranks send in a step."""
+    """The time that the ranks spend sending in a step."""
 
     overlapping: float = 0.0  # seconds that may overlap with computing
-    exposed: float = 0.0  # seconds that may not: the first gathering and the last reduction
+    exposed: float = 0.0  # seconds that can't overlap: the first all-gather, the last reduction
 
 
 def step_seconds(work: Workload, machine: Instance, passes: int) -> dict[str, float]:
-    """Returns seconds by part of a step of `passes` micro-batches. `hidden` is what is sent while the device computes,
-    and adds nothing; `network` the rest of it."""
+    """Returns the seconds of a step of `passes` micro-batches, by part. `hidden` is the time of sending while the device
+    computes, which does not add to the step; `network` is the other time of sending."""
     tokens = passes * work.tokens
     products_rate = machine.tflops() * 1e12
     if work.width == FP32:
@@ -58,7 +56,8 @@ def step_seconds(work: Workload, machine: Instance, passes: int) -> dict[str, fl
 
 
 def products_flops(work: Workload) -> float:
-    """2 FLOPs per multiply-add and token, three times (forward, two gradients), a fourth in blocks that recompute."""
+    """Returns the FLOPs per token of products: 2 per multiply-add, three times (forward, two gradients), and a fourth time
+    in blocks that recompute."""
     multiplied = 3.0 * work.head_size
     for layer, repeats in zip(work.model.layer_list(), work.repeats):
         for part in spec.layer_parts(layer).values():
@@ -69,8 +68,8 @@ def products_flops(work: Workload) -> float:
 
 
 def muon_flops(work: Workload) -> float:
-    """Of the rank that orthogonalises most. An iteration of Newton-Schulz on a matrix of r rows, the shorter side, and c
-    columns: two products of r x r x c and one of r x r x r."""
+    """Returns the FLOPs of the rank that orthogonalises most. An iteration of Newton-Schulz on a matrix of r x c, where r is
+    the shorter side, takes two products of r x r x c and one of r x r x r."""
     costs = []
     for parameter in work.of_muon:
         multiplied = 0
@@ -82,22 +81,22 @@ def muon_flops(work: Workload) -> float:
 
 
 def attention_flops(work: Workload) -> float:
-    """q . k and weights . v of half the positions, 3.5 times (Dao 2023, arXiv 2307.08691, section 4), and once more in
-    blocks that recompute."""
+    """Returns the FLOPs per token of q . k and weights . v over half the positions, 3.5 times (Dao 2023, arXiv 2307.08691,
+    section 4), and once more in blocks that recompute."""
     forward = spec.MIXERS["attention"].flops(work.model, work.settings.data.seq_length)
     repeated = [repeats for mixer, repeats in work.mixers if mixer == "attention"]
     return forward * sum(0.5 + 3 * repeats for repeats in repeated)
 
 
 def recurrence_bytes(work: Workload) -> float:
-    """Bytes per token whose moving takes as long as the recurrence: STATE_BYTES for each state."""
+    """Returns the bytes per token that take as long to move as the recurrence takes: STATE_BYTES for each state."""
     states = work.model.d_inner * work.model.d_state
     return states * sum(repeats * STATE_BYTES.get(mixer, 0) for mixer, repeats in work.mixers)
 
 
 def moved_bytes(work: Workload) -> float:
-    """Bytes of a micro-batch through the device's memory: of what a block keeps six passes (written, read twice, and so
-    its gradient), of what only passes two; the logits."""
+    """Returns the bytes that a micro-batch moves through the device's memory. A tensor that a block keeps is moved six times
+    (written and read twice, and its gradient too), any other tensor of a block twice. The logits count too."""
     moved = 6.0 * work.width * work.model.padded_vocab_size * work.tokens
     for block, repeats in zip(work.passes.blocks, work.repeats):
         moved += repeats * (6 * block.kept + 2 * block.working)
@@ -105,7 +104,7 @@ def moved_bytes(work: Workload) -> float:
 
 
 def copied_bytes(work: Workload, passes: int) -> float:
-    """Bytes of a step that do not depend on tokens: AdamW, and with sharding the copies of FSDP2."""
+    """Returns the bytes that a step moves whatever its number of tokens: by AdamW and, with sharding, by FSDP2's copies."""
     count = spec.parameter_count(work.model)
     if not work.is_sharded:
         return ADAMW_BYTES * count
@@ -114,21 +113,22 @@ def copied_bytes(work: Workload, passes: int) -> float:
 
 @dataclass(frozen=True)
 class Links:
-    """What the devices of a node, and the nodes, are joined by."""
+    """The links between the devices of a node and between nodes."""
 
     local_size: int  # devices of a node
-    link_rate: float  # bytes a second of a device to those of its node
-    network_rate: float  # of a node to the others
+    link_rate: float  # bytes per second from a device to the others of its node
+    network_rate: float  # bytes per second from a node to the others
 
     def gathering(self, size: float, calls: int, nodes: int) -> float:
-        """Seconds of all-gathers or reduce-scatters of `size` bytes together over so many nodes."""
+        """Returns the seconds of `calls` all-gathers or reduce-scatters of `size` bytes in all over these nodes."""
         over_links = size * (self.local_size - 1) / self.local_size / self.link_rate
         over_network = size * (nodes - 1) / nodes / self.network_rate
         hops = calls * (nodes * self.local_size - 1)
         return max(over_links, over_network) + hops * HOP_SECONDS
 
     def exchanging(self, most: float, together: float, ranks: int) -> float:
-        """Seconds of an all-to-all of `ranks`: most: bytes of the rank that has most; together: of all of them."""
+        """Returns the seconds of an all-to-all of `ranks`. most: bytes of the rank that sends most; together: bytes of all
+        ranks."""
         nodes = ranks // self.local_size
         if nodes > 1:
             moving = max(most, together / nodes) * (nodes - 1) / nodes / self.network_rate
@@ -138,9 +138,9 @@ class Links:
 
 
 def network_traffic(work: Workload, machine: Instance, passes: int) -> Traffic:
-    """An all-gather brings (n - 1) / n of the weights to each of n devices, over the node's links and the network at
-    once; a reduce-scatter the same in fp32, an all-reduce twice that (Thakur et al. 2005). What blocks send overlaps
-    with computing."""
+    """Returns the time that a step spends sending. An all-gather brings (n - 1) / n of the weights to each of n devices,
+    over the node's links and the network at once; a reduce-scatter moves as many elements in fp32, an all-reduce twice as
+    many (Thakur et al. 2005). The traffic of blocks overlaps with computing."""
     if work.strategy == "none":
         return Traffic()
     links = Links(
@@ -170,14 +170,14 @@ def network_traffic(work: Workload, machine: Instance, passes: int) -> Traffic:
         + reductions * links.gathering(FP32 * outside, 1, across),
     )
     if work.strategy == "hsdp" and nodes > 1:
-        # Each rank's shard with those of the other nodes, all at once by one network.
+        # Each rank reduces its shard with its replicas on the other nodes, all over one network at once.
         traffic.overlapping += 2 * FP32 * count * (nodes - 1) / nodes / links.network_rate
     return traffic
 
 
 def muon_exchange(work: Workload, links: Links) -> float:
-    """Seconds in which the ranks of a shard group send the momentum of each parameter to its owner, and the owner its
-    step to all ranks that hold a part of it."""
+    """Returns the seconds in which the ranks of a shard group send each parameter's momentum to the owner, and the owner
+    sends the step to all ranks that hold a part of the parameter."""
     if not work.of_muon:
         return 0.0
     sizes = [work.width * parameter.size for parameter in work.of_muon]
@@ -188,8 +188,9 @@ def muon_exchange(work: Workload, links: Links) -> float:
 
 
 def shared_bytes(work: Workload) -> float:
-    """Bytes that a rank receives in a micro-batch of those which share its sequences: the states of all in fp32 and their
-    gradients, or all keys and values and, in fp32, their gradients. Blocks that recompute receive the former twice."""
+    """Returns the bytes that a rank receives in a micro-batch from the ranks that share its sequences. SSM layers send the
+    states and their gradients in fp32; attention sends keys and values, and their gradients in fp32. Blocks that recompute
+    receive states, keys and values twice."""
     if work.sharing == 1:
         return 0.0
     model = work.model
