@@ -1,2 +1,2 @@
-"""Process groups, sharding, precision, activation checkpointing, sequences that ranks share; what differs between versions
-of torch lives here."""
+"""Process groups, sharding, precision, activation checkpointing, sequences that ranks share, and the differences between
+versions of torch."""

@@ -1,4 +1,4 @@
-"""What depends on the version of torch: the one place that asks."""
+"""The one place where code depends on the version of torch."""
 
 import os
 from collections.abc import Callable
@@ -9,21 +9,21 @@ import torch.distributed as dist
 
 from mamba_fsdp.parallel.model import ParallelModel
 
-HAS_FSDP2 = torch.__version__ >= "2.6"  # asked without importing it, which takes a second
+HAS_FSDP2 = torch.__version__ >= "2.6"  # importing FSDP2 would take a second
 
 
 def load_shard() -> Callable[..., ParallelModel]:
-    """Returns `shard` of fsdp2.py where torch has FSDP2, else that of fsdp1.py."""
+    """Returns `shard` of fsdp2.py if torch has FSDP2, else `shard` of fsdp1.py."""
     name = "fsdp2" if HAS_FSDP2 else "fsdp1"
     return import_module(f"mamba_fsdp.parallel.{name}").shard
 
 
 def use_deterministic_algorithms(asked: bool) -> None:
-    """Makes this process's operations give equal results in equal runs, or be refused. Call before the first of them."""
+    """If asked, makes torch refuse operations whose results differ between equal runs. Call it before the first operation."""
     if asked:
-        # Without this torch refuses matrix products on a GPU.
+        # Without this setting, torch refuses matrix products on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # torch would write NaN into every tensor that is made empty; no operator reads what it has not written.
+        # torch would fill every new empty tensor with NaN; our operators write tensors before they read them.
         torch.utils.deterministic.fill_uninitialized_memory = False
         if torch.cuda.is_available() and not HAS_FSDP2:
             # torch 2.2's flash attention adds with atomics, and torch does not refuse it.
@@ -34,8 +34,8 @@ def use_deterministic_algorithms(asked: bool) -> None:
 def step_unless(optimizer: torch.optim.AdamW, refused: torch.Tensor) -> None:
     """Takes the optimiser's step, unless the 0-dim bool `refused` is true: weights, moments and step count then stay.
 
-    A fused AdamW reads `refused` on the device, as with torch's GradScaler. Any other lies on a CPU, where reading it
-    makes nobody wait.
+    A fused AdamW reads `refused` on the device, as with torch's GradScaler. With any other AdamW, `refused` is on the CPU,
+    where reading it waits for nothing.
     """
     if optimizer.param_groups[0]["fused"]:
         optimizer.found_inf = refused.float()
@@ -45,17 +45,17 @@ def step_unless(optimizer: torch.optim.AdamW, refused: torch.Tensor) -> None:
 
 
 def has_fused_adamw(device: torch.device) -> bool:
-    """Returns whether torch has a fused AdamW for the device (torch 2.2: CUDA only)."""
+    """Returns whether torch has a fused AdamW for the device; torch 2.2 has it only for CUDA."""
     return device.type == "cuda" or HAS_FSDP2
 
 
 def gather_into(gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fills the flat `gathered` with the flat `own` of each rank of the group."""
+    """Fills the flat tensor `gathered` with the flat tensors `own` of all ranks of the group."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, own, group=group)
 
 
 def scatter_sum(own: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fills the flat `own` with this rank's part of the ranks' sum of the flat `parts`, which it may overwrite."""
+    """Fills the flat tensor `own` with this rank's part of the sum of all ranks' `parts`, which may be overwritten."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(own, parts, group=group)

@@ -1,13 +1,13 @@
-"""Context parallelism: each sequence is split over neighbouring ranks, which hand on what a recurrence, a convolution and
-attention need of the positions before.
+"""Context parallelism: each sequence is split over neighbouring ranks. The ranks exchange what recurrences, convolutions and
+attention need from earlier positions.
 
 Every rank of a group has `length` positions, in the order of ranks. Three exchanges serve all layers, forward and backward:
 
-    inputs_before    the last inputs of the rank on the left, for the convolution
-    entering_state   the state that the ranks before leave, for the recurrence
+    inputs_before    the last inputs of the previous rank, for the convolution
+    entering_state   the state after the positions of all earlier ranks, for the recurrence
     whole_sequence   all positions of all ranks, for attention's keys and values
 
-All ranks of a group make the same calls in the same order; so do their backward passes.
+All ranks of a group make the same calls in the same order, in their backward passes too.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from mamba_fsdp.parallel.world import World
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share each sequence. rank: this one's place among them."""
+    """The ranks that share each sequence. rank: this rank's place in the group."""
 
     rank: int
     size: int
@@ -33,13 +33,13 @@ class ContextGroup:
 
     @classmethod
     def of(cls, world: World, size: int) -> "ContextGroup":
-        """Returns that of this rank, where each `size` neighbouring ranks share a sequence."""
+        """Returns this rank's group, if each `size` neighbouring ranks share a sequence."""
         row, _ = world.grid(size)
         return cls(world.rank % size, size, row, world.device)
 
     def own(self, seq_idx: Tensor | None, length: int, before: int = 0) -> Tensor | None:
-        """Returns the columns of a whole sequence's seq_idx (batch, size * length) that are this rank's, and `before` of
-        the rank on the left; the first rank's own first column where there is none."""
+        """Returns this rank's columns of a whole sequence's seq_idx (batch, size * length), after `before` columns of the
+        previous rank. For the first rank, its own first column takes their place."""
         if seq_idx is None:
             return None
         first = self.rank * length
@@ -47,45 +47,44 @@ class ContextGroup:
         return seq_idx[:, places.clamp(min=0)]
 
     def continues(self, seq_idx: Tensor | None, length: int) -> Tensor:
-        """Returns where this rank's positions belong to the document in which the rank on the left ends, (batch or 1,
-        length) bool. The first rank's answer means nothing: only zeros enter there."""
+        """Returns, for each of this rank's positions, whether it belongs to the document of the previous rank's last
+        position, (batch or 1, length) bool. The first rank's result has no meaning: only zeros enter there."""
         with_last = self.own(seq_idx, length, before=1)
         if with_last is None:
             return torch.ones(1, length, dtype=torch.bool, device=self.device)
         return with_last[:, 1:] == with_last[:, :1]
 
     def inputs_before(self, x: Tensor, count: int) -> Tensor:
-        """Returns the last `count` positions of the rank on the left, of x (batch, length >= count, ...); the first rank
-        gets zeros."""
+        """Returns the previous rank's last `count` positions of x (batch, length >= count, ...); on the first rank, zeros."""
         return _FromLeft.apply(x[:, x.shape[1] - count :], self)
 
     def entering_state(self, last: Tensor, decay: Tensor) -> Tensor:
-        """Returns the state in which the ranks before leave a recurrence that starts from zeros at the first of them.
+        """Returns the state after all earlier ranks' positions, of a recurrence that starts from zeros on the first rank.
 
-        last: the state behind this rank's positions, had they started from zeros. decay: what remains behind them of a
-        state before them; it broadcasts to `last`. Both in float32 or float64.
+        last: the state after this rank's positions if they start from zeros. decay: the factor by which this rank's
+        positions multiply an earlier state; it broadcasts to `last`. Both are float32 or float64.
         """
         return _EnteringState.apply(last, decay, self)
 
     def whole_sequence(self, x: Tensor) -> Tensor:
-        """Returns all ranks' x (batch, length, ...), one behind the other: (batch, size * length, ...)."""
+        """Returns all ranks' x (batch, length, ...), concatenated: (batch, size * length, ...)."""
         return _WholeSequence.apply(x, self)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Returns (size, *x.shape), every rank's x. It has no gradient."""
+        """Returns every rank's x, (size, *x.shape), without gradient."""
         gathered = x.new_empty(self.size, *x.shape)
         gather_into(gathered.view(-1), x.contiguous().view(-1), self.group)
         return gathered
 
     def scatter_sum(self, parts: Tensor) -> Tensor:
-        """Returns this rank's part of the ranks' sum of `parts` (size, ...), which it may overwrite. It has no gradient."""
+        """Returns this rank's part of the sum over ranks of `parts` (size, ...), without gradient. May overwrite `parts`."""
         own = parts.new_empty(parts.shape[1:])
         scatter_sum(own.view(-1), parts.view(-1), self.group)
         return own
 
     def shift(self, x: Tensor, step: int) -> Tensor:
-        """Sends x to the rank `step` places on; returns what comes from as many places back, zeros where nothing does. It
-        has no gradient."""
+        """Returns x of the rank `step` places earlier, or zeros if there is none, without gradient. Sends this rank's x
+        `step` places further."""
         received = torch.zeros_like(x)
         exchanges = []
         target = self.rank + step
@@ -117,8 +116,9 @@ class _FromLeft(torch.autograd.Function):
 
 
 class _EnteringState(torch.autograd.Function):
-    """With S and P each rank's last state and decay: h[0] = 0, h[r + 1] = P[r] h[r] + S[r]. The gradient of S[r] is that of
-    h[r + 1] and, where later ranks read it, P[r + 1] times that of S[r + 1]: the same sum from the other end."""
+    """The recurrence over ranks. With S and P each rank's last state and decay: h[0] = 0, h[r + 1] = P[r] h[r] + S[r].
+    Backward, with dh and dS the gradients of h and S: dS[r] = dh[r + 1] + P[r + 1] dS[r + 1], the same sum from the other
+    end."""
 
     @staticmethod
     def forward(ctx: Any, last: Tensor, decay: Tensor, context: ContextGroup) -> Tensor:
@@ -157,6 +157,6 @@ class _WholeSequence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context = ctx.context
         by_rank = grad.unflatten(1, (context.size, -1)).transpose(0, 1)
-        by_rank = by_rank.to(torch.promote_types(grad.dtype, torch.float32))  # a sum of many ranks'
+        by_rank = by_rank.to(torch.promote_types(grad.dtype, torch.float32))  # for the sum
         by_rank = by_rank.clone(memory_format=torch.contiguous_format)  # the sum may overwrite it
         return context.scatter_sum(by_rank).to(grad.dtype), None

@@ -1,4 +1,4 @@
-"""Sharding with FullyShardedDataParallel (FSDP1, torch 2.2): a block's flattened parameters are cut in equal parts."""
+"""Sharding with FullyShardedDataParallel (FSDP1, torch 2.2), which cuts a block's flattened parameters in equal parts."""
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from mamba_fsdp.parallel.world import World
 
 class FSDP1Model(ParallelModel):
     def reduce_gradients(self) -> None:
-        """Undoes FSDP1's division by the number of ranks (exact where that is a power of two); sums what is whole."""
+        """Makes every gradient the sum over all ranks: undoes FSDP1's division by the number of ranks, which is exact for a
+        power of two, and sums the gradients of whole parameters."""
         averaged = [slot.local.grad for slot in self.sharded if slot.local.grad is not None]
         if averaged and self.world.size > 1:
             torch._foreach_mul_(averaged, self.world.size)
@@ -33,9 +34,10 @@ def shard(
     compute_dtype: torch.dtype,
     accumulate_unsharded: bool,
 ) -> ParallelModel:
-    """Shards all but `whole` over groups of `shard_size` neighbouring ranks and replicates across the groups.
+    """Returns the model with all parameters but `whole` sharded over groups of `shard_size` neighbouring ranks and replicated
+    across the groups.
 
-    Raises UserError for accumulate_unsharded with a low compute_dtype: FSDP1 would sum the gradients in that dtype.
+    Raises UserError for accumulate_unsharded with a half-precision compute_dtype: FSDP1 would sum the gradients in it.
     """
     low_dtype = None if compute_dtype == torch.float32 else compute_dtype
     if low_dtype and accumulate_unsharded:
@@ -87,8 +89,8 @@ def shard(
 
 
 def _cuts(module: nn.Module, shard_size: int) -> dict[tuple[nn.Module, str], Cut]:
-    """Returns {(owner, attribute): how it is cut}: FSDP1 lays a unit's parameters one behind the other, some with
-    padding between them, cuts that in equal parts, and tells nobody."""
+    """Returns {(owner, attribute): the parameter's Cut}. FSDP1 concatenates a unit's parameters, some with padding between
+    them, and cuts the result in equal parts; only its internals know where."""
     cuts = {}
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         flat = unit._handle.flat_param

@@ -1,4 +1,4 @@
-"""Sharding with `fully_shard` (FSDP2): every parameter is cut by rows over the ranks of a shard group."""
+"""Sharding with `fully_shard` (FSDP2), which cuts every parameter by rows over the ranks of a shard group."""
 
 import contextlib
 import math
@@ -15,14 +15,14 @@ from mamba_fsdp.parallel.world import World
 
 class FSDP2Model(ParallelModel):
     def accumulate(self, last: bool) -> contextlib.AbstractContextManager:
-        """Reduces this micro-batch's gradients over the shard group, and across groups in the last one. With no_sync
-        they wait for the last, summed in fp32."""
+        """Returns the context of one micro-batch: its gradients are reduced over the shard group and, in the last
+        micro-batch, across groups. With no_sync, gradients are summed in fp32 and reduced in the last micro-batch only."""
         self.module.set_requires_gradient_sync(last or not self.no_sync)
         self.module.set_requires_all_reduce(last)
         return contextlib.nullcontext()
 
     def reduce_gradients(self) -> None:
-        """Hands the local parts of the summed gradients to the plain tensors that the optimiser sees."""
+        """Makes every gradient the sum over all ranks, and gives the local parts to the tensors that the optimiser sees."""
         for slot in self.sharded:
             gradient = slot.parameter.grad
             slot.parameter.grad = None
@@ -40,7 +40,8 @@ def shard(
     compute_dtype: torch.dtype,
     accumulate_unsharded: bool,
 ) -> ParallelModel:
-    """Shards all but `whole` over groups of `shard_size` neighbouring ranks and replicates across the groups."""
+    """Returns the model with all parameters but `whole` sharded over groups of `shard_size` neighbouring ranks and replicated
+    across the groups."""
     mesh = _mesh(world, shard_size)
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -60,7 +61,7 @@ def shard(
 
 
 def _mesh(world: World, shard_size: int) -> DeviceMesh:
-    """Returns the mesh of the ranks: one shard group, or rows of shard groups with replicas in the columns."""
+    """Returns the mesh of the ranks: one shard group, or a grid with a shard group in each row and replicas in each column."""
     device = world.device.type
     if shard_size == world.size:
         return DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=("shard",))
@@ -72,7 +73,7 @@ def _mesh(world: World, shard_size: int) -> DeviceMesh:
 
 
 def _part(slot: ParameterSlot, shard_size: int) -> tuple[nn.Parameter, Cut]:
-    """Returns (this rank's part of a parameter, how it is cut): `fully_shard` cuts rows like torch.chunk."""
+    """Returns (this rank's part of a parameter, its Cut). `fully_shard` cuts rows as torch.chunk does."""
     part = slot.parameter.detach().to_local()
     rows_per_part = math.ceil(slot.shape[0] / shard_size)
     return nn.Parameter(part), Cut(shard_size, rows_per_part * math.prod(slot.shape[1:]))

@@ -1,6 +1,6 @@
-"""What every sharding strategy offers to the loop: one small interface, over the part of each tensor that a rank holds.
+"""The interface of every sharding strategy to the training loop, over the part of each tensor that a rank holds.
 
-Gradients are sums over ranks, in fp32 and divided by nothing under every strategy: the caller scales its loss.
+Under every strategy, gradients are sums over ranks in fp32, without any division: the caller scales its loss.
 """
 
 import math
@@ -17,11 +17,11 @@ from mamba_fsdp.parallel.world import World
 
 @dataclass
 class Shard:
-    """The elements [start, start + count) of the tensor `name`, flattened row by row. Counts are elements, not bytes.
+    """The elements [start, start + count) of the tensor `name`, flattened row by row. Counts are in elements, not bytes.
 
-    shape: of the whole tensor, the same on all ranks. data: these elements, of shape (count,), maybe (0,), on the
-    rank's device; it shares the storage of what is trained: writing to it changes the parameter. The same elements lie
-    on `replicas` ranks, of which this is number `replica_index`.
+    shape: of the whole tensor, the same on all ranks. data: the elements, of shape (count,), which may be empty, on the
+    rank's device. They share the storage of the trained parameter, so that writing to them changes it. `replicas` ranks
+    hold the same elements; this rank is number `replica_index` of them.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Shard:
 
 @torch.no_grad()
 def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch.Tensor]) -> None:
-    """Sets every shard from `part_of(name, start, stop)`, the elements [start, stop) of the flattened tensor."""
+    """Fills every shard from `part_of(name, start, stop)`, which returns the elements [start, stop) of the flattened tensor."""
     for shard in shards:
         if shard.data.numel():
             shard.data.copy_(part_of(shard.name, shard.start, shard.start + shard.data.numel()))
@@ -43,8 +43,8 @@ def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch
 
 @dataclass(frozen=True)
 class Cut:
-    """How a flattened parameter is cut over the `ranks` of a shard group: number i of them holds those of the elements
-    [first + i * step, first + (i + 1) * step) that the parameter has."""
+    """The cut of a flattened parameter over the `ranks` of a shard group: the range of rank i is [first + i * step, first +
+    (i + 1) * step), and the rank holds the part of this range that lies inside the parameter."""
 
     ranks: int
     step: int
@@ -53,10 +53,10 @@ class Cut:
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """A parameter's place in the model, and this rank's part of it. Sharding replaces the parameter; its owners (several
-    when tied) stay.
+    """A parameter's place in the model, and this rank's part of the parameter. Sharding replaces the parameter, but its
+    owners (several for tied weights) stay.
 
-    local: the part as the optimiser sees it, a plain tensor that shares the model's storage.
+    local: the part that the optimiser sees, a plain tensor that shares the model's storage.
     """
 
     owners: list[tuple[nn.Module, str]]  # (module, attribute)
@@ -75,7 +75,7 @@ class ParameterSlot:
         return getattr(module, attribute)
 
     def part(self, rank: int) -> slice:
-        """Returns the range of the flattened parameter that lies on a rank of the world."""
+        """Returns the range of the flattened parameter that a rank of the world holds."""
         size = math.prod(self.shape)
         cut = self.cut
         start = cut.first + rank % cut.ranks * cut.step
@@ -83,9 +83,9 @@ class ParameterSlot:
         return slice(min(max(0, start), size), min(max(0, stop), size))
 
     def materialize(self, device: torch.device) -> None:
-        """Puts the whole parameter on the device, with undefined content if it had no storage. Ties stay."""
+        """Puts the whole parameter on the device, with undefined content if it had no storage. Tied weights stay tied."""
         old = self.parameter
-        if old.is_meta:  # not empty_like, which imports a second's worth of torch here
+        if old.is_meta:  # empty_like would import parts of torch here, which takes a second
             value = torch.empty(old.shape, dtype=old.dtype, device=device)
         else:
             value = old.detach().to(device)
@@ -96,7 +96,7 @@ class ParameterSlot:
 
 def find_slots(model: nn.Module) -> list[ParameterSlot]:
     """Returns the ParameterSlot of every parameter, in the order of `model.named_parameters()`."""
-    assert not list(model.buffers()), "nobody would fill the buffers of a model without storage"
+    assert not list(model.buffers()), "nothing would fill the buffers of a model without storage"
     slots: dict[int, ParameterSlot] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         slot = slots.setdefault(id(parameter), ParameterSlot([], [], tuple(parameter.shape)))
@@ -107,10 +107,10 @@ def find_slots(model: nn.Module) -> list[ParameterSlot]:
 
 
 class ParallelModel:
-    """A model spread over the world. `module` is what to call, `model` the bare model inside.
+    """A model spread over the world. `module` is the module to call, `model` the bare model inside it.
 
-    `sharded` are the slots of parameters that are cut over groups of neighbouring ranks, `whole` those of parameters
-    that lie on all ranks. Each strategy is a subclass or a module of its own; this one serves a single process.
+    `sharded` has the slots of parameters that are cut over groups of neighbouring ranks, `whole` the slots of parameters
+    that every rank holds whole. Each strategy has a subclass; this class itself serves a single process.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class ParallelModel:
         parts: dict[ParameterSlot, tuple[nn.Parameter, Cut]],
         no_sync: bool = False,
     ) -> None:
-        """parts: of each sharded slot this rank's part and how the parameter is cut. no_sync: whole gradients wait for
-        the last micro-batch."""
+        """parts: of each sharded slot, this rank's part and the parameter's Cut. no_sync: gradients are reduced only in the
+        last micro-batch of a step."""
         self.model = model
         self.module = module
         self.world = world
@@ -139,12 +139,13 @@ class ParallelModel:
             assert slot.local.numel() == held.stop - held.start, f"{slot.name} is cut otherwise"
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns {name: what the optimiser updates}: this rank's part of each parameter, maybe empty or flat."""
+        """Returns {name: the tensor that the optimiser updates}: this rank's part of each parameter, which may be empty or
+        flat."""
         return {slot.name: slot.local for slot in self.slots}
 
     def shards(self, optimizer: torch.optim.AdamW | None = None) -> list[Shard]:
-        """Returns a Shard for every parameter; of an optimiser over `parameters()` also optimizer/<parameter>/<moment> of
-        each moment, which are zeros at first: exp_avg and exp_avg_sq, or Muon's momentum_buffer."""
+        """Returns a Shard for every parameter and, given an optimiser over `parameters()`, also for every moment, as
+        optimizer/<parameter>/<moment>. The moments are exp_avg and exp_avg_sq, or Muon's momentum_buffer; they start at 0."""
         shards = [self._shard(slot, slot.name, slot.local) for slot in self.slots]
         if optimizer:
             _make_moments(optimizer)
@@ -155,7 +156,7 @@ class ParallelModel:
         return shards
 
     def _shard(self, slot: ParameterSlot, name: str, data: torch.Tensor) -> Shard:
-        """Returns the Shard of `data`, which is cut from the tensor `name` as the slot's part is from its parameter."""
+        """Returns the Shard of `data`, this rank's part of the tensor `name`, which is cut as the slot's parameter is."""
         rank = self.world.rank
         group = slot.cut.ranks
         start = slot.part(rank).start
@@ -164,13 +165,15 @@ class ParallelModel:
         return Shard(name, slot.shape, start, flat, replicas, rank // group)
 
     def accumulate(self, last: bool) -> AbstractContextManager:
-        """Returns the context for one micro-batch's forward and backward; what may wait is reduced with the `last`."""
+        """Returns the context for one micro-batch's forward and backward. With no_sync, gradients are reduced in the `last`
+        one only."""
         if self.no_sync and not last:
             return self.module.no_sync()
         return nullcontext()
 
     def reduce_gradients(self) -> None:
-        """Makes every gradient its sum over all ranks, after the last backward. Here: those of `whole`."""
+        """Makes every gradient the sum over all ranks; call it after the last backward pass. This class sums the gradients of
+        `whole`."""
         gradients = [slot.local.grad.view(-1) for slot in self.whole]
         if gradients and self.world.size > 1:
             total = self.world.all_reduce_sum(torch.cat(gradients))
@@ -178,9 +181,10 @@ class ParallelModel:
             torch._foreach_copy_(gradients, list(sums))
 
     def gradient_squares(self) -> torch.Tensor:
-        """Returns this rank's share of the whole gradient's squared 2-norm, 0-dim fp64; inf and nan come through."""
+        """Returns this rank's share of the whole gradient's squared 2-norm, 0-dim fp64. If a gradient is not finite, neither
+        is the result."""
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        # Each element counts once: of replicas, only the first does.
+        # Only the first replica of an element counts.
         rank = self.world.rank
         gradients = [
             slot.local.grad
@@ -192,19 +196,19 @@ class ParallelModel:
         return squares
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiplies every gradient by a number: a 0-dim fp32 tensor on the device."""
+        """Multiplies every gradient by `factor`, a 0-dim fp32 tensor on the device."""
         gradients = [slot.local.grad for slot in self.slots if slot.local.grad is not None]
         torch._foreach_mul_(gradients, factor)
 
     def set_optimizer_steps(self, optimizer: torch.optim.AdamW, steps: int) -> None:
-        """Lets AdamW's bias correction be that after `steps` updates. Call after `shards` of it."""
+        """Sets the number of updates that AdamW's bias correction counts. Call it after `shards(optimizer)`."""
         for state in optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
 
 
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Gives an AdamW that has not yet stepped the state that its first step would make."""
+    """Makes the state of an AdamW that has not yet stepped, as its first step would make it."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if optimizer.state[parameter]:

@@ -1,7 +1,7 @@
 """The one place that turns a model into a parallel one.
 
-The order matters: activation checkpointing first, so that compiling sees what is recomputed; then compile, so that no
-gathering of weights is traced; then shard, so that a block's weights are gathered once around all of it.
+The order matters: activation checkpointing first, so that the compiler sees the recomputation; then compiling, so that
+no gathering of weights is traced; then sharding, so that a block's weights are gathered once for the whole block.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def choose_strategy(settings: ParallelConfig, world: World) -> str:
     """Returns none (one process), ddp (replicate), fsdp (shard over all ranks) or hsdp (shard within groups, replicate
     across them).
 
-    Raises UserError where sharding_strategy does not fit the number of ranks.
+    Raises UserError if sharding_strategy does not fit the number of ranks.
     """
     strategy = settings.sharding_strategy
     if strategy == "auto":
@@ -46,11 +46,11 @@ def parallelize(
     world: World,
     compute_dtype: torch.dtype,
 ) -> ParallelModel:
-    """Spreads `model` over the world as the settings say.
+    """Returns `model` spread over the world as the settings say.
 
-    One on the meta device gets storage for this rank's part only, with undefined content: `fill_parts` it. The
-    parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. The groups of hsdp are nodes.
-    Raises UserError where the strategy does not fit the number of ranks.
+    A model on the meta device gets storage for this rank's part only, with undefined content; `fill_parts` fills it. The
+    parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. The shard groups of hsdp are
+    nodes. Raises UserError if the strategy does not fit the number of ranks.
     """
     strategy = choose_strategy(settings, world)
     shard_size = world.local_size
@@ -62,7 +62,7 @@ def parallelize(
             "start the same number of processes on every node"
         )
     if strategy == "hsdp" and shard_size == 1:
-        strategy = "ddp"  # the same by definition; FSDP1 would not sum over groups of one
+        strategy = "ddp"  # is the same; FSDP1 would not sum over groups of one rank
     slots = find_slots(model)
 
     blocks = model.backbone.layers
@@ -94,14 +94,15 @@ def parallelize(
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], share: Fraction) -> None:
-    """Lets a share in [0, 1] of the blocks recompute their activations in the backward pass."""
+    """Makes a share, in [0, 1], of the blocks recompute their activations in the backward pass."""
     for block, recomputes in zip(blocks, choose_recomputed(len(blocks), share)):
         if recomputes:
             block.forward = _checkpointed(block.forward)
 
 
 def choose_recomputed(count: int, share: Fraction) -> list[bool]:
-    """Returns which of `count` blocks recompute: block i (from 1) when i * share reaches 0.5, 1.5, ... (as fms-fsdp)."""
+    """Returns, for each of `count` blocks, whether it recomputes: block i (from 1) does when i * share reaches 0.5, 1.5, ...,
+    as in fms-fsdp."""
     reached = [(index * share + Fraction(1, 2)) // 1 for index in range(count + 1)]
     return [before < after for before, after in zip(reached, reached[1:])]
 
@@ -110,18 +111,19 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs)
-        # Nothing in a block is random, so no generator's state has to be kept.
+        # Nothing in a block is random, so that no generator's state has to be kept.
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     return run
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compiles each block's forward by itself, so that sharding stays outside of it; on a GPU a chunk's loss too.
+    """Compiles each block's forward separately, so that sharding stays outside of it; on a GPU, also the loss of a chunk.
 
-    Equal blocks share what is compiled; torch 2.2 compiles each one, and beyond 8 would run the rest uncompiled.
+    Equal blocks share their compiled code. torch 2.2 compiles each block and, without a higher limit, would run all but 8
+    uncompiled.
     """
-    import torch._dynamo  # seconds of imports that only this needs
+    import torch._dynamo  # takes seconds, and only compiling needs it
 
     leave_uncompiled()
     limits = torch._dynamo.config
@@ -130,14 +132,14 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     limits.accumulated_cache_size_limit = max(enough, limits.accumulated_cache_size_limit)
     for block in blocks:
         block.forward = torch.compile(block.forward)
-    if next(blocks[0].parameters()).is_cuda:  # plain PyTorch passes over the logits seven times
+    if next(blocks[0].parameters()).is_cuda:  # uncompiled, the loss reads the logits seven times
         loss.chunk_loss = torch.compile(loss.chunk_loss, dynamic=False)
 
 
 def leave_uncompiled() -> None:
-    """Keeps C, loops over positions or documents, and what ranks hand on, out of graphs: they are calls of their own in
-    a compiled block."""
-    # Here, not as a decorator: torch.compiler takes seconds to import.
+    """Keeps C code, loops over positions or documents, and exchanges between ranks out of compiled graphs: a compiled block
+    calls them."""
+    # This is no decorator because torch.compiler takes seconds to import.
     for owner, name in (
         (conv.BACKENDS["cpp"], "causal_conv_silu"),
         (scan.BACKENDS["cpp"], "selective_scan"),
@@ -153,14 +155,14 @@ def leave_uncompiled() -> None:
 
 class DDPModel(ParallelModel):
     def reduce_gradients(self) -> None:
-        """Does nothing: DistributedDataParallel has summed the gradients in the last backward."""
+        """Does nothing: DistributedDataParallel has summed the gradients in the last backward pass."""
 
 
 class FixedBuckets:
-    """DDP's reducer, but that it never orders its buckets anew, which it would after the first step of each start.
+    """DDP's reducer, except that it never reorders its buckets, as it would after the first step of each start.
 
-    An element's place in its bucket decides in which order more than two ranks add it up: the first step after a
-    restart would differ from the unbroken run's in the last bits.
+    An element's place in its bucket decides the order in which more than two ranks add it up. With reordering, the first
+    step after a restart would differ from the uninterrupted run in the last bits.
     """
 
     def __init__(self, reducer: dist.Reducer) -> None:
@@ -174,7 +176,7 @@ class FixedBuckets:
 
 
 def _replicate(model: nn.Module, world: World, slots: list[ParameterSlot]) -> ParallelModel:
-    # Without DistributedDataParallel's division by the number of ranks.
+    # Sums without DistributedDataParallel's division by the number of ranks.
     def add_up(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         sent = dist.all_reduce(bucket.buffer(), async_op=True)
         return sent.get_future().then(lambda done: done.value()[0])

@@ -1,4 +1,4 @@
-"""The processes that train together: who is who, which device each uses, and how they exchange small things."""
+"""The processes that train together: their ranks, their devices, and how they exchange small objects."""
 
 import contextlib
 import gc
@@ -27,16 +27,16 @@ CPU = torch.device("cpu")
 
 @dataclass
 class World:
-    """One process's view of all ranks. All ranks call each method at the same point; alone every method is trivial.
+    """One process's view of all ranks. All ranks call each method at the same point; with one rank, each method is trivial.
 
-    Python objects and CPU tensors travel over gloo, device tensors over the device's own backend.
+    Python objects and CPU tensors are sent over gloo, device tensors over the device's own backend.
     """
 
     rank: int
     size: int
     local_size: int
     device: torch.device
-    timeout: timedelta | None = None  # how long a rank waits for the others; None: as torch has it
+    timeout: timedelta | None = None  # how long a rank waits for the others; None: torch's default
     _gloo: "dist.ProcessGroup | None" = None
 
     @classmethod
@@ -45,15 +45,15 @@ class World:
         return cls(rank=0, size=1, local_size=1, device=device)
 
     def ensure_process_group(self) -> None:
-        """Makes the process group of one rank that sharding needs, where no launcher has made one."""
+        """Makes a process group of one rank, which sharding needs, unless a launcher has made a process group."""
         if not dist.is_initialized():
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     def grid(self, columns: int) -> "tuple[dist.ProcessGroup, dist.ProcessGroup]":
-        """Returns this rank's groups where all ranks stand in a grid, row by row: (its row, its column).
+        """Returns (group of this rank's row, group of its column) in a grid of all ranks, filled row by row.
 
-        They wait as long as the world does; the groups that torch's meshes make wait half an hour.
+        The groups have the world's timeout; the groups that torch's meshes make have half an hour.
         """
         first = self.rank - self.rank % columns
         row = range(first, first + columns)
@@ -72,7 +72,7 @@ class World:
         return box[0]
 
     def gather_on_rank0(self, obj: T) -> list[T]:
-        """Returns on rank 0 the `obj` of each rank in the order of ranks, on the others an empty list."""
+        """Returns, on rank 0, the `obj` of each rank in the order of ranks; on other ranks, an empty list."""
         if self.size == 1:
             return [obj]
         gathered: list[Any] = [None] * self.size if self.rank == 0 else []
@@ -80,7 +80,7 @@ class World:
         return gathered
 
     def gather_unique(self, findings: list[T]) -> list[T]:
-        """Returns on all ranks the findings of all of them, each once. Most ranks have none."""
+        """Returns, on all ranks, the findings of all ranks, each once. Most ranks have none."""
         gathered = self.gather_on_rank0(findings)
         return self.broadcast_object(list(dict.fromkeys(chain.from_iterable(gathered))))
 
@@ -96,8 +96,9 @@ class World:
     def all_to_all(
         self, sent: torch.Tensor, counts: list[int], expected: list[int]
     ) -> torch.Tensor:
-        """Sends the first counts[0] elements of `sent`, (n,), to rank 0, the next counts[1] to rank 1, and so on.
-        Returns alike what each has sent here, expected[r] elements of rank r. Both lie on the device."""
+        """Returns the elements that all ranks sent to this rank, in the order of ranks: expected[r] of rank r. Sends the
+        first counts[0] elements of `sent`, (n,), to rank 0, the next counts[1] to rank 1, and so on. Both tensors are on
+        the device."""
         if self.size == 1:
             return sent
         received = sent.new_empty(sum(expected))
@@ -110,7 +111,7 @@ class World:
         return on_host.to(self.device, non_blocking=True)
 
     def start_copy_to_host(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
-        """Starts copying (n,) numbers to the host; returns a function that waits for the copy and returns them."""
+        """Returns a function that waits until `numbers`, (n,), are copied to the host, and returns them. Starts the copy."""
         on_host = numbers.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
         if self.device.type == "cpu":
             return on_host.tolist
@@ -124,14 +125,14 @@ class World:
         return wait_for_copy
 
     def run_in_thread(self, work: Callable[..., T], *inputs: Any) -> Future[T]:
-        """Starts `work(*inputs)` in a thread and returns the Future of what it returns or raises."""
+        """Returns the Future of `work(*inputs)`, which runs in a thread."""
         outcome: Future[T] = Future()
 
         def run() -> None:
             try:
-                heart.beat()  # the silence before it began is not its own
+                heart.beat()  # time before the work began does not count against it
                 if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)  # each thread has its own
+                    torch.cuda.set_device(self.device)  # each thread has its own current device
                 outcome.set_result(work(*inputs))
             except BaseException as error:
                 outcome.set_exception(error)
@@ -140,10 +141,10 @@ class World:
         return outcome
 
     def run_local(self, work: Callable[..., T], *inputs: Any) -> T:
-        """Returns what `work(*inputs)` returns on this rank, once the work of all ranks has ended. Raises what it raises here.
+        """Returns the result of `work(*inputs)` on this rank, or raises its error, once the work of all ranks has ended.
 
-        The work must not talk to other ranks. It may take longer than the ranks' timeout: it runs in a thread while the
-        ranks exchange signs of life. Waiting counts as progress while another rank makes progress.
+        The work must not communicate with other ranks. It may take longer than the ranks' timeout: it runs in a thread
+        while the ranks exchange heartbeats. Waiting counts as progress while another rank makes progress.
         """
         if self.size == 1:
             return work(*inputs)
@@ -158,12 +159,12 @@ class World:
             if beats != beats_before:
                 heart.another_beats()
             beats_before = beats
-            # The last rank to end waits for nobody: the others are in the sum already.
+            # The last rank to end does not wait: the others take part in the sum already.
             wait([outcome], timeout=pause)
             pause = min(0.5, 2 * pause)
 
     def on_rank0(self, action: Callable[..., T], *inputs: Any) -> T:
-        """Returns on all ranks what `action(*inputs)` returns on rank 0. Raises its failure as a UserError on all ranks."""
+        """Returns, on all ranks, the result of `action(*inputs)` on rank 0. Raises its failure as a UserError on all ranks."""
 
         def act() -> tuple[Any, UserError | None]:
             return attempt(action, *inputs) if self.rank == 0 else (None, None)
@@ -174,7 +175,8 @@ class World:
         return result
 
     def on_all_ranks(self, work: Callable[..., T], *inputs: Any) -> T:
-        """Returns what `work(*inputs)` returns on this rank, see run_local. Raises the UserErrors of all ranks on all, as one."""
+        """Returns the result of `work(*inputs)` on this rank, see run_local. Raises the UserErrors of all ranks as one error
+        on all ranks."""
 
         def try_work() -> tuple[Any, list[UserError]]:
             try:
@@ -189,14 +191,14 @@ class World:
         return result
 
     def barrier(self) -> None:
-        """Returns when all ranks have come here."""
+        """Returns when all ranks have called it."""
         if self.size > 1:
             dist.barrier(group=self._gloo)
 
     def close(self) -> None:
-        """Ends the process group. Drop model and optimizer first: a gloo process can abort at exit otherwise.
+        """Ends the process group. Delete model and optimizer first: otherwise a gloo process can abort at exit.
 
-        While an error is on its way out this waits for nobody: the other ranks may never come.
+        While an error is being raised, it does nothing: the other ranks may never call it.
         """
         if dist.is_initialized() and sys.exc_info()[0] is None:
             gc.collect()
@@ -205,7 +207,7 @@ class World:
 
 
 def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | None]:
-    """Returns (what `action(*inputs)` returns, None), or (None, the UserError that says why it failed)."""
+    """Returns (the result of `action(*inputs)`, None), or (None, the UserError that says why it failed)."""
     try:
         return action(*inputs), None
     except UserError as error:
@@ -219,17 +221,17 @@ def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | 
 
 
 def allow_many_files() -> None:
-    """Lets this process open as many files as it may: each rank is connected with all others, torchrun with all."""
+    """Raises this process's limit of open files to the maximum: each rank, and torchrun, has a connection to every rank."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS says "unlimited" and does not mean it
+    with contextlib.suppress(OSError, ValueError):  # macOS reports "unlimited" but refuses it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def start_world(*, timeout_minutes: float = 10.0) -> World:
-    """Joins the processes that torchrun has started; returns the world of one process where it has started none.
+    """Returns the world of the processes that torchrun has started, or of one process if torchrun was not used.
 
-    timeout_minutes: how long a rank waits for the others before it gives up with an error. Raises UserError when the
-    launcher's environment is incomplete or asks for more GPUs than this node has.
+    timeout_minutes: how long a rank waits for the others before it fails. Raises UserError if the launcher's environment
+    is incomplete or asks for more GPUs than this node has.
     """
     allow_many_files()
     if "RANK" not in os.environ:
@@ -253,7 +255,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
 
 
 def _acquire_device(local_rank: int) -> torch.device:
-    """Returns this process's device: the GPU with its number on the node, or the CPU where there are no GPUs."""
+    """Returns this process's device: the GPU with its number on the node, or the CPU if there are no GPUs."""
     if not torch.cuda.is_available():
         return CPU
     if local_rank >= torch.cuda.device_count():
