@@ -1,1 +1,1 @@
-"""What is trained: one language model of Mamba-1, Mamba-2, Mamba-3, attention and MLP layers."""
+"""The model: one language model of Mamba-1, Mamba-2, Mamba-3, attention and MLP layers."""

@@ -1,4 +1,4 @@
-"""Drawing text from a model, token by token, with recurrent state: constant time and memory per token in SSM layers."""
+"""Generation of text, token by token, with a recurrent state: SSM layers take constant time and memory per token."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def generate(
     """Yields `length` tokens, each (batch,) int64, that continue the prompts (batch, at least 1).
 
     temperature, top_k and top_p are as in `draw`; generator is the torch.Generator to draw from, on the model's device.
-    Rows that pad the vocabulary are never drawn.
+    Tokens that only pad the vocabulary are never drawn.
     """
     batch, prompt_length = prompts.shape
     assert length > 0, "generation appends at least one token"
@@ -42,9 +42,9 @@ def generate(
 def draw(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """Returns one token per row of logits (batch, vocabulary). At temperature 0 it is the likeliest; else it is drawn from
-    the likeliest tokens that make up the probability top_p (nucleus sampling, Holtzman et al. 2019), at most top_k of them
-    (0: any number).
+    """Returns one token per row of logits (batch, vocabulary). At temperature 0 it is the likeliest token. Otherwise it is
+    drawn from the likeliest tokens that together have the probability top_p (nucleus sampling, Holtzman et al. 2019), at
+    most top_k of them (0: any number).
 
     Raises UserError for logits that are not finite.
     """

@@ -1,9 +1,12 @@
-"""What every parameter starts from: the distributions that state-spaces/mamba really draws, as spec.py names them.
+"""The initial values of every parameter: the distributions that the code of state-spaces/mamba draws, as spec.py names
+them.
 
-ones, normal, uniform   1; standard deviation EMBEDDING_STD; between `low` and `high`
-dt                      log-uniform from `low` to `high`, at least DT_FLOOR, stored as softplus's inverse
-log_of_column           A of Mamba-1: log(1), log(2), ... along each row
-log_uniform             A of Mamba-2: the log of what is uniform between `low` and `high`
+ones            1
+normal          normal with standard deviation EMBEDDING_STD
+uniform         uniform between `low` and `high`
+dt              log-uniform from `low` to `high`, at least DT_FLOOR, stored as the inverse of softplus
+log_of_column   A of Mamba-1: log(1), log(2), ... along each row
+log_uniform     A of Mamba-2: the log of a uniform value between `low` and `high`
 """
 
 import hashlib
@@ -20,10 +23,10 @@ BLOCK = 1 << 20  # elements that one generator draws
 
 
 def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Returns elements [start, stop) of the flattened tensor that `name` starts from: 1-D, fp32, always on the CPU.
+    """Returns elements [start, stop) of the flattened initial value of the parameter `name`: 1-D, fp32, on the CPU.
 
-    They depend on the arguments alone: each block of the tensor has a generator of its own, so that any rank can fill
-    its part of any parameter, in any order, and draws little more than that.
+    They depend only on the arguments. Each block of the tensor has its own generator, so that any rank can fill its part
+    of any parameter, in any order, and draws little more than this part.
     """
     if parameter.init.kind == "ones":
         return torch.ones(stop - start, dtype=torch.float32, device="cpu")
@@ -48,7 +51,7 @@ def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: i
 
 
 def _draw(values: Tensor, init: Init, generator: torch.Generator) -> Tensor:
-    """Returns some elements of a parameter that starts at random, drawn in place."""
+    """Returns `values` filled with elements drawn from the distribution of `init`."""
     if init.kind == "normal":
         return values.normal_(0.0, EMBEDDING_STD, generator=generator)
     if init.kind == "log_uniform":

@@ -1,11 +1,11 @@
-"""The layers: Mamba-1, Mamba-2, Mamba-3, attention and MLP. Their parameters are those of spec.py.
+"""The layers: Mamba-1, Mamba-2, Mamba-3, attention and MLP. spec.py describes their parameters.
 
 Each mixer maps x (batch, length, d_model) to the same shape. It is called in one of three ways:
 
-    in training, with `seq_idx` (see mamba_fsdp/ops) and the `documents` (see ops/attention) that it keeps apart
-    in generation, with the `state` that the positions before left, and the `position` that x begins at
-    where ranks share each sequence, with a `context` (parallel/context.py): x is this rank's part of the sequence and
-    seq_idx that of the whole sequence
+    in training, with `seq_idx` (see mamba_fsdp/ops) and its `documents` (see ops/attention)
+    in generation, with the `state` after the earlier positions, and the `position` of x's first token
+    if ranks share each sequence, with a `context` (parallel/context.py): x is this rank's part of the sequence, but
+    seq_idx is of the whole sequence
 
 Weights may be in fp32 or in the compute dtype: products run in the dtype of their input.
 """
@@ -34,21 +34,21 @@ from mamba_fsdp.ops.ssd.reference import running_sums
 if TYPE_CHECKING:
     from mamba_fsdp.settings.model_config import ModelConfig
 
-MixerState = dict[str, Tensor]  # what a mixer keeps of the positions before
+MixerState = dict[str, Tensor]  # a mixer's state after the earlier positions
 
 
 class Weight(nn.Module):
-    """A weight, perhaps with a bias. Calling it multiplies with the weight alone."""
+    """A weight, which may come with a bias. Calling it multiplies with the weight but does not add the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
 class Sublayer(nn.Module):
-    """A mixer or the MLP, with the parameters that its `kind` describes. They are empty: init.py or a checkpoint fills them."""
+    """A mixer or the MLP, with the parameters that its `kind` describes. init.py or a checkpoint fills the parameters."""
 
     kind: spec.Spec
-    context: Any = None  # a ContextGroup where ranks share each sequence
+    context: Any = None  # a ContextGroup if ranks share each sequence
 
     def __init__(self, config: "ModelConfig", backends: Mapping[str, str]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Sublayer(nn.Module):
         add_parameters(self, parameters)
 
     def project_in(self, x: Tensor, stack: nn.Module) -> Tensor:
-        """Returns the product with stacked matrices, the output of each times its multiplier."""
+        """Returns the product of x with the stacked matrices; each matrix's output is multiplied by its multiplier."""
         y = stack(x)
         if set(self.factors.values()) == {1.0}:
             return y
@@ -71,12 +71,12 @@ class Sublayer(nn.Module):
         return torch.cat([multiply(*output) for output in outputs], dim=-1)
 
     def multiplied(self, x: Tensor, *where: Any) -> Tensor:
-        """Returns what the sublayer adds to the residual stream: forward, between the multipliers of input and output."""
+        """Returns the sublayer's addition to the residual stream: its output, with the multipliers of input and output."""
         return multiply(self(multiply(x, self.input_multiplier), *where), self.output_multiplier)
 
 
 def add_parameters(module: nn.Module, parameters: spec.Parameters) -> None:
-    """Adds `parameters` (NAME or CHILD.NAME -> spec.Parameter) to `module`; a child that is missing becomes a Weight."""
+    """Adds `parameters` (NAME or CHILD.NAME -> spec.Parameter) to `module`; a missing child is made as a Weight."""
     for name, parameter in parameters.items():
         child, _, leaf = name.rpartition(".")
         if child and not hasattr(module, child):
@@ -89,8 +89,8 @@ def multiply(x: Tensor, factor: float) -> Tensor:
 
 
 class SSM(Sublayer):
-    """What the Mamba mixers share: projection, convolution, recurrence and output projection, in one call where a backend
-    serves the operator `whole`; and a state whose size does not depend on the length."""
+    """The base class of the Mamba mixers: projection, convolution, recurrence and output projection. They run in one call if
+    `backends` has the operator `whole`. The state's size does not depend on the length."""
 
     def forward(
         self,
@@ -134,7 +134,7 @@ class SSM(Sublayer):
         return self.project_out(y, *rest)
 
     def forward_part(self, x: Tensor, seq_idx: Tensor | None) -> Tensor:
-        """Returns `forward` of this rank's part of a sequence, which continues those of the ranks before."""
+        """Returns the output of this rank's part of a sequence, which continues the parts of the earlier ranks."""
         context = self.context
         length = x.shape[1]
         x, *rest = self.project(x)
@@ -213,7 +213,7 @@ class Mamba1(SSM):
         self, *inputs: Tensor, initial_state: Tensor | None = None, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         backend = self.backends["scan"]
-        if initial_state is not None and backend == "fused":  # which takes no state
+        if initial_state is not None and backend == "fused":  # fused takes no initial state
             backend = "reference"
         return selective_scan(*inputs, initial_state=initial_state, **options, backend=backend)
 
@@ -226,7 +226,8 @@ class Mamba1(SSM):
         seq_idx: Tensor | None,
         continues: Tensor,
     ) -> Tensor:
-        """Scans twice: first for the state that these positions leave, then from the state that enters them."""
+        """Returns the output of this rank's positions, after two scans: the first gives the state after these positions, the
+        second starts from the state before them."""
         *_, dt_bias = rest
         _, last = self.scan(u, dt, A, *rest, seq_idx=seq_idx, return_last_state=True)
         delta = F.softplus(dt.to(A.dtype) + dt_bias)
@@ -239,7 +240,7 @@ class Mamba1(SSM):
 
 
 def rms_normed(x: Tensor, eps: float) -> Tensor:
-    """Returns RMSNorm of x without weights."""
+    """Returns the RMSNorm of x without weights."""
     values = x.to(compute_type(x))
     return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -312,7 +313,7 @@ class Mamba2(SSM):
         seq_idx: Tensor | None,
         continues: Tensor,
     ) -> Tensor:
-        """Scans once from zeros, and adds what each position reads of the state that enters."""
+        """Returns the output of this rank's positions: of one scan from zeros, plus the output of the state before them."""
         y, last = self.scan(x, dt, A, B, C, D, dt_bias, seq_idx=seq_idx, return_last_state=True)
         decays = decays_from_start(dt, A, dt_bias) * continues.unsqueeze(2)
         entering = self.context.entering_state(last, decays[:, -1, :, None, None])
@@ -335,7 +336,7 @@ class Mamba2(SSM):
 
 
 def heavy_tail(x: Tensor) -> Tensor:
-    """Returns 1 + x for positive x, 1 / (1 - x) for negative."""
+    """Returns 1 + x for positive x, 1 / (1 - x) for negative x."""
     return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
 
 
@@ -347,9 +348,10 @@ class Mamba3(Mamba2):
         h[t] = alpha h[t-1] + (1 - lambda) delta alpha x[t-1] B[t-1]^T + lambda delta x[t] B[t]^T
         y[t] = h[t] C[t] + D x[t]
 
-    B and C are normed and get a bias for each head; pairs of channels in their first halves are then turned by the sum of
-    pi tanh(angles) delta so far. Each input counts at two positions, its own and the next. The scan adds it once, at its own
-    position with the sum of both weights; what the second weight gives to that position's output is subtracted.
+    B and C are normed and get a bias for each head; pairs of channels in their first halves are then rotated by the sum of
+    pi tanh(angles) delta up to t. Each input enters the state at two positions, its own and the next. The scan adds it once,
+    at its own position and with the sum of both weights; the contribution of the second weight to that position's output is
+    subtracted.
     """
 
     kind = spec.MIXERS["mamba3"]
@@ -395,7 +397,7 @@ class Mamba3(Mamba2):
         angle = angle.remainder(2 * math.pi).to(real)
         B = self.by_head(B, self.B_norm, self.B_bias)
         C = self.by_head(C, self.C_norm, self.C_bias)
-        own_output = self.D - next_weight * (B * C).sum(3)  # no turning changes B . C
+        own_output = self.D - next_weight * (B * C).sum(3)  # a rotation of both keeps B . C
         B = turned(B, angle).to(x.dtype)
         C = turned(C, angle).to(x.dtype)
 
@@ -426,7 +428,7 @@ class Mamba3(Mamba2):
     def output_of_ranks_before(
         self, x: Tensor, B: Tensor, C: Tensor, decays: Tensor, former_weight: Tensor, last: Tensor
     ) -> Tensor:
-        """Returns what the positions read of the state that the ranks before leave, which the last input before belongs to."""
+        """Returns the output of the state after all earlier ranks, which includes the previous rank's last input."""
         former_x = self.context.inputs_before(x, 1).squeeze(1)
         former_B = self.context.inputs_before(B, 1).squeeze(1)
         former = (former_weight.unsqueeze(2) * former_x).unsqueeze(3) * former_B.unsqueeze(2)
@@ -435,7 +437,7 @@ class Mamba3(Mamba2):
         return output_of_state(C, entering, decays).to(x.dtype)
 
     def by_head(self, x: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
-        """Returns x (batch, length, groups * d_state) normed and with each head's bias: (batch, length, heads, d_state)."""
+        """Returns x (batch, length, groups * d_state), normed and with each head's bias, as (batch, length, heads, d_state)."""
         config = self.config
         x = x.unflatten(-1, (config.ngroups, -1))
         x = rms_norm(x, norm.weight, config.norm_eps, compute_type(x))
@@ -444,7 +446,8 @@ class Mamba3(Mamba2):
     def allocate_state(
         self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> MixerState:
-        """Returns zeros: the recurrence's state, and the angles, B and x of the position before, one zero for all channels."""
+        """Returns the initial state, all zeros: the recurrence's state, and the angles, B and x of the previous position, each
+        with a single zero that broadcasts over the channels."""
         real = torch.promote_types(dtype, torch.float32)
         ssm = torch.zeros(batch, *self.state_shape(), dtype=real, device=device)
         zero = ssm[..., 0, :1]
@@ -452,7 +455,7 @@ class Mamba3(Mamba2):
 
 
 def turned(x: Tensor, angle: Tensor) -> Tensor:
-    """Returns x (..., d_state), each pair of its first channels turned by one of the angles."""
+    """Returns x (..., d_state) with each pair of its first channels rotated by one of the angles."""
     angles = angle.shape[-1]
     first, second = x[..., : 2 * angles].unflatten(-1, (angles, 2)).unbind(-1)
     cos = angle.cos()
@@ -502,7 +505,7 @@ class Attention(Sublayer):
 
 
 def positions_in_document(length: int, seq_idx: Tensor | None, device: torch.device) -> Tensor:
-    """Returns the positions in a row (length), or, with seq_idx, those in each one's document (batch, length)."""
+    """Returns each token's position in the row, (length), or, with seq_idx, in its document, (batch, length)."""
     places = torch.arange(length, device=device)
     if seq_idx is None:
         return places
@@ -510,7 +513,7 @@ def positions_in_document(length: int, seq_idx: Tensor | None, device: torch.dev
 
 
 class MLP(Sublayer):
-    """SwiGLU, in which fc1's first half passes through and its second half is the gate; or squared ReLU."""
+    """The MLP: SwiGLU, in which the second half of fc1's output is the gate of the first half, or squared ReLU."""
 
     kind = spec.MLP
 

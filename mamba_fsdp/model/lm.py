@@ -1,4 +1,4 @@
-"""The language model that every preset is: embedding, blocks on an fp32 residual stream, norm, output layer."""
+"""The language model of every preset: embedding, blocks on an fp32 residual stream, norm, output layer."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class Block(nn.Module):
-    """A norm and a mixer, or two side by side; where the layer has an MLP, norm2 and the MLP. Blocks are what is sharded,
-    recomputed and compiled."""
+    """A block: a norm, then one mixer or two side by side, then, if the layer has an MLP, norm2 and the MLP. Sharding,
+    recomputing and compiling work on blocks."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Block(nn.Module):
         state: dict[str, MixerState] | None = None,
         position: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the next hidden and residual. hidden (batch, length, d_model) has yet to be added to residual, which has the
-        same shape and is fp32."""
+        """Returns the next (hidden, residual), both (batch, length, d_model). hidden has yet to be added to residual, which
+        is fp32."""
         hidden, residual = self.add_norm(hidden, residual, self.norm)
         outputs = []
         for name in self.mixer_names:
@@ -69,7 +69,7 @@ class Block(nn.Module):
         return hidden, residual
 
     def allocate_state(self, *sizes: Any) -> dict[str, MixerState]:
-        """Returns what each mixer keeps of the positions before, empty."""
+        """Returns the initial state of each mixer."""
         return {name: getattr(self, name).allocate_state(*sizes) for name in self.mixer_names}
 
     def add_norm(
@@ -83,10 +83,10 @@ class Block(nn.Module):
 class MambaLM(nn.Module):
     """A language model of the structure that a ModelConfig describes.
 
-    Making one draws no random numbers and works on the meta device; its parameters are fp32, for init.py or a checkpoint to
-    fill. backends: the backend of each operator, as ops/backends.py chooses. compute_dtype: that of everything but the
-    residual stream, the recurrences and the loss. reset_at_documents: `forward` takes seq_idx, and nothing crosses the
-    start of a document.
+    Making it draws no random numbers and works on the meta device. Its parameters are fp32; init.py or a checkpoint fills
+    them. backends: the backend of each operator, as ops/backends.py chooses. compute_dtype: the dtype of everything except
+    the residual stream, the recurrences and the loss. reset_at_documents: whether `forward` takes seq_idx and keeps state,
+    convolution and attention within a document.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class MambaLM(nn.Module):
             self.lm_head.weight = self.backbone.embedding.weight
 
     def share_sequences(self, context: "ContextGroup") -> None:
-        """Lets this rank compute its part of each sequence that the ranks of `context` (parallel/context.py) share: `forward`
-        then takes tokens, labels and weights of its own positions, and seq_idx of all."""
+        """Makes this rank compute its part of each sequence that the ranks of `context` (parallel/context.py) share.
+        `forward` then takes tokens, labels and weights of this rank's positions, and seq_idx of all positions."""
         for module in self.modules():
             if isinstance(module, Sublayer):
                 module.context = context
@@ -127,12 +127,12 @@ class MambaLM(nn.Module):
         weights: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Returns logits (batch, length, padded vocabulary) in the compute dtype for tokens (batch, length) int64; with
-        labels, the sum of the token losses in nats, an fp32 scalar.
+        """Returns logits (batch, length, padded vocabulary) in the compute dtype for tokens (batch, length) int64. With
+        labels, returns the sum of the token losses in nats, an fp32 scalar.
 
-        labels (batch, length): the token that follows each position, or -100 where none counts. weights (batch, length)
-        multiply the losses. seq_idx: as in ops. documents: those that seq_idx keeps apart; without them they are read from
-        it, which makes the host wait for the device.
+        labels (batch, length): the token after each position, or -100 for a position that does not count. weights (batch,
+        length): factors of the token losses. seq_idx: as in ops. documents: the documents of seq_idx; if not given, they
+        are read from seq_idx, which makes the host wait for the device.
         """
         assert seq_idx is None or self.reset_at_documents, (
             "this model was not built to reset at documents"
@@ -147,7 +147,7 @@ class MambaLM(nn.Module):
         documents: Documents | None = None,
         state: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (hidden, residual) behind the blocks. With a `state`, tokens continue it, and there is no seq_idx."""
+        """Returns (hidden, residual) after all blocks. With a `state`, the tokens continue it, and seq_idx must be None."""
         hidden = F.embedding(tokens, self.backbone.embedding.weight)
         residual = None
         position = 0
@@ -174,7 +174,7 @@ class MambaLM(nn.Module):
         )
 
     def final_norm(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Returns what the output layer multiplies; the multiplier of the logits is in it."""
+        """Returns the input of the output layer, with the multiplier of the logits applied."""
         normed, _ = add_rms_norm(
             hidden,
             residual,
@@ -187,11 +187,11 @@ class MambaLM(nn.Module):
         return multiply(normed, logits)
 
     def fp32_parameter_names(self) -> set[str]:
-        """Returns the parameters that compute in fp32 in every precision mode."""
+        """Returns the names of the parameters that compute in fp32 in every precision mode."""
         return {name for name, parameter in spec.parameters(self.config).items() if parameter.fp32}
 
     def allocate_state(self, batch: int, max_length: int) -> dict[str, Any]:
-        """Returns the empty state of `prefill` and `step`. Only attention's caches grow with `max_length`."""
+        """Returns the initial state for `prefill` and `step`. Only attention's caches grow with `max_length`."""
         device = self.backbone.embedding.weight.device
         layers = [
             block.allocate_state(batch, max_length, self.compute_dtype, device)
@@ -200,10 +200,10 @@ class MambaLM(nn.Module):
         return {"position": 0, "max_length": max_length, "layers": layers}
 
     def prefill(self, tokens: Tensor, state: dict[str, Any]) -> Tensor:
-        """Returns the logits behind many positions at once, such as a prompt: tokens (batch, length) -> (batch, padded vocabulary)."""
+        """Returns the logits (batch, padded vocabulary) after the last of many tokens (batch, length), such as a prompt."""
         hidden, residual = self.read(tokens, state=state)
         return self.lm_head(self.final_norm(hidden[:, -1], residual[:, -1]))
 
     def step(self, tokens: Tensor, state: dict[str, Any]) -> Tensor:
-        """Returns the same as `prefill` for a single position: tokens (batch,)."""
+        """Returns the logits (batch, padded vocabulary) after one token per row, (batch,)."""
         return self.prefill(tokens[:, None], state)

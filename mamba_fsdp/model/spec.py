@@ -1,8 +1,8 @@
-"""What the layers of a model consist of and cost: the one description that everything else
-reads. This file does not need torch.
+"""The parameters and costs of a model's layers: the one description that all other code reads. This file does not need
+torch.
 
-Initialisation, counting, weight decay, fp32 parameters, the modules, other libraries' forms and the settings that
-matter all follow from it. A new mixer is an entry in MIXERS here and a class in layers.py. `config` is a ModelConfig.
+Initialisation, counting, weight decay, fp32 parameters, the modules, other libraries' formats and the settings that have
+an effect all follow from it. A new mixer is an entry in MIXERS here and a class in layers.py. `config` is a ModelConfig.
 """
 
 import math
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 EMBEDDING = "backbone.embedding.weight"
 LM_HEAD = "lm_head.weight"
 MODEL_MULTIPLIERS = ("embedding", "residual", "logits", "logits_divisor")
-MIXER_NAMES = ("mixer", "mixer2")  # the modules of a layer's mixers, side by side where it has two
+MIXER_NAMES = ("mixer", "mixer2")  # module names of a layer's mixers, which run side by side
 ORIGINAL = "original_max_position_embeddings"
-ROPE_SCALINGS = {  # kind: its numbers, explained in ops/rope.py
+ROPE_SCALINGS = {  # kind: the names of its numbers, which ops/rope.py explains
     "linear": {"factor"},
     "dynamic": {"factor", ORIGINAL},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL},
@@ -30,7 +30,7 @@ NORMS = {"mixer": "norm", "mlp": "norm2"}  # part of a layer: the norm before it
 
 
 class Init(NamedTuple):
-    """The distribution that a parameter's elements start from; init.py draws it. `low` and `high` are its limits."""
+    """The distribution of a parameter's initial elements, from which init.py draws. `low` and `high` are its limits."""
 
     kind: str
     low: float = 0.0
@@ -43,11 +43,11 @@ DT = Init("dt", 1e-3, 0.1)
 
 
 class Parameter(NamedTuple):
-    """The shape of a parameter, what it starts from, and how it is treated.
+    """The shape of a parameter, its initial distribution, and its treatment.
 
-    decay   weight decay applies to it, as to every matrix and convolution
-    fp32    it computes in fp32 in every precision mode: half precision would cost up to 1.6 % of dt and 0.8 % of A
-    rows    the height of each matrix that is stacked in it, by name, from the top; empty outside of mixers and MLPs
+    decay   whether weight decay applies to it, as to every matrix and convolution
+    fp32    whether it computes in fp32 in every precision mode; half precision changes dt by up to 1.6 % and A by 0.8 %
+    rows    the number of rows of each matrix stacked in it, by name, from the top; empty outside of mixers and MLPs
     """
 
     shape: tuple[int, ...]
@@ -81,13 +81,13 @@ def _no_operators(config: "ModelConfig") -> Operators:
 class Spec:
     """One kind of mixer, or the MLP.
 
-    settings                   the fields of ModelConfig that it depends on, beside d_model and n_layer
+    settings                   the fields of ModelConfig that it depends on, besides d_model and n_layer
     parameters(config)         the parameters of one layer by name, in the order of named_parameters()
-    flops(config, seq_length)  FLOPs of a forward pass per token, besides the products with its parameters
-    check(config)              raises UserError for shapes that are impossible
+    flops(config, seq_length)  FLOPs of a forward pass per token, without the products with its parameters
+    check(config)              raises UserError for impossible shapes
     operators(config)          the operators of ops/backends.py that it runs, each with the sizes that a Use needs
-    stem                       how its multipliers in ModelConfig begin: STEM_in, STEM_out, and one for each of the rows
-                               of its first stacked projection
+    stem                       the first part of the names of its multipliers in ModelConfig: STEM_in, STEM_out, and
+                               STEM_NAME for each matrix of its first stacked projection
     """
 
     settings: tuple[str, ...]
@@ -103,19 +103,20 @@ def norm(channels: int) -> Parameter:
 
 
 def matrix(outputs: int, inputs: int, scale: float = 1.0) -> Parameter:
-    """Returns a matrix that starts as in PyTorch's linear layers, uniform in +-1/sqrt(inputs), divided by `scale`."""
+    """Returns a matrix initialised as in PyTorch's linear layers, uniform in +-1/sqrt(inputs), divided by `scale`."""
     return stacked(inputs, scale, weight=outputs)
 
 
 def stacked(inputs: int, scale: float = 1.0, **rows: int) -> Parameter:
-    """Returns matrices of the same inputs as one parameter, the first on top. rows: the height of each, by name."""
+    """Returns matrices with the same inputs, stacked as one parameter, the first on top. rows: rows of each, by name."""
     bound = inputs**-0.5 / scale
     init = Init("uniform", -bound, bound)
     return Parameter((sum(rows.values()), inputs), init, decay=True, rows=rows)
 
 
 def into_residual(config: "ModelConfig", inputs: int) -> Parameter:
-    """Returns a projection into the residual stream. It starts divided by sqrt(n_layer), also where a layer has two of them."""
+    """Returns a projection into the residual stream. Its initial values are divided by sqrt(n_layer), even if a layer has
+    two such projections."""
     return matrix(config.d_model, inputs, math.sqrt(config.n_layer))
 
 
@@ -129,7 +130,7 @@ def convolution(config: "ModelConfig", channels: int) -> Parameters:
 
 
 def recurrence_flops(config: "ModelConfig", seq_length: int) -> float:
-    """Returns what the recurrence takes, whatever backend computes it: each state's decay, input and share of the output."""
+    """Returns the FLOPs of the recurrence, the same for every backend: each state's decay, input and share of the output."""
     return 2 * 3 * config.d_inner * config.d_state
 
 
@@ -223,7 +224,7 @@ def _attention(config: "ModelConfig") -> Parameters:
 
 
 def _attention_flops(config: "ModelConfig", seq_length: int) -> float:
-    """Returns what q . k and weights . v take: a position sees seq_length / 2 others on average, as attention is causal."""
+    """Returns the FLOPs of q . k and weights . v. Attention is causal: a position sees seq_length / 2 others on average."""
     return 2 * 2 * config.n_head * config.resolved_head_dim * seq_length / 2
 
 
@@ -304,7 +305,7 @@ MIXERS = {
         stem="mlp",
     ),
 }
-MLP = MIXERS["mlp"]  # which a layer may have behind its mixer too
+MLP = MIXERS["mlp"]  # a layer may also have it after its mixer
 
 
 def embedding(config: "ModelConfig") -> Parameter:
@@ -316,7 +317,7 @@ def output_layer(config: "ModelConfig") -> Parameter:
 
 
 def layer_parts(layer: "Layer") -> dict[str, Spec]:
-    """Returns the mixers and the MLP of a Layer, under the names of their modules."""
+    """Returns the mixers and the MLP of a Layer, by the names of their modules."""
     parts = {name: MIXERS[mixer] for name, mixer in zip(MIXER_NAMES, layer.mixers)}
     if layer.mlp:
         parts["mlp"] = MLP
@@ -324,7 +325,7 @@ def layer_parts(layer: "Layer") -> dict[str, Spec]:
 
 
 def parameters(config: "ModelConfig") -> Parameters:
-    """Returns every parameter of the model by name, in the order of named_parameters(); a tied output layer is left out."""
+    """Returns every parameter of the model by name, in the order of named_parameters(), without a tied output layer."""
     described = {EMBEDDING: embedding(config)}
     for index, layer in enumerate(config.layer_list()):
         prefix = f"backbone.layers.{index}"
@@ -346,8 +347,8 @@ def parameter_count(config: "ModelConfig") -> int:
 
 
 def flops_per_token(config: "ModelConfig", seq_length: int) -> float:
-    """Returns the FLOPs of training per token of sequences of `seq_length`: three times the forward pass's, as the
-    backward pass takes twice as many.
+    """Returns the FLOPs of training per token for sequences of `seq_length`: three times the FLOPs of the forward pass,
+    because the backward pass takes twice as many.
 
     A multiply-add counts as 2. Matrices (with the output layer, without the embedding's lookup), convolutions, recurrences
     and attention's scores are counted; norms, gates and activations are not.
@@ -363,12 +364,12 @@ def flops_per_token(config: "ModelConfig", seq_length: int) -> float:
 
 
 def parts_that_read(setting: str) -> list[str]:
-    """Returns the mixers that a setting of ModelConfig has an effect on."""
+    """Returns the mixers on which a setting of ModelConfig has an effect."""
     return [name for name, part in MIXERS.items() if setting in part.settings]
 
 
 def multipliers_of(config: "ModelConfig") -> list[str]:
-    """Returns the names that ModelConfig.multipliers may give a number: those of the whole model and of its sublayers."""
+    """Returns the names that ModelConfig.multipliers may contain, for the whole model and for its sublayers."""
     names = [*MODEL_MULTIPLIERS]
     for part in config.parts():
         rows = next(stack.rows for stack in part.parameters(config).values() if stack.rows)
@@ -383,8 +384,8 @@ def operator_uses(
     deterministic: bool = False,
     in_parts: bool = False,
 ) -> dict[str, list[Use]]:
-    """Returns what the model asks of each operator. dtype: the torch.dtype of the activations; the other arguments are as
-    in Use. Where ranks share sequences, no mixer is computed in one call."""
+    """Returns the Uses of each operator in the model. dtype: the torch.dtype of the activations; the other arguments are as
+    in Use. If ranks share sequences, no mixer is computed in one call."""
     uses: dict[str, list[Use]] = {}
     always: Operators = {"norm": {}, "loss": {}}
     for operators in (always, *(part.operators(config) for part in config.parts())):
