@@ -1,1 +1,1 @@
-"""The verbs of `python -m mamba_fsdp`, one module each: its docstring is its help page, its `main` the verb."""
+"""The verbs of `python -m mamba_fsdp`, one module each: the docstring is the help page, `main` runs the verb."""

@@ -1,9 +1,9 @@
 """python -m mamba_fsdp checkpoints RUN [--verify]
 
-List the checkpoints of a run, or a single one: step, tokens, size, when it
-was committed, and whether it is whole. `kept` marks those that are never
-removed (keep_every). An unfinished one is being written, or a killed process
-left it; the next start of the run removes it.
+List the checkpoints of a run, or one checkpoint: step, tokens, size, time of
+commit, and whether it is whole. `kept` marks a checkpoint that is never
+removed (keep_every). An unfinished checkpoint is being written, or a killed
+process left it; the next start of the run removes it.
 
 Exit codes: 0 all are whole, 1 one is broken, 2 there is none.
 """
@@ -33,12 +33,12 @@ from mamba_fsdp.storage import exists, size_of
 @dataclass
 class Options:
     verify: bool = setting(False)
-    """Read every byte and compare it with the checksums; without it, only the files' sizes are checked."""
+    """Read every byte and compare it with the checksums. Without it, only the files' sizes are checked."""
 
 
 @dataclass
 class Row:
-    """What is shown of a checkpoint."""
+    """A line of the list: one checkpoint."""
 
     step: int
     bytes: int
@@ -63,7 +63,7 @@ def main(run: str, options: Options) -> int:
     for number, path in enumerate(finished, 1):
         console.passing(f"reading {path.name}, {number} of {len(finished)}")
         row = describe(path, options.verify)
-        if exists(path):  # otherwise its run has removed it meanwhile
+        if exists(path):  # its run may have removed it meanwhile
             rows.append(row)
     for path in begun:
         rows.append(Row(step_of(path.name) or 0, size_of(path), "unfinished"))
@@ -78,7 +78,7 @@ def main(run: str, options: Options) -> int:
 
 
 def describe(path: Path, verify: bool) -> Row:
-    """What a committed checkpoint is, as far as it can be read."""
+    """Returns the Row of a committed checkpoint, as far as it can be read."""
     verdict = "whole" if verify else "not verified"
     row = Row(step_of(path.name) or 0, size_of(path), verdict, kept=(path / KEPT).exists())
     with suppress(OSError):
@@ -89,15 +89,15 @@ def describe(path: Path, verify: bool) -> Row:
         if problems:
             row.verdict = f"broken: {'; '.join(problems)}"
         row.tokens = read_run(path).progress.tokens
-    except UserError as error:  # of another version, say
+    except UserError as error:  # for example, of another version
         if not row.verdict.startswith("broken"):
             row.verdict = f"broken: {error}"
     return row
 
 
 def read_all(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, in sentences, when every byte is read."""
-    from mamba_fsdp.checkpoint import restore  # which imports torch
+    """Returns what is wrong with a checkpoint, in sentences, after reading every byte."""
+    from mamba_fsdp.checkpoint import restore  # imports torch
     from mamba_fsdp.parallel.world import World
 
     return restore.verify(path, World.alone())

@@ -1,5 +1,5 @@
-"""The checks of what a machine needs to train. doctor makes all of them on this machine; preflight makes those that can
-spoil a job on each of its nodes. Torch is imported where it is needed: preflight does without, in a second."""
+"""The checks of a machine's fitness to train. doctor makes all of them on this machine; preflight makes those that can
+spoil a job, on each of its nodes. Only the checks that need torch import it: preflight takes a second without it."""
 
 import importlib
 import importlib.util
@@ -20,28 +20,28 @@ EFA_FOLDER = Path("/sys/class/infiniband")  # where Linux lists EFA devices
 
 
 class Absent(Exception):
-    """Says that something is not here and need not be."""
+    """The error of a check for something that is absent but not needed."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    verdict: str  # ok, FAIL, or - for what is not here and need not be
+    verdict: str  # ok, FAIL, or - for something that is absent but not needed
     text: str
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check: find() returns what there is. It raises Absent, a UserError that says what to do, or what an import raises."""
+    """A check. find() returns what it found. It raises Absent, a UserError that says what to do, or an import's error."""
 
     name: str
     find: Callable[[], str]
     exit_code: int | None = (
-        None  # preflight's where it fails: 2 for a user to mend, 1 may pass, 0 only a warning
+        None  # of preflight if it fails: 2 the user has to fix it, 1 it may pass, 0 it is a warning
     )
-    if_nodes_differ: str = ""  # what to do then; nodes may differ where there is nothing to do
+    if_nodes_differ: str = ""  # what to do if nodes differ; "": they may differ
 
     def make(self) -> Finding:
-        """Returns the verdict, with what was found or what is wrong."""
+        """Returns the verdict, and what was found or what is wrong."""
         try:
             return Finding("ok", self.find())
         except Absent as reason:
@@ -59,7 +59,7 @@ def find_python() -> str:
 
 
 def find_packages() -> str:
-    """Imports what the program needs, and what it would use, and returns the versions."""
+    """Returns the versions of the needed packages and of the optional ones that are installed; imports each."""
     versions = []
     for name in (*PACKAGES.split(), *OPTIONAL):
         module = MODULES.get(name, name)
@@ -76,7 +76,7 @@ def find_environment() -> str:
 
 
 def find_gpus() -> str:
-    """Compares what Slurm assigned with what the driver shows."""
+    """Returns the GPUs that Slurm assigned. Raises UserError if the driver shows fewer."""
     shown = machine.driver_gpus()
     assigned = machine.assigned_gpus()
     if assigned > len(shown):
@@ -128,14 +128,15 @@ def find_efa_plugin() -> str:
     plugin = machine.efa_plugin()
     if not plugin:
         raise UserError(
-            "EFA devices, but no libnccl-net.so (aws-ofi-nccl) for NCCL to use them by, so it takes TCP; build the "
+            "EFA devices, but no libnccl-net.so (aws-ofi-nccl), which NCCL needs to use them, so it uses TCP; build the "
             "image with INSTALL_EFA=1 (docs/image.md)"
         )
     return plugin
 
 
 def find_operators() -> str:
-    """Returns the backend that a run would choose for each operator, and why not a better one. On a GPU each backend is tested."""
+    """Returns the backend that a run would choose for each operator, and why it passed over better ones. On a GPU, each
+    backend is tested."""
     import torch
 
     from mamba_fsdp.settings.model_config import ModelConfig

@@ -1,8 +1,8 @@
 """python -m mamba_fsdp doctor
 
-What this machine has and whether it works: packages, environment, GPUs, EFA,
-the backend that serves each operator. A verdict a line: `ok`, `FAIL`, or `-`
-for what is not here and need not be. The exit code is 1 if any fails.
+Check this machine: packages, environment, GPUs, EFA, and the backend of each
+operator. Each line has a verdict: `ok`, `FAIL`, or `-` for something that is
+absent but not needed. The exit code is 1 if any check fails.
 """
 
 from mamba_fsdp.report.console import Console
@@ -10,7 +10,7 @@ from mamba_fsdp.verbs.checks import CHECKS
 
 
 def main() -> int:
-    """Returns 1 where anything fails, else 0."""
+    """Returns 1 if any check fails, else 0."""
     failed = False
     for check in CHECKS:
         finding = check.make()

@@ -1,11 +1,11 @@
 """python -m mamba_fsdp evaluate MODEL DATA [--OPTION=VALUE ...]
 
-Token loss, perplexity per token and per word, and bits per byte of a model,
-every token predicted once from those before it in its window
+Measure a model: token loss, perplexity per token and per word, and bits per
+byte. Every token is predicted once, from the tokens before it in its window
 (docs/evaluating.md). MODEL is a run folder, a checkpoint, a
 consolidated.00.pth, or a transformers or state-spaces folder. DATA is a token
 store, or a folder with stores in validation/ or test/; get_dataset.py makes
-one from text. Under torchrun the ranks share the work.
+stores from text. Under torchrun, the ranks share the work.
 """
 
 import json
@@ -34,55 +34,56 @@ if TYPE_CHECKING:
     from mamba_fsdp.verbs.loading import Loaded
 
 DECODED_AT_ONCE = 1 << 16  # tokens
-POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # in a forward pass, unless one window has more
+POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # of a forward pass, unless one window has more
 
 
 @dataclass
 class EvaluationConfig:
-    """The options beside the model and the data."""
+    """The options besides the model and the data."""
 
     seq_length: int = setting(
         2048, at_least=1, elsewhere="max_seq_length max_length seq_len block_size context_length"
     )
     """Tokens per window: more context, lower loss, more memory."""
     stride: int = setting(0, at_least=0, elsewhere="doc_stride")
-    """Tokens from one window to the next; 0: seq_length, no overlap. Smaller: each token has at least
-    seq_length - stride others before it, and the work is seq_length / stride times as much."""
+    """Tokens from the start of one window to the start of the next; 0: seq_length, without overlap. With a
+    smaller stride, each token has at least seq_length - stride tokens before it, and the work grows by a
+    factor of seq_length / stride."""
     batch_size: int = setting(8, at_least=1, elsewhere="eval_batch_size per_device_eval_batch_size")
     """Windows per forward pass, fewer if they are long."""
     limit: int = setting(0, at_least=0, elsewhere="max_eval_samples num_samples eval_batches")
-    """Windows in all, spread evenly over the data; 0 for all."""
+    """Number of windows, spread evenly over the data; 0: all."""
     json: bool = setting(False)
     """Print the numbers as JSON on stdout, everything else on stderr."""
     reset_at_documents: bool = setting(False)
-    """Let nothing cross the start of a document."""
+    """Keep state, convolution and attention within a document: none crosses the start of a document."""
     allow_other_tokenizer: bool = setting(False)
-    """Accept data of another tokenizer than the model's."""
+    """Accept data with another tokenizer than the model's."""
     model_name: str = setting("", elsewhere="model_variant")
     """MODEL's preset, if there is no config.json beside it."""
 
 
 @dataclass
 class Evaluation:
-    """How well a model predicts a store's tokens.
+    """The measures of how well a model predicts a store's tokens.
 
-    word_perplexity and bits_per_byte are None where the words and bytes of the tokens are not known.
+    word_perplexity and bits_per_byte are None if no tokenizer is known.
     """
 
-    tokens: int  # that were predicted
-    all_tokens: int  # of the store: all but the first, which nothing predicts
+    tokens: int  # predicted tokens
+    all_tokens: int  # tokens of the store without the first, which nothing predicts
     loss: float  # nats per token
     perplexity: float  # per token
-    words: int  # between white space in the text of the predicted tokens; 0 where no tokenizer is known
+    words: int  # between white space in the text of the predicted tokens; 0 without a tokenizer
     word_perplexity: float | None  # exp(nats of all predicted tokens / words)
-    bytes: int  # of that text
+    bytes: int  # of the text of the predicted tokens
     bits_per_byte: float | None
     seconds: float
     window: int  # tokens in a window
-    stride: int  # tokens from the start of one window to that of the next
+    stride: int  # tokens from the start of one window to the start of the next
 
     def lines(self) -> list[str]:
-        """Returns the lines that a person reads."""
+        """Returns the lines to print."""
         perplexity = f"{self.perplexity:,.3f} per token"
         if self.word_perplexity:
             perplexity += (
@@ -103,7 +104,7 @@ class Evaluation:
 def main(model: str, data: str, options: EvaluationConfig) -> None:
     check_place(model)
     stores = stores_in(data, model)
-    # This imports torch: a missing path is reported before.
+    # This imports torch; a missing path is reported earlier.
     from mamba_fsdp.verbs.loading import inference_world, load
 
     world = inference_world()
@@ -113,7 +114,7 @@ def main(model: str, data: str, options: EvaluationConfig) -> None:
         model, model_name=options.model_name, reset_at_documents=options.reset_at_documents
     )
     console.line(f"model          {model}")
-    numbers = {}  # by name of a store
+    numbers = {}  # by the name of the store
     for name, store in stores.items():
         evaluation = measure(loaded, store, options, console)
         numbers[name] = asdict(evaluation)
@@ -121,23 +122,23 @@ def main(model: str, data: str, options: EvaluationConfig) -> None:
         console.line("\n".join(evaluation.lines()))
     if options.json and world.rank == 0:
         text = json.dumps({"model": model, "data": numbers})
-        without_nan = json.loads(text, parse_constant=lambda _: None)  # which JSON has not
+        without_nan = json.loads(text, parse_constant=lambda _: None)  # JSON has no NaN
         print(json.dumps(without_nan, indent=1))
     world.close()
 
 
 def evaluate(model: "Loaded", data: str | Path, options: EvaluationConfig) -> Evaluation:
     """Returns the Evaluation of a model over the token store at the path `data`: its loss,
-    perplexities and bits per byte. Raises UserError."""
+    perplexities and bits per byte. Raises UserError as `measure` does."""
     return measure(model, data, options, Console(enabled=False))
 
 
 def measure(
     model: "Loaded", data: str | Path, options: EvaluationConfig, console: Console
 ) -> Evaluation:
-    """Returns what `evaluate` does, and shows on the console how far it is. All ranks call it.
+    """Returns the Evaluation of a model over a store, and shows the progress on the console. All ranks call it.
 
-    Raises UserError where there is no store, or the model does not know its tokens.
+    Raises UserError if there is no store, or if the model and the store have different tokenizers.
     """
     from mamba_fsdp.data.loader import BatchShape, evaluation_batches, evaluation_windows
     from mamba_fsdp.trainer.validation import evaluate as evaluate_loss
@@ -202,13 +203,13 @@ def measure(
 
 
 def _exp(number: float) -> float:
-    return math.exp(min(number, 700.0))  # above lies no float
+    return math.exp(min(number, 700.0))  # exp of more overflows
 
 
 def predicted_spans(
     windows: np.ndarray, window: int, stride: int, token_count: int
 ) -> list[tuple[int, int]]:
-    """Returns (start, end) of each stretch of tokens that the windows, by their numbers, predict."""
+    """Returns (start, end) of each range of tokens that the windows predict. windows: their numbers."""
     spans: list[tuple[int, int]] = []
     for number in windows.tolist():
         window_end = number * stride + window + 1
@@ -221,14 +222,14 @@ def predicted_spans(
 
 
 def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Returns the numbers of words and of bytes in the text of the tokens in these spans, each (start, end).
+    """Returns (words, bytes) in the text of the tokens in these spans, each (start, end), or (0, 0) without a tokenizer.
 
-    Words are what stands between white space, as in the word-level perplexity of WikiText; ends of documents and other
-    special tokens are no words. Returns (0, 0) where no tokenizer is known.
+    Words are separated by white space, as in the word-level perplexity of WikiText; ends of documents and other special
+    tokens are not words.
     """
     try:
         tokenizer = load_words(source.tokenizer_path).backend
-    except UserError:  # the store came without one
+    except UserError:  # the store has no tokenizer
         return 0, 0
     words = size = 0
     for start, end in spans:
@@ -250,8 +251,8 @@ def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> t
 
 
 def stores_in(data: str, model: str) -> dict[str, Path]:
-    """Returns {name: path} of the token stores at `data`. Raises UserError where there are none, with the command that
-    makes a store of text."""
+    """Returns {name: path} of the token stores at `data`. Raises UserError if there are none; the message has the command
+    that makes a store from text."""
     stores = {}
     for split in ("", *SPLITS["validation"], *SPLITS["test"]):
         path = Path(data, split)

@@ -13,12 +13,12 @@ from mamba_fsdp.settings.fields import setting
 
 @dataclass
 class ImportConfig:
-    """The options that import has too."""
+    """The options that import and export share."""
 
     dtype: str = setting("", choices=("fp32", "bf16", "fp16"), elsewhere="torch_dtype precision")
-    """Without it each tensor keeps its type."""
+    """Dtype of the tensors. Without it, each tensor keeps its dtype."""
     tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
-    """A tokenizer's folder to write instead of MODEL's own."""
+    """Folder of a tokenizer to write instead of MODEL's own."""
     model_name: str = setting("", elsewhere="model_variant")
     """MODEL's preset, if there is no config.json beside it."""
 
@@ -26,8 +26,8 @@ class ImportConfig:
 @dataclass
 class ExportConfig(ImportConfig):
     format: str = setting("hf", choices=("hf", "state-spaces", "pth"), elsewhere="output_format")
-    """hf for transformers' AutoModelForCausalLM (safetensors, with the tokenizer), state-spaces for
-    mamba_ssm's MambaLMHeadModel.from_pretrained, pth for consolidated.00.pth with config.json and
+    """hf: for transformers' AutoModelForCausalLM (safetensors, with the tokenizer). state-spaces: for
+    mamba_ssm's MambaLMHeadModel.from_pretrained. pth: consolidated.00.pth with config.json and
     tokenizer/, as a run writes it at its end."""
 
 

@@ -3,7 +3,7 @@
 Continue a text, and print it as it is generated. MODEL is a run folder, a
 checkpoint, a consolidated.00.pth, or a transformers or state-spaces folder.
 The text goes to stdout, the speed to stderr. On a terminal, control
-characters are made visible. Ctrl-C ends it.
+characters are made visible. Ctrl-C stops it.
 """
 
 import sys
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class GenerationConfig:
-    """The options beside the model."""
+    """The options besides the model."""
 
     prompt: str = setting("")
-    """Text to continue; without it the text begins at a document's start."""
+    """Text to continue. Without it, the model begins a new document."""
     length: int = setting(
         100, at_least=1, elsewhere="max_new_tokens max_tokens max_length num_tokens n_predict"
     )
-    """Tokens to generate at most; the text ends earlier where the document does."""
+    """Largest number of tokens to generate; the text ends earlier if the document ends."""
     temperature: float = setting(0.8, at_least=0)
-    """0 always takes the likeliest token; 1 draws as the model says."""
+    """0: always take the likeliest token. 1: draw from the model's probabilities."""
     top_k: int = setting(0, at_least=0)
-    """Draw from the k likeliest tokens only; 0 from all."""
+    """Draw from the k likeliest tokens only; 0: from all."""
     top_p: float = setting(1.0, above=0, at_most=1)
     """Draw from the likeliest tokens that together have this probability."""
     seed: int = setting(0)
     """Equal seeds give equal texts."""
     tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
-    """A tokenizer's folder, if MODEL has none."""
+    """Folder of a tokenizer, if MODEL has none."""
     model_name: str = setting("", elsewhere="model_variant")
     """MODEL's preset, if there is no config.json beside it."""
 
@@ -69,9 +69,9 @@ def main(model: str, options: GenerationConfig) -> None:
 
 
 def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
-    """Yields the text of each token that continues the prompt; "" where a character's last bytes are still to come.
+    """Yields the text of each token that continues the prompt, or "" while a character is incomplete.
 
-    Raises UserError for a prompt that is no valid Unicode, and for a model without a tokenizer.
+    Raises UserError for a prompt that is not valid Unicode, and for a model without a tokenizer.
     """
     import torch
     from tokenizers.decoders import DecodeStream
@@ -83,7 +83,7 @@ def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
     tokenizer = load_words(options.tokenizer or model.tokenizer_path)
     if tokenizer.eos is None and not options.prompt:
         raise UserError(
-            "the tokenizer names no end-of-document token, which a text without a prompt starts from; give a --prompt"
+            "the tokenizer names no end-of-document token, from which a text without a prompt starts; give a --prompt"
         )
     device = next(model.network.parameters()).device
     prompt_ids: list = tokenizer.encode(options.prompt) or [tokenizer.eos]
@@ -105,7 +105,7 @@ def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
 
 
 def check_valid(prompt: str) -> None:
-    """Raises UserError for text that a shell passed in another encoding than UTF-8."""
+    """Raises UserError for a prompt that a shell passed in another encoding than UTF-8."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

@@ -1,8 +1,8 @@
 """python -m mamba_fsdp inspect PATH [--verify]
 
 Describe PATH: a run folder, a checkpoint, a model (consolidated.00.pth,
-transformers, state-spaces, other trainers' files; the tensors of one without
-config.json), a token store, or text or tokens for get_dataset.py.
+transformers, state-spaces, other trainers' files; a model file without
+config.json by its tensors), a token store, or input for get_dataset.py.
 """
 
 import json
@@ -34,14 +34,14 @@ from mamba_fsdp.verbs import checkpoints
 WEIGHTS = {".safetensors", ".pth", ".pt", ".bin", ".distcp"}
 SAMPLES = 3
 SAMPLE_TOKENS = 64
-SAMPLE_WIDTH = 160  # characters shown of a sample
+SAMPLE_WIDTH = 160  # characters of a sample to show
 
 
 @dataclass
 class Options:
     verify: bool = setting(False)
     """Read every byte of a token store, checkpoint or run and compare it with the checksums. The exit code is 1 or 2 if
-    anything is damaged. Models hold no checksums and are refused."""
+    anything is damaged. Models have no checksums and are refused."""
 
 
 def main(path: str, options: Options) -> int:
@@ -104,7 +104,7 @@ def show_checkpoint(path: Path, verify: bool) -> int:
 
 
 def is_input(place: Path) -> bool:
-    """Whether `place` holds text or tokens for get_dataset.py, and no weights."""
+    """Returns whether `place` holds text or tokens for get_dataset.py, and no weights."""
     paths = [place, *place.rglob("*")]
     return any(map(kind_of, paths)) and not any(path.suffix in WEIGHTS for path in paths)
 
@@ -130,7 +130,7 @@ def show_model(path: Path) -> None:
 
 
 def show_tensors(path: Path) -> None:
-    """Prints the tensors of a file without config.json beside it."""
+    """Prints the tensors of a file that has no config.json beside it."""
     from mamba_fsdp.interop.weights import open_file
     from mamba_fsdp.parallel.world import World
 
@@ -153,7 +153,7 @@ def describe_model(model: ModelConfig) -> str:
 
 
 def show_data(path: Path, verify: bool) -> None:
-    """Prints the contents of the token store at `path`. Raises UserError where something is wrong with it."""
+    """Prints the contents of the token store at `path`. Raises UserError for a damaged store."""
     store = TokenStore(path)
     say("token store", path)
     if verify:
@@ -165,7 +165,7 @@ def show_data(path: Path, verify: bool) -> None:
 
 
 def _show_samples(store: TokenStore) -> None:
-    """Prints the store's tokenizer, and some of its text, where it holds a tokenizer."""
+    """Prints the store's tokenizer and, with it, samples of the store's text."""
     try:
         folder = store.tokenizer_path
     except UserError:

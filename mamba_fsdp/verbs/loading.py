@@ -1,4 +1,4 @@
-"""A trained model with its tokenizer, out of a run, a checkpoint, a .pth file or another library's folder."""
+"""A trained model with its tokenizer, from a run, a checkpoint, a .pth file or another library's folder."""
 
 import functools
 from pathlib import Path
@@ -17,14 +17,14 @@ from mamba_fsdp.trainer.setup import build_model
 
 
 class Loaded(NamedTuple):
-    """A model ready for inference. network(tokens (batch, length)) gives logits (batch, length, padded vocabulary)."""
+    """A model ready for inference. network(tokens (batch, length)) returns logits (batch, length, padded vocabulary)."""
 
     network: torch.nn.Module  # a MambaLM: fp32 on a CPU, bf16 arithmetic on a GPU
-    weights: Weights  # and its `config`
+    weights: Weights  # has the model's `config`
 
     @property
     def tokenizer_path(self) -> Path:
-        """Of the tokenizer that came along. Raises UserError where there is none."""
+        """Returns the path of the model's tokenizer. Raises UserError if the model has none."""
         if not self.weights.tokenizer_path:
             raise UserError(f"{self.weights.source} has no tokenizer; name one: --tokenizer=PATH")
         return self.weights.tokenizer_path
@@ -32,13 +32,13 @@ class Loaded(NamedTuple):
 
 @functools.cache
 def inference_world() -> World:
-    """The ranks that torchrun has started: each has the whole model, and together they evaluate."""
+    """Returns the world of the ranks that torchrun has started. Each rank has the whole model; they share the evaluation."""
     return start_world()
 
 
 def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool = False) -> Loaded:
-    """Returns the model that `source` names, see interop/weights.py. model_name: the preset that it is, where there is
-    no config.json. Raises UserError."""
+    """Returns the model that `source` names, see interop/weights.py. model_name: its preset, if there is no config.json.
+    Raises UserError if there is no such model."""
     world = World.alone(device=inference_world().device)
     cpp.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)

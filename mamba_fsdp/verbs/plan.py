@@ -1,17 +1,17 @@
 """python -m mamba_fsdp plan [PRESET] [--config=FILE] [--NAME=VALUE ...]
 
 Does this training fit, and how long does it take? Memory is measured on
-tensors without content, time is calculated: no GPU is needed. The names are the options below and the settings of
-training.py, which --help=all lists too.
+tensors without content, time is calculated: no GPU is needed. The names are
+the options below and the settings of training.py, which --help=all lists too.
 
   python -m mamba_fsdp plan mamba-2.8b --nodes=2 --instance=p5.48xlarge
   python -m mamba_fsdp plan mamba_9.8b --nodes=24 --instance=p4de.24xlarge
   python -m mamba_fsdp plan mamba-130m --memory=24 --peak=165 --bandwidth=1008
 
-The last lines are the settings as given and the fastest that fit: of batch
-sizes (with global_batch_size those that keep the step), shares of recomputing
-blocks. How exact this is: docs/planning.md. Exit codes: 0 it fits, 1 it does
-not, 2 a mistake.
+The last lines show the settings as given and the fastest ones that fit, over
+batch sizes (a given global_batch_size stays) and shares of recomputing blocks.
+docs/planning.md says how exact this is. Exit codes: 0 it fits, 1 it does not,
+2 a mistake.
 """
 
 import json as as_json
@@ -34,29 +34,29 @@ USUAL_TOKENS = 10**9
 
 @dataclass
 class PlanConfig:
-    """The options beside the settings of the training. 0 leaves a number open."""
+    """The options besides the settings of the training. 0: as the instance has it."""
 
     nodes: int = setting(1, at_least=1, at_most=100_000, elsewhere="nnodes num_nodes node")
-    """Machines."""
+    """Number of machines."""
     instance: str = setting("", elsewhere="instance_type machine")
-    """What they are: a line of mamba_fsdp/planning/devices.py, as p4d.24xlarge. Without it the machine
-    at hand, whose speed is not known."""
+    """Kind of machine: a name in mamba_fsdp/planning/devices.py, as p4d.24xlarge. Without it: this
+    machine, whose speed is unknown."""
     devices: int = setting(0, at_least=0, elsewhere="gpus gpus_per_node num_gpus")
-    """Devices of a machine."""
+    """Number of devices of a machine."""
     memory: float = setting(0.0, at_least=0, at_most=1_000_000)
-    """GB of a device."""
+    """Memory of a device in GB."""
     bandwidth: float = setting(0.0, at_least=0)
-    """GB/s of that memory."""
+    """Bandwidth of a device's memory in GB/s."""
     peak: float = setting(0.0, at_least=0)
-    """TFLOP/s of a device, dense, in bf16."""
+    """Peak of a device in TFLOP/s, dense, in bf16."""
     nvlink: float = setting(0.0, at_least=0)
-    """GB/s of a device to the others of its machine, one way."""
+    """Rate from a device to the others of its machine in GB/s, one way."""
     network: float = setting(0.0, at_least=0)
-    """Gbit/s of a machine to the others, one way."""
+    """Rate from a machine to the others in Gbit/s, one way."""
     tokens: int = setting(0, at_least=0)
-    """Length of the training, as in 300B. 0: num_steps, or the length of the recipe, or 1B."""
+    """Length of the training in tokens, as in 300B. 0: num_steps, else the length of the recipe, else 1B."""
     json: bool = setting(False)
-    """The same as JSON, in bytes and seconds."""
+    """Print the figures as JSON, in bytes and seconds."""
 
 
 def main(*preset: str, options: PlanConfig, **settings_by_name: Any) -> int:
@@ -65,7 +65,7 @@ def main(*preset: str, options: PlanConfig, **settings_by_name: Any) -> int:
         settings_by_name = {"model_name": preset[0], **settings_by_name}
     config = settings_by_name.pop("config", None)
     settings = resolve_settings(settings_by_name, config, preset[1:])
-    # These import torch: what is wrong with the words is told without it.
+    # These import torch; mistakes in the words are reported earlier.
     from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
 
     machine = machine or machine_at_hand()
@@ -94,8 +94,8 @@ def main(*preset: str, options: PlanConfig, **settings_by_name: Any) -> int:
 
 
 def choose_machine(options: PlanConfig) -> Instance | None:
-    """Returns the machine that is meant, None for the one at hand. Raises UserError for an unknown one, or where its
-    memory is not known."""
+    """Returns the machine that the options describe, or None for this machine. Raises UserError for an unknown instance,
+    or if the memory is unknown."""
     instance = options.instance
     named = {field.name: getattr(options, field.name) for field in fields(Instance)[1:]}
     hardware: dict[str, Any] = {name: number for name, number in named.items() if number}

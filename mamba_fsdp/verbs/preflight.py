@@ -3,9 +3,9 @@ python -m mamba_fsdp preflight judge FOLDER NODE ...
 
 Are the nodes of a job fit for this training? 1.train.sbatch runs `report` on
 every node, in the training's own environment, then `judge` once, which prints
-what each NODE is and what is wrong with it. FOLDER is a fresh folder in the
+what each NODE has and what is wrong with it. FOLDER is a fresh folder in the
 run folder, SETTINGS the file there with the settings of this start. Exit codes
-of judge: 0, 2 for what you have to fix, 1 for trouble that may pass.
+of judge: 0 all nodes are fit, 1 the trouble may pass, 2 you have to fix it.
 """
 
 import json
@@ -42,7 +42,7 @@ def main(action: str, folder: str, *words: str) -> int:
 def report(folder: Path, settings_file: Path) -> None:
     """Writes into `folder` what this node finds for the settings in `settings_file`, which the first node has written.
 
-    Raises UserError where the folder is not shared or not writable.
+    Raises UserError if the folder is not shared or not writable.
     """
     node = machine.node_name()
     if not settings_file.is_file():
@@ -65,21 +65,22 @@ def report(folder: Path, settings_file: Path) -> None:
 
 
 def weights_mistakes(settings: TrainConfig) -> list[str]:
-    """Returns a sentence where the weights to start from are not there or of another model; gives `settings` their shape."""
+    """Returns a sentence if the weights to start from are missing or of another model, else []. With init_from, the model
+    in `settings` takes their shape."""
     if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
         from mamba_fsdp.trainer.start import starting_weights
 
         try:
             starting_weights(settings, find_origin(settings.checkpoint))
         except StorageError:
-            raise  # trouble that may pass: no answer, for the judge
+            raise  # the trouble may pass: judge sees no answer of this node
         except UserError as error:
             return [str(error)]
     return []
 
 
 def data_mistakes(settings: TrainConfig) -> list[str]:
-    """Returns a sentence where this node does not see the data."""
+    """Returns a sentence if this node does not see the data, else []."""
     path = os.path.abspath(settings.data.dataset_path)
     if settings.data.use_dummy_dataset or os.path.exists(path):
         return []
@@ -90,10 +91,10 @@ def data_mistakes(settings: TrainConfig) -> list[str]:
 
 
 def space_mistakes(settings: TrainConfig) -> list[str]:
-    """Returns a sentence where the run folder's file system has no room for the checkpoints to come."""
+    """Returns a sentence if the run folder's file system has no room for the checkpoints to come, else []."""
     folder = os.path.abspath(settings.checkpoint.save_ckpt_path)
     there = len(committed(Path(folder, CHECKPOINTS)))
-    # One more than are kept: the oldest goes when the newest is committed.
+    # One more than are kept: the oldest is removed once the newest is committed.
     to_come = max(1, settings.checkpoint.keep_checkpoints + 1 - there)
     needed = to_come * CHECKPOINT_BYTES * parameter_count(settings.model)
     free = shutil.disk_usage(folder).free
@@ -106,12 +107,12 @@ def space_mistakes(settings: TrainConfig) -> list[str]:
 
 
 class Problem(NamedTuple):
-    exit_code: int  # 2 for what a user has to fix, 1 for what may be gone at the next start, 0 for a warning
+    exit_code: int  # 2: the user has to fix it, 1: it may be gone at the next start, 0: a warning
     sentence: str
 
 
 def judge(folder: Path, nodes: Sequence[str]) -> int:
-    """Prints a line for each of the `nodes` (host names) and what is wrong with it. Returns the exit code."""
+    """Returns the exit code, after printing a line for each of the `nodes` (host names) and what is wrong with it."""
     reports = {}
     for node in nodes:
         path = folder / f"{node}.json"
@@ -129,8 +130,8 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
     for node in nodes:
         if node not in reports:
             sentence = (
-                f"{node}: no answer that the first node could read; look at its lines above. If there are none it "
-                f"is down: scontrol show node {node}, and submit again with --exclude={node}"
+                f"{node}: no answer that the first node could read; look at its lines above. If there are none, the "
+                f"node is down: scontrol show node {node}, and submit again with --exclude={node}"
             )
             problems.append(Problem(1, sentence))
     for code, sentence in problems:
@@ -139,10 +140,10 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
 
 
 def problems_of_checks(reports: dict[str, dict]) -> list[Problem]:
-    """What fails on a node, or is other than on the first one."""
+    """Returns the problems of checks that fail on a node, or whose findings differ from those on the first node."""
     problems = []
     for check in JOB_CHECKS:
-        texts: dict[str, str] = {}  # by nodes where it does not fail
+        texts: dict[str, str] = {}  # by nodes on which the check does not fail
         for node, content in reports.items():
             finding = content["findings"][check.name]
             text = finding["text"]

@@ -1,8 +1,8 @@
 """python -m mamba_fsdp report RUN [RUN ...] [--out=FILE.html]
 
 Show one or more runs, finished or still training, in one HTML file that needs
-no network: curves by steps or tokens, settings and where they differ, the
-data's mixture, restarts, checkpoints (docs/watching.md).
+no network: curves by steps or tokens, settings and their differences, the
+mixture of the data, restarts, checkpoints (docs/watching.md).
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from mamba_fsdp.storage import write_for_user
 @dataclass
 class Options:
     out: str = setting("", elsewhere="output output_dir")
-    """The file to write, or a folder for it; without it report.html in the first RUN."""
+    """The file to write, or a folder for it. Without it: report.html in the first RUN."""
 
 
 def main(*runs: str, options: Options) -> None:
     out = options.out
-    folders = {Path(run).resolve(): Path(run) for run in runs}  # each once, whatever names it
+    folders = {Path(run).resolve(): Path(run) for run in runs}  # each run once
     if not folders:
         raise UserError("name at least one run folder; see --help")
     page = make_page([*folders.values()])

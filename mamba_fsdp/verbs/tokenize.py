@@ -1,4 +1,4 @@
-"""Text in, token stores out: what training.py reads.
+"""Make token stores, which training.py reads, from text or tokens.
 
     python get_dataset.py [INPUT [OUT]] [--OPTION=VALUE ...]
 
@@ -6,11 +6,11 @@ INPUT  a file, folder or glob of .txt, .md, .jsonl, .ndjson, .json, .csv (each
        also .gz or .zst), .parquet or .arrow files, a save_to_disk folder, or a
        name for datasets.load_dataset. Default: builtin, the source of Python's
        own library. Hidden files (.name) are left out.
-OUT    a folder for the stores OUT/train and OUT/validation. Default: data/ and
-       the input's name.
+OUT    a folder for the stores OUT/train and OUT/validation. Default:
+       data/NAME, by the input's name.
 
-After a kill or Ctrl-C, the same command resumes. Whole
-numbers may end in k, M, B or T (10k).
+After a kill or Ctrl-C, the same command resumes. Whole numbers may end in k,
+M, B or T (10k).
 """
 
 import os
@@ -26,7 +26,7 @@ USUAL = "tokenizer validation_fraction splits documents text_column config overw
 
 
 def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
-    # Imported late: --help and mistakes in the options are answered at once.
+    # Imported late, so that --help and mistakes in the options are answered at once.
     from mamba_fsdp.data.corpus import is_local, prepare_hub
 
     options.check()
@@ -39,19 +39,19 @@ def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> No
         prepare_hub(input)
     elif input != "builtin":
         print(f"making {out} from {input}", flush=True)
-    # This imports libraries for seconds: mistakes are reported before.
+    # This imports libraries for seconds; mistakes are reported earlier.
     from mamba_fsdp.data.tokenize import make_dataset
 
     let_output_fail()
     try:
         make_dataset(input, out, options)
-    except KeyboardInterrupt:  # what its threads still compute is of no use
+    except KeyboardInterrupt:  # the work of its threads is of no use
         sys.stdout.flush()
         os._exit(130)
 
 
 def default_folder(input: str) -> Path:
-    """data/NAME for an input of that name."""
+    """Returns data/NAME for an input named NAME. Raises UserError if the input has no plain name."""
     name = Path(os.path.abspath(input)).name.split(".")[0]
     if not name or set("*?[") & set(name):
         raise UserError(f"{input}: give OUT too, the folder for the stores")

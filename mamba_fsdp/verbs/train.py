@@ -1,4 +1,4 @@
-"""Training in this process: what training.py does once it has its settings, and `mamba_fsdp.train`."""
+"""Training in this process, for training.py and for `mamba_fsdp.train`."""
 
 import contextlib
 import os
@@ -20,7 +20,8 @@ from mamba_fsdp.settings.train_config import TrainConfig
 
 
 def main(*stray: str, config: str | None = None, resolved: str | None = None, **words: str) -> int:
-    """Trains as the words say, or the file `resolved`, which the launcher has checked and written."""
+    """Returns exit code 0 after training with the settings in `words`, or with those in the file `resolved`, which the
+    launcher has checked and written."""
     begin_rank()
     if resolved:
         let_output_fail()
@@ -28,17 +29,17 @@ def main(*stray: str, config: str | None = None, resolved: str | None = None, **
     settings = resolve_settings(words, config, stray)
     try:
         prepare(settings)
-    except KeyboardInterrupt:  # what the threads that make data/builtin still compute is of no use
+    except KeyboardInterrupt:  # the work of the threads that make data/builtin is of no use
         os._exit(130)
     let_output_fail()
     return run(settings)
 
 
 def train(config: str | None = None, **settings: Any) -> Path:
-    """Trains in this process, and returns the run folder. The same call again resumes.
+    """Returns the run folder after training in this process. The same call again resumes.
 
     settings: as training.py takes them: num_steps=100, dataset_path="data/mine". config: a YAML file
-    or a ready run. Raises UserError.
+    or a ready run. Raises UserError for mistakes in the settings and for runs that can't continue.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train: call it in the main thread, which gets the signals that stop it")
@@ -50,18 +51,18 @@ def train(config: str | None = None, **settings: Any) -> Path:
 
 
 def prepare(settings: TrainConfig) -> None:
-    """What comes before libraries that take seconds to import: raises UserError for what is not there, and makes the
-    built-in data where it is wanted and missing. On rank 0; where the ranks meet, the others wait."""
+    """Checks the inputs and makes the built-in data if it is needed and missing, before libraries that take seconds to
+    import. Only rank 0 does so; the other ranks wait where the ranks first meet. Raises UserError for missing inputs."""
     if os.environ.get("RANK", "0") != "0":
         return
     check_run_folder(settings)
     check_inputs(settings)
     if not settings.training.dry_run:
         make_missing_builtin(settings.data)
-    if LAUNCHER in os.environ:  # the file STOP is for this start
+    if LAUNCHER in os.environ:  # a file STOP is then meant for this start
         return
     if not settings.training.dry_run:
-        with contextlib.suppress(OSError):  # a file STOP that was for an earlier start
+        with contextlib.suppress(OSError):  # a file STOP was meant for an earlier start
             Path(settings.checkpoint.save_ckpt_path, STOP).unlink()
         print(f"run        {settings.checkpoint.save_ckpt_path}", flush=True)
     if "torch" not in sys.modules:
@@ -69,7 +70,7 @@ def prepare(settings: TrainConfig) -> None:
 
 
 def run(settings: TrainConfig) -> int:
-    """Trains as the settings say. Returns exit code 0."""
+    """Returns exit code 0 after training as the settings say."""
     from mamba_fsdp.interop.convert import publish
     from mamba_fsdp.trainer.run import run_training
 
