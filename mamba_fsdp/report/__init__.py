@@ -1,1 +1,1 @@
-"""What a person looks at: progress, tables, metrics."""
+"""Progress, tables and metrics, for people to look at."""

@@ -1,4 +1,4 @@
-"""What is seen of a training: lines that stay and, on a terminal, a live line below them, cut where it ends."""
+"""The output of a run: lines that stay and, on a terminal, a live line below them, cut to the terminal's width."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS}
 
 
 def with_unit(number: float, unit: str) -> str:
-    """Returns a number with the unit's prefix: 12345678, "B" -> 12.3 MB."""
+    """Returns a number with the prefixed unit: 12345678, "B" -> 12.3 MB."""
     for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if number >= 10**power:
             return f"{number / 10**power:.1f} {prefix}{unit}"
@@ -24,22 +24,22 @@ def with_unit(number: float, unit: str) -> str:
 
 
 def read_share(share: float) -> str:
-    """Returns the share of the tokens that a loss was computed on, in words."""
+    """Returns, in words, the share of the data that a validation read."""
     return "all data" if share >= 1 else f"{100 * share:.3g}% of the data"
 
 
 def fit_for(stream: Any, text: str) -> str:
-    """Returns `text` as it may be written to `stream`: a terminal gets control characters, which could drive it, as \\x1b."""
+    """Returns `text` as it may be written to `stream`: for a terminal, with control characters shown as \\x1b."""
     return text.translate(SHOWN_CONTROLS) if stream.isatty() else text
 
 
 def say(name: str, value: object) -> None:
-    """Prints a line of a verb's answer: what it is about, and the value."""
+    """Prints a line of a verb's output: a name and its value."""
     print(fit_for(sys.stdout, f"{name:<14} {value}"))
 
 
 class Console:
-    """Lines on rank 0 (`enabled`), nothing elsewhere."""
+    """A printer of lines, which prints only if `enabled`, as on rank 0."""
 
     def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.enabled = enabled
@@ -56,7 +56,7 @@ class Console:
         print(fit_for(self.stream, text), file=self.stream, flush=True)
 
     def passing(self, text: str) -> None:
-        """Shows a live line until something else comes."""
+        """Shows a live line until the next output."""
         if self.live and time.monotonic() >= self.next_update:
             self.clear()
             self.shown = fit_for(self.stream, text)[: self._width()]
@@ -64,7 +64,7 @@ class Console:
             print("\r" + self.shown, end="", file=self.stream, flush=True)
 
     def _width(self) -> int:
-        """One less than the terminal's: in the last column, some break the line."""
+        """Returns one column less than the terminal has: some terminals break a line that reaches the last one."""
         return shutil.get_terminal_size().columns - 1
 
     def clear(self) -> None:
@@ -76,7 +76,7 @@ class Console:
 
 
 class Output(io.FileIO):
-    """A file that drops what can't be written. Each write is tried: a full disk may have room again."""
+    """A file that drops data it can't write. Each write is tried again: a full disk may have room later."""
 
     def write(self, data: Any) -> int:
         try:
@@ -86,12 +86,12 @@ class Output(io.FileIO):
 
 
 def let_output_fail() -> None:
-    """Makes what this process prints from now on never raise: training outlives its readers, and a full disk."""
+    """Makes later prints of this process never raise: training goes on after its reader is gone or the disk is full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with contextlib.suppress(
             AttributeError, io.UnsupportedOperation
-        ):  # closed, or a notebook's own
+        ):  # a closed stream, or one of a notebook
             stream.flush()
             file = io.BufferedWriter(Output(stream.fileno(), "w", closefd=False))
             text = io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=True)

@@ -1,4 +1,4 @@
-"""What a run has left to look at, as plain data: curves of its metrics, settings, events, checkpoints."""
+"""The records of a run as plain data: curves of its metrics, settings, events, checkpoints."""
 
 import math
 import os
@@ -13,22 +13,22 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import numbers_of, read, read_events, read_status
 from mamba_fsdp.run_layout import CHECKPOINTS, METRICS, SETTINGS, committed, step_of
 
-BUCKETS = 500  # points of a curve that has more than twice as many; each stands for neighbours of equal number
+BUCKETS = 500  # points of a long curve; each stands for an equal number of neighbouring values
 NO_CURVES = {"tokens", "val_tokens", "val_share", "slowest_rank"}
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Returns the runs' paths below the folder that they share."""
+    """Returns the paths of the runs relative to the deepest folder that contains all of them."""
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common)) for path in paths]
 
 
 def summarise_run(folder: Path) -> dict[str, Any]:
-    """Returns all of a run, for JSON. Raises UserError where nothing is recorded.
+    """Returns all records of a run, for JSON. Raises UserError if nothing is recorded.
 
-    curves: see `curve`, by metric that is not always 0; last: the latest value of each; axes: at the same places the step and the tokens
-    up to it; settings: by section.name.
+    curves: {metric: see `curve`} of the metrics that are not always 0; last: the latest value of each metric; axes: steps,
+    and the tokens seen up to each of them; settings: by section.name.
     """
     if not folder.exists():
         raise UserError(f"{folder}: there is no such folder")
@@ -39,7 +39,7 @@ def summarise_run(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder}: nothing is recorded yet; {METRICS} begins with the first report"
         )
-    columns: dict[str, dict[int, float]] = {}  # of each metric by step
+    columns: dict[str, dict[int, float]] = {}  # {metric: {step: value}}
     for entry in entries:
         for metric, value in numbers_of(entry).items():
             column = columns.setdefault(metric, {})
@@ -67,8 +67,8 @@ def summarise_run(folder: Path) -> dict[str, Any]:
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
-    """Returns {section.name: value}, or {} where the file can't be read. Only plain values and lists of them: others may
-    grow without end, by YAML's aliases."""
+    """Returns {section.name: value}, or {} if the file can't be read. Only plain values and lists of them are returned:
+    with YAML's aliases, other values could grow without limit."""
     settings = {}
     try:
         content = yaml.safe_load(file.read_text())
@@ -78,7 +78,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
                 items = value if isinstance(value, list) else [value]
                 if not any(isinstance(item, (dict, list, tuple)) for item in items):
                     settings[f"{section}.{name}"] = value
-    except Exception:  # PyYAML raises whatever a file runs into
+    except Exception:  # PyYAML raises many kinds of error
         return {}
     return settings
 
@@ -91,10 +91,10 @@ def _axes(tokens: dict[int, float]) -> dict[str, list]:
 
 
 def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, list]:
-    """Returns {steps, mean, low, high}, None where a value is not finite.
+    """Returns {steps, mean, low, high}, with None for values that are not finite.
 
-    A short curve has its values as mean, and nothing else. A long one is cut into BUCKETS: each has its last step, the
-    mean of its finite values, and what that hides, the least and the greatest.
+    In a short curve, mean has the values themselves, and low and high are empty. A long curve is cut into BUCKETS: each
+    has its last step, and the mean, the least and the greatest of its finite values.
     """
     array = np.array(values, dtype=float)
     array[~np.isfinite(array)] = np.nan

@@ -1,4 +1,4 @@
-"""The HTML report: one page with all that it shows in it, and plotly.js, which draws it."""
+"""The HTML report: one page that contains all its data, and plotly.js, which draws it."""
 
 import json
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ LOOKS = json.loads((FOLDER / "charts.json").read_text(encoding="utf-8"))
 
 
 def make_page(folders: Sequence[Path]) -> str:
-    """Returns the page of the runs in these folders. Raises UserError for one without metrics."""
+    """Returns the page of the runs in these folders. Raises UserError for a run without metrics."""
     from plotly.offline import get_plotlyjs
 
     runs = []
     colours = LOOKS["colours"]
-    dashes = LOOKS["dashes"]  # the second is that of runs for which no colour is left, and so on
+    dashes = LOOKS["dashes"]  # once all colours are used, the next dash begins with the first colour
     for number, (name, folder) in enumerate(zip(name_runs(folders), folders)):
         look = {
             "name": name,
@@ -30,5 +30,5 @@ def make_page(folders: Sequence[Path]) -> str:
     content = json.dumps({"made": timestamp(), "charts": charts, "runs": runs}, default=str)
     template = (FOLDER / "page.html").read_text(encoding="utf-8")
     before, between, after = template.split("__CUT__")
-    no_tags = content.replace("<", "\\u003c")  # so that no text ends the <script>
+    no_tags = content.replace("<", "\\u003c")  # otherwise a text could end the <script>
     return before + get_plotlyjs() + between + no_tags + after

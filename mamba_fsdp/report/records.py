@@ -1,4 +1,4 @@
-"""What rank 0 writes about a run: files of JSON lines such as metrics.jsonl, one object a line, and status.json."""
+"""The records that rank 0 writes of a run: files of JSON lines such as metrics.jsonl, one object per line, and status.json."""
 
 import contextlib
 import errno
@@ -16,14 +16,14 @@ from mamba_fsdp.run_layout import EVENTS, LEASE, METRICS, STATUS, newest_step
 from mamba_fsdp.storage import exists, parse_object, retry_io, timestamp, write_for_user
 
 T = TypeVar("T")
-LARGEST = 1 << 63  # an integer that others read
+LARGEST = 1 << 63  # larger integers are not read: other programs can't hold them
 
 
 class Log:
-    """Appends to a file of JSON lines, each with its "step", after dropping what was written after `step`.
+    """A file of JSON lines, each with its "step", to which entries are appended. Opening it drops entries after `step`.
 
-    check: called before each write, with how retry_io to try; raises UserError where there must be none. `failing`:
-    whether the last attempt failed: what it was to write waits in memory for the next one.
+    check: is called before each write, with the function that retries, such as retry_io; raises UserError if this process
+    must not write. `failing`: whether the last attempt failed; its lines wait in memory for the next attempt.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class Log:
         self.sync()
 
     def write(self, *entries: dict) -> None:
-        """Raises LostError where others write there. Where the disk refuses, it is told once and `sync` will raise."""
+        """Appends entries. Raises LostError if another process writes there. If the disk refuses, it prints one warning, and
+        `sync` will raise."""
         for entry in entries:
             self.waiting += _line(entry).encode()
         try:
@@ -57,8 +58,7 @@ class Log:
             self.failing = True
 
     def sync(self) -> None:
-        """Returns when all that was written is on the disk. Raises UserError where that fails, a StorageError after
-        patient trying."""
+        """Returns when all entries are on the disk. Raises UserError if that fails, as a StorageError after retries."""
         try:
             self._append(sync=True)
         except OSError as error:
@@ -69,12 +69,12 @@ class Log:
 
     def _append(self, *, sync: bool = False) -> None:
         def attempt() -> int:
-            # Opened each time: file servers tell at the close what they could not write, and forget files.
+            # The file is opened each time: file servers report failed writes at the close, and forget open files.
             with open(self.path, "ab", buffering=0) as file:
                 end = file.tell()
                 if end != self.size:
-                    # An attempt that failed has left something; or somebody has cut the file short, which is never
-                    # made longer again; or another run has the file since the check, and keeps it as it is.
+                    # A failed attempt has left part of a line, or the file was cut short, in which case it is not
+                    # made longer again. Or another run has taken the file since the check: then it stays as it is.
                     if self.check:
                         self.check(trying)
                     end = min(end, self.size)
@@ -98,7 +98,7 @@ def _try_once(action: Callable[[], T], what: Path) -> T:
 
 
 def _line(entry: dict) -> str:
-    # JSON has no NaN: a loss that is not finite is written as null.
+    # JSON has no NaN, so that a loss that is not finite is written as null.
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in entry.items()
@@ -107,7 +107,7 @@ def _line(entry: dict) -> str:
 
 
 def read(path: Path) -> list[dict]:
-    """Returns the objects of a file of JSON lines, see `entries`. Raises UserError where it can't be read."""
+    """Returns the objects of a file of JSON lines, see `entries`. Raises UserError if the file can't be read."""
     try:
         return retry_io(lambda: [entry for entry, _ in entries(path)], path)
     except OSError as error:
@@ -115,8 +115,8 @@ def read(path: Path) -> list[dict]:
 
 
 def entries(path: Path) -> Iterator[tuple[dict, int]]:
-    """Yields each object of a file of JSON lines, with the bytes up to its end. Lines that are none are skipped,
-    with a word on stderr; without, a last one that a crash cut short."""
+    """Yields (object, bytes up to its end) for each line of a file of JSON lines. Other lines are skipped with a warning on
+    stderr; a last line that a crash cut short is skipped without one."""
     if not exists(path):
         return
     end = 0
@@ -156,8 +156,8 @@ def _size_up_to(path: Path, step: int) -> int:
 
 
 def numbers_of(entry: dict) -> dict[str, Any]:
-    """Returns the numbers of an entry of the metrics but for its step, those of each source as in `source_epochs/code`.
-    None for what is not finite."""
+    """Returns the numbers of a metrics entry, without its step. The numbers of a source are named as in
+    `source_epochs/code`; a number that is not finite is None."""
     flat: dict[str, Any] = {}
     for name, value in entry.items():
         if isinstance(value, dict):
@@ -175,7 +175,7 @@ def _is_number(value: Any) -> bool:
 
 
 def was_validated(run_folder: Path, step: int) -> bool:
-    """Whether the metrics hold a validation of the model after `step`."""
+    """Returns whether the metrics hold a validation of the model after `step`."""
     return any(
         entry["step"] == step and "val_loss" in entry for entry in read(run_folder / METRICS)
     )
@@ -188,8 +188,8 @@ def write_status(
     reason: str = "",
     write: Callable[[Path, str], object] = write_for_user,
 ) -> None:
-    """Writes status.json, and an event unless the run goes on. status: running, stopped, finished or failed. Raises
-    UserError where it can't."""
+    """Writes status.json and, unless the status is running, an event. status: running, stopped, finished or failed. Raises
+    UserError if it can't write."""
     content: dict[str, Any] = {
         "status": status,
         "step": step,
@@ -202,11 +202,11 @@ def write_status(
 
 
 def read_status(run_folder: Path) -> dict[str, Any]:
-    """Returns the content of status.json, or {} where there is none. A run that could not write how it ended, after kill
-    -9 or on a full disk, is `failed`, as far as that can be known."""
+    """Returns the content of status.json, or {} if there is none. The status is `failed` for a run that is known to have
+    ended without writing its status, for example after kill -9 or on a full disk."""
     status: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, UserError):
-        # Looked at first: a run says how it ended, and gives its lease back then.
+        # The lease is looked at first: a run writes its last status before it gives its lease back.
         holder = Lease(run_folder / LEASE).look()
         status = parse_object((run_folder / STATUS).read_text())
         if status.get("status") == "running" and (not holder or holder.has_ended()):
@@ -218,7 +218,7 @@ def read_status(run_folder: Path) -> dict[str, Any]:
 
 
 def correct_status(run_folder: Path) -> dict[str, Any]:
-    """Returns what read_status returns, and writes it for a run that could not write how it ended."""
+    """Returns the status as read_status does, and writes it for a run that ended without writing its status."""
     status = read_status(run_folder)
     with contextlib.suppress(OSError, ValueError, UserError):
         written = parse_object((run_folder / STATUS).read_text())
@@ -228,16 +228,17 @@ def correct_status(run_folder: Path) -> dict[str, Any]:
 
 
 def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
-    """Adds a line to events.jsonl: what happened after `step`, when (UTC), and `facts` of it. The caller holds the run
-    folder. Where the disk refuses, the line is lost: no reason to stop a run."""
+    """Adds a line to events.jsonl: the event after `step`, its time (UTC) and its `facts`. The caller holds the lease of the
+    run folder. If the disk refuses, the line is lost, because an event is no reason to stop a run."""
     line = _line({"time": timestamp(), "event": event, "step": step, **facts}).encode()
     with contextlib.suppress(OSError), open(run_folder / EVENTS, "a+b", buffering=0) as file:
         file.seek(max(0, file.tell() - 1))
-        if file.read(1) not in (b"", b"\n"):  # after a line that a crash cut short
+        if file.read(1) not in (b"", b"\n"):  # a crash has cut the last line short
             line = b"\n" + line
         file.write(line)
 
 
 def read_events(run_folder: Path) -> list[dict]:
-    """The events of a run, oldest first; [] where an older version made the run. Raises UserError."""
+    """Returns the events of a run, oldest first; [] if an older version made the run. Raises UserError if the file can't be
+    read."""
     return read(run_folder / EVENTS)

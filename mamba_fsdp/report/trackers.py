@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard's files in the run folder, and Weights & Biases."""
+"""Trackers, which get the metrics besides metrics.jsonl: TensorBoard's files in the run folder, and Weights & Biases."""
 
 import os
 import textwrap
@@ -18,11 +18,11 @@ from mamba_fsdp.storage import write_atomically
 def make_trackers(
     run_folder: Path, settings: dict, step: int, print_line: Callable[[str], None]
 ) -> list[Any]:
-    """Returns the trackers that the settings of a run name, each with `write(entry)`, an entry of metrics.jsonl, and
+    """Returns the trackers that the settings of a run name, each with `write(entry)`, for an entry of metrics.jsonl, and
     `close()`.
 
-    step: the one that the run resumes from. Where W&B refuses, a line says so and the run does without it. Raises
-    UserError where W&B is not installed.
+    step: the step from which the run resumes. If W&B refuses, a line says so and the run continues without it. Raises
+    UserError if W&B is not installed.
     """
     trackers: list[Any] = []
     kinds = settings["report"]["tracker"]
@@ -43,16 +43,16 @@ def make_trackers(
 
 
 def tag_of(metric: str) -> str:
-    """Returns a metric's group and name, as in validation/val_loss."""
+    """Returns a metric's tag, its group and name, as in validation/val_loss."""
     group = "validation" if metric.startswith("val_") else "train"
     return f"{group}/{metric}"
 
 
 class TensorBoard:
-    """Event files in the run folder. What an interrupted run wrote after `step` is purged: these steps come again."""
+    """TensorBoard's event files in the run folder. Entries after `step` are purged, because the run repeats these steps."""
 
     def __init__(self, run_folder: Path, settings: dict, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # late: most runs don't need it
+        from torch.utils.tensorboard import SummaryWriter  # imported late: most runs don't need it
 
         purge_step = step + 1 if step else 0
         self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=purge_step)
@@ -70,13 +70,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per run folder. The folder keeps its id, so that a resumed run continues the same curves.
+    """A W&B run for a run folder. The folder keeps the W&B run's id, so that a resumed run continues the same curves.
 
-    W&B can't drop steps that come again after a kill, so those that its server has are not sent again.
+    W&B can't drop steps that a run repeats after a kill. Steps that its server has are therefore not sent again.
     """
 
     def __init__(self, run_folder: Path, settings: dict) -> None:
-        """Raises ConnectionRefusedError where W&B refuses, UserError where it is not installed."""
+        """Raises ConnectionRefusedError if W&B refuses, UserError if it is not installed."""
         try:
             import wandb
         except ImportError:
@@ -88,11 +88,11 @@ class WeightsAndBiases:
         if not id_file.exists():
             write_atomically(id_file, uuid.uuid4().hex)
         run_id = id_file.read_text().split()[0]  # some versions kept more than the id
-        os.environ.setdefault("WANDB_SILENT", "true")  # W&B would print some forty lines
+        os.environ.setdefault("WANDB_SILENT", "true")  # W&B would print about forty lines
         try:
             mode = wandb.setup().settings.mode
             online = mode == "online"
-            if online and not wandb.api.api_key:  # W&B would ask for one at the terminal
+            if online and not wandb.api.api_key:  # W&B would ask for a key at the terminal
                 raise ConnectionRefusedError("nobody is logged in")
             self.run = wandb.init(
                 project=settings["report"]["wandb_project"]
@@ -106,7 +106,7 @@ class WeightsAndBiases:
                 dir=str(run_folder),
                 config=settings,
             )
-        except Exception as error:  # its errors have no common class in all its versions
+        except Exception as error:  # W&B's errors have no common class in all its versions
             raise ConnectionRefusedError(first_line(error)) from None
         self.place = self.run.url if online else f"{mode}, in {run_folder}/wandb"
         self.next_step = self.run.step if self.run.resumed else 0
