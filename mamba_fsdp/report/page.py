@@ -17,7 +17,7 @@ def make_page(folders: Sequence[Path]) -> str:
 
     runs = []
     colours = LOOKS["colours"]
-    dashes = LOOKS["dashes"]  # once all colours are used, the next dash begins with the first colour
+    dashes = LOOKS["dashes"]  # each dash serves as many runs as there are colours
     for number, (name, folder) in enumerate(zip(name_runs(folders), folders)):
         look = {
             "name": name,
