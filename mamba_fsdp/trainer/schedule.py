@@ -10,7 +10,7 @@ from mamba_fsdp.report.console import Say
 from mamba_fsdp.settings.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 
-AUTOMATIC = -1  # or less: a duration in steps of -1 becomes a multiple of -1 in tokens
+AUTOMATIC = -1  # or less: converted to tokens, -1 is multiplied by the tokens of a step
 
 
 @dataclass
