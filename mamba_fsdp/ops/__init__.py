@@ -1,1 +1,1 @@
-"""The operators behind the model: what each computes (formula, source, shapes), and its backends (see backends.py)."""
+"""The operators of the model: what each computes (formula, source, shapes), and its backends (see backends.py)."""

@@ -1,13 +1,13 @@
-"""Which backend of each operator serves a model: the best one that this machine has and that can do what the model asks.
+"""The choice of a backend for each operator of a model: the best one that works on this machine and supports the model.
 
-A backend is a module in its operator's package (`fused` is one module for all operators). It imports no library of its own
-at the top and has the operator's functions. Where something can stand in its way it also has
+A backend is a module in its operator's package (`fused` is one module for all operators) with the operator's functions. It
+imports its library only when it is called. If it can be unusable, it also has
 
-    why_not(use)        the reason, in a line, why it can't serve a Use, else None
-    why_unavailable()   what it lacks on this machine besides its PACKAGES, else None
+    why_not(use)        returns the reason, in one line, why it can't serve a Use, else None
+    why_unavailable()   returns what it lacks on this machine besides its PACKAGES, else None
 
-A new backend is such a module and its name in OPERATORS. This module itself does not need torch, so that the settings
-check names with it.
+A new backend is such a module and its name in OPERATORS. This file does not need torch, so that the settings can check
+names with it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +18,7 @@ from typing import Any
 
 from mamba_fsdp.errors import UserError, first_line, near_name
 
-BACKENDS = {  # the type of device that each is for
+BACKENDS = {  # the type of device for each backend
     "triton": "cuda",  # our Triton kernels, compiled on first use
     "fused": "cuda",  # the kernels of mamba-ssm and causal-conv1d
     "flash": "cuda",  # FlashAttention in PyTorch itself
@@ -26,7 +26,7 @@ BACKENDS = {  # the type of device that each is for
     "reference": "any",  # plain PyTorch
 }
 PACKAGES = {"triton": ("triton",), "fused": ("mamba_ssm", "causal_conv1d")}
-OPERATORS = {  # with their backends, best first until trainer/first_use.py has measured on the GPU
+OPERATORS = {  # the backends of each, best first; on a GPU, trainer/first_use.py times them
     "conv": ("fused", "triton", "cpp", "reference"),
     "scan": ("fused", "triton", "cpp", "reference"),
     "ssd": ("fused", "triton", "reference"),
@@ -36,34 +36,34 @@ OPERATORS = {  # with their backends, best first until trainer/first_use.py has 
     "mamba1": ("fused", "triton"),
     "mamba2": ("fused", "triton"),
 }
-# Mixers that a backend computes in one call, if it also is the backend of these operators, of those that have it.
+# Mixers that a backend computes in one call, and their parts. The backend must also be chosen for each part that has it.
 MIXER_PARTS = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}
 REFERENCE = {operator: "reference" for operator in OPERATORS if operator not in MIXER_PARTS}
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a model asks of an operator."""
+    """A model's requirements on an operator."""
 
     operator: str
     dtype: Any  # torch.dtype of the activations
-    seq_idx: bool  # whether documents are to be kept apart
-    channels: int = 0  # of the convolution; of a head of attention
+    seq_idx: bool  # whether state, convolution and attention stay within a document
+    channels: int = 0  # of the convolution, or of a head of attention
     rows: int = 0  # of a mixer's input projection
     deterministic: bool = False  # whether equal runs must be equal bit for bit
-    in_parts: bool = False  # whether ranks share sequences, whose states they hand on
+    in_parts: bool = False  # whether ranks share sequences and hand states on
 
 
 @dataclass
 class BackendChoice:
-    """What resolve_backends chose, and why not better."""
+    """The backends that resolve_backends chose, and why it passed over better ones."""
 
-    backends: dict[str, str] = field(default_factory=dict)  # by operator; no mixers in parts
+    backends: dict[str, str] = field(default_factory=dict)  # by operator
     # operator -> {better backend for this device: why it was passed over}
     passed: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """One line for the log."""
+        """Returns one line for the log."""
         chosen: dict[str, list[str]] = {}
         for operator, backend in self.backends.items():
             chosen.setdefault(backend, []).append(operator)
@@ -77,10 +77,10 @@ class BackendChoice:
 
 
 def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
-    """The backend that the setting `kernels` demands of each operator: that of all that have it, or as in
-    scan=reference,conv=cpp.
+    """Returns {operator: backend} that the setting `kernels` demands: one backend for all operators that have it, or
+    backends by operator, as in scan=reference,conv=cpp.
 
-    Raises UserError for unknown names, with the nearest, and where nothing is demanded of the operators `used`.
+    Raises UserError for an unknown name, with the nearest one, and for operators that are not in `used`.
     """
     if setting == "auto":
         return {}
@@ -117,11 +117,12 @@ def resolve_backends(
     failed: Mapping[str, Mapping[str, str]] | None = None,
     preferred: str = "",
 ) -> BackendChoice:
-    """The best backend of each operator for all its `uses` on a device (cpu or cuda), or the one that `setting`
-    demands. assumed: backends that count as available, whatever is on this machine. failed: operator -> {backend: what
-    was found wrong with it}. preferred: the backend to try first.
+    """Returns the best backend of each operator for all its `uses` on a type of device (cpu or cuda), or the backend that
+    `setting` demands.
 
-    Raises UserError where a demanded backend can't serve, with the operator and the reason.
+    assumed: backends that count as available, whether this machine has them or not. failed: operator -> {backend: why a
+    test failed}. preferred: the backend to try first. Raises UserError, with the operator and the reason, if a demanded
+    backend can't be used.
     """
     used = [operator for operator in OPERATORS if operator in uses]
     demanded = demands(setting, used)
@@ -153,7 +154,7 @@ def resolve_backends(
 def candidates(
     demanded: Mapping[str, str], device_type: str, uses: Mapping[str, Collection[Use]]
 ) -> Iterator[tuple[str, str]]:
-    """Yields (operator, backend) of all that resolve_backends may choose but the reference; a mixer's parts before it."""
+    """Yields each (operator, backend) that resolve_backends may choose, except the reference; a mixer comes after its parts."""
     for operator in OPERATORS:
         if operator not in uses:
             continue
@@ -167,7 +168,8 @@ def candidates(
 def _why_no_candidate(
     operator: str, backend: str, device_type: str, chosen: Mapping[str, str]
 ) -> str | None:
-    """Why a backend needs no trying, else None: another device, or a mixer whose parts were chosen otherwise."""
+    """Returns why a backend is no candidate: it is for another device, or a part of the mixer has another backend. Returns
+    None for a candidate."""
     if BACKENDS[backend] not in ("any", device_type):
         return f"it is for {BACKENDS[backend]} devices"
     for part in parts_with(operator, backend):
@@ -177,14 +179,14 @@ def _why_no_candidate(
 
 
 def parts_with(operator: str, backend: str) -> list[str]:
-    """The parts of a mixer that have the backend; none of another operator."""
+    """Returns the parts of a mixer that have the backend; [] for an operator that is no mixer."""
     return [part for part in MIXER_PARTS.get(operator, ()) if backend in OPERATORS[part]]
 
 
 def why_not(
     operator: str, backend: str, uses: Collection[Use], assumed: Collection[str] = ()
 ) -> str | None:
-    """Why a backend can't serve all `uses`, else None."""
+    """Returns why a backend can't serve all `uses`, or None if it can."""
     if backend not in assumed:
         reason = why_unavailable(operator, backend)
         if reason:
@@ -199,7 +201,7 @@ def why_not(
 
 
 def why_unavailable(operator: str, backend: str) -> str | None:
-    """What keeps a backend from serving on this machine, in a line, else None."""
+    """Returns why a backend can't be used on this machine, in one line, or None if it can."""
     for package in PACKAGES.get(backend, ()):
         try:
             import_module(package)
@@ -210,15 +212,15 @@ def why_unavailable(operator: str, backend: str) -> str | None:
 
 
 def simpler_form(operator: str, backend: str) -> Callable[[], None] | None:
-    """What lets a backend do with simpler instructions of a GPU from now on, where it can."""
+    """Returns a function that makes a backend use simpler instructions of the GPU from then on, or None if it has none."""
     module = modules(f"mamba_fsdp.ops.{operator}")[backend]
     return getattr(module, "use_simpler_form", None)
 
 
 def modules(package: str) -> dict[str, ModuleType]:
-    """The backends of an operator by name."""
+    """Returns the backends of the operator with this `package`, by name."""
     names = OPERATORS[package.rpartition(".")[2]]
-    if len(names) == 1:  # the operator's own module
+    if len(names) == 1:  # the operator's module is the backend
         return {names[0]: import_module(package)}
     backends = {}
     for name in names:

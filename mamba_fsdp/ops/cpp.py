@@ -1,8 +1,8 @@
-"""What the cpp backends share: their C, compiled on first use into a cache folder and loaded through ctypes.
+"""The C library of the cpp backends, compiled on first use into a cache folder and loaded through ctypes.
 
-The library's name is a hash of its sources, the flags, the compiler and the processor, so a stale or foreign one is
-never loaded; it is written under another name and renamed, so any number of processes may start at once. It is linked
-without an OpenMP runtime of its own: its calls find PyTorch's, and both share their threads.
+The library's name is a hash of its sources, the flags, the compiler and the processor, so that no stale or foreign library
+is loaded. It is written under another name and then renamed, so that any number of processes may start at once. It is
+linked without an OpenMP runtime: its calls find PyTorch's runtime, and both share their threads.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from mamba_fsdp.ops.backends import Use
 FOLDER = Path(__file__).parent
 HEADER = FOLDER / "cpp.h"
 SOURCES = sorted(FOLDER.rglob("*.c"))
-# dtype of the activations: how the sources are compiled for it
+# {dtype of the activations: the compiler's flags for it}
 TYPES = {torch.float32: (), torch.bfloat16: ("-DIO_BFLOAT16",), torch.float64: ("-DREAL_DOUBLE",)}
 FLAGS = [
     "-O3",
@@ -43,7 +43,7 @@ COMPILE_SECONDS = 120
 
 
 class Unavailable(Exception):
-    """Why there is no C backend on this machine, in one line."""
+    """The error of a machine without a C backend; its message is the reason, in one line."""
 
 
 def _run(command: list[str]) -> str:
@@ -59,7 +59,7 @@ def _run(command: list[str]) -> str:
 
 
 def _compiler() -> list[str]:
-    """The command to compile C with, as a list."""
+    """Returns the command of the C compiler, as a list. Raises Unavailable if there is none."""
     named = os.environ.get("CC", "").split()
     if named:
         return named
@@ -72,7 +72,7 @@ def _compiler() -> list[str]:
 
 
 def _processor() -> str:
-    """What tells processors with different instructions apart."""
+    """Returns a text that differs between processors with different instructions."""
     try:
         lines = set(Path("/proc/cpuinfo").read_text().splitlines())
     except OSError:
@@ -82,7 +82,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: list[str], defines: tuple[str, ...], path: Path) -> None:
-    """Compile the sources into `path`, whole or not at all."""
+    """Compiles the sources into `path`; if that fails, `path` is not written."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects = []
@@ -91,16 +91,16 @@ def _compile(compiler: list[str], defines: tuple[str, ...], path: Path) -> None:
             _run([*compiler, *FLAGS, *defines, f"-I{FOLDER}", "-c", str(source), "-o", target])
             objects.append(target)
         library = Path(folder) / "library.so"
-        # Without -fopenmp: that would link a second OpenMP runtime beside PyTorch's.
+        # -fopenmp is left out because it would link a second OpenMP runtime besides PyTorch's.
         _run([*compiler, "-shared", *objects, "-o", str(library), "-lm"])
         with open(library, "rb") as file:
-            os.fsync(file.fileno())  # a half-written library would crash the process that loads it
+            os.fsync(file.fileno())  # a half-written library would crash a process that loads it
         os.replace(library, path)
 
 
 @functools.lru_cache(maxsize=None)
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The C operators for activations of `dtype`, compiled if need be. Raises Unavailable with the reason."""
+    """Returns the C operators for activations of `dtype`, compiled if needed. Raises Unavailable with the reason."""
     compiler = _compiler()
     defines = TYPES[dtype]
     sources = b"".join(path.read_bytes() for path in (HEADER, *SOURCES))
@@ -119,7 +119,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def why_unavailable(dtype: torch.dtype = torch.float32) -> str | None:
-    """None when the C backends for activations of `dtype` compile and load, else the reason."""
+    """Returns why the C backends for activations of `dtype` can't be compiled or loaded, or None if they can."""
     try:
         library(dtype)
     except Unavailable as reason:
@@ -128,14 +128,14 @@ def why_unavailable(dtype: torch.dtype = torch.float32) -> str | None:
 
 
 def why_not(use: Use) -> str | None:
-    """Why there is no C for activations of this dtype, else None. See backends.py."""
+    """Returns why the C backends can't serve a Use, or None if they can. See backends.py."""
     if use.dtype not in TYPES:
         return f"there is no C for {use.dtype}"
     return why_unavailable(use.dtype)
 
 
 def structure(numbers: str, pointers: str) -> type[ctypes.Structure]:
-    """The ctypes.Structure of a C operator's arguments, from names parted by spaces; int64 `threads` is first."""
+    """Returns the ctypes.Structure of a C operator's arguments, from names separated by spaces; int64 `threads` is first."""
     fields: list[tuple[str, Any]] = [
         (name, ctypes.c_int64) for name in ("threads", *numbers.split())
     ]
@@ -146,8 +146,8 @@ def structure(numbers: str, pointers: str) -> type[ctypes.Structure]:
 def call(
     function: Callable[..., int], structure: type[ctypes.Structure], values: Mapping[str, Any]
 ) -> None:
-    """Call a C operator with a structure of these values, by name. A tensor NAME gives its address and, where the
-    structure has a field NAME_row, the distance between its positions. Does nothing for tensors on the meta device."""
+    """Calls a C operator with a structure of these values, by name. A tensor NAME gives its address and, if the structure
+    has a field NAME_row, also the distance between its positions. Does nothing for tensors on the meta device."""
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in values.values()):
         return
     arguments = structure(threads=torch.get_num_threads())
@@ -162,9 +162,10 @@ def call(
 
 
 def as_rows(*activations: Tensor | None) -> list[Tensor]:
-    """(batch, length, channels) each, or None, as C reads it: channels contiguous, rows evenly spaced in the batch.
+    """Returns the activations, each (batch, length, channels) or None, in C's layout: contiguous channels, and evenly spaced
+    positions over the whole batch.
 
-    A backend is chosen before it is called: another device, dtype or mixture is a programmer's mistake.
+    The backend was chosen for these inputs, so that another device or dtype, or a mixture, is a programmer's mistake.
     """
     kinds = {(a.device.type, a.dtype) for a in activations if a is not None}
     assert len(kinds) == 1 and kinds <= set(product(("cpu", "meta"), TYPES)), (
@@ -179,11 +180,12 @@ def as_rows(*activations: Tensor | None) -> list[Tensor]:
 
 
 def tune_process(device_type: str) -> None:
-    """What makes training on a CPU faster, for the whole process: call once, before the first step. A process with a
-    GPU stays as it is: there, memory that copies for checkpoints took has to go back to the system.
+    """Makes training on a CPU faster, for the whole process; call it once, before the first step. It does nothing for a
+    process with a GPU, where the memory of copies for checkpoints has to go back to the system.
 
-    Denormal numbers count as 0: decayed states become denormal and then cost a hundredfold. And glibc is told to keep
-    freed memory up to 1 GiB for the next step: the system would clear each page anew (a no-op with another C library).
+    Denormal numbers count as 0, because decayed states become denormal, which makes arithmetic a hundred times slower.
+    glibc is told to keep freed memory up to 1 GiB for the next step; otherwise the system would clear each page again. Other
+    C libraries ignore this.
     """
     if device_type != "cpu":
         return

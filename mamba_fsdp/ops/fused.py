@@ -1,11 +1,11 @@
-"""The fused backends: operators and mixers by the CUDA and Triton kernels of mamba-ssm and causal-conv1d."""
+"""The fused backends: operators and mixers computed by the CUDA and Triton kernels of mamba-ssm and causal-conv1d."""
 
 import torch
 from torch import Tensor
 
 from mamba_fsdp.ops.backends import Use
 
-# Why equal runs may differ in bits.
+# Why the results of equal runs may differ in bits.
 VARIES = {
     "conv": "causal-conv1d before 1.6 adds with atomics, and later ones are not measured",
     "scan": "mamba-ssm's scan adds its gradients with atomics",
@@ -23,7 +23,7 @@ def why_not(use: Use) -> str | None:
         return "mamba-ssm's scan keeps no documents apart"
     if use.operator == "scan" and use.in_parts:
         return "mamba-ssm's scan begins from no state"
-    # Of the projection causal-conv1d gets a slice, which mamba-ssm copies from 2.2.5 on only.
+    # causal-conv1d gets a slice of the projection, which mamba-ssm copies only from version 2.2.5 on.
     if use.operator == "mamba2" and use.rows % 8:
         return f"mamba-ssm takes multiples of 8 rows of its input projection, not {use.rows}"
     return None
@@ -32,7 +32,7 @@ def why_not(use: Use) -> str | None:
 def causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None) -> Tensor:
     from causal_conv1d import causal_conv1d_fn
 
-    if x.stride(1) % 8:  # between positions it takes multiples of 8 elements only
+    if x.stride(1) % 8:  # the distance of positions must be a multiple of 8 elements
         x = x.contiguous()
     out = causal_conv1d_fn(
         x.transpose(1, 2),
@@ -202,7 +202,7 @@ def mamba2_mixer(
 
 
 def _from_zero(seq_idx: Tensor | None) -> Tensor | None:
-    """seq_idx as the libraries take it: int32, and 0 where an initial state continues."""
+    """Returns seq_idx as the libraries take it: int32, and 0 for the document that an initial state belongs to."""
     if seq_idx is None:
         return None
     return (seq_idx - seq_idx[:, :1]).to(torch.int32).contiguous()

@@ -1,7 +1,9 @@
-"""The output layer and its loss in one operator, chunk by chunk of the tokens: the logits of a batch never exist at once.
+"""The output layer and its loss in one operator, which goes through the tokens in chunks: the logits of a whole batch never
+exist at once.
 
-loss = sum over counted tokens of w (logsumexp(W h) - (W h)[label]), w = 1 where none is given. The gradient of a
-chunk's logits, w (softmax - onehot), is known with its loss: the forward pass makes gradients of h and W of it at once.
+loss = sum over counted tokens of w (logsumexp(W h) - (W h)[label]), with w = 1 by default. The gradient of a chunk's
+logits, w (softmax - onehot), is known together with its loss, so that the forward pass also computes the gradients of h
+and W.
 """
 
 from typing import Any
@@ -18,14 +20,14 @@ CHUNK = 1024  # tokens whose logits exist at a time
 def chunk_loss(
     logits: Tensor, labels: Tensor, token_weights: Tensor | None, want_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the loss of one chunk and the gradient of its logits in their dtype, None where it is not wanted. On a GPU
-    the setting use_torch_compile makes a few kernels of this."""
+    """Returns the loss of one chunk and, if wanted, the gradient of its logits in their dtype, else None. On a GPU, the
+    setting use_torch_compile compiles this function."""
     dtype = logits.dtype
     logits = logits.to(compute_type(logits))
     counted = labels != IGNORED_LABEL
     picked = labels.masked_fill(~counted, 0).unsqueeze(
         1
-    )  # another label outside the vocabulary makes gather raise
+    )  # any other label outside the vocabulary makes gather raise
     label_logits = logits.gather(1, picked)
     largest = logits.amax(1, keepdim=True)
     exponentials = logits.sub_(largest).exp_()
@@ -50,7 +52,7 @@ def _in_chunks(
     want_gradient: bool,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, gradient of hidden, gradient of weight in compute type), the gradients empty where none is wanted."""
+    """Returns (loss, gradient of hidden, gradient of weight in compute type). The gradients are empty unless wanted."""
     cast_weight = weight.to(hidden.dtype)
     loss = torch.zeros((), dtype=compute_type(hidden), device=hidden.device)
     grad_hidden = hidden.new_empty(hidden.shape if want_gradient else 0)
@@ -87,7 +89,8 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """`grad` is in compute type, and rounding comes afterwards: 1 / tokens is no number of fp16."""
+        """Returns the gradients times `grad`, which is in compute type; they are rounded after the product, because fp16
+        can't hold 1 / tokens."""
         return (
             *(
                 torch.mul(
@@ -109,11 +112,11 @@ def linear_cross_entropy(
     *,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
+    """Returns the sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
 
     hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token
-    that is not counted; token_weights (tokens,) or None for 1; chunk: tokens whose logits exist at a time. A label
-    outside the vocabulary raises.
+    that does not count; token_weights (tokens,), or None for 1; chunk: tokens whose logits exist at a time. A label
+    outside the vocabulary is an error.
     """
     want_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""What the triton backends share: operators that torch knows by name, and the sizes of their kernels' blocks.
+"""The common part of the triton backends: operators that torch knows by name, and the block sizes of their kernels.
 
-The modules of kernels import triton at their tops and are themselves imported on first use. TRITON_INTERPRET=1 in the
+The modules of kernels import triton at the top and are themselves imported on first use. TRITON_INTERPRET=1 in the
 environment runs the kernels on a CPU, for tests.
 """
 
@@ -19,13 +19,13 @@ from torch.autograd.function import once_differentiable
 # From Triton 3.10 on, a * b + c is two instructions unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
-RUNS: dict[str, Callable[..., Any]] = {}  # the `run` of each operator
-OLDEST = (8, 0)  # compute capability, the first of every kernel's table
+RUNS: dict[str, Callable[..., Any]] = {}  # the `run` of each operator, by name
+OLDEST = (8, 0)  # oldest supported compute capability, the first in every kernel's table
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
 
 
 def why_unavailable() -> str | None:
-    """What this machine lacks for Triton's kernels: a GPU that they are for, and what compiles their launchers."""
+    """Returns what this machine lacks for Triton kernels, or None: a new enough GPU, a C compiler, Python's headers."""
     if interpreted():
         return None
     if torch.cuda.is_available():
@@ -38,7 +38,7 @@ def why_unavailable() -> str | None:
         return "Triton finds no C compiler: install gcc, or name one in the environment as CC"
     scheme = sysconfig.get_default_scheme().replace(
         "posix_local", "posix_prefix"
-    )  # as Triton looks
+    )  # Triton looks there
     header = os.path.join(sysconfig.get_path("include", scheme), "Python.h")
     if not os.path.exists(header):
         return f"Triton needs Python's headers: install python3-dev, there is no {header}"
@@ -51,11 +51,11 @@ def operator(
     fake: Callable[..., Any],
     gradient: type[Function] | None = None,
 ) -> Callable[..., Any]:
-    """Define torch.ops.mamba_fsdp.NAME by a schema such as "scan_forward(Tensor u, Tensor? z) -> (Tensor, Tensor)".
+    """Returns torch.ops.mamba_fsdp.NAME, defined by a schema such as "scan_forward(Tensor u, Tensor? z) -> (Tensor, Tensor)".
 
-    torch.compile takes it as one call. run launches the kernels and returns new tensors only; fake returns empty
+    torch.compile takes the operator as one call. run launches the kernels and returns only new tensors; fake returns empty
     tensors of the same shapes and dtypes. gradient is a Function whose forward calls the operator within
-    `below_autograd()` and whose backward calls another operator, so that this is one call as well.
+    `below_autograd()`. Its backward calls another operator, so that the backward pass is one call too.
     """
     name = schema.partition("(")[0]
     RUNS[name] = run
@@ -69,9 +69,9 @@ def operator(
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function that operators call run on a GPU as torch.compile makes it, each shape by itself, so that its bits
-    are free of the shapes before it. Elsewhere, and with torch 2.2, which compiles nothing within an operator, it runs
-    as it stands. The function takes tensors, the first of them no None.
+    """Returns a function, for use inside operators, that on a GPU runs compiled by torch.compile. Each shape is compiled
+    separately, so that the result's bits do not depend on earlier shapes. On a CPU, and with torch 2.2, which compiles
+    nothing inside an operator, it runs uncompiled. The function's first argument must be a tensor.
     """
 
     @functools.lru_cache(maxsize=None)
@@ -100,12 +100,12 @@ def differentiable(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Define the operator NAME_forward, whose gradient is the operator NAME_backward.
+    """Returns the operator NAME_forward, whose gradient is the operator NAME_backward.
 
-    tensors: names of the inputs, a ? behind what may be None; others: the arguments that follow, as in a schema.
-    forward(*tensors, *others) returns `results` tensors, the first of which is like the first input or always used, and
-    `kept` ones for the backward pass; it also takes meta tensors. backward(*gradients of the results, *tensors, *kept)
-    returns the gradients of all tensors but `seq_idx`, in any dtype, and anything for a tensor that is None.
+    tensors: names of the inputs, with a ? after those that may be None; others: the arguments that follow, as in a schema.
+    forward(*tensors, *others) returns `results` tensors and `kept` tensors for the backward pass; it also takes meta
+    tensors. Its first result must be like the first input, or always be used. backward(*gradients of the results, *tensors,
+    *kept) returns the gradients of all tensors but `seq_idx`, in any dtype, and anything for a tensor that is None.
     """
     names = tensors.split()
     has_gradient = [name != "seq_idx?" for name in names]
@@ -135,7 +135,7 @@ def differentiable(
             return *input_grads, *[None] * ctx.others
 
     def differentiable_inputs(inputs: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Returns those of the backward operator's inputs, all but the first, that have a gradient."""
+        """Returns the tensors that have a gradient. inputs: those of the backward operator, without the first one."""
         leaves = inputs[results - 1 : results - 1 + len(names)]
         return [leaf for leaf, has_one in zip(leaves, has_gradient) if has_one]
 
@@ -173,13 +173,13 @@ def _schema(name: str, arguments: list[str], results: int) -> str:
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of W in x @ W.T for that of the product, both (batch, length, channels)."""
+    """Returns the gradient of W in x @ W.T. grad: of the product, as x (batch, length, channels)."""
     return grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blocks:
-    """The sizes for a kernel: those of its `table` for the newest architecture (compute capability) that is not newer
-    than the device's, so that equal devices give equal bits at every start."""
+    """Returns a kernel's block sizes: the entry of its `table` for the newest architecture (compute capability) that is not
+    newer than the device's. Equal devices thus give equal bits at every start."""
     own = torch.cuda.get_device_capability(device) if device.type == "cuda" else OLDEST
     return table[max(capability for capability in table if capability <= own)]
 

@@ -1,4 +1,4 @@
-"""Attention: causal, grouped-query, blocked at documents, with rotary positions.
+"""Attention: causal, grouped-query, within a document, with rotary positions.
 
     o_i = sum over j <= i in the same document of softmax_j(q_i . k_j / sqrt(head_dim)) v_j
 
@@ -20,26 +20,26 @@ BACKENDS = modules(__name__)
 
 @dataclass
 class Documents:
-    """Where the documents of a batch lie, as the host has to know it to start their kernels. A compiled graph hands it
-    on unread: it would be made anew for every batch."""
+    """The documents of a batch, which the host has to know to launch attention's kernels. A compiled graph passes the object
+    on without reading it; otherwise it would be compiled again for every batch."""
 
     lengths: list[
         int
-    ]  # in positions: the documents of the first row, then those of the second, and so on
+    ]  # in positions: of the documents of the first row, then of the second row, and so on
     asking: list[int] | None = (
-        None  # how many of each one's positions, its last, have queries; None: all
+        None  # how many of each document's last positions have queries; None: all
     )
 
     @classmethod
     def of(cls, seq_idx: Tensor) -> "Documents":
-        """Those of seq_idx (batch, length). Waits for a GPU, if it lies there."""
+        """Returns the documents of seq_idx (batch, length). If seq_idx is on a GPU, the host waits for it."""
         bounds = starts(seq_idx).flatten().nonzero().flatten().tolist()
         bounds.append(seq_idx.numel())
         return cls([end - start for start, end in pairwise(bounds)])
 
     @classmethod
     def asked_by_last(cls, seq_idx: Tensor, count: int) -> "Documents":
-        """Those of seq_idx (batch, length), where the last `count` positions of each row have queries."""
+        """Returns the documents of seq_idx (batch, length) if only the last `count` positions of each row have queries."""
         documents = cls.of(seq_idx)
         row_length = seq_idx.shape[1]
         asking = []
@@ -51,12 +51,12 @@ class Documents:
 
     @property
     def queries(self) -> list[int]:
-        """How many queries each document has."""
+        """Returns the number of queries of each document."""
         return self.lengths if self.asking is None else self.asking
 
 
 def starts(seq_idx: Tensor) -> Tensor:
-    """Whether a document starts at a position, as it does at each row's first: (batch, length) bool."""
+    """Returns whether a document starts at each position, (batch, length) bool. One starts at each row's first position."""
     return seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) != 0
 
 
@@ -68,10 +68,10 @@ def attention(
     documents: Documents | None = None,
     backend: str = "reference",
 ) -> Tensor:
-    """Attend from every position to itself and to those before it in its document.
+    """Returns attention from every query to its own position and to earlier positions of its document, in the shape of q.
 
-    q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads. Or q is
-    the last position alone, or the last positions which `documents` says. Returns the shape of q.
+    q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads. q may also
+    have only the last position, or only the last positions that `documents` names.
     """
     assert documents or q.shape[1] in (1, k.shape[1]), f"{q.shape[1]} queries for {k.shape[1]} keys"
     assert q.shape[2] % k.shape[2] == 0, f"{k.shape[2]} kv_heads don't divide {q.shape[2]} heads"
@@ -89,11 +89,11 @@ def rotary(
     scaling: tuple = ("", {}),
     length: int = 0,
 ) -> Tensor:
-    """Rotate the first `rotary_dim` channels of every head by its position; the others pass through.
+    """Returns x with the first `rotary_dim` channels of every head rotated by the position; other channels are unchanged.
 
     x (batch, length, heads, head_dim); positions (length) or (batch, length), integers. Channels i and i + rotary_dim/2
-    are one pair, turned by positions * theta^(-2i / rotary_dim), or scaled as ops/rope.py says. The angles are computed in fp32 whatever x is, as in
-    the reference implementations, so that the logits of published weights come out the same.
+    are one pair, rotated by positions * theta^(-2i / rotary_dim), or scaled as in ops/rope.py. The angles are in fp32 for
+    any dtype of x, as in the reference implementations, so that published weights give the same logits.
     """
     assert rotary_dim % 2 == 0 and rotary_dim <= x.shape[-1], (
         f"rotary_dim {rotary_dim} for heads of {x.shape[-1]}"

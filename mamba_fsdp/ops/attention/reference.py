@@ -1,5 +1,5 @@
 """Attention by PyTorch's scaled_dot_product_attention, which chooses the kernel itself: flash or memory-efficient on CUDA,
-flash on a CPU. None of them gets a mask of (length, length), and no key is copied for the query heads that share it."""
+flash on a CPU. No kernel gets a mask of (length, length), and no key is copied for the query heads that share it."""
 
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 MASK_ELEMENTS = (
     1 << 22
-)  # of the mask that exist at a time where a document's last positions alone have queries
+)  # of a mask; masks are made only if just a document's last positions have queries
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.shape[2] > k.shape[2]:
         return torch.stack([_of_one_document(*row) for row in zip(q, k, v)])
-    is_causal = q.shape[1] > 1  # the last position alone sees them all
+    is_causal = q.shape[1] > 1  # a single query is the last position, which sees all keys
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return _without_mask(q, k, v, is_causal).transpose(1, 2)
 
@@ -30,8 +30,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") ->
 
 
 def _of_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (queries, heads, head_dim) of the last positions of k, v (length, kv_heads, head_dim). To the kernel the key heads
-    are a batch, whose heads are those that share a key head: views of k and v with a stride of 0."""
+    """Returns the output for q (queries, heads, head_dim), the last positions of k, v (length, kv_heads, head_dim). The kernel
+    sees the key heads as its batch, and the query heads of a key head as its heads: views of k and v with a stride of 0."""
     q = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
     k, v = (t.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
     if q.shape[2] == k.shape[2]:
@@ -42,13 +42,14 @@ def _of_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    if q.is_meta:  # PyTorch's choice there keeps all scores, unlike that on a device
+    if q.is_meta:  # PyTorch would choose a kernel that keeps all scores, unlike on a device
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
 def _of_last_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (..., queries, head_dim) of the last positions of k, v (..., length, head_dim), some at a time."""
+    """Returns the output for q (..., queries, head_dim), the last positions of k, v (..., length, head_dim). It takes a few
+    queries at a time."""
     length = k.shape[2]
     first = length - q.shape[2]
     at_a_time = max(1, MASK_ELEMENTS // length)

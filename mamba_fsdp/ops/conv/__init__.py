@@ -1,4 +1,4 @@
-"""The short causal convolution of an SSM layer, each channel on its own, with SiLU behind it.
+"""The short causal convolution of an SSM layer, separate for each channel, followed by SiLU.
 
 y[t] = silu(bias + sum_k weight[width-1-k] * x[t-k]), with x = 0 before the row's or the document's start.
 """
@@ -18,8 +18,9 @@ def causal_conv_silu(
     seq_idx: Tensor | None = None,
     backend: str = "reference",
 ) -> Tensor:
-    """x (batch, length, channels), weight (channels, 1, width), bias (channels) -> the shape and dtype of x.
+    """Returns the convolution's output, in the shape and dtype of x (batch, length, channels).
 
-    seq_idx: (batch, length) document index of each position; a document does not see the one before it.
+    weight (channels, 1, width); bias (channels); seq_idx: (batch, length) document index of each position; no position sees
+    another document.
     """
     return BACKENDS[backend].causal_conv_silu(x, weight, bias, seq_idx)

@@ -20,7 +20,8 @@ _ARGUMENTS = cpp.structure(
 
 
 def _visible(seq_idx: Tensor | None, width: int) -> Tensor | None:
-    """How many of the width - 1 positions before each lie in its document: (batch, length) uint8, or None for all."""
+    """Returns, for each position, how many of the width - 1 positions before it are in its document: (batch, length) uint8, or
+    None for all of them."""
     if seq_idx is None:
         return None
     count = torch.zeros(seq_idx.shape, dtype=torch.uint8)
@@ -49,13 +50,13 @@ class _Conv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: recomputed activations are handed out a single time
+        saved = ctx.saved_tensors  # read once: recomputed activations can be read only once
         x, taps, _, _ = saved
         (grad,) = cpp.as_rows(grad)
         library = cpp.library(x.dtype)
         blocks = x.shape[0] * -(-x.shape[1] // library.conv_steps())
         grad_x = x.new_empty(x.shape)
-        grad_taps = taps.new_empty(blocks, len(taps) + 1, taps.shape[1])  # the bias's is the last
+        grad_taps = taps.new_empty(blocks, len(taps) + 1, taps.shape[1])  # the last is the bias's
         _call(
             library.conv_backward,
             saved,

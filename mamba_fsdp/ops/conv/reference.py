@@ -1,5 +1,5 @@
 """The causal convolution in plain PyTorch: `width` shifted multiply-adds, several times faster on a CPU than
-conv1d(groups=channels), with a backward of its own that keeps nothing but the input."""
+conv1d(groups=channels), with its own backward pass, which needs only the inputs."""
 
 from functools import partial
 from typing import Any
@@ -13,14 +13,14 @@ from mamba_fsdp.conventions import compute_type
 
 
 def _within(seq_idx: Tensor | None, shift: int, values: Tensor) -> Tensor:
-    """values (batch, length - shift, channels), but 0 where positions t and t - shift lie in different documents."""
+    """Returns values (batch, length - shift, channels), with 0 where positions t and t - shift are in different documents."""
     if seq_idx is None:
         return values
     return values * (seq_idx[:, shift:] == seq_idx[:, :-shift]).unsqueeze(-1).to(values.dtype)
 
 
 def _convolve(x: Tensor, taps: Tensor, bias: Tensor, seq_idx: Tensor | None) -> Tensor:
-    """The convolution before SiLU."""
+    """Returns the convolution's output before SiLU."""
     out = torch.addcmul(bias, x, taps[-1])
     for shift in range(1, min(taps.shape[0], x.shape[1])):
         out[:, shift:].addcmul_(_within(seq_idx, shift, x[:, :-shift]), taps[-1 - shift])
@@ -58,7 +58,8 @@ def apply(
     bias: Tensor,
     seq_idx: Tensor | None,
 ) -> Tensor:
-    """causal_conv_silu by a function of x, taps (width, channels; now last), bias, both in compute type, seq_idx."""
+    """Returns causal_conv_silu computed by an autograd function of x, taps, bias and seq_idx. taps (width, channels) has the
+    current position's weights last; taps and bias are in compute type."""
     real = compute_type(x)
     return function.apply(
         x, weight.squeeze(1).T.to(real).contiguous(), bias.to(real).contiguous(), seq_idx

@@ -1,5 +1,5 @@
-"""The causal convolution by a Triton kernel: triton_kernels.py. It keeps its input alone for the backward pass, where
-every block of rows sums its part of the weight's gradient: the same bits at every run."""
+"""The causal convolution by a Triton kernel: triton_kernels.py. It keeps only its inputs for the backward pass. There every
+block of rows sums its part of the weight's gradient, which gives the same bits in every run."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ def conv_backward(
     seq_idx: Tensor | None,
     grad_x: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of x, weight and bias; that of x is written to `grad_x` where it is given, rows of any stride."""
+    """Returns the gradients of x, weight and bias. The gradient of x is written to `grad_x`, if given, whose rows may have
+    any stride."""
     grad_x = x.new_empty(x.shape) if grad_x is None else grad_x
     blocks = triton.blocks(BACKWARD, x.device)
     sums = x.new_empty(
@@ -84,7 +85,7 @@ def _walk(
 
 
 def _packed(t: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """A tensor whose last dimension lies side by side, as the kernel takes it, and its first two strides."""
+    """Returns the tensor with a contiguous last dimension, as the kernel needs it, and its first two strides."""
     if t is None:
         return None, 0, 0
     if t.stride(-1) != 1:

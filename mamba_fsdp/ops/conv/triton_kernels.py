@@ -1,7 +1,7 @@
-"""The kernel of the causal convolution, forward and backward. A program walks down ROWS rows of CHANNELS channels with
-the last inputs in registers, x1 to x3, and reads two rows ahead; it begins five rows early to fill them.
+"""The kernel of the causal convolution, forward and backward. A program goes through ROWS rows of CHANNELS channels. It has
+the last inputs, x1 to x3, in registers and reads two rows ahead; it begins five rows early to fill the registers.
 
-w0 to w3 are the weights of x[t] to x[t-3]; those that a narrower convolution lacks are 0.
+w0 to w3 are the weights of x[t] to x[t-3]; weights beyond the convolution's width are 0.
 """
 
 import triton
@@ -33,9 +33,9 @@ def walk(  # noqa: PLR0915
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """BACK 0: OUT gets the result. BACK 3: the gradient of X, to which GRAD of three rows more adds; r1 to r3 gather
-    that of rows t-1 to t-3. SUMS (sequences x row_programs, 5, channels) gets the rows' part of those of w3 to w0 and
-    of the bias."""
+    """BACK 0: OUT gets the result. BACK 3: OUT gets the gradient of X, to which GRAD of three more rows adds; r1 to r3 gather
+    the gradients of rows t-1 to t-3. SUMS (sequences x row_programs, 5, channels) gets these rows' part of the gradients of
+    w3 to w0 and of the bias."""
     rows = tl.program_id(0) // channel_programs
     batch = (rows // row_programs).to(tl.int64)
     begin = rows % row_programs * ROWS
@@ -116,7 +116,7 @@ def walk(  # noqa: PLR0915
                     g1 = tl.where(same1, g0, 0.0)
                     g2 = tl.where(same2, g0, 0.0)
                     g3 = tl.where(same3, g0, 0.0)
-                # In this order ptxas finds registers for all on sm_80 and 86.
+                # With this order, ptxas finds registers for all values on sm_80 and sm_86.
                 value = r3 + w3 * g3
                 next_r1 = w0 * g0
                 next_r2 = r1 + w1 * g1

@@ -1,5 +1,5 @@
-"""The Mamba-1 mixer behind its input projection in one call, which makes again in the backward pass what is cheaper to
-make than to keep: convolution, projections to dt, B and C, scan, output projection. layers.py composes it of parts."""
+"""The Mamba-1 mixer after its input projection, in one call: convolution, projections to dt, B and C, scan, output projection.
+The backward pass recomputes values that are cheaper to recompute than to keep. layers.py composes the same mixer of parts."""
 
 from torch import Tensor
 
@@ -9,12 +9,12 @@ BACKENDS = modules(__name__)
 
 
 def mamba1_mixer(*tensors: Tensor | None, backend: str) -> Tensor:
-    """Returns (batch, length, d_model) of these, in this order. Projections run in xz's dtype.
+    """Returns the mixer's output (batch, length, d_model) for these inputs, in this order. Projections run in xz's dtype.
 
     xz           (batch, length, 2 d_inner), halves [x, z]
     conv_weight  (d_inner, 1, width), conv_bias (d_inner)
     x_proj       (dt_rank + 2 d_state, d_inner), rows [dt, B, C]
-    dt_proj      (d_inner, dt_rank), its bias dt_bias (d_inner)
+    dt_proj      (d_inner, dt_rank), followed by its bias dt_bias (d_inner)
     A            (d_inner, d_state), D (d_inner)
     out_proj     (d_model, d_inner)
     seq_idx      (batch, length), or None

@@ -1,5 +1,5 @@
-"""The Mamba-1 mixer of the Triton backends of its parts. Of each token it keeps xz, what x_proj puts out and its share of
-the scan's states; the scan's backward pass makes its output again on the way."""
+"""The Mamba-1 mixer, composed of the Triton backends of its parts. It keeps xz, the output of x_proj and the scan's states
+at chunk entries; the scan's backward pass recomputes the scan's output."""
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
-"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, behind a residual sum, and gated.
+"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, of a residual sum, or with a gate.
 
-Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gated one is Mamba-2's, the norm after the
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019). The gated norm is Mamba-2's, with the norm after the
 gate or before it.
 """
 
@@ -21,9 +21,10 @@ def add_rms_norm(
     *,
     backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
-    """Add x (..., channels) to the residual stream, which stays float32, and norm the sum: (normed, residual).
+    """Returns (normed, residual): residual is the sum of x (..., channels) and the residual stream, in float32; normed is the
+    RMSNorm of this sum, in `out_dtype`.
 
-    residual: float32, the shape of x, or None at the first layer. weight (channels). The normed has `out_dtype`.
+    residual: float32 in the shape of x, or None in the first layer. weight (channels).
     """
     return BACKENDS[backend].add_rms_norm(x, residual, weight, eps, out_dtype)
 
@@ -38,10 +39,10 @@ def gated_rms_norm(
     norm_first: bool = False,
     backend: str = "reference",
 ) -> Tensor:
-    """RMSNorm of x * silu(z), each group of `group_size` channels by itself; x, z (..., channels), weight (channels).
-    norm_first: RMSNorm of x, times silu(z).
+    """Returns the RMSNorm of x * silu(z), separate for each group of `group_size` channels, in x's dtype. norm_first: returns
+    the RMSNorm of x, times silu(z).
 
-    Returns x's dtype. `channels` must be a multiple of group_size.
+    x, z (..., channels); weight (channels). `channels` must be a multiple of group_size.
     """
     assert x.shape[-1] % group_size == 0, (x.shape[-1], group_size)
     return BACKENDS[backend].gated_rms_norm(x, z, weight, eps, group_size, norm_first)

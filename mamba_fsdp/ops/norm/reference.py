@@ -1,5 +1,5 @@
-"""RMSNorm in plain PyTorch. Inner arithmetic is float32 (float64 for float64 input). The backward pass is written out,
-because autograd would keep several float32 copies of the activations for it."""
+"""RMSNorm in plain PyTorch. It computes in float32 (float64 for float64 input). The backward pass is written out, because
+autograd would keep several float32 copies of the activations for it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from mamba_fsdp.conventions import compute_type
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x (rows, groups, channels), weight (groups, channels)."""
+    """The RMSNorm of x (rows, groups, channels) with weight (groups, channels)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
@@ -45,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, groups: int = 1
 ) -> Tensor:
-    """x (..., channels) of any float dtype, weight (channels), normed in `groups` equal parts -> `out_dtype`."""
+    """Returns x (..., channels), of any float dtype, normed in `groups` equal parts, in `out_dtype`. weight (channels)."""
     weight = weight.reshape(groups, -1)
     return _RMSNorm.apply(x.reshape(-1, *weight.shape), weight, eps, out_dtype).reshape(x.shape)
 
@@ -53,7 +53,7 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    # A copy at the first layer: FSDP warns of a block that returns its own input.
+    # The first layer copies x, because FSDP warns about a block that returns its own input.
     residual = x.to(compute_type(x), copy=True) if residual is None else residual + x
     return rms_norm(residual, weight, eps, out_dtype), residual
 

@@ -30,11 +30,11 @@ def selective_scan(
     return_last_state: bool = False,
     backend: str = "reference",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """y (batch, length, d_inner) in u's dtype, or (y, last state) with return_last_state.
+    """Returns y (batch, length, d_inner) in u's dtype, or (y, last state) with return_last_state.
 
-    u, dt, z (batch, length, d_inner); dt is before its bias and softplus; A (d_inner, d_state), negative; B, C (batch,
-    length, d_state); D, dt_bias (d_inner); a state is (batch, d_inner, d_state), in float32.
-    seq_idx: (batch, length) document index of each position; the state is reset where it changes.
+    u, dt, z (batch, length, d_inner), dt before bias and softplus; A (d_inner, d_state), negative; B, C (batch, length,
+    d_state); D, dt_bias (d_inner). A state is (batch, d_inner, d_state), in float32. seq_idx: (batch, length) document
+    index of each position; the state is reset where it changes.
     """
     return BACKENDS[backend].selective_scan(
         u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return_last_state

@@ -14,7 +14,7 @@ from mamba_fsdp.ops.scan.reference import apply
 why_not = cpp.why_not
 why_unavailable = cpp.why_unavailable
 _INPUTS = ("u", "dt", "A", "B", "C", "D", "z", "bias", "starts", "entries")
-_ARGUMENTS = cpp.structure(  # in the order of the C code's
+_ARGUMENTS = cpp.structure(  # in the order of the C code
     "batch length d_inner d_state u_row dt_row B_row C_row z_row grad_out_row",
     "u dt B C z A D bias starts out entries state grad_out grad_state grad_u grad_dt grad_z grad_B grad_C grad_A "
     "grad_D grad_bias",
@@ -56,7 +56,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_last_state: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: recomputed activations are handed out a single time
+        saved = ctx.saved_tensors  # read once: recomputed activations can be read only once
         u, _, A, B, C, D, _, bias, _, _ = saved
         batch, length, d_inner = u.shape
         library = cpp.library(u.dtype)

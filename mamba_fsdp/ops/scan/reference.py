@@ -1,8 +1,8 @@
 """The selective scan in plain PyTorch.
 
-It walks the sequence in chunks. Inside a chunk each position is one in-place multiply-add on a (batch, d_state,
-d_inner) slab; only the state at each chunk's entry is kept, and the backward pass recomputes one chunk at a time, last
-one first. (A closed form with exp of a cumulative sum overflows at sizes of dt that training meets.)
+It goes through the sequence in chunks. Inside a chunk, each position is one in-place multiply-add on a (batch, d_state,
+d_inner) slab. Only the state at each chunk's entry is kept; the backward pass recomputes one chunk at a time, the last one
+first. A closed form with exp of a cumulative sum would overflow at values of dt that occur in training.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import compute_type
 
-CHUNK = 16  # positions; the working set is three (CHUNK, batch, d_state, d_inner) buffers, kept is 1 / CHUNK of one
+CHUNK = 16  # positions; three (CHUNK, batch, d_state, d_inner) buffers are used at a time, and 1 / CHUNK of one is kept
 
 
 class _Chunk:
@@ -46,21 +46,22 @@ class _Chunk:
             self.decay.masked_fill_(starts[:, span].T[:, :, None, None], 0.0)
 
     def outer(self, channels: Tensor, states: Tensor) -> Tensor:
-        """Slabs of channels (batch, steps, d_inner) * states (broadcast to d_state before d_inner)."""
-        # Into a buffer of our own: left to itself, mul lays its result out as `channels`, and no step is contiguous.
+        """Returns the slabs of channels (batch, steps, d_inner) * states, which broadcast to (d_state, d_inner)."""
+        # mul would lay its result out as `channels`, where no step is contiguous; this buffer prevents that.
         return torch.mul(
             channels.transpose(0, 1).unsqueeze(2), states, out=states.new_empty(self.shape)
         )
 
     def states(self, entry: Tensor) -> Tensor:
-        """The state after each position, from the state before the first: (steps, batch, d_state, d_inner)."""
+        """Returns the state after each position, (steps, batch, d_state, d_inner). entry: the state before the first."""
         states = self.outer(self.input, self.B.unsqueeze(3))
         for state, decay in zip(states, self.decay):
             entry = state.addcmul_(entry, decay)
         return states
 
     def adjoints(self, grad_y: Tensor, grad_exit: Tensor) -> Tensor:
-        """Gradient of the state after each position, from that of y and what reaches the last state from behind."""
+        """Returns the gradient of the state after each position. grad_y: of y; grad_exit: of the last state, from later
+        chunks."""
         adjoints = self.outer(grad_y, self.C.unsqueeze(3))
         behind = adjoints[-1].add_(grad_exit)
         for step in range(len(adjoints) - 2, -1, -1):
@@ -68,13 +69,13 @@ class _Chunk:
         return adjoints
 
     def over_states(self, rows: Tensor, slabs: Tensor) -> Tensor:
-        """sum over d_state of rows (steps, batch, d_state) * slabs: (batch, steps, d_inner)."""
+        """Returns the sum over d_state of rows (steps, batch, d_state) * slabs, (batch, steps, d_inner)."""
         steps, batch, d_state, d_inner = slabs.shape
         product = torch.bmm(rows.reshape(-1, 1, d_state), slabs.reshape(-1, d_state, d_inner))
         return product.view(steps, batch, d_inner).transpose(0, 1)
 
     def over_channels(self, slabs: Tensor, channels: Tensor) -> Tensor:
-        """sum over d_inner of slabs * channels (batch, steps, d_inner): (batch, steps, d_state)."""
+        """Returns the sum over d_inner of slabs * channels (batch, steps, d_inner), (batch, steps, d_state)."""
         steps, batch, d_state, d_inner = slabs.shape
         columns = channels.transpose(0, 1).reshape(-1, d_inner, 1)
         return (
@@ -124,7 +125,7 @@ class _Scan(torch.autograd.Function):
             torch.empty_like(v, memory_format=torch.contiguous_format) for v in (u, dt, B, C, z)
         )
         grad_A, grad_D, grad_bias = (torch.zeros_like(v) for v in (A, D, dt_bias))
-        carried = grad_last_state  # what reaches the chunk's last state from behind
+        carried = grad_last_state  # gradient of the chunk's last state, from later chunks
         for entry, span in reversed(list(zip(entries, _chunks(u.shape[1])))):
             chunk = _Chunk(span, u, dt, A, B, C, dt_bias, starts)
             states = chunk.states(entry)
@@ -139,7 +140,7 @@ class _Scan(torch.autograd.Function):
             grad_B[:, span] = chunk.over_channels(adjoints, chunk.input)
             grad_input = chunk.over_states(chunk.B, adjoints)
             carried = adjoints[0] * chunk.decay[0]
-            # delta acts through the decay: its gradient is adjoint * state before * decay * A; A's is that * delta.
+            # Through the decay, delta has the gradient adjoint * previous state * decay * A. A's gradient has delta for A.
             through_decay = chunk.decay.mul_(adjoints)
             through_decay[0].mul_(entry)
             through_decay[1:].mul_(states[:-1])
@@ -168,8 +169,9 @@ def apply(
     initial_state: Tensor | None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """selective_scan by an autograd function, which has A, D, dt_bias and the state in compute type, A and states with
-    d_inner, the long dimension, last, and `starts`: True where a position begins a document, but for its row's first.
+    """Returns selective_scan computed by an autograd function. The function takes A, D, dt_bias and the state in compute type,
+    A and states with d_inner, the long dimension, last, and `starts` in place of seq_idx: True where a document starts,
+    except at the row's first position.
     """
     A = A.T.to(compute_type(u)).contiguous()
     D = D.to(A.dtype).contiguous()

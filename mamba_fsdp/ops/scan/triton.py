@@ -1,5 +1,5 @@
-"""The selective scan in Triton: triton_kernels.py. Equal inputs give equal bits on equal GPUs: nothing is added by
-atomics, and how a row is cut depends on its sizes alone."""
+"""The selective scan in Triton: triton_kernels.py. Equal inputs give equal bits on equal GPUs: nothing is added with
+atomics, and the cut of a row into segments depends only on sizes."""
 
 import torch
 import torch.nn.functional as F
@@ -10,31 +10,31 @@ from mamba_fsdp.ops import triton
 why_unavailable = triton.why_unavailable
 TILE = 4  # positions that a kernel reads together
 CHUNK = 64  # positions from one kept state to the next
-FILL = 1024  # programs that keep a GPU busy: where batch and channels make fewer, rows are cut
-CHANNELS = 32  # of a program, which has a warp for each 16 states
+FILL = 1024  # programs that keep a GPU busy; if batch and channels make fewer, rows are cut
+CHANNELS = 32  # of a program, which has a warp for every 16 states
 
 
 def _rows(a: Tensor) -> Tensor:
-    """(batch, length, channels) as the kernels read it: channels side by side, rows evenly spaced."""
+    """Returns a (batch, length, channels) in the kernels' layout: contiguous channels, evenly spaced positions."""
     if a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1):
         return a
     return a.contiguous()
 
 
 def _with_strides(**activations: Tensor) -> dict[str, Tensor | int]:
-    """Arguments of a kernel: activations and the distances of their rows."""
+    """Returns arguments of a kernel: the activations, and the distances of their rows as NAME_row."""
     return activations | {f"{name}_row": a.stride(1) for name, a in activations.items()}
 
 
 def segments_of(programs: int, chunks: int) -> tuple[int, int]:
-    """Returns how many segments each row is cut into, and the chunks of each. programs: those that whole rows make."""
+    """Returns (segments of each row, chunks of each segment). programs: how many programs whole rows make."""
     most = min(chunks, -(-FILL // programs))
     segment_chunks = -(-chunks // most)
     return -(-chunks // segment_chunks), segment_chunks
 
 
 class _Scan:
-    """How the rows of a scan are cut, and the arguments that its kernels share."""
+    """The segments of a scan's rows, and the arguments that its kernels share."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class _Scan:
     ) -> None:
         self.batch, length, self.channels = u.shape
         self.states = A.shape[1]
-        N = max(16, 1 << (self.states - 1).bit_length())  # Triton 2.2 reads behind smaller tensors
+        N = max(16, 1 << (self.states - 1).bit_length())  # Triton 2.2 reads past smaller tensors
         self.blocks = -(-self.channels // CHANNELS)
         self.chunks = -(-length // CHUNK)
         self.segments, segment_chunks = segments_of(self.batch * self.blocks, self.chunks)
@@ -84,11 +84,11 @@ class _Scan:
         return self.u.new_empty(shape, dtype=torch.float32)
 
     def slabs(self, *places: int) -> Tensor:
-        """A state, (d_state, d_inner), for each of these places."""
+        """Returns an uninitialised state, (d_state, d_inner), for each of these places."""
         return self.floats(*places, self.states, self.channels)
 
     def state(self, initial: Tensor | None) -> Tensor:
-        """A state as the model has it, (batch, d_inner, d_state), or None for zeros, as (batch, d_state, d_inner)."""
+        """Returns a state as (batch, d_state, d_inner). initial: (batch, d_inner, d_state), or None for zeros."""
         if initial is None:
             return self.slabs(self.batch).zero_()
         return initial.mT.float().contiguous()
@@ -103,7 +103,7 @@ class _Scan:
         last: Tensor,
         **flags: bool,
     ) -> None:
-        """Launch the kernel `sweep`."""
+        """Launches the kernel `sweep`."""
         from mamba_fsdp.ops.scan.triton_kernels import sweep
 
         sweep[self.blocks, segments, self.batch](
@@ -117,7 +117,7 @@ class _Scan:
         )
 
     def cut(self, u: Tensor, reverse: bool) -> None:
-        """What each segment makes of nothing, where rows are cut: the others begin with it."""
+        """Computes, if rows are cut, the state at each segment's end, started from zeros; other segments start from these."""
         ends = self.slabs(self.batch, self.segments)
         self.shared["ends"] = ends
         self.shared["totals"] = self.floats(self.batch, self.segments, self.channels)
@@ -139,7 +139,8 @@ def scan_forward(
     state: Tensor | None,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the last state and, with `keep`, what scan_backward begins at: states (batch, chunks, d_state, d_inner)."""
+    """Returns (y, last state, entries). With `keep`, entries are the states (batch, chunks, d_state, d_inner) at chunk
+    entries, from which scan_backward starts."""
     scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
     state = scan.state(state)
     last = torch.empty_like(state)
@@ -168,8 +169,8 @@ def scan_backward(
     entries: Tensor,
     grad_z: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; and y again, as it was given. grad_z: where to
-    write that of z."""
+    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias and the initial state, and y as scan_forward returns it. grad_z:
+    the tensor for the gradient of z."""
     scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
     grad_out = _rows(grad_out)
     grad_last = scan.state(grad_last)
@@ -185,7 +186,7 @@ def scan_backward(
     N = scan.shared["N"]
     grad_BC = scan.floats(
         scan.blocks, *scan.shared["BC"].shape
-    )  # an entry for each block of channels
+    )  # a part for each block of channels
     programs = scan.batch * scan.segments * scan.blocks
     scratch = scan.floats(programs, CHUNK // TILE + 1, N + TILE, CHANNELS)
     from mamba_fsdp.ops.scan.triton_kernels import backward
@@ -224,7 +225,7 @@ def scan_backward(
 
 
 def _backward(*inputs: Tensor | None) -> tuple[Tensor, ...]:
-    without_state = [*inputs[:-2], inputs[-1]]  # it has left its part in the last, `entries`
+    without_state = [*inputs[:-2], inputs[-1]]  # `entries`, the last input, replaces the state
     return scan_backward(*without_state)[:-1]
 
 

@@ -1,19 +1,19 @@
-"""The selective scan's kernels (formula: __init__.py): sweeps over time that carry their states in registers.
+"""The selective scan's kernels (formula: __init__.py): sweeps over time that keep their states in registers.
 
-A program is a warp (more, where there are more than 16 states) with a row of the batch, CHANNELS channels with their N
-states, and one segment of the row's chunks. Where batch and channels fill the GPU a row is one segment; else LOCAL
-sweeps go through each segment from nothing, and a segment begins with what the others add up to.
+A program is a warp (more warps for more than 16 states) and computes, for one row of the batch, CHANNELS channels with
+their N states over one segment of the row's chunks. If batch and channels fill the GPU, a row is one segment. Otherwise
+LOCAL sweeps go through each segment from a zero state, and the state before a segment is summed up from their results.
 
-Positions are read in tiles of four, each tile while the one before it is computed. A is (states, channels), a `slab`,
-as a state is. BC (batch, tiles, 4, 2, N) has B and C in float32, with zeros behind the states and the row's end;
-`starts` (batch, tiles, 4) is not 0 where a document starts: an endless step clears the state there. Positions behind the
-row's end have delta 0, which leaves it as it is. EVEN: all masks fold away.
+Positions are read in tiles of four; each tile is read while the previous one is computed. A is a `slab` (states, channels),
+as a state is. BC (batch, tiles, 4, 2, N) has B and C in float32, with zeros after the states and after the row's end.
+`starts` (batch, tiles, 4) is not 0 where a document starts: an endless step clears the state there. Positions after the
+row's end have delta 0, which leaves the state unchanged. EVEN: no mask is needed.
 
-Forward in time a thread has all states of a channel: sums over them need no other thread. Back in time there are sums
-over channels too: eight threads share the channels and four the states. The compiler spreads tensors as they are read:
-`_alone` keeps it from reading several channels at once.
+Forward in time, a thread has all states of a channel, so that sums over states need no other thread. Backward in time,
+there are sums over channels too: eight threads share the channels and four the states. The compiler lays tensors out as
+they are read: `_alone` keeps a thread from reading several channels at once.
 
-Rows can lie so far apart that a position's address takes 64 bits: pointers move on with each tile.
+Rows can lie so far apart that a position's address takes 64 bits; therefore pointers advance with each tile.
 """
 
 import triton
@@ -21,18 +21,18 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-ENDLESS = tl.constexpr(1e30)  # times A it is a decay of 0
+ENDLESS = tl.constexpr(1e30)  # a step that makes the decay 0
 
 
 @triton.jit
 def _load(pointer, mask):
-    """In float32: the interpreter can't calculate in bfloat16."""
+    """Returns the values in float32, because the interpreter can't calculate in bfloat16."""
     return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _inside(mask, t, length, EVEN):
-    """mask & (t < length), which the interpreter takes of tensors only."""
+    """Returns mask & (t < length), in a form that works with the interpreter, whose & takes only tensors."""
     if not EVEN:
         mask = tl.where(mask, t, length) < length
     return mask
@@ -40,7 +40,7 @@ def _inside(mask, t, length, EVEN):
 
 @triton.jit
 def _picked(tile, chosen, axis: tl.constexpr):
-    """The one row or column of a tile that is chosen. As integers, of which the compiler leaves out the zeros."""
+    """Returns the one chosen row or column of a tile. It sums integers, because the compiler drops zeros from their sum."""
     bits = tl.where(chosen, tile.to(tl.int32, bitcast=True), 0)
     return tl.expand_dims(tl.sum(bits, axis=axis).to(tl.float32, bitcast=True), axis)
 
@@ -52,7 +52,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _softplus(x):
-    """max(x, 0) + log(1 + e) with e = exp(-|x|); log(1 + e) / e is a polynomial, off by at most 4e-8 of itself."""
+    """Returns max(x, 0) + log(1 + e) with e = exp(-|x|). log(1 + e) / e is a polynomial with a relative error of 4e-8."""
     e = tl.math.exp2(tl.abs(x) * -LOG2E)
     p = ((0.0053647808 * e - 0.030065624) * e + 0.079204269) * e - 0.13753781
     p = (((p * e + 0.19153646) * e - 0.24857162) * e + 0.33321321) * e - 0.49999648
@@ -61,7 +61,7 @@ def _softplus(x):
 
 @triton.jit
 def _slope(delta):
-    """The derivative of softplus where it is delta: 1 - exp(-delta), of small ones by a polynomial (9e-8)."""
+    """Returns the derivative of softplus where softplus is delta: 1 - exp(-delta), by a polynomial (9e-8) for small delta."""
     small = (
         ((0.0068076029 * delta - 0.041042477) * delta + 0.1665636) * delta - 0.49999464
     ) * delta + 1.0
@@ -70,7 +70,7 @@ def _slope(delta):
 
 @triton.jit
 def _steps(dt, bias, starts, inside, EVEN):
-    """delta at a tile's positions, and the steps that the states take: endless at a document's start."""
+    """Returns delta at a tile's positions, and the steps of the states: delta, but endless at a document's start."""
     delta = _softplus(dt.to(tl.float32) + bias)
     if not EVEN:
         delta = tl.where(inside, delta, 0.0)
@@ -79,14 +79,14 @@ def _steps(dt, bias, starts, inside, EVEN):
 
 @triton.jit
 def _alone(CHANNELS):
-    """The program's channels (1, CHANNELS), of which a thread reads one at a time."""
+    """Returns the program's channels, (1, CHANNELS), so that a thread reads one channel at a time."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     return tl.multiple_of(channel[None, :], (1, 1))
 
 
 @triton.jit
 def _read_BC(BC, N):
-    """B and C, (N, 2), of a tile's positions."""
+    """Returns B and C, (N, 2), of each of a tile's four positions."""
     return tl.load(BC), tl.load(BC + 2 * N), tl.load(BC + 4 * N), tl.load(BC + 6 * N)
 
 
@@ -104,13 +104,13 @@ def _one_of(bc0, bc1, bc2, bc3, i: tl.constexpr):
 
 @triton.jit
 def _read(tensor, row, inside):
-    """A tile, (4, CHANNELS)."""
+    """Returns a tile, (4, CHANNELS)."""
     return tl.load(tensor + tl.arange(0, 4)[:, None] * row, mask=inside, other=0.0)
 
 
 @triton.jit
 def _through_tile(h, total, y, step, x, bc0, bc1, bc2, bc3, A, LOCAL, REVERSE):
-    """The state behind a tile's positions (before them, if REVERSE), the sum of all steps, and what the states add to y."""
+    """Returns the state after a tile's positions (before them, if REVERSE), the sum of all steps, and y plus the states' part."""
     two = tl.arange(0, 2)[None, :]
     four = tl.arange(0, 4)[:, None]
     for j in tl.static_range(4):
@@ -167,11 +167,11 @@ def _through_chunk(  # noqa: PLR0915
     N,
     CHANNELS,
 ):
-    """h behind `tiles` tiles from `tile` on (REVERSE: back from it), and y in `out` unless LOCAL. Pointers are the row's,
-    `entries` the chunk's.
+    """Returns the state h after `tiles` tiles from `tile` on (REVERSE: backward from it). Unless LOCAL, writes y to `out`.
+    Pointers are to the row, `entries` is to the chunk.
 
-    KEEP: h is its entry. BACK: the entry is h; `scratch`, (CHUNK / 4 + 1, N + 4, CHANNELS), gets the state before each
-    tile and its four deltas, and the last state; the gradient of z.
+    KEEP: h is stored as the chunk's entry. BACK: h is loaded from the entry; `scratch`, (CHUNK / 4 + 1, N + 4, CHANNELS),
+    gets the state before each tile and the tile's four deltas, then the last state; the gradient of z is written.
     """
     n = tl.arange(0, N)[:, None]
     four = tl.arange(0, 4)[:, None]
@@ -206,7 +206,7 @@ def _through_chunk(  # noqa: PLR0915
     u_now = _read(u, u_row, inside)
     grad = _read(grad_out, grad_row, inside)
     for k in range(0, tiles):
-        # The next tile is read before this one is computed; behind the last, that one again.
+        # The next tile is read before this one is computed; the last tile is read twice.
         ahead = tl.where(k + 1 < tiles, -4 if REVERSE else 4, 0)
         t += ahead
         u += ahead * u_row
@@ -261,7 +261,7 @@ def _through_chunk(  # noqa: PLR0915
 
 @triton.jit
 def _entering(h, ends, totals, A, slab, channels, other, order, count, both, here):
-    """h behind `count` segments, the first of them `other`, in steps of `order`: what LOCAL sweeps made of each."""
+    """Returns the state after `count` segments, from the results of LOCAL sweeps. The first is `other`; `order` is 1 or -1."""
     for i in range(0, count):
         decay = tl.math.exp2(_load(totals + (other + i * order) * channels, here) * A)
         h = decay * h + _load(ends + (other + i * order) * slab, both)
@@ -300,10 +300,11 @@ def sweep(
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """y, the state at each chunk's entry and the last.
+    """Writes y, the state at each chunk's entry, and the last state.
 
-    LOCAL: instead the state at the end of each segment but the last, of one that begins with none, and the sum of its
-    steps. REVERSE with it: the adjoint at the start of each but the first that ends with none; u is the gradient of y.
+    LOCAL: instead, for each segment but the last, writes the state at its end, started from zeros, and the sum of its
+    steps. LOCAL and REVERSE: for each segment but the first, the adjoint at its start, from zeros at its end; u is then
+    the gradient of y.
     """
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)
@@ -404,8 +405,7 @@ def _position(
     N,
     CHANNELS,
 ):
-    """Of position t + i: delta, the step, u, its product with delta, the gradient of y, B and C. Pointers are of
-    t."""
+    """Returns delta, the step, u, delta * u, the gradient of y, B and C of position t + i. Pointers are to position t."""
     inside = _inside(here, t + i, length, EVEN)
     delta = tl.load(deltas + i * CHANNELS)
     value = _load(u + i * u_row, inside)
@@ -444,8 +444,8 @@ def _back(
     EVEN,
     N,
 ):
-    """From the adjoint of the state after position t + i, less what y adds to it there, to that of the state before; the
-    sums over positions with what it adds."""
+    """Returns the adjoint g of the state before position t + i, and both sums with this position added. The g that it gets is
+    of the state after t + i, without the part from y at t + i."""
     inside = _inside(here, t + i, length, EVEN)
     grad_BC += i * 2 * N
     g += grad_y[None, :] * c[:, None]
@@ -458,7 +458,7 @@ def _back(
     grad_raw = (tl.sum(through_decay * A, axis=0) * LN2 + sum_x * value) * _slope(delta)
     tl.store(grad_u + i * channels, sum_x * delta + grad_y * D, mask=inside)
     tl.store(grad_dt + i * channels, grad_raw, mask=inside)
-    return g, sum_A, sum_bias + grad_raw  # behind the row's end 0, as the slope of delta 0
+    return g, sum_A, sum_bias + grad_raw  # after the row's end, delta and its slope are 0
 
 
 @triton.jit  # one kernel: helpers would need all of its state as arguments
@@ -501,7 +501,7 @@ def backward(  # noqa: PLR0915
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """All gradients: of A, D and the bias by row and segment, of B and C by block of channels. And y again."""
+    """Writes all gradients, those of A, D and the bias by row and segment, those of B and C by block of channels; and y."""
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)
     segments = tl.num_programs(1)

@@ -1,12 +1,12 @@
 """The state-space dual of Mamba-2 (SSD): a selective scan with one decay per head, in chunked matrix form.
 
-With delta = softplus(dt + dt_bias), for every head, its state h a (headdim, d_state) matrix:
+With delta = softplus(dt + dt_bias), for every head, whose state h is a (headdim, d_state) matrix:
 
     h[t] = exp(delta[t] A) h[t-1] + delta[t] x[t] B[t]^T
     y[t] = h[t] C[t] + D x[t]
 
 Source: Dao and Gu, Transformers are SSMs (2024, arXiv 2405.21060), section 6. Positions of one chunk see each other
-through a masked matrix of decays times C B^T; chunks, through the state that one hands to the next.
+through a masked matrix of decays times C B^T. A chunk sees earlier chunks through the state before it.
 """
 
 from typing import Any
@@ -34,13 +34,13 @@ def ssd(
     return_last_state: bool = False,
     backend: str = "reference",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run the recurrence over whole sequences, of any length.
+    """Returns y, like x, for whole sequences of any length, or with `return_last_state` (y, last state in compute type).
 
     x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
-    (batch, length, groups, d_state), the heads shared evenly among the groups in order; D, dt_bias (heads);
-    seq_idx (batch, length): the state starts from zero wherever it changes; initial_state (batch, heads, headdim,
-    d_state) or None for zeros: what the first document of each row continues. `chunk_size` is the fused kernel's;
-    the result does not depend on it. Returns y like x, and with `return_last_state` (y, last state in compute type).
+    (batch, length, groups, d_state), where each group serves an equal number of consecutive heads; D, dt_bias (heads);
+    seq_idx (batch, length): the state is reset to zero where it changes; initial_state (batch, heads, headdim, d_state),
+    or None for zeros: the state before the first document of each row. `chunk_size` is the fused kernel's; the result
+    does not depend on it.
     """
     assert x.shape[2] % B.shape[2] == 0, f"{B.shape[2]} groups don't divide {x.shape[2]} heads"
     return BACKENDS[backend].ssd(
@@ -51,16 +51,16 @@ def ssd(
 def weighted_ssd(
     x: Tensor, decay: Tensor, weight: Tensor, B: Tensor, C: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The recurrence with a decay and an input weight that don't depend on each other, (batch, length, heads) both:
+    """Returns what `ssd` returns, of the recurrence with an independent decay and input weight, both (batch, length, heads):
 
         h[t] = exp(-decay[t]) h[t-1] + weight[t] x[t] B[t]^T,    y[t] = h[t] C[t]
 
-    It is the SSD of A = -1 and delta = decay, x divided by what that makes of it. decay is positive; x, B, C and the
-    options are those of `ssd`. Returns y and the last state as that does.
+    It is the SSD with A = -1, delta = decay, and x times weight / decay. decay is positive; x, B, C and the options are as
+    in `ssd`.
     """
-    decay = decay.clamp(min=1e-20)  # which leaves a state as it is in any precision
-    dt = decay + torch.log(-torch.expm1(-decay))  # softplus's inverse
+    decay = decay.clamp(min=1e-20)  # too small to change a state in any precision
+    dt = decay + torch.log(-torch.expm1(-decay))  # the inverse of softplus
     zeros = decay.new_zeros(decay.shape[2])
     scaled = x * (weight / decay).unsqueeze(3)
-    wide = torch.promote_types(x.dtype, torch.bfloat16)  # it may be beyond fp16
+    wide = torch.promote_types(x.dtype, torch.bfloat16)  # `scaled` may be too large for fp16
     return ssd(scaled.to(wide), dt, zeros - 1, B, C, zeros, zeros, **options)

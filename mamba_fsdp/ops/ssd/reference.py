@@ -1,9 +1,9 @@
-"""SSD in plain PyTorch. It keeps nothing but its inputs: the backward pass makes decays and states again. Heads of a
-group share B and C, so what multiplies those is one wide matrix product per chunk and group, the decays folded into x.
+"""SSD in plain PyTorch. It keeps only its inputs: the backward pass recomputes decays and states. Heads of a group share B
+and C, so that products with B and C are one wide matrix product per chunk and group, with the decays folded into x.
 
-Decays are powers of two, as exp2 is several times faster than exp on a CPU and does not slow down where it underflows.
-Their exponents are differences of sums in float64, so that a huge dt elsewhere in the chunk costs no digits; the sums
-start again with every document, so that not even rounding carries one document into another.
+Decays are computed as powers of two: on a CPU, exp2 is several times faster than exp and does not slow down if it
+underflows. The exponents are differences of sums in float64, so that a huge dt elsewhere in the chunk costs no digits. The
+sums restart at every document, so that no document affects another, not even by rounding.
 """
 
 import math
@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import compute_type
 
-CHUNK = 64  # positions; the reference backend's own: larger chunks cost more decays, smaller ones more states
+CHUNK = 64  # positions, here only: larger chunks cost more decays, smaller ones more states
 
 
 def _in_chunks(t: Tensor, size: int) -> Tensor:
-    """(batch, length, ...) -> (batch, chunks, size, ...), zeros behind the end."""
+    """Returns t (batch, length, ...) as (batch, chunks, size, ...), padded with zeros."""
     missing = -t.shape[1] % size
     if missing:
         t = torch.cat([t, t.new_zeros(t.shape[0], missing, *t.shape[2:])], dim=1)
@@ -29,13 +29,13 @@ def _in_chunks(t: Tensor, size: int) -> Tensor:
 
 
 def _cumsum_repeats(values: Tensor) -> bool:
-    """Whether torch has a cumsum for a run whose results must repeat bit for bit: not for floats on a GPU."""
+    """Returns whether torch's cumsum may be used: in a deterministic run, not for floats on a GPU."""
     return values.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled()
 
 
 def running_sums(values: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-    """Returns the sum over the positions up to each one, of its document only; values (..., positions, channels), seq_idx
-    without the channels."""
+    """Returns, for each position, the sum of values (..., positions, channels) up to it, within its document. seq_idx has the
+    shape of values without the channels."""
     if seq_idx is None and _cumsum_repeats(values):
         return values.cumsum(-2)
     shift = 1
@@ -50,11 +50,11 @@ def running_sums(values: Tensor, seq_idx: Tensor | None = None) -> Tensor:
 
 
 def _decays(delta: Tensor, A: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What remains of a state after some positions; 0 where a document starts in between, or from later to earlier.
+    """Returns the decays of a state: from position j to position i of a chunk, (batch, chunks, heads, i, j); from the previous
+    chunk's end to i, and from j to the chunk's end, both (batch, chunks, size, heads).
 
-    delta (batch, chunks, size, heads); seq_idx (batch, chunks, size) or None. Returns the decay from position j to
-    position i of a chunk (batch, chunks, heads, i, j), and those from the chunk before to i and from j to the end of
-    the chunk (batch, chunks, size, heads).
+    A decay is 0 if a document starts in between, or if j is after i. delta (batch, chunks, size, heads); seq_idx (batch,
+    chunks, size) or None.
     """
     size = delta.shape[2]
     real = delta.dtype
@@ -75,14 +75,15 @@ def _decays(delta: Tensor, A: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, T
 def _hand_over(
     added: Tensor, decay: Tensor, state: Tensor, order: Iterable[int]
 ) -> tuple[Tensor, Tensor]:
-    """Pass the state from chunk to chunk in the given order: times each chunk's `decay`, plus its `added`.
+    """Returns the state entering each chunk, and the last state. Through each chunk, in the given order, the state is
+    multiplied by the chunk's `decay`, and `added` is added.
 
-    added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1. Returns those entering, and the last.
+    added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1.
     """
     entering = [None] * added.shape[1]
     for chunk in (
         order
-    ):  # into a list: a compiled graph copies the whole tensor at every assignment to a part of it
+    ):  # a list, because a compiled graph copies a whole tensor at every assignment to a part of it
         entering[chunk] = state
         state = torch.addcmul(added[:, chunk], state, decay[:, chunk])
     return torch.stack(entering, dim=1), state
@@ -91,7 +92,7 @@ def _hand_over(
 def _states(
     x: Tensor, delta: Tensor, B: Tensor, from_start: Tensor, to_end: Tensor, state: Tensor
 ) -> tuple[Tensor, ...]:
-    """What each position adds to its chunk's last state, by B; each chunk's decay; the states as from _hand_over."""
+    """Returns x scaled by its weight in the chunk's last state, each chunk's decay, and the states of _hand_over."""
     groups = B.shape[3]
     scaled = (x * (delta * to_end).unsqueeze(4)).flatten(3).unflatten(3, (groups, -1))
     decay = from_start[:, :, -1].repeat_interleave(x.shape[4], 2).unflatten(2, (groups, 1, -1))
@@ -100,10 +101,10 @@ def _states(
 
 
 class _SSD(torch.autograd.Function):
-    """x (batch, length, heads, headdim), B, C of any dtype; delta (batch, length, heads) after softplus, A, D in
-    compute type, as state (batch, groups, d_state, channels), channels those of a group's heads; seq_idx in chunks.
+    """SSD with its gradients. x (batch, length, heads, headdim), B and C are of any dtype. delta (batch, length, heads) after
+    softplus, A, D and state (batch, groups, d_state, channels of a group) are in compute type; seq_idx is in chunks.
 
-    Indices: z row, c chunk, i and j positions of a chunk, h head, p its channel, g group, k its channel, n state.
+    Indices: z row, c chunk, i and j positions of a chunk, h head, p channel of a head, g group, k channel of a group, n state.
     """
 
     @staticmethod
@@ -144,7 +145,7 @@ class _SSD(torch.autograd.Function):
         by_head = x.shape[2:]
         by_group = (B.shape[2], -1)
 
-        # Between chunks. `leaving` is the gradient of the state that leaves each chunk, as `entering` is a state.
+        # Between chunks. `leaving` is the gradient of the state after each chunk, `entering` the state before it.
         scaled, decay, entering, _ = _states(x_, delta_, B_, from_start, to_end, state)
         reading = (grad_ * from_start.unsqueeze(4)).flatten(3).unflatten(3, by_group)
         leaving = torch.einsum("zcign,zcigk->zcgnk", C_, reading)
@@ -173,7 +174,7 @@ class _SSD(torch.autograd.Function):
         within = within.unflatten(2, by_group).mul_(CB).flatten(2, 3)
         grad_input += torch.einsum("zchij,zcihp->zcjhp", within, grad_)
 
-        # delta[t] A counts in each decay that passes position t: into later positions, out of earlier ones.
+        # delta[t] A is in the exponent of each decay over position t, from an earlier to a later position.
         grad_within.diagonal(dim1=3, dim2=4).zero_()
         passing = (grad_within.sum(4) - grad_within.sum(3)).transpose(2, 3) + grad_from_start
         backwards = None if seq_idx is None else seq_idx.flip(2)
@@ -207,7 +208,7 @@ def ssd(
     real = compute_type(x)
     size = min(chunk_size, CHUNK)
     if length == 1:
-        size = 1  # nothing is padded for a step of generation
+        size = 1  # a single generated token is not padded
     delta = F.softplus(dt.to(real) + dt_bias.to(real))
     if seq_idx is not None:
         padding = seq_idx[:, -1:].expand(-1, -length % size)

@@ -1,8 +1,8 @@
-"""SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes nothing but
-inputs and outputs; where batch and heads are too few for a GPU, it goes through segments of the sequence at once, each
-from what a sweep before made of those before it. The backward pass makes the states at the ends of pairs of
-chunks again, by a sweep from each end, and then all gradients: those of what a pair's positions give each other, and those
-of what the states give. Equal sizes give equal bits: sums have a fixed order."""
+"""SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes only inputs and
+outputs. If batch and heads are too few to fill a GPU, segments of the sequence run in parallel; an earlier sweep computes
+the states before them. The backward pass recomputes the states before pairs of chunks, and their gradients after the pairs,
+by a sweep from each end. Then it computes all gradients: those through positions of the same pair, and those through the
+states. Equal sizes give equal bits, because sums have a fixed order."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +21,8 @@ _NEAR = {"P": 64, "BLOCK": 40, "num_warps": 4, "num_stages": 2}
 NEAR = {(8, 0): _NEAR, (10, 0): _NEAR | {"num_warps": 8}, (12, 0): _NEAR}
 _FAR = {"P": 64, "ROWS": 32, "BLOCK": 20, "num_warps": 8, "num_stages": 2}
 FAR = {(8, 0): _FAR, (9, 0): _FAR | {"ROWS": 64}, (12, 0): _FAR}
-STATES = 8192  # of a program, channels times d_state
-PROGRAMS = 512  # of a sweep, that fill a GPU
+STATES = 8192  # of a program: its channels times d_state
+PROGRAMS = 512  # of a sweep that fills a GPU
 CHUNK = 32  # positions
 SEGMENTS = 16  # of a sequence, at most
 CHUNKS = 8  # of a segment, at least
@@ -35,7 +35,7 @@ def why_not(use: Use) -> str | None:
 
 
 def use_simpler_form() -> None:
-    """Lets the kernels do without wgmma and tcgen05, which take four warps and 64 rows: for a GPU where their results are
+    """Makes the kernels use no wgmma and tcgen05, which take four warps and 64 rows, for a GPU on which their results are
     wrong."""
     SWEEP.update(dict.fromkeys(SWEEP, MMA_SYNC))
     NEAR.update(dict.fromkeys(NEAR, _NEAR | {"num_warps": 2}))
@@ -43,7 +43,7 @@ def use_simpler_form() -> None:
 
 
 def _packed(t: Tensor) -> Tensor:
-    """A tensor as the kernels take it, with any strides of batch and length; not copied where the model makes it."""
+    """Returns a tensor as the kernels take it, with any strides of batch and length. The model's tensors are not copied."""
     return t if t[0, 0].is_contiguous() else t.contiguous()
 
 
@@ -52,12 +52,12 @@ def _batches(*tensors: Tensor) -> list[int]:
 
 
 def _rows(**tensors: Tensor) -> dict[str, int]:
-    """Strides along the length, constants of a kernel, so that it needs no registers for the rows' addresses."""
+    """Returns the strides along the length as constants of a kernel, which then needs no registers for the rows' addresses."""
     return {f"{name}_ROW": t.stride(1) for name, t in tensors.items()}
 
 
 class _Call:
-    """What the kernels of one call share: inputs, sizes, and the steps, of which decays are made."""
+    """The inputs and sizes that the kernels of one call share, and the steps, from which decays are computed."""
 
     def __init__(
         self,
@@ -111,12 +111,13 @@ class _Call:
         )
 
     def options(self, table: Mapping[tuple[int, int], triton.Blocks]) -> dict[str, int]:
-        """Of a launch, from the table: a program has no more channels than a head, and than registers for their states."""
+        """Returns the options of a launch, from the table. A program has at most the channels of a head, and at most as many
+        as its registers hold states for."""
         options = dict(triton.blocks(table, self.x.device))
         headdim = self.constants["HEADDIM"]
         most = min(options["P"], STATES // self.constants["N"], 1 << (headdim - 1).bit_length())
         P = max(16, most)
-        if "ROWS" in options and self.W < 2 * CHUNK:  # more states than 128
+        if "ROWS" in options and self.W < 2 * CHUNK:  # for d_state above 128
             options["ROWS"] = 16
         return options | {"P": P, "TILES": -(-headdim // P)}
 
@@ -133,8 +134,8 @@ class _Call:
         has_output: bool = True,
         reverse: bool = False,
     ) -> tuple[Any, Any, Tensor]:
-        """Returns the states entering each pair of chunks, or None without keep; the outputs, or None without has_output; and
-        the last state. See the kernel."""
+        """Returns (states before each pair of chunks, or None without keep; outputs, or None without has_output; last state).
+        See the kernel `sweep`."""
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
         options = self.options(SWEEP)
@@ -191,8 +192,8 @@ def ssd_forward(
     *,
     remake: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns y and the last state; the arguments are those of ops/ssd's ssd. The gradients need nothing but these.
-    remake: instead of the last state, those entering each pair of chunks, which save ssd_backward a sweep."""
+    """Returns (y, last state); the arguments are as in ops/ssd's ssd. The gradients need only the arguments. remake: returns,
+    in place of the last state, the states before each pair of chunks, which save ssd_backward a sweep."""
     if x.is_meta and not remake:
         return x.new_empty(x.shape), x.new_empty(
             x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32
@@ -217,7 +218,7 @@ def ssd_backward(
     *,
     entering: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of x, dt, A, B, C, D, dt_bias and the first state: of one that is None, as if it were zeros."""
+    """Returns the gradients of x, dt, A, B, C, D, dt_bias and the initial state; None counts as a state of zeros."""
     from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
     call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)

@@ -1,16 +1,17 @@
-"""Kernels of SSD: one sweep that carries a head's states in registers from chunk to chunk; and of its backward pass,
-behind the sweeps, the gradients of B and C and what a position says of its decays, from the other positions of its pair of
-chunks (`near`), and from the states before the pair and the gradients of those behind it (`far`); from this the gradients
-of dt, A, the bias.
+"""Kernels of SSD. `sweep` carries a head's states in registers from chunk to chunk. After the sweeps of the backward pass,
+`near` and `far` compute the gradients of B and C and the `flows` of each position: `near` those within its pair of chunks,
+`far` those from the states before the pair and through the gradients of the states after it. From the flows, `finish`
+computes the gradients of dt, A and the bias.
 
-The exponents of decays are summed as fixed-point integers (units of 2**-31), exactly: a decay between two positions is
-then free, to the last bit, of whatever else the chunk holds, such as other documents. Both parts of a sum, `high` in
-units of 2**-8 and `low`, are exact in fp32, and so are their differences.
+The exponents of decays are summed exactly, as fixed-point integers (units of 2**-31). A decay between two positions then
+depends, to the last bit, on nothing else in the chunk, such as other documents. Both parts of a sum, `high` in units of
+2**-8 and `low`, are exact in fp32, and so are their differences.
 
-Q: positions of a chunk, W of a pair; P: channels of a head that a program has; N: d_state; both padded. WIDE: dots in
-fp32, as the interpreter needs.
+Q: positions of a chunk; W: positions of a pair; P: channels of a head in a program; N: d_state; P and N are padded. WIDE:
+dots are in fp32, as the interpreter needs.
 
-A loop over heads loads the next one's steps ahead, and Triton its x, grad_y and states, by asynchronous copies (num_stages).
+A loop over heads loads the next head's steps ahead. Triton loads its x, grad_y and states ahead by asynchronous copies
+(num_stages).
 """
 
 import triton
@@ -26,7 +27,7 @@ def dot(a, b):
 def load(
     pointer, row, rows, columns, left, WIDTH: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr
 ):
-    """A block (rows, columns), SPAN columns, of which `left` rows and WIDTH columns are there, the rest 0."""
+    """Returns a block (rows, columns) with SPAN columns. Rows from `left` on and columns from WIDTH on are 0."""
     is_valid = (rows < left)[:, None]
     if WIDTH % SPAN != 0:
         is_valid = is_valid & (columns < WIDTH)[None, :]
@@ -37,8 +38,8 @@ def load(
 def add_up(
     dt, A, bias, steps, dt_batch, dt_row, length, heads, HEADS: tl.constexpr, W: tl.constexpr
 ):
-    """Of a pair's positions: steps (3, batch, heads, pairs, W) gets delta = softplus(dt + bias) and the sums of the
-    decays' exponents over the pair up to each position, in two parts."""
+    """Writes steps (3, batch, heads, pairs, W) of a pair's positions: delta = softplus(dt + bias), and the sum of the decays'
+    exponents over the pair up to each position, in two parts."""
     pair = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     r = tl.arange(0, W)
@@ -55,7 +56,7 @@ def add_up(
     )
     dt = dt.to(tl.float32) + b[None, :]
     small = tl.exp(-tl.abs(dt))
-    more = 1.0 + small  # log(more) * small / (more - 1) is log1p(small) to the last digits
+    more = 1.0 + small  # log(more) * small / (more - 1) is an accurate log1p(small)
     delta = tl.maximum(dt, 0.0) + tl.where(
         more == 1.0, small, tl.log(more) * (small / (more - 1.0))
     )
@@ -76,8 +77,8 @@ def add_up(
 
 @triton.jit
 def documents_of(seq_idx, start, length, r, ROWS: tl.constexpr):
-    """Of ROWS positions: their documents; which are in that of the position before, which in that of the last; whether
-    these two are one."""
+    """Returns, of ROWS positions, the documents; which positions are in the document of the position before the first; which
+    are in the document of the last; and whether these two documents are the same."""
     document = r
     goes_on = r >= 0
     lasts = r >= 0
@@ -94,7 +95,8 @@ def documents_of(seq_idx, start, length, r, ROWS: tl.constexpr):
 
 @triton.jit
 def steps_of(steps, plane, row, r, W: tl.constexpr):
-    """Of the positions r of W: delta; both parts of the exponents' sums up to each, and up to the last of W."""
+    """Returns, of the positions r of a pair, delta, both parts of the exponents' sum up to each, and both parts up to the last
+    of W."""
     steps += row * W
     return (
         tl.load(steps + r),
@@ -107,7 +109,7 @@ def steps_of(steps, plane, row, r, W: tl.constexpr):
 
 @triton.jit
 def decays(high, low, high_end, low_end, goes_on, lasts, through):
-    """From the position before the first to each, from each to the last, and from before the first to the last."""
+    """Returns the decays from before the first position to each, from each to the last, and from before the first to the last."""
     from_start = tl.where(goes_on, tl.exp(high + low), 0.0)
     to_end = tl.where(lasts, tl.exp((high_end - high) + (low_end - low)), 0.0)
     total = tl.where(through, tl.exp(high_end + low_end), 0.0)
@@ -116,7 +118,7 @@ def decays(high, low, high_end, low_end, goes_on, lasts, through):
 
 @triton.jit
 def decays_within(high, low, document, r, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr):
-    """From position j to i of a chunk, 0 for later j and other documents: (i, j), or (j, i) if REVERSE."""
+    """Returns the decays from position j to i of a chunk, (i, j), or (j, i) if REVERSE; 0 for later j and other documents."""
     exponents = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     seen = r[:, None] >= r[None, :]
     if REVERSE:
@@ -164,10 +166,10 @@ def sweep(  # noqa: C901, PLR0915
 ):
     """Carries the states (N, P) of a head through a segment of its sequence, from the state `first`.
 
-    LOCAL: from zero, to the segment's `ends` and `end_decays`, which the sweeps of other segments start from; else
-    `out` gets the outputs and `states` the state that enters each pair of chunks, where they are not None. REVERSE: from
-    the end with x the outputs' gradients, C for B and B for C: `out` gets the gradients of x, `states` those of the
-    states that leave each pair. SHARE: heads of a group.
+    LOCAL: starts from zeros and writes the segment's `ends` and `end_decays`, from which the sweeps of other segments start.
+    Otherwise `out` gets the outputs and `states` the state before each pair of chunks, unless they are None. REVERSE: goes
+    backward, with the outputs' gradients as x, C as B and B as C: `out` gets the gradients of x, `states` the gradients of
+    the states after each pair. SHARE: heads of a group.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     chunks = 2 * tl.cdiv(length, 2 * Q)
@@ -184,7 +186,7 @@ def sweep(  # noqa: C901, PLR0915
     row = batch * HEADS + head
     state = tl.zeros([N, P], tl.float32)
     if LOCAL and REVERSE:
-        segment += 1  # the first one's state goes nowhere, as the last one's in the other direction
+        segment += 1  # no segment needs the result of the first one, or of the last one forward
     if not LOCAL:
         if first is not None:
             state += tl.load(first + last_place, mask=in_last, other=0.0)
@@ -210,7 +212,7 @@ def sweep(  # noqa: C901, PLR0915
         at = start.to(tl.int64)
         document, goes_on, lasts, is_one = documents_of(seq_idx, start, length, r, Q)
         delta, high, low, high_end, low_end = steps_of(steps + start, plane, 0, r, Q)
-        is_second = chunk % 2 == 1  # of its pair, over which the sums are
+        is_second = chunk % 2 == 1  # of its pair; the sums are over the pair
         high_before = tl.load(steps + plane + start - 1, mask=is_second, other=0.0)
         low_before = tl.load(steps + 2 * plane + start - 1, mask=is_second, other=0.0)
         high -= high_before
@@ -289,10 +291,10 @@ def near(  # noqa: PLR0915
     N: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The gradients of B and C from what a pair's positions give each other, of up to BLOCK heads of a group.
+    """Writes the gradients of B and C through the other positions of a pair, for up to BLOCK heads of a group.
 
-    grad_B, grad_C (blocks of a group's heads, batch, length, groups, d_state): still to be summed. flows (batch, heads, pairs, 5,
-    W): see `finish`. All three are fp32.
+    grad_B, grad_C (blocks of a group's heads, batch, length, groups, d_state) are to be summed over the blocks. flows (batch,
+    heads, pairs, 5, W): see `finish`. All three are fp32.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
@@ -385,10 +387,10 @@ def far(  # noqa: PLR0915
     N: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The gradients of B and C from the states, of ROWS of a pair's positions and up to BLOCK heads of a group.
+    """Writes the gradients of B and C through the states, for ROWS of a pair's positions and up to BLOCK heads of a group.
 
-    entering, leaving: the states before the pair, and the gradients of those after it. If a pair is of several programs,
-    these are neighbours, so that both come from memory once. grad_B, grad_C, flows: as of `near`.
+    entering, leaving: the states before the pair, and the gradients of the states after it. Programs of the same pair are
+    neighbours, so that both are read from memory once. grad_B, grad_C, flows: as in `near`.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
@@ -448,7 +450,7 @@ def far(  # noqa: PLR0915
         read = tl.sum(dot(c, s) * reads, 1)
         kept = tl.sum(dot(b, g) * keeps, 1)
         across = tl.sum(tl.sum(s.to(tl.float32) * g.to(tl.float32), 0), 0) * total
-        if TILES > 1:  # what the last tile stores is the whole head's
+        if TILES > 1:  # the last tile stores the sum over the whole head
             read += tl.where(tile == 0, 0.0, read_before)
             kept += tl.where(tile == 0, 0.0, kept_before)
             across += tl.where(tile == 0, 0.0, across_before)
@@ -487,12 +489,13 @@ def finish(
     heads,
     W: tl.constexpr,
 ):
-    """grad_dt (batch, length, heads) and, of this pair's positions for A, the bias, D, totals (3, batch, pairs, heads).
+    """Writes grad_dt (batch, length, heads), and totals (3, batch, pairs, heads), this pair's part of the gradients of A, the
+    bias and D.
 
-    `flows` of each position, times the gradients: what its input gives to the pair's outputs; what its output gets of the
-    pair's inputs; what its input gives to its own output through D, without D; what its output gets of the pairs before,
-    the last one's with what passes the whole pair; what its input gives to the pairs behind. What an input gives is
-    without delta, what an output gets with it.
+    `flows` has five products with the gradients for each position: from its input to the pair's outputs; from the pair's
+    inputs to its output; from its input to its own output through D, without the factor D; from earlier pairs to its output,
+    and for the last position also from earlier to later pairs; from its input to later pairs. The flows of an input are
+    without its factor delta, the flows to an output include delta.
     """
     head = tl.program_id(0)
     pair = tl.program_id(1)
@@ -510,8 +513,8 @@ def finish(
     kept = tl.load(flow + 4 * W)
     delta = tl.load(steps + row * W + r)
 
-    # delta[t] A counts in each decay that passes position t: into later outputs, out of earlier inputs. What passes t
-    # within the pair is what earlier inputs give less what earlier outputs have got.
+    # delta[t] A is in the exponent of each decay over position t, from an earlier input to a later output. The flow over t
+    # within the pair is the flow from earlier inputs minus the flow to earlier outputs.
     passing = tl.where(
         r[:, None] >= r[None, :], read[:, None], (delta * (outflow + kept) - inflow)[:, None]
     )
