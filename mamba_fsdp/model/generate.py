@@ -42,9 +42,9 @@ def generate(
 def draw(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """Returns one token per row of logits (batch, vocabulary). At temperature 0 it is the likeliest token. Otherwise it is
-    drawn from the likeliest tokens that together have the probability top_p (nucleus sampling, Holtzman et al. 2019), at
-    most top_k of them (0: any number).
+    """Returns one token per row of logits (batch, vocabulary). At temperature 0 it is the likeliest token. Otherwise it
+    is drawn from the likeliest tokens that together have the probability top_p (nucleus sampling, Holtzman et al.
+    2019), at most top_k of them (0: any number).
 
     Raises UserError for logits that are not finite.
     """

@@ -25,8 +25,8 @@ BLOCK = 1 << 20  # elements that one generator draws
 def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: int) -> torch.Tensor:
     """Returns elements [start, stop) of the flattened initial value of the parameter `name`: 1-D, fp32, on the CPU.
 
-    They depend only on the arguments. Each block of the tensor has its own generator, so that any rank can fill its part
-    of any parameter, in any order, and draws little more than this part.
+    They depend only on the arguments. Each block of the tensor has its own generator, so that any rank can fill its
+    part of any parameter, in any order, and draws little more than this part.
     """
     if parameter.init.kind == "ones":
         return torch.ones(stop - start, dtype=torch.float32, device="cpu")

@@ -45,7 +45,8 @@ class Weight(nn.Module):
 
 
 class Sublayer(nn.Module):
-    """A mixer or the MLP, with the parameters that its `kind` describes. init.py or a checkpoint fills the parameters."""
+    """A mixer or the MLP, with the parameters that its `kind` describes. init.py or a checkpoint fills the
+    parameters."""
 
     kind: spec.Spec
     context: Any = None  # a ContextGroup if ranks share each sequence
@@ -71,7 +72,8 @@ class Sublayer(nn.Module):
         return torch.cat([multiply(*output) for output in outputs], dim=-1)
 
     def multiplied(self, x: Tensor, *where: Any) -> Tensor:
-        """Returns the sublayer's addition to the residual stream: its output, with the multipliers of input and output."""
+        """Returns the sublayer's addition to the residual stream: its output, with the multipliers of input and
+        output."""
         return multiply(self(multiply(x, self.input_multiplier), *where), self.output_multiplier)
 
 
@@ -89,8 +91,8 @@ def multiply(x: Tensor, factor: float) -> Tensor:
 
 
 class SSM(Sublayer):
-    """The base class of the Mamba mixers: projection, convolution, recurrence and output projection. They run in one call if
-    `backends` has the operator `whole`. The state's size does not depend on the length."""
+    """The base class of the Mamba mixers: projection, convolution, recurrence and output projection. They run in one
+    call if `backends` has the operator `whole`. The state's size does not depend on the length."""
 
     def forward(
         self,
@@ -226,8 +228,8 @@ class Mamba1(SSM):
         seq_idx: Tensor | None,
         continues: Tensor,
     ) -> Tensor:
-        """Returns the output of this rank's positions, after two scans: the first gives the state after these positions, the
-        second starts from the state before them."""
+        """Returns the output of this rank's positions, after two scans: the first gives the state after these
+        positions, the second starts from the state before them."""
         *_, dt_bias = rest
         _, last = self.scan(u, dt, A, *rest, seq_idx=seq_idx, return_last_state=True)
         delta = F.softplus(dt.to(A.dtype) + dt_bias)
@@ -313,7 +315,8 @@ class Mamba2(SSM):
         seq_idx: Tensor | None,
         continues: Tensor,
     ) -> Tensor:
-        """Returns the output of this rank's positions: of one scan from zeros, plus the output of the state before them."""
+        """Returns the output of this rank's positions: of one scan from zeros, plus the output of the state before
+        them."""
         y, last = self.scan(x, dt, A, B, C, D, dt_bias, seq_idx=seq_idx, return_last_state=True)
         decays = decays_from_start(dt, A, dt_bias) * continues.unsqueeze(2)
         entering = self.context.entering_state(last, decays[:, -1, :, None, None])
@@ -348,10 +351,10 @@ class Mamba3(Mamba2):
         h[t] = alpha h[t-1] + (1 - lambda) delta alpha x[t-1] B[t-1]^T + lambda delta x[t] B[t]^T
         y[t] = h[t] C[t] + D x[t]
 
-    B and C are normed and get a bias for each head; pairs of channels in their first halves are then rotated by the sum of
-    pi tanh(angles) delta up to t. Each input enters the state at two positions, its own and the next. The scan adds it once,
-    at its own position and with the sum of both weights; the contribution of the second weight to that position's output is
-    subtracted.
+    B and C are normed and get a bias for each head; pairs of channels in their first halves are then rotated by the sum
+    of pi tanh(angles) delta up to t. Each input enters the state at two positions, its own and the next. The scan adds
+    it once, at its own position and with the sum of both weights; the contribution of the second weight to that
+    position's output is subtracted.
     """
 
     kind = spec.MIXERS["mamba3"]
@@ -437,7 +440,8 @@ class Mamba3(Mamba2):
         return output_of_state(C, entering, decays).to(x.dtype)
 
     def by_head(self, x: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
-        """Returns x (batch, length, groups * d_state), normed and with each head's bias, as (batch, length, heads, d_state)."""
+        """Returns x (batch, length, groups * d_state), normed and with each head's bias, as (batch, length, heads,
+        d_state)."""
         config = self.config
         x = x.unflatten(-1, (config.ngroups, -1))
         x = rms_norm(x, norm.weight, config.norm_eps, compute_type(x))
@@ -446,8 +450,8 @@ class Mamba3(Mamba2):
     def allocate_state(
         self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> MixerState:
-        """Returns the initial state, all zeros: the recurrence's state, and the angles, B and x of the previous position, each
-        with a single zero that broadcasts over the channels."""
+        """Returns the initial state, all zeros: the recurrence's state, and the angles, B and x of the previous
+        position, each with a single zero that broadcasts over the channels."""
         real = torch.promote_types(dtype, torch.float32)
         ssm = torch.zeros(batch, *self.state_shape(), dtype=real, device=device)
         zero = ssm[..., 0, :1]

@@ -54,8 +54,8 @@ class Block(nn.Module):
         state: dict[str, MixerState] | None = None,
         position: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the next (hidden, residual), both (batch, length, d_model). hidden has yet to be added to residual, which
-        is fp32."""
+        """Returns the next (hidden, residual), both (batch, length, d_model). hidden has yet to be added to residual,
+        which is fp32."""
         hidden, residual = self.add_norm(hidden, residual, self.norm)
         outputs = []
         for name in self.mixer_names:
@@ -83,10 +83,10 @@ class Block(nn.Module):
 class MambaLM(nn.Module):
     """A language model of the structure that a ModelConfig describes.
 
-    Making it draws no random numbers and works on the meta device. Its parameters are fp32; init.py or a checkpoint fills
-    them. backends: the backend of each operator, as ops/backends.py chooses. compute_dtype: the dtype of everything except
-    the residual stream, the recurrences and the loss. reset_at_documents: whether `forward` takes seq_idx and keeps state,
-    convolution and attention within a document.
+    Making it draws no random numbers and works on the meta device. Its parameters are fp32; init.py or a checkpoint
+    fills them. backends: the backend of each operator, as ops/backends.py chooses. compute_dtype: the dtype of
+    everything except the residual stream, the recurrences and the loss. reset_at_documents: whether `forward` takes
+    seq_idx and keeps state, convolution and attention within a document.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class MambaLM(nn.Module):
         """Returns logits (batch, length, padded vocabulary) in the compute dtype for tokens (batch, length) int64. With
         labels, returns the sum of the token losses in nats, an fp32 scalar.
 
-        labels (batch, length): the token after each position, or -100 for a position that does not count. weights (batch,
-        length): factors of the token losses. seq_idx: as in ops. documents: the documents of seq_idx; if not given, they
-        are read from seq_idx, which makes the host wait for the device.
+        labels (batch, length): the token after each position, or -100 for a position that does not count. weights
+        (batch, length): factors of the token losses. seq_idx: as in ops. documents: the documents of seq_idx; if not
+        given, they are read from seq_idx, which makes the host wait for the device.
         """
         assert seq_idx is None or self.reset_at_documents, (
             "this model was not built to reset at documents"
@@ -147,7 +147,8 @@ class MambaLM(nn.Module):
         documents: Documents | None = None,
         state: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (hidden, residual) after all blocks. With a `state`, the tokens continue it, and seq_idx must be None."""
+        """Returns (hidden, residual) after all blocks. With a `state`, the tokens continue it, and seq_idx must be
+        None."""
         hidden = F.embedding(tokens, self.backbone.embedding.weight)
         residual = None
         position = 0
@@ -200,7 +201,8 @@ class MambaLM(nn.Module):
         return {"position": 0, "max_length": max_length, "layers": layers}
 
     def prefill(self, tokens: Tensor, state: dict[str, Any]) -> Tensor:
-        """Returns the logits (batch, padded vocabulary) after the last of many tokens (batch, length), such as a prompt."""
+        """Returns the logits (batch, padded vocabulary) after the last of many tokens (batch, length), such as a
+        prompt."""
         hidden, residual = self.read(tokens, state=state)
         return self.lm_head(self.final_norm(hidden[:, -1], residual[:, -1]))
 

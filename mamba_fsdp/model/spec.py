@@ -1,8 +1,9 @@
 """The parameters and costs of a model's layers: the one description that all other code reads. This file does not need
 torch.
 
-Initialisation, counting, weight decay, fp32 parameters, the modules, other libraries' formats and the settings that have
-an effect all follow from it. A new mixer is an entry in MIXERS here and a class in layers.py. `config` is a ModelConfig.
+Initialisation, counting, weight decay, fp32 parameters, the modules, other libraries' formats and the settings that
+have an effect all follow from it. A new mixer is an entry in MIXERS here and a class in layers.py. `config` is a
+ModelConfig.
 """
 
 import math
@@ -108,15 +109,16 @@ def matrix(outputs: int, inputs: int, scale: float = 1.0) -> Parameter:
 
 
 def stacked(inputs: int, scale: float = 1.0, **rows: int) -> Parameter:
-    """Returns matrices with the same inputs, stacked as one parameter, the first on top. rows: rows of each, by name."""
+    """Returns matrices with the same inputs, stacked as one parameter, the first on top. rows: rows of each, by
+    name."""
     bound = inputs**-0.5 / scale
     init = Init("uniform", -bound, bound)
     return Parameter((sum(rows.values()), inputs), init, decay=True, rows=rows)
 
 
 def into_residual(config: "ModelConfig", inputs: int) -> Parameter:
-    """Returns a projection into the residual stream. Its initial values are divided by sqrt(n_layer), even if a layer has
-    two such projections."""
+    """Returns a projection into the residual stream. Its initial values are divided by sqrt(n_layer), even if a layer
+    has two such projections."""
     return matrix(config.d_model, inputs, math.sqrt(config.n_layer))
 
 
@@ -130,7 +132,8 @@ def convolution(config: "ModelConfig", channels: int) -> Parameters:
 
 
 def recurrence_flops(config: "ModelConfig", seq_length: int) -> float:
-    """Returns the FLOPs of the recurrence, the same for every backend: each state's decay, input and share of the output."""
+    """Returns the FLOPs of the recurrence, the same for every backend: each state's decay, input and share of the
+    output."""
     return 2 * 3 * config.d_inner * config.d_state
 
 
@@ -224,7 +227,8 @@ def _attention(config: "ModelConfig") -> Parameters:
 
 
 def _attention_flops(config: "ModelConfig", seq_length: int) -> float:
-    """Returns the FLOPs of q . k and weights . v. Attention is causal: a position sees seq_length / 2 others on average."""
+    """Returns the FLOPs of q . k and weights . v. Attention is causal: a position sees seq_length / 2 others on
+    average."""
     return 2 * 2 * config.n_head * config.resolved_head_dim * seq_length / 2
 
 
@@ -350,8 +354,8 @@ def flops_per_token(config: "ModelConfig", seq_length: int) -> float:
     """Returns the FLOPs of training per token for sequences of `seq_length`: three times the FLOPs of the forward pass,
     because the backward pass takes twice as many.
 
-    A multiply-add counts as 2. Matrices (with the output layer, without the embedding's lookup), convolutions, recurrences
-    and attention's scores are counted; norms, gates and activations are not.
+    A multiply-add counts as 2. Matrices (with the output layer, without the embedding's lookup), convolutions,
+    recurrences and attention's scores are counted; norms, gates and activations are not.
     """
     products = config.padded_vocab_size * config.d_model  # the output layer, tied or not
     products += sum(
@@ -384,8 +388,8 @@ def operator_uses(
     deterministic: bool = False,
     in_parts: bool = False,
 ) -> dict[str, list[Use]]:
-    """Returns the Uses of each operator in the model. dtype: the torch.dtype of the activations; the other arguments are as
-    in Use. If ranks share sequences, no mixer is computed in one call."""
+    """Returns the Uses of each operator in the model. dtype: the torch.dtype of the activations; the other arguments
+    are as in Use. If ranks share sequences, no mixer is computed in one call."""
     uses: dict[str, list[Use]] = {}
     always: Operators = {"norm": {}, "loss": {}}
     for operators in (always, *(part.operators(config) for part in config.parts())):

@@ -1,7 +1,7 @@
 """The choice of a backend for each operator of a model: the best one that works on this machine and supports the model.
 
-A backend is a module in its operator's package (`fused` is one module for all operators) with the operator's functions. It
-imports its library only when it is called. If it can be unusable, it also has
+A backend is a module in its operator's package (`fused` is one module for all operators) with the operator's functions.
+It imports its library only when it is called. If it can be unusable, it also has
 
     why_not(use)        returns the reason, in one line, why it can't serve a Use, else None
     why_unavailable()   returns what it lacks on this machine besides its PACKAGES, else None
@@ -36,7 +36,7 @@ OPERATORS = {  # the backends of each, best first; on a GPU, trainer/first_use.p
     "mamba1": ("fused", "triton"),
     "mamba2": ("fused", "triton"),
 }
-# Mixers that a backend computes in one call, and their parts. The backend must also be chosen for each part that has it.
+# Mixers that a backend computes in one call, and their parts; a part that has the backend must use it too.
 MIXER_PARTS = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}
 REFERENCE = {operator: "reference" for operator in OPERATORS if operator not in MIXER_PARTS}
 
@@ -117,8 +117,8 @@ def resolve_backends(
     failed: Mapping[str, Mapping[str, str]] | None = None,
     preferred: str = "",
 ) -> BackendChoice:
-    """Returns the best backend of each operator for all its `uses` on a type of device (cpu or cuda), or the backend that
-    `setting` demands.
+    """Returns the best backend of each operator for all its `uses` on a type of device (cpu or cuda), or the backend
+    that `setting` demands.
 
     assumed: backends that count as available, whether this machine has them or not. failed: operator -> {backend: why a
     test failed}. preferred: the backend to try first. Raises UserError, with the operator and the reason, if a demanded
@@ -154,7 +154,8 @@ def resolve_backends(
 def candidates(
     demanded: Mapping[str, str], device_type: str, uses: Mapping[str, Collection[Use]]
 ) -> Iterator[tuple[str, str]]:
-    """Yields each (operator, backend) that resolve_backends may choose, except the reference; a mixer comes after its parts."""
+    """Yields each (operator, backend) that resolve_backends may choose, except the reference; a mixer comes after its
+    parts."""
     for operator in OPERATORS:
         if operator not in uses:
             continue
@@ -168,8 +169,8 @@ def candidates(
 def _why_no_candidate(
     operator: str, backend: str, device_type: str, chosen: Mapping[str, str]
 ) -> str | None:
-    """Returns why a backend is no candidate: it is for another device, or a part of the mixer has another backend. Returns
-    None for a candidate."""
+    """Returns why a backend is no candidate: it is for another device, or a part of the mixer has another backend.
+    Returns None for a candidate."""
     if BACKENDS[backend] not in ("any", device_type):
         return f"it is for {BACKENDS[backend]} devices"
     for part in parts_with(operator, backend):
@@ -212,7 +213,8 @@ def why_unavailable(operator: str, backend: str) -> str | None:
 
 
 def simpler_form(operator: str, backend: str) -> Callable[[], None] | None:
-    """Returns a function that makes a backend use simpler instructions of the GPU from then on, or None if it has none."""
+    """Returns a function that makes a backend use simpler instructions of the GPU from then on, or None if it has
+    none."""
     module = modules(f"mamba_fsdp.ops.{operator}")[backend]
     return getattr(module, "use_simpler_form", None)
 

@@ -1,8 +1,8 @@
 """The C library of the cpp backends, compiled on first use into a cache folder and loaded through ctypes.
 
-The library's name is a hash of its sources, the flags, the compiler and the processor, so that no stale or foreign library
-is loaded. It is written under another name and then renamed, so that any number of processes may start at once. It is
-linked without an OpenMP runtime: its calls find PyTorch's runtime, and both share their threads.
+The library's name is a hash of its sources, the flags, the compiler and the processor, so that no stale or foreign
+library is loaded. It is written under another name and then renamed, so that any number of processes may start at once.
+It is linked without an OpenMP runtime: its calls find PyTorch's runtime, and both share their threads.
 """
 
 import ctypes
@@ -135,7 +135,8 @@ def why_not(use: Use) -> str | None:
 
 
 def structure(numbers: str, pointers: str) -> type[ctypes.Structure]:
-    """Returns the ctypes.Structure of a C operator's arguments, from names separated by spaces; int64 `threads` is first."""
+    """Returns the ctypes.Structure of a C operator's arguments, from names separated by spaces; int64 `threads` is
+    first."""
     fields: list[tuple[str, Any]] = [
         (name, ctypes.c_int64) for name in ("threads", *numbers.split())
     ]
@@ -146,8 +147,9 @@ def structure(numbers: str, pointers: str) -> type[ctypes.Structure]:
 def call(
     function: Callable[..., int], structure: type[ctypes.Structure], values: Mapping[str, Any]
 ) -> None:
-    """Calls a C operator with a structure of these values, by name. A tensor NAME gives its address and, if the structure
-    has a field NAME_row, also the distance between its positions. Does nothing for tensors on the meta device."""
+    """Calls a C operator with a structure of these values, by name. A tensor NAME gives its address and, if the
+    structure has a field NAME_row, also the distance between its positions. Does nothing for tensors on the meta
+    device."""
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in values.values()):
         return
     arguments = structure(threads=torch.get_num_threads())
@@ -162,8 +164,8 @@ def call(
 
 
 def as_rows(*activations: Tensor | None) -> list[Tensor]:
-    """Returns the activations, each (batch, length, channels) or None, in C's layout: contiguous channels, and evenly spaced
-    positions over the whole batch.
+    """Returns the activations, each (batch, length, channels) or None, in C's layout: contiguous channels, and evenly
+    spaced positions over the whole batch.
 
     The backend was chosen for these inputs, so that another device or dtype, or a mixture, is a programmer's mistake.
     """
@@ -184,8 +186,8 @@ def tune_process(device_type: str) -> None:
     process with a GPU, where the memory of copies for checkpoints has to go back to the system.
 
     Denormal numbers count as 0, because decayed states become denormal, which makes arithmetic a hundred times slower.
-    glibc is told to keep freed memory up to 1 GiB for the next step; otherwise the system would clear each page again. Other
-    C libraries ignore this.
+    glibc is told to keep freed memory up to 1 GiB for the next step; otherwise the system would clear each page again.
+    Other C libraries ignore this.
     """
     if device_type != "cpu":
         return

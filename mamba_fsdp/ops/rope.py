@@ -1,13 +1,13 @@
-"""The frequencies of rotary positions: Su et al. 2021 (arXiv 2104.09864), and scalings of them for texts longer than a model
-was first trained on, as transformers computes them.
+"""The frequencies of rotary positions: Su et al. 2021 (arXiv 2104.09864), and scalings of them for texts longer than a
+model was first trained on, as transformers computes them.
 
     linear    positions are divided by `factor`
     dynamic   theta grows for texts longer than the original length (NTK-aware)
     llama3    channel pairs that turn less than low_freq_factor times within the original length become `factor` times
               slower, pairs that turn more than high_freq_factor times keep their frequency, and pairs in between are
               blended (Llama 3.1)
-    yarn      as llama3, but the blend goes by the pairs' index, between the pairs that turn beta_fast and beta_slow times;
-              cosines and sines are multiplied by attention_factor (Peng et al. 2023, arXiv 2309.00071)
+    yarn      as llama3, but the blend goes by the pairs' index, between the pairs that turn beta_fast and beta_slow
+              times; cosines and sines are multiplied by attention_factor (Peng et al. 2023, arXiv 2309.00071)
 """
 
 import math
@@ -19,8 +19,8 @@ from torch import Tensor
 def frequencies(
     rotary_dim: int, theta: float, device: torch.device, scaling: tuple, length: int
 ) -> Tensor:
-    """Returns the angle by which each pair of channels turns per position, (rotary_dim / 2) fp32. scaling: the kind ("" for
-    none) and its numbers by transformers' names; length: of the text so far, for the dynamic scaling."""
+    """Returns the angle by which each pair of channels turns per position, (rotary_dim / 2) fp32. scaling: the kind (""
+    for none) and its numbers by transformers' names; length: of the text so far, for the dynamic scaling."""
     kind, numbers = scaling
     original = numbers.get("original_max_position_embeddings")
     factor = numbers.get("factor")

@@ -51,10 +51,11 @@ def operator(
     fake: Callable[..., Any],
     gradient: type[Function] | None = None,
 ) -> Callable[..., Any]:
-    """Returns torch.ops.mamba_fsdp.NAME, defined by a schema such as "scan_forward(Tensor u, Tensor? z) -> (Tensor, Tensor)".
+    """Returns torch.ops.mamba_fsdp.NAME, defined by a schema such as "scan_forward(Tensor u, Tensor? z) -> (Tensor,
+    Tensor)".
 
-    torch.compile takes the operator as one call. run launches the kernels and returns only new tensors; fake returns empty
-    tensors of the same shapes and dtypes. gradient is a Function whose forward calls the operator within
+    torch.compile takes the operator as one call. run launches the kernels and returns only new tensors; fake returns
+    empty tensors of the same shapes and dtypes. gradient is a Function whose forward calls the operator within
     `below_autograd()`. Its backward calls another operator, so that the backward pass is one call too.
     """
     name = schema.partition("(")[0]
@@ -69,9 +70,9 @@ def operator(
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function, for use inside operators, that on a GPU runs compiled by torch.compile. Each shape is compiled
-    separately, so that the result's bits do not depend on earlier shapes. On a CPU, and with torch 2.2, which compiles
-    nothing inside an operator, it runs uncompiled. The function's first argument must be a tensor.
+    """Returns a function, for use inside operators, that on a GPU runs compiled by torch.compile. Each shape is
+    compiled separately, so that the result's bits do not depend on earlier shapes. On a CPU, and with torch 2.2, which
+    compiles nothing inside an operator, it runs uncompiled. The function's first argument must be a tensor.
     """
 
     @functools.lru_cache(maxsize=None)
@@ -102,10 +103,11 @@ def differentiable(
 ) -> Callable[..., Any]:
     """Returns the operator NAME_forward, whose gradient is the operator NAME_backward.
 
-    tensors: names of the inputs, with a ? after those that may be None; others: the arguments that follow, as in a schema.
-    forward(*tensors, *others) returns `results` tensors and `kept` tensors for the backward pass; it also takes meta
-    tensors. Its first result must be like the first input, or always be used. backward(*gradients of the results, *tensors,
-    *kept) returns the gradients of all tensors but `seq_idx`, in any dtype, and anything for a tensor that is None.
+    tensors: names of the inputs, with a ? after those that may be None; others: the arguments that follow, as in a
+    schema. forward(*tensors, *others) returns `results` tensors and `kept` tensors for the backward pass; it also takes
+    meta tensors. Its first result must be like the first input, or always be used. backward(*gradients of the results,
+    *tensors, *kept) returns the gradients of all tensors but `seq_idx`, in any dtype, and anything for a tensor that is
+    None.
     """
     names = tensors.split()
     has_gradient = [name != "seq_idx?" for name in names]
@@ -178,8 +180,8 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blocks:
-    """Returns a kernel's block sizes: the entry of its `table` for the newest architecture (compute capability) that is not
-    newer than the device's. Equal devices thus give equal bits at every start."""
+    """Returns a kernel's block sizes: the entry of its `table` for the newest architecture (compute capability) that is
+    not newer than the device's. Equal devices thus give equal bits at every start."""
     own = torch.cuda.get_device_capability(device) if device.type == "cuda" else OLDEST
     return table[max(capability for capability in table if capability <= own)]
 

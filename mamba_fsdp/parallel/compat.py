@@ -19,7 +19,8 @@ def load_shard() -> Callable[..., ParallelModel]:
 
 
 def use_deterministic_algorithms(asked: bool) -> None:
-    """If asked, makes torch refuse operations whose results differ between equal runs. Call it before the first operation."""
+    """If asked, makes torch refuse operations whose results differ between equal runs. Call it before the first
+    operation."""
     if asked:
         # Without this setting, torch refuses matrix products on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -34,8 +35,8 @@ def use_deterministic_algorithms(asked: bool) -> None:
 def step_unless(optimizer: torch.optim.AdamW, refused: torch.Tensor) -> None:
     """Takes the optimiser's step, unless the 0-dim bool `refused` is true: weights, moments and step count then stay.
 
-    A fused AdamW reads `refused` on the device, as with torch's GradScaler. With any other AdamW, `refused` is on the CPU,
-    where reading it waits for nothing.
+    A fused AdamW reads `refused` on the device, as with torch's GradScaler. With any other AdamW, `refused` is on the
+    CPU, where reading it waits for nothing.
     """
     if optimizer.param_groups[0]["fused"]:
         optimizer.found_inf = refused.float()

@@ -1,7 +1,8 @@
-"""Context parallelism: each sequence is split over neighbouring ranks. The ranks exchange what recurrences, convolutions and
-attention need from earlier positions.
+"""Context parallelism: each sequence is split over neighbouring ranks. The ranks exchange what recurrences,
+convolutions and attention need from earlier positions.
 
-Every rank of a group has `length` positions, in the order of ranks. Three exchanges serve all layers, forward and backward:
+Every rank of a group has `length` positions, in the order of ranks. Three exchanges serve all layers, forward and
+backward:
 
     inputs_before    the last inputs of the previous rank, for the convolution
     entering_state   the state after the positions of all earlier ranks, for the recurrence
@@ -38,8 +39,8 @@ class ContextGroup:
         return cls(world.rank % size, size, row, world.device)
 
     def own(self, seq_idx: Tensor | None, length: int, before: int = 0) -> Tensor | None:
-        """Returns this rank's columns of a whole sequence's seq_idx (batch, size * length), after `before` columns of the
-        previous rank. For the first rank, its own first column takes their place."""
+        """Returns this rank's columns of a whole sequence's seq_idx (batch, size * length), after `before` columns of
+        the previous rank. For the first rank, its own first column takes their place."""
         if seq_idx is None:
             return None
         first = self.rank * length
@@ -55,11 +56,13 @@ class ContextGroup:
         return with_last[:, 1:] == with_last[:, :1]
 
     def inputs_before(self, x: Tensor, count: int) -> Tensor:
-        """Returns the previous rank's last `count` positions of x (batch, length >= count, ...); on the first rank, zeros."""
+        """Returns the previous rank's last `count` positions of x (batch, length >= count, ...); on the first rank,
+        zeros."""
         return _FromLeft.apply(x[:, x.shape[1] - count :], self)
 
     def entering_state(self, last: Tensor, decay: Tensor) -> Tensor:
-        """Returns the state after all earlier ranks' positions, of a recurrence that starts from zeros on the first rank.
+        """Returns the state after all earlier ranks' positions, of a recurrence that starts from zeros on the first
+        rank.
 
         last: the state after this rank's positions if they start from zeros. decay: the factor by which this rank's
         positions multiply an earlier state; it broadcasts to `last`. Both are float32 or float64.
@@ -77,7 +80,8 @@ class ContextGroup:
         return gathered
 
     def scatter_sum(self, parts: Tensor) -> Tensor:
-        """Returns this rank's part of the sum over ranks of `parts` (size, ...), without gradient. May overwrite `parts`."""
+        """Returns this rank's part of the sum over ranks of `parts` (size, ...), without gradient. May overwrite
+        `parts`."""
         own = parts.new_empty(parts.shape[1:])
         scatter_sum(own.view(-1), parts.view(-1), self.group)
         return own
@@ -117,8 +121,8 @@ class _FromLeft(torch.autograd.Function):
 
 class _EnteringState(torch.autograd.Function):
     """The recurrence over ranks. With S and P each rank's last state and decay: h[0] = 0, h[r + 1] = P[r] h[r] + S[r].
-    Backward, with dh and dS the gradients of h and S: dS[r] = dh[r + 1] + P[r + 1] dS[r + 1], the same sum from the other
-    end."""
+    Backward, with dh and dS the gradients of h and S: dS[r] = dh[r + 1] + P[r + 1] dS[r + 1], the same sum from the
+    other end."""
 
     @staticmethod
     def forward(ctx: Any, last: Tensor, decay: Tensor, context: ContextGroup) -> Tensor:

@@ -1,4 +1,5 @@
-"""Sharding with FullyShardedDataParallel (FSDP1, torch 2.2), which cuts a block's flattened parameters in equal parts."""
+"""Sharding with FullyShardedDataParallel (FSDP1, torch 2.2), which cuts a block's flattened parameters in equal
+parts."""
 
 import torch
 from torch import nn
@@ -16,8 +17,8 @@ from mamba_fsdp.parallel.world import World
 
 class FSDP1Model(ParallelModel):
     def reduce_gradients(self) -> None:
-        """Makes every gradient the sum over all ranks: undoes FSDP1's division by the number of ranks, which is exact for a
-        power of two, and sums the gradients of whole parameters."""
+        """Makes every gradient the sum over all ranks: undoes FSDP1's division by the number of ranks, which is exact
+        for a power of two, and sums the gradients of whole parameters."""
         averaged = [slot.local.grad for slot in self.sharded if slot.local.grad is not None]
         if averaged and self.world.size > 1:
             torch._foreach_mul_(averaged, self.world.size)
@@ -34,8 +35,8 @@ def shard(
     compute_dtype: torch.dtype,
     accumulate_unsharded: bool,
 ) -> ParallelModel:
-    """Returns the model with all parameters but `whole` sharded over groups of `shard_size` neighbouring ranks and replicated
-    across the groups.
+    """Returns the model with all parameters but `whole` sharded over groups of `shard_size` neighbouring ranks and
+    replicated across the groups.
 
     Raises UserError for accumulate_unsharded with a half-precision compute_dtype: FSDP1 would sum the gradients in it.
     """
@@ -89,8 +90,8 @@ def shard(
 
 
 def _cuts(module: nn.Module, shard_size: int) -> dict[tuple[nn.Module, str], Cut]:
-    """Returns {(owner, attribute): the parameter's Cut}. FSDP1 concatenates a unit's parameters, some with padding between
-    them, and cuts the result in equal parts; only its internals know where."""
+    """Returns {(owner, attribute): the parameter's Cut}. FSDP1 concatenates a unit's parameters, some with padding
+    between them, and cuts the result in equal parts; only its internals know where."""
     cuts = {}
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         flat = unit._handle.flat_param

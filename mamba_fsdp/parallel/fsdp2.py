@@ -16,13 +16,15 @@ from mamba_fsdp.parallel.world import World
 class FSDP2Model(ParallelModel):
     def accumulate(self, last: bool) -> contextlib.AbstractContextManager:
         """Returns the context of one micro-batch: its gradients are reduced over the shard group and, in the last
-        micro-batch, across groups. With no_sync, gradients are summed in fp32 and reduced in the last micro-batch only."""
+        micro-batch, across groups. With no_sync, gradients are summed in fp32 and reduced in the last micro-batch
+        only."""
         self.module.set_requires_gradient_sync(last or not self.no_sync)
         self.module.set_requires_all_reduce(last)
         return contextlib.nullcontext()
 
     def reduce_gradients(self) -> None:
-        """Makes every gradient the sum over all ranks, and gives the local parts to the tensors that the optimiser sees."""
+        """Makes every gradient the sum over all ranks, and gives the local parts to the tensors that the optimiser
+        sees."""
         for slot in self.sharded:
             gradient = slot.parameter.grad
             slot.parameter.grad = None
@@ -40,8 +42,8 @@ def shard(
     compute_dtype: torch.dtype,
     accumulate_unsharded: bool,
 ) -> ParallelModel:
-    """Returns the model with all parameters but `whole` sharded over groups of `shard_size` neighbouring ranks and replicated
-    across the groups."""
+    """Returns the model with all parameters but `whole` sharded over groups of `shard_size` neighbouring ranks and
+    replicated across the groups."""
     mesh = _mesh(world, shard_size)
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -61,7 +63,8 @@ def shard(
 
 
 def _mesh(world: World, shard_size: int) -> DeviceMesh:
-    """Returns the mesh of the ranks: one shard group, or a grid with a shard group in each row and replicas in each column."""
+    """Returns the mesh of the ranks: one shard group, or a grid with a shard group in each row and replicas in each
+    column."""
     device = world.device.type
     if shard_size == world.size:
         return DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=("shard",))

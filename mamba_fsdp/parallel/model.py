@@ -17,7 +17,8 @@ from mamba_fsdp.parallel.world import World
 
 @dataclass
 class Shard:
-    """The elements [start, start + count) of the tensor `name`, flattened row by row. Counts are in elements, not bytes.
+    """The elements [start, start + count) of the tensor `name`, flattened row by row. Counts are in elements, not
+    bytes.
 
     shape: of the whole tensor, the same on all ranks. data: the elements, of shape (count,), which may be empty, on the
     rank's device. They share the storage of the trained parameter, so that writing to them changes it. `replicas` ranks
@@ -34,7 +35,8 @@ class Shard:
 
 @torch.no_grad()
 def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch.Tensor]) -> None:
-    """Fills every shard from `part_of(name, start, stop)`, which returns the elements [start, stop) of the flattened tensor."""
+    """Fills every shard from `part_of(name, start, stop)`, which returns the elements [start, stop) of the flattened
+    tensor."""
     for shard in shards:
         if shard.data.numel():
             shard.data.copy_(part_of(shard.name, shard.start, shard.start + shard.data.numel()))
@@ -43,8 +45,8 @@ def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of a flattened parameter over the `ranks` of a shard group: the range of rank i is [first + i * step, first +
-    (i + 1) * step), and the rank holds the part of this range that lies inside the parameter."""
+    """The cut of a flattened parameter over the `ranks` of a shard group: the range of rank i is [first + i * step,
+    first + (i + 1) * step), and the rank holds the part of this range that lies inside the parameter."""
 
     ranks: int
     step: int
@@ -83,7 +85,8 @@ class ParameterSlot:
         return slice(min(max(0, start), size), min(max(0, stop), size))
 
     def materialize(self, device: torch.device) -> None:
-        """Puts the whole parameter on the device, with undefined content if it had no storage. Tied weights stay tied."""
+        """Puts the whole parameter on the device, with undefined content if it had no storage. Tied weights stay
+        tied."""
         old = self.parameter
         if old.is_meta:  # empty_like would import parts of torch here, which takes a second
             value = torch.empty(old.shape, dtype=old.dtype, device=device)
@@ -109,8 +112,8 @@ def find_slots(model: nn.Module) -> list[ParameterSlot]:
 class ParallelModel:
     """A model spread over the world. `module` is the module to call, `model` the bare model inside it.
 
-    `sharded` has the slots of parameters that are cut over groups of neighbouring ranks, `whole` the slots of parameters
-    that every rank holds whole. Each strategy has a subclass; this class itself serves a single process.
+    `sharded` has the slots of parameters that are cut over groups of neighbouring ranks, `whole` the slots of
+    parameters that every rank holds whole. Each strategy has a subclass; this class itself serves a single process.
     """
 
     def __init__(
@@ -123,8 +126,8 @@ class ParallelModel:
         parts: dict[ParameterSlot, tuple[nn.Parameter, Cut]],
         no_sync: bool = False,
     ) -> None:
-        """parts: of each sharded slot, this rank's part and the parameter's Cut. no_sync: gradients are reduced only in the
-        last micro-batch of a step."""
+        """parts: of each sharded slot, this rank's part and the parameter's Cut. no_sync: gradients are reduced only in
+        the last micro-batch of a step."""
         self.model = model
         self.module = module
         self.world = world
@@ -139,13 +142,14 @@ class ParallelModel:
             assert slot.local.numel() == held.stop - held.start, f"{slot.name} is cut otherwise"
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns {name: the tensor that the optimiser updates}: this rank's part of each parameter, which may be empty or
-        flat."""
+        """Returns {name: the tensor that the optimiser updates}: this rank's part of each parameter, which may be empty
+        or flat."""
         return {slot.name: slot.local for slot in self.slots}
 
     def shards(self, optimizer: torch.optim.AdamW | None = None) -> list[Shard]:
         """Returns a Shard for every parameter and, given an optimiser over `parameters()`, also for every moment, as
-        optimizer/<parameter>/<moment>. The moments are exp_avg and exp_avg_sq, or Muon's momentum_buffer; they start at 0."""
+        optimizer/<parameter>/<moment>. The moments are exp_avg and exp_avg_sq, or Muon's momentum_buffer; they start at
+        0."""
         shards = [self._shard(slot, slot.name, slot.local) for slot in self.slots]
         if optimizer:
             _make_moments(optimizer)
@@ -156,7 +160,8 @@ class ParallelModel:
         return shards
 
     def _shard(self, slot: ParameterSlot, name: str, data: torch.Tensor) -> Shard:
-        """Returns the Shard of `data`, this rank's part of the tensor `name`, which is cut as the slot's parameter is."""
+        """Returns the Shard of `data`, this rank's part of the tensor `name`, which is cut as the slot's parameter
+        is."""
         rank = self.world.rank
         group = slot.cut.ranks
         start = slot.part(rank).start
@@ -165,15 +170,15 @@ class ParallelModel:
         return Shard(name, slot.shape, start, flat, replicas, rank // group)
 
     def accumulate(self, last: bool) -> AbstractContextManager:
-        """Returns the context for one micro-batch's forward and backward. With no_sync, gradients are reduced in the `last`
-        one only."""
+        """Returns the context for one micro-batch's forward and backward. With no_sync, gradients are reduced in the
+        `last` one only."""
         if self.no_sync and not last:
             return self.module.no_sync()
         return nullcontext()
 
     def reduce_gradients(self) -> None:
-        """Makes every gradient the sum over all ranks; call it after the last backward pass. This class sums the gradients of
-        `whole`."""
+        """Makes every gradient the sum over all ranks; call it after the last backward pass. This class sums the
+        gradients of `whole`."""
         gradients = [slot.local.grad.view(-1) for slot in self.whole]
         if gradients and self.world.size > 1:
             total = self.world.all_reduce_sum(torch.cat(gradients))
@@ -181,8 +186,8 @@ class ParallelModel:
             torch._foreach_copy_(gradients, list(sums))
 
     def gradient_squares(self) -> torch.Tensor:
-        """Returns this rank's share of the whole gradient's squared 2-norm, 0-dim fp64. If a gradient is not finite, neither
-        is the result."""
+        """Returns this rank's share of the whole gradient's squared 2-norm, 0-dim fp64. If a gradient is not finite,
+        neither is the result."""
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         # Only the first replica of an element counts.
         rank = self.world.rank

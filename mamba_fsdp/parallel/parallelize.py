@@ -48,9 +48,9 @@ def parallelize(
 ) -> ParallelModel:
     """Returns `model` spread over the world as the settings say.
 
-    A model on the meta device gets storage for this rank's part only, with undefined content; `fill_parts` fills it. The
-    parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. The shard groups of hsdp are
-    nodes. Raises UserError if the strategy does not fit the number of ranks.
+    A model on the meta device gets storage for this rank's part only, with undefined content; `fill_parts` fills it.
+    The parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. The shard groups of hsdp
+    are nodes. Raises UserError if the strategy does not fit the number of ranks.
     """
     strategy = choose_strategy(settings, world)
     shard_size = world.local_size
@@ -101,8 +101,8 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], share: Fraction) -> None:
 
 
 def choose_recomputed(count: int, share: Fraction) -> list[bool]:
-    """Returns, for each of `count` blocks, whether it recomputes: block i (from 1) does when i * share reaches 0.5, 1.5, ...,
-    as in fms-fsdp."""
+    """Returns, for each of `count` blocks, whether it recomputes: block i (from 1) does when i * share reaches 0.5,
+    1.5, ..., as in fms-fsdp."""
     reached = [(index * share + Fraction(1, 2)) // 1 for index in range(count + 1)]
     return [before < after for before, after in zip(reached, reached[1:])]
 
@@ -118,10 +118,11 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compiles each block's forward separately, so that sharding stays outside of it; on a GPU, also the loss of a chunk.
+    """Compiles each block's forward separately, so that sharding stays outside of it; on a GPU, also the loss of a
+    chunk.
 
-    Equal blocks share their compiled code. torch 2.2 compiles each block and, without a higher limit, would run all but 8
-    uncompiled.
+    Equal blocks share their compiled code. torch 2.2 compiles each block and, without a higher limit, would run all but
+    8 uncompiled.
     """
     import torch._dynamo  # takes seconds, and only compiling needs it
 
@@ -137,8 +138,8 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def leave_uncompiled() -> None:
-    """Keeps C code, loops over positions or documents, and exchanges between ranks out of compiled graphs: a compiled block
-    calls them."""
+    """Keeps C code, loops over positions or documents, and exchanges between ranks out of compiled graphs: a compiled
+    block calls them."""
     # This is no decorator because torch.compiler takes seconds to import.
     for owner, name in (
         (conv.BACKENDS["cpp"], "causal_conv_silu"),
@@ -161,8 +162,8 @@ class DDPModel(ParallelModel):
 class FixedBuckets:
     """DDP's reducer, except that it never reorders its buckets, as it would after the first step of each start.
 
-    An element's place in its bucket decides the order in which more than two ranks add it up. With reordering, the first
-    step after a restart would differ from the uninterrupted run in the last bits.
+    An element's place in its bucket decides the order in which more than two ranks add it up. With reordering, the
+    first step after a restart would differ from the uninterrupted run in the last bits.
     """
 
     def __init__(self, reducer: dist.Reducer) -> None:

@@ -27,7 +27,8 @@ CPU = torch.device("cpu")
 
 @dataclass
 class World:
-    """One process's view of all ranks. All ranks call each method at the same point; with one rank, each method is trivial.
+    """One process's view of all ranks. All ranks call each method at the same point; with one rank, each method is
+    trivial.
 
     Python objects and CPU tensors are sent over gloo, device tensors over the device's own backend.
     """
@@ -96,9 +97,9 @@ class World:
     def all_to_all(
         self, sent: torch.Tensor, counts: list[int], expected: list[int]
     ) -> torch.Tensor:
-        """Returns the elements that all ranks sent to this rank, in the order of ranks: expected[r] of rank r. Sends the
-        first counts[0] elements of `sent`, (n,), to rank 0, the next counts[1] to rank 1, and so on. Both tensors are on
-        the device."""
+        """Returns the elements that all ranks sent to this rank, in the order of ranks: expected[r] of rank r. Sends
+        the first counts[0] elements of `sent`, (n,), to rank 0, the next counts[1] to rank 1, and so on. Both tensors
+        are on the device."""
         if self.size == 1:
             return sent
         received = sent.new_empty(sum(expected))
@@ -111,7 +112,8 @@ class World:
         return on_host.to(self.device, non_blocking=True)
 
     def start_copy_to_host(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
-        """Returns a function that waits until `numbers`, (n,), are copied to the host, and returns them. Starts the copy."""
+        """Returns a function that waits until `numbers`, (n,), are copied to the host, and returns them. Starts the
+        copy."""
         on_host = numbers.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
         if self.device.type == "cpu":
             return on_host.tolist
@@ -141,7 +143,8 @@ class World:
         return outcome
 
     def run_local(self, work: Callable[..., T], *inputs: Any) -> T:
-        """Returns the result of `work(*inputs)` on this rank, or raises its error, once the work of all ranks has ended.
+        """Returns the result of `work(*inputs)` on this rank, or raises its error, once the work of all ranks has
+        ended.
 
         The work must not communicate with other ranks. It may take longer than the ranks' timeout: it runs in a thread
         while the ranks exchange heartbeats. Waiting counts as progress while another rank makes progress.
@@ -164,7 +167,8 @@ class World:
             pause = min(0.5, 2 * pause)
 
     def on_rank0(self, action: Callable[..., T], *inputs: Any) -> T:
-        """Returns, on all ranks, the result of `action(*inputs)` on rank 0. Raises its failure as a UserError on all ranks."""
+        """Returns, on all ranks, the result of `action(*inputs)` on rank 0. Raises its failure as a UserError on all
+        ranks."""
 
         def act() -> tuple[Any, UserError | None]:
             return attempt(action, *inputs) if self.rank == 0 else (None, None)
@@ -175,8 +179,8 @@ class World:
         return result
 
     def on_all_ranks(self, work: Callable[..., T], *inputs: Any) -> T:
-        """Returns the result of `work(*inputs)` on this rank, see run_local. Raises the UserErrors of all ranks as one error
-        on all ranks."""
+        """Returns the result of `work(*inputs)` on this rank, see run_local. Raises the UserErrors of all ranks as one
+        error on all ranks."""
 
         def try_work() -> tuple[Any, list[UserError]]:
             try:
@@ -221,7 +225,8 @@ def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | 
 
 
 def allow_many_files() -> None:
-    """Raises this process's limit of open files to the maximum: each rank, and torchrun, has a connection to every rank."""
+    """Raises this process's limit of open files to the maximum: each rank, and torchrun, has a connection to every
+    rank."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS reports "unlimited" but refuses it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -230,8 +235,8 @@ def allow_many_files() -> None:
 def start_world(*, timeout_minutes: float = 10.0) -> World:
     """Returns the world of the processes that torchrun has started, or of one process if torchrun was not used.
 
-    timeout_minutes: how long a rank waits for the others before it fails. Raises UserError if the launcher's environment
-    is incomplete or asks for more GPUs than this node has.
+    timeout_minutes: how long a rank waits for the others before it fails. Raises UserError if the launcher's
+    environment is incomplete or asks for more GPUs than this node has.
     """
     allow_many_files()
     if "RANK" not in os.environ:

@@ -52,7 +52,8 @@ class Instance:
     peak: float = 0.0  # TFLOP/s of a device in bf16; 0: as PEAK_TFLOPS has it for `device`
 
     def tflops(self) -> float:
-        """Returns the peak of a device in TFLOP/s, or 0 if the peak or the memory's bandwidth is unknown: a time needs both."""
+        """Returns the peak of a device in TFLOP/s, or 0 if the peak or the memory's bandwidth is unknown: a time needs
+        both."""
         if not self.bandwidth:
             return 0.0
         return self.peak or PEAK_TFLOPS.get(self.device, 0.0)

@@ -103,8 +103,8 @@ def _estimate(work: Workload, machine: Instance) -> Estimate:
 
 
 def framework_bytes(memory: dict[str, int], world: World) -> int:
-    """Returns a rough figure for CUDA (half a gigabyte), NCCL (one gigabyte) and gaps between allocations (a twentieth of
-    the memory that a step allocates and frees)."""
+    """Returns a rough figure for CUDA (half a gigabyte), NCCL (one gigabyte) and gaps between allocations (a twentieth
+    of the memory that a step allocates and frees)."""
     passing = memory["gathered"] + memory["activations"] + memory["loss"]
     nccl = 1e9 if world.size > 1 else 0
     return int(0.5e9 + nccl + passing / 20)
@@ -113,8 +113,8 @@ def framework_bytes(memory: dict[str, int], world: World) -> int:
 def best(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate | None:
     """Returns the best estimate that fits, over batch sizes and shares of recomputing blocks, or None if none fits.
 
-    The best estimate takes the least memory of all that reach 99 % of the highest speed. If the rates of the devices are
-    unknown, it recomputes the fewest blocks and, among equals, takes the most memory.
+    The best estimate takes the least memory of all that reach 99 % of the highest speed. If the rates of the devices
+    are unknown, it recomputes the fewest blocks and, among equals, takes the most memory.
     """
     others = _others(settings, nodes, machine)
     smallest = next(others, None)

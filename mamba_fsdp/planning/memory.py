@@ -24,8 +24,8 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Workload:
-    """The training run whose memory is counted. backends: operator -> backend, as ops/backends.py chooses them. measured:
-    passes of the same settings, with any share of recomputing blocks."""
+    """The training run whose memory is counted. backends: operator -> backend, as ops/backends.py chooses them.
+    measured: passes of the same settings, with any share of recomputing blocks."""
 
     settings: TrainConfig
     world: World
@@ -77,8 +77,8 @@ class Workload:
 
     @property
     def repeats(self) -> list[float]:
-        """Returns each block's work relative to one forward and one backward pass: 4/3 if it recomputes, else 1. A backward
-        pass takes twice the work of a forward pass."""
+        """Returns each block's work relative to one forward and one backward pass: 4/3 if it recomputes, else 1. A
+        backward pass takes twice the work of a forward pass."""
         return [4 / 3 if recomputes else 1.0 for recomputes in self.recomputes]
 
     @property
@@ -121,8 +121,8 @@ class Workload:
         return [parameter for parameter in self.parameters if parameter.rows]
 
     def most_owned(self, costs: list[int]) -> float:
-        """Returns approximately the largest cost of a rank, if Muon gives each of its parameters to one rank. costs: of each
-        parameter."""
+        """Returns approximately the largest cost of a rank, if Muon gives each of its parameters to one rank. costs: of
+        each parameter."""
         return max([sum(costs) / self.world.size, *costs])
 
     @cached_property
@@ -163,8 +163,8 @@ def expected_memory(work: Workload) -> dict[str, int]:
 
 
 def held_bytes(work: Workload, parameters: list[spec.Parameter]) -> int:
-    """Returns the bytes that a rank holds of these parameters, in fp32. Sharding cuts a parameter by rows over the ranks of a
-    shard group; parameters that compute in fp32 stay whole."""
+    """Returns the bytes that a rank holds of these parameters, in fp32. Sharding cuts a parameter by rows over the
+    ranks of a shard group; parameters that compute in fp32 stay whole."""
     elements = 0
     for parameter in parameters:
         if parameter.fp32:
@@ -176,8 +176,8 @@ def held_bytes(work: Workload, parameters: list[spec.Parameter]) -> int:
 
 
 def muon_bytes(work: Workload) -> int:
-    """Returns the bytes of Muon's step beyond the gradients that it frees: momenta, buffers to send and receive, and steps.
-    No activations are held at that time."""
+    """Returns the bytes of Muon's step beyond the gradients that it frees: momenta, buffers to send and receive, and
+    steps. No activations are held at that time."""
     gradients = held_bytes(work, work.of_muon)
     held = gradients // FP32
     owned = work.most_owned([parameter.size for parameter in work.of_muon])
@@ -189,23 +189,24 @@ def muon_bytes(work: Workload) -> int:
 
 
 def gradients_bytes(work: Workload) -> int:
-    """Returns the bytes of the gradients. They are sharded as the weights are; with accumulate_unsharded, they are whole."""
+    """Returns the bytes of the gradients. They are sharded as the weights are; with accumulate_unsharded, they are
+    whole."""
     if work.is_sharded and work.settings.parallel.accumulate_unsharded:
         return FP32 * spec.parameter_count(work.model)
     return held_bytes(work, work.parameters)
 
 
 def gathered_bytes(work: Workload) -> int:
-    """Returns the bytes of the copies that sharding makes: the matrices outside the blocks in the compute dtype; and of the
-    largest block, the weights as received and as used, and the gradients to reduce, in fp32."""
+    """Returns the bytes of the copies that sharding makes: the matrices outside the blocks in the compute dtype; and of
+    the largest block, the weights as received and as used, and the gradients to reduce, in fp32."""
     if not work.is_sharded:
         return 0
     return work.width * work.outside_size + (2 * work.width + FP32) * max(work.block_sizes)
 
 
 def activations_bytes(work: Workload) -> int:
-    """Returns the bytes that the blocks keep for the backward pass plus those that it takes, in the block where the sum is
-    largest."""
+    """Returns the bytes that the blocks keep for the backward pass plus those that it takes, in the block where the sum
+    is largest."""
     kept_before = 0
     most = 0
     for kept, block in zip(work.kept, work.passes.blocks):
@@ -215,9 +216,9 @@ def activations_bytes(work: Workload) -> int:
 
 
 def loss_bytes(work: Workload) -> int:
-    """Returns the bytes by which the final norm and the loss exceed the backward passes of the blocks. With sharding, the
-    gradient of the output layer stays until the backward passes are over, and during the loss no block's weights are
-    gathered."""
+    """Returns the bytes by which the final norm and the loss exceed the backward passes of the blocks. With sharding,
+    the gradient of the output layer stays until the backward passes are over, and during the loss no block's weights
+    are gathered."""
     beyond = sum(work.kept) + work.passes.loss - activations_bytes(work)
     if not work.is_sharded:
         return max(0, beyond)
@@ -226,6 +227,6 @@ def loss_bytes(work: Workload) -> int:
 
 
 def products_of(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:
-    """Returns the parameters that a mixer or MLP multiplies with: matrices (outputs, inputs) and a convolution (channels, 1,
-    width)."""
+    """Returns the parameters that a mixer or MLP multiplies with: matrices (outputs, inputs) and a convolution
+    (channels, 1, width)."""
     return [parameter for parameter in part.parameters(model).values() if parameter.decay]

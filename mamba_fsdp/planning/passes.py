@@ -1,4 +1,5 @@
-"""The memory that a forward and a backward pass hold on a device, measured by running the model on tensors without content.
+"""The memory that a forward and a backward pass hold on a device, measured by running the model on tensors without
+content.
 
 A block of each kind and the loss run on torch's meta device, whose tensors have only a shape, a dtype and a size, while
 the storages that exist are counted. Operators run their Python code and make their buffers, but launch no kernel.

@@ -31,8 +31,8 @@ class Traffic:
 
 
 def step_seconds(work: Workload, machine: Instance, passes: int) -> dict[str, float]:
-    """Returns the seconds of a step of `passes` micro-batches, by part. `hidden` is the time of sending while the device
-    computes, which does not add to the step; `network` is the other time of sending."""
+    """Returns the seconds of a step of `passes` micro-batches, by part. `hidden` is the time of sending while the
+    device computes, which does not add to the step; `network` is the other time of sending."""
     tokens = passes * work.tokens
     products_rate = machine.tflops() * 1e12
     if work.width == FP32:
@@ -56,8 +56,8 @@ def step_seconds(work: Workload, machine: Instance, passes: int) -> dict[str, fl
 
 
 def products_flops(work: Workload) -> float:
-    """Returns the FLOPs per token of products: 2 per multiply-add, three times (forward, two gradients), and a fourth time
-    in blocks that recompute."""
+    """Returns the FLOPs per token of products: 2 per multiply-add, three times (forward, two gradients), and a fourth
+    time in blocks that recompute."""
     multiplied = 3.0 * work.head_size
     for layer, repeats in zip(work.model.layer_list(), work.repeats):
         for part in spec.layer_parts(layer).values():
@@ -68,8 +68,8 @@ def products_flops(work: Workload) -> float:
 
 
 def muon_flops(work: Workload) -> float:
-    """Returns the FLOPs of the rank that orthogonalises most. An iteration of Newton-Schulz on a matrix of r x c, where r is
-    the shorter side, takes two products of r x r x c and one of r x r x r."""
+    """Returns the FLOPs of the rank that orthogonalises most. An iteration of Newton-Schulz on a matrix of r x c, where
+    r is the shorter side, takes two products of r x r x c and one of r x r x r."""
     costs = []
     for parameter in work.of_muon:
         multiplied = 0
@@ -81,8 +81,8 @@ def muon_flops(work: Workload) -> float:
 
 
 def attention_flops(work: Workload) -> float:
-    """Returns the FLOPs per token of q . k and weights . v over half the positions, 3.5 times (Dao 2023, arXiv 2307.08691,
-    section 4), and once more in blocks that recompute."""
+    """Returns the FLOPs per token of q . k and weights . v over half the positions, 3.5 times (Dao 2023, arXiv
+    2307.08691, section 4), and once more in blocks that recompute."""
     forward = spec.MIXERS["attention"].flops(work.model, work.settings.data.seq_length)
     repeated = [repeats for mixer, repeats in work.mixers if mixer == "attention"]
     return forward * sum(0.5 + 3 * repeats for repeats in repeated)
@@ -95,8 +95,8 @@ def recurrence_bytes(work: Workload) -> float:
 
 
 def moved_bytes(work: Workload) -> float:
-    """Returns the bytes that a micro-batch moves through the device's memory. A tensor that a block keeps is moved six times
-    (written and read twice, and its gradient too), any other tensor of a block twice. The logits count too."""
+    """Returns the bytes that a micro-batch moves through the device's memory. A tensor that a block keeps is moved six
+    times (written and read twice, and its gradient too), any other tensor of a block twice. The logits count too."""
     moved = 6.0 * work.width * work.model.padded_vocab_size * work.tokens
     for block, repeats in zip(work.passes.blocks, work.repeats):
         moved += repeats * (6 * block.kept + 2 * block.working)
@@ -104,7 +104,8 @@ def moved_bytes(work: Workload) -> float:
 
 
 def copied_bytes(work: Workload, passes: int) -> float:
-    """Returns the bytes that a step moves whatever its number of tokens: by AdamW and, with sharding, by FSDP2's copies."""
+    """Returns the bytes that a step moves whatever its number of tokens: by AdamW and, with sharding, by FSDP2's
+    copies."""
     count = spec.parameter_count(work.model)
     if not work.is_sharded:
         return ADAMW_BYTES * count
@@ -127,8 +128,8 @@ class Links:
         return max(over_links, over_network) + hops * HOP_SECONDS
 
     def exchanging(self, most: float, together: float, ranks: int) -> float:
-        """Returns the seconds of an all-to-all of `ranks`. most: bytes of the rank that sends most; together: bytes of all
-        ranks."""
+        """Returns the seconds of an all-to-all of `ranks`. most: bytes of the rank that sends most; together: bytes of
+        all ranks."""
         nodes = ranks // self.local_size
         if nodes > 1:
             moving = max(most, together / nodes) * (nodes - 1) / nodes / self.network_rate
@@ -138,9 +139,9 @@ class Links:
 
 
 def network_traffic(work: Workload, machine: Instance, passes: int) -> Traffic:
-    """Returns the time that a step spends sending. An all-gather brings (n - 1) / n of the weights to each of n devices,
-    over the node's links and the network at once; a reduce-scatter moves as many elements in fp32, an all-reduce twice as
-    many (Thakur et al. 2005). The traffic of blocks overlaps with computing."""
+    """Returns the time that a step spends sending. An all-gather brings (n - 1) / n of the weights to each of n
+    devices, over the node's links and the network at once; a reduce-scatter moves as many elements in fp32, an
+    all-reduce twice as many (Thakur et al. 2005). The traffic of blocks overlaps with computing."""
     if work.strategy == "none":
         return Traffic()
     links = Links(
@@ -176,8 +177,8 @@ def network_traffic(work: Workload, machine: Instance, passes: int) -> Traffic:
 
 
 def muon_exchange(work: Workload, links: Links) -> float:
-    """Returns the seconds in which the ranks of a shard group send each parameter's momentum to the owner, and the owner
-    sends the step to all ranks that hold a part of the parameter."""
+    """Returns the seconds in which the ranks of a shard group send each parameter's momentum to the owner, and the
+    owner sends the step to all ranks that hold a part of the parameter."""
     if not work.of_muon:
         return 0.0
     sizes = [work.width * parameter.size for parameter in work.of_muon]
@@ -188,9 +189,9 @@ def muon_exchange(work: Workload, links: Links) -> float:
 
 
 def shared_bytes(work: Workload) -> float:
-    """Returns the bytes that a rank receives in a micro-batch from the ranks that share its sequences. SSM layers send the
-    states and their gradients in fp32; attention sends keys and values, and their gradients in fp32. Blocks that recompute
-    receive states, keys and values twice."""
+    """Returns the bytes that a rank receives in a micro-batch from the ranks that share its sequences. SSM layers send
+    the states and their gradients in fp32; attention sends keys and values, and their gradients in fp32. Blocks that
+    recompute receive states, keys and values twice."""
     if work.sharing == 1:
         return 0.0
     model = work.model

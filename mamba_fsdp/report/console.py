@@ -86,7 +86,7 @@ class Output(io.FileIO):
 
 
 def let_output_fail() -> None:
-    """Makes later prints of this process never raise: training goes on after its reader is gone or the disk is full."""
+    """Makes later prints of this process never raise: training continues if its reader is gone or the disk is full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with contextlib.suppress(

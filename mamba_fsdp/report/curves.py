@@ -27,8 +27,8 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 def summarise_run(folder: Path) -> dict[str, Any]:
     """Returns all records of a run, for JSON. Raises UserError if nothing is recorded.
 
-    curves: {metric: see `curve`} of the metrics that are not always 0; last: the latest value of each metric; axes: steps,
-    and the tokens seen up to each of them; settings: by section.name.
+    curves: {metric: see `curve`} of the metrics that are not always 0; last: the latest value of each metric; axes:
+    steps, and the tokens seen up to each of them; settings: by section.name.
     """
     if not folder.exists():
         raise UserError(f"{folder}: there is no such folder")

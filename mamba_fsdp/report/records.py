@@ -1,4 +1,5 @@
-"""The records that rank 0 writes of a run: files of JSON lines such as metrics.jsonl, one object per line, and status.json."""
+"""The records that rank 0 writes of a run: files of JSON lines such as metrics.jsonl, one object per line, and
+status.json."""
 
 import contextlib
 import errno
@@ -22,8 +23,8 @@ LARGEST = 1 << 63  # larger integers are not read: other programs can't hold the
 class Log:
     """A file of JSON lines, each with its "step", to which entries are appended. Opening it drops entries after `step`.
 
-    check: is called before each write, with the function that retries, such as retry_io; raises UserError if this process
-    must not write. `failing`: whether the last attempt failed; its lines wait in memory for the next attempt.
+    check: is called before each write, with the function that retries, such as retry_io; raises UserError if this
+    process must not write. `failing`: whether the last attempt failed; its lines wait in memory for the next attempt.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class Log:
         self.sync()
 
     def write(self, *entries: dict) -> None:
-        """Appends entries. Raises LostError if another process writes there. If the disk refuses, it prints one warning, and
-        `sync` will raise."""
+        """Appends entries. Raises LostError if another process writes there. If the disk refuses, it prints one
+        warning, and `sync` will raise."""
         for entry in entries:
             self.waiting += _line(entry).encode()
         try:
@@ -115,8 +116,8 @@ def read(path: Path) -> list[dict]:
 
 
 def entries(path: Path) -> Iterator[tuple[dict, int]]:
-    """Yields (object, bytes up to its end) for each line of a file of JSON lines. Other lines are skipped with a warning on
-    stderr; a last line that a crash cut short is skipped without one."""
+    """Yields (object, bytes up to its end) for each line of a file of JSON lines. Other lines are skipped with a
+    warning on stderr; a last line that a crash cut short is skipped without one."""
     if not exists(path):
         return
     end = 0
@@ -188,8 +189,8 @@ def write_status(
     reason: str = "",
     write: Callable[[Path, str], object] = write_for_user,
 ) -> None:
-    """Writes status.json and, unless the status is running, an event. status: running, stopped, finished or failed. Raises
-    UserError if it can't write."""
+    """Writes status.json and, unless the status is running, an event. status: running, stopped, finished or failed.
+    Raises UserError if it can't write."""
     content: dict[str, Any] = {
         "status": status,
         "step": step,
@@ -202,8 +203,8 @@ def write_status(
 
 
 def read_status(run_folder: Path) -> dict[str, Any]:
-    """Returns the content of status.json, or {} if there is none. The status is `failed` for a run that is known to have
-    ended without writing its status, for example after kill -9 or on a full disk."""
+    """Returns the content of status.json, or {} if there is none. The status is `failed` for a run that is known to
+    have ended without writing its status, for example after kill -9 or on a full disk."""
     status: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, UserError):
         # The lease is looked at first: a run writes its last status before it gives its lease back.
@@ -228,8 +229,8 @@ def correct_status(run_folder: Path) -> dict[str, Any]:
 
 
 def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
-    """Adds a line to events.jsonl: the event after `step`, its time (UTC) and its `facts`. The caller holds the lease of the
-    run folder. If the disk refuses, the line is lost, because an event is no reason to stop a run."""
+    """Adds a line to events.jsonl: the event after `step`, its time (UTC) and its `facts`. The caller holds the lease
+    of the run folder. If the disk refuses, the line is lost, because an event is no reason to stop a run."""
     line = _line({"time": timestamp(), "event": event, "step": step, **facts}).encode()
     with contextlib.suppress(OSError), open(run_folder / EVENTS, "a+b", buffering=0) as file:
         file.seek(max(0, file.tell() - 1))
@@ -239,6 +240,6 @@ def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
 
 
 def read_events(run_folder: Path) -> list[dict]:
-    """Returns the events of a run, oldest first; [] if an older version made the run. Raises UserError if the file can't be
-    read."""
+    """Returns the events of a run, oldest first; [] if an older version made the run. Raises UserError if the file
+    can't be read."""
     return read(run_folder / EVENTS)

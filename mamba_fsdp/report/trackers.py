@@ -1,4 +1,5 @@
-"""Trackers, which get the metrics besides metrics.jsonl: TensorBoard's files in the run folder, and Weights & Biases."""
+"""Trackers, which get the metrics besides metrics.jsonl: TensorBoard's files in the run folder, and Weights &
+Biases."""
 
 import os
 import textwrap
@@ -18,8 +19,8 @@ from mamba_fsdp.storage import write_atomically
 def make_trackers(
     run_folder: Path, settings: dict, step: int, print_line: Callable[[str], None]
 ) -> list[Any]:
-    """Returns the trackers that the settings of a run name, each with `write(entry)`, for an entry of metrics.jsonl, and
-    `close()`.
+    """Returns the trackers that the settings of a run name, each with `write(entry)`, for an entry of metrics.jsonl,
+    and `close()`.
 
     step: the step from which the run resumes. If W&B refuses, a line says so and the run continues without it. Raises
     UserError if W&B is not installed.
@@ -49,7 +50,8 @@ def tag_of(metric: str) -> str:
 
 
 class TensorBoard:
-    """TensorBoard's event files in the run folder. Entries after `step` are purged, because the run repeats these steps."""
+    """TensorBoard's event files in the run folder. Entries after `step` are purged, because the run repeats these
+    steps."""
 
     def __init__(self, run_folder: Path, settings: dict, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # imported late: most runs don't need it

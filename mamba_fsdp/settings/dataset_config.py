@@ -42,15 +42,16 @@ class DatasetConfig:
     """The split to read, of a dataset on the Hub or of a folder with train/ and validation/. all: every split. Empty:
     train, if the input has splits."""
     pack: str = setting("document", choices=("document", "none"))
-    """document: put the end-of-text token after each document. none: do not, for rows of token ids that are blocks of one
-    long text."""
+    """document: put the end-of-text token after each document. none: do not, for rows of token ids that are blocks of
+    one long text."""
     strip_tokens: list[str] = setting([])
     """Token ids to remove from both ends of documents that come as token ids, besides the tokenizer's bos and eos."""
     vocab_size: int = setting(0, at_least=0)
     """With --tokenizer=none: the largest token id plus one. A token takes two bytes up to 65,536, above that four."""
     part: str = setting("")
-    """I/N, as in 0/4 to 3/4: this process is one of N, on any machines that share OUT. Each process reads its share of the
-    input's files, or of its documents if there are fewer files than parts. The last process to finish completes OUT."""
+    """I/N, as in 0/4 to 3/4: this process is one of N, on any machines that share OUT. Each process reads its share of
+    the input's files, or of its documents if there are fewer files than parts. The last process to finish completes
+    OUT."""
     shard_tokens: int = setting(1 << 28, at_least=1)
     """A store begins its next file after this many tokens."""
     overwrite: bool = setting(False, elsewhere="overwrite_cache force")

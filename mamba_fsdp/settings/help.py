@@ -21,8 +21,8 @@ MEANING_AT = 28  # the column where meanings begin
 
 
 def asked_for(arguments: Sequence[str]) -> str | None:
-    """Returns what a command line asks of the help page: "" for the usual options, `all`, or words to search for; None if
-    it does not ask for help."""
+    """Returns what a command line asks of the help page: "" for the usual options, `all`, or words to search for; None
+    if it does not ask for help."""
     if list(arguments) == ["help"]:
         return ""
     for place, argument in enumerate(arguments):

@@ -13,8 +13,8 @@ from mamba_fsdp.settings.fields import Needs, condition, named_numbers, setting,
 
 
 def read_by_layers(name: str) -> Needs | None:
-    """Returns what the model's setting `name` needs to have an effect: a layer that reads it. Returns None for a setting
-    of the whole model."""
+    """Returns what the model's setting `name` needs to have an effect: a layer that reads it. Returns None for a
+    setting of the whole model."""
     readers = spec.parts_that_read(name)
     if not readers:
         return None
@@ -231,8 +231,8 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
-    """Returns the ModelConfig of the `values` read from `path`; missing settings take their defaults. Raises UserError for
-    an unknown name, a wrong type or a value out of bounds."""
+    """Returns the ModelConfig of the `values` read from `path`; missing settings take their defaults. Raises UserError
+    for an unknown name, a wrong type or a value out of bounds."""
     leaves = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
     for name, value in values.items():
         if name not in leaves:

@@ -1,5 +1,5 @@
-"""Resolves the command line, a YAML file, a preset with its recipe and the defaults to one checked TrainConfig, and writes
-it as YAML.
+"""Resolves the command line, a YAML file, a preset with its recipe and the defaults to one checked TrainConfig, and
+writes it as YAML.
 
 Order of precedence: command line, then --config FILE.yaml, then the preset that model_name names,
 then the defaults. The type of a field decides how its value is read: a run id 0123 stays text.
@@ -42,10 +42,10 @@ def resolve_settings(
 
     A launch calls this once; preflight and the ranks read the settings that it wrote, see `read_resolved`. A setting of
     the file that does nothing only because of the command line is dropped. Words of other launchers that mean the same
-    are taken (mamba_fsdp/settings/other_launchers.yaml); the settings' `notes` say what they became. Raises one UserError
-    for all unknown names (with the nearest name) and values of the wrong type or out of bounds. Also raises UserError
-    for settings that do nothing, impossible combinations, and `stray` words, which name no setting. where: as in "on the
-    command line".
+    are taken (mamba_fsdp/settings/other_launchers.yaml); the settings' `notes` say what they became. Raises one
+    UserError for all unknown names (with the nearest name) and values of the wrong type or out of bounds. Also raises
+    UserError for settings that do nothing, impossible combinations, and `stray` words, which name no setting. where: as
+    in "on the command line".
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
@@ -70,8 +70,8 @@ def resolve_settings(
 
 
 def read_file(name: str | None) -> Written:
-    """Returns the settings of the file `name`, which is a path or a ready run, or of the model of that name; no settings
-    without a name. Raises UserError if the file can't be read."""
+    """Returns the settings of the file `name`, which is a path or a ready run, or of the model of that name; no
+    settings without a name. Raises UserError if the file can't be read."""
     if not name:
         return Written({}, "")
     path = find_config_file(name)
@@ -227,7 +227,8 @@ def drop_pointless(
 
 
 def _is_pointless_alone(name: str, values: Mapping[str, Any]) -> bool:
-    """Returns whether the setting `name`, as these values of a file give it, has no effect even without a command line."""
+    """Returns whether the setting `name`, as these values of a file give it, has no effect even without a command
+    line."""
     return name in values and bool(pointless(_build(values), [name], _usual(values)))
 
 
@@ -312,8 +313,8 @@ def _listed(differing: Mapping[str, tuple[str, str]]) -> str:
 
 
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:
-    """Returns {setting: (its value in `settings`, its value in `model`), as written} for the settings that make the models
-    different.
+    """Returns {setting: (its value in `settings`, its value in `model`), as written} for the settings that make the
+    models different.
 
     It is empty for the same model, however it is described; settings without effect in `settings` do not count.
     """

@@ -302,7 +302,8 @@ class CheckpointConfig:
         return self.load_ckpt_path.endswith(WEIGHTS_FILES)
 
     def loads_own_folder(self) -> bool:
-        """Returns whether load_ckpt_path is the run folder itself: the run then resumes or, in an empty folder, starts."""
+        """Returns whether load_ckpt_path is the run folder itself: the run then resumes or, in an empty folder,
+        starts."""
         return os.path.realpath(self.load_ckpt_path) == os.path.realpath(self.save_ckpt_path)
 
     def check(self) -> None:

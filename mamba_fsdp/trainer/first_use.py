@@ -1,18 +1,20 @@
 """The choice of backends in the first minute on a GPU: they are tested there, the correct ones are timed, and the
 fastest are chosen.
 
-1. Rank 0 tests each backend of each operator: one layer of each kind of the model, between an embedding and a loss, goes
-   forward and backward in the run's precision over rows like the run's, and is compared with the reference in float64.
-   If the model hands states to the next token or the next rank, the end of a row is tested too, from the state before it.
+1. Rank 0 tests each backend of each operator: one layer of each kind of the model, between an embedding and a loss,
+   goes forward and backward in the run's precision over rows like the run's, and is compared with the reference in
+   float64. If the model hands states to the next token or the next rank, the end of a row is tested too, from the
+   state before it.
 2. A backend that gives wrong results, does not compile or raises an error is passed over, with a message. If only the
-   reference is left for a scan, the run stops. A backend that hangs until the watchdog ends the process is passed over at
-   the next start. One during which the process ended otherwise is passed over at the third start: a time limit or a
-   person may have ended the process.
+   reference is left for a scan, the run stops. A backend whose test hangs until the watchdog ends the process is passed
+   over at the next start. If the process ends in another way during the test, the backend is passed over at the third
+   start: a time limit or a person may have ended the process.
 3. The correct backends are timed at the run's shapes. With deterministic=true, the first one whose results repeat is
    chosen instead.
 4. The run keeps the choice for all its starts. It is also stored beside the runs, for later runs with the same GPU and
    software.
-5. At every start, each rank tests the chosen backends. The message names ranks whose results are wrong or differ in bits.
+5. At every start, each rank tests the chosen backends. An error names the rank whose results are wrong or differ in
+   bits.
 
 A model that is not trained (evaluate, generate) takes the first correct backends.
 """
@@ -52,9 +54,9 @@ DEVICES = {"cuda"}  # on which backends are tested before use
 POSITIONS = 600  # of a row, which SSD may cut in two; no multiple of any kernel's chunk
 VOCABULARY = 1009  # prime: each position of a row has its own token, and so its own gradient; no two rows are alike
 FULL = 32768  # rows times channels that fill a GPU; kernels cut the rows if there are fewer
-# The largest error allowed for a tensor of a layer's results, relative to the tensor's largest value. If MARGIN times the
-# error of plain PyTorch in the run's precision is larger, as in layers of a few channels, that is allowed. In layers of
-# usual sizes, plain PyTorch is off by half of these bounds, and a wrong sign by seven times as much or more. In fp32,
+# The largest error allowed for a tensor of a layer's results, relative to the tensor's largest value. If MARGIN times
+# the error of plain PyTorch in the run's precision is larger, as in layers of a few channels, that is allowed. In layers
+# of usual sizes, plain PyTorch is off by half of these bounds, and a wrong sign by seven times as much or more. In fp32,
 # products in TF32 exceed the bound.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 MARGIN = 4
@@ -135,8 +137,8 @@ class FirstUse:
         self.kernels = training.kernels
         self.deterministic = training.deterministic
         self.seq_idx = settings.data.reset_at_documents
-        # Positions at the end of a row that are tested from the state before them, as a rank's part of a sequence or one
-        # generated token is; 0 if the model hands on no state.
+        # Positions at the end of a row that are tested from the state before them, as a rank's part of a sequence or
+        # one generated token is; 0 if the model hands on no state.
         self.continued = POSITIONS // 2 if settings.parallel.context_parallel > 1 else 0
         self.dtype = DTYPES[training.mixed_precision]
         self.shape = (training.batch_size, own_positions(settings))
@@ -404,8 +406,8 @@ class FirstUse:
     # 5. At every start
 
     def examine(self, backends: dict[str, str]) -> tuple[str, str]:
-        """Returns (this device's name, a digest of the results' bits, or "" if a backend's results don't repeat). Raises
-        UserError if a chosen backend is unavailable or wrong on this rank."""
+        """Returns (this device's name, a digest of the results' bits, or "" if a backend's results don't repeat).
+        Raises UserError if a chosen backend is unavailable or wrong on this rank."""
         repeats = self.deterministic or not self.model.has("attention")
         for operator, backend in backends.items():
             uses = self.uses[operator]
@@ -441,8 +443,8 @@ def choose_for_answers(settings: TrainConfig, device: torch.device) -> BackendCh
 
 
 def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendChoice, str]:
-    """Returns the same choice on all ranks and, in words, where it comes from. Raises UserError on all ranks if there is
-    no choice or it fails on any rank."""
+    """Returns the same choice on all ranks and, in words, where it comes from. Raises UserError on all ranks if there
+    is no choice or it fails on any rank."""
     began = time.perf_counter()
     here = f"rank {world.rank} on {socket.gethostname()}"
     use = FirstUse(settings, world.device)
@@ -473,5 +475,5 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendCh
             "kernels are then chosen again, and results differ in their last bits"
         ) from None
     seconds = time.perf_counter() - began
-    said = f"{origin}; right on all {world.size} ranks, {seconds:.1f} s"
+    said = f"{origin}; correct on all {world.size} ranks, {seconds:.1f} s"
     return BackendChoice(record.backends, record.passed), said

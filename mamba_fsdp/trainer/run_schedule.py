@@ -1,4 +1,5 @@
-"""The run in steps: how many there are, how each is split, and after which steps a validation or a checkpoint is due."""
+"""The run in steps: how many there are, how each is split, and after which steps a validation or a checkpoint is
+due."""
 
 import math
 from dataclasses import dataclass

@@ -56,7 +56,8 @@ def start(
     say: Say,
 ) -> tuple[TrainState, str]:
     """Returns the train state of the start and, in words, what the run starts from. Fills the shards of model and
-    optimiser. Raises UserError if the model is known to have been trained with another tokenizer than that of `tokens`."""
+    optimiser. Raises UserError if the model is known to have been trained with another tokenizer than that of
+    `tokens`."""
     config = settings.checkpoint
     shards = parallel.shards(optimizer)
     check = check_of_model(settings, origin)

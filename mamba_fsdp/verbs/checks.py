@@ -31,7 +31,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A check. find() returns what it found. It raises Absent, a UserError that says what to do, or an import's error."""
+    """A check. find() returns what it found. It raises Absent, a UserError that says what to do, or an import's
+    error."""
 
     name: str
     find: Callable[[], str]
@@ -128,7 +129,7 @@ def find_efa_plugin() -> str:
     plugin = machine.efa_plugin()
     if not plugin:
         raise UserError(
-            "EFA devices, but no libnccl-net.so (aws-ofi-nccl), which NCCL needs to use them, so it uses TCP; build the "
+            "EFA devices, but no libnccl-net.so (aws-ofi-nccl), which NCCL needs to use them, so it takes TCP; build the "
             "image with INSTALL_EFA=1 (docs/image.md)"
         )
     return plugin

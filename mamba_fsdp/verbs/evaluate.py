@@ -222,7 +222,8 @@ def predicted_spans(
 
 
 def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Returns (words, bytes) in the text of the tokens in these spans, each (start, end), or (0, 0) without a tokenizer.
+    """Returns (words, bytes) in the text of the tokens in these spans, each (start, end), or (0, 0) without a
+    tokenizer.
 
     Words are separated by white space, as in the word-level perplexity of WikiText; ends of documents and other special
     tokens are not words.
@@ -251,8 +252,8 @@ def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> t
 
 
 def stores_in(data: str, model: str) -> dict[str, Path]:
-    """Returns {name: path} of the token stores at `data`. Raises UserError if there are none; the message has the command
-    that makes a store from text."""
+    """Returns {name: path} of the token stores at `data`. Raises UserError if there are none; the message has the
+    command that makes a store from text."""
     stores = {}
     for split in ("", *SPLITS["validation"], *SPLITS["test"]):
         path = Path(data, split)

@@ -17,7 +17,8 @@ from mamba_fsdp.trainer.setup import build_model
 
 
 class Loaded(NamedTuple):
-    """A model ready for inference. network(tokens (batch, length)) returns logits (batch, length, padded vocabulary)."""
+    """A model ready for inference. network(tokens (batch, length)) returns logits (batch, length, padded
+    vocabulary)."""
 
     network: torch.nn.Module  # a MambaLM: fp32 on a CPU, bf16 arithmetic on a GPU
     weights: Weights  # has the model's `config`
@@ -32,13 +33,14 @@ class Loaded(NamedTuple):
 
 @functools.cache
 def inference_world() -> World:
-    """Returns the world of the ranks that torchrun has started. Each rank has the whole model; they share the evaluation."""
+    """Returns the world of the ranks that torchrun has started. Each rank has the whole model; they share the
+    evaluation."""
     return start_world()
 
 
 def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool = False) -> Loaded:
-    """Returns the model that `source` names, see interop/weights.py. model_name: its preset, if there is no config.json.
-    Raises UserError if there is no such model."""
+    """Returns the model that `source` names, see interop/weights.py. model_name: its preset, if there is no
+    config.json. Raises UserError if there is no such model."""
     world = World.alone(device=inference_world().device)
     cpp.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)

@@ -94,8 +94,8 @@ def main(*preset: str, options: PlanConfig, **settings_by_name: Any) -> int:
 
 
 def choose_machine(options: PlanConfig) -> Instance | None:
-    """Returns the machine that the options describe, or None for this machine. Raises UserError for an unknown instance,
-    or if the memory is unknown."""
+    """Returns the machine that the options describe, or None for this machine. Raises UserError for an unknown
+    instance, or if the memory is unknown."""
     instance = options.instance
     named = {field.name: getattr(options, field.name) for field in fields(Instance)[1:]}
     hardware: dict[str, Any] = {name: number for name, number in named.items() if number}

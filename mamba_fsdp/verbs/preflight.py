@@ -65,8 +65,8 @@ def report(folder: Path, settings_file: Path) -> None:
 
 
 def weights_mistakes(settings: TrainConfig) -> list[str]:
-    """Returns a sentence if the weights to start from are missing or of another model, else []. With init_from, the model
-    in `settings` takes their shape."""
+    """Returns a sentence if the weights to start from are missing or of another model, else []. With init_from, the
+    model in `settings` takes their shape."""
     if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
         from mamba_fsdp.trainer.start import starting_weights
 

@@ -52,7 +52,8 @@ def train(config: str | None = None, **settings: Any) -> Path:
 
 def prepare(settings: TrainConfig) -> None:
     """Checks the inputs and makes the built-in data if it is needed and missing, before libraries that take seconds to
-    import. Only rank 0 does so; the other ranks wait where the ranks first meet. Raises UserError for missing inputs."""
+    import. Only rank 0 does so; the other ranks wait where the ranks first meet. Raises UserError for missing
+    inputs."""
     if os.environ.get("RANK", "0") != "0":
         return
     check_run_folder(settings)

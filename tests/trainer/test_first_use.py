@@ -206,7 +206,7 @@ def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, monkeypatch):
     assert "conv not cpp: gradient of mixer.conv1d.weight is off by 2 of its largest value" in str(
         choice
     )
-    assert origin.startswith("tested and timed; right on all 1 ranks")
+    assert origin.startswith("tested and timed; correct on all 1 ranks")
     monkeypatch.setitem(scan.BACKENDS, "cpp", changed("scan", fail))
     said = r"only plain PyTorch is left for scan.*not cpp: RuntimeError: out of resources: shared memory\).*install"
     with pytest.raises(UserError, match=said):
@@ -262,7 +262,7 @@ def test_the_faster_one_is_taken_and_kept(tmp_path, monkeypatch):
     assert record["made_for"]["torch"] in torch.__version__ and not record["under_way"]
     times["triton"] = 3.0
     assert choose(tmp_path / "run")[1].startswith(
-        "chosen when this run began; right on all 1 ranks"
+        "chosen when this run began; correct on all 1 ranks"
     )
     choice, origin = choose(tmp_path / "next")
     assert choice.backends["scan"] == "triton" and origin.startswith("chosen for an earlier run (")
@@ -354,7 +354,7 @@ def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
     run = tmp_path / "run"
     more = {"kernels": "auto", "eval_interval": 0, "publish": "false"}
     assert "; tested and" not in train(run, dry_run=True, kernels="auto")
-    assert "loss; tested and timed; right on all 1 ranks, " in train(run, num_steps=2, **more)
+    assert "loss; tested and timed; correct on all 1 ranks, " in train(run, num_steps=2, **more)
     monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", negate(1)))
     with pytest.raises(
         UserError, match="the chosen kernels fail on rank 0 .* delete .*kernels.json"
@@ -362,6 +362,6 @@ def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
         train(run, num_steps=4, **more)
     monkeypatch.undo()
     monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
-    assert "loss; chosen when this run began; right on all 1 ranks, " in train(
+    assert "loss; chosen when this run began; correct on all 1 ranks, " in train(
         run, num_steps=4, **more
     )

@@ -20,8 +20,8 @@ BACKENDS = modules(__name__)
 
 @dataclass
 class Documents:
-    """The documents of a batch, which the host has to know to launch attention's kernels. A compiled graph passes the object
-    on without reading it; otherwise it would be compiled again for every batch."""
+    """The documents of a batch, which the host has to know to launch attention's kernels. A compiled graph passes the
+    object on without reading it; otherwise it would be compiled again for every batch."""
 
     lengths: list[
         int
@@ -39,7 +39,8 @@ class Documents:
 
     @classmethod
     def asked_by_last(cls, seq_idx: Tensor, count: int) -> "Documents":
-        """Returns the documents of seq_idx (batch, length) if only the last `count` positions of each row have queries."""
+        """Returns the documents of seq_idx (batch, length) if only the last `count` positions of each row have
+        queries."""
         documents = cls.of(seq_idx)
         row_length = seq_idx.shape[1]
         asking = []
@@ -56,7 +57,8 @@ class Documents:
 
 
 def starts(seq_idx: Tensor) -> Tensor:
-    """Returns whether a document starts at each position, (batch, length) bool. One starts at each row's first position."""
+    """Returns whether a document starts at each position, (batch, length) bool. One starts at each row's first
+    position."""
     return seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) != 0
 
 
@@ -68,10 +70,11 @@ def attention(
     documents: Documents | None = None,
     backend: str = "reference",
 ) -> Tensor:
-    """Returns attention from every query to its own position and to earlier positions of its document, in the shape of q.
+    """Returns attention from every query to its own position and to earlier positions of its document, in the shape of
+    q.
 
-    q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads. q may also
-    have only the last position, or only the last positions that `documents` names.
+    q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads. q may
+    also have only the last position, or only the last positions that `documents` names.
     """
     assert documents or q.shape[1] in (1, k.shape[1]), f"{q.shape[1]} queries for {k.shape[1]} keys"
     assert q.shape[2] % k.shape[2] == 0, f"{k.shape[2]} kv_heads don't divide {q.shape[2]} heads"
@@ -89,11 +92,12 @@ def rotary(
     scaling: tuple = ("", {}),
     length: int = 0,
 ) -> Tensor:
-    """Returns x with the first `rotary_dim` channels of every head rotated by the position; other channels are unchanged.
+    """Returns x with the first `rotary_dim` channels of every head rotated by the position; other channels are
+    unchanged.
 
     x (batch, length, heads, head_dim); positions (length) or (batch, length), integers. Channels i and i + rotary_dim/2
-    are one pair, rotated by positions * theta^(-2i / rotary_dim), or scaled as in ops/rope.py. The angles are in fp32 for
-    any dtype of x, as in the reference implementations, so that published weights give the same logits.
+    are one pair, rotated by positions * theta^(-2i / rotary_dim), or scaled as in ops/rope.py. The angles are in fp32
+    for any dtype of x, as in the reference implementations, so that published weights give the same logits.
     """
     assert rotary_dim % 2 == 0 and rotary_dim <= x.shape[-1], (
         f"rotary_dim {rotary_dim} for heads of {x.shape[-1]}"

@@ -1,4 +1,5 @@
-"""Attention of all documents of a batch in one call of the FlashAttention that newer versions of PyTorch have for CUDA."""
+"""Attention of all documents of a batch in one call of the FlashAttention that newer versions of PyTorch have for
+CUDA."""
 
 import inspect
 from itertools import accumulate

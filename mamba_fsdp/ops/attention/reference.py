@@ -1,5 +1,6 @@
-"""Attention by PyTorch's scaled_dot_product_attention, which chooses the kernel itself: flash or memory-efficient on CUDA,
-flash on a CPU. No kernel gets a mask of (length, length), and no key is copied for the query heads that share it."""
+"""Attention by PyTorch's scaled_dot_product_attention, which chooses the kernel itself: flash or memory-efficient on
+CUDA, flash on a CPU. No kernel gets a mask of (length, length), and no key is copied for the query heads that share
+it."""
 
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,9 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") ->
 
 
 def _of_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns the output for q (queries, heads, head_dim), the last positions of k, v (length, kv_heads, head_dim). The kernel
-    sees the key heads as its batch, and the query heads of a key head as its heads: views of k and v with a stride of 0."""
+    """Returns the output for q (queries, heads, head_dim), the last positions of k, v (length, kv_heads, head_dim). The
+    kernel sees the key heads as its batch, and the query heads of a key head as its heads: views of k and v with a
+    stride of 0."""
     q = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
     k, v = (t.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
     if q.shape[2] == k.shape[2]:
@@ -48,8 +50,8 @@ def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 
 def _of_last_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns the output for q (..., queries, head_dim), the last positions of k, v (..., length, head_dim). It takes a few
-    queries at a time."""
+    """Returns the output for q (..., queries, head_dim), the last positions of k, v (..., length, head_dim). It takes a
+    few queries at a time."""
     length = k.shape[2]
     first = length - q.shape[2]
     at_a_time = max(1, MASK_ELEMENTS // length)

@@ -20,7 +20,7 @@ def causal_conv_silu(
 ) -> Tensor:
     """Returns the convolution's output, in the shape and dtype of x (batch, length, channels).
 
-    weight (channels, 1, width); bias (channels); seq_idx: (batch, length) document index of each position; no position sees
-    another document.
+    weight (channels, 1, width); bias (channels); seq_idx: (batch, length) document index of each position; no position
+    sees another document.
     """
     return BACKENDS[backend].causal_conv_silu(x, weight, bias, seq_idx)

@@ -20,8 +20,8 @@ _ARGUMENTS = cpp.structure(
 
 
 def _visible(seq_idx: Tensor | None, width: int) -> Tensor | None:
-    """Returns, for each position, how many of the width - 1 positions before it are in its document: (batch, length) uint8, or
-    None for all of them."""
+    """Returns, for each position, how many of the width - 1 positions before it are in its document: (batch, length)
+    uint8, or None for all of them."""
     if seq_idx is None:
         return None
     count = torch.zeros(seq_idx.shape, dtype=torch.uint8)

@@ -13,7 +13,8 @@ from mamba_fsdp.conventions import compute_type
 
 
 def _within(seq_idx: Tensor | None, shift: int, values: Tensor) -> Tensor:
-    """Returns values (batch, length - shift, channels), with 0 where positions t and t - shift are in different documents."""
+    """Returns values (batch, length - shift, channels), with 0 where positions t and t - shift are in different
+    documents."""
     if seq_idx is None:
         return values
     return values * (seq_idx[:, shift:] == seq_idx[:, :-shift]).unsqueeze(-1).to(values.dtype)
@@ -58,8 +59,8 @@ def apply(
     bias: Tensor,
     seq_idx: Tensor | None,
 ) -> Tensor:
-    """Returns causal_conv_silu computed by an autograd function of x, taps, bias and seq_idx. taps (width, channels) has the
-    current position's weights last; taps and bias are in compute type."""
+    """Returns causal_conv_silu computed by an autograd function of x, taps, bias and seq_idx. taps (width, channels)
+    has the current position's weights last; taps and bias are in compute type."""
     real = compute_type(x)
     return function.apply(
         x, weight.squeeze(1).T.to(real).contiguous(), bias.to(real).contiguous(), seq_idx

@@ -1,5 +1,6 @@
-"""The Mamba-1 mixer after its input projection, in one call: convolution, projections to dt, B and C, scan, output projection.
-The backward pass recomputes values that are cheaper to recompute than to keep. layers.py composes the same mixer of parts."""
+"""The Mamba-1 mixer after its input projection, in one call: convolution, projections to dt, B and C, scan, output
+projection. The backward pass recomputes values that are cheaper to recompute than to keep. layers.py composes the same
+mixer of parts."""
 
 from torch import Tensor
 
@@ -9,7 +10,8 @@ BACKENDS = modules(__name__)
 
 
 def mamba1_mixer(*tensors: Tensor | None, backend: str) -> Tensor:
-    """Returns the mixer's output (batch, length, d_model) for these inputs, in this order. Projections run in xz's dtype.
+    """Returns the mixer's output (batch, length, d_model) for these inputs, in this order. Projections run in xz's
+    dtype.
 
     xz           (batch, length, 2 d_inner), halves [x, z]
     conv_weight  (d_inner, 1, width), conv_bias (d_inner)

@@ -1,5 +1,5 @@
-"""The Mamba-1 mixer, composed of the Triton backends of its parts. It keeps xz, the output of x_proj and the scan's states
-at chunk entries; the scan's backward pass recomputes the scan's output."""
+"""The Mamba-1 mixer, composed of the Triton backends of its parts. It keeps xz, the output of x_proj and the scan's
+states at chunk entries; the scan's backward pass recomputes the scan's output."""
 
 import torch
 import torch.nn.functional as F

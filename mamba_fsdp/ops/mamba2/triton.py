@@ -1,5 +1,5 @@
-"""The Mamba-2 mixer, composed of the Triton backends of convolution and SSD. It keeps in_proj's output and the norm's scale.
-The backward pass recomputes the norm's output, and SSD's output together with SSD's states.
+"""The Mamba-2 mixer, composed of the Triton backends of convolution and SSD. It keeps in_proj's output and the norm's
+scale. The backward pass recomputes the norm's output, and SSD's output together with SSD's states.
 
 The gated norm is plain PyTorch, from which torch.compile makes one or two kernels for each pass."""
 
@@ -26,8 +26,8 @@ def _norm(y: Tensor, z: Tensor, weight: Tensor, eps: float, groups: int) -> tupl
 def _norm_backward(
     grad: Tensor, y: Tensor, z: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of y, z and weight, and the norm's output. It works in place, because every tensor but `grad` is
-    as large as y in float32."""
+    """Returns the gradients of y, z and weight, and the norm's output. It works in place, because every tensor but
+    `grad` is as large as y in float32."""
     sigmoid = torch.sigmoid(z.float())
     gate = z * sigmoid
     normed = (gate * y).unflatten(-1, (scale.shape[-2], -1)).mul_(scale)

@@ -1,5 +1,5 @@
-"""RMSNorm in plain PyTorch. It computes in float32 (float64 for float64 input). The backward pass is written out, because
-autograd would keep several float32 copies of the activations for it."""
+"""RMSNorm in plain PyTorch. It computes in float32 (float64 for float64 input). The backward pass is written out,
+because autograd would keep several float32 copies of the activations for it."""
 
 from typing import Any
 
@@ -45,7 +45,8 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, groups: int = 1
 ) -> Tensor:
-    """Returns x (..., channels), of any float dtype, normed in `groups` equal parts, in `out_dtype`. weight (channels)."""
+    """Returns x (..., channels), of any float dtype, normed in `groups` equal parts, in `out_dtype`. weight
+    (channels)."""
     weight = weight.reshape(groups, -1)
     return _RMSNorm.apply(x.reshape(-1, *weight.shape), weight, eps, out_dtype).reshape(x.shape)
 

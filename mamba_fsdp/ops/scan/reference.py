@@ -1,8 +1,8 @@
 """The selective scan in plain PyTorch.
 
 It goes through the sequence in chunks. Inside a chunk, each position is one in-place multiply-add on a (batch, d_state,
-d_inner) slab. Only the state at each chunk's entry is kept; the backward pass recomputes one chunk at a time, the last one
-first. A closed form with exp of a cumulative sum would overflow at values of dt that occur in training.
+d_inner) slab. Only the state at each chunk's entry is kept; the backward pass recomputes one chunk at a time, the last
+one first. A closed form with exp of a cumulative sum would overflow at values of dt that occur in training.
 """
 
 from functools import partial
@@ -53,7 +53,8 @@ class _Chunk:
         )
 
     def states(self, entry: Tensor) -> Tensor:
-        """Returns the state after each position, (steps, batch, d_state, d_inner). entry: the state before the first."""
+        """Returns the state after each position, (steps, batch, d_state, d_inner). entry: the state before the
+        first."""
         states = self.outer(self.input, self.B.unsqueeze(3))
         for state, decay in zip(states, self.decay):
             entry = state.addcmul_(entry, decay)
@@ -140,7 +141,7 @@ class _Scan(torch.autograd.Function):
             grad_B[:, span] = chunk.over_channels(adjoints, chunk.input)
             grad_input = chunk.over_states(chunk.B, adjoints)
             carried = adjoints[0] * chunk.decay[0]
-            # Through the decay, delta has the gradient adjoint * previous state * decay * A. A's gradient has delta for A.
+            # Through the decay, delta's gradient is adjoint * previous state * decay * A; A's has delta in place of A.
             through_decay = chunk.decay.mul_(adjoints)
             through_decay[0].mul_(entry)
             through_decay[1:].mul_(states[:-1])
@@ -169,9 +170,9 @@ def apply(
     initial_state: Tensor | None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns selective_scan computed by an autograd function. The function takes A, D, dt_bias and the state in compute type,
-    A and states with d_inner, the long dimension, last, and `starts` in place of seq_idx: True where a document starts,
-    except at the row's first position.
+    """Returns selective_scan computed by an autograd function. The function takes A, D, dt_bias and the state in
+    compute type, A and states with d_inner, the long dimension, last, and `starts` in place of seq_idx: True where a
+    document starts, except at the row's first position.
     """
     A = A.T.to(compute_type(u)).contiguous()
     D = D.to(A.dtype).contiguous()

@@ -117,7 +117,8 @@ class _Scan:
         )
 
     def cut(self, u: Tensor, reverse: bool) -> None:
-        """Computes, if rows are cut, the state at each segment's end, started from zeros; other segments start from these."""
+        """Computes, if rows are cut, the state at each segment's end, started from zeros; other segments start from
+        these."""
         ends = self.slabs(self.batch, self.segments)
         self.shared["ends"] = ends
         self.shared["totals"] = self.floats(self.batch, self.segments, self.channels)
@@ -169,8 +170,8 @@ def scan_backward(
     entries: Tensor,
     grad_z: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias and the initial state, and y as scan_forward returns it. grad_z:
-    the tensor for the gradient of z."""
+    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias and the initial state, and y as scan_forward returns it.
+    grad_z: the tensor for the gradient of z."""
     scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
     grad_out = _rows(grad_out)
     grad_last = scan.state(grad_last)

@@ -4,10 +4,10 @@ A program is a warp (more warps for more than 16 states) and computes, for one r
 their N states over one segment of the row's chunks. If batch and channels fill the GPU, a row is one segment. Otherwise
 LOCAL sweeps go through each segment from a zero state, and the state before a segment is summed up from their results.
 
-Positions are read in tiles of four; each tile is read while the previous one is computed. A is a `slab` (states, channels),
-as a state is. BC (batch, tiles, 4, 2, N) has B and C in float32, with zeros after the states and after the row's end.
-`starts` (batch, tiles, 4) is not 0 where a document starts: an endless step clears the state there. Positions after the
-row's end have delta 0, which leaves the state unchanged. EVEN: no mask is needed.
+Positions are read in tiles of four; each tile is read while the previous one is computed. A is a `slab` (states,
+channels), as a state is. BC (batch, tiles, 4, 2, N) has B and C in float32, with zeros after the states and after the
+row's end. `starts` (batch, tiles, 4) is not 0 where a document starts: an endless step clears the state there.
+Positions after the row's end have delta 0, which leaves the state unchanged. EVEN: no mask is needed.
 
 Forward in time, a thread has all states of a channel, so that sums over states need no other thread. Backward in time,
 there are sums over channels too: eight threads share the channels and four the states. The compiler lays tensors out as
@@ -40,7 +40,8 @@ def _inside(mask, t, length, EVEN):
 
 @triton.jit
 def _picked(tile, chosen, axis: tl.constexpr):
-    """Returns the one chosen row or column of a tile. It sums integers, because the compiler drops zeros from their sum."""
+    """Returns the one chosen row or column of a tile. It sums integers, because the compiler drops zeros from their
+    sum."""
     bits = tl.where(chosen, tile.to(tl.int32, bitcast=True), 0)
     return tl.expand_dims(tl.sum(bits, axis=axis).to(tl.float32, bitcast=True), axis)
 
@@ -52,7 +53,8 @@ def _sigmoid(x):
 
 @triton.jit
 def _softplus(x):
-    """Returns max(x, 0) + log(1 + e) with e = exp(-|x|). log(1 + e) / e is a polynomial with a relative error of 4e-8."""
+    """Returns max(x, 0) + log(1 + e) with e = exp(-|x|). log(1 + e) / e is a polynomial with a relative error of
+    4e-8."""
     e = tl.math.exp2(tl.abs(x) * -LOG2E)
     p = ((0.0053647808 * e - 0.030065624) * e + 0.079204269) * e - 0.13753781
     p = (((p * e + 0.19153646) * e - 0.24857162) * e + 0.33321321) * e - 0.49999648
@@ -61,7 +63,8 @@ def _softplus(x):
 
 @triton.jit
 def _slope(delta):
-    """Returns the derivative of softplus where softplus is delta: 1 - exp(-delta), by a polynomial (9e-8) for small delta."""
+    """Returns the derivative of softplus where softplus is delta: 1 - exp(-delta), by a polynomial (9e-8) for small
+    delta."""
     small = (
         ((0.0068076029 * delta - 0.041042477) * delta + 0.1665636) * delta - 0.49999464
     ) * delta + 1.0
@@ -110,7 +113,8 @@ def _read(tensor, row, inside):
 
 @triton.jit
 def _through_tile(h, total, y, step, x, bc0, bc1, bc2, bc3, A, LOCAL, REVERSE):
-    """Returns the state after a tile's positions (before them, if REVERSE), the sum of all steps, and y plus the states' part."""
+    """Returns the state after a tile's positions (before them, if REVERSE), the sum of all steps, and y plus the
+    states' part."""
     two = tl.arange(0, 2)[None, :]
     four = tl.arange(0, 4)[:, None]
     for j in tl.static_range(4):
@@ -167,11 +171,12 @@ def _through_chunk(  # noqa: PLR0915
     N,
     CHANNELS,
 ):
-    """Returns the state h after `tiles` tiles from `tile` on (REVERSE: backward from it). Unless LOCAL, writes y to `out`.
-    Pointers are to the row, `entries` is to the chunk.
+    """Returns the state h after `tiles` tiles from `tile` on (REVERSE: backward from it). Unless LOCAL, writes y to
+    `out`. Pointers are to the row, `entries` is to the chunk.
 
-    KEEP: h is stored as the chunk's entry. BACK: h is loaded from the entry; `scratch`, (CHUNK / 4 + 1, N + 4, CHANNELS),
-    gets the state before each tile and the tile's four deltas, then the last state; the gradient of z is written.
+    KEEP: h is stored as the chunk's entry. BACK: h is loaded from the entry; `scratch`, (CHUNK / 4 + 1, N + 4,
+    CHANNELS), gets the state before each tile and the tile's four deltas, then the last state; the gradient of z is
+    written.
     """
     n = tl.arange(0, N)[:, None]
     four = tl.arange(0, 4)[:, None]
@@ -261,7 +266,8 @@ def _through_chunk(  # noqa: PLR0915
 
 @triton.jit
 def _entering(h, ends, totals, A, slab, channels, other, order, count, both, here):
-    """Returns the state after `count` segments, from the results of LOCAL sweeps. The first is `other`; `order` is 1 or -1."""
+    """Returns the state after `count` segments, from the results of LOCAL sweeps. The first is `other`; `order` is 1 or
+    -1."""
     for i in range(0, count):
         decay = tl.math.exp2(_load(totals + (other + i * order) * channels, here) * A)
         h = decay * h + _load(ends + (other + i * order) * slab, both)
@@ -405,7 +411,8 @@ def _position(
     N,
     CHANNELS,
 ):
-    """Returns delta, the step, u, delta * u, the gradient of y, B and C of position t + i. Pointers are to position t."""
+    """Returns delta, the step, u, delta * u, the gradient of y, B and C of position t + i. Pointers are to position
+    t."""
     inside = _inside(here, t + i, length, EVEN)
     delta = tl.load(deltas + i * CHANNELS)
     value = _load(u + i * u_row, inside)
@@ -444,8 +451,8 @@ def _back(
     EVEN,
     N,
 ):
-    """Returns the adjoint g of the state before position t + i, and both sums with this position added. The g that it gets is
-    of the state after t + i, without the part from y at t + i."""
+    """Returns the adjoint g of the state before position t + i, and both sums with this position added. The g that it
+    gets is of the state after t + i, without the part from y at t + i."""
     inside = _inside(here, t + i, length, EVEN)
     grad_BC += i * 2 * N
     g += grad_y[None, :] * c[:, None]
@@ -501,7 +508,8 @@ def backward(  # noqa: PLR0915
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Writes all gradients, those of A, D and the bias by row and segment, those of B and C by block of channels; and y."""
+    """Writes all gradients, those of A, D and the bias by row and segment, those of B and C by block of channels; and
+    y."""
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)
     segments = tl.num_programs(1)

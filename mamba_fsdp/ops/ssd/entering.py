@@ -1,5 +1,5 @@
-"""The part of SSD's output that comes from the state before the first position. SSD is linear in this state, so that the
-part can be added to an output computed from zeros: with s[t] = sum of delta A over the positions up to t,
+"""The part of SSD's output that comes from the state before the first position. SSD is linear in this state, so that
+the part can be added to an output computed from zeros: with s[t] = sum of delta A over the positions up to t,
 
     y[t] += exp(s[t]) h C[t]
 """
@@ -13,8 +13,8 @@ from mamba_fsdp.ops.ssd.reference import running_sums
 
 
 def decays_from_start(dt: Tensor, A: Tensor, dt_bias: Tensor) -> Tensor:
-    """Returns the factor of the entering state after each position, (batch, length, heads) in compute type. dt (batch, length,
-    heads) and A, dt_bias (heads) are as in ssd."""
+    """Returns the factor of the entering state after each position, (batch, length, heads) in compute type. dt (batch,
+    length, heads) and A, dt_bias (heads) are as in ssd."""
     real = compute_type(dt)
     delta = F.softplus(dt.to(real) + dt_bias.to(real))
     exponents = running_sums((delta * A.to(real)).unsqueeze(1))
@@ -22,8 +22,9 @@ def decays_from_start(dt: Tensor, A: Tensor, dt_bias: Tensor) -> Tensor:
 
 
 def output_of_state(C: Tensor, state: Tensor, decays: Tensor) -> Tensor:
-    """Returns the output of the state before the first position, (batch, length, heads, headdim). C (batch, length, groups,
-    d_state), state (batch, heads, headdim, d_state), decays (batch, length, heads). The product runs in C's dtype."""
+    """Returns the output of the state before the first position, (batch, length, heads, headdim). C (batch, length,
+    groups, d_state), state (batch, heads, headdim, d_state), decays (batch, length, heads). The product runs in C's
+    dtype."""
     groups = C.shape[2]
     by_group = state.to(C.dtype).unflatten(1, (groups, -1)).flatten(2, 3)
     read = torch.einsum("zlgn,zgkn->zlgk", C, by_group)

@@ -1,9 +1,10 @@
-"""SSD in plain PyTorch. It keeps only its inputs: the backward pass recomputes decays and states. Heads of a group share B
-and C, so that products with B and C are one wide matrix product per chunk and group, with the decays folded into x.
+"""SSD in plain PyTorch. It keeps only its inputs: the backward pass recomputes decays and states. Heads of a group
+share B and C, so that products with B and C are one wide matrix product per chunk and group, with the decays folded
+into x.
 
 Decays are computed as powers of two: on a CPU, exp2 is several times faster than exp and does not slow down if it
-underflows. The exponents are differences of sums in float64, so that a huge dt elsewhere in the chunk costs no digits. The
-sums restart at every document, so that no document affects another, not even by rounding.
+underflows. The exponents are differences of sums in float64, so that a huge dt elsewhere in the chunk costs no digits.
+The sums restart at every document, so that no document affects another, not even by rounding.
 """
 
 import math
@@ -34,8 +35,8 @@ def _cumsum_repeats(values: Tensor) -> bool:
 
 
 def running_sums(values: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-    """Returns, for each position, the sum of values (..., positions, channels) up to it, within its document. seq_idx has the
-    shape of values without the channels."""
+    """Returns, for each position, the sum of values (..., positions, channels) up to it, within its document. seq_idx
+    has the shape of values without the channels."""
     if seq_idx is None and _cumsum_repeats(values):
         return values.cumsum(-2)
     shift = 1
@@ -50,11 +51,11 @@ def running_sums(values: Tensor, seq_idx: Tensor | None = None) -> Tensor:
 
 
 def _decays(delta: Tensor, A: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the decays of a state: from position j to position i of a chunk, (batch, chunks, heads, i, j); from the previous
-    chunk's end to i, and from j to the chunk's end, both (batch, chunks, size, heads).
+    """Returns the decays of a state: from position j to position i of a chunk, (batch, chunks, heads, i, j); from the
+    previous chunk's end to i, and from j to the chunk's end, both (batch, chunks, size, heads).
 
-    A decay is 0 if a document starts in between, or if j is after i. delta (batch, chunks, size, heads); seq_idx (batch,
-    chunks, size) or None.
+    A decay is 0 if a document starts in between, or if j is after i. delta (batch, chunks, size, heads); seq_idx
+    (batch, chunks, size) or None.
     """
     size = delta.shape[2]
     real = delta.dtype
@@ -101,10 +102,12 @@ def _states(
 
 
 class _SSD(torch.autograd.Function):
-    """SSD with its gradients. x (batch, length, heads, headdim), B and C are of any dtype. delta (batch, length, heads) after
-    softplus, A, D and state (batch, groups, d_state, channels of a group) are in compute type; seq_idx is in chunks.
+    """SSD with its gradients. x (batch, length, heads, headdim), B and C are of any dtype. delta (batch, length, heads)
+    after softplus, A, D and state (batch, groups, d_state, channels of a group) are in compute type; seq_idx is in
+    chunks.
 
-    Indices: z row, c chunk, i and j positions of a chunk, h head, p channel of a head, g group, k channel of a group, n state.
+    Indices: z row, c chunk, i and j positions of a chunk, h head, p channel of a head, g group, k channel of a group, n
+    state.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes only inputs and
-outputs. If batch and heads are too few to fill a GPU, segments of the sequence run in parallel; an earlier sweep computes
-the states before them. The backward pass recomputes the states before pairs of chunks, and their gradients after the pairs,
-by a sweep from each end. Then it computes all gradients: those through positions of the same pair, and those through the
-states. Equal sizes give equal bits, because sums have a fixed order."""
+outputs. If batch and heads are too few to fill a GPU, segments of the sequence run in parallel; an earlier sweep
+computes the states before them. The backward pass recomputes the states before pairs of chunks, and their gradients
+after the pairs, by a sweep from each end. Then it computes all gradients: those through positions of the same pair, and
+those through the states. Equal sizes give equal bits, because sums have a fixed order."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,15 +35,16 @@ def why_not(use: Use) -> str | None:
 
 
 def use_simpler_form() -> None:
-    """Makes the kernels use no wgmma and tcgen05, which take four warps and 64 rows, for a GPU on which their results are
-    wrong."""
+    """Makes the kernels use no wgmma and tcgen05, which take four warps and 64 rows, for a GPU on which their results
+    are wrong."""
     SWEEP.update(dict.fromkeys(SWEEP, MMA_SYNC))
     NEAR.update(dict.fromkeys(NEAR, _NEAR | {"num_warps": 2}))
     FAR.update(dict.fromkeys(FAR, _FAR))
 
 
 def _packed(t: Tensor) -> Tensor:
-    """Returns a tensor as the kernels take it, with any strides of batch and length. The model's tensors are not copied."""
+    """Returns a tensor as the kernels take it, with any strides of batch and length. The model's tensors are not
+    copied."""
     return t if t[0, 0].is_contiguous() else t.contiguous()
 
 
@@ -52,7 +53,8 @@ def _batches(*tensors: Tensor) -> list[int]:
 
 
 def _rows(**tensors: Tensor) -> dict[str, int]:
-    """Returns the strides along the length as constants of a kernel, which then needs no registers for the rows' addresses."""
+    """Returns the strides along the length as constants of a kernel, which then needs no registers for the rows'
+    addresses."""
     return {f"{name}_ROW": t.stride(1) for name, t in tensors.items()}
 
 
@@ -111,8 +113,8 @@ class _Call:
         )
 
     def options(self, table: Mapping[tuple[int, int], triton.Blocks]) -> dict[str, int]:
-        """Returns the options of a launch, from the table. A program has at most the channels of a head, and at most as many
-        as its registers hold states for."""
+        """Returns the options of a launch, from the table. A program has at most the channels of a head, and at most as
+        many as its registers hold states for."""
         options = dict(triton.blocks(table, self.x.device))
         headdim = self.constants["HEADDIM"]
         most = min(options["P"], STATES // self.constants["N"], 1 << (headdim - 1).bit_length())
@@ -134,8 +136,8 @@ class _Call:
         has_output: bool = True,
         reverse: bool = False,
     ) -> tuple[Any, Any, Tensor]:
-        """Returns (states before each pair of chunks, or None without keep; outputs, or None without has_output; last state).
-        See the kernel `sweep`."""
+        """Returns (states before each pair of chunks, or None without keep; outputs, or None without has_output; last
+        state). See the kernel `sweep`."""
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
         options = self.options(SWEEP)
@@ -192,8 +194,8 @@ def ssd_forward(
     *,
     remake: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (y, last state); the arguments are as in ops/ssd's ssd. The gradients need only the arguments. remake: returns,
-    in place of the last state, the states before each pair of chunks, which save ssd_backward a sweep."""
+    """Returns (y, last state); the arguments are as in ops/ssd's ssd. The gradients need only the arguments. remake:
+    returns, in place of the last state, the states before each pair of chunks, which save ssd_backward a sweep."""
     if x.is_meta and not remake:
         return x.new_empty(x.shape), x.new_empty(
             x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32

@@ -1,14 +1,14 @@
-"""Kernels of SSD. `sweep` carries a head's states in registers from chunk to chunk. After the sweeps of the backward pass,
-`near` and `far` compute the gradients of B and C and the `flows` of each position: `near` those within its pair of chunks,
-`far` those from the states before the pair and through the gradients of the states after it. From the flows, `finish`
-computes the gradients of dt, A and the bias.
+"""Kernels of SSD. `sweep` carries a head's states in registers from chunk to chunk. After the sweeps of the backward
+pass, `near` and `far` compute the gradients of B and C and the `flows` of each position: `near` those within its pair
+of chunks, `far` those from the states before the pair and through the gradients of the states after it. From the flows,
+`finish` computes the gradients of dt, A and the bias.
 
-The exponents of decays are summed exactly, as fixed-point integers (units of 2**-31). A decay between two positions then
-depends, to the last bit, on nothing else in the chunk, such as other documents. Both parts of a sum, `high` in units of
-2**-8 and `low`, are exact in fp32, and so are their differences.
+The exponents of decays are summed exactly, as fixed-point integers (units of 2**-31). A decay between two positions
+then depends, to the last bit, on nothing else in the chunk, such as other documents. Both parts of a sum, `high` in
+units of 2**-8 and `low`, are exact in fp32, and so are their differences.
 
-Q: positions of a chunk; W: positions of a pair; P: channels of a head in a program; N: d_state; P and N are padded. WIDE:
-dots are in fp32, as the interpreter needs.
+Q: positions of a chunk; W: positions of a pair; P: channels of a head in a program; N: d_state; P and N are padded.
+WIDE: dots are in fp32, as the interpreter needs.
 
 A loop over heads loads the next head's steps ahead. Triton loads its x, grad_y and states ahead by asynchronous copies
 (num_stages).
@@ -38,8 +38,8 @@ def load(
 def add_up(
     dt, A, bias, steps, dt_batch, dt_row, length, heads, HEADS: tl.constexpr, W: tl.constexpr
 ):
-    """Writes steps (3, batch, heads, pairs, W) of a pair's positions: delta = softplus(dt + bias), and the sum of the decays'
-    exponents over the pair up to each position, in two parts."""
+    """Writes steps (3, batch, heads, pairs, W) of a pair's positions: delta = softplus(dt + bias), and the sum of the
+    decays' exponents over the pair up to each position, in two parts."""
     pair = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     r = tl.arange(0, W)
@@ -77,8 +77,8 @@ def add_up(
 
 @triton.jit
 def documents_of(seq_idx, start, length, r, ROWS: tl.constexpr):
-    """Returns, of ROWS positions, the documents; which positions are in the document of the position before the first; which
-    are in the document of the last; and whether these two documents are the same."""
+    """Returns, of ROWS positions, the documents; which positions are in the document of the position before the first;
+    which are in the document of the last; and whether these two documents are the same."""
     document = r
     goes_on = r >= 0
     lasts = r >= 0
@@ -95,8 +95,8 @@ def documents_of(seq_idx, start, length, r, ROWS: tl.constexpr):
 
 @triton.jit
 def steps_of(steps, plane, row, r, W: tl.constexpr):
-    """Returns, of the positions r of a pair, delta, both parts of the exponents' sum up to each, and both parts up to the last
-    of W."""
+    """Returns, of the positions r of a pair, delta, both parts of the exponents' sum up to each, and both parts up to
+    the last of W."""
     steps += row * W
     return (
         tl.load(steps + r),
@@ -109,7 +109,8 @@ def steps_of(steps, plane, row, r, W: tl.constexpr):
 
 @triton.jit
 def decays(high, low, high_end, low_end, goes_on, lasts, through):
-    """Returns the decays from before the first position to each, from each to the last, and from before the first to the last."""
+    """Returns the decays from before the first position to each, from each to the last, and from before the first to
+    the last."""
     from_start = tl.where(goes_on, tl.exp(high + low), 0.0)
     to_end = tl.where(lasts, tl.exp((high_end - high) + (low_end - low)), 0.0)
     total = tl.where(through, tl.exp(high_end + low_end), 0.0)
@@ -118,7 +119,8 @@ def decays(high, low, high_end, low_end, goes_on, lasts, through):
 
 @triton.jit
 def decays_within(high, low, document, r, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr):
-    """Returns the decays from position j to i of a chunk, (i, j), or (j, i) if REVERSE; 0 for later j and other documents."""
+    """Returns the decays from position j to i of a chunk, (i, j), or (j, i) if REVERSE; 0 for later j and other
+    documents."""
     exponents = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     seen = r[:, None] >= r[None, :]
     if REVERSE:
@@ -166,10 +168,10 @@ def sweep(  # noqa: C901, PLR0915
 ):
     """Carries the states (N, P) of a head through a segment of its sequence, from the state `first`.
 
-    LOCAL: starts from zeros and writes the segment's `ends` and `end_decays`, from which the sweeps of other segments start.
-    Otherwise `out` gets the outputs and `states` the state before each pair of chunks, unless they are None. REVERSE: goes
-    backward, with the outputs' gradients as x, C as B and B as C: `out` gets the gradients of x, `states` the gradients of
-    the states after each pair. SHARE: heads of a group.
+    LOCAL: starts from zeros and writes the segment's `ends` and `end_decays`, from which the sweeps of other segments
+    start. Otherwise `out` gets the outputs and `states` the state before each pair of chunks, unless they are None.
+    REVERSE: goes backward, with the outputs' gradients as x, C as B and B as C: `out` gets the gradients of x, `states`
+    the gradients of the states after each pair. SHARE: heads of a group.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     chunks = 2 * tl.cdiv(length, 2 * Q)
@@ -293,8 +295,8 @@ def near(  # noqa: PLR0915
 ):
     """Writes the gradients of B and C through the other positions of a pair, for up to BLOCK heads of a group.
 
-    grad_B, grad_C (blocks of a group's heads, batch, length, groups, d_state) are to be summed over the blocks. flows (batch,
-    heads, pairs, 5, W): see `finish`. All three are fp32.
+    grad_B, grad_C (blocks of a group's heads, batch, length, groups, d_state) are to be summed over the blocks. flows
+    (batch, heads, pairs, 5, W): see `finish`. All three are fp32.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
@@ -387,10 +389,11 @@ def far(  # noqa: PLR0915
     N: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Writes the gradients of B and C through the states, for ROWS of a pair's positions and up to BLOCK heads of a group.
+    """Writes the gradients of B and C through the states, for ROWS of a pair's positions and up to BLOCK heads of a
+    group.
 
-    entering, leaving: the states before the pair, and the gradients of the states after it. Programs of the same pair are
-    neighbours, so that both are read from memory once. grad_B, grad_C, flows: as in `near`.
+    entering, leaving: the states before the pair, and the gradients of the states after it. Programs of the same pair
+    are neighbours, so that both are read from memory once. grad_B, grad_C, flows: as in `near`.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
@@ -489,13 +492,13 @@ def finish(
     heads,
     W: tl.constexpr,
 ):
-    """Writes grad_dt (batch, length, heads), and totals (3, batch, pairs, heads), this pair's part of the gradients of A, the
-    bias and D.
+    """Writes grad_dt (batch, length, heads), and totals (3, batch, pairs, heads), this pair's part of the gradients of
+    A, the bias and D.
 
-    `flows` has five products with the gradients for each position: from its input to the pair's outputs; from the pair's
-    inputs to its output; from its input to its own output through D, without the factor D; from earlier pairs to its output,
-    and for the last position also from earlier to later pairs; from its input to later pairs. The flows of an input are
-    without its factor delta, the flows to an output include delta.
+    `flows` has five products with the gradients for each position: from its input to the pair's outputs; from the
+    pair's inputs to its output; from its input to its own output through D, without the factor D; from earlier pairs to
+    its output, and for the last position also from earlier to later pairs; from its input to later pairs. The flows of
+    an input are without its factor delta, the flows to an output include delta.
     """
     head = tl.program_id(0)
     pair = tl.program_id(1)
@@ -513,8 +516,8 @@ def finish(
     kept = tl.load(flow + 4 * W)
     delta = tl.load(steps + row * W + r)
 
-    # delta[t] A is in the exponent of each decay over position t, from an earlier input to a later output. The flow over t
-    # within the pair is the flow from earlier inputs minus the flow to earlier outputs.
+    # delta[t] A is in the exponent of each decay over position t, from an earlier input to a later output. The flow over
+    # t within the pair is the flow from earlier inputs minus the flow to earlier outputs.
     passing = tl.where(
         r[:, None] >= r[None, :], read[:, None], (delta * (outflow + kept) - inflow)[:, None]
     )
