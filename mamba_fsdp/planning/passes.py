@@ -112,7 +112,7 @@ class NoRanks(ContextGroup):
 
 @contextlib.contextmanager
 def no_kernels() -> Iterator[None]:
-    """Lets operators run on the meta device."""
+    """Returns a context manager in which operators run on the meta device, without their kernels."""
     modules: Any = sys.modules
     kept = {name: modules[name] for name in KERNEL_MODULES if name in modules}
     modules.update(dict.fromkeys(KERNEL_MODULES, NoKernel()))
