@@ -1,11 +1,11 @@
-/* What the C operators share: the two number types, exp2 and log1p that compilers turn into vector code, loading and
- * storing, and flush-to-zero. Compiled once per pair of types:
- *   REAL   what is calculated in: float or double
- *   IO     what activations and their gradients are stored in: float, double or bfloat16
+/* The common part of the C operators: the two number types, exp2 and log1p that compilers vectorise, loading and storing,
+ * and flush-to-zero. It is compiled once per pair of types:
+ *   REAL   the type of calculations: float or double
+ *   IO     the type in which activations and their gradients are stored: float, double or bfloat16
  *
  * Activations are (batch, length, channels), channels contiguous; a `row` argument is the distance between positions in
- * elements, so that a slice of a wider tensor needs no copy. Channels are worked on LANES at a time: loops over lanes
- * have a constant count and are what the compiler vectorises.
+ * elements, so that a slice of a wider tensor needs no copy. LANES channels are computed at a time: loops over lanes
+ * have a constant count, so that the compiler vectorises them.
  */
 #include <math.h>
 #include <stdint.h>
@@ -27,10 +27,10 @@ static inline real fast_log1p(real x) { return log1p(x); }
 typedef float real;
 #define LOG2E 1.44269504f
 
-/* 2^x for x <= 0, to 1e-7; 0 below 2^-127; a NaN stays one. Rounds by adding 1.5 * 2^23, then a polynomial for the
- * fraction (a Chebyshev fit of (2^r - 1) / r on [-0.5, 0.5]) and the whole part straight into the exponent's bits.
- * The bound is a variable that others could change, so that the compiler does not know its value: it would treat the two
- * sides of a known bound one by one, at six instructions instead of one. */
+/* Returns 2^x for x <= 0, to 1e-7; 0 below 2^-127; NaN for NaN. It rounds by adding 1.5 * 2^23, computes the fraction with
+ * a polynomial (a Chebyshev fit of (2^r - 1) / r on [-0.5, 0.5]), and puts the whole part into the exponent's bits.
+ * The bound is a weak variable, so that the compiler does not know its value: with a known bound it would compile both
+ * sides separately, to six instructions instead of one. */
 __attribute__((weak)) float lowest_exponent = -127.f;
 
 static inline real fast_exp2(real x)
@@ -49,7 +49,7 @@ static inline real fast_exp2(real x)
     return p * scale.value;
 }
 
-/* log(1 + x) for x in [0, 1], as 2 atanh(x / (2 + x)): accurate for the smallest x too. */
+/* Returns log(1 + x) for x in [0, 1], as 2 atanh(x / (2 + x)), which is accurate for the smallest x too. */
 static inline real fast_log1p(real x)
 {
     float s = x / (2.f + x), w = s * s;
@@ -94,7 +94,7 @@ static inline real from_io(io x) { return x; }
 static inline io to_io(real x) { return x; }
 #endif
 
-/* `lanes` channels into LANES, the rest 0. */
+/* Loads `lanes` channels into LANES; the rest is 0. */
 static inline void load_lanes(real *to, const io *from, int lanes)
 {
     if (lanes == LANES) {
@@ -122,7 +122,7 @@ static inline void store_lanes(io *to, const real *from, int lanes)
     }
 }
 
-/* Denormal numbers, which decayed states become, are up to a hundred times slower than others: treat them as 0. */
+/* Treats denormal numbers as 0: decayed states become denormal, which is up to a hundred times slower. */
 static inline unsigned flush_denormals(void)
 {
 #if defined(__SSE__)

@@ -1,6 +1,6 @@
-/* The causal convolution with SiLU (formula: __init__.py). A task is one row of the batch and STEPS
- * positions, all channels. Gradients of weight and bias are written per task and added up by the caller: so results do not
- * depend on the number of threads.
+/* The causal convolution with SiLU (formula: __init__.py). A task is one row of the batch and STEPS positions with all
+ * channels. Gradients of weight and bias are written per task and added up by the caller, so that results do not depend on
+ * the number of threads.
  */
 #include "cpp.h"
 
@@ -26,10 +26,10 @@ static int visible(const struct conv *s, int64_t row, int64_t t)
 
 static const io *input(const struct conv *s, int64_t row, int64_t t) { return s->x + (row * s->length + t) * s->x_row; }
 
-/* The taps that position t - k is multiplied with. */
+/* Returns the taps by which position t - k is multiplied. */
 static const real *taps(const struct conv *s, int k) { return s->taps + (s->width - 1 - k) * s->channels; }
 
-/* The convolution before SiLU at one position: (channels). */
+/* Computes the convolution before SiLU at one position, (channels). */
 static void convolve(const struct conv *s, int64_t row, int64_t t, real *restrict out)
 {
     const int count = visible(s, row, t);
@@ -52,9 +52,9 @@ static void forward_block(const struct conv *s, int64_t row, int64_t start, int6
     }
 }
 
-/* A position's gradient reaches the inputs up to width - 1 before it, so the last ones of the block ask for the first
- * positions behind the block too; their part in the gradient of the taps belongs to the next block. `ring` is (width,
- * channels): row t % width gathers the gradient of x[t], and is whole once t + width - 1 has added its part. */
+/* Computes the gradients of one block. A position's gradient reaches inputs up to width - 1 before it, so that the block's
+ * last inputs need the first positions after the block too; these add to the taps' gradient only in the next block. `ring`
+ * is (width, channels): row t % width sums the gradient of x[t], which is complete once t + width - 1 has added its part. */
 static void backward_block(const struct conv *s, int64_t row, int64_t start, int64_t end, real *restrict grad,
                            real *restrict ring, real *restrict grad_taps)
 {
@@ -73,7 +73,7 @@ static void backward_block(const struct conv *s, int64_t row, int64_t start, int
             }
             for (int k = 0; k <= visible(s, row, t); k++) {
                 const real *tap = taps(s, k);
-                if (t - k >= start) { /* before the block: the gradient belongs to the block before */
+                if (t - k >= start) { /* gradients of earlier inputs belong to the previous block */
                     real *restrict grad_x = ring + (t - k) % width * channels;
 #pragma omp simd
                     for (int64_t c = 0; c < channels; c++) grad_x[c] += grad[c] * tap[c];
@@ -102,7 +102,7 @@ static void backward_block(const struct conv *s, int64_t row, int64_t start, int
 
 int64_t conv_steps(void) { return STEPS; }
 
-/* Returns 0, or 1 when there is no memory. */
+/* Returns 0, or 1 without enough memory. */
 static int each_block(const struct conv *s, int backward)
 {
     const int64_t blocks = (s->length + STEPS - 1) / STEPS;

@@ -1,10 +1,10 @@
 /* The selective scan (formula: __init__.py). States are (d_state, d_inner), lanes last.
  *
- * A task is one row of the batch and one group of channels; it walks the row in chunks of STEPS positions, and in each
- * chunk its channels LANES at a time. The forward pass keeps the state at each chunk's entry; the backward pass walks the
- * chunks last one first and recomputes the states of one chunk from its entry. Sums over the channels of a group are
- * written per group, sums over positions per row, and added up by the caller: so results do not depend on the number of
- * threads.
+ * A task is one row of the batch and one group of channels. It goes through the row in chunks of STEPS positions, and in
+ * each chunk through its channels, LANES at a time. The forward pass keeps the state at each chunk's entry. The backward
+ * pass goes through the chunks from the last to the first and recomputes the states of a chunk from its entry. Sums over
+ * the channels of a group are written per group, sums over positions per row, and added up by the caller, so that results
+ * do not depend on the number of threads.
  */
 #include "cpp.h"
 
@@ -27,7 +27,7 @@ struct scan {
     real *grad_A, *grad_D, *grad_bias;            /* (batch, d_state, d_inner), (batch, d_inner), (batch, d_inner) */
 };
 
-/* Where one task works: a row of the batch, channels from `channel`, `lanes` of them, positions from `start`. */
+/* The place of a task: a row of the batch, `lanes` channels from `channel`, positions from `start`. */
 struct place {
     int64_t row, start, channel;
     int steps, lanes;
@@ -66,9 +66,9 @@ static void load_tile(const struct scan *s, struct place p, struct tile *tile)
     }
 }
 
-/* One position: h = exp2(delta A) h + x B, y = C . h, with A times log2(e). With `keep`, a constant at each call, the decay
- * goes to `decay` for the backward pass. Sums here and below are local arrays whose address goes nowhere else: only then
- * do compilers hold them in registers. */
+/* Computes one position: h = exp2(delta A) h + x B, y = C . h, with A times log2(e). With `keep`, a constant at each call,
+ * the decay is written to `decay` for the backward pass. Sums here and below are local arrays whose address is passed
+ * nowhere: only then do compilers keep them in registers. */
 static inline void step(int keep, int64_t d_state, const real *A, const real *delta, const real *x, const io *B, const io *C,
                         const real *before, real *after, real *decay, real *y)
 {
@@ -130,7 +130,7 @@ static void forward_lanes(const struct scan *s, struct place p, real *scratch)
     copy_state(state, s->d_inner, h, LANES, s->d_state, p.lanes);
 }
 
-/* One chunk of one set of lanes, backwards. grad_B, grad_C (STEPS, d_state, LANES) are added to. */
+/* Computes the backward pass of one chunk and one set of lanes. Adds to grad_B, grad_C (STEPS, d_state, LANES). */
 static void backward_chunk(const struct scan *s, struct place p, real *scratch, real *grad_B, real *grad_C)
 {
     const int64_t slab = s->d_state * LANES, chunks = (s->length + STEPS - 1) / STEPS;
@@ -202,7 +202,7 @@ static void backward_chunk(const struct scan *s, struct place p, real *scratch, 
     }
 }
 
-/* Sums over the lanes: (count, LANES) -> (count). */
+/* Sums over the lanes, (count, LANES) -> (count). */
 static void sum_lanes(real *to, real *values, int64_t count)
 {
     for (int64_t k = 0; k < count; k++, values += LANES) {
@@ -235,7 +235,7 @@ static void backward_group(const struct scan *s, int64_t row, int64_t group, rea
 int64_t scan_steps(void) { return STEPS; }
 int64_t scan_group(void) { return GROUP; }
 
-/* Both return 0, or 1 when there is no memory. */
+/* Both functions return 0, or 1 without enough memory. */
 int scan_forward(const struct scan *s)
 {
     const int64_t blocks = (s->d_inner + LANES - 1) / LANES;
