@@ -114,7 +114,7 @@ def check_run_folder(settings: TrainConfig) -> None:
     if differing:
         raise UserError(
             f"{folder} holds another run: {_listed(differing)}; name a folder for this one, as in "
-            f"save_ckpt_path={folder}-2; to resume that one, give its settings again"
+            f"save_ckpt_path={folder}-2; to resume the other run, give its settings again"
         )
 
 

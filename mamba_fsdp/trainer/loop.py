@@ -79,7 +79,7 @@ class StepUnderWay:
 
     batches: list[Batch]
     learning_rate: float
-    save_stage: tuple[int, Phase] | None  # of the save that `is_writing` of this step is about
+    save_stage: tuple[int, Phase] | None  # of the save under way when the step began
     read_numbers: Callable[[], list[float]]  # waits for the device
 
 

@@ -169,8 +169,8 @@ def choose_backends(
 
 
 def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
-    """Warns if the expected memory hardly fits a GPU, or that of all local ranks hardly fits a machine of CPUs. Raises
-    UserError if it can't fit a GPU."""
+    """Prints a warning if the expected memory is more than a GPU has or, on CPUs, if the machine's ranks need much of its
+    memory. Raises UserError if a GPU certainly can't hold it."""
     there = machine_at_hand().memory * 1e9
     needed = sum(memory.values())
     on_gpu = world.device.type == "cuda"

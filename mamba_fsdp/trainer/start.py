@@ -157,7 +157,7 @@ def check_of_model(settings: TrainConfig, origin: Origin) -> Check:
         resolve.check_same_model(settings, model, str(checkpoint), remedy)
         if saved.optimizer != settings.optimizer.optimizer:
             raise UserError(
-                f"{checkpoint} holds the state of optimizer={saved.optimizer}; give that again, or begin another run "
+                f"{checkpoint} holds the state of optimizer={saved.optimizer}; give this optimizer again, or begin another run "
                 f"with its weights: init_from={checkpoint}"
             )
 

@@ -52,5 +52,5 @@ def _give_up(minutes: float, rank: int) -> None:
     with contextlib.suppress(OSError):
         if heart.if_stuck:
             heart.if_stuck()
-    leave_for_torchrun(UserError(f"{wrong}; where its threads stood is above"))
+    leave_for_torchrun(UserError(f"{wrong}; the stacks of its threads are printed above"))
     os._exit(1)
