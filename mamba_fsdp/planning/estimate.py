@@ -20,7 +20,7 @@ from mamba_fsdp.run_layout import CHECKPOINT_BYTES
 from mamba_fsdp.settings.train_config import TrainConfig
 
 TRIED_SHARES = ("1", "1/2", "1/4", "0")  # of blocks that recompute; the least memory first
-TRIED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # micro-batches of a device
+TRIED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sizes of a micro-batch
 
 
 @dataclass(frozen=True)
