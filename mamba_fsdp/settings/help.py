@@ -44,21 +44,21 @@ class Option:
     def lines(self, is_brief: bool) -> list[str]:
         """Returns the lines with its name, default and meaning; is_brief: only the meaning's first
         sentence."""
-        told = self.meaning
+        text = self.meaning
         if is_brief:
-            told = first_sentence(told)
+            text = first_sentence(text)
         else:
-            told += f" ({takes(self.leaf)})"
+            text += f" ({takes(self.leaf)})"
             if self.elsewhere:
-                told += f" Elsewhere: {', '.join(self.elsewhere)}."
-        return wrapped(told, f"  --{self.leaf.name}={shown(default(self.leaf))}  ", MEANING_AT)
+                text += f" Elsewhere: {', '.join(self.elsewhere)}."
+        return wrapped(text, f"  --{self.leaf.name}={shown(default(self.leaf))}  ", MEANING_AT)
 
     def names(self) -> str:
         return words_of(self.leaf.name, *self.elsewhere)
 
     def is_about(self, words: Sequence[str]) -> bool:
-        told = self.names() + words_of(self.meaning)
-        return all(word in told for word in words)
+        text = self.names() + words_of(self.meaning)
+        return all(word in text for word in words)
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Page:
         """Returns the page for the answer of `asked_for`. Raises UserError if no option is about the
         words."""
         if asked not in ("", "all") and self.sections:
-            return "\n".join(self.found(asked))
+            return "\n".join(self.matching(asked))
         is_brief = bool(self.usual) and not asked
         lines = [self.opening.strip()]
         for section, kind in self.sections.items():
@@ -90,7 +90,7 @@ class Page:
             lines += ["", *wrapped("--help=all shows all options, --help=WORD those about a word.")]
         return "\n".join(lines)
 
-    def found(self, asked: str) -> list[str]:
+    def matching(self, asked: str) -> list[str]:
         """Returns the lines on the options about the words `asked`; options with most of the words in their names come
         first."""
         words = [f" {word.removesuffix('s')}" for word in words_of(asked).split()]
@@ -101,13 +101,13 @@ class Page:
         options = [
             option for kind in self.sections.values() for option in self.options(kind, entries)
         ]
-        found = [option for option in options if words and option.is_about(words)]
-        if not found:
+        matching = [option for option in options if words and option.is_about(words)]
+        if not matching:
             names = [name for option in options for name in (option.leaf.name, *option.elsewhere)]
             hint = near_name(asked, names, "--help=all lists all", "--help=")
             raise UserError(f"--help={asked}: no option is about that; {hint}")
-        found.sort(key=lambda option: -sum(word in option.names() for word in words))
-        return [line for option in found for line in option.lines(is_brief=False)]
+        matching.sort(key=lambda option: -sum(word in option.names() for word in words))
+        return [line for option in matching for line in option.lines(is_brief=False)]
 
     def options(self, kind: type, entries: Mapping[str, Any]) -> list[Option]:
         """Returns the options of the dataclass `kind`. entries: words of other programs."""

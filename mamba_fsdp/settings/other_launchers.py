@@ -69,17 +69,17 @@ class Entry:
         ValueError for a value that is not possible here."""
         if self.convert:
             return CONVERSIONS[self.convert](str(text))
-        known = {*self.values, *self.refused}
-        value = plain(text, known)
-        if value not in known:
+        spellings = {*self.values, *self.refused}
+        value = plain(text, spellings)
+        if value not in spellings:
             value = ANY
         if value in self.refused:
             raise ValueError(self.refused[value])
         if value not in self.values:
             raise ValueError(self._expected())
-        ours = self.values[value]
-        if ours != ANY:
-            return ours
+        meant = self.values[value]
+        if meant != ANY:
+            return meant
         if isinstance(text, Mapping):
             raise ValueError("expected a value, not settings")
         return text
@@ -96,19 +96,19 @@ def meaning(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
     """Returns (value, note) for `key`=`text`: the value is text for `entry.setting`, or None if it changes nothing; the
     note is for the log, or "" if name and value are the same here. Raises UserError, which names the replacement."""
     name = key.rpartition(".")[2]
-    said = f"{name}={'...' if isinstance(text, list) else text}"
+    written = f"{name}={'...' if isinstance(text, list) else text}"
     try:
         value = entry.translate(text)
     except ValueError as error:
-        raise UserError(f"{said}: {error}") from None
+        raise UserError(f"{written}: {error}") from None
     if value is None or not entry.setting:
         why = f": {entry.why}" if entry.why else ""
-        return None, f"{said} changes nothing here{why}"
+        return None, f"{written} changes nothing here{why}"
     note = ""
     unchanged = str(text).lower() == str(value).lower()
     if not unchanged or entry.setting != name:
         implied = "".join(f", {name}={usual} unless given" for name, usual in entry.also.items())
-        note = f"{said} is {entry.setting}={shown(value)} here{implied}"
+        note = f"{written} is {entry.setting}={shown(value)} here{implied}"
     return value, note
 
 

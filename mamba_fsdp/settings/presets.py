@@ -47,11 +47,11 @@ def preset(name: str) -> dict[str, Any]:
     (fms-fsdp's shorter context, which is seq_length here), case and the choice between - and _ don't
     matter. Raises UserError, which suggests the nearest name.
     """
-    known = SPELLINGS.get(plain(name))
-    if known is None:
+    spelled = SPELLINGS.get(plain(name))
+    if spelled is None:
         hint = near_name(name, PRESETS, f"choose one of {', '.join(PRESETS)}")
         raise UserError(f"model_name={name}: there is no such preset; {hint}")
-    return {"model_name": known, **PRESETS[known]}
+    return {"model_name": spelled, **PRESETS[spelled]}
 
 
 def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
@@ -60,10 +60,10 @@ def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
     because a recipe for training from scratch would spoil trained weights."""
     organisation, _, _ = model_name.partition("/")
     others = RECIPES["others"]
-    found = RECIPES.get(plain(organisation), RECIPES.get(plain(model_name), others))
+    chosen = RECIPES.get(plain(organisation), RECIPES.get(plain(model_name), others))
     if from_weights:
-        return others | {"seq_length": found["seq_length"]}
-    return found
+        return others | {"seq_length": chosen["seq_length"]}
+    return chosen
 
 
 def title(model: ModelConfig) -> str:

@@ -24,7 +24,7 @@ class Clock:
         self.together = now  # when all ranks last knew the sums of a step
         self.own = [0.0] * ranks  # each rank's own seconds since the last report
         self.data_wait = 0.0  # seconds of waiting for data since the last report
-        self.told = 0.0  # seconds that new_seconds has returned so far
+        self.returned_seconds = 0.0  # seconds that new_seconds has returned so far
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -38,9 +38,9 @@ class Clock:
 
     def new_seconds(self) -> float:
         """Returns the seconds of training steps since the last call."""
-        before = self.told
-        self.told = time.perf_counter() - self.began
-        return self.told - before
+        before = self.returned_seconds
+        self.returned_seconds = time.perf_counter() - self.began
+        return self.returned_seconds - before
 
     def own_seconds(self) -> float:
         """Returns this rank's own seconds; call it right before the next forward pass."""

@@ -153,17 +153,20 @@ class FirstUse:
 
     def circumstances(self) -> dict[str, Any]:
         """Returns everything that decides which backends are correct and fast."""
-        found = {"GPU": self.device_name(), "ptxas": os.environ.get("TRITON_PTXAS_PATH", "")}
+        circumstances = {
+            "GPU": self.device_name(),
+            "ptxas": os.environ.get("TRITON_PTXAS_PATH", ""),
+        }
         with contextlib.suppress(OSError):
-            found["driver"] = Path("/proc/driver/nvidia/version").read_text()
+            circumstances["driver"] = Path("/proc/driver/nvidia/version").read_text()
         for package in ("torch", "triton", "mamba-ssm", "causal-conv1d"):
             with contextlib.suppress(metadata.PackageNotFoundError):
-                found[package] = metadata.version(package)
+                circumstances[package] = metadata.version(package)
         code = hashlib.sha256()
         for room in ("ops", "model"):
             for source in sorted(Path(__file__).parents[1].glob(f"{room}/**/*.py")):
                 code.update(source.read_bytes())
-        return found | {
+        return circumstances | {
             "code": code.hexdigest()[:16],
             "kernels": self.kernels,
             "uses": repr(self.uses),
@@ -277,25 +280,25 @@ class FirstUse:
         sums = []
         for layer in self.layers:
             try:
-                found = self.measure(layer, backends)
-                repeats = not self.deterministic or self.measure(layer, backends) == found
+                measured = self.measure(layer, backends)
+                repeats = not self.deterministic or self.measure(layer, backends) == measured
             except Exception as error:  # of a compiler, a driver or a library
                 raise self.explained(error) from error
-            if found.error > found.bound:
-                off = f"off by {found.error:.1g} of its largest value"
-                raise UserError(f"{found.worst} is {off}; {found.bound:.1g} is allowed")
+            if measured.error > measured.bound:
+                off = f"off by {measured.error:.1g} of its largest value"
+                raise UserError(f"{measured.worst} is {off}; {measured.bound:.1g} is allowed")
             if not repeats:
                 raise UserError("its results do not repeat bit for bit")
-            sums += found.sums
+            sums += measured.sums
         return sums
 
     def explained(self, error: Exception) -> UserError:
-        said = f"{type(error).__name__}: {first_line(error)}"
+        message = f"{type(error).__name__}: {first_line(error)}"
         try:
             self.synchronize()
         except RuntimeError:
-            return Unusable(f"{said}, and the GPU is lost to this process; start again")
-        return UserError(said)
+            return Unusable(f"{message}, and the GPU is lost to this process; start again")
+        return UserError(message)
 
     def prove(self, record: Record, path: Path | None = None) -> Reasons:
         """Returns the backends that failed, and why. path: where the record is written before each trial."""
@@ -390,10 +393,10 @@ class FirstUse:
         record = Record(self.circumstances(), under_way=record.under_way)
         identity = hashlib.sha256(repr(record.made_for).encode()).hexdigest()
         shared = folder.parent / CACHES / "kernels" / f"{identity[:16]}.json"
-        found = Record.read(shared)
-        if found:
-            found.write(own)
-            return found, f"chosen for an earlier run ({shared})"
+        earlier = Record.read(shared)
+        if earlier:
+            earlier.write(own)
+            return earlier, f"chosen for an earlier run ({shared})"
         choice = self.fastest(record, self.prove(record, own), own)
         record.backends = choice.backends
         record.passed = choice.passed
@@ -475,5 +478,5 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendCh
             "kernels are then chosen again, and results differ in their last bits"
         ) from None
     seconds = time.perf_counter() - began
-    said = f"{origin}; correct on all {world.size} ranks, {seconds:.1f} s"
-    return BackendChoice(record.backends, record.passed), said
+    summary = f"{origin}; correct on all {world.size} ranks, {seconds:.1f} s"
+    return BackendChoice(record.backends, record.passed), summary

@@ -107,9 +107,9 @@ def take_step(
     gradient_scale = loss_scale.value / schedule.tokens_per_step
     loss_sum = accumulate_gradients(context.parallel, context.optimizer, batches, gradient_scale)
 
-    told = StepStats.told_by_host(world, stop.look(), is_writing, own_seconds)
+    host_numbers = StepStats.pack_host_numbers(world, stop.look(), is_writing, own_seconds)
     squares = context.parallel.gradient_squares()
-    sums = sum_over_ranks(world, loss_sum, squares, counted, told)
+    sums = sum_over_ranks(world, loss_sum, squares, counted, host_numbers)
 
     multiple = schedule.tokens_per_step / loss_scale.value
     loss, gradient_norm, factor = mean_loss_and_norm(sums, multiple)
@@ -127,7 +127,7 @@ def take_step(
     )
     loss_scale.update(applied)
     numbers = StepStats.pack(
-        loss, gradient_norm, applied, loss_scale.value, loss_scale.good_steps, sums.told
+        loss, gradient_norm, applied, loss_scale.value, loss_scale.good_steps, sums.host_numbers
     )
     return StepUnderWay(batches, learning_rate, save_stage, world.start_copy_to_host(numbers))
 

@@ -60,11 +60,13 @@ class LossScale:
 
     def __init__(self, state: TrainState, device: torch.device, *, dynamic: bool) -> None:
         self.dynamic = dynamic
-        known = (1.0, 0)
+        value_and_steps = (1.0, 0)
         if dynamic:
             state.loss_scale = state.loss_scale or 2.0**16
-            known = (state.loss_scale, state.loss_scale_good_steps)
-        self.value, self.good_steps = torch.tensor(known, dtype=torch.float64, device=device)
+            value_and_steps = (state.loss_scale, state.loss_scale_good_steps)
+        self.value, self.good_steps = torch.tensor(
+            value_and_steps, dtype=torch.float64, device=device
+        )
 
     def update(self, applied: torch.Tensor) -> None:
         """Adapts the scale after a step. applied: 0-dim; 0 if a gradient was not finite."""

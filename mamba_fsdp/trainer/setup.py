@@ -171,19 +171,19 @@ def choose_backends(
 def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
     """Prints a warning if the expected memory is more than a GPU has or, on CPUs, if the machine's ranks need much of its
     memory. Raises UserError if a GPU certainly can't hold it."""
-    there = machine_at_hand().memory * 1e9
+    available = machine_at_hand().memory * 1e9
     needed = sum(memory.values())
     on_gpu = world.device.type == "cuda"
-    if on_gpu and needed > LARGEST_ERROR * there:
+    if on_gpu and needed > LARGEST_ERROR * available:
         raise UserError(
-            f"this needs at least {with_unit(needed, 'B')} of a GPU, which has {with_unit(there, 'B')}: {TAKES_LESS}"
+            f"this needs at least {with_unit(needed, 'B')} of a GPU, which has {with_unit(available, 'B')}: {TAKES_LESS}"
         )
-    if on_gpu and needed > there:
-        say(f"warning    the GPU has only {with_unit(there, 'B')}: {TAKES_LESS}")
+    if on_gpu and needed > available:
+        say(f"warning    the GPU has only {with_unit(available, 'B')}: {TAKES_LESS}")
     on_machine = needed * world.local_size
-    if not on_gpu and on_machine > 0.4 * there:
+    if not on_gpu and on_machine > 0.4 * available:
         say(
-            f"warning    {with_unit(on_machine, 'B')} of the machine's {with_unit(there, 'B')}: {TAKES_LESS}"
+            f"warning    {with_unit(on_machine, 'B')} of the machine's {with_unit(available, 'B')}: {TAKES_LESS}"
         )
 
 

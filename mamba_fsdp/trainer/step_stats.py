@@ -10,12 +10,14 @@ from mamba_fsdp.parallel.world import World
 
 @dataclass
 class StepSums:
-    """The sums of the ranks' numbers: fp64 on the device, 0-dim except for `told`."""
+    """The sums of the ranks' numbers: fp64 on the device, 0-dim except for `host_numbers`."""
 
     loss: torch.Tensor  # of the labels that count, in nats
     gradient_squares: torch.Tensor  # of the gradient that the backward passes left
     counted: torch.Tensor  # labels that count, or the sum of their weights
-    told: torch.Tensor  # (n,): the other numbers that the hosts share, see StepStats.told_by_host
+    host_numbers: (
+        torch.Tensor
+    )  # (n,): the other numbers that the hosts share, see StepStats.pack_host_numbers
 
 
 def sum_over_ranks(
@@ -23,11 +25,11 @@ def sum_over_ranks(
     loss_sum: torch.Tensor,
     gradient_squares: torch.Tensor,
     counted: float,
-    told: list[float],
+    host_numbers: list[float],
 ) -> StepSums:
     """Returns the sums from the one small collective of a step, which all ranks call. The host knows
-    the numbers `counted` and `told`; the tensors are on the device. The host does not wait."""
-    known_to_host = world.copy_to_device([counted, *told])
+    the numbers `counted` and `host_numbers`; the tensors are on the device. The host does not wait."""
+    known_to_host = world.copy_to_device([counted, *host_numbers])
     on_device = torch.stack([loss_sum.double(), gradient_squares])
     sums = world.all_reduce_sum(torch.cat([on_device, known_to_host]))
     return StepSums(sums[0], sums[1], sums[2], sums[3:])
@@ -49,7 +51,7 @@ class StepStats:
     FIXED = 7  # numbers before seconds_per_rank
 
     @staticmethod
-    def told_by_host(
+    def pack_host_numbers(
         world: World, stop_requested: bool, is_writing: bool, own_seconds: float
     ) -> list[float]:
         """Returns the numbers that this rank's host adds to the step's collective."""
@@ -64,12 +66,12 @@ class StepStats:
         applied: torch.Tensor,
         loss_scale: torch.Tensor,
         loss_scale_good_steps: torch.Tensor,
-        told: torch.Tensor,
+        host_numbers: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the numbers as one tensor on the device. told: the sums over ranks of
-        `told_by_host`."""
+        """Returns the numbers as one tensor on the device. host_numbers: the sums over ranks of
+        `pack_host_numbers`."""
         on_device = [loss, gradient_norm, applied, loss_scale, loss_scale_good_steps]
-        return torch.cat([torch.stack(on_device), told])
+        return torch.cat([torch.stack(on_device), host_numbers])
 
     @classmethod
     def unpack(cls, numbers: list[float]) -> "StepStats":

@@ -93,9 +93,9 @@ def data_mistakes(settings: TrainConfig) -> list[str]:
 def space_mistakes(settings: TrainConfig) -> list[str]:
     """Returns a sentence if the run folder's file system has no room for the checkpoints to come, else []."""
     folder = os.path.abspath(settings.checkpoint.save_ckpt_path)
-    there = len(committed(Path(folder, CHECKPOINTS)))
+    checkpoints = len(committed(Path(folder, CHECKPOINTS)))
     # One more than are kept: the oldest is removed once the newest is committed.
-    to_come = max(1, settings.checkpoint.keep_checkpoints + 1 - there)
+    to_come = max(1, settings.checkpoint.keep_checkpoints + 1 - checkpoints)
     needed = to_come * CHECKPOINT_BYTES * parameter_count(settings.model)
     free = shutil.disk_usage(folder).free
     if free >= needed:
@@ -119,8 +119,8 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
         if path.is_file():
             reports[node] = json.loads(path.read_text())
     for index, (node, content) in enumerate(reports.items()):
-        found = content["findings"]
-        print(f"node {index}     {node}: {found['GPUs']['text']}, {found['EFA']['text']}")
+        findings = content["findings"]
+        print(f"node {index}     {node}: {findings['GPUs']['text']}, {findings['EFA']['text']}")
     problems = [
         Problem(2, f"{node}: {sentence}")
         for node, content in reports.items()
