@@ -30,6 +30,7 @@ from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage import (
     delete,
+    from_json,
     hidden_beside,
     list_hidden_beside,
     move,
@@ -94,8 +95,8 @@ class Look:
 
     def holder(self) -> Holder | None:
         """Returns None where the file is still being written, was cut short by a crash, or is damaged."""
-        with contextlib.suppress(ValueError, TypeError):
-            return Holder(**parse_object(self.content))
+        with contextlib.suppress(ValueError):
+            return from_json(Holder, parse_object(self.content))
         return None
 
     def has_ended(self) -> bool:
