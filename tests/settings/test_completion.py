@@ -9,20 +9,22 @@ from tests.support.processes import run_program, write_program
 COMMAND = '#!/bin/sh\nexec {python} -m mamba_fsdp "$@"\n'
 
 
-@pytest.mark.parametrize(
-    "words, found",
-    [
-        (["ge"], ["generate"]),
-        (["generate", "--to"], ["--top_k=", "--top_p=", "--tokenizer="]),
-        (["plan", "--schedule", "="], ["cosine", "wsd", "linear"]),
-        (["plan", "runs/a", "--schedule", "=", "cos"], ["cosine"]),
-        (["plan", "--tracker", "=", "t"], ["tensorboard"]),
-        (["checkpoints", "runs/a", "--verify", "="], ["true", "false"]),
-        (["plan", "--d_model", "="], []),
-        (["nosuch", "--x"], []),
-    ],
-)
-def test_it_completes_names_and_choices(project, tmp_path, words, found):
+COMPLETIONS = {  # words of a line as bash parts them: some of what may end it
+    "ge": "generate",
+    "generate --to": "--top_k= --top_p= --tokenizer=",
+    "plan --schedule =": "cosine wsd linear",
+    "plan runs/a --schedule = cos": "cosine",
+    "plan --tracker = t": "tensorboard",
+    "checkpoints runs/a --verify =": "true false",
+    "plan --d_model =": "",
+    "nosuch --x": "",
+}
+
+
+@pytest.mark.parametrize("line", COMPLETIONS)
+def test_it_completes_names_and_choices(project, tmp_path, line):
+    words = line.split()
+    found = COMPLETIONS[line].split()
     command = write_program(tmp_path / "mamba-fsdp", COMMAND.format(python=sys.executable))
     asked = " ".join(f'"{word}"' for word in [command, *words])
     code = f"""

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -64,32 +65,29 @@ def test_pages_of_verbs_fit_80_columns(verb):
             assert text.isascii() and max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    "asked, first",
-    {
-        "batch size": "batch_size",
-        "BATCH-SIZES": "batch_size",
-        "sequence length": "seq_length",
-        "context length": "seq_length",
-        "checkpoint interval": "checkpoint_interval",
-        "dtype": "mixed_precision",
-        "lr": "learning_rate",
-        "learning rate": "learning_rate",
-        "max_seq_length": "seq_length",
-        "output_dir": "save_ckpt_path",
-        "epochs": "num_epochs",
-        "hidden size": "d_model",
-        "workers": "num_workers",
-        "wandb": "tracker",
-        "gradient accumulation": "gradient_accumulation_steps",
-        "--batch_size": "batch_size",
-    }.items(),
-)
-def test_a_word_finds_its_setting(asked, first):
-    assert first in shown(asked)[:2]
+WORDS = {
+    "batch size": "batch_size",
+    "BATCH-SIZES": "batch_size",
+    "sequence length": "seq_length",
+    "context length": "seq_length",
+    "checkpoint interval": "checkpoint_interval",
+    "dtype": "mixed_precision",
+    "lr": "learning_rate",
+    "learning rate": "learning_rate",
+    "max_seq_length": "seq_length",
+    "output_dir": "save_ckpt_path",
+    "epochs": "num_epochs",
+    "hidden size": "d_model",
+    "workers": "num_workers",
+    "wandb": "tracker",
+    "gradient accumulation": "gradient_accumulation_steps",
+    "--batch_size": "batch_size",
+}
 
 
-def test_a_word_that_needs_no_setting_here_is_explained():
+def test_a_word_finds_its_setting_or_why_there_is_none():
+    for asked, first in WORDS.items():
+        assert first in shown(asked)[:2], asked
     assert settings_page().text("logical shards").startswith("logical shards is no setting here: ")
 
 
@@ -102,43 +100,39 @@ def test_what_nothing_is_about_is_refused_in_a_line(asked):
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("asked", ["lerning_rat", "learningrate"])
-def test_a_typo_is_told_what_may_be_meant(asked):
-    with pytest.raises(UserError, match="did you mean --help=learning_rate"):
-        settings_page().text(asked)
+def test_a_typo_is_told_what_may_be_meant():
+    for asked in ("lerning_rat", "learningrate"):
+        with pytest.raises(UserError, match="did you mean --help=learning_rate"):
+            settings_page().text(asked)
 
 
-@pytest.mark.parametrize(
-    "line, asked",
-    [
-        (["--help"], ""),
-        (["help"], ""),
-        (["-h"], ""),
-        (["runs/a", "--help"], ""),
-        (["--help="], ""),
-        (["--help", "--seed=3"], ""),
-        (["--help=all"], "all"),
-        (["--help=batch size"], "batch size"),
-        (["--help", "batch", "size", "--seed=3"], "batch size"),
-        ([], None),
-        (["help", "x"], None),
-        (["--helper=3"], None),
-    ],
+ASKED = {
+    "--help": "",
+    "help": "",
+    "-h": "",
+    "runs/a --help": "",
+    "--help=": "",
+    "--help --seed=3": "",
+    "--help=all": "all",
+    "'--help=batch size'": "batch size",
+    "--help batch size --seed=3": "batch size",
+    "": None,
+    "help x": None,
+    "--helper=3": None,
+}
+
+
+@pytest.mark.parametrize("line", ASKED)
+def test_what_is_asked(line):
+    assert asked_for(shlex.split(line)) == ASKED[line]
+
+
+COMMANDS = (
+    "training.py,get_dataset.py,-m mamba_fsdp,-m mamba_fsdp generate,-m mamba_fsdp.launch.plan"
 )
-def test_what_is_asked(line, asked):
-    assert asked_for(line) == asked
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "training.py",
-        "get_dataset.py",
-        "-m mamba_fsdp",
-        "-m mamba_fsdp generate",
-        "-m mamba_fsdp.launch.plan",
-    ],
-)
+@pytest.mark.parametrize("command", COMMANDS.split(","))
 def test_help_imports_nothing_that_takes_long(project, command):
     code = (
         "import runpy, sys; sys.argv = sys.argv[1:] + ['--help']\n"

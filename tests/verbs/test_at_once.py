@@ -24,29 +24,27 @@ def ask(project, tmp_path):
     return ask
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ([*VERB, "plan", "--instance=p9"], "--instance=p9: not known"),
-        ([*VERB, "plan", "--tokens=few"], "--tokens=few: expected a whole number"),
-        ([*VERB, "evaluate", "nothing", "data"], "nothing: there is no such file or folder"),
-        ([*VERB, "evaluate", "run", "data"], "run is neither a committed checkpoint nor"),
-        ([*VERB, "generate", "empty"], "empty holds no model"),
-        (
-            [*VERB, "export", "nothing", "out", "--format=gguf"],
-            "--format=gguf: must be one of hf",
-        ),
-        ([*VERB, "export", "nothing", "out", "--dtype=int8"], "--dtype=int8: must be one of fp32"),
-        ([*VERB, "export", "nothing", "out"], "nothing: there is no such file or folder"),
-        (["training.py", "--dataset_path=nothing"], "nothing: no such folder"),
-        (["training.py", "--use_dummy_dataset", "--init_from=empty"], "empty holds no model"),
-    ],
-)
-def test_mistakes(ask, tmp_path, words, said):
+MISTAKES = {
+    "-m mamba_fsdp plan --instance=p9": "--instance=p9: not known",
+    "-m mamba_fsdp plan --tokens=few": "--tokens=few: expected a whole number",
+    "-m mamba_fsdp evaluate nothing data": "nothing: there is no such file or folder",
+    "-m mamba_fsdp evaluate run data": "run is neither a committed checkpoint nor",
+    "-m mamba_fsdp generate empty": "empty holds no model",
+    "-m mamba_fsdp export nothing out --format=gguf": "--format=gguf: must be one of hf",
+    "-m mamba_fsdp export nothing out --dtype=int8": "--dtype=int8: must be one of fp32",
+    "-m mamba_fsdp export nothing out": "nothing: there is no such file or folder",
+    "training.py --dataset_path=nothing": "nothing: no such folder",
+    "training.py --use_dummy_dataset --init_from=empty": "empty holds no model",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(ask, tmp_path, words):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
-    code, told = ask(*words)
-    assert code == 2 and told.startswith(f"error: {said}") and len(told.splitlines()) == 1
+    code, told = ask(*words.split())
+    assert code == 2 and told.startswith(f"error: {MISTAKES[words]}")
+    assert len(told.splitlines()) == 1
 
 
 def test_a_listing_of_checkpoints(ask, used):
