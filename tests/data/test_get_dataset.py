@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,12 +31,15 @@ from mamba_fsdp.data.tokenize import for_validation
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs import tokenize as get_dataset
-from tests.support.corpora import ROOT, command, content, make_texts, read_back, stored_documents
-from tests.support.processes import wait_until
+from tests.support.corpora import content, make_texts, read_back, stored_documents
+from tests.support.processes import run_program, wait_until
+from tests.support.projects import PROJECT
 
 pytestmark = pytest.mark.torch22
 
+# One spells the token that ends documents.
 ODD_TEXTS = ["naïve 日本語 🙂", "  leading space", "two\nlines", 'quote " and, comma', "NA", "12"]
+ODD_TEXTS += ["a page about <|endoftext|> and its use"]
 
 
 CSV_FORMS = {
@@ -139,15 +143,6 @@ def test_a_trained_tokenizer_has_the_eos_that_is_named(prepare, tmp_path):
     assert store.read(0, store.token_count).tokens[-1] == store.eos
 
 
-def test_text_that_spells_the_eos_stays_in_its_document(prepare, tmp_path):
-    text = "a page about <|endoftext|> and its use"
-    (tmp_path / "a.txt").write_text(text)
-    prepare(tmp_path / "a.txt", tmp_path / "out")
-    store = TokenStore(tmp_path / "out" / "train")
-    assert store.document_count == 1 and read_back(store.path) == [text]
-    assert (store.read(0, store.token_count).tokens == store.eos).sum() == 1
-
-
 def test_a_folder_is_walked_links_and_odd_names_too(prepare, tmp_path, capsys):
     root = tmp_path / "in"
     (root / "sub").mkdir(parents=True)
@@ -199,48 +194,42 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
     assert str(tmp_path / "in" / name) in message and reason in message and "\n" not in message
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nowhere.txt"], "error: nowhere.txt: there is no such file or folder"),
-        (["bad/b.jsonl"], "no such file or folder; did you mean a.jsonl?"),
-        (["./nowhere"], "error: ./nowhere: there is no such file or folder"),
-        (["a/b/c"], "error: a/b/c: there is no such file or folder"),
-        (["bad"], "error: bad/a.jsonl: can't be read as json"),
-        (["astray"], "astray/a.txt: can't be read (No such file or directory)"),
-        (["in", "--tokenizer=a/b/c"], "error: a/b/c: there is no such file or folder"),
-        (["in", "--split=test"], "none of that name"),
-        (["in", "--tokenizer=none"], "give the token id that ends documents"),
-        (["in", "--documents=pages"], "write file, lines"),
-        (["in", "--part=2/2"], "--part=2/2"),
-        (["in", "--tokenizer=train:9"], "at least 257"),
-        (["in", "--tokenizer=train:1e12"], "at most 16,777,216"),
-        (["pipe"], "pipe/a.txt: is a pipe or a device"),
-        ([""], "error: : there is no such file or folder"),
-        (["in", "--workers=2"], "there is no such option"),
-        (
-            ["in", "--splits=official"],
-            "not all named after the splits train, validation and test",
-        ),
-        (["in", "in"], "not empty and not made by this program"),
-        (["empty"], "no file named"),
-        (["blank"], "holds no text"),
-    ],
-)
-def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, answer, words, said):
+WRONG_COMMANDS = {
+    "nowhere.txt out": "error: nowhere.txt: there is no such file or folder",
+    "bad/b.jsonl out": "no such file or folder; did you mean a.jsonl?",
+    "./nowhere out": "error: ./nowhere: there is no such file or folder",
+    "a/b/c out": "error: a/b/c: there is no such file or folder",
+    "bad out": "error: bad/a.jsonl: can't be read as json",
+    "astray out": "astray/a.txt: can't be read (No such file or directory)",
+    "in out --tokenizer=a/b/c": "error: a/b/c: there is no such file or folder",
+    "in out --split=test": "none of that name",
+    "in out --tokenizer=none": "give the token id that ends documents",
+    "in out --documents=pages": "write file, lines",
+    "in out --part=2/2": "--part=2/2",
+    "in out --tokenizer=train:9": "at least 257",
+    "in out --tokenizer=train:1e12": "at most 16,777,216",
+    "pipe out": "pipe/a.txt: is a pipe or a device",
+    "'' out": "error: : there is no such file or folder",
+    "in out --workers=2": "there is no such option",
+    "in out --splits=official": "not all named after the splits train, validation and test",
+    "in in": "not empty and not made by this program",
+    "empty out": "no file named",
+    "blank out": "holds no text",
+}
+
+
+@pytest.mark.parametrize("words", WRONG_COMMANDS)
+def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, answer, words):
     monkeypatch.chdir(tmp_path)
-    for name, text in {"in": "some text", "blank": " \n"}.items():
+    for name in ("in", "blank", "empty", "bad", "pipe", "astray"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "a.txt").write_text(text)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "bad").mkdir()
+    (tmp_path / "in/a.txt").write_text("some text")
+    (tmp_path / "blank/a.txt").write_text(" \n")
     (tmp_path / "bad/a.jsonl").write_text("{")
-    (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe/a.txt")
-    (tmp_path / "astray").mkdir()
     (tmp_path / "astray/a.txt").symlink_to("nowhere")
-    code, _, told = answer(get_dataset, words[0], *(words[1:] or ["out"]))
-    assert code == 2 and said in told
+    code, _, told = answer(get_dataset, *shlex.split(words))
+    assert code == 2 and WRONG_COMMANDS[words] in told
     assert told.count("\n") == 1 and told.startswith("error: ")
 
 
@@ -456,7 +445,7 @@ command_line.run(get_dataset.main, get_dataset.page)
 def stopped_by(number, folder, program, words, sign):
     """The exit code and what is said of a program that gets a signal when it has written the file `sign`."""
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(ROOT), *words],
+        [sys.executable, "-c", program, PROJECT, *words],
         cwd=folder,
         stderr=subprocess.PIPE,
         text=True,
@@ -484,7 +473,7 @@ def test_kill_9_and_ctrl_c_resume_to_the_bytes_of_one_run(prepare, tmp_path, tok
         code, said = stopped_by(number, tmp_path, STANDS, words, "saved")
         assert code == expected and "Traceback" not in said
         assert ("out is unfinished; the same command resumes from here" in said) == (code == 130)
-    last = command(*words, cwd=tmp_path)
+    last = run_program(sys.executable, PROJECT / "get_dataset.py", *words, cwd=tmp_path)
     assert last.returncode == 0 and re.search("^resumes behind [1-9]", last.stdout, re.MULTILINE)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     prepare(tmp_path / "a.jsonl", tmp_path / "out", validation_fraction=0.01)
@@ -548,7 +537,6 @@ def test_a_part_that_ends_while_another_puts_all_together_waits_for_that(
 
 def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, texts):
     (tmp_path / "a.jsonl").write_text(as_json_lines(texts))
-    prepare(tmp_path / "a.jsonl", tmp_path / "whole")
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -560,7 +548,7 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
         ):
             prepare(tmp_path / "a.jsonl", tmp_path / "out")
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_back(tmp_path / "out/train") == texts
 
 
 def test_input_that_changed_is_refused(prepare, tmp_path):

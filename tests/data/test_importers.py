@@ -15,7 +15,8 @@ pytestmark = pytest.mark.torch22
 
 EOS, BOS, OTHER = 0, 1, 2
 LONG = [3 + number % 50 for number in range(40_000)]
-IDS = {"tokenizer": "none", "eos_token": str(EOS), "vocab_size": 1 << 17}
+# Of the first vocabulary that two bytes a token do not suffice for.
+IDS = {"tokenizer": "none", "eos_token": str(EOS), "vocab_size": 65_537}
 IDS["strip_tokens"] = [str(BOS)]
 # As written, and what is stored of each.
 DOCUMENTS = [
@@ -72,7 +73,7 @@ def test_documents_are_those_that_were_written(prepare, tmp_path, name):
     prepare(tmp_path / "in", tmp_path / "out", **IDS)
     assert documents_of(tmp_path / "out") == STORED
     store = TokenStore(tmp_path / "out" / "train")
-    assert (store.vocab_size, store.dtype.name) == (1 << 17, "uint32")
+    assert (store.vocab_size, store.dtype.name) == (65_537, "uint32")
     assert store.read(0, store.token_count).positions.max() == len(LONG)
 
 
@@ -87,7 +88,7 @@ def test_datalayout_documents_longer_than_its_positions(
     documents = [[5, EOS], LONG, exact, [7, 8, EOS], LONG[:16_385]]
     (tmp_path / "in").mkdir()
     write_layout(tmp_path / "in" / "a.npy", documents, wraps)
-    prepare(tmp_path / "in", tmp_path / "out", **{**IDS, "vocab_size": 1 << 16})
+    prepare(tmp_path / "in", tmp_path / "out", **{**IDS, "vocab_size": 65_536})
     expected = [each if each[-1] == EOS else [*each, EOS] for each in documents]
     assert documents_of(tmp_path / "out") == expected
     assert TokenStore(tmp_path / "out" / "train").dtype.name == "uint16"

@@ -12,7 +12,6 @@ from mamba_fsdp.data import tokenizer
 from mamba_fsdp.data.tokenize import make_dataset
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from tests.support.corpora import ROOT
 
 
 @pytest.fixture
@@ -46,11 +45,11 @@ def test_a_tokenizer_folder_with_code_runs_none_of_it(evil, monkeypatch, load):
     assert not list(tokenizer.identities_in(Path("evil")))
 
 
-def test_every_call_of_transformers_says_so():
+def test_every_call_of_transformers_says_so(project):
     """What a program is given to load, it loads without code."""
     calls = []
     for place in ("*.py", "mamba_fsdp/**/*.py", "benchmarks/**/*.py"):
-        for path in ROOT.glob(place):
+        for path in project.glob(place):
             code = re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
             for match in re.finditer(r"Auto\w+\.from_(pretrained|config)\b", code):
                 calls.append((path.name, code[match.start() : match.start() + 200]))

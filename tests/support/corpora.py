@@ -1,16 +1,12 @@
-"""What the tests of get_dataset.py share: texts, the command, and what a dataset holds."""
+"""What the tests of get_dataset.py share: texts, and what a dataset holds."""
 
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from mamba_fsdp.data.store import StoreWriter, TokenStore
-from tests.support.processes import run_program
-
-ROOT = Path(__file__).parents[2]
 
 
 def stored_documents(store):
@@ -57,9 +53,3 @@ def content(folder):
         for path in sorted(Path(folder).rglob("*"))
         if path.is_file() and path.parent != Path(folder)
     }
-
-
-def command(*arguments, cwd):
-    """python get_dataset.py ARGUMENTS in a folder."""
-    program = [sys.executable, ROOT / "get_dataset.py"]
-    return run_program(*program, *arguments, cwd=cwd, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
