@@ -1,20 +1,17 @@
 """./1.train.sbatch outside Slurm, with a training program that only counts its steps."""
 
 import os
-import shutil
 import signal
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes import finish, run_program, wait_until, write_program
-from tests.support.projects import starts
-from tests.support.tiny import TINY, as_words
+from tests.support.projects import FOR_EVER, starts
 
 RUN = "--save_ckpt_path=runs/a"
-ENDLESS = [RUN, "--num_steps=9999"]
+ENDLESS = [RUN, FOR_EVER]
 
 
 def launch(project, *settings, cwd=None, **environment):
@@ -34,40 +31,47 @@ def train(project, *settings, **environment):
 
 
 @pytest.mark.slow
-def test_a_rank_for_each_gpu_gets_the_settings_as_they_are(launcher_project, tmp_path):
+def test_each_gpu_has_a_rank_with_the_settings_as_they_are_and_the_first_error_is_said_last(
+    launcher_project, tmp_path
+):
+    """No scratch is left behind."""
     smi = "#!/bin/sh\nfor i in 1 2 3; do echo 'NVIDIA Fake 4GB'; done\n"
-    write_program(tmp_path / "nvidia-smi", smi)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    write_program(tmp_path / "commands/nvidia-smi", smi)
+    (tmp_path / "scratch").mkdir()
+    environment = {
+        "PATH": f"{tmp_path}/commands:{os.environ['PATH']}",
+        "TMPDIR": str(tmp_path / "scratch"),
+        "MAX_RESTARTS": "0",
+        "FAKE": "storage",
+    }
     (launcher_project / 'it\'s "quoted"').touch()
-    words = ["--save_ckpt_path=runs/a b", "--num_steps=1", '--init_from=it\'s "quoted"']
+    words = ["--save_ckpt_path=runs/a b", FOR_EVER, '--init_from=it\'s "quoted"']
     code, output = train(launcher_project, *words, **environment)
-    assert code == 0, output
     begun = starts(launcher_project / "runs/a b")
-    settings = {"save_ckpt_path": "runs/a b", "num_steps": "1", "init_from": 'it\'s "quoted"'}
+    settings = {"save_ckpt_path": "runs/a b", "num_steps": FOR_EVER.partition("=")[2]}
+    settings["init_from"] = 'it\'s "quoted"'
     assert [start["settings"] for start in begun] == [settings] * 3
+    before, last = output.splitlines()[-2:]
+    assert code == 74 and before.startswith("rank 2 on ") and output.count("failed first") == 1
+    assert last == "error: the cause on rank 2"
+    assert not list((tmp_path / "scratch").iterdir())
 
 
-COUNTING = """
-
-_resolve = resolve_settings
-
-def resolve_settings(*words, **more):
-    with open("resolutions", "a") as file:
-        file.write("one\\n")
-    return _resolve(*words, **more)
+INTERRUPTED = """
+def resolve_settings(*_):
+    import os, signal
+    for process in (os.getppid(), os.getpid()):  # a terminal tells both
+        os.kill(process, signal.SIGINT)
 """
 
 
-@pytest.mark.slow
-def test_a_launch_resolves_its_settings_once(launcher_project, project):
-    """The ranks of the real training read what it came to."""
-    shutil.copy(project / "training.py", launcher_project)
-    module = launcher_project / "mamba_fsdp/settings/resolve.py"
-    module.write_text(module.read_text() + COUNTING)
-    words = as_words({**TINY, "eval_interval": 0, "eval_batches": -1, "use_dummy_dataset": True})
-    code, output = train(launcher_project, RUN, *words, PROCESSES_PER_NODE="2")
-    assert code == 0 and "fsdp on 2 x cpu" in output, output
-    assert (launcher_project / "resolutions").read_text() == "one\n"
+def test_ctrl_c_while_the_settings_are_read_ends_at_once(launcher_project):
+    with open(launcher_project / "mamba_fsdp/settings/resolve.py", "a") as module:
+        module.write(INTERRUPTED)
+    code, output = train(launcher_project, *ENDLESS)
+    assert code in (130, -signal.SIGINT)  # as a shell says it, both are 130
+    assert output.endswith("\n\nstopped by Ctrl-C\n"), output
+    assert "Traceback" not in output and not (launcher_project / "runs").exists()
 
 
 # It starts no rank until the script has done something about the signal: asked for a stop, or ended it.
@@ -99,142 +103,134 @@ def test_ctrl_c_before_the_first_step_ends_at_once(launcher_project):
 @pytest.mark.slow
 def test_a_request_commits_a_checkpoint_and_says_how_to_resume(launcher_project):
     """One that comes while the training only starts, too; an old one is none."""
-    (launcher_project / "runs/a b").mkdir(parents=True)
-    (launcher_project / "runs/a b/STOP").write_text("old")
-    tell_the_launcher_while_it_starts(launcher_project, signal.SIGTERM)
-    code, output = train(launcher_project, "--save_ckpt_path=runs/a b", "--num_steps=9999")
     run = launcher_project / "runs/a b"
+    run.mkdir(parents=True)
+    (run / "STOP").write_text("old")
+    tell_the_launcher_while_it_starts(launcher_project, signal.SIGTERM)
+    code, output = train(launcher_project, "--save_ckpt_path=runs/a b", FOR_EVER)
     assert code == 130 and "Traceback" not in output
     newest = sorted(run.glob("checkpoints/*/COMMIT"))[-1].parent.name
-    how = rf"to resume from {newest}: ./1.train.sbatch --save_ckpt_path=runs/a\ b --num_steps=9999"
+    how = rf"to resume from {newest}: ./1.train.sbatch --save_ckpt_path=runs/a\ b {FOR_EVER}"
     assert output.splitlines()[-1] == how
     assert not (run / "STOP").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "first, second, fake",
-    [("SIGINT", "SIGHUP", ""), ("SIGINT", "SIGINT", "deaf")],
-)
-def test_only_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project, first, second, fake):
-    """Of a window that closes kernel and shell both tell, and it may close after Ctrl-C."""
-    process = launch(launcher_project, *ENDLESS, FAKE=fake, FAKE_COMMIT_SECONDS="2")
+def test_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project):
+    process = launch(launcher_project, *ENDLESS, FAKE="deaf")
     run = launcher_project / "runs/a"
     wait_until((run / "status.json").exists)
-    process.send_signal(signal.Signals[first])
+    process.send_signal(signal.SIGINT)
     wait_until((run / "STOP").exists)
-    process.send_signal(signal.Signals[second])
+    process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130 and output.count("stopping after this step") == 1
-    assert "Traceback" not in output
-    is_stopped = '"stopped"' in (run / "status.json").read_text()
-    assert is_stopped == (not fake)
+    assert "Traceback" not in output and '"stopped"' not in (run / "status.json").read_text()
+
+
+def assert_stopped(project, reason):
+    """By this signal, with a checkpoint. Waits for it: the launcher may be gone already."""
+    status = project / "runs/a/status.json"
+    wait_until(lambda: '"stopped"' in status.read_text())
+    assert f'"reason": "{reason}"' in status.read_text()
+    assert list(project.glob("runs/a/checkpoints/step_*/COMMIT"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fake, ranks, code, words",
-    [
-        ("mistake", 1, 2, ""),
-        ("storage", 2, 74, "error: the cause on rank"),
-        ("killed", 2, 137, "ran out of memory: lower batch_size."),
-    ],
-)
-def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(
-    launcher_project, tmp_path, fake, ranks, code, words
+def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(launcher_project, terminal):
+    process = terminal.start(["./1.train.sbatch", *ENDLESS], cwd=launcher_project)
+    wait_until((launcher_project / "runs/a/status.json").exists)
+    terminal.close()
+    assert process.wait(400) == 130
+    assert_stopped(launcher_project, "SIGHUP")
+
+
+@pytest.mark.slow
+def test_ctrl_c_that_ends_the_reader_too_stops_the_run_with_a_checkpoint(
+    launcher_project, terminal
 ):
-    """A single rank has said it itself, right above. No scratch is left behind."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    environment = {"PROCESSES_PER_NODE": str(ranks), "TMPDIR": str(scratch)}
-    if fake != "mistake":  # after which ranks would not start again anyway
-        environment["MAX_RESTARTS"] = "0"
-    returned, output = train(launcher_project, RUN, FAKE=fake, **environment)
-    assert returned == code
-    assert output.count("failed first") == (ranks > 1)
-    if ranks > 1:
-        before, last = output.splitlines()[-2:]
-        assert "failed first" in before and words in last
-    tries = Counter(start["rank"] for start in starts(launcher_project / "runs/a"))
-    assert max(tries.values()) == 1
-    if fake == "killed":
-        status = (launcher_project / "runs/a/status.json").read_text()
-        assert "exited without a status" in status
-    assert not list(scratch.iterdir())
+    """`./1.train.sbatch | tee log`: the terminal sends SIGINT to both, and nobody reads what is said then."""
+    command = f"./1.train.sbatch {' '.join(ENDLESS)} 2>&1 | tee log"
+    process = terminal.start(["bash", "-c", command], cwd=launcher_project)
+    wait_until((launcher_project / "runs/a/status.json").exists)
+    terminal.type("\x03")
+    process.wait(400)
+    assert_stopped(launcher_project, "SIGINT")
 
 
 COMMITS_AND_DIES = """
 import pathlib, sys
-begun = pathlib.Path("begun")
-begun.write_text(begun.read_text() + "!" if begun.exists() else "!")
-count = len(begun.read_text())
-if count < 3:
-    pathlib.Path(f"runs/a/checkpoints/step_{count:08d}").mkdir(parents=True)
-    pathlib.Path(f"runs/a/checkpoints/step_{count:08d}/COMMIT").touch()
+checkpoint = pathlib.Path("runs/a/checkpoints/step_00000001")
+if checkpoint.exists():
+    print("error: a mistake", file=sys.stderr)
+    sys.exit(2)
+checkpoint.mkdir(parents=True)
+(checkpoint / "COMMIT").touch()
 sys.exit(1)
 """
 
 
 @pytest.mark.slow
-def test_ranks_start_again_in_place_as_long_as_there_are_new_checkpoints(launcher_project):
+def test_a_rank_that_fails_starts_again_in_place_until_it_says_that_it_is_a_mistake(
+    launcher_project,
+):
+    """A single rank has said so itself, right above. When ranks start again is held in test_launcher_stop.py."""
     (launcher_project / "training.py").write_text(COMMITS_AND_DIES)
     code, output = train(launcher_project, RUN)
-    assert code == 1 and (launcher_project / "begun").read_text() == "!!!"
-    restarts = [line for line in output.splitlines() if line.startswith("restarts   ")]
-    assert len(restarts) == 2
-    for line in restarts:
-        assert line.startswith("restarts   the ranks after the loss of rank 0 on ")
-        assert line.endswith(": It exited with code 1; its output is above.")
+    (again,) = [line for line in output.splitlines() if line.startswith("restarts   ")]
+    assert again.startswith("restarts   the ranks after the loss of rank 0 on ")
+    assert again.endswith(": It exited with code 1; its output is above.")
+    assert code == 2 and output.splitlines()[-1] == "error: a mistake"
 
 
-@pytest.mark.parametrize(
-    "settings, environment, said",
-    [
-        (["--save_ckpt_path=/proc/nowhere"], {}, "error: save_ckpt_path"),
-        (["--save_ckpt_path=training.py"], {}, "error: save_ckpt_path"),
-        (["--save_ckpt_path=store"], {}, "store is not a run folder (it holds index.json)"),
-        ([RUN, "--load_ckpt_path=runs/b"], {}, "error: runs/b: there is no such"),
-        ([RUN, "--init_from=runs/b"], {}, "error: runs/b: there is no such"),
-        ([RUN, "--dataset_path=runs/b"], {}, "error: runs/b: no such folder"),
-        (["--num_stepss=3"], {}, "did you mean num_steps"),
-        ([RUN], {"PROCESSES_PER_NODE": "all"}, "error: PROCESSES_PER_NODE=all: "),
-        ([RUN], {"GPUS_PER_NODE": "0"}, "error: GPUS_PER_NODE=0: "),
-        ([RUN], {"GPUS_PER_NODE": "4", "PROCESSES_PER_NODE": "2"}, "mean the same; give one"),
-        ([RUN], {"MAX_RESTARTS": "-1"}, "error: MAX_RESTARTS=-1: "),
-        ([RUN], {"PROFILE": "yes"}, "error: PROFILE=yes: "),
-    ],
-)
-def test_mistakes_are_told_in_a_line_or_two(launcher_project, settings, environment, said):
+MISTAKES = {  # what is typed before and behind ./1.train.sbatch: what is said
+    "--save_ckpt_path=/proc/nowhere": "error: save_ckpt_path",
+    "--save_ckpt_path=training.py": "error: save_ckpt_path",
+    "--save_ckpt_path=store": "store is not a run folder (it holds index.json)",
+    "--save_ckpt_path=runs/a --load_ckpt_path=runs/b": "error: runs/b: there is no such",
+    "--save_ckpt_path=runs/a --dataset_path=runs/b": "error: runs/b: no such folder",
+    "--num_stepss=3": "did you mean num_steps",
+    "PROCESSES_PER_NODE=all": "error: PROCESSES_PER_NODE=all: ",
+    "GPUS_PER_NODE=0": "error: GPUS_PER_NODE=0: ",
+    "GPUS_PER_NODE=4 PROCESSES_PER_NODE=2": "mean the same; give one",
+    "MAX_RESTARTS=-1": "error: MAX_RESTARTS=-1: ",
+    "PROFILE=yes": "error: PROFILE=yes: ",
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_mistakes_are_told_in_a_line_or_two(launcher_project, given):
     (launcher_project / "store").mkdir()
     (launcher_project / "store/index.json").touch()
+    settings = [word for word in given.split() if word.startswith("--")]
+    environment = dict(word.split("=") for word in given.split() if word not in settings)
     code, output = train(launcher_project, *settings, **environment)
-    assert code == 2 and said in output and len(output.splitlines()) <= 2
+    assert code == 2 and MISTAKES[given] in output and len(output.splitlines()) <= 2
     assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
     assert [path.name for path in (launcher_project / "store").iterdir()] == ["index.json"]
 
 
 @pytest.mark.slow
 def test_a_dry_run_makes_no_data(launcher_project):
-    code, _ = train(launcher_project, RUN, "--dry_run=true", GPUS_PER_NODE="1")
-    assert code == 0 and not (launcher_project / "data").exists()
-
-
-def add_requirement(venv):
-    with open(venv.parent / "requirements/cpu.txt", "a") as file:
-        file.write("surprise==1\n")
+    """And keeps what the ranks read out of the run folder, which it does not make."""
+    node = launcher_project / "mamba_fsdp/launch/node.py"
+    node.write_text("import sys; print(open(sys.argv[-1].partition('=')[2]).read())")
+    code, output = train(launcher_project, RUN, "--dry_run=true")
+    assert code == 0 and '"explicit": ["dry_run", "save_ckpt_path"]' in output, output
+    assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        shutil.rmtree,
-        lambda venv: (venv / ".complete").unlink(),
-        lambda venv: (venv / "bin/python").unlink(),
-        add_requirement,
+        "rm -r .venv",
+        "rm .venv/.complete",
+        "rm .venv/bin/python",
+        "echo surprise==1 >> requirements/cpu.txt",
     ],
 )
 def test_without_a_whole_venv_the_remedy_is_named(launcher_project, damage):
-    damage(launcher_project / ".venv")
+    subprocess.run(damage, shell=True, check=True, cwd=launcher_project)
     code, output = train(launcher_project, RUN)
     assert code == 2 and len(output.splitlines()) <= 2
     last = output.splitlines()[-1]
@@ -277,8 +273,10 @@ def states(project):
 
 @pytest.mark.slow
 def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_project):
-    """They are in sessions of their own, which no terminal reaches; then everything is as before."""
-    process = launch(launcher_project, *ENDLESS, PROCESSES_PER_NODE="2")
+    """They are in sessions of their own, which no terminal reaches; then everything is as before: Ctrl-C stops the run
+    with a checkpoint, also where the window closes meanwhile, of which kernel and shell both tell."""
+    environment = {"PROCESSES_PER_NODE": "2", "FAKE_COMMIT_SECONDS": "2"}
+    process = launch(launcher_project, *ENDLESS, **environment)
     wait_until(lambda: len(starts(launcher_project / "runs/a")) == 2)
     for _ in range(2):
         process.send_signal(signal.SIGTSTP)
@@ -289,5 +287,9 @@ def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_proje
         process.send_signal(signal.SIGCONT)
         wait_until(lambda: "T" not in states(launcher_project))
     process.send_signal(signal.SIGINT)
+    wait_until((launcher_project / "runs/a/STOP").exists)
+    process.send_signal(signal.SIGHUP)
     code, output = finish(process)
-    assert code == 130 and "Traceback" not in output and "to resume from step_" in output
+    assert code == 130 and output.count("stopping after this step") == 1
+    assert "Traceback" not in output and "to resume from step_" in output
+    assert_stopped(launcher_project, "SIGINT")

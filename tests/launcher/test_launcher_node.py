@@ -112,22 +112,16 @@ def test_failures_from_before_a_replaced_node_are_forgotten(tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("status", ["unknown", "stopped"])
-def test_the_outcome_names_the_rank_that_failed_first(tmp_path, status):
-    """A run that was asked to stop has stopped, whatever became of its ranks."""
-    if status == "stopped":
+def test_the_outcome_names_the_rank_that_failed_first(tmp_path, capsys):
+    """A run that was asked to stop has stopped, whatever became of its ranks. What can't be put on record is printed."""
+    text = "rank 3 on a failed first.\nError: no more\n"
+    for status in ("unknown", "stopped"):
+        assert node.conclude(tmp_path, tmp_path, FAILURE, has_own_words=False) == 1
+        outcome = (tmp_path / "outcome").read_text()
+        assert outcome == f"{status} 1 rank 3 on a: Error: no more\n{text}"
         (tmp_path / "STOP").touch()
-    assert node.conclude(tmp_path, tmp_path, FAILURE, has_own_words=False) == 1
-    assert (tmp_path / "outcome").read_text().splitlines() == [
-        f"{status} 1 rank 3 on a: Error: no more",
-        "rank 3 on a failed first.",
-        "Error: no more",
-    ]
-
-
-def test_a_failure_that_can_not_be_put_on_record_is_printed(tmp_path, capsys):
     assert node.conclude(tmp_path, tmp_path / "nowhere", FAILURE, has_own_words=False) == 1
-    assert capsys.readouterr().err == "rank 3 on a failed first.\nError: no more\n"
+    assert capsys.readouterr().err == text
 
 
 def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):

@@ -50,6 +50,25 @@ def test_nobody_asks_when_the_script_is_over(project, tmp_path, script):
     assert run(project, tmp_path, script)[1:] == (3, [])
 
 
+TRIES = """
+failures=$run_folder/failures
+mkdir "$failures"
+try() { echo "$*" > "$failures/outcome"; starts_again > "$failures/said" && echo yes || echo no; }
+commit() { mkdir -p "$run_folder/checkpoints/step_$1"; touch "$run_folder/checkpoints/step_$1/COMMIT"; }
+"""
+
+
+def test_ranks_start_again_in_place_once_for_each_new_checkpoint(project, tmp_path):
+    """Not after a mistake or a request to stop, and not where MAX_RESTARTS=0."""
+    lost = "unknown 1 rank 0 on a"
+    script = f"try {lost}; try {lost}; commit 00000001; try {lost}; try {lost}; commit 00000002; "
+    script += "try unknown 2; try stopped 1; try finished 0; "
+    script += f"MAX_RESTARTS=0; try {lost}; MAX_RESTARTS=1; try {lost}"
+    _, code, _ = run(project, tmp_path, TRIES + script)
+    answers = (tmp_path / "said").read_text().split()
+    assert code == 0 and answers == ["yes", "no", "yes", "no", *["no"] * 4, "yes"]
+
+
 def test_a_job_in_which_a_rank_dies_after_a_request_is_not_queued_again(project, tmp_path):
     lost = "rank 1 on node2 failed first."
     outcome = f"failures=$run_folder; printf 'stopped 137\\n{lost}\\n' > $failures/outcome; "

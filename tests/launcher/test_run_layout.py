@@ -25,40 +25,32 @@ def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
     }
 
 
-@pytest.mark.parametrize("step", [0, 7, 12345678, 123456789])
-def test_a_step_is_read_back_from_its_name(step):
-    assert run_layout.step_of(run_layout.step_name(step)) == step
+def test_a_step_is_read_back_from_its_name():
+    for step in (0, 7, 12345678, 123456789):
+        assert run_layout.step_of(run_layout.step_name(step)) == step
+    for name in "step_ .step_00000001.0123.partial step_1a xstep_00000001".split():
+        assert run_layout.step_of(name) is None
 
 
-@pytest.mark.parametrize(
-    "name", ["step_", ".step_00000001.0123.partial", "step_1a", "xstep_00000001"]
-)
-def test_what_is_no_checkpoint_has_no_step(name):
-    assert run_layout.step_of(name) is None
+IS = "is not a run folder (it holds"
 
 
 @pytest.mark.parametrize(
     "files, refused",
-    [
-        (
-            ["index.json", "00000.bin", "00000.doc"],
-            "is not a run folder (it holds 00000.bin, 00000.doc, index.json); ",
-        ),
-        (
-            ["train/index.json", "dataset.json"],
-            "is not a run folder (it holds dataset.json, train)",
-        ),
-        (["thesis.tex"], "is not a run folder (it holds thesis.tex)"),
-        (["a", "b", "c", "d", "e"], "is not a run folder (it holds a, b, c, d)"),
-        (["thesis.tex", "checkpoints/step_00000001/COMMIT"], ""),
-        (["thesis.tex", "status.json"], ""),
-        (["config.yaml", "train.log", "slurm-17.out", ".nfs0001", "failures/17.0/x"], ""),
-        ([], ""),
-    ],
+    {
+        "index.json 00000.bin 00000.doc": f"{IS} 00000.bin, 00000.doc, index.json); ",
+        "train/index.json dataset.json": f"{IS} dataset.json, train)",
+        "a b c d e": f"{IS} a, b, c, d)",
+        "thesis.tex": f"{IS} thesis.tex)",
+        "thesis.tex checkpoints/step_00000001/COMMIT": "",
+        "thesis.tex status.json": "",
+        "config.yaml train.log slurm-17.out .nfs0001 failures/17.0/x": "",
+        "": "",
+    }.items(),
 )
 def test_what_is_no_run_folder_is_not_made_one(tmp_path, files, refused):
     """The launcher and a log may have been there before the run."""
-    for file in files:
+    for file in files.split():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     if refused:
@@ -70,18 +62,10 @@ def test_what_is_no_run_folder_is_not_made_one(tmp_path, files, refused):
 
 
 def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_steps(tmp_path):
-    for name in (
-        "step_00000010",
-        "step_100000000",
-        "step_00000009",
-        ".step_00000011.abc.partial",
-        "other",
-    ):
+    names = "step_00000010 step_100000000 step_00000009 .step_00000011.abc.partial other"
+    for name in names.split():
         (tmp_path / name).mkdir()
         (tmp_path / name / run_layout.COMMIT).touch()
     (tmp_path / "step_00000012").mkdir()
-    assert [path.name for path in run_layout.committed(tmp_path)] == [
-        "step_00000009",
-        "step_00000010",
-        "step_100000000",
-    ]
+    found = [path.name for path in run_layout.committed(tmp_path)]
+    assert found == "step_00000009 step_00000010 step_100000000".split()

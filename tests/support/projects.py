@@ -23,7 +23,7 @@ PARTS = [
 STACK = os.environ.get("MAMBA_FSDP_TEST_STACK", "cpu")
 
 # Counts steps where the real one trains. How it ends is up to the environment:
-# FAKE=mistake|storage|killed|endless|deaf|held (the first start waits at step 10 for a request to stop), a file
+# FAKE=storage|endless|deaf|held (the first start waits at step 10 for a request to stop), a file
 # `fail` in the run folder, and how long it saves: FAKE_COMMIT_SECONDS. With as many steps as FOR_EVER says, no machine
 # is so slow that they are over before the test has done what it wants to do meanwhile.
 FAKE_TRAINING = r"""
@@ -48,7 +48,9 @@ def first_rank_writes(name, text):
         (run / name).write_text(text)
 
 def status(word, step):
-    first_rank_writes("status.json", json.dumps({"status": word, "step": step, "reason": ""}, indent=1))
+    stop = run / "STOP"
+    reason = stop.read_text().strip() if word == "stopped" and stop.exists() else ""
+    first_rank_writes("status.json", json.dumps({"status": word, "step": step, "reason": reason}, indent=1))
 
 def fail(code):
     file = os.environ["TORCHELASTIC_ERROR_FILE"]
@@ -67,14 +69,11 @@ with open(run / "starts.jsonl", "ab", buffering=0) as file:  # in one piece, bes
 # In one call, as ranks of a node share a pipe and none may write into the line of another.
 sys.stdout.write(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}\n")
 sys.stdout.flush()
-if fake == "mistake":
-    fail(2)
 status("running", step)
 if fake == "storage" and rank == int(os.environ["WORLD_SIZE"]) - 1:
+    while (run / "starts.jsonl").read_text().count("\n") <= rank:  # until the others have begun, too
+        time.sleep(0.05)
     fail(74)
-if fake == "killed" and rank == 0:  # as the real one does
-    from mamba_fsdp.lease import Lease
-    Lease(run / "lease.json").take(print, "")
 def commit():
     if fake not in ("endless", "storage"):
         time.sleep(float(os.environ.get("FAKE_COMMIT_SECONDS", 0)))
@@ -87,9 +86,7 @@ while step < steps:
         commit()
     if rank == 0 and (run / "fail").exists():
         fail(1)
-    if fake == "killed" and step == 2 and rank == 0:  # which holds the lease by now
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fake != "killed" and (asked or (run / "STOP").exists()):  # at the end of a step, as the real one
+    if asked or (run / "STOP").exists():  # at the end of a step, as the real one
         break
 while fake == "deaf":
     time.sleep(1)
