@@ -6,7 +6,6 @@ files as the other launchers have them. A program of .venv is forked from a proc
 """
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -34,7 +33,7 @@ from tests.readme.pages import (
     not_run,
     text_of,
 )
-from tests.support.forked import Training, said_by, start_ranks
+from tests.support.forked import output_of, said_by, start, start_ranks
 from tests.support.others_tokens import write_fms, write_layout
 from tests.support.tiny import TINY, as_words
 
@@ -183,15 +182,8 @@ class Shell:
             count = int(ranks.removeprefix("--nproc_per_node="))
             assert words[:2] == ["-m", "mamba_fsdp"]
             return said_by(start_ranks(count, words[2:], words[:2], self.folder))
-        if program == ".venv/bin/mamba-fsdp":
-            words = ["-m", "mamba_fsdp", *words]
-        length = 2 if words[0] == "-m" else 1
-        process = Training(
-            words[length:], dict(os.environ), program=words[:length], folder=self.folder
-        )
-        said, errors = process.communicate(timeout=800)
-        assert process.returncode == 0, f"{program} {shlex.join(words)}\n{said}\n{errors}"
-        return said
+        command = shlex.join([program, *words])
+        return output_of(start(command, self.folder, merged=False), command)
 
 
 def pages_to_follow():

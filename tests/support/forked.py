@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import runpy
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,9 +15,9 @@ from pathlib import Path
 import torch
 
 from tests.support.ports import hold_port, rank_environment
+from tests.support.projects import PROJECT
 from tests.support.ranks import PROCESSES
 
-PROJECT = Path(__file__).resolve().parents[2]
 # Held until this process ends: nobody else is given one before a rank 0 listens there.
 PORTS: list[socket.socket] = []
 
@@ -80,6 +81,27 @@ def _run(program, words, environment, out, err, folder):
         raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()
+
+
+def start(command, folder, merged=True):
+    """A Training of a command line in a folder: `get_dataset.py ...`, `python -m MODULE ...` or `mamba-fsdp VERB ...`, also
+    with .venv/bin/ before it."""
+    program, *words = shlex.split(command)
+    program = program.removeprefix(".venv/bin/")
+    if program == "mamba-fsdp":
+        words = ["-m", "mamba_fsdp", *words]
+    elif program != "python":
+        words = [program, *words]
+    length = 2 if words[0] == "-m" else 1
+    return Training(words[length:], dict(os.environ), merged, words[:length], folder)
+
+
+def output_of(process, command):
+    """What a Training of a command printed, when it has ended well."""
+    output, errors = process.communicate(800)
+    assert process.returncode == 0, f"{command}\n{output}\n{errors}"
+    assert "Traceback" not in output + errors, f"{command}\n{output}\n{errors}"
+    return output
 
 
 def start_ranks(count, words, program=("training.py",), folder=PROJECT):

@@ -6,9 +6,7 @@ the demo on it among them); these are their other forms. Each runs in a process 
 imports: as the user's own, without the seconds that these take. Both stacks run all of them.
 """
 
-import os
 import re
-import shlex
 import signal
 
 import datasets
@@ -20,9 +18,9 @@ import torch
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.report import records
 from tests.support.corpora import read_back, stored_documents
-from tests.support.forked import Training, said_by, start_ranks
+from tests.support.forked import output_of, said_by, start, start_ranks
 from tests.support.others_tokens import write_fms, write_layout
-from tests.support.processes import PATIENCE_SECONDS, wait_until
+from tests.support.processes import wait_until
 from tests.support.projects import FOR_EVER
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
@@ -33,22 +31,6 @@ IDS = [[3 + number, 4, 5 + number] for number in range(40)]
 EOS = 0
 TOKENIZER = "--tokenizer=data/texts/train/tokenizer"
 NO_TOKENIZER = f"--tokenizer=none --eos_token={EOS} --vocab_size=300"
-
-
-def start(command, folder):
-    """A Training of one command line in a folder: `get_dataset.py ...`, `training.py ...` or `mamba-fsdp VERB ...`."""
-    program, *words = shlex.split(command)
-    if program == "mamba-fsdp":
-        return Training(words, dict(os.environ), True, ["-m", "mamba_fsdp"], folder)
-    return Training(words, dict(os.environ), True, [program], folder)
-
-
-def output_of(process, command):
-    """What a command printed, when it has ended well."""
-    output, _ = process.communicate(PATIENCE_SECONDS)
-    assert process.returncode == 0, f"{command}\n{output}"
-    assert "Traceback" not in output, f"{command}\n{output}"
-    return output
 
 
 def write_inputs(folder):
@@ -231,8 +213,7 @@ def test_an_export_generates_in_transformers_what_the_run_does(enter, run, home)
     one transformers 4.57 writes other tokens with its cache than without (docs/evaluating.md)."""
     enter("mamba-fsdp export runs/demo exported/demo")
     (home / "theirs.py").write_text(TRANSFORMERS)
-    process = Training(["exported/demo"], dict(os.environ), True, [home / "theirs.py"], home)
-    output_of(process, "theirs.py")
+    enter(f"{home}/theirs.py exported/demo")
     theirs = (home / "theirs.txt").read_text()
     ours = enter("mamba-fsdp generate runs/demo --prompt='def f_1_2(x' --length=5 --temperature=0")
     assert theirs.startswith("def f_1_2(x") and theirs in ours
@@ -262,8 +243,7 @@ print(mamba_fsdp.evaluate(model, "data/texts/validation", seq_length=64, limit=2
 """
 
 
-def test_the_same_from_python(home, store):
+def test_the_same_from_python(enter, home, store):
     (home / "mine.py").write_text(PYTHON)
-    process = Training([], dict(os.environ), True, [home / "mine.py"], home)
-    loss = output_of(process, "mine.py").splitlines()[-1]
+    loss = enter(f"{home}/mine.py").splitlines()[-1]
     assert 0 < float(loss) < 10
