@@ -13,7 +13,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.support.projects import PROJECT
+
 BARE = """\
 FROM scratch
 ADD base.tar /
@@ -83,14 +84,8 @@ class Builder:
         self.wheels = wheels
 
     def __call__(self, *words, check=True):
-        place = [
-            "--root",
-            self.folder / "storage",
-            "--runroot",
-            self.folder / "runroot",
-            "--storage-driver",
-            "overlay",
-        ]
+        place = ["--root", self.folder / "storage", "--runroot", self.folder / "runroot"]
+        place += ["--storage-driver", "overlay"]
         # The build takes longer than all other tests: on a busy machine it is given the cores first.
         return fetched(
             ["nice", "-n", "-10", "buildah", *place, *words],
@@ -134,18 +129,8 @@ class Builder:
             wheels += ["nvidia-cusparse-cu12==12.1.0.106", "nvidia-cusolver-cu12==11.4.5.107"]
         else:
             write_sources(base / "sources")
-        download = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "-d",
-            base / "wheels",
-            *wheels,
-        ]
-        fetched(download)
+        pip = [sys.executable, *"-m pip download -q --no-deps -d".split()]
+        fetched([*pip, base / "wheels", *wheels])
         lay_out_headers(base / "wheels", base / "cuda")
         elsewhere = "".join(
             f"\tinsteadOf = https://github.com/{owner}/\n"
@@ -227,13 +212,8 @@ def write_sources(folder):
         (root / "setup.py").write_text(SETUP.format(name=name, version=version))
         (root / "kernel.cu").write_text(KERNEL.format(name=name))
         git = ["git", "-C", root, "-c", "user.name=test", "-c", "user.email=test@localhost"]
-        for words in (
-            ["init", "-q"],
-            ["add", "."],
-            ["commit", "-qm", "sources"],
-            ["tag", f"v{version}"],
-        ):
-            subprocess.run([*git, *words], check=True)
+        for words in ("init -q", "add .", "commit -qm sources", f"tag v{version}"):
+            subprocess.run([*git, *words.split()], check=True)
 
 
 def lay_out_headers(wheels, cuda):

@@ -13,9 +13,12 @@ import subprocess
 import time
 from pathlib import Path
 
-PROGRAMS = ["slurmctld", "slurmd", "sbatch", "srun", "ip", "unshare", "nsenter", "setpriv"]
+from tests.support.processes import PATIENCE_SECONDS
+
+PROGRAMS = "slurmctld slurmd sbatch srun ip unshare nsenter setpriv".split()
 REMEDY = "apt-get install --no-install-recommends slurmctld slurmd slurm-client iproute2"
-PATIENCE_SECONDS = 400  # a busy machine is slow; only what never comes is a failure
+UNSHARE = "unshare --net --uts --mount --pid --fork --kill-child=KILL"
+ENDS = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED"
 
 
 def missing():
@@ -154,19 +157,7 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         mount_proc = "mount -t proc proc /proc\n"
         with open(self.folder / "log" / f"{machine}.out", "a") as log:
             process = subprocess.Popen(
-                [
-                    *enter,
-                    "unshare",
-                    "--net",
-                    "--uts",
-                    "--mount",
-                    "--pid",
-                    "--fork",
-                    "--kill-child=KILL",
-                    "bash",
-                    "-c",
-                    mount_proc + script,
-                ],
+                [*enter, *UNSHARE.split(), "bash", "-c", mount_proc + script],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -187,29 +178,14 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         """The node has gone, and Slurm does not know."""
         _kill(self.inits.pop(name))
 
-    def command(self, *words, on="login"):
-        enter = [
-            "nsenter",
-            "-t",
-            str(self.inits[on]),
-            "-n",
-            "-u",
-            "-m",
-            "-p",
-            f"--wd={os.getcwd()}",
-            "--",
-        ]
-        return [*enter, *map(str, words)]
+    def command(self, *words, on="login", cwd=None):
+        enter = f"nsenter -t {self.inits[on]} -n -u -m -p".split()
+        return [*enter, f"--wd={cwd or os.getcwd()}", "--", *map(str, words)]
 
     def run(self, *words, cwd=None, env=None, check=True):
         """Run a command on the login node; its output."""
-        command = self.command(*words)
-        command = [
-            word if not word.startswith("--wd=") else f"--wd={cwd or os.getcwd()}"
-            for word in command
-        ]
         done = subprocess.run(
-            command,
+            self.command(*words, cwd=cwd),
             env={**os.environ, **(env or {})},
             text=True,
             stdout=subprocess.PIPE,
@@ -252,12 +228,7 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
             state = self.state(job)
             if state == "PENDING":
                 self.release(job)
-            return (
-                state
-                if state
-                in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-                else ""
-            )
+            return state if state in ENDS.split() else ""
 
         return self.wait_until(ended, f"job {job} ends")
 

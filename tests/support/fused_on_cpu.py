@@ -23,6 +23,7 @@ from mamba_fsdp.ops.backends import REFERENCE  # noqa: E402
 from mamba_fsdp.ops.ssd import ssd  # noqa: E402
 from mamba_fsdp.settings.model_config import ModelConfig  # noqa: E402
 from tests.kernels.compare import assert_like, evaluate  # noqa: E402
+from tests.support.definitions import ssd_values  # noqa: E402
 
 calls = []
 
@@ -114,19 +115,8 @@ def mixer(seq_idx, backend, x, **weights):
 torch.manual_seed(0)
 heads, headdim, d_state, d_inner, d_model = 4, 4, 8, 16, 8
 for groups in (1, 2):
-    compare(
-        ssd,
-        dict(
-            x=torch.randn(2, 11, heads, headdim),
-            dt=torch.randn(2, 11, heads),
-            A=-torch.rand(heads),
-            B=torch.randn(2, 11, groups, d_state),
-            C=torch.randn(2, 11, groups, d_state),
-            D=torch.randn(heads),
-            dt_bias=torch.randn(heads),
-        ),
-        chunk_size=16,
-    )
+    values = ssd_values(torch.randn, 2, 11, heads, headdim, groups, d_state)
+    compare(ssd, values, chunk_size=16)
 channels = d_inner + 2 * d_state
 of_layer = dict(
     x=torch.randn(2, 11, d_model),

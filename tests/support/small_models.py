@@ -8,110 +8,35 @@ import torch
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.settings.model_config import ModelConfig
+from tests.support.tiny import model_config
 
 # One of everything odd: sizes that are not a multiple of anything, ties, padding, head ratios, partial rotary, state
 # sizes.
-CONFIGS = {
-    "mamba1": ModelConfig(
-        layers="mamba1", d_model=24, n_layer=3, vocab_size=53, d_state=5, d_conv=3
-    ),
-    "mamba1-untied-rank": ModelConfig(
-        layers="mamba1",
-        d_model=40,
-        n_layer=2,
-        vocab_size=64,
-        tie_embeddings=False,
-        dt_rank=7,
-        expand=3,
-    ),
-    "mamba2": ModelConfig(
-        layers="mamba2",
-        d_model=32,
-        n_layer=3,
-        vocab_size=50,
-        pad_vocab_size_multiple=16,
-        d_state=64,
-        headdim=32,
-    ),
-    "mamba2-untied-wide": ModelConfig(
-        layers="mamba2",
-        d_model=48,
-        n_layer=2,
-        vocab_size=61,
-        pad_vocab_size_multiple=1,
-        d_state=128,
-        headdim=16,
-        chunk_size=8,
-        tie_embeddings=False,
-        norm_eps=1e-5,
-    ),
-    "hybrid": ModelConfig(
-        layers="2*mamba2+mlp,attention+mlp,mamba2+mlp",
-        d_model=32,
-        n_layer=4,
-        vocab_size=61,
-        d_state=16,
-        headdim=16,
-        n_head=4,
-        n_kv_head=2,
-        rotary_dim=4,
-        d_intermediate=128,
-        tie_embeddings=False,
-    ),
-    "hybrid-odd-heads": ModelConfig(
-        layers="attention+mlp,mamba2+mlp",
-        d_model=48,
-        n_layer=3,
-        vocab_size=40,
-        d_state=64,
-        headdim=32,
-        n_head=6,
-        n_kv_head=1,
-        head_dim=20,
-        rotary_dim=14,
-        rope_theta=5e5,
-        d_intermediate=256,
-    ),
-    "llama": ModelConfig(
-        layers="attention+mlp",
-        d_model=32,
-        n_layer=2,
-        vocab_size=47,
-        pad_vocab_size_multiple=1,
-        n_head=4,
-        n_kv_head=4,
-        d_intermediate=128,
-        tie_embeddings=False,
-    ),
-    "llama-grouped": ModelConfig(
-        layers="attention+mlp",
-        d_model=48,
-        n_layer=3,
-        vocab_size=50,
-        n_head=6,
-        n_kv_head=3,
-        head_dim=12,
-        d_intermediate=384,
-        rope_theta=1e6,
-    ),
+WORDS = {
+    "mamba1": "layers=mamba1 d_model=24 n_layer=3 vocab_size=53 d_state=5 d_conv=3",
+    "mamba1-untied-rank": "layers=mamba1 d_model=40 n_layer=2 vocab_size=64 dt_rank=7 expand=3 tie_embeddings=false",
+    "mamba2": "layers=mamba2 d_model=32 n_layer=3 vocab_size=50 pad_vocab_size_multiple=16 d_state=64 headdim=32",
+    "mamba2-untied-wide": "layers=mamba2 d_model=48 n_layer=2 vocab_size=61 pad_vocab_size_multiple=1 d_state=128 "
+    "headdim=16 chunk_size=8 tie_embeddings=false norm_eps=1e-5",
+    "hybrid": "layers=2*mamba2+mlp,attention+mlp,mamba2+mlp d_model=32 n_layer=4 vocab_size=61 d_state=16 headdim=16 "
+    "n_head=4 n_kv_head=2 rotary_dim=4 d_intermediate=128 tie_embeddings=false",
+    "hybrid-odd-heads": "layers=attention+mlp,mamba2+mlp d_model=48 n_layer=3 vocab_size=40 d_state=64 headdim=32 "
+    "n_head=6 n_kv_head=1 head_dim=20 rotary_dim=14 rope_theta=5e5 d_intermediate=256",
+    "llama": "layers=attention+mlp d_model=32 n_layer=2 vocab_size=47 pad_vocab_size_multiple=1 n_head=4 n_kv_head=4 "
+    "d_intermediate=128 tie_embeddings=false",
+    "llama-grouped": "layers=attention+mlp d_model=48 n_layer=3 vocab_size=50 n_head=6 n_kv_head=3 head_dim=12 "
+    "d_intermediate=384 rope_theta=1e6",
 }
-GROUPED = ModelConfig(
-    layers="mamba2", d_model=32, n_layer=2, vocab_size=50, d_state=16, headdim=16, ngroups=2
-)  # transformers >= 5
-
-MAMBA3 = ModelConfig(
-    layers="mamba3+mlp",
-    d_model=32,
-    n_layer=2,
-    vocab_size=50,
-    pad_vocab_size_multiple=16,
-    d_state=24,
-    headdim=16,
-    ngroups=2,
-    d_intermediate=128,
-    decay_activation="softplus",
-)  # which no version of transformers has
+CONFIGS = {name: model_config(words) for name, words in WORDS.items()}
+# transformers >= 5
+GROUPED = model_config(
+    "layers=mamba2 d_model=32 n_layer=2 vocab_size=50 d_state=16 headdim=16 ngroups=2"
+)
+# No version of transformers has it.
+MAMBA3 = model_config(
+    "layers=mamba3+mlp d_model=32 n_layer=2 vocab_size=50 pad_vocab_size_multiple=16 d_state=24 headdim=16 ngroups=2 "
+    "d_intermediate=128 decay_activation=softplus"
+)
 
 
 def random_state(config, seed=0):

@@ -1,4 +1,4 @@
-"""The settings of a run that takes a second."""
+"""The settings of a run that takes a second, and settings from words."""
 
 from mamba_fsdp.settings.resolve import resolve_settings
 
@@ -28,5 +28,9 @@ def as_words(settings):
 def resolved(file=None, **given):
     """The settings of a run, of these as a user writes them."""
     words = {name: str(value) for name, value in given.items()}
-    settings = resolve_settings(words, file)
-    return settings
+    return resolve_settings(words, file)
+
+
+def model_config(text):
+    """The ModelConfig of settings as a user types them: `name=value name=value`."""
+    return resolve_settings(dict(word.split("=", 1) for word in text.split())).model
