@@ -94,7 +94,8 @@ if "mamba_fsdp.launch.node" in command:
     with open(state / "trainings", "a") as file:
         file.write(Path(command[-1].removeprefix("--resolved=")).read_text())
     assert not image or max(map(start_container, nodes)) == 0
-    failures = Path(command[command.index("mamba_fsdp.launch.node") + 1], "failures", given["rdzv-id"])
+    (attempt,) = [word.partition("=")[2] for word in command if word.startswith("--rdzv-id=")]
+    failures = Path(command[command.index("mamba_fsdp.launch.node") + 1], "failures", attempt)
     failures.mkdir(parents=True, exist_ok=True)
     (failures / "outcome").write_text("finished 0\\n")
     sys.exit(0)
