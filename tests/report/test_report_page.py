@@ -18,48 +18,31 @@ from tests.support.checkpoints import commit_empty
 EVIL = "<script>document.title = 'owned'</script>"
 
 
+REPORT = """{"step": %d, "tokens": %d, "loss": %s, "learning_rate": %f, "grad_norm": 0.5, "tokens_per_second": 100.0,
+ "skipped_steps": 0, "slowest_rank": 1, "source_tokens": {"EVIL": %d}, "source_epochs": {"EVIL": %f}}"""
+VALIDATION = (
+    '{"step": 20, "val_loss": 3.5, "val_perplexity": 33.1, "val_tokens": 9, "val_share": 1.0}'
+)
+CONFIG = "training: {seed: %d, kernels: auto}\ndata: {dataset_path: %s}\n"
+EVENTS = """\
+{"time": "2026-01-02T03:04:05Z", "event": "started", "step": 0, "ranks": 2, "from": "EVIL"}
+{"time": "2026-01-02T03:04:05Z", "event": "started", "step": 20, "ranks": 2, "from": "EVIL"}
+{"time": "2026-01-02T04:04:05Z", "event": "checkpoint", "step": 20, "bytes": 2500000, "seconds": 1.5}
+"""
+
+
 def write_run(folder, losses, seed=1):
     """A run of 10 steps a report, 640 tokens each, 100 tokens a second; validated half-way; killed in a line."""
     folder.mkdir(parents=True)
-    entries = [
-        {
-            "step": 10 * n,
-            "tokens": 640 * n,
-            "loss": loss,
-            "learning_rate": 0.1 / n,
-            "grad_norm": 0.5,
-            "tokens_per_second": 100.0,
-            "skipped_steps": 0,
-            "slowest_rank": 1,
-            "source_tokens": {EVIL: 640 * n},
-            "source_epochs": {EVIL: n / 8},
-        }
-        for n, loss in enumerate(losses, 1)
-    ]
-    entries.insert(
-        2, {"step": 20, "val_loss": 3.5, "val_perplexity": 33.1, "val_tokens": 9, "val_share": 1.0}
-    )
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(entry) + "\n" for entry in entries) + '{"step": 9'
-    )
-    (folder / "config.yaml").write_text(
-        f"training: {{seed: {seed}, kernels: auto}}\ndata: {{dataset_path: {json.dumps(EVIL)}}}\n"
-    )
+    lines = []
+    for n, loss in enumerate(losses, 1):
+        report = REPORT % (10 * n, 640 * n, json.dumps(loss), 0.1 / n, 640 * n, n / 8)
+        lines.append(report.replace("\n", "").replace("EVIL", EVIL))
+    lines.insert(2, VALIDATION)
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9']))
+    (folder / "config.yaml").write_text(CONFIG % (seed, json.dumps(EVIL)))
     (folder / "status.json").write_text('{"status": "stopped", "step": 0}')
-    events = [
-        {"time": "2026-01-02T03:04:05Z", "event": "started", "step": step, "ranks": 2, "from": EVIL}
-        for step in (0, 20)
-    ]
-    events += [
-        {
-            "time": "2026-01-02T04:04:05Z",
-            "event": "checkpoint",
-            "step": 20,
-            "bytes": 2_500_000,
-            "seconds": 1.5,
-        }
-    ]
-    (folder / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in events))
+    (folder / "events.jsonl").write_text(EVENTS.replace("EVIL", EVIL))
     commit_empty(folder, 20)
     return folder
 
@@ -71,15 +54,9 @@ def test_a_run_is_read_while_it_is_written(tmp_path):
         [20],
         [3.5],
     )
-    assert run["axes"] == {
-        "step": [0, 10, 20, 30],
-        "tokens": [0, 640, 1280, 1920],
-    }
-    assert run["settings"] == {
-        "training.seed": 1,
-        "training.kernels": "auto",
-        "data.dataset_path": EVIL,
-    }
+    assert run["axes"] == {"step": [0, 10, 20, 30], "tokens": [0, 640, 1280, 1920]}
+    read = {"training.seed": 1, "training.kernels": "auto", "data.dataset_path": EVIL}
+    assert run["settings"] == read
     assert (
         run["checkpoints"] == [20]
         and run["last"]["step"] == 30
@@ -182,6 +159,10 @@ def test_a_browser_draws_the_page_without_a_network(tmp_path, browse):
     assert found["theme"] in ("rgb(18, 22, 28)", "rgb(246, 247, 249)")
 
 
+HEADLESS = """--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --dump-dom --window-size=500,900
+--virtual-time-budget=20000"""
+
+
 @pytest.fixture
 def browse(tmp_path):
     """browse(page, script) -> what the script, which runs in the page, leaves between FOUND and END."""
@@ -200,13 +181,7 @@ def browse(tmp_path):
             done = subprocess.run(
                 [
                     browser,
-                    "--headless",
-                    "--no-sandbox",
-                    "--disable-gpu",
-                    "--disable-dev-shm-usage",
-                    "--dump-dom",
-                    "--window-size=500,900",
-                    "--virtual-time-budget=20000",
+                    *HEADLESS.split(),
                     f"--user-data-dir={tmp_path / f'profile{attempt}'}",
                     f"file://{tried}",
                 ],

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 
 import pytest
@@ -21,29 +20,20 @@ def verify(call):
 
 
 @pytest.mark.parametrize(
-    "place, damaged, message",
+    "place, damaged, said",
     [
-        (
-            "runs/demo",
-            "checkpoints/step_00000002/rank_00000.safetensors",
-            "broken: the content of rank_00000.safet",
-        ),
-        (
-            "data/builtin",
-            "validation/00000.bin",
-            "error: .*validation/00000.bin: the content does not match its checksum",
-        ),
+        ("runs/demo", "checkpoints/step_00000002/rank_00000.safetensors", "broken: the content of"),
+        ("data/builtin", "validation/00000.bin", "the content does not match its checksum"),
     ],
 )
-def test_verify_reads_every_byte(place, damaged, message, there, tmp_path, verify):
-    copy = tmp_path / "copy"
-    shutil.copytree(place, copy)
+def test_verify_reads_every_byte(place, damaged, said, there, tmp_path, verify):
+    copy = shutil.copytree(place, tmp_path / "copy")
     code, told = verify(copy)
     assert code == 0
     assert told.count("  whole") + told.count("all bytes read, every file has its size and ch") == 2
     flip(copy / damaged)
     code, told = verify(copy)
-    assert code in (1, 2) and re.search(message, told), told
+    assert code in (1, 2) and said in told and damaged.rpartition("/")[2][:14] in told, told
 
 
 def test_verify_is_refused_where_it_means_nothing(there, verify, tmp_path):
@@ -81,11 +71,8 @@ def test_an_export_can_be_read_by_others(there, tmp_path):
     before = os.umask(0o027)
     try:
         export.main("runs/demo", str(tmp_path / "hf"), export.ExportConfig())
-        export.main(
-            "runs/demo/pth/step_00000004",
-            str(tmp_path / "theirs"),
-            export.ExportConfig(format="state-spaces"),
-        )
+        theirs = export.ExportConfig(format="state-spaces")
+        export.main("runs/demo/pth/step_00000004", str(tmp_path / "theirs"), theirs)
     finally:
         os.umask(before)
     assert sorted(os.listdir(tmp_path)) == ["hf", "theirs"]
@@ -97,16 +84,13 @@ def test_an_export_can_be_read_by_others(there, tmp_path):
 
 def test_an_export_as_pth_is_what_the_run_published(there, tmp_path):
     published = there / "runs/demo/pth/step_00000004"
-    export.main("runs/demo", str(tmp_path / "pth"), export.ExportConfig(format="pth"))
+    pth = export.ExportConfig(format="pth")
+    export.main("runs/demo", str(tmp_path / "pth"), pth)
     for path in published.rglob("*"):
         if path.is_file():
             other = tmp_path / "pth" / path.relative_to(published)
             assert path.read_bytes() == other.read_bytes()
-    export.main(
-        "runs/demo/checkpoints/step_00000002",
-        str(tmp_path / "older"),
-        export.ExportConfig(format="pth"),
-    )
+    export.main("runs/demo/checkpoints/step_00000002", str(tmp_path / "older"), pth)
     state, older = (
         torch.load(folder / "consolidated.00.pth", weights_only=True)["lm_head.weight"]
         for folder in (published, tmp_path / "older")
