@@ -15,7 +15,7 @@ import pytest
 from mamba_fsdp.report import records
 from tests.support.corpora import write_store
 from tests.support.processes import PATIENCE_SECONDS, wait_until
-from tests.support.projects import make_project, make_venv
+from tests.support.projects import make_project, make_venv, trace_resolutions
 from tests.support.tiny import TINY, as_words
 
 pytestmark = pytest.mark.slow
@@ -43,15 +43,6 @@ def look_or_spin(request):
 
 StopRequest.look = look_or_spin
 """
-COUNTS = """
-
-_resolve = resolve_settings
-
-def resolve_settings(*words, **more):
-    with open("resolutions", "a") as file:
-        file.write("one\\n")
-    return _resolve(*words, **more)
-"""
 KILLS = int(os.environ.get("KILLS", 2))
 VICTIMS = ["the script", "the launcher", "rank 1", "rank 0"]
 HANGS = ["stands still", "spins", ""]  # what another rank does meanwhile
@@ -62,8 +53,7 @@ def project(tmp_path_factory):
     folder = make_project(tmp_path_factory.mktemp("real") / "project", training=None)
     with open(folder / "mamba_fsdp/trainer/stopping.py", "a") as stopping:
         stopping.write(SPINS)
-    with open(folder / "mamba_fsdp/settings/resolve.py", "a") as resolve:
-        resolve.write(COUNTS)
+    trace_resolutions(folder)
     make_venv(folder)
     return folder
 
@@ -117,7 +107,7 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
     assert last.startswith("to resume from step_")
     assert [event["event"] for event in records.read_events(project / "run")].count("started") == 1
     assert "exited without a status" in (project / "run/status.json").read_text()
-    assert (project / "resolutions").read_text() == "one\n"
+    assert len((project / "resolutions").read_text().splitlines()) == 1
 
 
 def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(

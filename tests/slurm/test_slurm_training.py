@@ -68,6 +68,7 @@ def new_project(tmp_path):
     edit(project / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
     library = 'sorted(root.rglob("*.py"), key=Path.as_posix)'
     edit(project / "mamba_fsdp/data/corpus.py", library, f"{library}[:{DEMO_FILES}]")
+    projects.trace_resolutions(project)
     projects.make_venv(project)
     return project
 
@@ -105,7 +106,7 @@ def weights(run):
 
 
 def test_a_bare_sbatch_makes_its_data_and_trains_on_it(start_cluster, new_project):
-    """What a new user does: no settings, and no data there."""
+    """What a new user does: no settings, and no data there. Settings are resolved once, for both nodes and their ranks."""
     cluster = start_cluster()
     job = cluster.submit(new_project)
     state = cluster.wait_for_end(job)
@@ -123,6 +124,8 @@ def test_a_bare_sbatch_makes_its_data_and_trains_on_it(start_cluster, new_projec
     assert len(weights(run)) == 1
     validated = [entry["val_loss"] for entry in read_metrics(run) if "val_loss" in entry]
     assert len(validated) == 2 and validated[-1] < validated[0]
+    (resolution,) = (new_project / "resolutions").read_text().splitlines()
+    assert resolution.endswith("/mamba_fsdp/launch/plan.py")
 
 
 def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, training_project):
