@@ -1,6 +1,8 @@
 """Batches hold what the order says, whoever reads them: any world size, split, number of threads; and errors reach the
 caller."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.train_config import DataConfig
+from tests.support.processes import wait_until
 
 L = 8
 
@@ -88,6 +91,26 @@ def test_a_step_is_the_same_for_every_world_size_split_and_worker_count(
     expected = rows_of_step(sources, step, (1, 12), num_workers=0, seed=seed)
     assert samples == expected[0]
     assert torch.equal(tokens, expected[1]) and torch.equal(labels, expected[2])
+
+
+@pytest.mark.parametrize("workers, prefetch, steps", [(0, 1, 1), (1, 2, 3), (3, 2, 3), (1, 5, 6)])
+def test_threads_read_as_many_steps_ahead_as_they_are_told(workers, prefetch, steps):
+    """Without threads only the step that is asked for is read; with several they read at once."""
+    at_once = threading.Barrier(max(1, workers))
+    threads = []
+
+    class Watched(Numbers):
+        def read(self, start, length):
+            at_once.wait(20)
+            threads.append(threading.current_thread())
+            return super().read(start, length)
+
+    source = {"a": Watched(50 * L + 1)}
+    with loader_of(source, 0, 1, 1, num_workers=workers, prefetch=prefetch) as loader:
+        loader.step(0)
+        wait_until(lambda: len(threads) >= steps, "the steps ahead")
+    assert len(threads) == steps and len(set(threads)) == max(1, workers)
+    assert (threading.current_thread() in threads) == (workers == 0)
 
 
 def test_rows_are_the_windows_and_labels_are_shifted_by_one():

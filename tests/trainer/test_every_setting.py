@@ -1,232 +1,191 @@
-"""Every setting changes something: a tiny run with another value leaves other traces than the same run without it."""
+"""Every setting changes what a run does: with another value it has other losses, leaves other files or says something else."""
 
-import importlib
+import re
 import shutil
 import sys
-from numbers import Number
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.parallel import compat, parallelize
 from mamba_fsdp.settings import resolve
 
-# For each setting another value, and what else must be set for it to matter. Where the effect is speed or memory, the
-# trace is the argument that reaches the library which obeys it.
+# What must be set for the settings of these sections to matter: one short run for as many as possible.
+USUAL = {"num_steps": 3, "eval_interval": 0, "checkpoint_interval": 9, "publish": False}
+HYBRID = {
+    **USUAL,
+    "num_steps": 1,
+    "n_layer": 4,
+    "layers": "mamba1,mamba2,mamba3,attention+mlp",
+    "headdim": 8,
+    "n_head": 4,
+    "n_kv_head": 2,
+}
+VALIDATED = {**USUAL, "num_steps": 2, "eval_interval": 1}
+SAVED = {**USUAL, "num_steps": 5, "checkpoint_interval": 1, "keep_checkpoints": 2}
+MIXED = {**USUAL, "datasets": "train,other"}
+# For each setting another value, and what the two runs have in common.
 OTHER_VALUES = {
-    "model_name": ("mamba-130m", {"n_layer": 1, "global_batch_size": 2}),
-    "d_model": (32, {}),
-    "n_layer": (1, {}),
-    "layers": ("mamba2", {"headdim": 8}),
-    "vocab_size": (80, {}),
-    "pad_vocab_size_multiple": (128, {}),
-    "tie_embeddings": (False, {}),
-    "norm_eps": (0.1, {}),
-    "d_state": (8, {}),
-    "d_conv": (2, {}),
-    "expand": (1, {}),
-    "d_ssm": (24, {}),
-    "dt_rank": (3, {}),
-    "bcdt_norm_eps": (1e-6, {}),
-    "headdim": (16, {"layers": "mamba2"}),
-    "ngroups": (2, {"layers": "mamba2", "headdim": 8}),
-    "chunk_size": (16, {"layers": "mamba2", "headdim": 8}),
-    "ssm_norm": ("none", {"layers": "mamba2", "headdim": 8}),
-    "decay_activation": ("softplus", {"layers": "mamba3", "headdim": 8}),
-    "n_head": (2, {"layers": "attention", "n_kv_head": 1}),
-    "n_kv_head": (2, {"layers": "attention", "n_head": 4}),
-    "head_dim": (16, {"layers": "attention", "n_head": 4, "n_kv_head": 4}),
-    "rotary_dim": (0, {"layers": "attention", "n_head": 4, "n_kv_head": 4}),
-    "rope_theta": (100, {"layers": "attention", "n_head": 2, "n_kv_head": 2}),
-    "rope_scaling": ("linear,factor=2", {"layers": "attention", "n_head": 2, "n_kv_head": 2}),
-    "d_intermediate": (24, {"layers": "mamba1+mlp"}),
-    "mlp_activation": ("relu2", {"layers": "mamba1+mlp"}),
-    "multipliers": ("embedding=3,ssm_out=0.5", {}),
-    "use_dummy_dataset": (True, {}),
-    "dataset_path": ("{corpus}/other", {}),
-    "datasets": ("other", {}),
-    "weights": ("1,5", {"datasets": "train,other"}),
-    "validation_path": ("none", {}),
-    "allow_other_tokenizer": (True, {"datasets": "train,foreign"}),
-    "seq_length": (16, {}),
-    "reset_at_documents": (True, {}),
-    "num_workers": (3, {}),
-    "position_weighting": (True, {}),
-    "position_window": (2, {"position_weighting": True}),
-    "prefetch": (1, {}),
-    "optimizer": ("muon", {}),
-    "learning_rate": (0.02, {}),
-    "weight_decay": (0.5, {}),
-    "beta1": (0.5, {}),
-    "beta2": (0.5, {}),
-    "adam_epsilon": (0.1, {}),
-    "grad_clip_thresh": (0.01, {}),
-    "schedule": ("linear", {}),
-    "warmup_steps": (3, {}),
-    "warmup_ratio": (0.5, {}),
-    "polynomial_power": (2.0, {"schedule": "polynomial"}),
-    "restart_cycles": (2, {"schedule": "cosine_with_restarts"}),
-    "decay_steps": (3, {"schedule": "wsd"}),
-    "schedule_steps": (3, {}),
-    "min_learning_rate_ratio": (0.5, {}),
-    "num_epochs": (0.01, {}),
-    "num_steps": (3, {}),
-    "gradient_accumulation_steps": (2, {}),
-    "batch_size": (1, {}),
-    "global_batch_size": (4, {}),
-    "seed": (1, {}),
-    "mixed_precision": ("bf16", {}),
-    "kernels": ("auto", {}),
-    "deterministic": (True, {}),
-    "dry_run": (True, {}),
-    "max_skipped_steps": (2, {}),
-    "eval_interval": (2, {}),
-    "eval_batches": (1, {}),
-    "save_ckpt_path": ("{run}/elsewhere", {}),
-    "load_ckpt_path": ("{first}", {}),
-    "resuming_dataset": (True, {"load_ckpt_path": "{first}"}),
-    "init_from": (None, {}),
-    "checkpoint_interval": (3, {}),
-    "keep_checkpoints": (1, {}),
-    "keep_every": (2, {"keep_checkpoints": 1}),
-    "max_failed_saves": (None, {}),
-    "async_checkpoint": (False, {}),
-    "publish": (False, {}),
-    "sharding_strategy": ("fsdp", {}),
-    "fsdp_activation_checkpointing": (True, {}),
-    "selective_checkpointing": ("1/2", {"fsdp_activation_checkpointing": True}),
-    "accumulate_unsharded": (True, {"sharding_strategy": "fsdp"}),
-    "context_parallel": (2, {}),
-    "use_torch_compile": (True, {}),
-    "timeout_minutes": (3, {}),
-    "report_interval": (3, {}),
-    "tracker": ("tensorboard", {}),
-    "wandb_project": ("mine", {"tracker": "wandb"}),
-    "wandb_name": ("mine", {"tracker": "wandb"}),
-    "use_profiler": (None, {}),  # test_profiling.py
+    "model_name": ("mamba-130m", {**USUAL, "n_layer": 1, "global_batch_size": 2}),
+    "d_model": (32, HYBRID),
+    "n_layer": (3, HYBRID),
+    "layers": ("mamba1,mamba2,mamba3+mlp,attention", HYBRID),
+    "vocab_size": (80, HYBRID),
+    "pad_vocab_size_multiple": (128, HYBRID),
+    "tie_embeddings": (False, HYBRID),
+    "norm_eps": (0.1, HYBRID),
+    "d_state": (8, HYBRID),
+    "d_conv": (2, HYBRID),
+    "expand": (1, HYBRID),
+    "d_ssm": (24, HYBRID),
+    "dt_rank": (3, HYBRID),
+    "bcdt_norm_eps": (1e-6, HYBRID),
+    "headdim": (16, HYBRID),
+    "ngroups": (2, HYBRID),
+    "chunk_size": (16, HYBRID),
+    "ssm_norm": ("none", HYBRID),
+    "decay_activation": ("softplus", HYBRID),
+    "n_head": (2, HYBRID),
+    "n_kv_head": (4, HYBRID),
+    "head_dim": (16, HYBRID),
+    "rotary_dim": (0, HYBRID),
+    "rope_theta": (100, HYBRID),
+    "rope_scaling": ("linear,factor=2", HYBRID),
+    "d_intermediate": (24, HYBRID),
+    "mlp_activation": ("relu2", HYBRID),
+    "multipliers": ("embedding=3,ssm_out=0.5", HYBRID),
+    "use_dummy_dataset": (True, USUAL),
+    "dataset_path": ("{corpus}/other", USUAL),
+    "datasets": ("other", USUAL),
+    "weights": ("1,5", MIXED),
+    "validation_path": ("none", VALIDATED),
+    "allow_other_tokenizer": (True, {**USUAL, "datasets": "train,foreign"}),
+    "seq_length": (16, USUAL),
+    "reset_at_documents": (True, USUAL),
+    "position_weighting": (True, USUAL),
+    "position_window": (2, {**USUAL, "position_weighting": True}),
+    "optimizer": ("muon", USUAL),
+    "learning_rate": (0.02, USUAL),
+    "weight_decay": (0.5, USUAL),
+    "beta1": (0.5, USUAL),
+    "beta2": (0.5, USUAL),
+    "adam_epsilon": (0.1, USUAL),
+    "grad_clip_thresh": (0.01, USUAL),
+    "schedule": ("linear", USUAL),
+    "warmup_steps": (3, USUAL),
+    "warmup_ratio": (0.9, USUAL),
+    "polynomial_power": (2.0, {**USUAL, "schedule": "polynomial"}),
+    "restart_cycles": (2, {**USUAL, "schedule": "cosine_with_restarts"}),
+    "decay_steps": (3, {**USUAL, "schedule": "wsd"}),
+    "schedule_steps": (9, USUAL),
+    "min_learning_rate_ratio": (0.5, USUAL),
+    "num_epochs": (0.01, USUAL),
+    "num_steps": (2, USUAL),
+    "gradient_accumulation_steps": (2, USUAL),
+    "batch_size": (1, USUAL),
+    "global_batch_size": (4, USUAL),
+    "seed": (1, USUAL),
+    "mixed_precision": ("bf16", USUAL),
+    "kernels": ("auto", USUAL),
+    "deterministic": (True, USUAL),
+    "eval_interval": (2, VALIDATED),
+    "eval_batches": (1, VALIDATED),
+    "checkpoint_interval": (3, SAVED),
+    "keep_checkpoints": (1, SAVED),
+    "keep_every": (2, SAVED),
+    "publish": (True, USUAL),
+    "sharding_strategy": ("fsdp", USUAL),
+    "use_torch_compile": (True, USUAL),
+    "report_interval": (3, USUAL),
+    "tracker": ("tensorboard", USUAL),
+    "wandb_project": ("mine", {**USUAL, "tracker": "wandb"}),
+    "wandb_name": ("mine", {**USUAL, "tracker": "wandb"}),
+}
+# Those whose effect takes more than a short run of one process, and the test that shows it.
+SHOWN_BY = {
+    "num_workers": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
+    "prefetch": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
+    "fsdp_activation_checkpointing": "parallel/test_strategies.py::test_the_chosen_share_of_blocks_recomputes",
+    "selective_checkpointing": "parallel/test_strategies.py::test_the_chosen_share_of_blocks_recomputes",
+    "accumulate_unsharded": "parallel/test_strategies.py::test_gradients_travel_when_they_should",
+    "context_parallel": "trainer/test_ranks.py::test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process",
+    "timeout_minutes": "trainer/test_ranks.py::test_a_rank_that_waits_in_vain_ends_with_where_it_stands",
+    "dry_run": "trainer/test_runs.py::test_a_dry_run_says_what_is_coming_and_writes_nothing",
+    "max_skipped_steps": "trainer/test_step.py::test_bad_samples_are_those_of_the_last_bad_step",
+    "save_ckpt_path": "trainer/test_runs.py::test_a_run_in_parts_is_the_unbroken_run",
+    "load_ckpt_path": "trainer/test_runs.py::test_starting_from_another_run",
+    "resuming_dataset": "trainer/test_runs.py::test_starting_from_another_run",
+    "init_from": "trainer/test_first_start.py::test_what_a_run_began_with_may_be_gone",
+    "max_failed_saves": "trainer/test_failing_saves.py::test_a_run_that_can_t_save_stops",
+    "async_checkpoint": "trainer/test_failing_saves.py::test_training_continues_and_saves_when_it_can_again",
+    "use_profiler": "trainer/test_profiling.py::test_a_run_says_where_its_time_goes",
 }
 
 
-def test_the_table_names_every_setting():
-    assert OTHER_VALUES.keys() == resolve.all_settings().keys()
+def test_every_setting_has_its_test(project):
+    assert OTHER_VALUES.keys() | SHOWN_BY.keys() == resolve.all_settings().keys()
+    assert not OTHER_VALUES.keys() & SHOWN_BY.keys()
+    for setting, test in SHOWN_BY.items():
+        file, name = test.split("::")
+        text = (project / "tests" / file).read_text()
+        assert f"def {name}(" in text and setting in text, test
 
 
 @pytest.fixture(scope="module")
-def kept_runs(tmp_path_factory):
-    """(a folder for the runs, which traces name; the traces of runs without a setting, by the others that it needs)."""
-    return tmp_path_factory.mktemp("settings"), {}
+def known():
+    """{what two runs have in common: the effects of the run without more}, as far as they are known."""
+    return {}
 
 
 @pytest.fixture
-def traces(train, kept_runs, metrics_of, corpus, monkeypatch):
-    """traces(settings) -> all that a run with them can be told by."""
-    from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-    from mamba_fsdp.data import loader
-    from mamba_fsdp.trainer import run, setup
+def effects(train, metrics_of, tmp_path, change_loss, monkeypatch):
+    """effects(settings) -> (the losses of a run with them, the files it leaves, all else that tells it from others)."""
+    others = []
 
-    sharding = importlib.import_module(compat.load_shard().__module__)
+    def loss(state, true_loss):
+        others.append(torch.are_deterministic_algorithms_enabled())
+        return true_loss()
 
-    calls = []
-
-    def told(value):
-        if isinstance(value, torch.nn.Module):
-            return next(value.parameters()).device
-        return value if isinstance(value, (Number, str)) else None
-
-    for where, name in [
-        (setup, "parallelize"),
-        (setup, "Checkpointer"),
-        (setup, "Loader"),
-        (loader, "ThreadPoolExecutor"),
-        (run, "start_world"),
-        (parallelize, "checkpoint_blocks"),
-        (sharding, "shard"),
-    ]:
-        original = getattr(where, name)
-
-        def recording(*args, _name=name, _original=original, **kwargs):
-            given = (
-                [told(value) for value in args],
-                {key: told(value) for key, value in kwargs.items()},
-            )
-            calls.append((_name, *given))
-            return _original(*args, **kwargs)
-
-        monkeypatch.setattr(where, name, recording)
-
-    def step(reader, number, _step=loader.Loader.step):
-        batches = _step(reader, number)
-        calls.append(("read ahead", sorted(reader.ahead)))
-        return batches
-
-    monkeypatch.setattr(loader.Loader, "step", step)
-
-    def save(checkpointer, step, shards, state, _save=Checkpointer.save):
-        calls.append(("save", step))
-        _save(checkpointer, step, shards, state)
-
-    monkeypatch.setattr(Checkpointer, "save", save)
+    change_loss(loss)
     monkeypatch.setattr(
-        run.torch,
-        "use_deterministic_algorithms",
-        lambda flag: calls.append(("deterministic", flag)),
+        "mamba_fsdp.parallel.parallelize.compile_blocks", lambda blocks: others.append("compiled")
     )
     wandb = SimpleNamespace(log=lambda values, step: None, finish=lambda: None, resumed=False)
     wandb.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline"))
-    wandb.init = lambda project, name, **_: calls.append(("wandb", project, name)) or wandb
+    wandb.init = lambda project, name, **_: others.append((project, name)) or wandb
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    root, _ = kept_runs
-    monkeypatch.setattr(
-        "mamba_fsdp.parallel.parallelize.compile_blocks", lambda blocks: calls.append("compile")
-    )
-    if not (root / "first").exists():
-        train(root / "first", num_steps=2)
 
     def run_with(given):
-        calls.clear()
-        folder = root / "run"
+        others.clear()
+        folder = tmp_path / "run"
         shutil.rmtree(folder, ignore_errors=True)
-        fill = {"corpus": corpus, "first": root / "first", "run": folder}
         try:
-            said = train(folder, **{key: str(value).format(**fill) for key, value in given.items()})
+            said = train(folder, **given)
         except UserError as error:
-            said = str(error)
-        files = sorted(
-            str(path.relative_to(folder)).replace(
-                path.name, "events" if "tfevents" in path.name else path.name
-            )
-            for path in folder.rglob("*")
-            if not path.name.startswith(".")
-        )
-        where = folder if (folder / "metrics.jsonl").exists() else folder / "elsewhere"
-        kept = [line for line in said.splitlines() if not line.startswith("step")]
-        return (
-            files,
-            metrics_of(where) if (where / "metrics.jsonl").exists() else said,
-            kept,
-            list(map(str, calls)),
-        )
+            return str(error), [], []
+        entries = metrics_of(folder)
+        losses = [
+            [entry.get(name) for name in ("loss", "grad_norm", "val_loss")] for entry in entries
+        ]
+        files = {re.sub("tfevents.*", "tfevents", path.name) for path in folder.rglob("[!.]*")}
+        lines = [line for line in said.splitlines() if not line.startswith("step")]
+        return losses, files, [entries, lines, *others]
 
     return run_with
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in OTHER_VALUES
-        if OTHER_VALUES[name][0] is not None and name != "max_skipped_steps"
-    ],
-)
-def test_a_setting_changes_something(traces, kept_runs, name):
-    value, needed = OTHER_VALUES[name]
-    needed = needed if name in ("num_steps", "num_epochs") else {"num_steps": 6, **needed}
-    _, usual = kept_runs
-    if str(needed) not in usual:
-        usual[str(needed)] = traces(needed)
-        again = traces(needed)
-        assert usual[str(needed)] == again, "equal runs differ in their traces, which prove nothing"
-    assert traces({**needed, name: value}) != usual[str(needed)]
+@pytest.mark.parametrize("setting", OTHER_VALUES)
+def test_a_setting_changes_something(effects, known, corpus, setting):
+    """What a model is, reads and learns by changes the losses."""
+    value, common = OTHER_VALUES[setting]
+    if str(common) not in known:
+        known[str(common)] = effects(common)
+        assert effects(common) == known[str(common)], "equal runs differ, which proves nothing"
+    without = known[str(common)]
+    found = effects({**common, setting: str(value).format(corpus=corpus)})
+    section, _ = resolve.all_settings()[setting]
+    if section in ("model", "data", "optimizer", "lr_schedule"):
+        assert found[0] != without[0]
+    assert found != without
