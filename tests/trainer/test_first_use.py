@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import conv, cpp, norm, scan, ssd
 from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE
 from mamba_fsdp.ops.scan import triton as scan_triton
-from mamba_fsdp.ops.ssd import triton as ssd_triton
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -38,16 +38,21 @@ FUNCTIONS = {
 }
 
 
-class Negated(torch.autograd.Function):
-    """The input, with a wrong sign of its gradient."""
+class Rescaled(torch.autograd.Function):
+    """The input, with a factor on its gradient."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, factor):
+        ctx.factor = factor
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        return -grad
+        return ctx.factor * grad, None
+
+
+def negate_gradient(x):
+    return Rescaled.apply(x, -1.0)
 
 
 def changed(operator, change):
@@ -60,16 +65,21 @@ def changed(operator, change):
     )
 
 
-def negate(which):
-    """A change: a wrong sign of the gradient of an argument, or of the result where `which` is -1."""
+def change_of(which, new):
+    """A change: new(an argument), or new(the result) where `which` is -1."""
 
     def change(function, arguments):
         if which >= 0:
-            arguments[which] = Negated.apply(arguments[which])
+            arguments[which] = new(arguments[which])
         result = function(*arguments)
-        return -result if which < 0 else result
+        return new(result) if which < 0 else result
 
     return change
+
+
+def negate(which):
+    """A change: a wrong sign of the gradient of an argument, or of the result."""
+    return change_of(which, negate_gradient if which >= 0 else torch.neg)
 
 
 def change_state(change):
@@ -103,100 +113,76 @@ def choose(folder, world=None, **given):
 
 
 def tensors_of(operator):
+    """{name: place among the arguments} of what has a gradient, and of the result as -1."""
     package, name = FUNCTIONS[operator]
     names = list(inspect.signature(getattr(package.BACKENDS["reference"], name)).parameters)
-    numbers = {"seq_idx", "initial_state", "return_last_state", "chunk_size"}
-    numbers |= {"eps", "group_size", "norm_first"}
-    return [(operator, name, names.index(name)) for name in names if name not in numbers] + [
-        (operator, "result", -1)
-    ]
+    others = {"seq_idx", "initial_state", "return_last_state", "chunk_size", "eps", "group_size"}
+    others.add("norm_first")
+    return {name: names.index(name) for name in names if name not in others} | {"result": -1}
 
 
-@pytest.fixture(scope="module")
-def uses():
-    """A FirstUse for each kind of layer, in bf16 with documents."""
-    found = {}
-    for layer in ("mamba1", "mamba2"):
-        found[layer] = FirstUse(settings_of(layer, precision="bf16"), CPU)
-    return found
-
-
-@pytest.mark.parametrize(
-    "operator, tensor, which", [case for operator in FUNCTIONS for case in tensors_of(operator)]
-)
-def test_a_wrong_sign_is_found(uses, monkeypatch, operator, tensor, which):
-    """Of the result or of any gradient, well above the bound; and the reference is right in bf16."""
+def measure_with(monkeypatch, use, operator, change):
+    """What the proof finds of the first kind of layer where this operator's backend is changed so."""
     package, _ = FUNCTIONS[operator]
-    use = uses["mamba1" if operator == "scan" else "mamba2"]
-    monkeypatch.setitem(package.BACKENDS, "toy", changed(operator, negate(which)))
-    right = use.measure(use.layers[0], REFERENCE)
-    wrong = use.measure(use.layers[0], REFERENCE | {operator: "toy"})
-    assert right.error < right.bound / 2 and wrong.error > 2 * wrong.bound
+    monkeypatch.setitem(package.BACKENDS, "toy", changed(operator, change))
+    return use.measure(use.layers[0], REFERENCE | {operator: "toy"})
 
 
-@pytest.mark.parametrize("batch, d_model", [(8, 2048), (4, 2048), (1, 2560), (40, 768), (9, 64)])
-def test_rows_are_cut_as_in_the_run(batch, d_model):
-    """The scan has other kernels for cut rows, and for rows that end within a tile; SSD for sequences in segments."""
+@pytest.mark.parametrize("operator", FUNCTIONS)
+def test_a_wrong_sign_is_found(monkeypatch, operator):
+    """Of the result or of any gradient, well above the bound; and the reference is right in bf16."""
+    layer = "mamba1" if operator == "scan" else "mamba2"
+    use = FirstUse(settings_of(layer, precision="bf16"), CPU)
+    right = use.measure(layer, REFERENCE)
+    assert right.error < right.bound / 2
+    for tensor, which in tensors_of(operator).items():
+        wrong = measure_with(monkeypatch, use, operator, negate(which))
+        assert wrong.error > 2 * wrong.bound, tensor
+
+
+@pytest.mark.parametrize("batch, d_model, cut", [(8, 2048, False), (9, 64, True)])
+def test_rows_are_cut_as_in_the_run(batch, d_model, cut):
+    """The scan has other kernels for cut rows."""
     settings = settings_of()
     settings.model.d_model = d_model
     settings.training.batch_size = batch
     settings.data.seq_length = 2048
     use = FirstUse(settings, CPU)
-
-    def is_cut(rows, length):
+    for rows, length in (use.shape, (use.rows, first_use.POSITIONS)):
         programs = rows * settings.model.d_inner // scan_triton.CHANNELS
         segments, _ = scan_triton.segments_of(programs, -(-length // scan_triton.CHUNK))
-        return segments > 1
-
-    assert is_cut(use.rows, first_use.POSITIONS) == is_cut(*use.shape)
-    assert first_use.POSITIONS % scan_triton.TILE == 0
-    assert first_use.POSITIONS >= 2 * ssd_triton.CHUNKS * ssd_triton.CHUNK
+        assert (segments > 1) == cut
 
 
-def test_many_rows_do_not_loosen_the_bounds():
+def test_many_rows_do_not_loosen_the_bounds(monkeypatch):
     """Among thousands of gradients one that bf16 gets wrong by a fifth is rare; alone it would allow half a tensor's size."""
     settings = settings_of("mamba2", precision="bf16")
     settings.model = ModelConfig(layers="mamba2", d_model=64, d_state=16, headdim=32)
     settings.training.batch_size = 8
     settings.data.reset_at_documents = False
     use = FirstUse(settings, CPU)
-    use.measure("mamba2", REFERENCE)
-    _, bounds = use.exact["mamba2"]
-    assert max(bounds.values()) < 0.2
+    enlarge = change_of(tensors_of("ssd")["A"], lambda A: Rescaled.apply(A, 1.25))
+    wrong = measure_with(monkeypatch, use, "ssd", enlarge)
+    assert wrong.error > wrong.bound
 
 
 @pytest.mark.parametrize(
     "operator, layer", [("scan", "mamba1"), ("ssd", "mamba2"), ("ssd", "mamba3")]
 )
-@pytest.mark.parametrize(
-    "ranks, change",
-    [(1, torch.neg), (2, torch.neg), (2, Negated.apply)],
-    ids=["1 rank", "2 ranks", "2 ranks, its gradient"],
-)
-def test_a_wrong_state_is_found_where_one_is_handed_on(monkeypatch, operator, layer, ranks, change):
+def test_a_wrong_state_is_found_where_one_is_handed_on(monkeypatch, operator, layer):
     """To the next token, or to the next of the ranks that share sequences, of whose gradient nothing else tells."""
-    package, _ = FUNCTIONS[operator]
-    monkeypatch.setitem(package.BACKENDS, "toy", changed(operator, change_state(change)))
     settings = settings_of(layer, precision="bf16")
-    settings.parallel.context_parallel = ranks
-    use = FirstUse(settings, CPU)
-    if ranks == 1:
-        alone = use.measure(layer, REFERENCE | {operator: "toy"})
-        assert alone.error < alone.bound, "a training alone hands on no state"
-        use = FirstUse(settings, CPU)
-        use.continued = 1
-    right = use.measure(layer, REFERENCE)
-    wrong = use.measure(layer, REFERENCE | {operator: "toy"})
-    assert right.error < right.bound / 2 and wrong.error > 2 * wrong.bound
-    assert wrong.worst.endswith("from a state")
-
-
-def test_a_backend_with_wrong_states_does_not_answer(monkeypatch):
-    monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
-    monkeypatch.setitem(scan.BACKENDS, "cpp", changed("scan", change_state(torch.neg)))
-    choice = first_use.choose_for_answers(settings_of(), CPU)
-    assert choice.backends == {**REFERENCE_OF_MAMBA1, "conv": "cpp"}
-    assert "scan not cpp: output from a state is off by" in str(choice)
+    alone = measure_with(monkeypatch, FirstUse(settings, CPU), operator, change_state(torch.neg))
+    assert alone.error < alone.bound, "a training alone hands on no state"
+    answering = FirstUse(settings, CPU)
+    answering.continued = 1
+    settings.parallel.context_parallel = 2
+    sharing = FirstUse(settings, CPU)
+    for use, change in ((answering, torch.neg), (sharing, negate_gradient)):
+        right = use.measure(layer, REFERENCE)
+        wrong = measure_with(monkeypatch, use, operator, change_state(change))
+        assert right.error < right.bound / 2 and wrong.error > 2 * wrong.bound
+        assert wrong.worst.endswith("from a state")
 
 
 def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, monkeypatch):
@@ -221,11 +207,8 @@ def test_a_simpler_form_is_taken_where_the_usual_one_is_wrong(tmp_path, monkeypa
     right = conv.BACKENDS["cpp"]
     toy = changed("conv", negate(1))
     wrong = toy.causal_conv_silu
-
-    def use_simpler_form():
-        toy.causal_conv_silu = right.causal_conv_silu
-
-    monkeypatch.setattr(right, "use_simpler_form", use_simpler_form, raising=False)
+    simplify = partial(setattr, toy, "causal_conv_silu", right.causal_conv_silu)
+    monkeypatch.setattr(right, "use_simpler_form", simplify, raising=False)
     monkeypatch.setitem(conv.BACKENDS, "cpp", toy)
     for _ in range(2):
         toy.causal_conv_silu = wrong
@@ -258,20 +241,17 @@ def test_the_faster_one_is_taken_and_kept(tmp_path, monkeypatch):
     choice, origin = choose(tmp_path / "run")
     assert choice.backends["scan"] == "triton" and origin.startswith("tested and timed")
     record = json.loads((tmp_path / "run" / "kernels.json").read_text())
-    assert sorted(record["milliseconds"].values()) == [1.0, 2.0]
-    assert record["made_for"]["torch"] in torch.__version__ and not record["under_way"]
+    assert sorted(record["milliseconds"].values()) == [1.0, 2.0] and not record["under_way"]
     times["triton"] = 3.0
-    assert choose(tmp_path / "run")[1].startswith(
-        "chosen when this run began; correct on all 1 ranks"
-    )
+    _, origin = choose(tmp_path / "run")
+    assert origin.startswith("chosen when this run began; correct on all 1 ranks")
     choice, origin = choose(tmp_path / "next")
     assert choice.backends["scan"] == "triton" and origin.startswith("chosen for an earlier run (")
-    choice, origin = choose(tmp_path / "run", precision="bf16", kernels="conv=cpp")
+    choice, origin = choose(tmp_path / "run", kernels="conv=cpp")
     assert choice.backends["scan"] == "cpp" and origin.startswith("tested and timed")
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(
-        UserError, match="scan can't be triton: triton does not load .*kernels.json and"
-    ):
+    said = "scan can't be triton: triton does not load .*kernels.json and"
+    with pytest.raises(UserError, match=said):
         choose(tmp_path / "next")
 
 
@@ -327,41 +307,31 @@ def on_two_ranks(world, folder):
 def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
     one, other = run_ranks(2, on_two_ranks, tmp_path)
     assert one == other
+    passed, wrong, others_bits = one
     here = f"the chosen kernels fail on rank 1 on {socket.gethostname()}: "
-    assert "conv not cpp: gradient of mixer.conv1d.weight" in one[0]
-    assert one[1].startswith(
-        here + "gradient of mixer.conv1d.weight is off by 2 of its largest value"
-    )
-    assert (
-        one[2].startswith(here + "its bits differ from those of rank 0")
-        and "--exclude=NODE" in one[2]
-    )
+    gradient = "gradient of mixer.conv1d.weight"
+    assert f"conv not cpp: {gradient}" in passed
+    assert wrong.startswith(f"{here}{gradient} is off by 2 of its largest value")
+    assert others_bits.startswith(f"{here}its bits differ from those of rank 0")
+    assert "--exclude=NODE" in others_bits
 
 
 def test_a_model_that_answers_takes_what_is_right(tmp_path, monkeypatch, train):
-    """As evaluate, generate and mamba_fsdp.load have it."""
+    """As evaluate, generate and mamba_fsdp.load have it: from token to token too."""
     train(tmp_path, num_steps=1, eval_interval=0)
-    assert mamba_fsdp.load(tmp_path).network.backends["conv"] == "cpp"
     monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
-    monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", negate(1)))
     backends = mamba_fsdp.load(tmp_path).network.backends
-    assert backends == {**REFERENCE_OF_MAMBA1, "scan": "cpp"}
+    assert backends == {**REFERENCE_OF_MAMBA1, "conv": "cpp", "scan": "cpp"}
+    monkeypatch.setitem(scan.BACKENDS, "cpp", changed("scan", change_state(torch.neg)))
+    backends = mamba_fsdp.load(tmp_path).network.backends
+    assert backends == {**REFERENCE_OF_MAMBA1, "conv": "cpp"}
 
 
 def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
     """And resumes with it; a dry run proves nothing."""
     monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
-    run = tmp_path / "run"
     more = {"kernels": "auto", "eval_interval": 0, "publish": "false"}
-    assert "; tested and" not in train(run, dry_run=True, kernels="auto")
-    assert "loss; tested and timed; correct on all 1 ranks, " in train(run, num_steps=2, **more)
-    monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", negate(1)))
-    with pytest.raises(
-        UserError, match="the chosen kernels fail on rank 0 .* delete .*kernels.json"
-    ):
-        train(run, num_steps=4, **more)
-    monkeypatch.undo()
-    monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
-    assert "loss; chosen when this run began; correct on all 1 ranks, " in train(
-        run, num_steps=4, **more
-    )
+    assert "; tested and" not in train(tmp_path / "run", dry_run=True, **more)
+    for steps, origin in ((1, "tested and timed"), (2, "chosen when this run began")):
+        said = train(tmp_path / "run", num_steps=steps, **more)
+        assert f"loss; {origin}; correct on all 1 ranks, " in said
