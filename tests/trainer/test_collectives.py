@@ -32,7 +32,7 @@ class SmallCollectives(TorchDispatchMode):
 
 
 def steps_of(world, settings):
-    """The small collectives of each step of a whole run, which rank 1 is asked to stop in step 8."""
+    """The small collectives of each step of a whole run, which rank 1 is asked to stop in step 5."""
     collectives = SmallCollectives()
     read_batches = Loader.step
 
@@ -41,7 +41,7 @@ def steps_of(world, settings):
         return read_batches(loader, number)
 
     Loader.step = step
-    StopRequest.look = lambda request: world.rank == 1 and len(collectives.steps) == 8
+    StopRequest.look = lambda request: world.rank == 1 and len(collectives.steps) == 5
     clock.Clock.own_seconds = lambda self: 1.0 + world.rank
     run.start_world = lambda **_: world
     with collectives:
@@ -49,24 +49,21 @@ def steps_of(world, settings):
     return collectives.steps
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_a_step_has_one_small_collective(settings_of, tmp_path, strategy):
+def test_a_step_has_one_small_collective(settings_of, tmp_path):
     """It tells the loss, a slow rank, and that one was asked to stop. Step 2 reports; the last one saves."""
     settings = settings_of(
-        sharding_strategy=strategy,
-        num_steps=9,
+        sharding_strategy="fsdp",
         global_batch_size=8,
         checkpoint_interval=9,
         report_interval=2,
         eval_interval=0,
     )
     for steps in run_ranks(2, steps_of, settings):
-        assert steps[:7] == [["allreduce_"]] * 7 and len(steps) == 8
-    assert steps_in(tmp_path / "run") == [8]
+        assert steps[:4] == [["allreduce_"]] * 4 and len(steps) == 5
+    assert steps_in(tmp_path / "run") == [5]
     for entry in read(tmp_path / "run/metrics.jsonl"):
-        assert [
-            entry[key] for key in ("slowest_rank", "slowest_rank_seconds", "median_rank_seconds")
-        ] == [1, 2.0, 1.5]
+        assert (entry["slowest_rank"], entry["slowest_rank_seconds"]) == (1, 2.0)
+        assert entry["median_rank_seconds"] == 1.5
 
 
 def stopped_at(world, look, settings):
@@ -78,9 +75,9 @@ def stopped_at(world, look, settings):
 
 
 def test_ranks_stop_at_the_same_batch_of_a_validation(settings_of, tmp_path):
-    """Look 2 is within the validation at the start, 6 at the first batch of that of step 2; the last run has them."""
-    settings = settings_of(sharding_strategy="fsdp", num_steps=4, batch_size=1, eval_interval=2)
-    for look, validated in ((2, set()), (6, {0}), (99, {0, 2, 4})):
+    """Look 6 is at the first batch of that of step 2; the next run has it."""
+    settings = settings_of(sharding_strategy="fsdp", num_steps=2, batch_size=1, eval_interval=2)
+    for look, validated in ((6, {0}), (99, {0, 2})):
         run_ranks(2, stopped_at, look, settings)
         entries = read(tmp_path / "run/metrics.jsonl")
         assert {entry["step"] for entry in entries if "val_loss" in entry} == validated
