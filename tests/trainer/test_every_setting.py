@@ -24,84 +24,109 @@ HYBRID = {
 }
 VALIDATED = {**USUAL, "num_steps": 2, "eval_interval": 1}
 SAVED = {**USUAL, "num_steps": 5, "checkpoint_interval": 1, "keep_checkpoints": 2}
-MIXED = {**USUAL, "datasets": "train,other"}
-# For each setting another value, and what the two runs have in common.
-OTHER_VALUES = {
-    "model_name": ("mamba-130m", {**USUAL, "n_layer": 1, "global_batch_size": 2}),
-    "d_model": (32, HYBRID),
-    "n_layer": (3, HYBRID),
-    "layers": ("mamba1,mamba2,mamba3+mlp,attention", HYBRID),
-    "vocab_size": (80, HYBRID),
-    "pad_vocab_size_multiple": (128, HYBRID),
-    "tie_embeddings": (False, HYBRID),
-    "norm_eps": (0.1, HYBRID),
-    "d_state": (8, HYBRID),
-    "d_conv": (2, HYBRID),
-    "expand": (1, HYBRID),
-    "d_ssm": (24, HYBRID),
-    "dt_rank": (3, HYBRID),
-    "bcdt_norm_eps": (1e-6, HYBRID),
-    "headdim": (16, HYBRID),
-    "ngroups": (2, HYBRID),
-    "chunk_size": (16, HYBRID),
-    "ssm_norm": ("none", HYBRID),
-    "decay_activation": ("softplus", HYBRID),
-    "n_head": (2, HYBRID),
-    "n_kv_head": (4, HYBRID),
-    "head_dim": (16, HYBRID),
-    "rotary_dim": (0, HYBRID),
-    "rope_theta": (100, HYBRID),
-    "rope_scaling": ("linear,factor=2", HYBRID),
-    "d_intermediate": (24, HYBRID),
-    "mlp_activation": ("relu2", HYBRID),
-    "multipliers": ("embedding=3,ssm_out=0.5", HYBRID),
-    "use_dummy_dataset": (True, USUAL),
-    "dataset_path": ("{corpus}/other", USUAL),
-    "datasets": ("other", USUAL),
-    "weights": ("1,5", MIXED),
-    "validation_path": ("none", VALIDATED),
-    "allow_other_tokenizer": (True, {**USUAL, "datasets": "train,foreign"}),
-    "seq_length": (16, USUAL),
-    "reset_at_documents": (True, USUAL),
-    "position_weighting": (True, USUAL),
-    "position_window": (2, {**USUAL, "position_weighting": True}),
-    "optimizer": ("muon", USUAL),
-    "learning_rate": (0.02, USUAL),
-    "weight_decay": (0.5, USUAL),
-    "beta1": (0.5, USUAL),
-    "beta2": (0.5, USUAL),
-    "adam_epsilon": (0.1, USUAL),
-    "grad_clip_thresh": (0.01, USUAL),
-    "schedule": ("linear", USUAL),
-    "warmup_steps": (3, USUAL),
-    "warmup_ratio": (0.9, USUAL),
-    "polynomial_power": (2.0, {**USUAL, "schedule": "polynomial"}),
-    "restart_cycles": (2, {**USUAL, "schedule": "cosine_with_restarts"}),
-    "decay_steps": (3, {**USUAL, "schedule": "wsd"}),
-    "schedule_steps": (9, USUAL),
-    "min_learning_rate_ratio": (0.5, USUAL),
-    "num_epochs": (0.01, USUAL),
-    "num_steps": (2, USUAL),
-    "gradient_accumulation_steps": (2, USUAL),
-    "batch_size": (1, USUAL),
-    "global_batch_size": (4, USUAL),
-    "seed": (1, USUAL),
-    "mixed_precision": ("bf16", USUAL),
-    "kernels": ("auto", USUAL),
-    "deterministic": (True, USUAL),
-    "eval_interval": (2, VALIDATED),
-    "eval_batches": (1, VALIDATED),
-    "checkpoint_interval": (3, SAVED),
-    "keep_checkpoints": (1, SAVED),
-    "keep_every": (2, SAVED),
-    "publish": (True, USUAL),
-    "sharding_strategy": ("fsdp", USUAL),
-    "use_torch_compile": (True, USUAL),
-    "report_interval": (3, USUAL),
-    "tracker": ("tensorboard", USUAL),
-    "wandb_project": ("mine", {**USUAL, "tracker": "wandb"}),
-    "wandb_name": ("mine", {**USUAL, "tracker": "wandb"}),
-}
+# Other values of settings, beside what the two runs have in common.
+OTHER_VALUES = [
+    (USUAL | {"n_layer": 1, "global_batch_size": 2}, {"model_name": "mamba-130m"}),
+    (
+        HYBRID,
+        {
+            "d_model": 32,
+            "n_layer": 3,
+            "layers": "mamba1,mamba2,mamba3+mlp,attention",
+            "vocab_size": 80,
+            "pad_vocab_size_multiple": 128,
+            "tie_embeddings": False,
+            "norm_eps": 0.1,
+            "d_state": 8,
+            "d_conv": 2,
+            "expand": 1,
+            "d_ssm": 24,
+            "dt_rank": 3,
+            "bcdt_norm_eps": 1e-06,
+            "headdim": 16,
+            "ngroups": 2,
+            "chunk_size": 16,
+            "ssm_norm": "none",
+            "decay_activation": "softplus",
+            "n_head": 2,
+            "n_kv_head": 4,
+            "head_dim": 16,
+            "rotary_dim": 0,
+            "rope_theta": 100,
+            "rope_scaling": "linear,factor=2",
+            "d_intermediate": 24,
+            "mlp_activation": "relu2",
+            "multipliers": "embedding=3,ssm_out=0.5",
+        },
+    ),
+    (
+        USUAL,
+        {
+            "use_dummy_dataset": True,
+            "dataset_path": "{corpus}/other",
+            "datasets": "other",
+            "seq_length": 16,
+            "reset_at_documents": True,
+            "position_weighting": True,
+            "optimizer": "muon",
+            "learning_rate": 0.02,
+            "weight_decay": 0.5,
+            "beta1": 0.5,
+            "beta2": 0.5,
+            "adam_epsilon": 0.1,
+            "grad_clip_thresh": 0.01,
+            "schedule": "linear",
+            "warmup_steps": 3,
+            "warmup_ratio": 0.9,
+            "schedule_steps": 9,
+            "min_learning_rate_ratio": 0.5,
+            "num_epochs": 0.01,
+            "num_steps": 2,
+            "gradient_accumulation_steps": 2,
+            "batch_size": 1,
+            "global_batch_size": 4,
+            "seed": 1,
+            "mixed_precision": "bf16",
+            "kernels": "auto",
+            "deterministic": True,
+            "publish": True,
+            "sharding_strategy": "fsdp",
+            "use_torch_compile": True,
+            "report_interval": 3,
+            "tracker": "tensorboard",
+        },
+    ),
+    (USUAL | {"datasets": "train,other"}, {"weights": "1,5"}),
+    (
+        VALIDATED,
+        {
+            "validation_path": "none",
+            "eval_interval": 2,
+            "eval_batches": 1,
+        },
+    ),
+    (USUAL | {"datasets": "train,foreign"}, {"allow_other_tokenizer": True}),
+    (USUAL | {"position_weighting": True}, {"position_window": 2}),
+    (USUAL | {"schedule": "polynomial"}, {"polynomial_power": 2.0}),
+    (USUAL | {"schedule": "cosine_with_restarts"}, {"restart_cycles": 2}),
+    (USUAL | {"schedule": "wsd"}, {"decay_steps": 3}),
+    (
+        SAVED,
+        {
+            "checkpoint_interval": 3,
+            "keep_checkpoints": 1,
+            "keep_every": 2,
+        },
+    ),
+    (
+        USUAL | {"tracker": "wandb"},
+        {
+            "wandb_project": "mine",
+            "wandb_name": "mine",
+        },
+    ),
+]
+CASES = [(name, value, common) for common, values in OTHER_VALUES for name, value in values.items()]
 # Those whose effect takes more than a short run of one process, and the test that shows it.
 SHOWN_BY = {
     "num_workers": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
@@ -124,8 +149,8 @@ SHOWN_BY = {
 
 
 def test_every_setting_has_its_test(project):
-    assert OTHER_VALUES.keys() | SHOWN_BY.keys() == resolve.all_settings().keys()
-    assert not OTHER_VALUES.keys() & SHOWN_BY.keys()
+    names = [*SHOWN_BY, *(setting for setting, _, _ in CASES)]
+    assert sorted(names) == sorted(resolve.all_settings())
     for setting, test in SHOWN_BY.items():
         file, name = test.split("::")
         text = (project / "tests" / file).read_text()
@@ -176,10 +201,9 @@ def effects(train, metrics_of, tmp_path, change_loss, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", OTHER_VALUES)
-def test_a_setting_changes_something(effects, known, corpus, setting):
+@pytest.mark.parametrize("setting, value, common", CASES, ids=[case[0] for case in CASES])
+def test_a_setting_changes_something(effects, known, corpus, setting, value, common):
     """What a model is, reads and learns by changes the losses."""
-    value, common = OTHER_VALUES[setting]
     if str(common) not in known:
         known[str(common)] = effects(common)
         assert effects(common) == known[str(common)], "equal runs differ, which proves nothing"
