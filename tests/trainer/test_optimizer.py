@@ -11,22 +11,14 @@ from mamba_fsdp.parallel.compat import has_fused_adamw, step_unless
 from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.trainer.optimizer import LossScale
 
+NORMS = ("norm.weight", "norm2.weight", "norm_f.weight")
+
 
 def test_only_matrices_decay():
     for layers in ("mamba1", "mamba2", "attention+mlp"):
         config = ModelConfig(layers=layers, n_layer=1, d_intermediate=32 if "mlp" in layers else 0)
         for name, parameter in parameters(config).items():
-            kept = name.endswith(
-                (
-                    ".A_log",
-                    ".D",
-                    ".dt_bias",
-                    ".bias",
-                    "norm.weight",
-                    "norm2.weight",
-                    "norm_f.weight",
-                )
-            )
+            kept = name.endswith((".A_log", ".D", ".dt_bias", ".bias", *NORMS))
             assert parameter.decay != kept, name
 
 
@@ -42,14 +34,11 @@ def test_a_refused_step_leaves_weights_moments_and_their_count():
         for parameter in (ours, usual)
     ]
     for refused in (True, False, False, True, False):
-        ours.grad = (
-            torch.tensor([float("nan"), 1.0, float("inf")])
-            if refused
-            else torch.tensor([0.5, 0.1, -1.0])
-        )
+        gradient = [float("nan"), 1.0, float("inf")] if refused else [0.5, 0.1, -1.0]
+        ours.grad = torch.tensor(gradient)
+        usual.grad = ours.grad.clone()
         step_unless(optimizers[0], torch.tensor(refused))
         if not refused:
-            usual.grad = ours.grad.clone()
             optimizers[1].step()
         assert torch.equal(ours, usual)
     for name, expected in optimizers[1].state[usual].items():

@@ -25,9 +25,9 @@ def words(vocabulary):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """A folder with the stores a and b, which hold the same tokens, of different tokenizers; and with again, of the first under another name, and unknown, which does not say of which."""
+    """A folder with the stores a and b, which hold the same tokens, of different tokenizers; and unknown, which does not say of which."""
     root = tmp_path_factory.mktemp("data")
-    for name, vocabulary in (("a", WORDS), ("b", OTHER), ("again", WORDS), ("unknown", WORDS)):
+    for name, vocabulary in (("a", WORDS), ("b", OTHER), ("unknown", WORDS)):
         tokenizer = TextTokenizer(words(vocabulary), "<end>")
         identity = tokenizer.identity if name != "unknown" else "none"
         for seed, part in enumerate(("train", "validation")):
@@ -77,23 +77,20 @@ def run_of(train, data, tmp_path):
 
 def test_training_refuses_another_tokenizer(train, data, run_of, tmp_path):
     """Data among each other, and the data and the model that a run starts or resumes from."""
-    for one, other, given in [
-        ("a/train", "b/train", {"dataset_path": data, "datasets": "unknown,a,b"}),
-        ("a/train", "b/validation", {"dataset_path": data / "a", "validation_path": data / "b"}),
-        ("b/train", "run", {"dataset_path": data / "b", "init_from": run_of["run"]}),
-        ("b/train", "exported", {"dataset_path": data / "b", "init_from": run_of["exported"]}),
-        ("b/train", "step_00000006", {"dataset_path": data / "b", "load_ckpt_path": run_of["run"]}),
-        ("b/train", "copied", {"dataset_path": data / "b", "load_ckpt_path": run_of["copied"]}),
-        (
-            "b/train",
-            "consolidated.00.pth",
-            {"dataset_path": data / "b", "load_ckpt_path": run_of["pth"]},
-        ),
+    both = {"dataset_path": data, "datasets": "unknown,a,b"}
+    validation = {"dataset_path": data / "a", "validation_path": data / "b"}
+    cases = [("a/train", "b/train", both), ("a/train", "b/validation", validation)]
+    for name, setting, model in [
+        ("run", "init_from", "run"),
+        ("exported", "init_from", "exported"),
+        ("step_00000006", "load_ckpt_path", "run"),
+        ("copied", "load_ckpt_path", "copied"),
+        ("consolidated.00.pth", "load_ckpt_path", "pth"),
     ]:
+        cases.append(("b/train", name, {"dataset_path": data / "b", setting: run_of[model]}))
+    for one, other, given in cases:
         with pytest.raises(UserError, match=REFUSED.format(f".*{one}", f".*{other}")):
             train(tmp_path / "new", **given)
-    for dry_run in (False, True):
-        with pytest.raises(
-            UserError, match=REFUSED.format(".*b/train", ".*run/checkpoints/step_00000006")
-        ):
-            train(run_of["run"], dataset_path=data, datasets="b", num_steps=9, dry_run=dry_run)
+    refused = REFUSED.format(".*b/train", ".*run/checkpoints/step_00000006")
+    with pytest.raises(UserError, match=refused):
+        train(run_of["run"], dataset_path=data, datasets="b", num_steps=9)
