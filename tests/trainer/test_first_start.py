@@ -10,21 +10,16 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.train_config import DataConfig
 
 
-@pytest.mark.parametrize("spelling", ["../{name}/run/", "link"])
-def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch, spelling):
+def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
     """As many launchers write it, also with resuming_dataset: resume if there is something, else start."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("run")
-    given = {
-        "load_ckpt_path": spelling.format(name=tmp_path.name),
-        "resuming_dataset": True,
-    }
+    given = {"load_ckpt_path": f"../{tmp_path.name}/link/", "resuming_dataset": True}
     assert "steps " in train("run", dry_run=True, **given) and not (tmp_path / "run").exists()
     assert "starting   anew" in train("run", num_steps=2, **given)
     said = train("run", num_steps=3, **given)
-    assert (
-        "resumes    from run/checkpoints/step_00000002, step 2\n" in said and "starting" not in said
-    )
+    assert "resumes    from run/checkpoints/step_00000002, step 2\n" in said
+    assert "starting" not in said
 
 
 def empty(folder):
@@ -46,10 +41,7 @@ def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
     train(tmp_path / "run", num_steps=1, **{setting: origin}, **model)
     remove(origin)
     said = train(tmp_path / "run", num_steps=2, **{setting: origin}, **model)
-    assert (
-        f"step_00000001, step 1; {origin} applied to its first start only" in said
-        and "finished   2 steps" in said
-    )
+    assert f"step_00000001, step 1; {origin} applied to its first start only" in said
     with pytest.raises(UserError, match=rf"{tmp_path}/run.* another model .*expand=1 \(there 4\)"):
         train(tmp_path / "run", num_steps=3, **{setting: origin}, expand=1)
     with pytest.raises(UserError, match=str(origin)):
@@ -60,20 +52,17 @@ def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
 def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, monkeypatch):
     made = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        tokenize, "make_dataset", lambda source, folder, options: made.append((source, folder))
-    )
-    folder = tmp_path / "data/builtin"
-    for path in ("data/mine", "builtin", str(tmp_path)):
-        assert not missing_builtin(DataConfig(path))
-    make_missing_builtin(DataConfig("data/builtin/"))
+    monkeypatch.setattr(tokenize, "make_dataset", lambda *given: made.append(given[:2]))
+    for path in ("data/mine", "builtin", "data/builtin/"):
+        make_missing_builtin(DataConfig(path))
     assert made == [("builtin", "data/builtin")]
-    (folder / "train").mkdir(parents=True)
-    assert missing_builtin(DataConfig(str(folder))) == folder, "an empty folder"
-    (folder / "train/index.json").touch()
+    store = tmp_path / "data/builtin"
+    (store / "train").mkdir(parents=True)
+    assert missing_builtin(DataConfig(str(store))) == store, "an empty folder"
+    (store / "train/index.json").touch()
     assert not missing_builtin(DataConfig("data/builtin"))
-    (folder / ".progress.json").touch()
-    assert missing_builtin(DataConfig("data/builtin")) == folder, "a part of it"
+    (store / ".progress.json").touch()
+    assert missing_builtin(DataConfig("data/builtin")) == store, "a part of it"
 
 
 def test_a_dry_run_does_not_make_it(train, tmp_path, monkeypatch):
