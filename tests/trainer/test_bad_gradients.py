@@ -49,19 +49,23 @@ def each(world, function, *cases):
     return [function(world, *case) for case in cases]
 
 
-def test_what_is_not_finite_on_one_rank_reaches_the_weights_of_none():
-    hows = ({"strategy": "ddp"}, {"strategy": "fsdp"})
+@pytest.mark.parametrize(
+    "ranks, hows",
+    [
+        (2, [{"strategy": "ddp"}, {"strategy": "fsdp"}]),
+        (4, [{"strategy": "hsdp", "shard_size": 2}]),
+    ],
+    ids=["2", "4"],
+)
+def test_what_is_not_finite_on_one_rank_reaches_the_weights_of_none(ranks, hows):
     cases = [(how, dtype) for how in hows for dtype in (torch.float32, torch.float16)]
-    for results in run_ranks(2, each, poisoned, *cases):
-        for (found, scale), case in zip(results, cases):
-            refused = [(0.0, True)] * 3
-            assert found == [(1.0, False), *refused, (1.0, False)], case
-            assert scale == (case[1] == torch.float16 and 2.0**13), case
-
-
-def gradients_of(parallel):
-    gradients = [parameter.grad for parameter in parallel.parameters().values()]
-    return [gradient.clone() for gradient in gradients if gradient is not None]
+    for results in run_ranks(ranks, each, poisoned, *cases):
+        for (found, scale), (how, dtype) in zip(results, cases):
+            assert found == [(1.0, False), (0.0, True), (0.0, True), (0.0, True), (1.0, False)], (
+                how,
+                dtype,
+            )
+            assert scale == (dtype == torch.float16 and 2.0**13)
 
 
 def first_and_later(world, how):
@@ -70,12 +74,19 @@ def first_and_later(world, how):
     for step in range(2):
         weights = [shard.data.clone() for shard in parallel.shards()]
         gradients(world, parallel, optimizer, step)
+    later = [
+        parameter.grad.clone()
+        for parameter in parallel.parameters().values()
+        if parameter.grad is not None
+    ]
     resumed, optimizer = build(world, **how)
     for shard, data in zip(resumed.shards(), weights):
         shard.data.copy_(data)
     gradients(world, resumed, optimizer, 1)
-    pairs = zip(gradients_of(resumed), gradients_of(parallel), strict=True)
-    return [torch.equal(*pair) for pair in pairs]
+    first = [
+        parameter.grad for parameter in resumed.parameters().values() if parameter.grad is not None
+    ]
+    return [torch.equal(*pair) for pair in zip(first, later, strict=True)]
 
 
 def test_the_first_step_of_a_start_adds_up_as_later_ones_do():

@@ -1,14 +1,19 @@
 """The same run on any number of ranks: equal losses, and a checkpoint resumes on other ranks and strategies."""
 
 import os
+import signal
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from xxhash import xxh3_64
 
+from mamba_fsdp.checkpoint import files
 from mamba_fsdp.trainer import loop, run
+from tests.support.checkpoints import equal
 from tests.support.forked import said_by, start_ranks
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TINY, as_words
@@ -31,6 +36,33 @@ def train_on(corpus):
         return said_by(start_ranks(ranks, as_words(words)))
 
     return run_on
+
+
+@pytest.fixture
+def run_changed(settings_of, tmp_path):
+    """run_changed(change, **settings): a run of two ranks, with six seconds of patience, after change(rank). Returns what
+    each of them writes to stderr, and whether both end well."""
+
+    def run_changed(change, **given):
+        settings = settings_of(**given, timeout_minutes=0.1)
+        files = [tmp_path / f"stderr-{rank}" for rank in range(2)]
+        try:
+            run_ranks(2, train_changed, change, settings, files)
+            ended_well = True
+        except AssertionError:
+            ended_well = False
+        return [file.read_text() for file in files], ended_well
+
+    return run_changed
+
+
+def train_changed(world, change, settings, files):
+    os.dup2(os.open(files[world.rank], os.O_WRONLY | os.O_CREAT), 2)
+    world.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=0.1), dist.group.WORLD)
+    run.start_world = lambda **_: world
+    change(world.rank)
+    run.run_training(settings)
 
 
 @pytest.mark.slow
@@ -79,46 +111,74 @@ HYBRID = {  # something of each family of hybrids in one model
 }
 
 
+def die_in_step_4(rank, batch_loss=loop.batch_loss):
+    batches = []
+
+    def dying(module, batch):
+        batches.append(batch)
+        if len(batches) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch_loss(module, batch)
+
+    loop.batch_loss = dying
+
+
 @pytest.mark.slow
 @pytest.mark.torch22
-def test_hybrids_train_the_same_model_with_shared_and_with_whole_weights(
-    train_on, tmp_path, weights_of
-):
-    """Also where those that share resume."""
+def test_hybrids_resume_a_killed_run_to_the_bit(train_on, run_changed, tmp_path, weights_of):
+    """On two ranks that share the weights; and with whole weights each they train the same model."""
     steps = {**STEPS, "global_batch_size": 4, **HYBRID}
-    train_on(2, tmp_path / "ddp", **steps, sharding_strategy="ddp")
-    for num_steps in (2, 4):
-        parts = {**steps, "num_steps": num_steps, "sharding_strategy": "fsdp"}
-        said = train_on(2, tmp_path / "fsdp", **parts)
+    train_on(2, tmp_path / "whole", **steps, sharding_strategy="fsdp")
+    _, ended_well = run_changed(die_in_step_4, **steps, sharding_strategy="fsdp")
+    assert not ended_well
+    said = train_on(2, tmp_path / "run", **steps, sharding_strategy="fsdp")
     assert "step_00000002" in said
-    whole = weights_of(tmp_path / "ddp")
-    for name, tensor in weights_of(tmp_path / "fsdp").items():
+    whole = weights_of(tmp_path / "whole")
+    assert equal(whole, weights_of(tmp_path / "run"))
+    train_on(2, tmp_path / "ddp", **steps, sharding_strategy="ddp")
+    for name, tensor in weights_of(tmp_path / "ddp").items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-3, atol=1e-4)
 
 
-def stand_still_in_step_2(world, settings, files):
-    os.dup2(os.open(files[world.rank], os.O_WRONLY | os.O_CREAT), 2)
-    world.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=0.1), dist.group.WORLD)
-    run.start_world = lambda **_: world
-    batch_loss = loop.batch_loss
+def stick_in_step_2(rank, batch_loss=loop.batch_loss):
     steps = []
 
     def stuck(module, batch):
-        if world.rank == 1 and len(steps) == 1:
+        if rank == 1 and len(steps) == 1:
             time.sleep(300)
         steps.append(batch)
         return batch_loss(module, batch)
 
     loop.batch_loss = stuck
-    run.run_training(settings)
+
+
+def slow_disk(seconds, rank):
+    """Rank 1 waits at each piece that it hashes: twenty when it writes, eighteen when it verifies."""
+
+    class Slow:
+        def __init__(self):
+            self.hash = xxh3_64()
+            self.hexdigest = self.hash.hexdigest
+
+        def update(self, data):
+            if rank == 1 and len(data) > 1000:
+                time.sleep(seconds)
+            self.hash.update(data)
+
+    files.xxh3_64 = Slow
+    files.BLOCK = files.READ_BLOCK = 8000
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(settings_of, tmp_path):
+def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(run_changed):
     """One rank never comes to the next step; the watchdog says where it stands, and the job ends."""
-    files = [tmp_path / f"stderr-{rank}" for rank in range(2)]
-    with pytest.raises(AssertionError):
-        run_ranks(2, stand_still_in_step_2, settings_of(timeout_minutes=0.1), files)
-    said = files[1].read_text()
-    assert "made no progress" in said and "in stuck" in said
+    (_, said), ended_well = run_changed(stick_in_step_2)
+    assert not ended_well and "made no progress" in said and "in stuck" in said
+
+
+@pytest.mark.slow
+def test_one_slow_disk_is_no_hang(run_changed):
+    """Writing, and verifying at the next start, takes one rank longer than timeout_minutes; the other waits for it."""
+    for _ in range(2):
+        said, ended_well = run_changed(partial(slow_disk, 0.45), num_steps=1, eval_interval=0)
+        assert ended_well, said
