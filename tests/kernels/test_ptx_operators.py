@@ -12,6 +12,7 @@ from ptx import Launch
 
 from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS
 from mamba_fsdp.ops.conv import causal_conv_silu
+from mamba_fsdp.ops.conv import triton as conv_triton
 from mamba_fsdp.ops.scan import selective_scan
 from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.ops.ssd import ssd
@@ -21,52 +22,47 @@ pytestmark = pytest.mark.slow
 DOCUMENTS = torch.tensor([[4] * 5 + [5] * 9 + [6] * 7])
 
 
-def random(*shape, dtype=torch.float32):
-    return torch.randn(*shape).to(dtype)
-
-
 def conv(dtype):
-    x = random(1, 21, 9, dtype=dtype)[..., 2:]
-    return (
-        partial(causal_conv_silu, seq_idx=DOCUMENTS),
-        dict(x=x, weight=random(7, 1, 4, dtype=dtype), bias=random(7, dtype=dtype)),
-    )
+    x = torch.randn(1, 21, 9, dtype=dtype)[..., 2:]
+    weight = torch.randn(7, 1, 4, dtype=dtype)
+    bias = torch.randn(7, dtype=dtype)
+    return partial(causal_conv_silu, seq_idx=DOCUMENTS), dict(x=x, weight=weight, bias=bias)
 
 
 def scan(dtype):
-    u, z = random(1, 21, 70, dtype=dtype).chunk(2, dim=-1)
-    B, C = random(1, 21, 11, dtype=dtype)[..., 3:].chunk(2, dim=-1)
+    u, z = torch.randn(1, 21, 70, dtype=dtype).chunk(2, dim=-1)
+    B, C = torch.randn(1, 21, 11, dtype=dtype)[..., 3:].chunk(2, dim=-1)
     return (
         partial(selective_scan, seq_idx=DOCUMENTS, return_last_state=True),
         dict(
             u=u,
-            dt=random(1, 21, 35, dtype=dtype),
+            dt=torch.randn(1, 21, 35, dtype=dtype),
             A=-torch.rand(35, 4),
             B=B,
             C=C,
-            D=random(35),
+            D=torch.randn(35),
             z=z,
-            dt_bias=random(35),
-            initial_state=random(1, 35, 4),
+            dt_bias=torch.randn(35),
+            initial_state=torch.randn(1, 35, 4),
         ),
     )
 
 
 def attend(dtype, length=21, heads=3, headdim=16, d_state=16):
     sizes = [heads * headdim, d_state, d_state]
-    x, B, C = random(1, length, sum(sizes), dtype=dtype).split(sizes, dim=-1)
+    x, B, C = torch.randn(1, length, sum(sizes), dtype=dtype).split(sizes, dim=-1)
     documents = torch.arange(length).view(1, -1) * 3 // length
     return (
         partial(ssd, seq_idx=documents, chunk_size=16, return_last_state=True),
         dict(
             x=x.unflatten(-1, (heads, headdim)),
-            dt=random(1, length, heads, dtype=dtype),
+            dt=torch.randn(1, length, heads, dtype=dtype),
             A=-torch.rand(heads),
             B=B.unflatten(-1, (1, d_state)),
             C=C.unflatten(-1, (1, d_state)),
-            D=random(heads),
-            dt_bias=random(heads),
-            initial_state=random(1, heads, headdim, d_state),
+            D=torch.randn(heads),
+            dt_bias=torch.randn(heads),
+            initial_state=torch.randn(1, heads, headdim, d_state),
         ),
     )
 
@@ -77,8 +73,9 @@ MOST = {torch.float32: 2e-6, torch.bfloat16: 0.01}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Several chunks of the scan, in two segments."""
-    torch.manual_seed(0)
+    """Several chunks of the scan, in two segments, and programs of the convolution that meet."""
+    for table in conv_triton.FORWARD, conv_triton.BACKWARD:
+        monkeypatch.setitem(table, (8, 0), table[8, 0] | {"ROWS": 16})
     monkeypatch.setattr(scan_triton, "CHUNK", 8)
     monkeypatch.setattr(scan_triton, "FILL", 4)
 
@@ -108,7 +105,7 @@ def test_compiled_like_reference(operator, dtype, cc):
         ("2.2.0", 90, (70, 2, 64, 128), True),
         ("2.2.0", 90, (40, 2, 80, 128), True),
         ("3.6.0", 90, (70, 2, 64, 128), True),
-        ("2.2.0", 90, (70, 2, 64, 128), False),
+        ("2.2.0", 90, (40, 2, 64, 128), False),
     ],
     ids=["sm_80", "sm_90", "80 channels", "sm_90 by Triton 3.6", "sm_90 without wgmma"],
 )

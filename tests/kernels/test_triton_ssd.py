@@ -1,15 +1,15 @@
 """The SSD's kernels beside the reference backend in float64, at odd sizes and at the edges; what they promise to torch."""
 
 import os
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from compare import assert_like_reference
 
-from mamba_fsdp.ops.ssd import ssd, triton_kernels
-from mamba_fsdp.ops.ssd.triton import FAR, NEAR, SWEEP, ssd_backward
-from tests.support.definitions import ssd_values
+from mamba_fsdp.ops.ssd import ssd, triton, triton_kernels
+from tests.support.definitions import assert_no_leak, random_documents, ssd_values
 
 BF16 = 2.0**-6  # of sums over whole rows, as dA is
 # What passes a position is a difference of sums, and in dA and that of the bias much of it cancels.
@@ -28,26 +28,14 @@ def leaves(length=40, dtype=torch.float32, batch=1, heads=2, headdim=18, groups=
     }
 
 
-def random_documents(length, batch=1):
-    return (
-        (torch.rand(batch, length, generator=torch.Generator().manual_seed(1)) < 4 / length)
-        .int()
-        .cumsum(1)
-    )
-
-
-def kernels(**values):
-    return ssd(**values, chunk_size=64, return_last_state=True, backend="triton")
-
-
-def reference(**values):
-    return ssd(**values, chunk_size=64, return_last_state=True)
-
-
+kernels, reference = (
+    partial(ssd, chunk_size=64, return_last_state=True, backend=name)
+    for name in ("triton", "reference")
+)
 SIZES = [
-    dict(length=70, batch=2, heads=4, groups=2, headdim=5, d_state=3),
+    dict(length=70, heads=4, groups=2, headdim=5, d_state=3),
     dict(length=33, headdim=80, d_state=130),
-    dict(length=64, heads=1, headdim=64, d_state=128),
+    dict(length=64, batch=2, heads=1, headdim=64, d_state=128),
     dict(length=1),
 ]
 CASES = list(zip(SIZES, (True, False, True, False)))
@@ -60,61 +48,31 @@ def test_equals_float64(sizes, bounded):
     """Outputs, last state and all gradients, those of A and the bias too, whose terms cancel; blocks full and not,
     several of channels and of states. KERNEL_GATES=all: each with documents and without."""
     values = leaves(**sizes)
-    seq_idx = random_documents(values["x"].shape[1], len(values["x"])) if bounded else None
+    seq_idx = random_documents(*values["x"].shape[:2]) if bounded else None
     assert_like_reference(kernels, reference, values, FP32, seq_idx=seq_idx)
 
 
 def test_bf16():
     dtype = torch.bfloat16
-    got = assert_like_reference(
-        kernels, reference, leaves(dtype=dtype), BF16, seq_idx=random_documents(40)
-    )
-    assert (
-        {got[f"gradient of {name}"].dtype for name in ACTIVATIONS}
-        == {got["output 0"].dtype}
-        == {dtype}
-    )
+    values = leaves(dtype=dtype)
+    got = assert_like_reference(kernels, reference, values, BF16, seq_idx=random_documents(1, 40))
+    of_activations = {got[f"gradient of {name}"].dtype for name in ACTIVATIONS}
+    assert of_activations == {got["output 0"].dtype} == {dtype}
     assert got["output 1"].dtype == got["gradient of initial_state"].dtype == torch.float32
 
 
-def test_only_what_must_be():
-    values = leaves(length=20, heads=1)
-    del values["initial_state"]
-    assert_like_reference(kernels, reference, values, FP32)
-
-
-def test_segments_of_a_sequence_change_rounding_alone(monkeypatch):
-    values = leaves(length=330, heads=1, headdim=16, d_state=16)
-    seq_idx = random_documents(330)
-    for programs in (1, 6):
-        monkeypatch.setitem(SWEEP, (8, 0), {"P": 16, "programs": programs, "num_warps": 1})
-        monkeypatch.setitem(NEAR, (8, 0), {"P": 16, "BLOCK": 1, "num_warps": 1})
-        monkeypatch.setitem(FAR, (8, 0), {"P": 16, "ROWS": 64, "BLOCK": 1, "num_warps": 1})
-        assert_like_reference(kernels, reference, values, FP32, seq_idx=seq_idx)
+def test_segments_of_a_sequence(monkeypatch):
+    """Three, of which the first two are swept for what the others begin with."""
+    monkeypatch.setattr(triton, "CHUNKS", 2)
+    values = leaves(length=150, heads=1, headdim=16, d_state=16)
+    seq_idx = random_documents(1, 150)
+    assert_like_reference(kernels, reference, values, FP32, seq_idx=seq_idx)
 
 
 def test_no_leak_between_documents():
-    """Whatever one document holds, the other's outputs and gradients stay the same to the last bit, both ways."""
-
-    def run(changed):
-        values = leaves(length=50)
-        for name in ACTIVATIONS:
-            values[name][:, changed] = 7 * values[name][:, changed].flip(1) + 3
-        inputs = [values[name].requires_grad_() for name in ACTIVATIONS]
-        y = kernels(**values, seq_idx=seq_idx)[0]
-        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
-        weights[:, changed] *= -5
-        return y, *torch.autograd.grad((y * weights).sum(), inputs)
-
-    boundary = 20
-    seq_idx = (torch.arange(50) >= boundary).int().expand(1, 50)
-    first = slice(0, boundary)
-    second = slice(boundary, 50)
-    before = run(slice(0, 0))
-    for changed, kept in ((first, second), (second, first)):
-        after = run(changed)
-        assert not torch.equal(before[0][:, changed], after[0][:, changed])
-        assert all(torch.equal(a[:, kept], b[:, kept]) for a, b in zip(before, after))
+    seq_idx = (torch.arange(40) >= 20).int().expand(1, 40)
+    operator = partial(ssd, chunk_size=64, seq_idx=seq_idx, backend="triton")
+    assert_no_leak(operator, leaves(heads=1), 20, names=ACTIVATIONS)
 
 
 def test_extreme_dt():
@@ -147,7 +105,7 @@ def test_the_backward_pass_moves_no_more_than_that_of_mamba_ssm(monkeypatch):
     B = torch.empty(*tokens, 1, 128, dtype=torch.bfloat16)
     dt = torch.empty(*tokens, 80, dtype=torch.bfloat16)
     of_head = torch.empty(80)
-    grads = ssd_backward(x, None, x, dt, of_head, B, B, of_head, of_head, None, None)
+    grads = triton.ssd_backward(x, None, x, dt, of_head, B, B, of_head, of_head, None, None)
     assert grads[0].shape == x.shape
     moved = sum(counted.bytes for counted in launched.values()) / tokens[0] / tokens[1]
     assert 150e3 < moved < 180e3

@@ -25,8 +25,8 @@ def patched(tmp_path_factory):
     params=[PATCHED, pytest.param("3.6.0", marks=pytest.mark.slow)],  # those of the two stacks
 )
 def triton(request):
-    """The environment of a process whose Triton has the rank-0-only writer, for each Triton that the stacks or
-    users have."""
+    """The environment of a process whose Triton has the rank-0-only writer, which is the same for all of them; what
+    differs are Triton's own folders and its calls."""
     if request.param == PATCHED:
         return request.getfixturevalue("patched")
     return with_class(request.param)
@@ -49,7 +49,8 @@ class Cluster:
     they leave."""
 
     def __init__(self, folder):
-        self.folder, self.count = folder, 0
+        self.folder = folder
+        self.count = 0
         for name in ("home", "private"):
             (folder / name).mkdir()
 
