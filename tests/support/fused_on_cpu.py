@@ -11,6 +11,9 @@ import types
 from pathlib import Path
 
 sys.path[:0] = [sys.argv[1], str(Path(__file__).resolve().parents[2])]
+package = types.ModuleType("mamba_ssm")  # without running its __init__, which loads everything else
+package.__path__ = [f"{sys.argv[1]}/mamba_ssm"]
+sys.modules["mamba_ssm"] = package
 sys.modules["selective_scan_cuda"] = types.ModuleType("selective_scan_cuda")
 
 import torch  # noqa: E402
