@@ -8,33 +8,22 @@ import torch
 MOST = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
-def tensors_of(result):
-    return (
-        [result]
-        if isinstance(result, torch.Tensor)
-        else [tensor for tensor in result if tensor is not None]
-    )
+def is_float(leaf):
+    return torch.is_tensor(leaf) and leaf.is_floating_point()
 
 
 def evaluate(function, leaves, **rest):
     """{"output 0": ..., "gradient of NAME": ...} of function(**leaves, **rest), for one fixed weighted sum of all its
     outputs. Leaves that are not of a floating dtype, or None, get no gradient."""
-    leaves = {
-        name: leaf.detach().requires_grad_()
-        if torch.is_tensor(leaf) and leaf.is_floating_point()
-        else leaf
-        for name, leaf in leaves.items()
-    }
-    outputs = tensors_of(function(**leaves, **rest))
+    wanted = [name for name, leaf in leaves.items() if is_float(leaf)]
+    leaves = leaves | {name: leaves[name].detach().requires_grad_() for name in wanted}
+    result = function(**leaves, **rest)
+    outputs = [result] if torch.is_tensor(result) else [each for each in result if each is not None]
     total = 0
     for seed, output in enumerate(outputs):
-        weights = torch.randn(
-            output.shape, generator=torch.Generator().manual_seed(seed)
-        ).bfloat16()
-        total = (
-            total + (output.double() * weights.double()).sum()
-        )  # bf16 weights: the same in every dtype of outputs
-    wanted = [name for name, leaf in leaves.items() if torch.is_tensor(leaf) and leaf.requires_grad]
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))
+        weights = weights.bfloat16().double()  # the same in every dtype of outputs
+        total = total + (output.double() * weights).sum()
     gradients = torch.autograd.grad(total, [leaves[name] for name in wanted])
     return {f"output {i}": output.detach() for i, output in enumerate(outputs)} | {
         f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)
@@ -42,10 +31,7 @@ def evaluate(function, leaves, **rest):
 
 
 def double(leaves):
-    return {
-        name: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
-        for name, leaf in leaves.items()
-    }
+    return leaves | {name: leaf.double() for name, leaf in leaves.items() if is_float(leaf)}
 
 
 def relative_error(got, expected):
@@ -71,11 +57,10 @@ def assert_like(got, expected, most=None):
     assert not wrong, f"relative errors above the bound: {wrong}; all: {errors}"
 
 
-def assert_like_reference(kernels, reference, leaves, most=None, reference_only=None, **rest):
-    """kernels(**leaves) beside reference(**leaves in float64), outputs and gradients. reference_only: further arguments that
-    only the reference backend takes. Returns what `kernels` gave."""
+def assert_like_reference(kernels, reference, leaves, most=None, **rest):
+    """kernels(**leaves) beside reference(**leaves in float64), outputs and gradients. Returns what `kernels` gave."""
     got = evaluate(kernels, leaves, **rest)
-    assert_like(got, evaluate(reference, double(leaves), **rest, **(reference_only or {})), most)
+    assert_like(got, evaluate(reference, double(leaves), **rest), most)
     return got
 
 

@@ -17,9 +17,7 @@ DOCUMENTS = torch.tensor(
 )  # ends before, at, after 8
 
 
-reference, kernels = (
-    partial(causal_conv_silu, backend=name) for name in ("reference", "triton")
-)
+reference, kernels = (partial(causal_conv_silu, backend=name) for name in ("reference", "triton"))
 
 
 def leaves(batch=2, length=13, channels=5, width=4, dtype=torch.float32):

@@ -91,6 +91,9 @@ def test_an_unknown_name_is_refused_with_the_nearest_or_all():
         preset("gpt2")
 
 
-def test_counting_needs_no_torch(project):
-    code = "import mamba_fsdp.model.spec, mamba_fsdp.settings.presets, sys; sys.exit('torch' in sys.modules)"
+def test_counting_and_the_names_of_kernels_need_no_torch(project):
+    code = (
+        "import mamba_fsdp.model.spec, sys; from mamba_fsdp.settings.resolve import resolve_settings; "
+        "resolve_settings({'kernels': 'scan=cpp'}); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=project).returncode == 0

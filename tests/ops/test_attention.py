@@ -1,14 +1,11 @@
 """Attention, rotary positions and the step, against their definitions in float64."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba_fsdp.ops.attention import BACKENDS, Documents, attention, rotary
 from tests.kernels.compare import assert_like, evaluate
-from tests.support.definitions import assert_no_leak
 from tests.support.memory import LargestTensor
 
 FLASH = BACKENDS["flash"]
@@ -85,11 +82,11 @@ def test_flash_is_given_the_documents_bounds(monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("length", [8192, 32768])
-def test_nothing_is_larger_than_the_queries(length, is_packed, backend):
+def test_nothing_is_larger_than_the_queries(is_packed, backend):
     """Forward and backward, on tensors without content: no tensor of (length, length), no repeated keys."""
     if is_packed and BACKENDS[backend] == FLASH and FLASH.why_unavailable():
         pytest.skip("this PyTorch has no varlen_attn")
+    length = 32768
     documents = None
     if is_packed:
         documents = Documents([500] * (length // 500) + [length % 500])
@@ -101,13 +98,6 @@ def test_nothing_is_larger_than_the_queries(length, is_packed, backend):
         attention(q, k, v, documents=documents, backend=backend).sum().backward()
         assert k.grad.shape == k.shape
     assert largest.bytes == q.nbytes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_leak_between_documents(dtype):
-    tensors = inputs(length=150, head_dim=16, dtype=dtype)
-    operator = partial(attention, documents=Documents([70, 80] * 2))
-    assert_no_leak(operator, tensors, 70, names="qkv")
 
 
 def test_rotary_turns_pairs():

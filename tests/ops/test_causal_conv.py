@@ -1,6 +1,4 @@
-"""The causal convolution with SiLU, both CPU backends, against conv1d in float64, and at documents' edges."""
-
-from functools import partial
+"""The causal convolution with SiLU, both CPU backends, against conv1d in float64, and at documents' edges. Documents that change: tests/model/test_documents.py."""
 
 import pytest
 import torch
@@ -8,7 +6,6 @@ import torch.nn.functional as F
 
 from mamba_fsdp.ops.conv import causal_conv_silu
 from tests.kernels.compare import assert_like, evaluate
-from tests.support.definitions import assert_no_leak
 
 
 def inputs(batch=2, length=70, channels=5, width=4, dtype=torch.float64):
@@ -25,8 +22,8 @@ def definition(x, weight, bias):
     return F.silu(out[..., : x.shape[1]]).transpose(1, 2)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 9])
-@pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65, 67, 130])
+@pytest.mark.parametrize("width", [1, 2, 4, 9])
+@pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 130])
 def test_equals_conv1d(backend, length, width):
     values = inputs(length=length, width=width)
     found = evaluate(causal_conv_silu, values, backend=backend)
@@ -49,12 +46,6 @@ def test_documents_equal_separate_rows(backend, cuts):
 
     found = evaluate(causal_conv_silu, values, seq_idx=seq_idx, backend=backend)
     assert_like(found, evaluate(in_pieces, values), 1e-12)
-
-
-def test_no_leak_between_documents(backend):
-    seq_idx = (torch.arange(50) >= 20).int().expand(2, 50)
-    operator = partial(causal_conv_silu, seq_idx=seq_idx, backend=backend)
-    assert_no_leak(operator, inputs(length=50, dtype=torch.float32), 20, names=["x"])
 
 
 @pytest.mark.parametrize("batch, length", [(0, 4), (2, 0)])

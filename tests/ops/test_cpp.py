@@ -99,7 +99,9 @@ assert len(libraries) <= 1, libraries
 
 
 @pytest.mark.slow
-def test_processes_that_start_at_once_compile_one_library(fresh, project, monkeypatch, needs_compiler):
+def test_processes_that_start_at_once_compile_one_library(
+    fresh, project, monkeypatch, needs_compiler
+):
     """Processes that all find an empty cache each end with the same whole library and nothing beside it, and none loads
     a second OpenMP runtime next to PyTorch's, or a CUDA library. A later one finds theirs."""
     children = [

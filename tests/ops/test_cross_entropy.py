@@ -40,7 +40,7 @@ def test_huge_logits_stay_finite():
     [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)],
     ids=str,
 )
-@pytest.mark.parametrize("chunk", [1, 7, 40, 100])
+@pytest.mark.parametrize("chunk", [7, 40, 100])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_equals_cross_entropy(dtype, tolerance, chunk, weighted):
     """Value and gradients are those of float64, also of weights from 0 to 3; a label that is ignored stays so."""

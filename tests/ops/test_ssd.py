@@ -22,8 +22,7 @@ def inputs(
     return {name: value.to(dtype).requires_grad_() for name, value in values.items()}
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("length, groups", [(1, 2), (63, 1), (64, 2), (65, 4), (150, 2)])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_equals_the_recurrence(length, groups, bounded):
     """Outputs, last state and every gradient are the recurrence's, at any length, number of groups and boundaries."""
@@ -40,7 +39,7 @@ def test_the_sums_of_a_deterministic_run_on_a_gpu(monkeypatch):
     test_equals_the_recurrence(150, 2, False)
 
 
-@pytest.mark.parametrize("boundary", [1, 40, 64, 100])
+@pytest.mark.parametrize("boundary", [1, 64])
 def test_no_leak_between_documents(boundary):
     seq_idx = (torch.arange(150) >= boundary).int().expand(2, 150)
     operator = partial(ssd, chunk_size=64, seq_idx=seq_idx)

@@ -22,8 +22,8 @@ STARTS = {2: ([1], [5]), 37: ([10, 11, 19, 36], [16, 20]), 64: ([16, 32, 47], [9
 CASES = {
     2: [(family, 64, True, "eager") for family in FAMILIES]
     + [("everything", 37, False, "eager"), ("hybrid", 64, True, "recomputed")],
-    3: [(family, 37, False, "eager") for family in FAMILIES],
-    4: [(family, 2, True, "eager") for family in FAMILIES],
+    3: [(family, 37, False, "eager") for family in ("everything", "mamba3", "hybrids")],
+    4: [(family, 2, True, "eager") for family in ("everything", "mamba3")],
 }
 COMPILED = [("hybrid", 64, True, "compiled")]  # its first block
 
@@ -81,7 +81,7 @@ def errors(world, cases):
             checkpoint_blocks(model.backbone.layers, 1)
             reference.MASK_ELEMENTS = 100
         if how == "compiled":
-            torch.compile = partial(torch.compile, backend="aot_eager")
+            torch.compile = partial(torch.compile, backend="eager")
             compile_blocks(model.backbone.layers)
         sequence_slice = split_step(settings, world.rank, world.size).sequence_slice
         results = loss_and_gradients(model, sequence_slice.of(batch))

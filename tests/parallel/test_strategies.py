@@ -36,11 +36,9 @@ SLOW = [
     (2, {"strategy": "ddp", **RECOMPUTING}, 1),
     (2, {"strategy": "fsdp", "accumulate_unsharded": True}, 4),
     (2, {"strategy": "fsdp", **RECOMPUTING, "selective_checkpointing": "1/2"}, 2),
-    (4, {"strategy": "fsdp"}, 2),
     (2, {"strategy": "ddp", "muon": True}, 2),
     (4, {"strategy": "fsdp", "muon": True}, 2),
     (4, {"strategy": "hsdp", "shard_size": 2, "muon": True}, 3),
-    (4, {"strategy": "hsdp", "shard_size": 2}, 3),
     (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}, 3),
     (2, {"strategy": "fsdp", "use_torch_compile": True, **RECOMPUTING}, 2),
 ]
@@ -85,11 +83,14 @@ def low_precision(world, how, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
-    [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "hsdp", "shard_size": 1}],
+    "how, dtype",
+    [
+        ({"strategy": "ddp"}, torch.bfloat16),
+        ({"strategy": "fsdp"}, torch.float16),
+        ({"strategy": "hsdp", "shard_size": 1}, torch.bfloat16),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sensitive_parameters_stay_fp32_under_low_precision(how, dtype):
     """A_log and D are fp32 while blocks compute in half precision, and equal on all ranks after steps."""
     (records, seen, everywhere, copies), (_, _, _, others) = run_ranks(2, low_precision, how, dtype)
@@ -150,20 +151,22 @@ def test_shards_tell_who_holds_what(ranks, shard_size, how):
                 position = end
 
 
-def infinite(world, value):
+def infinite(world):
     parallel, optimizer = build(world, strategy="fsdp")
     train(world, parallel, optimizer, range(1))
     name = "backbone.layers.1.mixer.in_proj.weight"
-    if world.rank == 1:
-        parallel.parameters()[name].grad.view(-1)[0] = value
-    return gradient_norm(world, parallel)
+    norms = []
+    for value in (math.inf, math.nan):
+        if world.rank == 1:
+            parallel.parameters()[name].grad.view(-1)[0] = value
+        norms.append(gradient_norm(world, parallel))
+    return norms
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_one_bad_element_on_one_rank_reaches_every_norm(value):
+def test_one_bad_element_on_one_rank_reaches_every_norm():
     """The gradient norm is inf or nan on all ranks when one element of one shard is."""
-    first, second = run_ranks(2, infinite, value)
-    assert not math.isfinite(first) and not math.isfinite(second)
+    for of_rank in run_ranks(2, infinite):
+        assert not any(map(math.isfinite, of_rank))
 
 
 def gradients_sent(world, how):
