@@ -3,8 +3,7 @@
 Needs root, buildah, mmdebstrap (apt-get install --no-install-recommends buildah mmdebstrap), network, 40 GB of disk.
 Every step is the Dockerfile's own, the last one too, which goes a user's whole way from text to a trained model. What is
 substituted: a bare Debian stands for NVIDIA's base images, the same with a CUDA compiler for their development image,
-and tiny sources for those of the fused kernels (builder.py); EFA is left out by INSTALL_EFA=0. TEST_WHEELS names a folder of
-packages that pip takes from there and not from the network.
+and tiny sources for those of the fused kernels (builder.py); EFA is left out by INSTALL_EFA=0.
 """
 
 import os
@@ -12,7 +11,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 
@@ -32,13 +30,10 @@ def builder():
         )
     if shutil.disk_usage(tempfile.gettempdir()).free < 40e9:
         pytest.skip(f"needs 40 GB free in {tempfile.gettempdir()}")
-    wheels = os.environ.get("TEST_WHEELS")
-    builder = Builder(Path(tempfile.mkdtemp(prefix="mamba-train-image-")), wheels)
+    builder = Builder(Path(tempfile.mkdtemp(prefix="mamba-train-image-")))
     try:
         builder.make_bare()
         builder.make_cuda()
-        while wheels and not Path(wheels, "ended").exists():  # .ci/run still downloads them
-            time.sleep(1)
         yield builder
     finally:
         builder.remove()

@@ -77,11 +77,10 @@ PyMODINIT_FUNC PyInit_{name}_cuda() {{ return PyModule_Create(&module); }}
 
 class Builder:
     """buildah with a storage of its own below `folder`. Isolation chroot: works inside containers, uses the host's
-    network. wheels: a folder of packages that a build takes from there and not from the network, as .ci/run has them."""
+    network."""
 
-    def __init__(self, folder, wheels=None):
+    def __init__(self, folder):
         self.folder = folder
-        self.wheels = wheels
 
     def __call__(self, *words, check=True):
         place = ["--root", self.folder / "storage", "--runroot", self.folder / "runroot"]
@@ -102,8 +101,6 @@ class Builder:
         (base / "ca").mkdir(parents=True)
         (base / "Dockerfile").write_text(BARE)
         (base / "pip.conf").write_text(PIP_CONF)
-        if self.wheels:
-            (base / "pip.conf").write_text(f"{PIP_CONF}find-links = {self.wheels}\n")
         (base / "ca" / "none").touch()
         for certificate in Path("/usr/local/share/ca-certificates").glob(
             "*.crt"
@@ -146,8 +143,6 @@ class Builder:
             word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")
         ]
         options = ["--isolation", "chroot", "--layers", "--pull-never"]
-        if self.wheels:
-            options += ["--volume", f"{self.wheels}:{self.wheels}:ro"]
         return self("bud", *options, *words, "-t", f"localhost/{image}", context, check=check)
 
     def run(self, image, script):
