@@ -8,7 +8,8 @@ import pytest
 from mamba_fsdp.data.tokenize import make_dataset
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from tests.support import projects
-from tests.support.corpora import command, content, make_texts
+from tests.support.corpora import content, make_texts
+from tests.support.processes import run_program
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 OPTIONS = {"tokenizer": "train:300", "validation_fraction": 0.1}
@@ -58,7 +59,8 @@ def test_a_killed_and_a_requeued_task_of_an_array_leave_the_bytes_of_undisturbed
     logs = "".join(path.read_text() for path in (tokenizing_project / "logs").iterdir())
     assert set(re.findall(r"part (\d) is finished", logs)) == {"0", "2"}, logs
     # The part that was cancelled (task 1 of 3 is part 1) is started by hand.
-    done = command(*words, "--part=1/3", cwd=tokenizing_project)
+    program = [tokenizing_project / ".venv/bin/python", "get_dataset.py"]
+    done = run_program(*program, *words, "--part=1/3", cwd=tokenizing_project)
     assert done.returncode == 0, done.stderr
     for part in range(PARTS):
         options = DatasetConfig(**OPTIONS, part=f"{part}/{PARTS}")

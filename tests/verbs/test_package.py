@@ -30,7 +30,7 @@ def test_it_shows_its_functions_with_what_they_are_for():
     for name in public:
         function = getattr(mamba_fsdp, name)
         assert callable(function) and function.__doc__ and inspect.signature(function).parameters
-    assert "length: Tokens to generate" in mamba_fsdp.generate.__doc__
+    assert "length: Largest number of tokens" in mamba_fsdp.generate.__doc__
     with pytest.raises(AttributeError, match="has no attribute 'generates'"):
         _ = mamba_fsdp.generates
 
