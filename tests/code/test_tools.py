@@ -13,14 +13,11 @@ from tests.support.processes import run_program
 @pytest.mark.parametrize(
     "command",
     [
+        ["mypy", "--no-error-summary"],
         ["ruff", "check", "--no-cache", "."],
         ["ruff", "format", "--check", "--no-cache", "."],
-        pytest.param(
-            ["mypy", "--no-error-summary"],
-            marks=pytest.mark.slow,
-        ),
     ],
-    ids=["ruff", "format", "mypy"],
+    ids=["mypy", "ruff", "format"],
 )
 def test_finds_nothing(project, command):
     done = run_program(sys.executable, "-m", *command, cwd=project)

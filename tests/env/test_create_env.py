@@ -98,6 +98,7 @@ def test_a_half_made_environment_is_made_again(create, tmp_path):
     assert (tmp_path / ".venv" / ".complete").read_text().startswith("cpu\n")
 
 
+@pytest.mark.slow
 def test_no_python_is_said(create):
     one_error(
         create("--stack", "cpu", PYTHON="/nowhere/python3"),

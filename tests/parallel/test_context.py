@@ -118,6 +118,7 @@ def sharded_norms(world):
     return norms
 
 
+@pytest.mark.slow
 def test_sharded_parts_come_to_the_whole():
     batch = whole_batch(37, documents=True)._replace(weights=None)
     _, *gradients = loss_and_gradients(double_model("everything", documents=True), batch)

@@ -266,6 +266,7 @@ def lose_device(self):
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
+@pytest.mark.slow
 def test_what_hangs_or_ends_two_starts_is_passed_over(tmp_path, monkeypatch):
     run = tmp_path / "hanging" / "run"
     start = PROCESSES.Process(target=hang, args=(run,))

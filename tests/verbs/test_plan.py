@@ -18,6 +18,7 @@ def told(call):
     return lambda words: call(plan, *shlex.split(words))
 
 
+@pytest.mark.slow
 def test_published_rates_are_met_within_a_third(project):
     for row in published.PUBLISHED:
         there, expected = published.rates(row)
@@ -25,6 +26,7 @@ def test_published_rates_are_met_within_a_third(project):
     assert published.table() in (project / "benchmarks/RESULTS.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_so_and_its_advice_fits(told):
     code, said = told(f"mamba_9.8b {P4D} --nodes=24 --batch_size=2")
     assert code == 1 and "it does NOT fit; the largest part: activations" in said
