@@ -9,7 +9,6 @@ FSDP2.
 
 import argparse
 import contextlib
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ from mamba_fsdp.ops.triton import RUNS
 from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import CPU, World
-from mamba_fsdp.planning.passes import KERNEL_MODULES, NoKernel
+from mamba_fsdp.planning.passes import no_kernels
 from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -42,8 +41,6 @@ from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.loop import take_step
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
 from mamba_fsdp.trainer.schedule import Schedule
-
-NO_KERNELS: Any = dict.fromkeys(KERNEL_MODULES, NoKernel())
 
 
 class Collective(NamedTuple):
@@ -205,7 +202,7 @@ class _Watch(TorchDispatchMode):
             with (
                 self,
                 mock.patch.object(FakeTensor, "is_meta", True),
-                mock.patch.dict(sys.modules, NO_KERNELS),
+                no_kernels(),
             ):
                 return RUNS[function.overloadpacket.__name__](*arguments)
         result = function(*arguments, **(named or {}))

@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 
 from mamba_fsdp.data.loader import split_step
-from mamba_fsdp.model.spec import flops_per_token, parameter_count
+from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.planning.devices import Instance
@@ -54,7 +54,6 @@ def _workload(
     settings: TrainConfig, nodes: int, machine: Instance, measured: PassBytes | None = None
 ) -> Workload:
     world = World(0, nodes * machine.devices, machine.devices, CPU)
-    split_step(settings, world.rank, world.size)
     device_type = "cpu" if machine.device == "cpu" else "cuda"
     settings.training.settle_precision(device_type)
     uses = settings.operator_uses()
@@ -71,7 +70,6 @@ def _estimate(work: Workload, machine: Instance) -> Estimate:
     memory = expected_memory(work)
     if machine.device != "cpu":
         memory["framework"] = framework_bytes(memory, world)
-    parameters = parameter_count(settings.model)
     tokens_per_step = batch_shape.global_batch * settings.data.seq_length
     step: dict[str, float] = {}
     seconds = rate = share_of_peak = 0.0
@@ -82,7 +80,7 @@ def _estimate(work: Workload, machine: Instance) -> Estimate:
         flops = rate * flops_per_token(settings.model, settings.data.seq_length)
         share_of_peak = flops / (world.size * machine.tflops() * 1e12)
     return Estimate(
-        parameters=parameters,
+        parameters=work.parameter_count,
         nodes=world.size // world.local_size,
         devices=world.size,
         batch_size=training.batch_size,
@@ -94,7 +92,7 @@ def _estimate(work: Workload, machine: Instance) -> Estimate:
         memory=memory,
         bytes=sum(memory.values()),
         fits=sum(memory.values()) <= machine.memory * 1e9,
-        checkpoint_bytes=CHECKPOINT_BYTES * parameters,
+        checkpoint_bytes=CHECKPOINT_BYTES * work.parameter_count,
         step=step,
         seconds_per_step=seconds,
         tokens_per_second=rate,
@@ -141,8 +139,8 @@ def _others(settings: TrainConfig, nodes: int, machine: Instance) -> Iterator[Es
             other.parallel.selective_checkpointing = share
             other.parallel.fsdp_activation_checkpointing = share != "0"
             work = _workload(other, nodes, machine, measured)
-            measured = work.passes
             expected = _estimate(work, machine)
+            measured = work.passes
             yield expected
             if not expected.fits:
                 break

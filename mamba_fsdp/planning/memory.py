@@ -92,6 +92,11 @@ class Workload:
         return list(spec.parameters(self.model).values())
 
     @property
+    def parameter_count(self) -> int:
+        """Returns the number of elements of all parameters."""
+        return sum(parameter.size for parameter in self.parameters)
+
+    @property
     def head_size(self) -> int:
         """Returns the number of elements of the output layer."""
         return spec.output_layer(self.model).size
@@ -192,7 +197,7 @@ def gradients_bytes(work: Workload) -> int:
     """Returns the bytes of the gradients. They are sharded as the weights are; with accumulate_unsharded, they are
     whole."""
     if work.is_sharded and work.settings.parallel.accumulate_unsharded:
-        return FP32 * spec.parameter_count(work.model)
+        return FP32 * work.parameter_count
     return held_bytes(work, work.parameters)
 
 

@@ -106,7 +106,7 @@ def moved_bytes(work: Workload) -> float:
 def copied_bytes(work: Workload, passes: int) -> float:
     """Returns the bytes that a step moves whatever its number of tokens: by AdamW and, with sharding, by FSDP2's
     copies."""
-    count = spec.parameter_count(work.model)
+    count = work.parameter_count
     if not work.is_sharded:
         return ADAMW_BYTES * count
     return passes * count * (6 * work.width + 8) + ADAMW_BYTES * count / work.shard_ranks
@@ -154,7 +154,7 @@ def network_traffic(work: Workload, machine: Instance, passes: int) -> Traffic:
     exposed = passes * shared_bytes(work) / shared_rate + muon_exchange(work, links)
     layers = work.model.n_layer
     outside = work.outside_size
-    count = spec.parameter_count(work.model)
+    count = work.parameter_count
     blocks = count - outside
     if work.strategy == "ddp":
         return Traffic(
