@@ -58,7 +58,6 @@ VENV=$venv ./0.create_env.sh --stack "$stack" --dev
 unset PYTHONDONTWRITEBYTECODE
 "$venv/bin/python" -m compileall -q mamba_fsdp
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} # nor do threads of a test that has two of them spin
 export MAMBA_FSDP_TEST_STACK=$stack
 records=${TEST_RECORDS:-$(mktemp -d)}
 [ -n "${TEST_RECORDS:-}" ] || trap 'rm -rf "$records"' EXIT
