@@ -3,7 +3,8 @@
 Needs root, buildah, mmdebstrap (apt-get install --no-install-recommends buildah mmdebstrap), network, 40 GB of disk.
 Every step is the Dockerfile's own, the last one too, which goes a user's whole way from text to a trained model. What is
 substituted: a bare Debian stands for NVIDIA's base images, the same with a CUDA compiler for their development image,
-and tiny sources for those of the fused kernels (builder.py); EFA is left out by INSTALL_EFA=0.
+tiny sources for those of the fused kernels (builder.py), and libraries whose functions return errors for CUDA's large
+ones, which nothing calls without a GPU (cuda_stand_ins.py); EFA is left out by INSTALL_EFA=0.
 """
 
 import os
@@ -81,7 +82,7 @@ def test_it_builds_and_its_self_check_passes(built):
     assert "nats per token" in built, "evaluate"
     assert "without EFA" in built
     before, after = map(int, re.search(r"pruned from (\d+) MB to (\d+) MB", built).groups())
-    assert after < 0.75 * before
+    assert after < 0.85 * before
 
 
 def test_the_fused_kernels_hold_code_for_each_gpu_that_is_wanted(builder, built):

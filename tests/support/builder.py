@@ -13,6 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from tests.support import cuda_stand_ins
 from tests.support.projects import PROJECT
 
 BARE = """\
@@ -20,11 +21,13 @@ FROM scratch
 ADD base.tar /
 COPY ca/ /usr/local/share/ca-certificates/
 COPY pip.conf /etc/pip.conf
+COPY cuda-libraries/ /opt/cuda-libraries/
 RUN update-ca-certificates
 """
 PIP_CONF = """\
 [global]
 cert = /etc/ssl/certs/ca-certificates.crt
+find-links = /opt/cuda-libraries
 """
 # nvcc and its programs from the Debian that has CUDA 12, laid out as NVIDIA's images have them; no libraries.
 CUDA = """\
@@ -106,6 +109,8 @@ class Builder:
             "*.crt"
         ):  # of an inspecting proxy
             shutil.copy(certificate, base / "ca")
+        (base / "cuda-libraries").mkdir()
+        cuda_stand_ins.write_wheels(base / "cuda-libraries")
         make = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=ca-certificates"]
         fetched([*make, "bookworm", base / "base.tar"])
         self("bud", "--isolation", "chroot", "-t", "localhost/bare", base)

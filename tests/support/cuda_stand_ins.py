@@ -1,0 +1,66 @@
+"""Wheels that stand for CUDA's large libraries, 2.5 GB, in images that no GPU will run.
+
+torch 2.2.2 loads with them: each library has the functions that torch's own libraries name (cuda_functions.txt), which
+return an error. pip prefers their versions, such as 8.9.2.26+none, to those of the index.
+"""
+
+import re
+import subprocess
+import zipfile
+from pathlib import Path
+
+from tests.support.projects import PROJECT
+
+# Which package holds which library.
+PACKAGES = {
+    "cublas": ("libcublas.so.12", "libcublasLt.so.12"),
+    "cudnn": ("libcudnn.so.8",),
+    "cufft": ("libcufft.so.11",),
+    "curand": ("libcurand.so.10",),
+    "cusolver": ("libcusolver.so.11",),
+    "cusparse": ("libcusparse.so.12",),
+    "nvjitlink": ("libnvJitLink.so.12",),
+}
+
+
+def write_wheels(folder):
+    """Write a wheel of each package to `folder`, of the version that requirements/torch2.2.txt pins."""
+    listed = Path(__file__).with_name("cuda_functions.txt").read_text()
+    functions = {}
+    for section in listed.split("[")[1:]:
+        library, names = section.split("]")
+        functions[library] = names.split()
+    requirements = (PROJECT / "requirements/torch2.2.txt").read_text()
+    for name, libraries in PACKAGES.items():
+        (version,) = re.findall(rf"^nvidia-{name}-cu12==(\S+)", requirements, re.MULTILINE)
+        files = {}
+        for library in libraries:
+            compile_library(folder / library, functions.get(library, ()))
+            files[f"nvidia/{name}/lib/{library}"] = (folder / library).read_bytes()
+            (folder / library).unlink()
+        write_wheel(folder, f"nvidia_{name}_cu12", f"{version}+none", files)
+
+
+def compile_library(path, functions):
+    """A library of that name, as NVIDIA's have it: its functions bear it as their version."""
+    source = path.with_suffix(".c")
+    version_script = path.with_suffix(".map")
+    definitions = [f"int {name}(void) {{ return 1; }}\n" for name in ("stand_in", *functions)]
+    source.write_text("".join(definitions))
+    version_script.write_text(f"{path.name} {{ global: *; }};\n")
+    options = ["-shared", "-fPIC", f"-Wl,-soname,{path.name},--version-script,{version_script}"]
+    subprocess.run(["gcc", *options, "-o", path, source], check=True)
+    source.unlink()
+    version_script.unlink()
+
+
+def write_wheel(folder, name, version, files):
+    about = f"{name}-{version}.dist-info"
+    files = files | {
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{about}/RECORD"] = "".join(f"{file},,\n" for file in (*files, f"{about}/RECORD"))
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for file, content in files.items():
+            archive.writestr(file, content)
