@@ -112,13 +112,13 @@ def meaning(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
     return value, note
 
 
-def plain(text: Any, known: Collection[str] = ()) -> str:
+def plain(text: Any, choices: Collection[str] = ()) -> str:
     """Returns `text` as other_launchers.yaml writes values: in lower case, with yes, 0 and the like
-    as true or false unless they are in `known`."""
+    as true or false unless they are in `choices`."""
     small = str(text).lower()
     if small in NONE:
         return "none"
-    if small in known or small not in BOOLEANS:
+    if small in choices or small not in BOOLEANS:
         return small
     return shown(BOOLEANS[small])
 
@@ -126,17 +126,17 @@ def plain(text: Any, known: Collection[str] = ()) -> str:
 @lru_cache(maxsize=None)
 def content() -> dict[str, Any]:
     """Returns the content of other_launchers.yaml."""
-    return load_yaml(FILE, ours=True)
+    return load_yaml(FILE, is_own=True)
 
 
 @lru_cache(maxsize=None)
 def entries() -> dict[str, Entry]:
     """Returns {word: its entry}."""
-    found: dict[str, Entry] = {}
+    entry_of: dict[str, Entry] = {}
     for fields in content()["words"]:
         entry = Entry(**fields)
-        found |= dict.fromkeys(entry.words.split(), entry)
-    return found
+        entry_of |= dict.fromkeys(entry.words.split(), entry)
+    return entry_of
 
 
 def find(key: str) -> Entry | None:

@@ -19,7 +19,7 @@ def read_table(file: Path) -> dict[str, dict[str, Any]]:
     leaves = all_settings()
     return {
         key: {name: read_field(name, leaves[name][1], text) for name, text in values.items()}
-        for key, values in load_yaml(file, ours=True).items()
+        for key, values in load_yaml(file, is_own=True).items()
     }
 
 

@@ -434,12 +434,12 @@ SECTIONS: dict[str, Any] = {
 @lru_cache(maxsize=None)
 def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
     """Returns {leaf name: (section name, dataclass field)}."""
-    found: dict[str, tuple[str, dataclasses.Field]] = {}
+    settings: dict[str, tuple[str, dataclasses.Field]] = {}
     for section, kind in SECTIONS.items():
         for leaf in dataclasses.fields(kind):
-            assert leaf.name not in found, f"two settings are called {leaf.name}"
-            found[leaf.name] = (section, leaf)
-    return found
+            assert leaf.name not in settings, f"two settings are called {leaf.name}"
+            settings[leaf.name] = (section, leaf)
+    return settings
 
 
 @lru_cache(maxsize=None)
