@@ -282,16 +282,15 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendCh
     is no choice or it fails on any rank."""
     began = time.perf_counter()
     use = FirstUse(settings, world.device)
-    here = this_rank()
     record, origin = world.on_rank0(use.choose, folder)
 
     def compare() -> None:
         if tested == tested0 and bits != bits0:
-            raise UserError(f"{here}: its bits differ from those of {where0}")
+            raise UserError(f"{this_rank()}: its bits differ from those of {where0}")
 
     try:
         tested, bits = world.on_all_ranks(use.examine, record)
-        tested0, bits0, where0 = world.broadcast_object((tested, bits, here))
+        tested0, bits0, where0 = world.broadcast_object((tested, bits, this_rank()))
         world.on_all_ranks(compare)
     except Accident:
         raise

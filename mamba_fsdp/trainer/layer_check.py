@@ -214,7 +214,8 @@ class LayerCheck:
         return message
 
     def synchronize(self) -> None:
-        torch.zeros(1, device=self.device).item()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def milliseconds(self, backends: dict[str, str]) -> float:
         """Returns the shortest time of forward and backward through a layer of each kind at the run's shape, infinite if
