@@ -16,7 +16,7 @@ import torch
 
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import own_positions
-from mamba_fsdp.errors import Accident, UserError, first_line
+from mamba_fsdp.errors import Accident, first_line
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops.attention import Documents
@@ -219,7 +219,7 @@ class LayerCheck:
 
     def milliseconds(self, backends: dict[str, str]) -> float:
         """Returns the shortest time of forward and backward through a layer of each kind at the run's shape, infinite if
-        that does not fit the memory."""
+        that fails or does not fit the memory."""
         times = []
         try:
             model = self.make_model(self.kinds, backends)
@@ -230,7 +230,8 @@ class LayerCheck:
         except torch.cuda.OutOfMemoryError:
             return math.inf
         except Exception as error:
-            raise UserError(self.explained(error)) from error
+            self.explained(error)  # raises Accident
+            return math.inf
         return min(times)
 
 
