@@ -9,9 +9,9 @@
 #   --dev     also what the tests need
 #
 # It brings the command .venv/bin/mamba-fsdp, which works from any folder, as does `import mamba_fsdp` in its Python.
-# Without --stack: where there is an NVIDIA driver, current or torch2.2, whichever it fits; else cpu. Run again when nothing changed, it returns at
-# once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv. INSTALL_KERNELS=1 adds mamba-ssm's and
-# causal-conv1d's compiled CUDA kernels, to compare with the project's own.
+# Without --stack: where there is an NVIDIA driver, current or torch2.2, whichever it fits; else cpu. Run again when
+# nothing changed, it returns at once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv.
+# INSTALL_KERNELS=1 adds mamba-ssm's and causal-conv1d's compiled CUDA kernels, to compare with the project's own.
 set -euo pipefail
 cd "$(dirname "$0")"
 
