@@ -9,9 +9,9 @@
 #   --dev     also what the tests need
 #
 # It brings the command .venv/bin/mamba-fsdp, which works from any folder, as does `import mamba_fsdp` in its Python.
-# Without --stack: current where there is an NVIDIA driver, else cpu. Run again when nothing changed, it returns at
-# once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv. INSTALL_KERNELS=1 adds mamba-ssm's and
-# causal-conv1d's compiled CUDA kernels, to compare with the project's own.
+# Without --stack: where there is an NVIDIA driver, current or torch2.2, whichever it fits; else cpu. Run again when
+# nothing changed, it returns at once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv.
+# INSTALL_KERNELS=1 adds mamba-ssm's and causal-conv1d's compiled CUDA kernels, to compare with the project's own.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -25,6 +25,46 @@ fail() { # what is wrong, what to do
 }
 
 has_driver() { [ -e /proc/driver/nvidia/version ] || nvidia-smi >/dev/null 2>&1; }
+
+driver_cuda() { # the newest CUDA that the driver runs, such as 12.4; nothing if it does not say
+    nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]*Version: *\([0-9]*\.[0-9]*\).*/\1/p' | head -n 1 || true
+}
+
+cuda_of() { # a stack: the major version of its CUDA. Its programs run on every driver for the same major version
+    sed -n 's/^nvidia-cuda-runtime[^=]*==\([0-9]*\).*/\1/p' "requirements/$1.txt"
+}
+
+fits() { # a stack: whether the driver and the GPUs run it
+    local capabilities needed
+    needed=$(cuda_of "$1")
+    if [ "$1" = torch2.2 ]; then # its CUDA has no code for Blackwell, and there is none of it for Arm
+        capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true)
+        [ "$(uname -m)" = x86_64 ] && ! grep -q '^1[0-9]\.' <<< "$capabilities" || return 1
+    fi
+    [ -z "$cuda" ] || [ "${cuda%%.*}" -ge "${needed:-0}" ]
+}
+
+fitting_stack() {
+    if fits current; then echo current; elif fits torch2.2; then echo torch2.2; fi
+}
+
+choose_stack() { # for the machine, or warn that the chosen one does not fit it
+    local cuda fitting
+    if [ "$stack" = cpu ] || ! has_driver; then
+        stack=${stack:-cpu}
+        return
+    fi
+    cuda=$(driver_cuda)
+    fitting=$(fitting_stack)
+    if [ -z "$stack" ]; then
+        [ -n "$fitting" ] || fail "the NVIDIA driver runs CUDA $cuda, which is too old for this GPU's stacks" \
+            "update the driver (docs/image.md says to which), or choose --stack cpu"
+        stack=$fitting
+    elif [ -e "requirements/$stack.txt" ] && ! fits "$stack"; then
+        echo "warning: the $stack stack does not fit the GPUs and their driver, which runs CUDA $cuda;" \
+            "$([ -n "$fitting" ] && echo "--stack $fitting does" || echo "update the driver")" >&2
+    fi
+}
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; }
 
@@ -40,10 +80,7 @@ parse_arguments() {
         esac
         shift
     done
-    if [ -z "$stack" ]; then
-        stack=cpu
-        if has_driver; then stack=current; fi
-    fi
+    choose_stack
     case $stack in
     cpu) needed_gb=3 ;;
     current) needed_gb=12 ;;

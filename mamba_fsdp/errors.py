@@ -23,6 +23,12 @@ class LostError(UserError):
     """Another process has taken over what this one wrote to, which must not write there any more."""
 
 
+class Accident(UserError):
+    """A failure of the moment or of one node, such as a full GPU: the launcher starts the ranks again."""
+
+    exit_code = 1
+
+
 class StorageError(UserError):
     """Storage that failed, and went on failing; a later start may find it well."""
 
@@ -30,14 +36,16 @@ class StorageError(UserError):
 
 
 def joined(errors: Sequence[UserError], before: str = "") -> UserError:
-    """Returns one error with `before` and the first messages of `errors`; a StorageError where any of them is one."""
+    """Returns one error with `before` and the first messages of `errors`; a StorageError or an Accident where any of them
+    is one."""
     messages = list(dict.fromkeys(map(str, errors)))
     shown = messages[:4]
     if len(messages) > 4:
         shown.append(f"and {len(messages) - 4} more")
     message = before + "; ".join(shown)
-    if any(isinstance(error, StorageError) for error in errors):
-        return StorageError(message)
+    for kind in (StorageError, Accident):
+        if any(isinstance(error, kind) for error in errors):
+            return kind(message)
     return UserError(message)
 
 

@@ -68,8 +68,13 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
             return result
 
 
+def this_rank() -> str:
+    """Returns what messages call this process."""
+    return f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+
+
 def _print_line(text: str) -> None:
-    rank = f"rank {os.environ['RANK']} on {socket.gethostname()}: " if "RANK" in os.environ else ""
+    rank = f"{this_rank()}: " if "RANK" in os.environ else ""
     with contextlib.suppress(OSError):  # a terminal may be gone too
         print(rank + text, file=sys.stderr, flush=True)
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.gpu.values import uses_of
+from benchmarks.gpu.values import TRITON, uses_of
 from mamba_fsdp.errors import first_line
 from mamba_fsdp.ops.backends import resolve_backends
 
@@ -48,7 +48,7 @@ def measure(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
     """Yields a row per form, in the model that the operator is first met in."""
     left = dict(FORMS)
     for model, use in uses_of(device, small):
-        choice = resolve_backends("auto", device.type, use.uses, preferred="triton")
+        choice = resolve_backends("auto", device.type, use.uses, preferred=TRITON)
         for operator in [each for each in left if each in use.uses]:
             forms = left.pop(operator)
             taken: dict[str, list[float]] = {title: [] for title in forms}
@@ -57,7 +57,7 @@ def measure(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
                 for title, changes in forms.items():
                     try:
                         with form(operator, changes):
-                            taken[title].append(use.milliseconds(choice.backends))
+                            taken[title].append(use.layers.milliseconds(choice.backends))
                     except Exception as error:  # such as a GPU's lack of shared memory
                         notes[title] = f"{type(error).__name__}: {first_line(error)}"
             for title, times in taken.items():

@@ -52,7 +52,8 @@ def our_step(
     config: ModelConfig, weights: Weights, device: torch.device, preferred: str = "triton"
 ) -> Step:
     uses = operator_uses(config, torch.bfloat16)
-    backends = resolve_backends("auto", device.type, uses, preferred=preferred).backends
+    first = dict.fromkeys(uses, preferred)
+    backends = resolve_backends("auto", device.type, uses, preferred=first).backends
     with torch.device("meta"):
         model = MambaLM(config, backends=backends, compute_dtype=torch.bfloat16)
     world = World.alone(device=device)

@@ -6,12 +6,19 @@ from collections.abc import Iterator
 import torch
 
 from mamba_fsdp.errors import first_line
-from mamba_fsdp.ops.backends import REFERENCE, candidates, parts_with, resolve_backends
+from mamba_fsdp.ops.backends import (
+    OPERATORS,
+    REFERENCE,
+    candidates,
+    parts_with,
+    resolve_backends,
+)
 from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.first_use import FirstUse
 
+TRITON = dict.fromkeys(OPERATORS, "triton")
 MODELS = ("mamba-1.4b", "mamba2-2.7b", "bamba-9b")
 SMALL = {"layers": "mamba1,mamba2", "d_model": 64, "d_state": 16, "headdim": 32, "vocab_size": 200}
 
@@ -39,38 +46,39 @@ def measure(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
 def run_triton(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
     """Runs our kernels once in a layer of each kind, forward and backward."""
     for name, use in uses_of(device, small):
-        choice = resolve_backends("auto", device.type, use.uses, preferred="triton")
-        use.run(use.make_model(use.layers, choice.backends), *use.shape)
+        choice = resolve_backends("auto", device.type, use.uses, preferred=TRITON)
+        layers = use.layers
+        layers.run(layers.make_model(layers.kinds, choice.backends), layers.shape)
         yield {"model": name, "ran": str(choice)}
 
 
 def measure_model(name: str, use: FirstUse) -> Iterator[dict[str, object]]:
-    trials = [("all", "reference"), *candidates({}, use.device.type, use.uses)]
+    trials = [("all", "reference"), *candidates({}, use.device, use.uses)]
     for operator, backend in trials:
         backends = REFERENCE | dict.fromkeys(parts_with(operator, backend), backend)
         if operator != "all":
             backends[operator] = backend
-        for layer in use.layers:
+        for layer in use.layers.kinds:
             row = {"model": name, "layer": layer, "operator": operator, "backend": backend}
             row |= dict.fromkeys(("worst", "error", "right", "same bits", "note"), "")
             try:
-                found = use.measure(layer, backends)
-                repeats = use.measure(layer, backends) == found
+                found = use.layers.measure(layer, backends)
+                repeats = use.layers.measure(layer, backends) == found
             except Exception as error:
                 yield row | {"note": f"{type(error).__name__}: {first_line(error)}"}
                 continue
-            row |= {"worst": found.worst, "error": f"{found.error:.1e}"}
-            row["right"] = "yes" if found.error <= found.bound else "NO"
+            row |= {"worst": found.tensor, "error": f"{found.error:.1e}"}
+            row["right"] = "yes" if found.share <= 1 else "NO"
             row["same bits"] = "yes" if repeats else "no"
             yield row
-    for preferred in ("", "triton"):
-        row = {"model": name, "layer": ", ".join(use.layers), "operator": "all"}
+    for preferred in ({}, TRITON):
+        row = {"model": name, "layer": ", ".join(use.layers.kinds), "operator": "all"}
         try:
-            choice = resolve_backends("auto", use.device.type, use.uses, preferred=preferred)
-            taken = use.milliseconds(choice.backends)
+            choice = resolve_backends("auto", use.device, use.uses, preferred=preferred)
+            taken = use.layers.milliseconds(choice.backends)
         except Exception as error:
             yield row | {
-                "backend": preferred,
+                "backend": "triton" if preferred else "",
                 "note": f"{type(error).__name__}: {first_line(error)}",
             }
             continue

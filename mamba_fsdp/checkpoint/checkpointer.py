@@ -11,7 +11,6 @@ import enum
 import json
 import math
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +40,7 @@ from mamba_fsdp.storage import (
     delete,
     retry_io,
     sync_folder,
+    this_rank,
     write_atomically,
     write_object,
 )
@@ -289,7 +289,7 @@ class Checkpointer:
 
         checksum, error = attempt(retry_io, write, path)
         if error:
-            error = type(error)(f"rank {self.world.rank} on {socket.gethostname()}: {error}")
+            error = type(error)(f"{this_rank()}: {error}")
         return RankFile(packed, FileName(path.name), checksum, error)
 
     # The methods below run on rank 0 only.

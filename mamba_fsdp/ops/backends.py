@@ -10,7 +10,7 @@ A new backend is such a module and its name in OPERATORS. This file does not nee
 names with it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -114,29 +114,28 @@ def resolve_backends(
     device_type: str,
     uses: Mapping[str, Collection[Use]],
     assumed: Collection[str] = (),
-    failed: Mapping[str, Mapping[str, str]] | None = None,
-    preferred: str = "",
+    failed: Mapping[tuple[str, str], str] = {},
+    preferred: Mapping[str, str] = {},
 ) -> BackendChoice:
     """Returns the best backend of each operator for all its `uses` on a type of device (cpu or cuda), or the backend
     that `setting` demands.
 
-    assumed: backends that count as available, whether this machine has them or not. failed: operator -> {backend: why a
-    test failed}. preferred: the backend to try first. Raises UserError, with the operator and the reason, if a demanded
-    backend can't be used.
+    assumed: backends that count as available, whether this machine has them or not. failed: (operator, backend) -> why a
+    test failed. preferred: the backend to try first of an operator. Raises UserError, with the operator and the reason,
+    if a demanded backend can't be used.
     """
     used = [operator for operator in OPERATORS if operator in uses]
     demanded = demands(setting, used)
-    failed = failed or {}
     choice = BackendChoice()
     for operator in used:
         best_first = list(OPERATORS[operator])
-        if preferred in best_first:
-            best_first.insert(0, preferred)
+        if preferred.get(operator) in best_first:
+            best_first.insert(0, preferred[operator])
         if operator in demanded:
             best_first = [demanded[operator]]
         for backend in best_first:
             is_no_candidate = _why_no_candidate(operator, backend, device_type, choice.backends)
-            reason = is_no_candidate or failed.get(operator, {}).get(backend)
+            reason = is_no_candidate or failed.get((operator, backend))
             reason = reason or why_not(operator, backend, uses[operator], assumed)
             if not reason:
                 choice.backends[operator] = backend
@@ -157,10 +156,8 @@ def candidates(
     """Yields each (operator, backend) that resolve_backends may choose, except the reference; a mixer comes after its
     parts."""
     for operator in OPERATORS:
-        if operator not in uses:
-            continue
         for backend in OPERATORS[operator]:
-            is_allowed = demanded.get(operator, backend) == backend
+            is_allowed = operator in uses and demanded.get(operator, backend) == backend
             is_for_device = BACKENDS[backend] == device_type
             if is_allowed and is_for_device and not why_not(operator, backend, uses[operator]):
                 yield operator, backend
@@ -212,11 +209,13 @@ def why_unavailable(operator: str, backend: str) -> str | None:
     return module.why_unavailable() if hasattr(module, "why_unavailable") else None
 
 
-def simpler_form(operator: str, backend: str) -> Callable[[], None] | None:
-    """Returns a function that makes a backend use simpler instructions of the GPU from then on, or None if it has
-    none."""
+def use_simpler_form(operator: str, backend: str) -> bool:
+    """Makes a backend use simpler instructions of the GPU from then on. Returns False if it has no simpler form."""
     module = modules(f"mamba_fsdp.ops.{operator}")[backend]
-    return getattr(module, "use_simpler_form", None)
+    if not hasattr(module, "use_simpler_form"):
+        return False
+    module.use_simpler_form()
+    return True
 
 
 def modules(package: str) -> dict[str, ModuleType]:

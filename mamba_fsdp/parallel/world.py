@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mamba_fsdp.errors import StorageError, UserError, joined
+from mamba_fsdp.errors import Accident, StorageError, UserError, first_line, joined
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage import MAY_PASS
 
@@ -259,9 +259,27 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     return World(rank, size, local_size, device, timeout, gloo)
 
 
+def has_gpus() -> bool:
+    """Returns whether this process has GPUs to train on. CUDA_VISIBLE_DEVICES= asks for the CPU.
+
+    Raises Accident, with torch's own reason, if the driver shows GPUs that torch can't open: the driver is too old for
+    torch's CUDA, for example, or a service on the node has failed."""
+    if torch.cuda.is_available():
+        return True
+    if torch.cuda._device_count_nvml() > 0 or "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            raise Accident(
+                f"torch {torch.__version__} can't open the GPUs that the driver shows: {first_line(error)}; "
+                "./0.create_env.sh makes the environment for this driver, CUDA_VISIBLE_DEVICES= trains on the CPU"
+            ) from error
+    return False
+
+
 def _acquire_device(local_rank: int) -> torch.device:
     """Returns this process's device: the GPU with its number on the node, or the CPU if there are no GPUs."""
-    if not torch.cuda.is_available():
+    if not has_gpus():
         return CPU
     if local_rank >= torch.cuda.device_count():
         raise UserError(

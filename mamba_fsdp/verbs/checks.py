@@ -1,5 +1,5 @@
 """The checks of a machine's fitness to train. doctor makes all of them on this machine; preflight makes those that can
-spoil a job, on each of its nodes. Only the checks that need torch import it: preflight takes a second without it."""
+spoil a job, on each of its nodes. Only the checks that need torch import it: without GPUs, preflight takes a second."""
 
 import importlib
 import importlib.util
@@ -93,18 +93,16 @@ def find_gpus() -> str:
 
 
 def find_torch_gpus() -> str:
+    """Returns what torch knows of the first GPU. Raises UserError if torch can't open it."""
+    if not machine.assigned_gpus():
+        raise Absent("0 GPUs")
     import torch
 
+    from mamba_fsdp.parallel.world import has_gpus
     from mamba_fsdp.planning.devices import device_peak
 
-    shown = machine.driver_gpus()
-    if not shown:
+    if not has_gpus():
         raise Absent("the NVIDIA driver shows none")
-    if not torch.cuda.is_available():
-        why = "it is built for CPUs"
-        if torch.version.cuda:
-            why = f"is the driver too old for CUDA {torch.version.cuda}?"
-        raise UserError(f"torch {torch.__version__} finds none of the driver's GPUs; {why}")
     about = torch.cuda.get_device_properties(0)
     peak = device_peak(about.name)
     rate = f"{peak / 1e12:.0f} TFLOP/s in bf16" if peak else "peak rate unknown, so no MFU"
@@ -138,14 +136,13 @@ def find_efa_plugin() -> str:
 def find_operators() -> str:
     """Returns the backend that a run would choose for each operator, and why it passed over better ones. On a GPU, each
     backend is tested."""
-    import torch
-
     from mamba_fsdp.settings.model_config import ModelConfig
     from mamba_fsdp.settings.train_config import TrainConfig
     from mamba_fsdp.trainer.first_use import choose_for_answers
+    from mamba_fsdp.verbs.loading import inference_world
 
     settings = TrainConfig(ModelConfig(layers="mamba1,mamba2,attention", d_model=256))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = inference_world().device
     settings.training.settle_precision(device.type)
     return f"{device}: {choose_for_answers(settings, device)}"
 
@@ -161,7 +158,7 @@ CHECKS: Sequence[Check] = (
         if_nodes_differ="choose one kind with --partition or --constraint, or leave the node out with "
         "--exclude={node}",
     ),
-    Check("torch's GPUs", find_torch_gpus),
+    Check("torch's GPUs", find_torch_gpus, exit_code=1),
     Check(
         "EFA",
         find_efa,

@@ -105,3 +105,33 @@ def test_no_python_is_said(create):
         "Python 3.10",
         "apt-get install python3",
     )
+
+
+H100 = "9.0"
+B200 = "10.0"
+
+
+@pytest.mark.parametrize(
+    "cuda, gpu, words, stack, warning",
+    [
+        ("13.0", H100, (), "current", ""),
+        ("12.4", H100, (), "torch2.2", ""),
+        ("12.8", B200, (), None, "error: the NVIDIA driver runs CUDA 12.8, which is too old for"),
+        ("12.4", H100, ("--stack=current",), "current", "CUDA 12.4; --stack torch2.2 does\n"),
+        ("11.4", H100, ("--stack=torch2.2",), "torch2.2", "CUDA 11.4; update the driver\n"),
+        ("11.4", H100, ("--stack=cpu",), "cpu", ""),
+    ],
+)
+def test_the_stack_fits_the_driver(create, tmp_path, cuda, gpu, words, stack, warning):
+    """As the requirements say which CUDA each is for; no Python is found here."""
+    for name, version in (("current", "runtime==13.0.96"), ("torch2.2", "runtime-cu12==12.1.105")):
+        line = f'nvidia-cuda-{version}; python_version < "3"\n'
+        (tmp_path / "requirements" / f"{name}.txt").write_text(line)
+    header = f"| NVIDIA-SMI 550.54.15   Driver Version: 550.54.15   CUDA Version: {cuda}     |"
+    body = f'case $* in *compute_cap*) echo {gpu} ;; *) echo "{header}" ;; esac'
+    environment = stub(tmp_path / "driver", "nvidia-smi", body)
+    done = create(*words, PYTHON="/nowhere/python3", **environment)
+    if stack:
+        assert done.stdout.startswith(f"making .venv for the {stack} stack")
+    assert warning in done.stderr
+    assert done.stderr.count("\n") == 2 + bool(stack and warning)

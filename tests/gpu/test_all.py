@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu import __main__ as everything
 from benchmarks.gpu import forms, models, runs
 from mamba_fsdp.ops.ssd import triton as ssd
-from mamba_fsdp.trainer import first_use
+from mamba_fsdp.trainer import layer_check
 from tests.support.forked import Training
 
 
@@ -72,8 +72,7 @@ def test_a_form_lasts_as_long_as_it_is_measured():
 @pytest.mark.slow
 def test_it_is_rehearsed_on_a_cpu(tmp_path, monkeypatch):
     """Each part but `tests` and `sanitizer`, in this process, timed once. All calls end well within ten minutes."""
-    monkeypatch.setattr(first_use, "WARM_UP", 0)
-    for module in (first_use, forms, models):
+    for module in (layer_check, forms, models):
         monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setattr(models, "STEPS", 1)
     monkeypatch.setattr(runs, "start", lambda words: Training(words, {}))

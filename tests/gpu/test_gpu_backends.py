@@ -6,7 +6,7 @@ import torch
 from mamba_fsdp.ops.attention import Documents, attention
 from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.first_use import FirstUse, Record
+from mamba_fsdp.trainer.first_use import FirstUse
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CONFIGS = {
@@ -27,7 +27,9 @@ def test_all_that_is_there_is_right(kind, bounded, precision):
     settings = TrainConfig(CONFIGS[kind])
     settings.data.reset_at_documents = bounded
     settings.training.mixed_precision = precision
-    assert FirstUse(settings, torch.device("cuda")).prove(Record({})) == {}
+    use = FirstUse(settings, torch.device("cuda"))
+    use.prove()
+    assert use.record.candidates and use.record.passed_over() == {}
 
 
 @BOUNDED

@@ -19,24 +19,28 @@ from mamba_fsdp.ops.ssd import ssd
 from mamba_fsdp.ops.ssd import triton as ssd_triton
 
 pytestmark = pytest.mark.slow
-DOCUMENTS = torch.tensor([[4] * 5 + [5] * 9 + [6] * 7])
 
 
-def conv(dtype):
-    x = torch.randn(1, 21, 9, dtype=dtype)[..., 2:]
+def documents(length):
+    return torch.tensor([[4] * 5 + [5] * 9 + [6] * (length - 14)])
+
+
+def conv(dtype, length):
+    x = torch.randn(1, length, 9, dtype=dtype)[..., 2:]
     weight = torch.randn(7, 1, 4, dtype=dtype)
     bias = torch.randn(7, dtype=dtype)
-    return partial(causal_conv_silu, seq_idx=DOCUMENTS), dict(x=x, weight=weight, bias=bias)
+    seq_idx = documents(length)
+    return partial(causal_conv_silu, seq_idx=seq_idx), dict(x=x, weight=weight, bias=bias)
 
 
-def scan(dtype):
-    u, z = torch.randn(1, 21, 70, dtype=dtype).chunk(2, dim=-1)
-    B, C = torch.randn(1, 21, 11, dtype=dtype)[..., 3:].chunk(2, dim=-1)
+def scan(dtype, length):
+    u, z = torch.randn(1, length, 70, dtype=dtype).chunk(2, dim=-1)
+    B, C = torch.randn(1, length, 11, dtype=dtype)[..., 3:].chunk(2, dim=-1)
     return (
-        partial(selective_scan, seq_idx=DOCUMENTS, return_last_state=True),
+        partial(selective_scan, seq_idx=documents(length), return_last_state=True),
         dict(
             u=u,
-            dt=torch.randn(1, 21, 35, dtype=dtype),
+            dt=torch.randn(1, length, 35, dtype=dtype),
             A=-torch.rand(35, 4),
             B=B,
             C=C,
@@ -51,9 +55,9 @@ def scan(dtype):
 def attend(dtype, length=21, heads=3, headdim=16, d_state=16):
     sizes = [heads * headdim, d_state, d_state]
     x, B, C = torch.randn(1, length, sum(sizes), dtype=dtype).split(sizes, dim=-1)
-    documents = torch.arange(length).view(1, -1) * 3 // length
+    seq_idx = torch.arange(length).view(1, -1) * 3 // length
     return (
-        partial(ssd, seq_idx=documents, chunk_size=16, return_last_state=True),
+        partial(ssd, seq_idx=seq_idx, chunk_size=16, return_last_state=True),
         dict(
             x=x.unflatten(-1, (heads, headdim)),
             dt=torch.randn(1, length, heads, dtype=dtype),
@@ -92,10 +96,13 @@ def test_every_operator_with_kernels_is_here():
     assert CASES.keys() == {name for name in OPERATORS if "triton" in OPERATORS[name]} - whole
 
 
-@pytest.mark.parametrize("dtype, cc", [(torch.float32, 80), (torch.bfloat16, 90)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, cc, length", [(torch.float32, 80, 21), (torch.bfloat16, 90, 32)], ids=str
+)
 @pytest.mark.parametrize("operator", ["conv", "scan"])
-def test_compiled_like_reference(operator, dtype, cc):
-    check(operator, cc, dtype)
+def test_compiled_like_reference(operator, dtype, cc, length):
+    """Triton compiles other code for lengths that 16 divides, as most runs' are."""
+    check(operator, cc, dtype, length)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +110,8 @@ def test_compiled_like_reference(operator, dtype, cc):
     [
         ("2.2.0", 80, (), False),
         ("2.2.0", 90, (70, 2, 64, 128), True),
-        ("2.2.0", 90, (40, 2, 80, 128), True),
-        ("3.6.0", 90, (70, 2, 64, 128), True),
+        ("2.2.0", 90, (32, 2, 80, 128), True),
+        ("3.6.0", 90, (80, 2, 64, 128), True),
         ("2.2.0", 90, (40, 2, 64, 128), False),
     ],
     ids=["sm_80", "sm_90", "80 channels", "sm_90 by Triton 3.6", "sm_90 without wgmma"],

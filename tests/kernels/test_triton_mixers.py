@@ -1,6 +1,6 @@
 """Whole mixers of Triton kernels beside the reference parts in float64; what they keep; models of Triton backends alone."""
 
-from functools import partial, partialmethod
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +19,7 @@ from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.ops.ssd import triton as ssd_triton
 from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.first_use import FirstUse
+from mamba_fsdp.trainer.layer_check import LayerCheck, Rows
 
 PARTS = REFERENCE | {
     operator: "triton" for operator in REFERENCE if "triton" in OPERATORS[operator]
@@ -98,14 +98,16 @@ def test_equals_float64(kind):
 
 
 @pytest.mark.parametrize("kind, batch, length", [("mamba1", 1, 9), ("mamba2", 2, 20)])
-def test_the_first_minute_finds_them_right(kind, batch, length, monkeypatch):
+def test_the_first_minute_finds_them_right(kind, batch, length):
     """In bf16 with documents, by the bounds that hold on a GPU."""
-    monkeypatch.setattr(FirstUse, "run", partialmethod(FirstUse.run, length=length))
     settings = TrainConfig(ModelConfig(layers=kind, **SIZES[kind] | {"headdim": 6}))
     settings.training.mixed_precision = "bf16"
     settings.training.batch_size = batch
     settings.data.reset_at_documents = True
-    FirstUse(settings, torch.device("cpu")).check(WHOLES)
+    layers = LayerCheck(settings, torch.device("cpu"))
+    layers.tests = [Rows(batch, length)]
+    wrong, _ = layers.check(WHOLES)
+    assert not wrong
 
 
 def kept(kind, backends):

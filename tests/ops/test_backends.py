@@ -77,7 +77,7 @@ def test_a_gpu_gets_the_libraries_and_whole_mixers(libraries):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_gpu_gets_triton_where_it_is_preferred(kernels, dtype, seq_idx, deterministic):
     uses = operator_uses(EVERYTHING, dtype, seq_idx, deterministic)
-    choice = resolve_backends("auto", "cuda", uses, preferred="triton")
+    choice = resolve_backends("auto", "cuda", uses, preferred=dict.fromkeys(uses, "triton"))
     second = "reference" if deterministic else "fused"
     expected = REFERENCE | TRITON | {"norm": second}
     if dtype == torch.float32:
@@ -126,7 +126,7 @@ def test_attention_of_a_gpu_is_flash_where_torch_has_it(kernels, monkeypatch):
 
 def test_what_was_found_wrong_is_passed_over(kernels):
     uses = operator_uses(EVERYTHING, torch.bfloat16)
-    choice = resolve_backends("auto", "cuda", uses, failed={"scan": {"fused": "it is off"}})
+    choice = resolve_backends("auto", "cuda", uses, failed={("scan", "fused"): "it is off"})
     assert choice.backends.pop("mamba2") == "fused" and "mamba1" not in choice.backends
     fused = dict.fromkeys(("conv", "ssd", "norm"), "fused")
     assert choice.backends == REFERENCE | fused | {"scan": "triton"}

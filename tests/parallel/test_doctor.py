@@ -1,11 +1,17 @@
 """The doctor says that an environment is whole only when it is."""
 
+import ctypes
+import re
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from mamba_fsdp.errors import Accident
 from mamba_fsdp.launch import machine
-from mamba_fsdp.verbs import checks
+from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.verbs import checks, preflight
 from mamba_fsdp.verbs.checks import Check, Finding
 from tests.support.processes import run_program
 
@@ -38,10 +44,58 @@ def test_efa_devices_need_the_library_that_uses_them(monkeypatch):
 
 @pytest.mark.parametrize(
     ("driver", "assigned", "verdicts"),
-    [([], 0, "--"), (["NVIDIA A100"], 1, "ok FAIL"), (["NVIDIA A100"], 2, "FAIL FAIL")],
+    [([], 0, "- -"), (["NVIDIA A100"], 1, "ok FAIL"), (["NVIDIA A100"], 2, "FAIL FAIL")],
 )
 def test_gpus_that_torch_or_slurm_see_differently_fail(driver, assigned, verdicts, monkeypatch):
     monkeypatch.setattr(machine, "driver_gpus", lambda: driver)
     monkeypatch.setattr(machine, "assigned_gpus", lambda: assigned)
+    stand_in_driver(monkeypatch, len(driver))
     found = [Check("GPUs", find).make() for find in (checks.find_gpus, checks.find_torch_gpus)]
-    assert [each.verdict for each in found] == verdicts.replace("--", "- -").split()
+    assert [each.verdict for each in found] == verdicts.split()
+
+
+def stand_in_driver(monkeypatch, gpus):
+    """The driver's library, with which torch counts GPUs before it opens any."""
+
+    def count(pointer):
+        pointer._obj.value = gpus
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    library = SimpleNamespace(nvmlInit=lambda: 0, nvmlDeviceGetCount_v2=count)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update"
+
+
+@pytest.mark.parametrize("visible", [None, "0", "MIG-7f5"])
+def test_gpus_that_torch_cannot_open_are_an_error_with_its_reason(monkeypatch, visible):
+    """In a rank, in doctor and in preflight, whose exit code 1 lets another node try."""
+    stand_in_driver(monkeypatch, 8)
+    monkeypatch.setattr(machine, "driver_gpus", lambda: ["NVIDIA H100"] * 8)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    def refuse():
+        raise RuntimeError(f"{TOO_OLD}\nand more")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    with pytest.raises(Accident, match=re.escape(TOO_OLD)) as ended:
+        start_world()
+    assert ended.value.exit_code == 1 and "\n" not in str(ended.value)
+    (check,) = (check for check in checks.CHECKS if check.find is checks.find_torch_gpus)
+    assert check in preflight.JOB_CHECKS and check.exit_code == 1
+    assert check.make() == Finding("FAIL", str(ended.value))
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_no_visible_device_is_a_wish_for_the_cpu(monkeypatch, visible):
+    stand_in_driver(monkeypatch, 8)
+    monkeypatch.setattr(machine, "driver_gpus", lambda: ["NVIDIA H100"] * 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("RANK", raising=False)
+    assert start_world().device.type == "cpu"
+    assert Check("GPUs", checks.find_torch_gpus).make() == Finding("-", "0 GPUs")
