@@ -25,7 +25,10 @@ FORWARD = "X WEIGHT OUT SCALE eps channels"
 BACKWARD = "GRAD X WEIGHT SCALE GRAD_X SUMS rows channels"
 
 
-def kernel(name, function, channels, arguments, x, **bounds):
+def kernel(
+    name: str, function: str, channels: int, arguments: str, x: str, **bounds: Any
+) -> Kernel:
+    """x: the type of X."""
     constants = blocks(channels)
     warps = constants.pop("num_warps")
     types = TYPES | {"X": x}
