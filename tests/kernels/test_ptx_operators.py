@@ -77,7 +77,7 @@ def norms(x, residual, weight, z, backend="reference"):
 
 def norm(dtype, channels=70):
     x = torch.randn(1, 21, channels, dtype=dtype)
-    z = torch.randn(1, 21, channels + 8, dtype=dtype)[..., 8:]
+    z = torch.randn(1, 21, channels + 16, dtype=dtype)[..., 16:]
     return norms, dict(x=x, residual=torch.randn(x.shape), weight=torch.randn(channels), z=z)
 
 
@@ -117,12 +117,14 @@ def test_compiled_like_reference(operator, dtype, cc):
     [
         ("2.2.0", 80, torch.float32, 70),
         ("2.2.0", 90, torch.bfloat16, 1030),
+        ("2.2.0", 90, torch.bfloat16, 1024),
         ("3.6.0", 90, torch.bfloat16, 1030),
+        ("3.6.0", 90, torch.bfloat16, 1024),
     ],
     ids=str,
 )
 def test_compiled_norms_like_reference(version, cc, dtype, channels):
-    """Within a warp, and over eight warps."""
+    """In a warp, and over several; single channels, and eight at a time, which pass through shared memory."""
     check("norm", cc, dtype, channels, version=version)
 
 
