@@ -28,6 +28,7 @@ class Kernel:
         None  # where ptxas unrolls: an opcode ("MUFU.EX2"), how often in a trip as written
     )
     aligned: Any = None  # arguments divisible by 16; default: all pointers
+    floor: float = 0.0  # bytes for an element, where each is read or written once; 0: not counted
     ccs: tuple[int, ...] = (80, 86, 89, 90, 100, 120)  # architectures that it has these sizes on
     # At most, on every architecture and Triton:
     registers: int = 255
@@ -35,3 +36,4 @@ class Kernel:
     shared: int = 48 * 1024  # bytes
     spills: int = 0  # instructions of innermost loops that read or write the stack
     instructions: float = float("inf")  # of a thread, for an element
+    bytes: float = float("inf")  # that a thread loads and stores for an element, from caches too

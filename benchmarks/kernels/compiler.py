@@ -49,6 +49,7 @@ class Compiled:
     programs: int  # on a multiprocessor
     instructions: float
     cycles: float  # as instructions: of a scheduler with as many warps as fit, by the model in latency.py
+    bytes: float  # as instructions: loaded and stored, from caches too
     loops: list[Loop]
     error: str = ""
 
@@ -218,6 +219,7 @@ def compile_one(operator: str, name: str, cc: int) -> Compiled:
         programs,
         count(kernel, found, lambda loop: loop.instructions),
         count(kernel, found, lambda loop: max(loop.slots, loop.cycles / warps)),
+        count(kernel, found, lambda loop: loop.bytes),
         found,
     )
 
@@ -251,7 +253,17 @@ def compile_all(triton_folder: str | Path, requests: Iterable[Request]) -> Itera
     if len(answers) < len(requests):  # the compiler itself can crash
         reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
         yield Compiled(
-            *requests[len(answers)], "", 0, 0, 0, 0, 0, 0, [], error=f"the compiler ended: {reason}"
+            *requests[len(answers)],
+            "",
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            [],
+            error=f"the compiler ended: {reason}",
         )
 
 
@@ -262,7 +274,7 @@ def main() -> None:
             answer = compile_one(*request)
         except Exception as error:
             answer = Compiled(
-                *request, "", 0, 0, 0, 0, 0, 0, [], error=f"{type(error).__name__}: {error}"
+                *request, "", 0, 0, 0, 0, 0, 0, 0, [], error=f"{type(error).__name__}: {error}"
             )
         print(json.dumps(asdict(answer)), flush=True)
 

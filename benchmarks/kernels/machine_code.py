@@ -34,6 +34,16 @@ class Loop:
     kinds: dict[str, int] = field(default_factory=dict)
     opcodes: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def bytes(self) -> int:
+        """Those that a thread asks global memory, or a cache, to load and store."""
+        moved = 0
+        for opcode, times in self.opcodes.items():
+            if re.match(r"LDG|STG", opcode):
+                bits = re.search(r"\.[US]?(8|16|64|128)\b", opcode)
+                moved += times * (int(bits.group(1)) // 8 if bits else 4)
+        return moved
+
 
 @lru_cache
 def tool(name: str) -> str:

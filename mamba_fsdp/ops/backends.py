@@ -31,7 +31,7 @@ OPERATORS = {  # the backends of each, best first; on a GPU, trainer/first_use.p
     "scan": ("fused", "triton", "cpp", "reference"),
     "ssd": ("fused", "triton", "reference"),
     "attention": ("flash", "reference"),
-    "norm": ("fused", "reference"),
+    "norm": ("fused", "triton", "reference"),
     "loss": ("reference",),
     "mamba1": ("fused", "triton"),
     "mamba2": ("fused", "triton"),

@@ -4,7 +4,6 @@ The modules of kernels import triton at the top and are themselves imported on f
 environment runs the kernels on a CPU, for tests.
 """
 
-import functools
 import os
 import shutil
 import sysconfig
@@ -67,26 +66,6 @@ def operator(
     if gradient:
         LIBRARY.impl(name, gradient.apply, "Autograd")
     return getattr(torch.ops.mamba_fsdp, name)
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function, for use inside operators, that on a GPU runs compiled by torch.compile. Each shape is
-    compiled separately, so that the result's bits do not depend on earlier shapes. On a CPU, and with torch 2.2, which
-    compiles nothing inside an operator, it runs uncompiled. The function's first argument must be a tensor.
-    """
-
-    @functools.lru_cache(maxsize=None)
-    def on_gpu() -> Callable[..., Any]:  # torch.compile takes seconds to import
-        return torch.compile(function, dynamic=False)
-
-    @functools.wraps(function)
-    def run(first: Tensor, *rest: Any) -> Any:
-        if first.device.type != "cuda" or torch.__version__.startswith("2.2."):
-            return function(first, *rest)
-        with torch.no_grad():
-            return on_gpu()(first, *rest)
-
-    return run
 
 
 below_autograd = torch._C._AutoDispatchBelowAutograd

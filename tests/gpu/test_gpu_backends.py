@@ -13,6 +13,7 @@ CONFIGS = {
     "mamba1": ModelConfig(layers="mamba1", d_model=32, dt_rank=4),
     "mamba2": ModelConfig(layers="mamba2", d_model=256, d_state=128),
     "mamba2 in groups": ModelConfig(layers="mamba2", d_model=256, d_state=128, ngroups=2),
+    "mamba2, gate last": ModelConfig(layers="mamba2", d_model=256, d_state=128, ssm_norm="before"),
 }
 BOUNDED = pytest.mark.parametrize("bounded", [False, True])
 

@@ -61,7 +61,8 @@ class Compiled:
     def launch(self, grid, *positional, num_warps=4, num_stages=3, **named):
         unknown = named.keys() - self.parameters.keys()
         assert not unknown, f"a GPU's launch would refuse {unknown}, which the interpreter ignores"
-        values = dict(zip(self.parameters, positional)) | named
+        values = {name: parameter.default for name, parameter in self.parameters.items()}
+        values |= dict(zip(self.parameters, positional)) | named
         known = of_launch(self.parameters, values)
         grid = grid(values) if callable(grid) else grid
         code, shared = program(

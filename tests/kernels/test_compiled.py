@@ -42,6 +42,7 @@ def complaints(made):
         "shared": min(kernel.shared, SHARED[made.cc] * 1024),
         "instructions": kernel.instructions,
         "spills": kernel.spills,
+        "bytes": kernel.bytes,
     }
     found = {what: getattr(made, what) for what in bounds}
     return [

@@ -13,6 +13,7 @@ from ptx import Launch
 from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.conv import triton as conv_triton
+from mamba_fsdp.ops.norm import add_rms_norm, gated_rms_norm
 from mamba_fsdp.ops.scan import selective_scan
 from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.ops.ssd import ssd
@@ -71,7 +72,20 @@ def attend(dtype, length=21, heads=3, headdim=16, d_state=16):
     )
 
 
-CASES = {"conv": conv, "scan": scan, "ssd": attend}
+def norms(x, residual, weight, z, backend="reference"):
+    """A norm behind a sum; then two gated ones, with the gate before and after, in two groups."""
+    normed, total = add_rms_norm(x, residual, weight, 1e-5, x.dtype, backend=backend)
+    gated = partial(gated_rms_norm, normed, z, weight, 1e-5, len(weight) // 2, backend=backend)
+    return total, gated(), gated(norm_first=True)
+
+
+def norm(dtype, channels=70):
+    x = torch.randn(1, 21, channels, dtype=dtype)
+    z = torch.randn(1, 21, channels + 16, dtype=dtype)[..., 16:]
+    return norms, dict(x=x, residual=torch.randn(x.shape), weight=torch.randn(channels), z=z)
+
+
+CASES = {"conv": conv, "scan": scan, "ssd": attend, "norm": norm}
 MOST = {torch.float32: 2e-6, torch.bfloat16: 0.01}
 
 
@@ -103,6 +117,22 @@ def test_every_operator_with_kernels_is_here():
 def test_compiled_like_reference(operator, dtype, cc, length):
     """Triton compiles other code for lengths that 16 divides, as most runs' are."""
     check(operator, cc, dtype, length)
+
+
+@pytest.mark.parametrize(
+    "version, cc, dtype, channels",
+    [
+        ("2.2.0", 80, torch.float32, 70),
+        ("2.2.0", 90, torch.bfloat16, 1030),
+        ("2.2.0", 90, torch.bfloat16, 1024),
+        ("3.6.0", 90, torch.bfloat16, 1030),
+        ("3.6.0", 90, torch.bfloat16, 1024),
+    ],
+    ids=str,
+)
+def test_compiled_norms_like_reference(version, cc, dtype, channels):
+    """In a warp, and over several; single channels, and eight at a time, which pass through shared memory."""
+    check("norm", cc, dtype, channels, version=version)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Whole mixers of Triton kernels beside the reference parts in float64; what they keep; models of Triton backends alone."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS, REFERENCE
 from mamba_fsdp.ops.conv import triton as conv_triton
-from mamba_fsdp.ops.mamba2 import triton as mamba2_triton
 from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.ops.ssd import triton as ssd_triton
 from mamba_fsdp.settings.model_config import ModelConfig
@@ -147,24 +144,6 @@ def test_keeps_less_than_its_parts(kind, most, monkeypatch):
     whole = kept(kind, WHOLES)
     parts = kept(kind, PARTS)
     assert most - 0.1 <= whole <= most and parts > whole + 2
-
-
-def test_torch_compile_makes_kernels_of_the_gated_norm(monkeypatch):
-    """On a GPU, but with torch 2.2. What it is given compiles whole, and gives what the function gives."""
-    y, z, grad = torch.randn(3, 2, 5, 12).bfloat16()
-    weight = torch.rand(12)
-    scale = mamba2_triton._norm(y, z, weight, 1e-5, 2)[1]
-    for norm, inputs in (
-        (mamba2_triton._norm, (y, z, weight, 1e-5, 2)),
-        (mamba2_triton._norm_backward, (grad, y, z, weight, scale)),
-    ):
-        compiled = torch.compile(norm.__wrapped__, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(*inputs), norm(*inputs))
-    on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: lambda given: "compiled")
-    for version, expected in (("2.2.2+cu121", "plain"), ("2.13.0", "compiled")):
-        monkeypatch.setattr(torch, "__version__", version)
-        assert triton.compiled(lambda given: "plain")(on_gpu) == expected
 
 
 def losses(backends, compiled=False):

@@ -1,7 +1,5 @@
-"""The Mamba-2 mixer, composed of the Triton backends of convolution and SSD. It keeps in_proj's output and the norm's
-scale. The backward pass recomputes the norm's output, and SSD's output together with SSD's states.
-
-The gated norm is plain PyTorch, from which torch.compile makes one or two kernels for each pass."""
+"""The Mamba-2 mixer, composed of the Triton backends of convolution, SSD and the gated norm. It keeps in_proj's output
+and the norm's scale. The backward pass recomputes the norm's output, and SSD's output together with SSD's states."""
 
 from typing import Any
 
@@ -11,36 +9,8 @@ from torch import Tensor
 
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
+from mamba_fsdp.ops.norm.triton import gated_norm, gated_norm_backward
 from mamba_fsdp.ops.ssd.triton import ssd_backward, ssd_forward
-
-
-@triton.compiled
-def _norm(y: Tensor, z: Tensor, weight: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor]:
-    """Returns the norm of y * silu(z) in y's dtype, and each row's scale (..., groups, 1) in float32."""
-    gated = F.silu(z.float()).mul_(y).unflatten(-1, (groups, -1))
-    scale = (gated.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return gated.mul_(scale).flatten(-2).mul_(weight).to(y.dtype), scale
-
-
-@triton.compiled
-def _norm_backward(
-    grad: Tensor, y: Tensor, z: Tensor, weight: Tensor, scale: Tensor
-) -> tuple[Tensor, ...]:
-    """Returns the gradients of y, z and weight, and the norm's output. It works in place, because every tensor but
-    `grad` is as large as y in float32."""
-    sigmoid = torch.sigmoid(z.float())
-    gate = z * sigmoid
-    normed = (gate * y).unflatten(-1, (scale.shape[-2], -1)).mul_(scale)
-    grad_gated = (grad * weight.float()).view_as(normed)
-    along = (grad_gated * normed).mean(-1, keepdim=True)
-    grad_gated = grad_gated.addcmul_(normed, along, value=-1).mul_(scale).flatten(-2)
-    normed = normed.flatten(-2)
-    grad_weight = (normed * grad).sum((0, 1))
-    normed = normed.mul_(weight).to(y.dtype)
-    grad_y = (grad_gated * gate).to(y.dtype)
-    slope = gate.addcmul_(gate, sigmoid, value=-1).add_(sigmoid)
-    grad_z = grad_gated.mul_(y).mul_(slope)
-    return grad_y, grad_z, grad_weight, normed
 
 
 def _convolve(
@@ -76,7 +46,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     z, _, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups)
     y, _ = ssd_forward(*inputs)
-    normed, scale = _norm(y.flatten(2), z, norm_weight, eps, groups)
+    normed, scale = gated_norm(y.flatten(2), z, norm_weight, eps, z.shape[2] // groups)
     return F.linear(normed, out_proj.to(z.dtype)), scale
 
 
@@ -94,14 +64,15 @@ def _backward(
     scale: Tensor,
 ) -> tuple[Tensor, ...]:
     z, xbc, inputs = _convolve(
-        zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, scale.shape[2]
+        zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, scale.shape[1]
     )
     y, entering = ssd_forward(*inputs, remake=True)
     grad_zxbcdt = zxbcdt.new_empty(zxbcdt.shape)
     grad_z, grad_xbc, grad_dt = grad_zxbcdt.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
 
-    grad_y, computed_grad_z, grad_norm, normed = _norm_backward(
-        grad @ out_proj.to(z.dtype), y.flatten(2), z, norm_weight, scale
+    normed = z.new_empty(z.shape)
+    grad_y, computed_grad_z, grad_norm = gated_norm_backward(
+        grad @ out_proj.to(z.dtype), y.flatten(2), z, norm_weight, scale, normed=normed
     )
     grad_z.copy_(computed_grad_z)
     grad_x, computed_grad_dt, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, _ = ssd_backward(

@@ -1,0 +1,94 @@
+"""The norms' kernels beside the reference backend in float64: odd rows, groups, both orders of norm and gate, slices, bf16."""
+
+from functools import partial
+
+import pytest
+import torch
+from compare import assert_like_reference, assert_same_bits, evaluate
+
+from mamba_fsdp.ops.norm import add_rms_norm, gated_rms_norm
+from mamba_fsdp.ops.norm import triton as backend
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch):
+    """Programs of a few rows, so that several sum a weight's gradient."""
+    monkeypatch.setattr(backend, "ROWS", 4)
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(dtype)
+
+
+def add_norm(x, residual, weight, backend):
+    return add_rms_norm(x, residual, weight, 1e-5, x.dtype, backend=backend)
+
+
+def both(function, **options):
+    return (partial(function, backend=name, **options) for name in ("triton", "reference"))
+
+
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("shape", [(2, 5, 7), (1, 4, 64), (1, 2, 16384), (3, 1, 1)], ids=str)
+def test_norm_of_a_sum(shape, has_residual):
+    residual = randn(*shape) if has_residual else None
+    leaves = dict(x=randn(*shape), residual=residual, weight=randn(shape[-1]))
+    assert_like_reference(*both(add_norm), leaves)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gated_norm_by_groups(groups, norm_first):
+    """z is a slice of a projection."""
+    channels = 11 * groups
+    z = randn(2, 5, channels + 5)[..., 3 : 3 + channels]
+    leaves = dict(x=randn(2, 5, channels), z=z, weight=randn(channels))
+    kernels, reference = both(gated_rms_norm, eps=1e-5, group_size=11, norm_first=norm_first)
+    assert_like_reference(kernels, reference, leaves)
+
+
+def test_bf16_with_a_weight_in_fp32():
+    """The residual stream stays fp32. Two runs give the same bits."""
+    x = randn(1, 6, 9, dtype=torch.bfloat16)
+    leaves = dict(x=x, residual=randn(1, 6, 9), weight=randn(9))
+    kernels, reference = both(add_norm)
+    got = assert_like_reference(kernels, reference, leaves)
+    assert got["output 0"].dtype == got["gradient of x"].dtype == torch.bfloat16
+    assert got["output 1"].dtype == got["gradient of residual"].dtype == torch.float32
+    assert got["gradient of weight"].dtype == torch.float32
+    assert_same_bits(got, evaluate(kernels, leaves))
+
+
+def test_a_sum_or_a_norm_that_nothing_reads():
+    """The last norm's sum goes nowhere."""
+    leaves = dict(x=randn(1, 6, 9), residual=randn(1, 6, 9), weight=randn(9))
+
+    def normed(backend, **leaves):
+        return add_norm(**leaves, backend=backend)[0]
+
+    assert_like_reference(partial(normed, "triton"), partial(normed, "reference"), leaves)
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    add_norm(**leaves, backend="triton")[1].sum().backward()
+    assert (leaves["x"].grad == 1).all() and (leaves["residual"].grad == 1).all()
+    assert not leaves["weight"].grad.any()
+
+
+def test_the_gradient_of_z_can_be_written_in_place():
+    """Into a slice, whose neighbours stay; the norm's output, which a backward pass needs again, is the forward pass's."""
+    x, z, grad = randn(3, 2, 5, 12)
+    weight = randn(12)
+    normed, scale = backend.gated_norm(x, z, weight, 1e-5, 6)
+    grads = backend.gated_norm_backward(grad, x, z, weight, scale)
+    whole = torch.full((2, 5, 15), 7.0)
+    again = torch.empty_like(x)
+    backend.gated_norm_backward(grad, x, z, weight, scale, grad_z=whole[..., 2:14], normed=again)
+    assert torch.equal(whole[..., 2:14], grads[1]) and torch.equal(again, normed)
+    assert (whole[..., :2] == 7).all() and (whole[..., 14:] == 7).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 6), (2, 0, 6)], ids=str)
+def test_empty(shape):
+    kernels, _ = both(add_norm)
+    got = evaluate(kernels, dict(x=randn(*shape), residual=randn(*shape), weight=randn(6)))
+    assert got["output 0"].shape == shape and not got["gradient of weight"].any()
