@@ -69,7 +69,7 @@ def parallelize(
     if settings.fsdp_activation_checkpointing:
         checkpoint_blocks(blocks, settings.selective_share())
     if settings.use_torch_compile:
-        compile_blocks(blocks)
+        compile_blocks(blocks, world.device)
 
     whole = slots
     if strategy in ("fsdp", "hsdp"):
@@ -117,7 +117,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
     """Compiles each block's forward separately, so that sharding stays outside of it; on a GPU, also the loss of a
     chunk.
 
@@ -133,7 +133,7 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     limits.accumulated_cache_size_limit = max(enough, limits.accumulated_cache_size_limit)
     for block in blocks:
         block.forward = torch.compile(block.forward)
-    if next(blocks[0].parameters()).is_cuda:  # uncompiled, the loss reads the logits seven times
+    if device.type == "cuda":  # uncompiled, the loss reads the logits seven times
         loss.chunk_loss = torch.compile(loss.chunk_loss, dynamic=False)
 
 

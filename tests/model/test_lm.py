@@ -94,7 +94,7 @@ def test_compiled_blocks_compute_the_same(family, blocks, backend, monkeypatch):
     model = small_model(family, reset_at_documents=True)
     model.backbone.layers = model.backbone.layers[blocks]
     expected, expected_gradients = loss_and_gradients(model, tokens, seq_idx)
-    compile_blocks(model.backbone.layers)
+    compile_blocks(model.backbone.layers, torch.device("cpu"))
     loss, gradients = loss_and_gradients(model, tokens, seq_idx)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
