@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import attention, conv, loss, scan
+from mamba_fsdp.ops import attention, conv, fused, loss, scan
 from mamba_fsdp.parallel.compat import load_shard
 from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
@@ -138,8 +138,8 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def leave_uncompiled() -> None:
-    """Keeps C code, loops over positions or documents, and exchanges between ranks out of compiled graphs: a compiled
-    block calls them."""
+    """Keeps C code, the libraries' kernels, loops over positions or documents, and exchanges between ranks out of
+    compiled graphs: a compiled block calls them."""
     # This is no decorator because torch.compiler takes seconds to import.
     for owner, name in (
         (conv.BACKENDS["cpp"], "causal_conv_silu"),
@@ -150,6 +150,7 @@ def leave_uncompiled() -> None:
         (ContextGroup, "inputs_before"),
         (ContextGroup, "entering_state"),
         (ContextGroup, "whole_sequence"),
+        *((fused, name) for name in fused.FUNCTIONS),
     ):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 
