@@ -195,7 +195,7 @@ KERNELS = [
         {80: 2, 86: 2, 89: 2, 90: 2},
         headdim=256,
         stages_of_2=1,
-        stack=64,
+        stack=192,
         spills=18,
         shared=164 * 1024,
         instructions=12,
