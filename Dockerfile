@@ -97,10 +97,10 @@ COPY patches/ /opt/mamba-train/patches/
 RUN /usr/local/bin/python3 /opt/mamba-train/patches/apply.py && rm -rf /tmp/requirements
 ENV TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    XDG_CACHE_HOME=/tmp/cache TORCHINDUCTOR_CACHE_DIR=/tmp/cache/inductor
+    XDG_CACHE_HOME=/tmp/cache LNAME=mamba-train
 # By NVIDIA's variables Enroot's hook and Docker's runtime bring the driver in, whatever the base. /tmp is what can be
-# written where the root is read-only, as it is under Enroot; left to itself, newer torch asks for the user's name, which
-# the image may not know.
+# written where the root is read-only, as it is under Enroot. Torch's compiler names its cache folder after the user, whom
+# the image may not know: Python takes LNAME where neither LOGNAME nor USER is set. The folder itself is the launcher's choice.
 
 WORKDIR /opt/mamba-train
 COPY . .

@@ -1,15 +1,15 @@
 """What there is to do on a lent GPU, in calls of at most ten minutes.
 
     benchmarks/gpu_setup.sh SDISTS TARGET       builds mamba_ssm and causal-conv1d, where pip can't; then PYTHONPATH=TARGET
-    python -m benchmarks.gpu --call 1           of 4, in order of worth
+    python -m benchmarks.gpu --call 1           of 5, in order of worth
     python -m benchmarks.gpu --only values,run
                             [--out FOLDER] [--rehearse]
 
 tests: tests/gpu. values: each backend of each operator beside float64, its bits twice, the time of whole layers.
 sanitizer: the same on small sizes under compute-sanitizer. forms: our kernels beside other forms of them. ncu: our kernels in
-layers of models under ncu. run: equal bits of equal runs and behind a kill, cold and warm starts, stalls by saves. traces: of
-training steps. Others are presets: their training
-step beside mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and leaves
+layers of models under ncu. run: two cold starts that must choose the same, a warm one, equal bits of equal runs and behind a kill,
+stalls by saves. traces: of training steps. steps: training steps with and without our norms, larger chunks of the loss and
+use_torch_compile. Others are presets: their training step beside mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and leaves
 NAME.log in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary. --rehearse: tiny, on the CPU.
 
 Calls that follow each other on one machine share what Triton compiled. A machine without git knows no commit: add it.
@@ -43,12 +43,14 @@ LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them,
     "traces": 120,
     "forms": 160,
     "mamba2-2.7b": 150,
+    "steps": 540,
 }
 CALLS = {
     "1": ("values", "tests"),
     "2": ("mamba-1.4b", "mamba2-1.3b"),
     "3": ("run", "sanitizer"),
     "4": ("forms", "ncu", "traces", "mamba2-2.7b"),
+    "5": ("steps",),
 }
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -116,6 +118,10 @@ def rows_of(name: str, out: Path, rehearse: bool) -> Iterator[dict[str, object]]
             from benchmarks.gpu import forms
 
             yield from forms.measure(device, rehearse)
+        elif name == "steps":
+            from benchmarks.gpu import models
+
+            yield from models.measure_forms(device, rehearse)
         elif name == "run":
             from benchmarks.gpu import runs
 

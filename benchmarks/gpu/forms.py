@@ -15,6 +15,7 @@ from mamba_fsdp.ops.backends import resolve_backends
 
 ROUNDS = 2
 AS_IT_IS = "as it is"
+TABLES = ("SWEEP", "NEAR", "FAR")
 # Of an operator's module: a number's other value, or what is other in each entry of a table.
 FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "scan": {
@@ -25,8 +26,9 @@ FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "ssd": {
         AS_IT_IS: {},
-        "nothing copied ahead": {"NEAR": {"num_stages": 1}, "FAR": {"num_stages": 1}},
-        "the sweeps copy ahead too": {"SWEEP": {"num_stages": 2}},
+        "nothing copied ahead": dict.fromkeys(TABLES, {"num_stages": 1}),
+        "the sweeps copy nothing ahead": {"SWEEP": {"num_stages": 1}},
+        "all copy ahead, on Blackwell too": dict.fromkeys(TABLES, {"num_stages": 2}),
         "far of 32 positions": {"FAR": {"ROWS": 32}},
         "no wgmma in near": {"NEAR": {"num_warps": 2}},
     },

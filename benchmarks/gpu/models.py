@@ -9,7 +9,8 @@ warmed up, timed and dropped, so that peak memory is its own. MFU is the model's
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,9 @@ from mamba_fsdp.interop import architectures, state_spaces
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
+from mamba_fsdp.ops import loss
 from mamba_fsdp.ops.backends import resolve_backends, why_unavailable
+from mamba_fsdp.ops.loss import CHUNK_ON_GPU
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
@@ -43,21 +46,33 @@ WARM_UP = 2
 STEPS = 5
 LONGEST = 10  # seconds of a step, compiled: behind it a model without its kernels would take the others' time
 OPTIMIZER = TrainConfig().optimizer
+PLAIN_LOSS = loss.chunk_loss
 
 Weights = dict[str, torch.Tensor]
 Step = Callable[[torch.Tensor], float]  # on tokens (batch, length + 1); returns the loss
 
 
 def our_step(
-    config: ModelConfig, weights: Weights, device: torch.device, preferred: str = "triton"
+    config: ModelConfig,
+    weights: Weights,
+    device: torch.device,
+    preferred: str = "triton",
+    *,
+    kernels: str = "auto",
+    use_torch_compile: bool = False,
+    chunk: int = CHUNK_ON_GPU,
 ) -> Step:
+    """kernels: as the setting. chunk: tokens whose logits exist at a time."""
+    loss.chunk_loss = PLAIN_LOSS  # what compiled the one of an earlier model
+    loss.CHUNK_ON_GPU = chunk
     uses = operator_uses(config, torch.bfloat16)
     first = dict.fromkeys(uses, preferred)
-    backends = resolve_backends("auto", device.type, uses, preferred=first).backends
+    backends = resolve_backends(kernels, device.type, uses, preferred=first).backends
     with torch.device("meta"):
         model = MambaLM(config, backends=backends, compute_dtype=torch.bfloat16)
     world = World.alone(device=device)
-    parallel = parallelize(model, ParallelConfig(), world=world, compute_dtype=torch.bfloat16)
+    settings = ParallelConfig(use_torch_compile=use_torch_compile)
+    parallel = parallelize(model, settings, world=world, compute_dtype=torch.bfloat16)
     fill_parts(parallel.shards(), lambda name, start, stop: weights[name].reshape(-1)[start:stop])
     optimizer = make_optimizer(parallel, parameters(config), OPTIMIZER, torch.bfloat16)
 
@@ -67,12 +82,12 @@ def our_step(
         multiple = torch.full((), counted, dtype=torch.float64, device=device)
         loss_sum = accumulate_gradients(parallel, optimizer, [batch], 1 / multiple)
         sums = sum_over_ranks(world, loss_sum, parallel.gradient_squares(), counted, [])
-        loss, norm, factor = mean_loss_and_norm(sums, multiple)
+        mean_loss, norm, factor = mean_loss_and_norm(sums, multiple)
         clip = OPTIMIZER.grad_clip_thresh
         update_weights(
-            parallel, optimizer, loss, norm, factor, clip=clip, lr=OPTIMIZER.learning_rate
+            parallel, optimizer, mean_loss, norm, factor, clip=clip, lr=OPTIMIZER.learning_rate
         )
-        return float(loss)
+        return float(mean_loss)
 
     return step
 
@@ -107,12 +122,18 @@ def transformers_step(config: ModelConfig, weights: Weights, device: torch.devic
     return peer_step(model, peer_weights, device)
 
 
-MODELS = {
+MODELS: Mapping[str, Callable[..., Step]] = {
     "ours": our_step,
     "ours, fused": our_step_in_fused,
     "mamba_ssm": mamba_ssm_step,
     "transformers": transformers_step,
 }
+# Ours in other forms, each group with ours in turn. The compiled ones are last: torch 2.2 compiles each block anew.
+FORMS: list[Mapping[str, Callable[..., Step]]] = [
+    {"ours": our_step, "plain norms": partial(our_step, kernels="norm=reference")},
+    {"ours": our_step, "loss of 1,024 tokens at a time": partial(our_step, chunk=1024)},
+    {"ours": our_step, "use_torch_compile": partial(our_step, use_torch_compile=True)},
+]
 
 
 def need_kernels(device: torch.device) -> None:
@@ -167,29 +188,56 @@ def time_steps(step: Step, tokens: torch.Tensor) -> tuple[float, list[float]]:
     return losses[0], seconds
 
 
-def measure(name: str, device: torch.device, rehearse: bool) -> Iterator[dict[str, object]]:
-    config = ModelConfig(**(TINY if rehearse else preset(name)))
+def initial_weights(config: ModelConfig) -> Weights:
     weights = {}
     for parameter, described in parameters(config).items():
         value = initial_part(parameter, described, 0, 0, described.size)
         weights[parameter] = value.view(described.shape)
+    return weights
+
+
+def made_up_tokens(
+    config: ModelConfig, batch: int, length: int, device: torch.device
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size, (batch, length + 1), generator=generator).to(device)
+
+
+def measure(name: str, device: torch.device, rehearse: bool) -> Iterator[dict[str, object]]:
+    config = ModelConfig(**(TINY if rehearse else preset(name)))
+    weights = initial_weights(config)
     for batch, length in ((1, 8),) if rehearse else SHAPES:
-        generator = torch.Generator().manual_seed(0)
-        shape = (batch, length + 1)
-        tokens = torch.randint(config.vocab_size, shape, generator=generator).to(device)
-        yield from compare(config, weights, tokens)
+        yield from compare(config, weights, made_up_tokens(config, batch, length, device), MODELS)
+
+
+def measure_forms(device: torch.device, rehearse: bool) -> Iterator[dict[str, object]]:
+    """Yields rows of our forms in the order of FORMS, each in both models before the next."""
+    batch, length = (1, 8) if rehearse else SHAPES[0]
+    presets = {"tiny": TINY}
+    if not rehearse:
+        presets = {name: preset(name) for name in ("mamba2-1.3b", "mamba-1.4b")}
+    configs = {name: ModelConfig(**sizes) for name, sizes in presets.items()}
+    weights = {name: initial_weights(config) for name, config in configs.items()}
+    for forms in FORMS:
+        for name, config in configs.items():
+            tokens = made_up_tokens(config, batch, length, device)
+            for row in compare(config, weights[name], tokens, forms):
+                yield {"preset": name} | row
 
 
 def compare(
-    config: ModelConfig, weights: Weights, tokens: torch.Tensor
+    config: ModelConfig,
+    weights: Weights,
+    tokens: torch.Tensor,
+    models: Mapping[str, Callable[..., Step]],
 ) -> Iterator[dict[str, object]]:
     """Yields a row per model."""
     first: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {model: [] for model in MODELS}
-    peaks = dict.fromkeys(MODELS, 0.0)
+    seconds: dict[str, list[float]] = {model: [] for model in models}
+    peaks = dict.fromkeys(models, 0.0)
     notes: dict[str, str] = {}
     for _ in range(ROUNDS):
-        for model, build in MODELS.items():
+        for model, build in models.items():
             if model in notes:
                 continue
             if tokens.is_cuda:
@@ -205,7 +253,7 @@ def compare(
                 torch.cuda.empty_cache()
     batch, length = tokens[:, 1:].shape
     peak_flops = device_peak(torch.cuda.get_device_name()) if tokens.is_cuda else None
-    for model in MODELS:
+    for model in models:
         row: dict[str, object] = {"batch": batch, "length": length, "model": model}
         row |= dict.fromkeys(("tokens/s", "x ours", "MFU", "peak GiB"), "-")
         row["note"] = notes.get(model, "")

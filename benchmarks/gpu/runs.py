@@ -3,6 +3,7 @@ takes, how long saves hold the steps up, and where a step's time goes."""
 
 import gzip
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mamba_fsdp.report.records import read
-from mamba_fsdp.run_layout import CHECKPOINTS, METRICS, PROFILE, committed, rank_file
+from mamba_fsdp.run_layout import CHECKPOINTS, KERNELS, METRICS, PROFILE, committed, rank_file
 
 PROJECT = Path(__file__).resolve().parents[2]
 USUAL = {
@@ -69,26 +70,67 @@ def bits(folder: Path) -> tuple[list, str]:
     return steps, hashlib.sha256((last / rank_file(0)).read_bytes()).hexdigest()
 
 
+def chosen(folder: Path) -> dict[str, str]:
+    """Returns the backends that a run has chosen on a GPU, {} on a CPU, where nothing is tried."""
+    try:
+        return json.loads((folder / KERNELS).read_text())["backends"]
+    except FileNotFoundError:
+        return {}
+
+
 def measure(folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
-    """The first run finds no compiled kernels and no choice of backends, the second has both."""
-    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
-    for model in ("mamba-130m",) if rehearse else ("mamba-130m", "mamba2-130m"):
-        settings = TINY if rehearse else SIZE | {"model_name": model}
-        folders = [folder / model / name for name in ("first", "second", "killed")]
-        cold = train(folders[0], settings)
-        warm = train(folders[1], settings)
-        train_and_kill(folders[2], settings)
-        train(folders[2], settings)
-        first, second, resumed = map(bits, folders)
-        stalls = [entry["checkpoint_stall_seconds"] for entry in read(folders[0] / METRICS)]
-        yield {
-            "model": model,
-            "equal runs": "same bits" if first == second else "differ",
-            "killed, resumed": "same bits" if first == resumed else "differ",
-            "first step, cold": f"{cold:.1f} s",
-            "warm": f"{warm:.1f} s",
-            "stalls by saves": f"{max(stalls):.3f} s",
-        }
+    """Yields a row per model and kind of start; what is worth most comes first in both models, since time may be over
+    before the end."""
+    models = ("mamba2-130m",) if rehearse else ("mamba2-130m", "mamba-130m")
+    for compare in (compare_cold_starts, compare_warm_start, compare_killed_run):
+        for model in models:
+            settings = TINY if rehearse else SIZE | {"model_name": model}
+            yield {"model": model} | compare(folder / model, settings)
+
+
+def compare_cold_starts(folder: Path, settings: dict) -> dict[str, object]:
+    """Two runs that find no compiled kernels and no choice of backends: each has caches of its own."""
+    runs = []
+    seconds = []
+    for name in ("first", "second"):
+        os.environ["TRITON_CACHE_DIR"] = str(folder / name / "triton")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name / "inductor")
+        runs.append(folder / name / "run")
+        seconds.append(train(runs[-1], settings))
+    first, second = map(chosen, runs)
+    stalls = [entry["checkpoint_stall_seconds"] for run in runs for entry in read(run / METRICS)]
+    return {
+        "start": "cold, twice",
+        "first step": ", ".join(f"{taken:.1f} s" for taken in seconds),
+        "choice": "the same" if first == second else f"differs: {first}, {second}",
+        "bits": "the same" if bits(runs[0]) == bits(runs[1]) else "differ",
+        "longest stall by a save": f"{max(stalls):.3f} s",
+    }
+
+
+def compare_warm_start(folder: Path, settings: dict) -> dict[str, object]:
+    """A run with the caches and the choice of the second cold one, which `compare_cold_starts` has left."""
+    return compare_with_second(folder, "warm", settings)
+
+
+def compare_killed_run(folder: Path, settings: dict) -> dict[str, object]:
+    train_and_kill(folder / "second/killed, resumed", settings)
+    return compare_with_second(folder, "killed, resumed", settings)
+
+
+def compare_with_second(folder: Path, start: str, settings: dict) -> dict[str, object]:
+    """Trains in a folder beside that of the second cold run and compares the two."""
+    for name, cache in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        os.environ[name] = str(folder / "second" / cache)
+    cold = folder / "second/run"
+    run = folder / "second" / start
+    seconds = train(run, settings)
+    return {
+        "start": start,
+        "first step": f"{seconds:.1f} s",
+        "choice": "the same" if chosen(run) == chosen(cold) else "differs",
+        "bits": "the same" if bits(run) == bits(cold) else "differ",
+    }
 
 
 def trace(out: Path, folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:

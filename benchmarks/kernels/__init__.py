@@ -1,7 +1,7 @@
 """What a Triton kernel is for the compiler: the list of each operator stands in benchmarks/kernels/OPERATOR.py."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -21,7 +21,8 @@ class Kernel:
     ]  # of the arguments that are tl.constexpr (None for absent tensors too)
     elements: int  # (token, channel, state) or (token, channel) elements that one trip handles, of all warps together
     warps: int = 1
-    stages: int = 1
+    stages: Mapping[int, int] = field(default_factory=dict)  # by architecture, where above 1
+    stages_of_2: int = 0  # with Triton 2, if others
     trips: int = 0  # of an inner loop within one trip of the loop around it; 0 where that is not worth counting
     programs: int = 32  # on a multiprocessor, of what a launch at that size has
     mark: tuple[str, int] | None = (

@@ -128,7 +128,7 @@ def assembly(kernel: Kernel, cc: int) -> tuple[dict[str, Any], int]:
     made = triton.compile(
         source,
         target=GPUTarget("cuda", cc, 32),
-        options=dict(num_warps=kernel.warps, num_stages=kernel.stages),
+        options=dict(num_warps=kernel.warps, num_stages=kernel.stages.get(cc, 1)),
     )
     return made.asm, made.metadata.shared
 
@@ -158,7 +158,7 @@ def _assembly_of_2(function, names, kernel, cc, indices):
         constants={names.index(name): value for name, value in kernel.constants.items()},
         cc=cc,
         num_warps=kernel.warps,
-        num_stages=kernel.stages,
+        num_stages=kernel.stages_of_2 or kernel.stages.get(cc, 1),
         configs=[facts],
     )
     return made.asm, made.shared

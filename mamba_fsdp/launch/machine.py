@@ -126,6 +126,10 @@ def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
         "TRITON_CACHE_AUTOTUNING": "1",
         "TRITON_DUMP_DIR": str(scratch / "triton-dump"),
     }
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Else gaps of the wrong sizes take gigabytes of a GPU. Torch 2.2 reads the old name, newer versions both.
+        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if processes > 1:  # torchrun would give each rank one thread
         threads = len(os.sched_getaffinity(0)) // processes
         wanted["OMP_NUM_THREADS"] = str(max(1, threads))

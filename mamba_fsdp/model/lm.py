@@ -166,12 +166,19 @@ class MambaLM(nn.Module):
             hidden, residual = block(hidden, residual, seq_idx, documents, layer_state, position)
         return hidden, residual
 
-    def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
         return linear_cross_entropy(
             hidden.flatten(0, 1),
             self.lm_head.weight,
             labels.flatten(),
             None if weights is None else weights.flatten(),
+            chunk=chunk,
         )
 
     def final_norm(self, hidden: Tensor, residual: Tensor) -> Tensor:

@@ -5,6 +5,15 @@ from torch import Tensor
 
 from mamba_fsdp.ops.backends import Use
 
+FUNCTIONS = (  # of this module that call the libraries
+    "causal_conv_silu",
+    "selective_scan",
+    "ssd",
+    "add_rms_norm",
+    "gated_rms_norm",
+    "mamba1_mixer",
+    "mamba2_mixer",
+)
 # Why the results of equal runs may differ in bits.
 VARIES = {
     "conv": "causal-conv1d before 1.6 adds with atomics, and later ones are not measured",

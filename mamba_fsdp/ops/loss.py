@@ -14,7 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
 
-CHUNK = 1024  # tokens whose logits exist at a time
+# Tokens whose logits exist at a time. For each chunk, the fp32 gradient of the weight is read and written once; on a GPU
+# that would take longer than it is worth to save memory.
+CHUNK = 1024
+CHUNK_ON_GPU = 4096
 
 
 def chunk_loss(
@@ -74,7 +77,12 @@ def _in_chunks(
                 grad_weight.addmm_(grad_logits.T, hidden[span])
             else:
                 grad_weight += grad_logits.T @ hidden[span]
+        del grad_logits  # before the next chunk's logits
     return loss, grad_hidden, grad_weight
+
+
+def tokens_per_chunk(device_type: str) -> int:
+    return CHUNK_ON_GPU if device_type == "cuda" else CHUNK
 
 
 class _WithGradients(torch.autograd.Function):
@@ -110,14 +118,15 @@ def linear_cross_entropy(
     labels: Tensor,
     token_weights: Tensor | None = None,
     *,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """Returns the sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
 
     hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token
-    that does not count; token_weights (tokens,), or None for 1; chunk: tokens whose logits exist at a time. A label
-    outside the vocabulary is an error.
+    that does not count; token_weights (tokens,), or None for 1; chunk: tokens whose logits exist at a time, or None for
+    as many as suit the device. A label outside the vocabulary is an error.
     """
+    chunk = chunk or tokens_per_chunk(hidden.device.type)
     want_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.no_grad():
         loss, *gradients = _in_chunks(hidden, weight, labels, token_weights, want_gradient, chunk)

@@ -165,5 +165,10 @@ def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blo
     return table[max(capability for capability in table if capability <= own)]
 
 
+def is_version_2() -> bool:
+    """Returns whether the Triton that compiles the kernels is that of torch 2.2."""
+    return torch.__version__.startswith("2.2.")
+
+
 def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import attention, conv, loss, scan
+from mamba_fsdp.ops import attention, conv, fused, loss, scan
 from mamba_fsdp.parallel.compat import load_shard
 from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
@@ -69,7 +69,7 @@ def parallelize(
     if settings.fsdp_activation_checkpointing:
         checkpoint_blocks(blocks, settings.selective_share())
     if settings.use_torch_compile:
-        compile_blocks(blocks)
+        compile_blocks(blocks, world.device)
 
     whole = slots
     if strategy in ("fsdp", "hsdp"):
@@ -117,7 +117,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
     """Compiles each block's forward separately, so that sharding stays outside of it; on a GPU, also the loss of a
     chunk.
 
@@ -133,13 +133,13 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     limits.accumulated_cache_size_limit = max(enough, limits.accumulated_cache_size_limit)
     for block in blocks:
         block.forward = torch.compile(block.forward)
-    if next(blocks[0].parameters()).is_cuda:  # uncompiled, the loss reads the logits seven times
+    if device.type == "cuda":  # uncompiled, the loss reads the logits seven times
         loss.chunk_loss = torch.compile(loss.chunk_loss, dynamic=False)
 
 
 def leave_uncompiled() -> None:
-    """Keeps C code, loops over positions or documents, and exchanges between ranks out of compiled graphs: a compiled
-    block calls them."""
+    """Keeps C code, the libraries' kernels, loops over positions or documents, and exchanges between ranks out of
+    compiled graphs: a compiled block calls them."""
     # This is no decorator because torch.compiler takes seconds to import.
     for owner, name in (
         (conv.BACKENDS["cpp"], "causal_conv_silu"),
@@ -150,6 +150,7 @@ def leave_uncompiled() -> None:
         (ContextGroup, "inputs_before"),
         (ContextGroup, "entering_state"),
         (ContextGroup, "whole_sequence"),
+        *((fused, name) for name in fused.FUNCTIONS),
     ):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 

@@ -11,7 +11,7 @@ import torch
 from mamba_fsdp.data.loader import split_step
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.ops.backends import resolve_backends
-from mamba_fsdp.parallel.world import CPU, World
+from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.memory import Workload, expected_memory
 from mamba_fsdp.planning.passes import PassBytes
@@ -53,8 +53,8 @@ def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
 def _workload(
     settings: TrainConfig, nodes: int, machine: Instance, measured: PassBytes | None = None
 ) -> Workload:
-    world = World(0, nodes * machine.devices, machine.devices, CPU)
     device_type = "cpu" if machine.device == "cpu" else "cuda"
+    world = World(0, nodes * machine.devices, machine.devices, torch.device(device_type))
     settings.training.settle_precision(device_type)
     uses = settings.operator_uses()
     choice = resolve_backends(settings.training.kernels, device_type, uses, ("triton",))

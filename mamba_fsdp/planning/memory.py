@@ -132,7 +132,9 @@ class Workload:
 
     @cached_property
     def passes(self) -> PassBytes:
-        return self.measured or measure(self.settings, self.backends, self.is_sharded)
+        if self.measured:
+            return self.measured
+        return measure(self.settings, self.backends, self.is_sharded, self.world.device.type)
 
     @property
     def kept(self) -> list[int]:

@@ -22,7 +22,7 @@ from mamba_fsdp.data.loader import own_positions
 from mamba_fsdp.model.lm import Block, MambaLM
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import OPERATORS
-from mamba_fsdp.ops.loss import CHUNK
+from mamba_fsdp.ops.loss import tokens_per_chunk
 from mamba_fsdp.ops.triton import RUNS
 from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -125,7 +125,9 @@ def no_kernels() -> Iterator[None]:
         modules.update(kept)
 
 
-def measure(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -> PassBytes:
+def measure(
+    settings: TrainConfig, backends: dict[str, str], is_sharded: bool, device_type: str
+) -> PassBytes:
     """Returns the bytes that the passes of a micro-batch hold. Weights do not count; unsharded gradients, which exist
     before the passes, do not count either. Copies of weights in the compute dtype count."""
     tokens = settings.training.batch_size * own_positions(settings)
@@ -137,7 +139,7 @@ def measure(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -
         of_kind = {
             layers[index]: block_bytes(network, blocks[index], settings) for index in first_of_kind
         }
-        loss = loss_bytes(network, tokens)
+        loss = loss_bytes(network, tokens, tokens_per_chunk(device_type))
     return PassBytes([of_kind[layer] for layer in layers], loss)
 
 
@@ -205,17 +207,17 @@ def block_bytes(network: MambaLM, block: Block, settings: TrainConfig) -> BlockB
     return BlockBytes(*extrapolated(run, own_positions(settings), LONGEST, LONGEST // 2))
 
 
-def loss_bytes(network: MambaLM, tokens: int) -> int:
+def loss_bytes(network: MambaLM, tokens: int, chunk: int) -> int:
     """Returns the bytes that the final norm and the loss hold, by running them forward and backward."""
 
     def run(tokens: int) -> list[int]:
         labels = torch.zeros(1, tokens, dtype=torch.int64)
         streams = make_streams(network, 1, tokens)
         with HeldBytes() as held:
-            network.loss(network.final_norm(*streams), labels).backward()
+            network.loss(network.final_norm(*streams), labels, chunk=chunk).backward()
         return [held.most]
 
-    return extrapolated(run, tokens, 3 * CHUNK, CHUNK)[0]
+    return extrapolated(run, tokens, 3 * chunk, chunk)[0]
 
 
 def extrapolated(run: Callable[[int], list[int]], size: int, longest: int, step: int) -> list[int]:

@@ -2,13 +2,15 @@
 
 import gzip
 import json
+import re
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as everything
-from benchmarks.gpu import forms, models, runs
+from benchmarks.gpu import forms, models, runs, values
 from mamba_fsdp.ops.ssd import triton as ssd
 from mamba_fsdp.trainer import layer_check
 from tests.support.forked import Training
@@ -75,22 +77,28 @@ def test_it_is_rehearsed_on_a_cpu(tmp_path, monkeypatch):
     for module in (layer_check, forms, models):
         monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setattr(models, "STEPS", 1)
+    monkeypatch.setattr(values, "POSITIONS", (64, 60))
     monkeypatch.setattr(runs, "start", lambda words: Training(words, {}))
-    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # which the part changes
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):  # which the part changes
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     said = ""
-    for name in ("values", "forms", "ncu", "run", "traces", "mamba-1.4b"):
+    for name in ("values", "forms", "ncu", "run", "traces", "mamba-1.4b", "steps"):
         everything.measure_part(name, tmp_path, True)
         said += everything.take_table(name, tmp_path)
     assert (
-        "| small | mamba1 | scan | cpp |" in said
+        "| small | 64 | mamba1 | scan | cpp |" in said
+        and "| small | 60 | mamba2 |" in said
         and "| NO |" not in said
         and "Error" not in said.replace("UserError: its kernels need a GPU", "")
     )
     for of_operator in forms.FORMS.values():
         assert all(f"| {title} |" in said for title in of_operator)
-    assert (
-        "| same bits | same bits |" in said and "| ours | " in said and "| mamba_ssm | - |" in said
-    )
+    for start in ("cold, twice", "warm", "killed, resumed"):
+        assert re.search(rf"\| {start} \| [^|]* \| the same \| the same \|", said), said
+    assert "| ours | " in said and "| mamba_ssm | - |" in said
+    for of_group in models.FORMS:
+        assert all(f"| 1 | 8 | {form} | " in said for form in of_group)
     with gzip.open(tmp_path / "mamba-1.4b.json.gz") as trace:
         assert json.load(trace)["traceEvents"]
     assert [path.name for path in tmp_path.iterdir()] == ["mamba-1.4b.json.gz"]

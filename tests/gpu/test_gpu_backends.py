@@ -1,5 +1,7 @@
 """On a GPU: every backend that is there passes a run's first minute; and attention in bf16."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -33,8 +35,9 @@ def test_all_that_is_there_is_right(kind, bounded, precision):
     assert use.record.candidates and use.record.passed_over() == {}
 
 
+@pytest.mark.parametrize("backend", ["reference", "flash"])
 @BOUNDED
-def test_attention_on_the_gpu(bounded):
+def test_attention_on_the_gpu(bounded, backend):
     """Attention in bf16, grouped-query, is the float64 result up to bf16's rounding; documents don't leak."""
     torch.manual_seed(0)
     starts = torch.zeros(2, 300, dtype=torch.int32, device="cuda")
@@ -44,9 +47,10 @@ def test_attention_on_the_gpu(bounded):
     q, k, v = (
         torch.randn(2, 300, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
     )
-    out = attention(q, k, v, documents=documents)
+    attend = partial(attention, documents=documents, backend=backend)
+    out = attend(q, k, v)
     exact = attention(q.double(), k.double(), v.double(), documents=documents)
     assert (out - exact).norm() <= 1e-2 * exact.norm()
     if bounded:
         v[0, :250] += 5
-        assert torch.equal(attention(q, k, v, documents=documents)[0, 250:], out[0, 250:])
+        assert torch.equal(attend(q, k, v)[0, 250:], out[0, 250:])

@@ -93,6 +93,7 @@ def compiled(version, cc, *modules):
         patch.object(module, name, Compiled(value, module.__name__, name, version, cc))
         for module, name, value in kernels
     ]
+    patches.append(patch.object(glue, "is_version_2", lambda: version.startswith("2.")))
     with patch.object(glue, "interpreted", lambda: False):
         for each in patches:
             each.start()
@@ -109,11 +110,13 @@ def main():
         request = json.loads(line)
         module = request.pop("module")
         cc = request.pop("cc")
+        stages = {cc: request.pop("stages")}
         name = request["name"]
         try:
             kernel = Kernel(
                 function=lambda m=module, n=name: getattr(import_module(m), n),
                 elements=1,
+                stages=stages,
                 **request,
             )
             made, shared = assembly(kernel, cc)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compare import assert_like_reference
 
+from mamba_fsdp.ops import triton as glue
 from mamba_fsdp.ops.ssd import ssd, triton, triton_kernels
 from tests.support.definitions import assert_no_leak, random_documents, ssd_values
 
@@ -83,29 +84,73 @@ def test_extreme_dt():
 
 
 class Counted:
-    """Stands in for a kernel: adds up the bytes of the tensors of its launches, each once."""
+    """Stands in for a kernel: adds up the bytes of the tensors of its launches, each once, and remembers num_stages."""
 
     def __init__(self):
         self.bytes = 0
+        self.stages = []
 
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *arguments, **constants):
+    def launch(self, *arguments, num_stages=None, **constants):
         self.bytes += sum(each.nbytes for each in arguments if torch.is_tensor(each))
+        self.stages.append(num_stages)
 
 
-def test_the_backward_pass_moves_no_more_than_that_of_mamba_ssm(monkeypatch):
+@pytest.fixture
+def launched(monkeypatch):
+    """launched(batch, length, headdim) -> the kernels by name after a backward pass at the sizes of mamba2-2.7b."""
+
+    def backward(batch, length, headdim=64):
+        kernels = {name: Counted() for name in ("add_up", "sweep", "near", "far", "finish")}
+        for name, counted in kernels.items():
+            monkeypatch.setattr(triton_kernels, name, counted)
+        x = torch.empty(batch, length, 80, headdim, dtype=torch.bfloat16)
+        B = torch.empty(batch, length, 1, 128, dtype=torch.bfloat16)
+        dt = torch.empty(batch, length, 80, dtype=torch.bfloat16)
+        of_head = torch.empty(80)
+        grads = triton.ssd_backward(x, None, x, dt, of_head, B, B, of_head, of_head, None, None)
+        assert grads[0].shape == x.shape
+        return kernels
+
+    return backward
+
+
+def test_the_backward_pass_moves_no_more_than_that_of_mamba_ssm(launched):
     """At the sizes of mamba2-2.7b: 180 KB a token, counted in the same way from the kernels that mamba-ssm's calls."""
-    launched = {name: Counted() for name in ("add_up", "sweep", "near", "far", "finish")}
-    for name, counted in launched.items():
-        monkeypatch.setattr(triton_kernels, name, counted)
-    tokens = (4, 4096)  # so many that a row has one segment
-    x = torch.empty(*tokens, 80, 64, dtype=torch.bfloat16)
-    B = torch.empty(*tokens, 1, 128, dtype=torch.bfloat16)
-    dt = torch.empty(*tokens, 80, dtype=torch.bfloat16)
-    of_head = torch.empty(80)
-    grads = triton.ssd_backward(x, None, x, dt, of_head, B, B, of_head, of_head, None, None)
-    assert grads[0].shape == x.shape
-    moved = sum(counted.bytes for counted in launched.values()) / tokens[0] / tokens[1]
+    kernels = launched(4, 4096)  # so many tokens that a row has one segment
+    moved = sum(counted.bytes for counted in kernels.values()) / 4 / 4096
     assert 150e3 < moved < 180e3
+
+
+@pytest.mark.parametrize("is_simpler", [False, True])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)], ids=str)
+def test_nothing_is_copied_ahead_on_blackwell(monkeypatch, launched, capability, is_simpler):
+    """Where Triton's copies ahead have given wrong results, also in the form that is tried in place of wrong results."""
+    monkeypatch.setattr(glue, "OLDEST", capability)
+    for table in ("SWEEP", "NEAR", "FAR"):
+        monkeypatch.setattr(triton, table, dict(getattr(triton, table)))
+    if is_simpler:
+        triton.use_simpler_form()
+    kernels = launched(1, 600)
+    assert {stages for name in ("sweep", "near", "far") for stages in kernels[name].stages} == {1}
+
+
+@pytest.mark.parametrize(
+    "version, headdim, sweeps, near",
+    [
+        ("2.2.2+cu121", 64, [1, 1], 2),
+        ("2.2.2+cu121", 256, [1, 1], 1),
+        ("2.10.0+cu130", 64, [1, 2], 2),
+        ("2.10.0+cu130", 256, [1, 2], 2),
+        ("2.10.0+cu130", 512, [1, 2], 1),
+    ],
+)
+def test_what_is_copied_ahead(monkeypatch, launched, version, headdim, sweeps, near):
+    """Before Blackwell: what the version of Triton compiles and what fits the shared memory. The first sweep has no
+    outputs."""
+    monkeypatch.setattr(torch, "__version__", version)
+    kernels = launched(4, 64, headdim)
+    assert (kernels["sweep"].stages, kernels["near"].stages) == (sweeps, [near])
+    assert kernels["far"].stages == [2]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -141,6 +142,29 @@ def test_the_users_own_environment_stays(monkeypatch, tmp_path):
     assert found["GLOO_SOCKET_IFNAME"] == "mine" and "OMP_NUM_THREADS" not in found
     assert found["TRITON_CACHE_DIR"] == str(tmp_path / "runs/.cache/triton")
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "runs/.cache/inductor")
+
+
+def test_the_image_leaves_the_launchers_choices_to_it(monkeypatch, tmp_path, project):
+    """What the image's ENV sets would count as the user's own: a cache in /tmp, for one, ends with the job."""
+    monkeypatch.setattr(os, "environ", {})
+    set_environment(tmp_path / "runs/a", tmp_path, "")
+    (block,) = re.findall(r"^ENV ((?:.*\\\n)*.*)$", (project / "Dockerfile").read_text(), re.M)
+    in_image = dict(re.findall(r"(\w+)=(\S+)", block))
+    assert "LNAME" in in_image and "TORCHINDUCTOR_CACHE_DIR" in os.environ
+    assert not in_image.keys() & (os.environ.keys() - {"TRITON_CACHE_MANAGER"})
+
+
+@pytest.mark.parametrize("own", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_in_segments_that_grow(monkeypatch, tmp_path, own):
+    """Unless the user has settings of the allocator, by either name."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setattr(os, "environ", {own: "mine"} if own else {})
+    set_environment(tmp_path / "runs/a", tmp_path, "")
+    found = {name: os.environ.get(name) for name in names}
+    if own:
+        assert found == dict.fromkeys(names) | {own: "mine"}
+    else:
+        assert found == dict.fromkeys(names, "expandable_segments:True")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The model as a whole: its loss, its precision, the backends of its operators, and how it is built."""
 
+import inspect
 from functools import partial
 
 import pytest
@@ -9,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.ops import fused
 from mamba_fsdp.ops.ssd import reference as ssd
-from mamba_fsdp.parallel.parallelize import compile_blocks
+from mamba_fsdp.parallel.parallelize import compile_blocks, leave_uncompiled
 from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
@@ -90,10 +92,20 @@ def test_compiled_blocks_compute_the_same(monkeypatch):
     seq_idx = (torch.arange(39) >= 13).int().expand(2, -1)
     model = small_model("everything", reset_at_documents=True)
     expected, expected_gradients = loss_and_gradients(model, tokens, seq_idx)
-    compile_blocks(model.backbone.layers)
+    compile_blocks(model.backbone.layers, torch.device("cpu"))
     loss, gradients = loss_and_gradients(model, tokens, seq_idx)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
+
+
+def test_torch_compile_leaves_the_libraries_kernels_alone(monkeypatch):
+    """Every function that calls them; tracing through their autograd functions breaks graphs or fails."""
+    functions = dict(inspect.getmembers(fused, inspect.isfunction))
+    names = {name for name in functions if name[0] != "_" and name != "why_not"}
+    for name in names:
+        monkeypatch.setattr(fused, name, functions[name])  # as it is again at the end
+    leave_uncompiled()
+    assert all(getattr(fused, name)._torchdynamo_disable for name in names)
 
 
 class Names(TorchDispatchMode):

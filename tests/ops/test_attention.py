@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba_fsdp.ops.attention import BACKENDS, Documents, attention, rotary
+from mamba_fsdp.ops.backends import Use
 from tests.kernels.compare import assert_like, evaluate
 from tests.support.memory import LargestTensor
 
@@ -56,36 +57,83 @@ def test_equals_the_definition(kv_heads, seq_idx):
     assert_like(found, evaluate(plain_attention, values, seq_idx=seq_idx), 1e-12)
 
 
-def masked_attention(q, k, v, bounds_q, bounds_k, longest_q, longest_k, window_size, enable_gqa):
-    """As torch's varlen_attn, on any device, with a mask."""
-    assert torch.equal(bounds_q, bounds_k) and bounds_q.dtype == torch.int32
-    assert longest_q == longest_k == bounds_q.diff().max() and window_size == (-1, 0) and enable_gqa
-    number = torch.bucketize(torch.arange(len(q)), bounds_q, right=True)
-    mask = (number[:, None] == number[None]).tril()
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    k, v = (t.repeat_interleave(len(q) // len(k), 0) for t in (k, v))
-    scores = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(0, 1)
+ARGUMENTS = (
+    "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask".split()
+)
 
 
-@pytest.mark.skipif(bool(FLASH.why_unavailable()), reason="this PyTorch has no varlen_attn")
+def masked_attention(q, k, v, bounds_q, bounds_k, longest_q, longest_k, dropout, causal, debug):
+    """As torch's operator for CUDA, on any device, with a mask: a document's last query sees its last key."""
+    assert bounds_q.dtype == bounds_k.dtype == torch.int32
+    assert longest_q == bounds_q.diff().max() and longest_k == bounds_k.diff().max()
+    assert dropout == 0.0 and causal is True and debug is False
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    outs = []
+    for number in range(len(bounds_q) - 1):
+        of_q, of_k = (
+            slice(*bounds[number : number + 2].tolist()) for bounds in (bounds_q, bounds_k)
+        )
+        scores = torch.einsum("qhd,khd->hqk", q[of_q], k[of_k]) / q.shape[-1] ** 0.5
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(
+            k[of_k].shape[0] - q[of_q].shape[0]
+        )
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v[of_k]))
+    return torch.cat(outs), None, None, None, None
+
+
 def test_flash_is_given_the_documents_bounds(monkeypatch):
-    """What it hands to PyTorch's kernel for CUDA gives what the reference does."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", masked_attention)
+    """What it hands to PyTorch's kernel for CUDA gives what the reference does, of whole rows and of their last
+    positions."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", masked_attention)
     tensors = inputs(length=9)
     documents = Documents.of(DOCUMENTS)
-    torch.testing.assert_close(
-        attention(**tensors, documents=documents, backend="flash"),
-        attention(**tensors, documents=documents),
+    for asking in (9, 4):
+        if asking < 9:
+            documents = Documents.asked_by_last(DOCUMENTS, asking)
+            tensors["q"] = tensors["q"][:, -asking:]
+        torch.testing.assert_close(
+            attention(**tensors, documents=documents, backend="flash"),
+            attention(**tensors, documents=documents),
+        )
+
+
+def test_flash_calls_an_operator_that_torch_has_with_gradients():
+    """Of either stack, with arguments in this order."""
+    schema = torch._C._get_schema("aten::_flash_attention_forward", "")
+    names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    assert names == ARGUMENTS
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(schema.name, "Autograd")
+
+
+@pytest.mark.parametrize("asking", [None, [7, 0, 5, 4]])
+def test_flash_on_tensors_without_content(asking):
+    """As planning runs it: shapes of the output and of all gradients."""
+    documents = Documents([7, 5, 12, 4], asking)
+    q, k, v = (
+        torch.empty(sum(count), heads, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for count, heads in ((documents.queries, 4), (documents.lengths, 2), (documents.lengths, 2))
     )
+    out = FLASH.packed_attention(q, k, v, documents)
+    out.sum().backward()
+    assert out.shape == q.shape
+    assert all(t.grad.shape == t.shape for t in (q, k, v))
+
+
+def test_flash_repeats_itself_where_it_is_told_to(monkeypatch):
+    use = Use("attention", torch.bfloat16, True, channels=64, deterministic=True)
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cu130")
+    assert FLASH.why_not(use) is None
+    monkeypatch.setattr(torch, "__version__", "2.2.2+cu121")
+    assert "adds with atomics" in FLASH.why_not(use)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_nothing_is_larger_than_the_queries(is_packed, backend):
     """Forward and backward, on tensors without content: no tensor of (length, length), no repeated keys."""
-    if is_packed and BACKENDS[backend] == FLASH and FLASH.why_unavailable():
-        pytest.skip("this PyTorch has no varlen_attn")
+    if is_packed and backend == "flash" and torch.__version__.startswith("2.2."):
+        pytest.skip("torch 2.2's operator takes no bounds of tensors without content")
     length = 32768
     documents = None
     if is_packed:

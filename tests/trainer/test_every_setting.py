@@ -174,7 +174,8 @@ def effects(train, metrics_of, tmp_path, change_loss, monkeypatch):
 
     change_loss(loss)
     monkeypatch.setattr(
-        "mamba_fsdp.parallel.parallelize.compile_blocks", lambda blocks: others.append("compiled")
+        "mamba_fsdp.parallel.parallelize.compile_blocks",
+        lambda blocks, device: others.append("compiled"),
     )
     wandb = SimpleNamespace(log=lambda values, step: None, finish=lambda: None, resumed=False)
     wandb.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline"))

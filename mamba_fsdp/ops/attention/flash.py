@@ -1,7 +1,7 @@
-"""Attention of all documents of a batch in one call of the FlashAttention that newer versions of PyTorch have for
-CUDA."""
+"""Attention of all documents of a batch in one call of the FlashAttention that PyTorch has for CUDA. The operator below
+PyTorch's functions takes the documents' bounds on both stacks. The public varlen_attn does not serve: torch 2.2 has none, and
+that of 2.10 takes neither fewer heads of keys than of queries nor a window."""
 
-import inspect
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -9,20 +9,11 @@ import torch
 from torch import Tensor
 
 from mamba_fsdp.ops.attention.reference import attention as attention
+from mamba_fsdp.ops.attention.reference import of_one_document
 from mamba_fsdp.ops.backends import Use
 
 if TYPE_CHECKING:
     from mamba_fsdp.ops.attention import Documents
-
-
-def why_unavailable() -> str | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-
-        inspect.signature(varlen_attn).parameters["enable_gqa"]
-    except (ImportError, KeyError):
-        return "this PyTorch has no attention of all documents in one call"
-    return None
 
 
 def why_not(use: Use) -> str | None:
@@ -30,18 +21,24 @@ def why_not(use: Use) -> str | None:
         return "FlashAttention takes bf16 and fp16"
     if use.channels % 8 or use.channels > 256:
         return f"FlashAttention takes heads of up to 256 channels in multiples of 8, not {use.channels}"
+    if use.deterministic and _is_of_torch_2_2():
+        return "deterministic=true, and the FlashAttention of torch 2.2 adds with atomics"
     return None
 
 
+def _is_of_torch_2_2() -> bool:
+    return torch.__version__.startswith("2.2.")
+
+
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    if q.is_meta and _is_of_torch_2_2():  # whose operator takes no bounds there; sizes are the same
+        return of_one_document(q, k, v)
 
     def bounds(counts: list[int]) -> Tensor:
         limits = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         return limits.to(q.device, non_blocking=True)
 
-    causal = (-1, 0)  # each document's last query sees its last key
-    return varlen_attn(
+    out, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
@@ -49,6 +46,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") ->
         bounds(documents.lengths),
         max(documents.queries),
         max(documents.lengths),
-        window_size=causal,
-        enable_gqa=True,
+        0.0,  # dropout
+        True,  # causal: each document's last query sees its last key
+        False,  # no mask for debugging
     )
+    return out

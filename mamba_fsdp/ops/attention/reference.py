@@ -18,7 +18,7 @@ MASK_ELEMENTS = (
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.shape[2] > k.shape[2]:
-        return torch.stack([_of_one_document(*row) for row in zip(q, k, v)])
+        return torch.stack([of_one_document(*row) for row in zip(q, k, v)])
     is_causal = q.shape[1] > 1  # a single query is the last position, which sees all keys
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return _without_mask(q, k, v, is_causal).transpose(1, 2)
@@ -27,10 +27,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") -> Tensor:
     queries = q.split(documents.queries)
     parts = zip(queries, k.split(documents.lengths), v.split(documents.lengths))
-    return torch.cat([_of_one_document(*part) for part in parts if len(part[0])])
+    return torch.cat([of_one_document(*part) for part in parts if len(part[0])])
 
 
-def _of_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def of_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Returns the output for q (queries, heads, head_dim), the last positions of k, v (length, kv_heads, head_dim). The
     kernel sees the key heads as its batch, and the query heads of a key head as its heads: views of k and v with a
     stride of 0."""

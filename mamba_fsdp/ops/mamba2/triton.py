@@ -13,6 +13,13 @@ from mamba_fsdp.ops.norm.triton import gated_norm, gated_norm_backward
 from mamba_fsdp.ops.ssd.triton import ssd_backward, ssd_forward
 
 
+def _split(xbc: Tensor, d_inner: int, heads: int, groups: int) -> tuple[Tensor, ...]:
+    """Returns SSD's x, B and C as views."""
+    x, bc = xbc.tensor_split([d_inner], -1)
+    B, C = bc.unflatten(2, (2, groups, -1)).unbind(2)
+    return x.unflatten(2, (heads, -1)), B, C
+
+
 def _convolve(
     zxbcdt: Tensor,
     conv_weight: Tensor,
@@ -25,9 +32,9 @@ def _convolve(
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Returns z, [x, B, C] before the convolution, and SSD's inputs."""
     z, xbc, dt = zxbcdt.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
-    x, bc = conv_forward(xbc, conv_weight, conv_bias, seq_idx).tensor_split([z.shape[2]], -1)
-    B, C = bc.unflatten(2, (2, groups, -1)).unbind(2)
-    return z, xbc, (x.unflatten(2, (len(A), -1)), dt, A, B, C, D, dt_bias, seq_idx, None)
+    convolved = conv_forward(xbc, conv_weight, conv_bias, seq_idx)
+    x, B, C = _split(convolved, z.shape[2], len(A), groups)
+    return z, xbc, (x, dt, A, B, C, D, dt_bias, seq_idx, None)
 
 
 def _forward(
@@ -71,15 +78,19 @@ def _backward(
     grad_z, grad_xbc, grad_dt = grad_zxbcdt.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
 
     normed = z.new_empty(z.shape)
-    grad_y, computed_grad_z, grad_norm = gated_norm_backward(
-        grad @ out_proj.to(z.dtype), y.flatten(2), z, norm_weight, scale, normed=normed
+    grad_normed = grad @ out_proj.to(z.dtype)
+    grad_y, _, grad_norm = gated_norm_backward(
+        grad_normed, y.flatten(2), z, norm_weight, scale, grad_z=grad_z, normed=normed
     )
-    grad_z.copy_(computed_grad_z)
-    grad_x, computed_grad_dt, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, _ = ssd_backward(
-        grad_y.view(y.shape), None, *inputs, entering=entering
+    grad_convolved = xbc.new_empty(xbc.shape)
+    grad_x, grad_B, grad_C = _split(grad_convolved, z.shape[2], len(A), scale.shape[1])
+    _, _, grad_A, _, _, grad_D, grad_dt_bias, _ = ssd_backward(
+        grad_y.view(y.shape),
+        None,
+        *inputs,
+        entering=entering,
+        results=(grad_x, grad_dt, grad_B, grad_C),
     )
-    grad_dt.copy_(computed_grad_dt)
-    grad_convolved = torch.cat([grad_x.flatten(2), grad_B.flatten(2), grad_C.flatten(2)], -1)
     _, *grad_conv = conv_backward(grad_convolved, xbc, conv_weight, conv_bias, seq_idx, grad_xbc)
     grad_out = triton.weight_gradient(grad, normed)
     return grad_zxbcdt, *grad_conv, grad_dt_bias, grad_A, grad_D, grad_norm, grad_out

@@ -14,13 +14,27 @@ from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.backends import Use
 
 why_unavailable = triton.why_unavailable
-_NARROW = {"P": 32, "num_warps": 4, "num_stages": 1}
-SWEEP = {(8, 0): _NARROW, (10, 0): _NARROW | {"P": 64}, (12, 0): _NARROW}
-MMA_SYNC = _NARROW | {"P": 16, "num_warps": 2}
+# With num_stages above 1, Triton copies a loop's next inputs ahead. On compute capability 10 and 12, Triton 3.5 to 3.7 then
+# computes wrong results (state-spaces/mamba #997): 1 there.
+_NARROW = {"P": 32, "num_warps": 4, "num_stages": 2}
+SWEEP = {
+    (8, 0): _NARROW,
+    (10, 0): _NARROW | {"P": 64, "num_stages": 1},
+    (12, 0): _NARROW | {"num_stages": 1},
+}
 _NEAR = {"P": 64, "BLOCK": 40, "num_warps": 4, "num_stages": 2}
-NEAR = {(8, 0): _NEAR, (10, 0): _NEAR | {"num_warps": 8}, (12, 0): _NEAR}
+NEAR = {
+    (8, 0): _NEAR,
+    (10, 0): _NEAR | {"num_warps": 8, "num_stages": 1},
+    (12, 0): _NEAR | {"num_stages": 1},
+}
 _FAR = {"P": 64, "ROWS": 32, "BLOCK": 20, "num_warps": 8, "num_stages": 2}
-FAR = {(8, 0): _FAR, (9, 0): _FAR | {"ROWS": 64}, (12, 0): _FAR}
+FAR = {
+    (8, 0): _FAR,
+    (9, 0): _FAR | {"ROWS": 64},
+    (10, 0): _FAR | {"ROWS": 64, "num_stages": 1},
+    (12, 0): _FAR | {"num_stages": 1},
+}
 STATES = 8192  # of a program: its channels times d_state
 PROGRAMS = 512  # of a sweep that fills a GPU
 CHUNK = 32  # positions
@@ -37,9 +51,13 @@ def why_not(use: Use) -> str | None:
 def use_simpler_form() -> None:
     """Makes the kernels use no wgmma and tcgen05, which take four warps and 64 rows, for a GPU on which their results
     are wrong."""
-    SWEEP.update(dict.fromkeys(SWEEP, MMA_SYNC))
-    NEAR.update(dict.fromkeys(NEAR, _NEAR | {"num_warps": 2}))
-    FAR.update(dict.fromkeys(FAR, _FAR))
+    for table, simpler in (
+        (SWEEP, {"P": 16, "num_warps": 2, "num_stages": 1}),
+        (NEAR, {"num_warps": 2}),
+        (FAR, {"ROWS": 32}),
+    ):
+        for capability, options in table.items():
+            table[capability] = options | simpler
 
 
 def _packed(t: Tensor) -> Tensor:
@@ -132,15 +150,18 @@ class _Call:
         B: Tensor,
         C: Tensor,
         first: Tensor | None,
+        out: Tensor | None,
         keep: bool = False,
-        has_output: bool = True,
         reverse: bool = False,
-    ) -> tuple[Any, Any, Tensor]:
-        """Returns (states before each pair of chunks, or None without keep; outputs, or None without has_output; last
-        state). See the kernel `sweep`."""
+    ) -> tuple[Any, Tensor]:
+        """Writes the outputs to `out`, whose batches and rows may have any strides. Returns (states before each pair of
+        chunks, or None without keep; last state). See the kernel `sweep`."""
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
         options = self.options(SWEEP)
+        # Without outputs, copies ahead make a sweep no faster. With them, Triton 2 does not compile it.
+        if triton.is_version_2() or out is None:
+            options["num_stages"] = 1
         rows = self.batch * self.heads
         size = self.constants["N"] * x.shape[3]
         segments = PROGRAMS // (rows * options["TILES"])
@@ -150,10 +171,11 @@ class _Call:
         ends = self.fp32(rows, segments, size)
         end_decays = self.fp32(rows, segments)
         states = x.new_empty(rows, self.pairs, size) if keep else None
-        out = x.new_empty(x.shape) if has_output else None
         last = self.fp32(self.batch, self.heads, x.shape[3], B.shape[3])
         first = None if first is None else first.float().contiguous()
+        out_batch, out_row = (0, 0) if out is None else out.stride()[:2]
         for local in (True, False) if segments > 1 else (False,):
+            stages = 1 if local else options["num_stages"]
             sweep[self.heads * options["TILES"], self.batch, segments - local](
                 x,
                 B,
@@ -168,17 +190,19 @@ class _Call:
                 out,
                 last,
                 *_batches(x, B, C),
+                out_batch,
                 self.length,
                 segments,
                 per_segment,
                 Q=self.Q,
                 LOCAL=local,
                 REVERSE=reverse,
+                OUT_ROW=out_row,
                 **_rows(X=x, B=B, C=C),
                 **self.constants,
-                **options,
+                **options | {"num_stages": stages},
             )
-        return states, out, last
+        return states, last
 
 
 def ssd_forward(
@@ -201,8 +225,9 @@ def ssd_forward(
             x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32
         )
     call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
-    entering, y, last = call.sweep(call.x, call.B, call.C, state, keep=remake)
-    return y.to(x.dtype), entering if remake else last
+    y = x.new_empty(x.shape)
+    entering, last = call.sweep(call.x, call.B, call.C, state, y, keep=remake)
+    return y, entering if remake else last
 
 
 def ssd_backward(
@@ -219,33 +244,43 @@ def ssd_backward(
     state: Tensor | None,
     *,
     entering: Tensor | None = None,
+    results: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of x, dt, A, B, C, D, dt_bias and the initial state; None counts as a state of zeros."""
+    """Returns the gradients of x, dt, A, B, C, D, dt_bias and the initial state; None counts as a state of zeros.
+    entering: what ssd_forward with `remake` returns. results: tensors to which the gradients of x, dt, B and C are
+    written; their batches and rows may have any strides."""
     from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
     call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
     grad = _packed(grad.to(call.x.dtype))
     if entering is None:
-        entering, _, _ = call.sweep(call.x, call.B, call.C, state, keep=True, has_output=False)
-    leaving, grad_x, grad_state = call.sweep(
-        grad, call.C, call.B, grad_last, keep=True, reverse=True
+        entering, _ = call.sweep(call.x, call.B, call.C, state, None, keep=True)
+    if results is None:
+        grad_x, grad_dt, grad_B, grad_C = (t.new_empty(t.shape) for t in (x, dt, B, C))
+    else:
+        grad_x, grad_dt, grad_B, grad_C = results
+    leaving, grad_state = call.sweep(
+        grad, call.C, call.B, grad_last, grad_x, keep=True, reverse=True
     )
     near_options = call.options(NEAR)
+    # The copies of all tiles of a head must fit the 99 KiB of shared memory of compute capability 8.6 and 8.9.
+    if near_options["TILES"] > (3 if triton.is_version_2() else 4):
+        near_options["num_stages"] = 1
     far_options = call.options(FAR)
     near_blocks = -(-call.share // near_options["BLOCK"])
     far_blocks = -(-call.share // far_options["BLOCK"])
     flows = call.fp32(call.batch, call.heads, call.pairs, 5, call.W)
-    grad_B, grad_C = call.fp32(2, near_blocks + far_blocks, *B.shape)
+    parts_of_B, parts_of_C = call.fp32(2, near_blocks + far_blocks, *B.shape)
     inputs = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
     strides = _batches(grad, call.x, call.B, call.C)
     constants = call.constants | {"W": call.W} | _rows(GRAD_Y=grad, X=call.x, B=call.B, C=call.C)
     near[call.groups * near_blocks, call.pairs, call.batch](
-        *inputs, grad_B, grad_C, flows, *strides, call.length, **constants, **near_options
+        *inputs, parts_of_B, parts_of_C, flows, *strides, call.length, **constants, **near_options
     )
     far[call.W // far_options["ROWS"] * call.groups * far_blocks, call.pairs, call.batch](
         *inputs,
-        grad_B[near_blocks:],
-        grad_C[near_blocks:],
+        parts_of_B[near_blocks:],
+        parts_of_C[near_blocks:],
         flows,
         entering,
         leaving,
@@ -254,7 +289,6 @@ def ssd_backward(
         **constants,
         **far_options,
     )
-    grad_dt = dt.new_empty(dt.shape)
     totals = call.fp32(3, call.batch * call.pairs, call.heads)
     finish[call.heads, call.pairs, call.batch](
         call.dt,
@@ -266,22 +300,16 @@ def ssd_backward(
         grad_dt,
         totals,
         *call.dt.stride()[:2],
+        *grad_dt.stride()[:2],
         call.length,
         call.heads,
         W=call.W,
         num_warps=2,
     )
     grad_A, grad_dt_bias, grad_D = (total.double().sum(0).float() for total in totals)
-    return (
-        grad_x.to(x.dtype),
-        grad_dt,
-        grad_A,
-        grad_B.sum(0).to(B.dtype),
-        grad_C.sum(0).to(C.dtype),
-        grad_D,
-        grad_dt_bias,
-        grad_state,
-    )
+    grad_B.copy_(parts_of_B.sum(0))
+    grad_C.copy_(parts_of_C.sum(0))
+    return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state
 
 
 _forward = triton.differentiable(

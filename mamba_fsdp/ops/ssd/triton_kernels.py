@@ -148,12 +148,14 @@ def sweep(  # noqa: C901, PLR0915
     x_batch,
     b_batch,
     c_batch,
+    out_batch,
     length,
     segments,
     per_segment,
     X_ROW: tl.constexpr,
     B_ROW: tl.constexpr,
     C_ROW: tl.constexpr,
+    OUT_ROW: tl.constexpr,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
     HEADDIM: tl.constexpr,
@@ -200,6 +202,8 @@ def sweep(  # noqa: C901, PLR0915
     x += batch * x_batch + head * HEADDIM
     B += batch * b_batch + head // SHARE * D_STATE
     C += batch * c_batch + head // SHARE * D_STATE
+    if out is not None:
+        out += batch * out_batch + head * HEADDIM
     plane = tl.num_programs(1).to(tl.int64) * HEADS * chunks * Q
     steps += (batch * HEADS + head) * chunks * Q
     if seq_idx is not None:
@@ -245,10 +249,7 @@ def sweep(  # noqa: C901, PLR0915
                     (weights * delta[None, :]).to(T), x_
                 )
             tl.store(
-                out
-                + ((batch * length + start) * HEADS + head) * HEADDIM
-                + r[:, None] * HEADS * HEADDIM
-                + p[None, :],
+                out + at * OUT_ROW + r[:, None] * OUT_ROW + p[None, :],
                 (y + through * x_.to(tl.float32)).to(out.dtype.element_ty),
                 mask=(r < left)[:, None] & is_channel,
             )
@@ -488,6 +489,8 @@ def finish(
     totals,
     dt_batch,
     dt_row,
+    grad_dt_batch,
+    grad_dt_row,
     length,
     heads,
     W: tl.constexpr,
@@ -533,7 +536,7 @@ def finish(
     )  # the slope of softplus
     grad = tl.where(is_valid, grad, 0.0)
     tl.store(
-        grad_dt + (batch * length + start + r) * heads + head,
+        grad_dt + batch * grad_dt_batch + (start + r).to(tl.int64) * grad_dt_row + head,
         grad.to(grad_dt.dtype.element_ty),
         mask=is_valid,
     )
