@@ -50,15 +50,16 @@ def transformers_loss(size, vocab_size, use_mambapy):
     return model, lambda tokens: model(input_ids=tokens, labels=tokens).loss
 
 
-def our_loss(size, vocab_size, backend):
+def our_loss(size, vocab_size, backend, layers):
     from mamba_fsdp.model.init import initial_part
     from mamba_fsdp.model.lm import MambaLM
     from mamba_fsdp.model.spec import operator_uses, parameters
 
     d_model, n_layer, length, batch = SIZES[size]
-    config = ModelConfig(d_model=d_model, n_layer=n_layer, vocab_size=vocab_size)
-    choice = resolve_backends(backend.split()[0], "cpu", operator_uses(config, OURS[backend]))
-    model = MambaLM(config, backends=choice.backends, compute_dtype=OURS[backend])
+    config = ModelConfig(layers=layers, d_model=d_model, n_layer=n_layer, vocab_size=vocab_size)
+    dtype = OURS.get(backend, torch.float32)
+    choice = resolve_backends(backend.split()[0], "cpu", operator_uses(config, dtype))
+    model = MambaLM(config, backends=choice.backends, compute_dtype=dtype)
     with torch.no_grad():
         for (name, described), parameter in zip(parameters(config).items(), model.parameters()):
             value = initial_part(name, described, 0, 0, described.size)
@@ -66,12 +67,12 @@ def our_loss(size, vocab_size, backend):
     return model, lambda tokens: model(tokens[:, :-1], tokens[:, 1:]) / (batch * length)
 
 
-def make_step(size, vocab_size, backend):
+def make_step(size, vocab_size, backend, layers="mamba1"):
     """A function that takes one training step and returns its loss."""
     if backend in THEIRS:
         model, loss_of = transformers_loss(size, vocab_size, THEIRS[backend])
     else:
-        model, loss_of = our_loss(size, vocab_size, backend)
+        model, loss_of = our_loss(size, vocab_size, backend, layers)
     _, _, length, batch = SIZES[size]
     more = backend not in THEIRS  # theirs shifts the labels itself
     tokens = torch.randint(

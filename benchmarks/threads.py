@@ -1,8 +1,8 @@
-"""How the threads of a step on the CPU wait for each other: `python -m benchmarks.threads [--rounds 3] [--busy 0]`.
+"""How the threads of a step on the CPU wait for each other: `python -m benchmarks.threads [--rounds 12] [--busy 0]`.
 
-training.py trains small models on made-up tokens, once for each way to wait, in turn, and the medians of its tokens/s
-are compared with those of what mamba_fsdp sets by itself. --busy is the number of processes that compute meanwhile.
---checkout=FOLDER adds another commit's training.py, with what that sets.
+For each way to wait, a process of its own takes training steps (`benchmarks.scan`'s, of small models) when it is asked
+to, four in turn with the others, of which the first is not counted. Printed are medians in tokens/s, and their ratios
+to what mamba_fsdp sets by itself. --busy is the number of processes that compute meanwhile.
 """
 
 import argparse
@@ -10,90 +10,112 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
-from pathlib import Path
 
-import torch
-
-from mamba_fsdp.report.records import read
-
-PROJECT = Path(__file__).resolve().parents[1]
-WAYS = {  # libgomp's names; mamba_fsdp sets nothing where one of them is set
+WAYS = {  # libgomp's names for them; mamba_fsdp sets nothing where the first of them is set
     "as mamba_fsdp sets": {},
-    "not at all (PASSIVE)": {"OMP_WAIT_POLICY": "PASSIVE"},
-    "30,000 spins": {"GOMP_SPINCOUNT": "30000"},
+    "without spinning (PASSIVE)": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "1,000 spins": {"GOMP_SPINCOUNT": "1000"},
     "100,000 spins": {"GOMP_SPINCOUNT": "100000"},
-    "300,000 spins (libgomp's own)": {"GOMP_SPINCOUNT": "300000"},
-    "spinning (ACTIVE)": {"OMP_WAIT_POLICY": "ACTIVE"},
+    "300,000 spins, libgomp's own": {"GOMP_SPINCOUNT": "300000"},
 }
-MODELS = {
-    "demo": "--config=demo",
-    "4 layers of Mamba-2": "--layers=mamba2 --d_model=256 --n_layer=4 --seq_length=256 --batch_size=4",
+MODELS = {  # the layers and the vocabulary of four layers of 128, over 8 x 256 tokens
+    "demo": ("mamba1", 4096),
+    "Mamba-2": ("mamba2", 4096),
+    "benchmarks.scan tiny": ("mamba1", 1024),
 }
-STEPS, WARM_UP = 40, 10
+TOKENS = 8 * 256
+WARM_UP = 3
 BUSY = "x = 1.0\nwhile True: x *= 1.0000001"
+ANSWER_STEPS = "import sys; from benchmarks.threads import answer; answer(sys.argv[1])"
 
 
-def tokens_per_second(checkout: Path, model: str, way: dict[str, str]) -> float:
-    """The median over the steps of a run of that checkout's training.py."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        words = [
-            *model.split(),
-            "--use_dummy_dataset=true",
-            f"--num_steps={STEPS}",
-            "--report_interval=1",
-        ]
-        words += [
-            "--eval_interval=0",
-            f"--checkpoint_interval={2 * STEPS}",
-            f"--save_ckpt_path={folder}/run",
-        ]
-        subprocess.run(
-            [sys.executable, "training.py", *words],
-            cwd=checkout,
+def answer(model: str) -> None:
+    """Takes a step for each line of stdin and prints its seconds."""
+    import time
+
+    from benchmarks.scan import make_step
+    from mamba_fsdp.ops import cpp
+
+    layers, vocab_size = MODELS[model]
+    cpp.tune_process("cpu")
+    step = make_step("tiny", vocab_size, "auto", layers)
+    for _ in range(WARM_UP):
+        step()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        step()
+        print(time.perf_counter() - began, flush=True)
+
+
+class Stepper:
+    """A process that takes steps of a model when it is asked to."""
+
+    def __init__(self, model: str, way: dict[str, str]) -> None:
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ANSWER_STEPS, model],
             env=environment | way,
-            stdout=subprocess.DEVNULL,
-            check=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        entries = read(Path(folder) / "run" / "metrics.jsonl")
-    speeds = [entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry]
-    return statistics.median(speeds[WARM_UP:])
+        self.seconds: list[float] = []
+
+    def wait_until_ready(self) -> None:
+        line = self.process.stdout.readline()
+        if line != "ready\n":
+            sys.exit("error: a process that should take steps ended; see the lines above")
+
+    def step(self) -> float:
+        """Returns the seconds of a step."""
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def take_turn(self) -> None:
+        self.step()  # others have used the caches
+        for _ in range(3):
+            self.seconds.append(self.step())
+
+
+def measure(model: str, rounds: int, busy: int) -> dict[str, float]:
+    """Returns {way: tokens/s}."""
+    with ExitStack() as stack:
+        steppers = {}
+        for name, way in WAYS.items():
+            steppers[name] = Stepper(model, way)
+            stack.callback(steppers[name].process.kill)
+        for stepper in steppers.values():
+            stepper.wait_until_ready()
+        for _ in range(busy):
+            process = subprocess.Popen([sys.executable, "-c", BUSY])
+            stack.callback(process.kill)
+        for _ in range(rounds):
+            for stepper in steppers.values():
+                stepper.take_turn()
+    return {name: TOKENS / statistics.median(stepper.seconds) for name, stepper in steppers.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--busy", type=int, default=0)
-    parser.add_argument("--checkout", type=Path, action="append", default=[])
     arguments = parser.parse_args()
-    variants = {name: (PROJECT, way) for name, way in WAYS.items()}
-    for checkout in arguments.checkout:
-        variants[str(checkout)] = (checkout, {})
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.busy} busy processes"
-    )
-    with ExitStack() as stack:
-        for _ in range(arguments.busy):
-            busy = subprocess.Popen([sys.executable, "-c", BUSY])
-            stack.callback(busy.kill)
-        for model, settings in MODELS.items():
-            speeds = {name: [] for name in variants}
-            for _ in range(arguments.rounds):
-                for name, (checkout, way) in variants.items():
-                    speeds[name].append(tokens_per_second(checkout, settings, way))
-            print(f"\n{model:<32}{'tokens/s':>10}{'ratio':>8}")
-            ours = next(iter(speeds.values()))
-            for name, measured in speeds.items():
-                ratio = statistics.median(mine / own for mine, own in zip(measured, ours))
-                print(f"{name:<32}{statistics.median(measured):>10,.0f}{ratio:>8.2f}", flush=True)
+    for model in MODELS:
+        speeds = measure(model, arguments.rounds, arguments.busy)
+        usual = speeds["as mamba_fsdp sets"]
+        print(f"{model + f', {arguments.busy} busy processes':<44}{'tokens/s':>10}{'ratio':>8}")
+        for name, speed in speeds.items():
+            print(f"{name:<44}{speed:>10,.0f}{speed / usual:>8.2f}")
+        print(flush=True)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ them. A mistake in the arguments is a mamba_fsdp.errors.UserError.
 import os
 from importlib import import_module
 
-# Threads that spin while they wait make a CPU five times slower as soon as anything else runs there. Torch
-# reads it when it is imported, ranks inherit it, and the user's own value stays.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# How long a thread spins while it waits for the others of a step, before it sleeps: about a millisecond. Without spinning
+# a step on a CPU takes up to twice as long; threads that spin for longer take the cores from other programs
+# (`python -m benchmarks.threads`). Torch reads it when it is imported, ranks inherit it, and the user's own choice stays.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 __version__ = "1.0"
 PUBLIC = {

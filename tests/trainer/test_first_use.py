@@ -335,6 +335,7 @@ def test_the_fastest_is_taken_and_kept(tmp_path, monkeypatch):
         monkeypatch.setitem(OPERATORS, operator, ("cpp", "triton", "reference"))
         monkeypatch.setitem(package.BACKENDS, "triton", package.BACKENDS["reference"])
     monkeypatch.setitem(OPERATORS, "mamba1", ("fused",))
+    monkeypatch.setitem(OPERATORS, "norm", ("reference",))
     times = {("cpp", "cpp"): 3.0, ("triton", "cpp"): 4.0, ("cpp", "triton"): 2.0}
     monkeypatch.setattr(
         LayerCheck, "milliseconds", lambda self, chosen: times[chosen["conv"], chosen["scan"]]

@@ -14,7 +14,9 @@ from tests.support.corpora import write_store
 
 
 def python(code, folder, project, **environment):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
+    }
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -81,13 +83,14 @@ def test_training_in_a_thread_is_refused():
     assert "main thread" in found[0]
 
 
-def test_the_import_is_light_and_its_threads_wait_without_spinning(project, tmp_path):
+def test_the_import_is_light_and_its_threads_spin_for_a_moment(project, tmp_path):
     code = (
-        "import mamba_fsdp, os, sys; print(os.environ['OMP_WAIT_POLICY'], "
+        "import mamba_fsdp, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), "
         "*{'torch', 'numpy', 'tokenizers', 'yaml'} & {*sys.modules})"
     )
-    assert python(code, tmp_path, project).stdout == "PASSIVE\n"
-    assert python(code, tmp_path, project, OMP_WAIT_POLICY="ACTIVE").stdout == "ACTIVE\n"
+    assert python(code, tmp_path, project).stdout == "30000\n"
+    assert python(code, tmp_path, project, GOMP_SPINCOUNT="5").stdout == "5\n"
+    assert python(code, tmp_path, project, OMP_WAIT_POLICY="ACTIVE").stdout == "None\n"
 
 
 def test_a_program_may_end_with_its_batches_half_read(project, tmp_path):

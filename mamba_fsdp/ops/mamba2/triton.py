@@ -3,7 +3,6 @@ and the norm's scale. The backward pass recomputes the norm's output, and SSD's 
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
