@@ -24,7 +24,7 @@ class Watcher(threading.Thread):
     """
 
     def __init__(self, scratch: str) -> None:
-        """scratch: the folder to remove where the process exits before it has ranks."""
+        """scratch: the folder to remove where the process exits without ranks."""
         super().__init__(daemon=True)
         self.scratch = scratch
         self.request = 0
@@ -40,9 +40,10 @@ class Watcher(threading.Thread):
                 if has_failed and not self.killed:  # else it is one of those that this has killed
                     self.killed = set(child_pids()) - {event.si_pid}
                     send(signal.SIGKILL)
-            elif not child_pids():
+            elif not child_pids():  # not yet, or not any more
+                first = self.request or event.si_signo
                 shutil.rmtree(self.scratch, ignore_errors=True)
-                os._exit(128 + event.si_signo)
+                os._exit(128 + first)
             elif event.si_signo == signal.SIGQUIT:
                 self.request = event.si_signo
                 send(signal.SIGKILL)
