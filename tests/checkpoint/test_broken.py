@@ -27,9 +27,6 @@ from tests.support.checkpoints import (
     steps_in,
 )
 
-pytestmark = pytest.mark.torch22
-
-
 OTHERS_FILE = {"state.json": {"bytes": 1, "xxh3": ""}, "../../x": {"bytes": 1, "xxh3": ""}}
 DAMAGES = {  # what is said: what was done to which file
     "rank_00000.safetensors has 40 bytes": ("rank_00000.safetensors", os.truncate, 40),

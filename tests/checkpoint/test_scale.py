@@ -21,8 +21,6 @@ from mamba_fsdp.settings.model_config import ModelConfig
 from tests.support.checkpoints import open_run
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.torch22
-
 # Of a Mamba-1 block of 2.8b: some parameters that are sharded, in their order, and one that is whole on all ranks.
 SHARDED = {"norm": (2560,), "in_proj": (10240, 2560), "x_proj": (192, 5120), "dt_proj": (5120, 160)}
 SHAPES = {**SHARDED, "A_log": (5120, 16)}

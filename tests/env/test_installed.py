@@ -10,7 +10,7 @@ import pytest
 from tests.support import projects
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch22]
+pytestmark = pytest.mark.slow
 
 TINY = "--d_model=16 --d_state=8 --n_layer=1 --seq_length=32 --batch_size=1 --report_interval=1"
 TEXT = "--tokenizer=train:300 --validation_fraction=0.2"

@@ -133,7 +133,7 @@ def test_sharded_parts_come_to_the_whole():
         (2, CASES[2]),
         (3, CASES[3]),
         pytest.param(4, CASES[4], marks=pytest.mark.slow),
-        pytest.param(2, COMPILED, marks=pytest.mark.slow),
+        pytest.param(2, COMPILED, marks=[pytest.mark.slow, pytest.mark.pinned]),
     ],
     ids=["2 ranks", "3 ranks", "4 ranks", "compiled"],
 )
