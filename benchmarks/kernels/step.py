@@ -158,7 +158,8 @@ def milliseconds(name: str, stack: str) -> dict[str, float]:
     settings.training.mixed_precision = "bf16"
     config = settings.model
     uses = operator_uses(config, torch.bfloat16)
-    backends = resolve_backends("auto", "cuda", uses, ("triton",), preferred="triton").backends
+    first = dict.fromkeys(uses, "triton")
+    backends = resolve_backends("auto", "cuda", uses, ("triton",), preferred=first).backends
     with META:
         network = make_network(settings, backends, is_sharded=False)
     layers = config.n_layer
