@@ -1,4 +1,5 @@
-"""Conventions of the whole program: the label that the loss ignores, and the names of dtypes."""
+"""Conventions of the whole program: the label that the loss ignores, the names of dtypes, and which torch is the pinned
+one."""
 
 import torch
 
@@ -19,3 +20,8 @@ SAFETENSORS_DTYPES = {
 def compute_type(tensor: torch.Tensor) -> torch.dtype:
     """Returns the dtype that an operator calculates in: float32, or float64 for float64 input."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def is_torch_2_2() -> bool:
+    """Returns whether this is the torch of the pinned stack, whose Triton is 2.2 too."""
+    return torch.__version__.startswith("2.2.")

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from mamba_fsdp.conventions import is_torch_2_2
+
 # From Triton 3.10 on, a * b + c is two instructions unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
@@ -167,7 +169,7 @@ def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blo
 
 def is_version_2() -> bool:
     """Returns whether the Triton that compiles the kernels is that of torch 2.2."""
-    return torch.__version__.startswith("2.2.")
+    return is_torch_2_2()
 
 
 def interpreted() -> bool:

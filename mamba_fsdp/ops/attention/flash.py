@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mamba_fsdp.conventions import is_torch_2_2
 from mamba_fsdp.ops.attention.reference import attention as attention
 from mamba_fsdp.ops.attention.reference import of_one_document
 from mamba_fsdp.ops.backends import Use
@@ -21,17 +22,13 @@ def why_not(use: Use) -> str | None:
         return "FlashAttention takes bf16 and fp16"
     if use.channels % 8 or use.channels > 256:
         return f"FlashAttention takes heads of up to 256 channels in multiples of 8, not {use.channels}"
-    if use.deterministic and _is_of_torch_2_2():
+    if use.deterministic and is_torch_2_2():
         return "deterministic=true, and the FlashAttention of torch 2.2 adds with atomics"
     return None
 
 
-def _is_of_torch_2_2() -> bool:
-    return torch.__version__.startswith("2.2.")
-
-
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") -> Tensor:
-    if q.is_meta and _is_of_torch_2_2():  # whose operator takes no bounds there; sizes are the same
+    if q.is_meta and is_torch_2_2():  # whose operator takes no bounds there; sizes are the same
         return of_one_document(q, k, v)
 
     def bounds(counts: list[int]) -> Tensor:
