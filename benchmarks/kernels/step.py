@@ -30,6 +30,7 @@ from mamba_fsdp.model.spec import (
     recurrence_flops,
 )
 from mamba_fsdp.ops.backends import resolve_backends
+from mamba_fsdp.ops.loss import CHUNK_ON_GPU
 from mamba_fsdp.ops.norm import add_rms_norm
 from mamba_fsdp.ops.norm.triton import ROWS
 from mamba_fsdp.ops.triton import RUNS
@@ -108,7 +109,8 @@ def plain_norm_bytes(channels: int) -> float:
 def loss_bytes(network: MambaLM) -> int:
     with META, Moved() as moved:
         hidden, _ = make_streams(network, 1, TOKENS)
-        network.loss(hidden, torch.zeros(1, TOKENS, dtype=torch.int64)).backward()
+        labels = torch.zeros(1, TOKENS, dtype=torch.int64)
+        network.loss(hidden, labels, chunk=CHUNK_ON_GPU).backward()
     return moved.bytes
 
 
