@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,20 +37,23 @@ POINTERS = {
 
 @dataclass
 class Compiled:
-    """A kernel's code for an architecture. instructions: of a thread, for an element (see Kernel)."""
+    """A kernel's code for an architecture, or the `error` that kept it from being compiled. instructions: of a thread,
+    for an element (see Kernel)."""
 
     operator: str
     name: str
     cc: int
-    triton: str
-    registers: int
-    stack: int  # bytes
-    shared: int  # bytes
-    programs: int  # on a multiprocessor
-    instructions: float
-    cycles: float  # as instructions: of a scheduler with as many warps as fit, by the model in latency.py
-    bytes: float  # as instructions: loaded and stored, from caches too
-    loops: list[Loop]
+    triton: str = ""
+    registers: int = 0
+    stack: int = 0  # bytes
+    shared: int = 0  # bytes
+    programs: int = 0  # on a multiprocessor
+    instructions: float = 0
+    cycles: float = (
+        0  # as instructions: of a scheduler with as many warps as fit, by the model in latency.py
+    )
+    bytes: float = 0  # as instructions: loaded and stored, from caches too
+    loops: list[Loop] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -252,19 +255,7 @@ def compile_all(triton_folder: str | Path, requests: Iterable[Request]) -> Itera
         yield Compiled(**fields | {"loops": [Loop(**loop) for loop in fields["loops"]]})
     if len(answers) < len(requests):  # the compiler itself can crash
         reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        yield Compiled(
-            *requests[len(answers)],
-            "",
-            0,
-            0,
-            0,
-            0,
-            0,
-            0,
-            0,
-            [],
-            error=f"the compiler ended: {reason}",
-        )
+        yield Compiled(*requests[len(answers)], error=f"the compiler ended: {reason}")
 
 
 def main() -> None:
@@ -273,9 +264,7 @@ def main() -> None:
         try:
             answer = compile_one(*request)
         except Exception as error:
-            answer = Compiled(
-                *request, "", 0, 0, 0, 0, 0, 0, 0, [], error=f"{type(error).__name__}: {error}"
-            )
+            answer = Compiled(*request, error=f"{type(error).__name__}: {error}")
         print(json.dumps(asdict(answer)), flush=True)
 
 

@@ -29,7 +29,7 @@ def kernel(
     name: str, function: str, channels: int, arguments: str, x: str, **bounds: Any
 ) -> Kernel:
     """x: the type of X."""
-    constants = blocks(channels)
+    constants = dict(blocks(channels))
     warps = constants.pop("num_warps")
     types = TYPES | {"X": x}
     signature = {argument: types[argument] for argument in arguments.split()}
