@@ -146,14 +146,14 @@ class _Part:
             if not self.state.finished:
                 self._tokenize(tokenizer, lease)
         states = [state_in(folder) for folder in self.folders]
-        unfinished = [state for state in states if not state.finished]
+        unfinished = [str(number) for number, state in enumerate(states) if not state.finished]
         if not unfinished:
             self._merge(states, tokenizer)
             return True
         if _is_complete(self.out, self.settings):  # by a part that ended just before this one
             return True
         print(
-            f"part {self.number} is finished; {len(unfinished)} more have to finish to complete {self.out}"
+            f"part {self.number} is finished; to complete {self.out}, these have to finish: {', '.join(unfinished)}"
         )
         return False
 

@@ -39,15 +39,13 @@ def test_a_killed_and_a_requeued_task_of_an_array_leave_the_bytes_of_undisturbed
 ):
     cluster = start_cluster(nodes=3)
     words = ["in", "out", *(f"--{name}={value}" for name, value in OPTIONS.items())]
-    said = cluster.run(
-        "sbatch", "--parsable", "--array=1-3", "2.tokenize.sbatch", *words, cwd=tokenizing_project
-    )
-    job = said.strip().split("\n")[-1]
+    submit = ["sbatch", "--parsable", "--array=2-8:3", "2.tokenize.sbatch", *words]
+    job = cluster.run(*submit, cwd=tokenizing_project).split()[-1]
     progress = tokenizing_project / "out/.progress"
     cluster.wait_until(
         lambda: len(list(progress.glob("[0-9]*.lease"))) == PARTS, "all tasks are at work"
     )
-    tasks = [f"{job}_{number}" for number in (1, 2, 3)]
+    tasks = [f"{job}_{number}" for number in (2, 5, 8)]
     cluster.run("scancel", tasks[0])
     cluster.run("scancel", "--batch", "--signal=USR1", tasks[2])  # it has the whole array's number
     cluster.wait_until(lambda: cluster.state(tasks[0]) == "CANCELLED", "a task is cancelled")
@@ -57,10 +55,16 @@ def test_a_killed_and_a_requeued_task_of_an_array_leave_the_bytes_of_undisturbed
     assert cluster.wait_for_end(tasks[2]) == "COMPLETED"
     assert [cluster.restarts(task) for task in tasks] == [0, 0, 1]
     logs = "".join(path.read_text() for path in (tokenizing_project / "logs").iterdir())
-    assert set(re.findall(r"part (\d) is finished", logs)) == {"0", "2"}, logs
-    # The part that was cancelled (task 1 of 3 is part 1) is started by hand.
+    assert set(re.findall(r"part (\d) is finished", logs)) == {"1", "2"}, logs
+    assert "these have to finish: 0" in logs
+    submit[2] = "--array=5,9"
+    refused = cluster.run(*submit, cwd=tokenizing_project).split()[-1]
+    assert cluster.wait_for_end(f"{refused}_9") == "FAILED"
+    log = next((tokenizing_project / "logs").glob(f"*_{refused}.out")).read_text()
+    assert "submit --array=0-1, or for one part of N" in log
+    # The part that was cancelled is started by hand.
     program = [tokenizing_project / ".venv/bin/python", "get_dataset.py"]
-    done = run_program(*program, *words, "--part=1/3", cwd=tokenizing_project)
+    done = run_program(*program, *words, "--part=0/3", cwd=tokenizing_project)
     assert done.returncode == 0, done.stderr
     for part in range(PARTS):
         options = DatasetConfig(**OPTIONS, part=f"{part}/{PARTS}")
