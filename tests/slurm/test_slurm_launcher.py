@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 
 import pytest
 
@@ -188,6 +189,19 @@ def test_a_node_that_went_is_named_and_no_survivor_blamed(start_cluster, project
     said = "error: Slurm has lost node2\n"
     cluster.wait_until(lambda: said in log(project, job), "the script names the node")
     assert "failed first" not in log(project, job)
+
+
+def test_a_finished_job_does_not_wait_for_a_node_whose_step_was_killed(start_cluster, project):
+    """Its ranks train on, and srun never hears of their end."""
+    cluster = start_cluster()
+    script = project / "1.train.sbatch"
+    assert "\nSECONDS_BEHIND=60 " in script.read_text()
+    script.write_text(script.read_text().replace("\nSECONDS_BEHIND=60 ", "\nSECONDS_BEHIND=3 "))
+    job = cluster.submit(project, RUN, "--num_steps=50")
+    wait_for_training(cluster, project)
+    subprocess.run(cluster.command("pkill", "-KILL", "slurmstepd", on="node2"), check=True)
+    assert cluster.wait_for_end(job) == "COMPLETED", log(project, job)
+    assert "srun: StepId=1.1 task 1: running" in log(project, job), "srun says whom it misses"
 
 
 def test_what_no_restart_can_fix_fails_and_is_never_queued_again(start_cluster, project):
