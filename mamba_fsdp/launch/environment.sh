@@ -72,6 +72,9 @@ check_image() {
         fail "$image is no squashfs image; make it with enroot import (docs/image.md), or copy it again"
     [ "$(stat -Lc %s "$image")" -ge "$(od -An -t u8 -j 40 -N 8 "$image")" ] 2> /dev/null || # as its superblock says
         fail "the image $image was cut short; copy it again"
+    [ -z "${SLURM_JOB_ID:-}${check:-}" ] || [[ $(srun --help) == *--container-image* ]] ||
+        fail "this Slurm runs no images, since its plugin Pyxis is not switched on: docs/image.md says how;" \
+            "without an image: rename $image, then ./0.create_env.sh"
 }
 
 read_settings() { # what they come to, or --help, before an image is unpacked; exit code 1 where no Python of this host can

@@ -287,15 +287,12 @@ def test_a_check_ends_before_the_training(cluster, launcher_project, project):
     assert not any((launcher_project / name).exists() for name in ("runs/a", "data"))
 
 
-def test_a_check_where_slurm_runs_no_images(cluster, launcher_project):
+def test_a_slurm_that_runs_no_images_is_told_at_once(cluster, launcher_project):
     write_program(cluster.folder / "commands/srun", "#!/bin/sh\n")
-    done = subprocess.run(
-        [launcher_project / "1.train.sbatch", "--check", "--save_ckpt_path=runs/a"],
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert (done.stdout + done.stderr).splitlines() == [
-        "error: this Slurm runs no images: its plugin Pyxis is not switched on (docs/image.md)"
-    ]
+    said = "error: this Slurm runs no images, since its plugin Pyxis is not switched on: docs/image.md"
+    for command in ("1.train.sbatch --check", "1.train.sbatch", "2.tokenize.sbatch in"):
+        script, *words = command.split()
+        done, _, _ = cluster.submit(*words, script=script)
+        assert done.returncode == 2, done.stdout
+        (line,) = done.stdout.splitlines()
+        assert line.startswith(said) and line.endswith("mamba-train.sqsh, then ./0.create_env.sh")

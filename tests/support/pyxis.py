@@ -17,7 +17,7 @@ SQUASHFS = b"hsqs" + bytes(36) + (100).to_bytes(8, "little") + bytes(52)
 # Those of srun that the launcher and docs/image.md use; auto-resume is HyperPod's. And what Pyxis adds.
 SLURM_OPTIONS = set(
     "auto-resume cpu-bind export gpus gpus-per-node kill-on-bad-exit label nodelist nodes ntasks "
-    "ntasks-per-node overlap".split()
+    "ntasks-per-node overlap wait".split()
 )
 PYXIS_OPTIONS = set(
     "container-env container-image container-mounts container-name container-workdir "
