@@ -195,8 +195,10 @@ say_nodes_that_start() { # into a file: traps have the log
 }
 
 remove_container() { # at the end, where Pyxis leaves it. A later start removes what takes longer, or lies on a lost node
+    local seconds=120 # of a large image; where Slurm asks to stop, it does not wait for long
+    [ -z "${stop_asked:-}" ] || seconds=10
     [ -n "${image:-}" ] && enroot list 2> /dev/null | grep -qx "pyxis_$CONTAINER_PREFIX${attempt:-}" || return 0
-    remove_containers 10 none
+    remove_containers "$seconds" none
     image=''
 }
 

@@ -9,6 +9,7 @@ words need more: those that are not written --name=value.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from mamba_fsdp import interpreter
@@ -52,14 +53,25 @@ def check_inputs(settings: TrainConfig) -> None:
 
 
 def paths_outside_project(settings: TrainConfig) -> list[Path]:
-    """Returns the absolute paths that settings name, and where symbolic links lead from them, unless they lie in the
-    project. They need not be there: in a container that sees the project alone, none is."""
+    """Returns the absolute paths that settings name, and where symbolic links lead from them and from inside them, unless
+    they lie in the project. They need not be there: in a container that sees the project alone, none is."""
     paths: set[Path] = set()
     for name, (_, leaf) in all_settings().items():
         if leaf.metadata["is_path"]:
             path = Path(os.path.abspath(settings.value(name)))
             paths |= {path, path.resolve()}
+            if path.is_dir() and path != Path.cwd():  # which a setting without a value names
+                paths |= {link.resolve() for link in links_in(path)}
     return sorted(path for path in paths if not path.is_relative_to(PROJECT))
+
+
+def links_in(folder: str | Path) -> Iterator[Path]:
+    """Yields the symbolic links in a folder and the folders below it; what they lead to is not looked into."""
+    for entry in os.scandir(folder):
+        if entry.is_symlink():
+            yield Path(entry.path)
+        elif entry.is_dir():
+            yield from links_in(entry.path)
 
 
 if __name__ == "__main__":

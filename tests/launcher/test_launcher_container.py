@@ -48,7 +48,7 @@ def mounted(words):
 
 @pytest.mark.slow
 def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_path):
-    """On HyperPod, which replaces nodes by itself, under nsys, with data behind a link that leads out of the project. A
+    """On HyperPod, which replaces nodes by itself, under nsys, with data behind links that lead out of the project. A
     folder that is gone, such as what the run began with, needs no mount once there is a checkpoint."""
     script = launcher_project / "mamba_fsdp/launch/environment.sh"
     hyperpod = f"HYPERPOD_FOLDER={tmp_path}"
@@ -57,6 +57,9 @@ def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_pa
     )
     store = tmp_path.parent / f"{tmp_path.name}-lustre/store"
     store.mkdir(parents=True)
+    disk = store.with_name("disk")
+    disk.mkdir()
+    (store / "train").symlink_to(disk)
     (launcher_project / "corpus").symlink_to(store)
     run = tmp_path / "runs/mine"
     commit_empty(run, 5)
@@ -70,7 +73,7 @@ def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_pa
     assert len(later) == 3, "the nodes' reports, their comparison, the training"
     for words in later:
         assert mounted(words)[:2] == [str(tmp_path), str(run.parent / ".cache")]
-        assert sorted(mounted(words)[2:]) == sorted([str(store), str(run)])
+        assert sorted(mounted(words)[2:]) == sorted([str(disk), str(store), str(run)])
     for words in asked:
         assert option(words, "container-image") == f"{launcher_project}/mamba-train.sqsh"
         assert option(words, "container-name") == "mamba-train-77.0:no_exec"
@@ -247,14 +250,16 @@ def test_without_gpus_nvidias_driver_is_not_asked_for(cluster, launcher_project)
 
 
 def test_tokenizing_with_nothing_but_the_image(cluster, launcher_project, tmp_path):
-    (tmp_path / "texts").mkdir()
+    for name in ("texts/of", "disk"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "texts/of/others.txt").symlink_to(tmp_path / "disk/others.txt")
     words = [f"{tmp_path}/texts/*.txt", f"{tmp_path}/stores/mine", "--tokenizer=gpt2"]
     done, asked, unpacked = cluster.submit(*words, script="2.tokenize.sbatch", SCOPE="global")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "stores/mine/train/index.json").read_text() == " ".join(words)
     step = asked[0]
     assert step[step.index("--on-node") + 1 :] == ["python3", "get_dataset.py", *words]
-    assert mounted(step) == [str(tmp_path), f"{tmp_path}/texts"]
+    assert mounted(step) == [str(tmp_path), f"{tmp_path}/texts", f"{tmp_path}/disk"]
     assert unpacked == ["node1"] and not cluster.containers("node1")
 
 
@@ -289,7 +294,9 @@ def test_a_check_ends_before_the_training(cluster, launcher_project, project):
 
 def test_a_slurm_that_runs_no_images_is_told_at_once(cluster, launcher_project):
     write_program(cluster.folder / "commands/srun", "#!/bin/sh\n")
-    said = "error: this Slurm runs no images, since its plugin Pyxis is not switched on: docs/image.md"
+    said = (
+        "error: this Slurm runs no images, since its plugin Pyxis is not switched on: docs/image.md"
+    )
     for command in ("1.train.sbatch --check", "1.train.sbatch", "2.tokenize.sbatch in"):
         script, *words = command.split()
         done, _, _ = cluster.submit(*words, script=script)
