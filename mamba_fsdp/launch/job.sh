@@ -71,7 +71,15 @@ show_first_error() { # last, where a person looks first. After the loss of a nod
     if [ -n "$lost" ]; then
         say "error: Slurm has lost $lost"
     else
-        tail -n +2 "$failures/outcome" 2>/dev/null || true
+        show_outcome
+    fi
+}
+
+show_outcome() { # the first error of a training that ended with the exit code $code
+    if [ -f "$failures/outcome" ]; then
+        tail -n +2 "$failures/outcome"
+    elif [ "${code:-0}" = 137 ]; then # it leaves none
+        say "error: a launcher was killed by SIGKILL, and all ranks with it; the kernel does so where memory runs out (dmesg)"
     fi
 }
 

@@ -204,6 +204,16 @@ def test_a_finished_job_does_not_wait_for_a_node_whose_step_was_killed(start_clu
     assert "srun: StepId=1.1 task 1: running" in log(project, job), "srun says whom it misses"
 
 
+def test_a_killed_launcher_leaves_no_error_and_is_named(start_cluster, project):
+    cluster = start_cluster()
+    job = cluster.submit(project, RUN, FOR_EVER)
+    wait_for_training(cluster, project)
+    kill = ["pkill", "-KILL", "-f", "training.py"]  # its rank too, which would end with it
+    subprocess.run(cluster.command(*kill, on="node2"), check=True)
+    said = "queued again, to resume from step_00000005\nerror: a launcher was killed by SIGKILL"
+    cluster.wait_until(lambda: said in re.sub(r"step_\d+", "step_00000005", log(project, job)), said)
+
+
 def test_what_no_restart_can_fix_fails_and_is_never_queued_again(start_cluster, project):
     """A mistake, whoever finds it; /tmp is each node's own. And what fails again and again."""
     cluster = start_cluster()
