@@ -36,7 +36,7 @@ kernels, reference = (
 SIZES = [
     dict(length=70, heads=4, groups=2, headdim=5, d_state=3),
     dict(length=33, headdim=80, d_state=130),
-    dict(length=64, batch=2, heads=1, headdim=64, d_state=128),
+    dict(length=64, batch=2, heads=2, headdim=64, d_state=128),
     dict(length=1),
 ]
 CASES = list(zip(SIZES, (True, False, True, False)))
