@@ -57,7 +57,7 @@ RUN apt-get update \
     && apt-get clean && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /usr/share/man /usr/share/locale
 
 ARG INSTALL_EFA=1
-ARG EFA_INSTALLER_VERSION=1.50.0
+ARG EFA_INSTALLER_VERSION=1.51.0
 # The kernel module and limits belong to the host. The installer registers its libraries with ldconfig.
 # hadolint ignore=DL3003,DL3008
 RUN if [ "$INSTALL_EFA" = 1 ]; then \

@@ -4,6 +4,7 @@ spoil a job, on each of its nodes. Only the checks that need torch import it: wi
 import importlib
 import importlib.util
 import platform
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,23 @@ def find_torch_gpus() -> str:
     return f"{about.total_memory / 2**30:.0f} GiB, sm_{about.major}{about.minor}, {rate}"
 
 
+def find_torch_code() -> str:
+    """Returns for which GPUs torch has code. Raises UserError if the first GPU here is none of them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Absent("no GPU to run it")
+    architectures = torch.cuda.get_arch_list()  # sm_90, and with features of its own sm_90a
+    about = torch.cuda.get_device_properties(0)
+    numbers = [int(re.sub(r"\D", "", name)) for name in architectures]
+    if not any(n // 10 == about.major and n % 10 <= about.minor for n in numbers):
+        raise UserError(
+            f"torch {torch.__version__} has no code for {about.name} (sm_{about.major}{about.minor}), but for "
+            f"{', '.join(architectures)}; take the stack that docs/image.md names for this GPU"
+        )
+    return ", ".join(architectures)
+
+
 def efa_devices() -> int:
     drivers = [(path / "device/driver").resolve().name for path in EFA_FOLDER.glob("*")]
     return drivers.count("efa")
@@ -159,6 +177,7 @@ CHECKS: Sequence[Check] = (
         "--exclude={node}",
     ),
     Check("torch's GPUs", find_torch_gpus, exit_code=1),
+    Check("torch's code", find_torch_code, exit_code=2),
     Check(
         "EFA",
         find_efa,

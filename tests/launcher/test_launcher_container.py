@@ -1,6 +1,7 @@
 """1.train.sbatch and 2.tokenize.sbatch with an image: what Slurm's container plugin is asked for, and how often."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from tests.support.checkpoints import commit_empty
 from tests.support.processes import write_program
-from tests.support.pyxis import SQUASHFS, make_cluster
+from tests.support.pyxis import OLDEST_PYXIS, PYXIS_OPTIONS, SQUASHFS, make_cluster
 
 
 @pytest.fixture
@@ -111,6 +112,18 @@ def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, launcher_
     (training,) = cluster.trainings()
     assert training["settings"]["report"]["use_profiler"]
     assert not any("--auto-resume=1" in words for words in asked)
+
+
+def test_no_option_is_newer_than_the_oldest_pyxis(project):
+    assert max(PYXIS_OPTIONS.values()) <= OLDEST_PYXIS
+    files = (
+        "1.train.sbatch",
+        "2.tokenize.sbatch",
+        "mamba_fsdp/launch/environment.sh",
+        "docs/image.md",
+    )
+    text = "".join((project / name).read_text() for name in files)
+    assert set(re.findall(r"--((?:no-)?container-[a-z-]+)", text)) <= PYXIS_OPTIONS.keys()
 
 
 def container(project, *folders, **environment):

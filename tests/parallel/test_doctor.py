@@ -91,6 +91,19 @@ def test_gpus_that_torch_cannot_open_are_an_error_with_its_reason(monkeypatch, v
     assert check.make() == Finding("FAIL", str(ended.value))
 
 
+@pytest.mark.parametrize("capability, fits", [((9, 0), True), ((8, 9), True), ((10, 0), False)])
+def test_a_gpu_that_torch_has_no_code_for_is_a_mistake(monkeypatch, capability, fits):
+    major, minor = capability
+    about = SimpleNamespace(name="NVIDIA B200", major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90a"])
+    (check,) = (check for check in preflight.JOB_CHECKS if check.name == "torch's code")
+    found = check.make()
+    assert check.exit_code == 2 and (found.verdict == "ok") == fits
+    assert fits or "has no code for NVIDIA B200 (sm_100), but for sm_80" in found.text
+
+
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
 def test_no_visible_device_is_a_wish_for_the_cpu(monkeypatch, visible):
     stand_in_driver(monkeypatch, 8)

@@ -70,6 +70,7 @@ NOT_RUN = [
     NotRun(
         "docs/image.md", "rm -f mamba-train.sqsh && enroot import", "it reads the image from Docker"
     ),
+    NotRun("docs/image.md", "salloc", "it opens a shell, in which the next commands are typed"),
     NotRun("docs/image.md", "mkdir -p /opt/slurm/etc/plugstack.conf.d", PARALLELCLUSTER),
     NotRun("docs/image.md", f"cp {EXAMPLES}/spank/plugstack.conf", PARALLELCLUSTER),
     NotRun("docs/image.md", f"cp {EXAMPLES}/pyxis/pyxis.conf", PARALLELCLUSTER),

@@ -14,15 +14,22 @@ from tests.support.processes import write_program
 
 # An image, whose superblock says 100 bytes.
 SQUASHFS = b"hsqs" + bytes(36) + (100).to_bytes(8, "little") + bytes(52)
-# Those of srun that the launcher and docs/image.md use; auto-resume is HyperPod's. And what Pyxis adds.
+# Those of srun that the launcher and docs/image.md use; auto-resume is HyperPod's.
 SLURM_OPTIONS = set(
     "auto-resume cpu-bind export gpus gpus-per-node kill-on-bad-exit label nodelist nodes ntasks "
     "ntasks-per-node overlap wait".split()
 )
-PYXIS_OPTIONS = set(
-    "container-env container-image container-mounts container-name container-workdir "
-    "no-container-mount-home".split()
-)
+# What Pyxis adds, and its version that brought it, as its history has it.
+PYXIS_OPTIONS = {
+    "container-image": (0, 1),
+    "container-mounts": (0, 1),
+    "container-name": (0, 1),
+    "container-workdir": (0, 1),
+    "no-container-mount-home": (0, 3),
+    "container-name=...:no_exec": (0, 14),
+    "container-env": (0, 15),
+}
+OLDEST_PYXIS = (0, 19)  # HyperPod's
 # Writes its words down, then runs the command as each node would, one after the other. What the container lacks:
 # Slurm's commands, and the folders in HIDDEN unless they are mounted.
 SRUN = f'''#!{sys.executable}
@@ -39,7 +46,7 @@ options = list(itertools.takewhile(lambda word: word.startswith("--"), words))
 command = words[len(options):]
 given = dict(option[2:].split("=", 1) for option in options if "=" in option)
 for option in options:
-    if option[2:].split("=")[0] not in {SLURM_OPTIONS | PYXIS_OPTIONS}:
+    if option[2:].split("=")[0] not in {SLURM_OPTIONS | PYXIS_OPTIONS.keys()}:
         sys.exit(f"srun: unrecognized option '{{option}}'")
 nodes = ["node1"] if given.get("nodes") == "1" or "SLURM_JOB_ID" not in os.environ else ["node1", "node2"]
 image, mounts = given.get("container-image"), [m.split(":")[0] for m in given.get("container-mounts", "").split(",")]
