@@ -27,7 +27,9 @@ from mamba_fsdp.data.importers import (
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
-BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
+BLOCK = 1 << 20  # characters read at once
+# Of a document, in characters. It is encoded whole, which takes some 130 bytes of memory for each of them.
+LONGEST_TEXT = 1 << 25
 ROWS = 64  # of a table at a time
 DELIMITERS = ",;\t|"  # of fields in CSV files
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
@@ -43,7 +45,7 @@ class Position:
     """How far a reader is in the input."""
 
     file: int = 0  # the number of the file that is read
-    row: int = 0  # documents of that file that were read, each stretch of a long one counted
+    row: int = 0  # documents of that file that were read, each window of DataLayout counted
     documents: int = 0  # documents of all files that were read to their ends
 
 
@@ -98,7 +100,7 @@ def read_batches(
         if not batch:
             batch = DocumentBatch(start, store)
         if documents % share.stride == share.first:
-            batch.documents += _cut_long_text(document)
+            batch.documents.append(document)
             batch.size += len(document.content)
         if document.ends:
             documents += 1
@@ -114,7 +116,7 @@ def _documents(
     for number, file in enumerate(files[first:], first):
         try:
             for row, document in enumerate(READERS[file.kind](file, options), 1):
-                yield (number, row), document
+                yield (number, row), _checked(document)
         except Exception as error:  # the libraries raise whatever a file runs into
             reason = getattr(error, "strerror", None) or first_line(error)[:300]
             if isinstance(error, UnicodeDecodeError):
@@ -122,20 +124,21 @@ def _documents(
             raise UserError(f"{file.name}: can't be read as {file.kind} ({reason})") from error
 
 
-def _cut_long_text(document: Document) -> list[Document]:
-    """The document, a long text in stretches of BLOCK characters: the tokenizer needs some hundred bytes of memory for
-    each token of a call. A text of white space alone becomes empty."""
-    content = document.content
-    if not isinstance(content, str):
-        return [document]
-    if document.begins and document.ends and content.isspace():
-        return [Document("")]
-    if len(content) <= BLOCK:
-        return [document]
-    texts = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
-    stretches = [Document(text, ends=False) for text in texts]
-    stretches[-1] = stretches[-1]._replace(ends=document.ends)
-    return stretches
+def _checked(document: Document) -> Document:
+    """The document, a text of white space alone as an empty one. Raises ValueError for a text that is too long."""
+    if isinstance(document.content, str):
+        _check_length(document.content)
+        if document.content.isspace():
+            return Document("")
+    return document
+
+
+def _check_length(text: str) -> None:
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(
+            f"a document has more than {LONGEST_TEXT:,} characters; make several of it: in a text file with "
+            "--documents, or with split -C 32M FILE"
+        )
 
 
 # ---------------------------------------------------------------- tables
@@ -165,7 +168,7 @@ def _open_table(file: InputFile, options: DatasetConfig) -> datasets.IterableDat
 def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     with _opened(file.name) as stream:
         if options.documents == "file":
-            yield from _whole_text(stream)
+            yield Document(stream.read(LONGEST_TEXT + 1))
             return
         kind, _, text = options.documents.partition(":")
         separator = re.compile(SEPARATORS.get(kind) or re.escape(text))
@@ -173,17 +176,8 @@ def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
         while text := stream.read(BLOCK):
             *documents, rest = separator.split(rest + text)
             yield from [Document(document.strip("\r\n")) for document in documents]
+            _check_length(rest)
         yield Document(rest.strip("\r\n"))
-
-
-def _whole_text(stream: IO[str]) -> Iterator[Document]:
-    begins = True
-    text = stream.read(BLOCK)
-    while following := stream.read(BLOCK):
-        yield Document(text, begins, ends=False)
-        begins = False
-        text = following
-    yield Document(text, begins)
 
 
 def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:

@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -23,6 +24,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from mamba_fsdp import lease
 from mamba_fsdp.data import corpus, merging, reading, tokenize
@@ -105,12 +107,52 @@ TEXT = "one\ntwo\r\n\r\n \nthree<sep>four\n\n\n"
 def test_what_a_document_of_a_text_file_is(
     prepare, tmp_path, monkeypatch, documents, expected, block
 ):
-    """However little is read at once: long documents are encoded in parts, but never cut."""
+    """However little is read at once."""
     monkeypatch.setattr(reading, "BLOCK", block)
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     (tmp_path / "empty.txt").write_text(" \n")
     prepare(tmp_path / "*.txt", tmp_path / "out", documents=documents)
     assert read_back(tmp_path / "out" / "train") == expected
+
+
+WORDS = ["".join(random.Random(n).choices("abcdefgh", k=40)) for n in range(50)]
+TRAINING = {"special_tokens": ["<end>", "[UNK]"], "show_progress": False}
+BPE = (models.BPE(), trainers.BpeTrainer(**TRAINING))
+WORD_PIECE = (models.WordPiece(), trainers.WordPieceTrainer(**TRAINING))
+UNIGRAM = (models.Unigram(), trainers.UnigramTrainer(**TRAINING, unk_token="[UNK]"))
+LOOK_BACK = {  # at what stands before a word
+    "Metaspace": (*BPE, pre_tokenizers.Metaspace()),
+    "ByteLevel": (*BPE, pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "Bert": (*WORD_PIECE, pre_tokenizers.BertPreTokenizer()),
+    "Unigram": (*UNIGRAM, pre_tokenizers.Metaspace()),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_BACK)
+def test_a_long_document_has_the_tokens_of_the_whole(prepare, tmp_path, name):
+    model, trainer, pre_tokenizer = LOOK_BACK[name]
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.train_from_iterator(WORDS, trainer)
+    saved = str(tmp_path / "t.json")
+    tokenizer.save(saved)
+    text = " ".join(WORDS * 1500)[:3_000_000]
+    (tmp_path / "a.txt").write_text(text)
+    prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=saved, eos_token="<end>")
+    (found,) = stored_documents(TokenStore(tmp_path / "out" / "train"))
+    assert found.tolist() == [*tokenizer.encode(text).ids, tokenizer.token_to_id("<end>")]
+
+
+@pytest.mark.parametrize("documents", ["file", "lines"])
+def test_a_document_too_long_to_encode_is_refused(prepare, tmp_path, monkeypatch, documents):
+    """However little of it is read at once, and with a way to import it."""
+    monkeypatch.setattr(reading, "LONGEST_TEXT", 1000)
+    monkeypatch.setattr(reading, "BLOCK", 7)
+    (tmp_path / "a.txt").write_text("x" * 999 + "\n" + "y" * 1001)
+    with pytest.raises(
+        UserError, match="a.txt: .* more than 1,000 characters.*--documents, or.*split"
+    ):
+        prepare(tmp_path / "a.txt", tmp_path / "out", documents=documents)
 
 
 def test_fields_beside_the_text_may_be_anything(prepare, tmp_path):
