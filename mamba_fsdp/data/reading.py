@@ -173,7 +173,8 @@ def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
         kind, _, text = options.documents.partition(":")
         separator = re.compile(SEPARATORS.get(kind) or re.escape(text))
         rest = ""
-        while text := stream.read(BLOCK):
+        # As much as the rest at once: a long document is searched twice at most, not once for each block.
+        while text := stream.read(max(BLOCK, len(rest))):
             *documents, rest = separator.split(rest + text)
             yield from [Document(document.strip("\r\n")) for document in documents]
             _check_length(rest)

@@ -32,6 +32,7 @@ from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import for_validation
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import tokenize as get_dataset
 from tests.support.corpora import content, make_texts, read_back, stored_documents
 from tests.support.processes import run_program, wait_until
@@ -153,6 +154,15 @@ def test_a_document_too_long_to_encode_is_refused(prepare, tmp_path, monkeypatch
         UserError, match="a.txt: .* more than 1,000 characters.*--documents, or.*split"
     ):
         prepare(tmp_path / "a.txt", tmp_path / "out", documents=documents)
+
+
+def test_a_long_line_is_read_in_linear_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "BLOCK", 10)
+    (tmp_path / "a.txt").write_text("x" * 200_000)
+    began = time.process_time()
+    file = corpus.InputFile(str(tmp_path / "a.txt"), "text")
+    (document,) = reading.READERS["text"](file, DatasetConfig(documents="lines"))
+    assert len(document.content) == 200_000 and time.process_time() - began < 2
 
 
 def test_fields_beside_the_text_may_be_anything(prepare, tmp_path):
