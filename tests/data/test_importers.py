@@ -3,6 +3,7 @@
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from mamba_fsdp.data import importers
@@ -37,8 +38,17 @@ def documents_of(path):
     return [document.tolist() for document in stored_documents(TokenStore(path / "train"))]
 
 
+def save_rows(folder, columns):
+    datasets.Dataset.from_dict(columns).save_to_disk(folder)
+
+
 def write_rows(folder, documents):
-    datasets.Dataset.from_dict({"input_ids": documents}).save_to_disk(folder)
+    save_rows(folder, {"input_ids": documents})
+
+
+def write_parquet(folder, columns):
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "a.parquet")
 
 
 def write_lists(path, documents, kind):
@@ -125,7 +135,7 @@ def broken_layout(folder, count=3, counts=True):
 
 
 def rows_with(folder, **columns):
-    datasets.Dataset.from_dict({"input_ids": [[5, 6], [7]], **columns}).save_to_disk(folder)
+    save_rows(folder, {"input_ids": [[5, 6], [7]], **columns})
 
 
 REFUSED = {
@@ -150,8 +160,24 @@ REFUSED = {
         lambda folder: rows_with(folder, attention_mask=[[1, 0], [1]]),
         "its attention_mask leave tokens out",
     ),
+    "counts of tokens": (
+        lambda folder: save_rows(folder, {"content": ["a"], "tokens": [1]}),
+        "there is no column 'text'; it has: content, tokens",
+    ),
+    "counts of tokens alone": (
+        lambda folder: save_rows(folder, {"tokens": [1]}),
+        "the column holds int64, not text or lists of token ids",
+    ),
+    "counts of tokens in Parquet": (
+        lambda folder: write_parquet(folder, {"content": ["a"], "tokens": [1]}),
+        "there is no column 'text'; it has: content, tokens",
+    ),
+    "numbers for text in Parquet": (
+        lambda folder: write_parquet(folder, {"text": [1.5]}),
+        "the column holds double, not text",
+    ),
     "another column": (
-        lambda folder: datasets.Dataset.from_dict({"a": [[1]]}).save_to_disk(folder),
+        lambda folder: save_rows(folder, {"a": [[1]]}),
         "there is no column 'text'; it has: a",
     ),
 }
