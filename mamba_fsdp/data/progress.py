@@ -41,15 +41,17 @@ def write_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def records_settings(path: Path, settings: dict[str, Any]) -> bool:
-    """Whether the file is there and records these settings. Raises UserError where it records others."""
+    """Whether the file is there and records these settings. Raises UserError where it records others. Settings that an
+    earlier version did not have are passed over."""
     try:
         recorded = read_object(path, dict[str, Any], START_AGAIN, DATASET)
     except FileNotFoundError:
         return False
     for name, value in settings.items():
-        if recorded.get(name) != value:
+        before = recorded.get(name, value)
+        if before != value:
             raise UserError(
-                f"{path}: made with other settings: {name} was {recorded.get(name)} and is {value}; choose another "
+                f"{path}: made with other settings: {name} was {before} and is {value}; choose another "
                 "folder, or give --overwrite"
             )
     return True

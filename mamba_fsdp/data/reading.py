@@ -198,12 +198,17 @@ def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
     """Yields each field as the text that stands there. Lines may end with CR alone."""
     with _opened(file.name, newline="") as stream:
         first = stream.readline()
-        delimiter = max(DELIMITERS, key=first.count)
+        delimiter = options.delimiter or max(DELIMITERS, key=first.count)
         lines = itertools.chain([first], stream)
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
+            _check_header(list(rows.fieldnames or []), options.text_column)
             for row in rows:
                 place = f"line {rows.line_num}"
+                if None in row.values():
+                    raise ValueError(
+                        f"{place} has fewer fields than the header; put one that holds a line break in quotes"
+                    )
                 if any(row.pop(None, [])):
                     raise ValueError(
                         f"{place} has more fields than the header; put one that holds {delimiter!r} in quotes"
@@ -213,6 +218,17 @@ def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
             raise ValueError(
                 f"behind line {rows.line_num}: {error}; a quote within a field is written twice"
             ) from None
+
+
+def _check_header(header: list[str], column: str) -> None:
+    """Raises ValueError where the header of a CSV file does not tell which field is the text."""
+    if header.count(column) > 1:
+        raise ValueError(f"its header has {column!r} twice; rename one of them")
+    if len(header) == 1 and header[0] != column:
+        raise ValueError(
+            f"its header is one field, {header[0]!r}: if it should be several, name their separator with --delimiter, "
+            "else the field with --text_column"
+        )
 
 
 def _opened(name: str, newline: str = "\n") -> IO[str]:

@@ -70,6 +70,7 @@ def write_formats(folder, texts):
     rows = pandas.DataFrame({"id": 1, "text": texts, "": ""})
     for name, form in CSV_FORMS.items():
         rows.to_csv(folder / f"{name}.csv", index=False, **form)
+    (folder / "carets.csv").write_bytes(rows.to_csv(index=False, sep="^").encode())
     with open(folder / "comma_at_the_end_of_rows.csv", "w") as file:
         file.write("id,text\n" + rows.to_csv(index=False, header=False))
     pyarrow.parquet.write_table(table, folder / "a [1].parquet", row_group_size=2)
@@ -84,7 +85,7 @@ def test_every_format_gives_the_same_documents(prepare, tmp_path):
     folder = tmp_path / os.fsdecode(b"caf\xe9")  # no UTF-8
     for name in write_formats(tmp_path / "in", ODD_TEXTS):
         (tmp_path / "in").rename(folder)
-        prepare(folder / name, tmp_path / name)
+        prepare(folder / name, tmp_path / name, delimiter="^" if name == "carets.csv" else "")
         assert read_back(tmp_path / name / "train") == ODD_TEXTS, name
         folder.rename(tmp_path / "in")
     datasets.Dataset.from_dict({"text": ODD_TEXTS}).save_to_disk(tmp_path / "saved")
@@ -222,6 +223,9 @@ REFUSED = {  # file: (content, what is said of it)
     "f.jsonl": (b'{"text": "\\ud800"}', "surrogates not allowed"),
     "g.csv": (b"id,words\n1,a\n", "line 2 has no 'text'; it has: id, words; name one"),
     "commas.csv": (b"text\nhello, world\n", "line 2 has more fields than the header"),
+    "short.csv": (b"id,text\n1,a\nb\n", "line 3 has fewer fields than the header"),
+    "twice.csv": (b"text,text\na,b\n", "its header has 'text' twice"),
+    "carets.csv": (b"id^text\n1^a\n", "one field, 'id^text': if it should be several, name their"),
     "open.csv": (b'id,text\n1,a\n2,"b\n3,c\n', "behind line 2: unexpected end of data"),
     "h.parquet": (b"no parquet", "can't be read as parquet"),
     "i.arrow": (b"no arrow", "not an Arrow file"),
