@@ -56,6 +56,7 @@ SAVE_SECONDS = 10.0  # of work that a kill can lose
 SAMPLED_FILES = 64  # at most, that the sample comes from
 # The stores depend on the other options.
 NOT_RECORDED = ("format", "part", "overwrite")
+IN_USE = "wait for it, or choose another folder"
 NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
 
 
@@ -82,12 +83,18 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
 
 
 def _prepare(out: Path, overwrite: bool) -> None:
-    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError where OUT holds something else."""
+    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError where OUT holds something else, or an
+    import that is running."""
     out.mkdir(parents=True, exist_ok=True)
     is_dataset = (out / MADE).exists() or (out / PROGRESS).exists()
     if not is_dataset and any(out.iterdir()):
         raise UserError(f"{out}: not empty and not made by this program; choose another folder")
-    if overwrite:
+    if not overwrite:
+        return
+    with contextlib.ExitStack() as leases:
+        for file in (out / PROGRESS).glob("*.lease"):
+            lease = leases.enter_context(contextlib.closing(Lease(file)))
+            lease.take(print, IN_USE)
         for name in ("train", "validation", "test", PROGRESS):
             shutil.rmtree(out / name, ignore_errors=True)
         (out / MADE).unlink(missing_ok=True)  # last: it shows that what is left is a dataset
@@ -132,7 +139,7 @@ class _Part:
         """Returns whether all parts have ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
-        lease.take(print, "wait for it, or choose another folder")
+        lease.take(print, IN_USE)
         with contextlib.closing(lease):
             tokenizer = self._tokenizer()
             settings = {

@@ -591,6 +591,27 @@ def test_a_part_that_ends_while_another_puts_all_together_waits_for_that(
     assert not (tmp_path / "out/.progress").exists()
 
 
+def test_overwriting_spares_an_import_that_runs(prepare, tmp_path, monkeypatch, texts):
+    """Also another part's."""
+    (tmp_path / "a.jsonl").write_text(as_json_lines(texts))
+    monkeypatch.setattr(lease, "SECONDS_BETWEEN_RENEWALS", 0.05)
+    monkeypatch.setattr(lease, "SECONDS_BETWEEN_LOOKS", 0.05)
+    real = tokenize._Part._tokenize
+
+    def meanwhile(*arguments):
+        with pytest.raises(UserError, match="is in use by process .* wait for it"):
+            prepare(tmp_path / "a.jsonl", tmp_path / "out", overwrite=True)
+        real(*arguments)
+
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", part="0/2")
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenize._Part, "_tokenize", meanwhile)
+        assert prepare(tmp_path / "a.jsonl", tmp_path / "out", part="1/2")
+    assert sorted(read_back(tmp_path / "out" / "train")) == sorted(texts)
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", overwrite=True)
+    assert read_back(tmp_path / "out" / "train") == texts
+
+
 def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, texts):
     (tmp_path / "a.jsonl").write_text(as_json_lines(texts))
 
