@@ -21,6 +21,7 @@ import numpy as np
 
 from mamba_fsdp.data.store import SPLITS, near_path
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.report.console import counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import FileName, exists, read_object
 
@@ -81,10 +82,23 @@ def find_files(input: str, options: DatasetConfig) -> list[InputFile]:
     """The files that `input` names, in order. Raises UserError where there is nothing to read."""
     if is_local(input):
         files = _local_files(os.path.expanduser(input), options)
-    else:
-        prepare_hub(input)
-        files = _hub_splits(input, options)
-    return _of_the_split(files, options, input)
+        return _each_once(_of_the_split(files, options, input))
+    prepare_hub(input)
+    return _of_the_split(_hub_splits(input, options), options, input)
+
+
+def _each_once(files: list[InputFile]) -> list[InputFile]:
+    """The files, of those that are one file on the disk, as links are, only the first. Prints what is left out."""
+    by_place: dict[str, InputFile] = {}
+    again = []
+    for file in files:
+        if by_place.setdefault(os.path.realpath(file.name), file) is not file:
+            again.append(file.name)
+    if again:
+        print(
+            f"left out: {counted(len(again), 'file')} named twice or linked to another, such as {ascii(again[0])}"
+        )
+    return list(by_place.values())
 
 
 def is_local(input: str) -> bool:
@@ -240,7 +254,7 @@ def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
     unknown = [path.name for path, kind in kinds.items() if not kind]
     if unknown:
         print(
-            f"left out: {len(unknown):,} files whose names don't tell a format, such as "
+            f"left out: {counted(len(unknown), 'file')} without an ending that tells a format, such as "
             f"{ascii(unknown[0])}; --format=text takes all as text"
         )
     return files

@@ -203,16 +203,16 @@ def test_a_folder_is_walked_links_and_odd_names_too(prepare, tmp_path, capsys):
     (tmp_path / "elsewhere" / "c.txt").write_text("linked")
     (root / "linked").symlink_to(tmp_path / "elsewhere")
     (root / "linked" / "back").symlink_to(root)
+    (root / "again.txt").symlink_to(root / "linked" / "c.txt")
     (root / ".hidden.txt").write_text("hidden")
     (root / "sub" / "notes.xyz").write_text("unknown")
     with open(os.fsencode(root) + b"/caf\xe9.txt", "w") as file:
         file.write("odd name")
     prepare(root, tmp_path / "out")
     assert sorted(read_back(tmp_path / "out" / "train")) == ["linked", "odd name"]
-    assert (
-        "left out: 1 files whose names don't tell a format, such as 'notes.xyz'"
-        in capsys.readouterr().out
-    )
+    told = capsys.readouterr().out
+    assert "left out: 1 file without an ending that tells a format, such as 'notes.xyz'" in told
+    assert "left out: 1 file named twice or linked to another, such as '/" in told
 
 
 REFUSED = {  # file: (content, what is said of it)
