@@ -1,7 +1,6 @@
-"""Reads the input's files as documents: texts or arrays of token ids. Tables are read by `datasets`."""
+"""Reads the input's files as documents: texts or arrays of token ids. What a name on the Hub holds is read by `datasets`."""
 
 import csv
-import glob
 import io
 import itertools
 import json
@@ -16,6 +15,7 @@ from typing import IO, Any
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 
 from mamba_fsdp.data.corpus import ARCHIVES, Document, InputFile
 from mamba_fsdp.data.importers import (
@@ -144,18 +144,19 @@ def _check_length(text: str) -> None:
 # ---------------------------------------------------------------- tables
 
 
-def _table_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    for table in _open_table(file, options).with_format("arrow").iter(batch_size=ROWS):
+def _parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    with open(file.name, "rb") as stream:  # by Python, for names that are no UTF-8
+        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=ROWS):
+            table = pyarrow.Table.from_batches([batch])
+            yield from map(Document, rows_of(column_of(table, options.text_column)))
+
+
+def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    rows = datasets.load_dataset(
+        file.name, options.config or None, split=file.split, streaming=True
+    )
+    for table in rows.with_format("arrow").iter(batch_size=ROWS):
         yield from map(Document, rows_of(column_of(table, options.text_column)))
-
-
-def _open_table(file: InputFile, options: DatasetConfig) -> datasets.IterableDataset:
-    if file.kind == "hub":
-        return datasets.load_dataset(
-            file.name, options.config or None, split=file.split, streaming=True
-        )
-    pattern = glob.escape(file.name)
-    return datasets.load_dataset(file.kind, data_files=[pattern], split="train", streaming=True)
 
 
 # ---------------------------------------------------------------- text, JSON lines and CSV
@@ -163,6 +164,7 @@ def _open_table(file: InputFile, options: DatasetConfig) -> datasets.IterableDat
 # `datasets` has builders for these, which are not used. That for text reads a file whole, or cuts it at line breaks and
 # changes these. That for JSON fails where a field beside the text is null in the first 10 MB and a text later, or is an
 # object whose fields change. That for CSV reads another column where the rows, but not the header, end with a comma.
+# That for Parquet fails where a file has no rows, or `::` in its name.
 
 
 def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
@@ -273,8 +275,8 @@ READERS = {
     "text": _text_documents,
     "json": _json_documents,
     "csv": _csv_documents,
-    "parquet": _table_documents,
-    "hub": _table_documents,
+    "parquet": _parquet_documents,
+    "hub": _hub_documents,
     "arrow": arrow_documents,
     "datalayout": datalayout_documents,
 }

@@ -74,6 +74,7 @@ def write_formats(folder, texts):
     with open(folder / "comma_at_the_end_of_rows.csv", "w") as file:
         file.write("id,text\n" + rows.to_csv(index=False, header=False))
     pyarrow.parquet.write_table(table, folder / "a [1].parquet", row_group_size=2)
+    pyarrow.parquet.write_table(table, folder / "a::b.parquet")
     with pyarrow.ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
         writer.write_table(table)
     coded = pyarrow.table({"text": table["text"].combine_chunks().dictionary_encode()})
@@ -178,6 +179,18 @@ def test_fields_beside_the_text_may_be_anything(prepare, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert read_back(tmp_path / "out" / "train") == ["one", "two", "2020-01-01"]
+
+
+def test_a_file_without_rows_is_no_fault(prepare, tmp_path):
+    one = pyarrow.table({"text": ["one"]})
+    pyarrow.parquet.write_table(one[:0], tmp_path / "0.parquet")
+    pyarrow.parquet.write_table(one, tmp_path / "1.parquet")
+    pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), one.schema).close()
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "saved")
+    for name in ("a.jsonl", "a.csv", "a.txt", "b.csv"):
+        (tmp_path / name).write_text("id,text\n" if name == "b.csv" else "")
+    prepare(tmp_path, tmp_path / "out")
+    assert read_back(tmp_path / "out" / "train") == ["one"]
 
 
 def test_text_within_a_field(prepare, tmp_path):
