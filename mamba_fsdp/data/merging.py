@@ -65,6 +65,11 @@ def merge(
         _hold_out_end(files, parts[-1][0] / "held_out", tokenizer, options)
     for name in files:
         path = out / name
+        for left in [
+            *out.glob(".*.tmp"),
+            *path.rglob(".*.tmp"),
+        ]:  # by a kill while they were written
+            left.unlink()
         tokenizer.save(path / "tokenizer")
         entries = _move_into(path, files[name])
         store = writer_of(path, tokenizer, options, WriterState(entries)).finish()

@@ -1,5 +1,6 @@
 """Reads the input's files as documents: texts or arrays of token ids. What a name on the Hub holds is read by `datasets`."""
 
+import codecs
 import csv
 import io
 import itertools
@@ -120,7 +121,10 @@ def _documents(
         except Exception as error:  # the libraries raise whatever a file runs into
             reason = getattr(error, "strerror", None) or first_line(error)[:300]
             if isinstance(error, UnicodeDecodeError):
-                reason = "its text is not UTF-8; convert it: iconv -f ISO-8859-1 -t UTF-8 FILE"
+                encoding = "ISO-8859-1"
+                if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    encoding = "UTF-16"
+                reason = f"its text is not UTF-8; convert it: iconv -f {encoding} -t UTF-8 FILE"
             raise UserError(f"{file.name}: can't be read as {file.kind} ({reason})") from error
 
 
@@ -164,6 +168,7 @@ def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
 # `datasets` has builders for these, which are not used. That for text reads a file whole, or cuts it at line breaks and
 # changes these. That for JSON fails where a field beside the text is null in the first 10 MB and a text later, or is an
 # object whose fields change. That for CSV reads another column where the rows, but not the header, end with a comma.
+# That for Parquet, above, fails where a file has no rows, or `::` in its path.
 # That for Parquet fails where a file has no rows, or `::` in its name.
 
 
@@ -185,12 +190,16 @@ def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
 
 def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     with _opened(file.name) as stream:
+        start = 1
         first = stream.readline()
+        while first.isspace():
+            start += 1
+            first = stream.readline()
         if first.lstrip().startswith("["):  # one list of records, which is read whole
             for number, record in enumerate(_parsed("it", first + stream.read()), 1):
                 yield Document(_field(f"record {number}", record, options.text_column))
             return
-        for number, line in enumerate(itertools.chain([first], stream), 1):
+        for number, line in enumerate(itertools.chain([first], stream), start):
             place = f"line {number}"
             if line.strip():
                 yield Document(_field(place, _parsed(place, line), options.text_column))

@@ -64,6 +64,7 @@ def write_formats(folder, texts):
     table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
     lines = as_json_lines(texts).encode()
     (folder / "a.jsonl").write_bytes(lines)
+    (folder / "list.json").write_text("\n \n" + json.dumps([{"text": text} for text in texts]))
     (folder / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + lines)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "a.ndjson.zst").write_bytes(zstandard.compress(lines))
@@ -230,6 +231,7 @@ def test_a_folder_is_walked_links_and_odd_names_too(prepare, tmp_path, capsys):
 
 REFUSED = {  # file: (content, what is said of it)
     "a.txt": (b"fine, \xff not", "not UTF-8; convert it: iconv"),
+    "utf16.txt": ("text".encode("utf-16"), "not UTF-8; convert it: iconv -f UTF-16 -t"),
     "c.jsonl": (b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
     "d.jsonl": (b'{"txt": "a"}', "line 1 has no 'text'"),
     "e.jsonl": (b'{"text": 3}', "'text' is int, not text or token ids"),
@@ -639,6 +641,19 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
             prepare(tmp_path / "a.jsonl", tmp_path / "out")
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert read_back(tmp_path / "out/train") == texts
+
+
+def test_what_a_kill_left_in_the_stores_is_removed(prepare, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text")
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(merging, "write_settings", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(tmp_path / "a.txt", out)
+    (out / ".dataset.json.0a.tmp").touch()
+    (out / "train/tokenizer/.tokenizer.json.0a.tmp").touch()
+    prepare(tmp_path / "a.txt", out)
+    assert read_back(out / "train") == ["some text"] and not [*out.rglob(".*")]
 
 
 def test_input_that_changed_is_refused(prepare, tmp_path):
