@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from mamba_fsdp.data.progress import MADE, PartState, write_settings
+from mamba_fsdp.data.reading import MOST_NAMED
 from mamba_fsdp.data.store import StoreFile, StoreWriter, WriterState
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.console import counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import FileName, move
 
@@ -55,10 +57,18 @@ def merge(
     """Writes the stores in `out` and dataset.json. parts: of each its folder and state. Raises UserError where there is
     no text."""
     files: dict[str, list[WrittenFile]] = {}
+    unreadable: dict[str, str] = {}
     for folder, state in parts:
+        unreadable.update(state.unreadable)
         for name, written in state.stores.items():
             of_part = [WrittenFile(folder / name / entry.name, entry) for entry in written.files]
             files[name] = files.get(name, []) + of_part
+    if unreadable:
+        print(
+            f"left out from the first fault on: {counted(len(unreadable), 'file')} that can't be read"
+        )
+        for fault in list(unreadable.values())[:MOST_NAMED]:
+            print(f"  {fault}")
     if not files["train"]:
         raise UserError("the input holds no text")
     if files.get("validation") == []:
@@ -75,7 +85,7 @@ def merge(
         store = writer_of(path, tokenizer, options, WriterState(entries)).finish()
         print(f"{path}: {store.token_count:,} tokens in {store.document_count:,} documents")
     empty = sum(state.empty for _, state in parts)
-    write_settings(out / MADE, settings)
+    write_settings(out / MADE, {**settings, "unreadable": list(unreadable)})
     print(f"vocabulary {tokenizer.vocab_size:,}; empty documents left out: {empty:,}")
 
 

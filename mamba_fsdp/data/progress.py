@@ -26,6 +26,7 @@ class PartState:
     empty: int = 0  # documents without a token, left out
     stores: dict[str, WriterState] = field(default_factory=dict)
     finished: bool = False
+    unreadable: dict[str, str] = field(default_factory=dict)  # {a file left out: what is wrong}
 
 
 def state_in(folder: Path) -> PartState:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -31,6 +32,8 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 BLOCK = 1 << 20  # characters read at once
 # Of a document, in characters. It is encoded whole, which takes some 130 bytes of memory for each of them.
 LONGEST_TEXT = 1 << 25
+MOST_NAMED = 10  # files that can't be read
+SECONDS_OF_LOOKING = 10.0  # for others, once one of them can't be read
 ROWS = 64  # of a table at a time
 DELIMITERS = ",;\t|"  # of fields in CSV files
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
@@ -39,6 +42,14 @@ csv.field_size_limit(sys.maxsize)  # a field may be a book
 datasets.disable_progress_bars()
 datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our own message says what went wrong
 logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would report each retry
+
+
+class UnreadableFile(UserError):
+    """A file of the input that can't be read, which its message names."""
+
+    def __init__(self, message: str, file: InputFile) -> None:
+        super().__init__(message)
+        self.file = file
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,7 @@ class Share:
     files: list[InputFile]
     first: int = 0
     stride: int = 1
+    unreadable: dict[str, str] = field(default_factory=dict)  # {a file left out: what is wrong}
 
     @classmethod
     def of_part(cls, files: list[InputFile], number: int, count: int) -> "Share":
@@ -86,12 +98,12 @@ def read_batches(
 ) -> Iterator[DocumentBatch]:
     """Yields batches of about `size` characters or tokens.
 
-    start: the position of an earlier batch, to resume behind. Raises UserError, which names the file, for what can't
-    be read.
+    start: the position of an earlier batch, to resume behind. A file that can't be read raises UnreadableFile, or with
+    skip_unreadable is noted in the share.
     """
     documents = start.documents
     batch = None
-    for place, document in _documents(share.files, options, start.file):
+    for place, document in _documents(share, options, start.file):
         if place <= (start.file, start.row):
             continue
         store = share.files[place[0]].store
@@ -111,21 +123,57 @@ def read_batches(
 
 
 def _documents(
-    files: list[InputFile], options: DatasetConfig, first: int
+    share: Share, options: DatasetConfig, first: int
 ) -> Iterator[tuple[tuple[int, int], Document]]:
     """Yields ((the file's number, the document's number in it from 1), the document), from file `first` on."""
-    for number, file in enumerate(files[first:], first):
+    for number, file in enumerate(share.files[first:], first):
         try:
-            for row, document in enumerate(READERS[file.kind](file, options), 1):
-                yield (number, row), _checked(document)
-        except Exception as error:  # the libraries raise whatever a file runs into
-            reason = getattr(error, "strerror", None) or first_line(error)[:300]
-            if isinstance(error, UnicodeDecodeError):
-                encoding = "ISO-8859-1"
-                if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    encoding = "UTF-16"
-                reason = f"its text is not UTF-8; convert it: iconv -f {encoding} -t UTF-8 FILE"
-            raise UserError(f"{file.name}: can't be read as {file.kind} ({reason})") from error
+            for row, document in enumerate(_documents_of(file, options), 1):
+                yield (number, row), document
+        except UnreadableFile as error:
+            if not options.skip_unreadable:
+                raise
+            share.unreadable[file.name] = str(error)
+
+
+def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    """Yields the documents of a file. Raises UnreadableFile."""
+    try:
+        yield from map(_checked, READERS[file.kind](file, options))
+    except Exception as error:  # the libraries raise whatever a file runs into
+        reason = getattr(error, "strerror", None) or first_line(error)[:300]
+        if isinstance(error, UnicodeDecodeError):
+            encoding = "ISO-8859-1"
+            if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                encoding = "UTF-16"
+            reason = f"its text is not UTF-8; convert it: iconv -f {encoding} -t UTF-8 FILE"
+        message = f"{file.name}: can't be read as {file.kind} ({reason})"
+        raise UnreadableFile(message, file) from error
+
+
+def name_unreadable(
+    error: UnreadableFile, files: list[InputFile], options: DatasetConfig
+) -> UserError:
+    """Returns the error with the names of later files that can't be read either, as far as a look of some seconds tells."""
+    others = _unreadable_files(files[files.index(error.file) + 1 :], options)
+    names = list(itertools.islice(others, MOST_NAMED - 1))
+    message = str(error)
+    if names:
+        message += f"; nor can {', '.join(names)}"
+    if len(files) > 1:
+        message += "; --skip_unreadable goes on without"
+    return UserError(message)
+
+
+def _unreadable_files(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
+    end = time.monotonic() + SECONDS_OF_LOOKING
+    for file in files:
+        try:
+            for _ in _documents_of(file, options):
+                if time.monotonic() > end:
+                    return
+        except UnreadableFile:
+            yield file.name
 
 
 def _checked(document: Document) -> Document:

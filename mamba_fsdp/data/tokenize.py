@@ -39,7 +39,13 @@ from mamba_fsdp.data.progress import (
     state_in,
     write_settings,
 )
-from mamba_fsdp.data.reading import DocumentBatch, Share, read_batches
+from mamba_fsdp.data.reading import (
+    DocumentBatch,
+    Share,
+    UnreadableFile,
+    name_unreadable,
+    read_batches,
+)
 from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
@@ -55,7 +61,7 @@ TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
 SAVE_SECONDS = 10.0  # of work that a kill can lose
 SAMPLED_FILES = 64  # at most, that the sample comes from
 # The stores depend on the other options.
-NOT_RECORDED = ("format", "part", "overwrite")
+NOT_RECORDED = ("format", "part", "overwrite", "skip_unreadable")
 IN_USE = "wait for it, or choose another folder"
 NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
 
@@ -72,6 +78,8 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     try:
         _prepare(out, options.overwrite)
         return _is_complete(out, settings) or _Part(out, files, options, settings).run()
+    except UnreadableFile as error:
+        raise name_unreadable(error, files, options) from error
     except OSError as error:
         place = error.filename or out
         raise UserError(
@@ -215,6 +223,7 @@ class _Part:
             written = state.stores.setdefault(name, WriterState())
             self.writers[name] = writer_of(self.folder / name, tokenizer, self.options, written)
         share = Share.of_part(self.files, self.number, self.count)
+        share.unreadable = state.unreadable
         batches = read_batches(share, self.options, BATCH_SIZE, state.position)
         console = Console()
         tokens_before = sum(written.total() for written in state.stores.values())

@@ -57,6 +57,9 @@ class DatasetConfig:
     OUT."""
     shard_tokens: int = setting(1 << 28, at_least=1)
     """A store begins its next file after this many tokens."""
+    skip_unreadable: bool = setting(False)
+    """Leave out what can't be read of the input's files, from a file's first fault on, instead of stopping there. The
+    end tells how many there were."""
     overwrite: bool = setting(False, elsewhere="overwrite_cache force")
     """Replace the output of an earlier run in OUT."""
 

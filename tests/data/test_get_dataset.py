@@ -265,13 +265,35 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
     assert str(tmp_path / "in" / name) in message and reason in message and "\n" not in message
 
 
+@pytest.mark.parametrize("how", [{}, {"tokenizer": "train:300", "eos_token": ""}])
+def test_bad_files_are_named_together_or_skipped(prepare, tmp_path, monkeypatch, capsys, how):
+    """Also those that are bad behind a good beginning, and those that a tokenizer is trained on."""
+    monkeypatch.setattr(tokenize, "TRAINING_SAMPLE", 1)  # from each file
+    folder = tmp_path / "in"
+    folder.mkdir()
+    bad = ['{"text": "b"}\n{', '{"no": "c"}', '{"text": "e"}\n{"text": 3}']
+    lines = {"a": '{"text": "a"}', "b": bad[0], "c": bad[1], "d": '{"text": "d"}', "e": bad[2]}
+    for name, text in lines.items():
+        (folder / f"{name}.jsonl").write_text(text)
+    (folder / "f.jsonl").symlink_to("nowhere")
+    named = r"b.jsonl: .*line 2 is not JSON.*; nor can .*c.jsonl, .*e.jsonl, .*f.jsonl; --skip_unr"
+    with pytest.raises(UserError, match=named):
+        prepare(folder, tmp_path / "out", **how)
+    assert prepare(folder, tmp_path / "out", skip_unreadable=True, **how)
+    assert read_back(tmp_path / "out" / "train") == ["a", "b", "d", "e"]
+    told = capsys.readouterr().out
+    assert "from the first fault on: 4 files that can't be read\n" in told
+    assert "c.jsonl: can't be read as json (line 1 has no 'text'" in told
+    assert len(json.loads((tmp_path / "out/dataset.json").read_text())["unreadable"]) == 4
+
+
 WRONG_COMMANDS = {
     "nowhere.txt out": "error: nowhere.txt: there is no such file or folder",
     "bad/b.jsonl out": "no such file or folder; did you mean a.jsonl?",
     "./nowhere out": "error: ./nowhere: there is no such file or folder",
     "a/b/c out": "error: a/b/c: there is no such file or folder",
     "bad out": "error: bad/a.jsonl: can't be read as json",
-    "astray out": "astray/a.txt: can't be read (No such file or directory)",
+    "astray out": "astray/a.txt: can't be read as text (No such file or directory)",
     "in out --tokenizer=a/b/c": "error: a/b/c: there is no such file or folder",
     "in out --split=test": "none of that name",
     "in out --tokenizer=none": "give the token id that ends documents",
