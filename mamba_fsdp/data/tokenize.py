@@ -51,7 +51,7 @@ from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.report.console import Console, how_many
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import write_object
 
@@ -168,7 +168,7 @@ class _Part:
         if _is_complete(self.out, self.settings):  # by a part that ended just before this one
             return True
         print(
-            f"part {self.number} is finished; {len(unfinished)} more have to finish to complete {self.out}"
+            f"part {self.number} is finished; {self.out} still needs {how_many(len(unfinished), 'other part')}"
         )
         return False
 
@@ -303,7 +303,7 @@ def _advise_on_blocks(batch: DocumentBatch) -> None:
     is_text = any(isinstance(document.content, str) for document in batch.documents)
     if len(batch.documents) > 1 and len(lengths) == 1 and not is_text:
         print(
-            f"every row has {lengths.pop():,} tokens, like blocks of one long text: --pack=none lays those end to end, "
+            f"every row has {how_many(lengths.pop(), 'token')}, like blocks of one long text: --pack=none lays those end to end, "
             "without an eos between"
         )
 

@@ -23,7 +23,7 @@ def with_unit(number: float, unit: str) -> str:
     return f"{number:.0f} {unit}"
 
 
-def counted(number: int, noun: str) -> str:
+def how_many(number: int, noun: str) -> str:
     """Returns a number of things, named in the singular: 1 file, 1,234 files."""
     return f"{number:,} {noun}" + "s" * (number != 1)
 

@@ -75,7 +75,7 @@ def test_it_builds_and_its_self_check_passes(built):
     assert "rank-0-only cache writer put in place" in built
     assert "ok   operators" in built
     assert "torch 2.2.2" in built
-    assert "is finished; 1 more have to finish to complete /tmp/try/data" in built, "two workers"
+    assert "is finished; /tmp/try/data still needs 1 other part" in built, "two workers"
     assert "resumes    from /tmp/try/run/checkpoints/step_00000003, step 3" in built
     assert "finished   5 steps" in built
     assert "5 tokens in " in built, "generate"

@@ -445,9 +445,12 @@ def test_documents_are_held_out_and_lost_to_neither_store(prepare, tmp_path, tex
     assert len(held_out) == 6 and sorted(train + held_out) == sorted(texts)
 
 
-def test_of_one_document_the_end_is_held_out(prepare, tmp_path, texts):
+def test_of_one_document_the_end_is_held_out(prepare, tmp_path, texts, capsys):
     (tmp_path / "a.txt").write_text("\n".join(texts))
     prepare(tmp_path / "a.txt", tmp_path / "out", validation_fraction=0.1)
+    told = capsys.readouterr().out
+    assert "tokens, since the documents are too few to hold a whole one out\n" in told
+    assert told.count(" tokens in 1 document\n") == 2
     prepare(tmp_path / "a.txt", tmp_path / "whole")
     train, held_out, whole = (
         stored_documents(TokenStore(tmp_path / name))[0].tolist()
