@@ -1,6 +1,7 @@
 """Readers of others' tokens: columns of tables, fms-fsdp's Arrow files, Composer's DataLayout."""
 
 import mmap
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,7 @@ from mamba_fsdp.report.console import how_many
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no column `text`, the default
-TEXT_TYPES = {
-    pyarrow.string(),
-    pyarrow.large_string(),
-    pyarrow.string_view(),
-    pyarrow.binary(),
-    pyarrow.large_binary(),
-    pyarrow.null(),
-}
+TEXT = re.compile("(large_)?(string|binary)(_view)?|null")  # names of types
 UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens out of the loss}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
@@ -54,7 +48,7 @@ def rows_of(array: Any) -> list[Any]:
     """A column's rows as texts, or as token ids (n,) int64. A null row is "" or has no ids. Raises ValueError for rows that
     are neither."""
     if not hasattr(array.type, "value_type"):
-        if array.type not in TEXT_TYPES:
+        if not TEXT.fullmatch(str(array.type)):
             raise ValueError(f"the column holds {array.type}, not text or lists of token ids")
         return array.cast(pyarrow.large_string()).fill_null("").to_pylist()
     lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
