@@ -127,6 +127,8 @@ def _documents(
 ) -> Iterator[tuple[tuple[int, int], Document]]:
     """Yields ((the file's number, the document's number in it from 1), the document), from file `first` on."""
     for number, file in enumerate(share.files[first:], first):
+        row = 0
+        document = Document("")
         try:
             for row, document in enumerate(_documents_of(file, options), 1):
                 yield (number, row), document
@@ -134,6 +136,8 @@ def _documents(
             if not options.skip_unreadable:
                 raise
             share.unreadable[file.name] = str(error)
+            if not document.ends:  # nor may the next file's first document go on with it
+                yield (number, row + 1), Document(document.content[:0], begins=False)
 
 
 def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
@@ -217,7 +221,6 @@ def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
 # changes these. That for JSON fails where a field beside the text is null in the first 10 MB and a text later, or is an
 # object whose fields change. That for CSV reads another column where the rows, but not the header, end with a comma.
 # That for Parquet, above, fails where a file has no rows, or `::` in its path.
-# That for Parquet fails where a file has no rows, or `::` in its name.
 
 
 def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
