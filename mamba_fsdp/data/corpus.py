@@ -21,6 +21,7 @@ import numpy as np
 
 from mamba_fsdp.data.store import SPLITS, near_path
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.report.console import how_many
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import FileName, exists, read_object
 
@@ -81,10 +82,23 @@ def find_files(input: str, options: DatasetConfig) -> list[InputFile]:
     """The files that `input` names, in order. Raises UserError where there is nothing to read."""
     if is_local(input):
         files = _local_files(os.path.expanduser(input), options)
-    else:
-        prepare_hub(input)
-        files = _hub_splits(input, options)
-    return _of_the_split(files, options, input)
+        return _each_once(_of_the_split(files, options, input))
+    prepare_hub(input)
+    return _of_the_split(_hub_splits(input, options), options, input)
+
+
+def _each_once(files: list[InputFile]) -> list[InputFile]:
+    """The files, of those that are one file on the disk, as links are, only the first. Prints what is left out."""
+    by_place: dict[str, InputFile] = {}
+    again = []
+    for file in files:
+        if by_place.setdefault(os.path.realpath(file.name), file) is not file:
+            again.append(file.name)
+    if again:
+        print(
+            f"left out: {how_many(len(again), 'file')} named twice or linked to another, such as {ascii(again[0])}"
+        )
+    return list(by_place.values())
 
 
 def is_local(input: str) -> bool:
@@ -170,8 +184,8 @@ def describe(files: list[InputFile]) -> dict[str, Any]:
     for file in files:
         try:
             status = os.stat(file.name)
-        except OSError as error:  # a link to nowhere
-            _refuse(error)
+        except OSError:  # a link to nowhere, which reading will tell
+            continue
         if not stat.S_ISREG(status.st_mode):  # it is read more than once
             raise UserError(
                 f"{file.name}: is a pipe or a device; write what it gives to a file, and name that"
@@ -240,7 +254,7 @@ def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
     unknown = [path.name for path, kind in kinds.items() if not kind]
     if unknown:
         print(
-            f"left out: {len(unknown):,} files whose names don't tell a format, such as "
+            f"left out: {how_many(len(unknown), 'file')} without an ending that tells a format, such as "
             f"{ascii(unknown[0])}; --format=text takes all as text"
         )
     return files

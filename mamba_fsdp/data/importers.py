@@ -1,6 +1,7 @@
 """Readers of others' tokens: columns of tables, fms-fsdp's Arrow files, Composer's DataLayout."""
 
 import mmap
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pyarrow
 from pyarrow import compute, types
 
 from mamba_fsdp.data.corpus import Document, InputFile
+from mamba_fsdp.report.console import how_many
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no column `text`, the default
+TEXT = re.compile("(large_)?(string|binary)(_view)?|null")  # names of types
 UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens out of the loss}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
@@ -20,17 +23,20 @@ WINDOW = 1 << 20  # tokens of DataLayout read at a time
 
 
 def column_of(table: Any, column: str) -> Any:
-    """A table's column. document.text is the field text of document; for a missing `text` it is a column of tokens.
+    """A table's column. document.text is the field text of document.
 
-    Raises ValueError for a missing column, and for rows that leave tokens out of the loss.
+    For a missing `text` it is a column of tokens: of lists, since one of numbers may count them, or the only one. Raises
+    ValueError for a missing column, and for rows that leave tokens out of the loss.
     """
     check_all_count(table)
     while column not in table.column_names and any(map(types.is_struct, table.schema.types)):
         table = table.flatten()
     names = table.column_names
     for name in (column, *TOKEN_COLUMNS):
-        if name in names and column in (name, "text"):
-            array = table[name].combine_chunks()
+        if name not in names or column not in (name, "text"):
+            continue
+        array = table[name].combine_chunks()
+        if name == column or len(names) == 1 or hasattr(array.type, "value_type"):
             array.validate(full=True)  # wrong offsets would be read from anywhere
             return _decoded(array)
     raise ValueError(
@@ -39,8 +45,11 @@ def column_of(table: Any, column: str) -> Any:
 
 
 def rows_of(array: Any) -> list[Any]:
-    """A column's rows as texts, or as token ids (n,) int64. A null row is "" or has no ids."""
+    """A column's rows as texts, or as token ids (n,) int64. A null row is "" or has no ids. Raises ValueError for rows that
+    are neither."""
     if not hasattr(array.type, "value_type"):
+        if not TEXT.fullmatch(str(array.type)):
+            raise ValueError(f"the column holds {array.type}, not text or lists of token ids")
         return array.cast(pyarrow.large_string()).fill_null("").to_pylist()
     lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
     return np.split(plain_ids(_decoded(array.flatten())), np.cumsum(lengths))[:-1]
@@ -80,7 +89,8 @@ def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
     """Yields the documents of each record batch."""
     for batch in _record_batches(file.name):
         column = column_of(pyarrow.Table.from_batches([batch]), options.text_column)
-        if types.is_integer(column.type):
+        is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # which has no fms files
+        if types.is_integer(column.type) and not is_of_datasets:
             yield Document(plain_ids(column))
         else:
             yield from map(Document, rows_of(column))
@@ -155,5 +165,5 @@ def _check_size(name: str) -> None:
     count = int(size_file.read_text())
     if size != 4 * count or not count:
         raise ValueError(
-            f"{size} bytes, but {size_file.name} says {count} tokens, which are {4 * count}; copy both again"
+            f"{size} bytes, but {size_file.name} says {how_many(count, 'token')} of 4 bytes; copy both again"
         )

@@ -19,6 +19,7 @@ from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source, Tokens
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.attention import Documents
+from mamba_fsdp.report.console import how_many
 from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
 
 Sample = tuple[str, int | None]  # (source name, window); None pads a batch
@@ -248,7 +249,9 @@ def evaluation_batches(
     once. All ranks get the same number of full batches, as sharded models need: the rows that pad
     the last ones have no label that counts."""
     if source.token_count < 2:
-        raise UserError(f"source {name!r} has {source.token_count} tokens: nothing to evaluate")
+        raise UserError(
+            f"source {name!r} has {how_many(source.token_count, 'token')}: nothing to evaluate"
+        )
     stride = stride or data.seq_length
     windows = evaluation_windows(source.token_count, data.seq_length, stride, limit).tolist()
     size = batch_shape.batch_size

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from mamba_fsdp.data.progress import MADE, PartState, write_settings
+from mamba_fsdp.data.reading import MOST_NAMED
 from mamba_fsdp.data.store import StoreFile, StoreWriter, WriterState
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.console import how_many
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import FileName, move
 
@@ -55,22 +57,37 @@ def merge(
     """Writes the stores in `out` and dataset.json. parts: of each its folder and state. Raises UserError where there is
     no text."""
     files: dict[str, list[WrittenFile]] = {}
+    unreadable: dict[str, str] = {}
     for folder, state in parts:
+        unreadable.update(state.unreadable)
         for name, written in state.stores.items():
             of_part = [WrittenFile(folder / name / entry.name, entry) for entry in written.files]
             files[name] = files.get(name, []) + of_part
+    if unreadable:
+        print(
+            f"left out from the first fault on: {how_many(len(unreadable), 'file')} that can't be read"
+        )
+        for fault in list(unreadable.values())[:MOST_NAMED]:
+            print(f"  {fault}")
     if not files["train"]:
         raise UserError("the input holds no text")
     if files.get("validation") == []:
         _hold_out_end(files, parts[-1][0] / "held_out", tokenizer, options)
     for name in files:
         path = out / name
+        for left in [
+            *out.glob(".*.tmp"),
+            *path.rglob(".*.tmp"),
+        ]:  # by a kill while they were written
+            left.unlink()
         tokenizer.save(path / "tokenizer")
         entries = _move_into(path, files[name])
         store = writer_of(path, tokenizer, options, WriterState(entries)).finish()
-        print(f"{path}: {store.token_count:,} tokens in {store.document_count:,} documents")
+        print(
+            f"{path}: {how_many(store.token_count, 'token')} in {how_many(store.document_count, 'document')}"
+        )
     empty = sum(state.empty for _, state in parts)
-    write_settings(out / MADE, settings)
+    write_settings(out / MADE, {**settings, "unreadable": list(unreadable)})
     print(f"vocabulary {tokenizer.vocab_size:,}; empty documents left out: {empty:,}")
 
 
@@ -110,7 +127,7 @@ def _hold_out_end(
     cut = max(1, len(tokens) - wanted)
     if cut >= len(tokens) - 1:
         raise UserError(
-            f"{total} tokens are too few to hold some out; use --overwrite --validation_fraction=0"
+            f"can't hold anything out of {how_many(total, 'token')}; use --overwrite --validation_fraction=0"
         )
     if tokens[cut] == tokenizer.eos:
         cut += 1
@@ -121,4 +138,6 @@ def _hold_out_end(
             writer.append([writer.eos])
         for entry in writer.finish_files():
             files[name].append(WrittenFile(folder / name / entry.name, entry))
-    print(f"held out for validation: the last {len(tokens) - cut:,} tokens, of few documents")
+    print(
+        f"held out for validation: the last {len(tokens) - cut:,} tokens, since the documents are too few to hold a whole one out"
+    )

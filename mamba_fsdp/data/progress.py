@@ -26,6 +26,7 @@ class PartState:
     empty: int = 0  # documents without a token, left out
     stores: dict[str, WriterState] = field(default_factory=dict)
     finished: bool = False
+    unreadable: dict[str, str] = field(default_factory=dict)  # {a file left out: what is wrong}
 
 
 def state_in(folder: Path) -> PartState:
@@ -41,15 +42,17 @@ def write_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def records_settings(path: Path, settings: dict[str, Any]) -> bool:
-    """Whether the file is there and records these settings. Raises UserError where it records others."""
+    """Whether the file is there and records these settings. Raises UserError where it records others. Settings that an
+    earlier version did not have are passed over."""
     try:
         recorded = read_object(path, dict[str, Any], START_AGAIN, DATASET)
     except FileNotFoundError:
         return False
     for name, value in settings.items():
-        if recorded.get(name) != value:
+        before = recorded.get(name, value)
+        if before != value:
             raise UserError(
-                f"{path}: made with other settings: {name} was {recorded.get(name)} and is {value}; choose another "
+                f"{path}: made with other settings: {name} was {before} and is {value}; choose another "
                 "folder, or give --overwrite"
             )
     return True

@@ -1,7 +1,7 @@
-"""Reads the input's files as documents: texts or arrays of token ids. Tables are read by `datasets`."""
+"""Reads the input's files as documents: texts or arrays of token ids. What a name on the Hub holds is read by `datasets`."""
 
+import codecs
 import csv
-import glob
 import io
 import itertools
 import json
@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -16,6 +17,7 @@ from typing import IO, Any
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 
 from mamba_fsdp.data.corpus import ARCHIVES, Document, InputFile
 from mamba_fsdp.data.importers import (
@@ -27,7 +29,11 @@ from mamba_fsdp.data.importers import (
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
-BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
+BLOCK = 1 << 20  # characters read at once
+# Of a document, in characters. It is encoded whole, which takes some 130 bytes of memory for each of them.
+LONGEST_TEXT = 1 << 25
+MOST_NAMED = 10  # files that can't be read
+SECONDS_OF_LOOKING = 10.0  # for others, once one of them can't be read
 ROWS = 64  # of a table at a time
 DELIMITERS = ",;\t|"  # of fields in CSV files
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
@@ -38,12 +44,20 @@ datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our own message say
 logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would report each retry
 
 
+class UnreadableFile(UserError):
+    """A file of the input that can't be read, which its message names."""
+
+    def __init__(self, message: str, file: InputFile) -> None:
+        super().__init__(message)
+        self.file = file
+
+
 @dataclass(frozen=True)
 class Position:
     """How far a reader is in the input."""
 
     file: int = 0  # the number of the file that is read
-    row: int = 0  # documents of that file that were read, each stretch of a long one counted
+    row: int = 0  # documents of that file that were read, each window of DataLayout counted
     documents: int = 0  # documents of all files that were read to their ends
 
 
@@ -67,6 +81,7 @@ class Share:
     files: list[InputFile]
     first: int = 0
     stride: int = 1
+    unreadable: dict[str, str] = field(default_factory=dict)  # {a file left out: what is wrong}
 
     @classmethod
     def of_part(cls, files: list[InputFile], number: int, count: int) -> "Share":
@@ -83,12 +98,12 @@ def read_batches(
 ) -> Iterator[DocumentBatch]:
     """Yields batches of about `size` characters or tokens.
 
-    start: the position of an earlier batch, to resume behind. Raises UserError, which names the file, for what can't
-    be read.
+    start: the position of an earlier batch, to resume behind. A file that can't be read raises UnreadableFile, or with
+    skip_unreadable is noted in the share.
     """
     documents = start.documents
     batch = None
-    for place, document in _documents(share.files, options, start.file):
+    for place, document in _documents(share, options, start.file):
         if place <= (start.file, start.row):
             continue
         store = share.files[place[0]].store
@@ -98,7 +113,7 @@ def read_batches(
         if not batch:
             batch = DocumentBatch(start, store)
         if documents % share.stride == share.first:
-            batch.documents += _cut_long_text(document)
+            batch.documents.append(document)
             batch.size += len(document.content)
         if document.ends:
             documents += 1
@@ -108,51 +123,96 @@ def read_batches(
 
 
 def _documents(
-    files: list[InputFile], options: DatasetConfig, first: int
+    share: Share, options: DatasetConfig, first: int
 ) -> Iterator[tuple[tuple[int, int], Document]]:
     """Yields ((the file's number, the document's number in it from 1), the document), from file `first` on."""
-    for number, file in enumerate(files[first:], first):
+    for number, file in enumerate(share.files[first:], first):
+        row = 0
+        document = Document("")
         try:
-            for row, document in enumerate(READERS[file.kind](file, options), 1):
+            for row, document in enumerate(_documents_of(file, options), 1):
                 yield (number, row), document
-        except Exception as error:  # the libraries raise whatever a file runs into
-            reason = getattr(error, "strerror", None) or first_line(error)[:300]
-            if isinstance(error, UnicodeDecodeError):
-                reason = "its text is not UTF-8; convert it: iconv -f ISO-8859-1 -t UTF-8 FILE"
-            raise UserError(f"{file.name}: can't be read as {file.kind} ({reason})") from error
+        except UnreadableFile as error:
+            if not options.skip_unreadable:
+                raise
+            share.unreadable[file.name] = str(error)
+            if not document.ends:  # nor may the next file's first document go on with it
+                yield (number, row + 1), Document(document.content[:0], begins=False)
 
 
-def _cut_long_text(document: Document) -> list[Document]:
-    """The document, a long text in stretches of BLOCK characters: the tokenizer needs some hundred bytes of memory for
-    each token of a call. A text of white space alone becomes empty."""
-    content = document.content
-    if not isinstance(content, str):
-        return [document]
-    if document.begins and document.ends and content.isspace():
-        return [Document("")]
-    if len(content) <= BLOCK:
-        return [document]
-    texts = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
-    stretches = [Document(text, ends=False) for text in texts]
-    stretches[-1] = stretches[-1]._replace(ends=document.ends)
-    return stretches
+def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    """Yields the documents of a file. Raises UnreadableFile."""
+    try:
+        yield from map(_checked, READERS[file.kind](file, options))
+    except Exception as error:  # the libraries raise whatever a file runs into
+        reason = getattr(error, "strerror", None) or first_line(error)[:300]
+        if isinstance(error, UnicodeDecodeError):
+            encoding = "ISO-8859-1"
+            if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                encoding = "UTF-16"
+            reason = f"its text is not UTF-8; convert it: iconv -f {encoding} -t UTF-8 FILE"
+        message = f"{file.name}: can't be read as {file.kind} ({reason})"
+        raise UnreadableFile(message, file) from error
+
+
+def name_unreadable(
+    error: UnreadableFile, files: list[InputFile], options: DatasetConfig
+) -> UserError:
+    """Returns the error with the names of later files that can't be read either, as far as a look of some seconds tells."""
+    others = _unreadable_files(files[files.index(error.file) + 1 :], options)
+    names = list(itertools.islice(others, MOST_NAMED - 1))
+    message = str(error)
+    if names:
+        message += f"; nor can {', '.join(names)}"
+    if len(files) > 1:
+        message += "; --skip_unreadable goes on without"
+    return UserError(message)
+
+
+def _unreadable_files(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
+    end = time.monotonic() + SECONDS_OF_LOOKING
+    for file in files:
+        try:
+            for _ in _documents_of(file, options):
+                if time.monotonic() > end:
+                    return
+        except UnreadableFile:
+            yield file.name
+
+
+def _checked(document: Document) -> Document:
+    """The document, a text of white space alone as an empty one. Raises ValueError for a text that is too long."""
+    if isinstance(document.content, str):
+        _check_length(document.content)
+        if document.content.isspace():
+            return Document("")
+    return document
+
+
+def _check_length(text: str) -> None:
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(
+            f"a document has more than {LONGEST_TEXT:,} characters; make several of it: in a text file with "
+            "--documents, or with split -C 32M FILE"
+        )
 
 
 # ---------------------------------------------------------------- tables
 
 
-def _table_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    for table in _open_table(file, options).with_format("arrow").iter(batch_size=ROWS):
+def _parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    with open(file.name, "rb") as stream:  # by Python, for names that are no UTF-8
+        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=ROWS):
+            table = pyarrow.Table.from_batches([batch])
+            yield from map(Document, rows_of(column_of(table, options.text_column)))
+
+
+def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    rows = datasets.load_dataset(
+        file.name, options.config or None, split=file.split, streaming=True
+    )
+    for table in rows.with_format("arrow").iter(batch_size=ROWS):
         yield from map(Document, rows_of(column_of(table, options.text_column)))
-
-
-def _open_table(file: InputFile, options: DatasetConfig) -> datasets.IterableDataset:
-    if file.kind == "hub":
-        return datasets.load_dataset(
-            file.name, options.config or None, split=file.split, streaming=True
-        )
-    pattern = glob.escape(file.name)
-    return datasets.load_dataset(file.kind, data_files=[pattern], split="train", streaming=True)
 
 
 # ---------------------------------------------------------------- text, JSON lines and CSV
@@ -160,40 +220,37 @@ def _open_table(file: InputFile, options: DatasetConfig) -> datasets.IterableDat
 # `datasets` has builders for these, which are not used. That for text reads a file whole, or cuts it at line breaks and
 # changes these. That for JSON fails where a field beside the text is null in the first 10 MB and a text later, or is an
 # object whose fields change. That for CSV reads another column where the rows, but not the header, end with a comma.
+# That for Parquet, above, fails where a file has no rows, or `::` in its path.
 
 
 def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     with _opened(file.name) as stream:
         if options.documents == "file":
-            yield from _whole_text(stream)
+            yield Document(stream.read(LONGEST_TEXT + 1))
             return
         kind, _, text = options.documents.partition(":")
         separator = re.compile(SEPARATORS.get(kind) or re.escape(text))
         rest = ""
-        while text := stream.read(BLOCK):
+        # As much as the rest at once: a long document is searched twice at most, not once for each block.
+        while text := stream.read(max(BLOCK, len(rest))):
             *documents, rest = separator.split(rest + text)
             yield from [Document(document.strip("\r\n")) for document in documents]
+            _check_length(rest)
         yield Document(rest.strip("\r\n"))
-
-
-def _whole_text(stream: IO[str]) -> Iterator[Document]:
-    begins = True
-    text = stream.read(BLOCK)
-    while following := stream.read(BLOCK):
-        yield Document(text, begins, ends=False)
-        begins = False
-        text = following
-    yield Document(text, begins)
 
 
 def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     with _opened(file.name) as stream:
+        start = 1
         first = stream.readline()
+        while first.isspace():
+            start += 1
+            first = stream.readline()
         if first.lstrip().startswith("["):  # one list of records, which is read whole
             for number, record in enumerate(_parsed("it", first + stream.read()), 1):
                 yield Document(_field(f"record {number}", record, options.text_column))
             return
-        for number, line in enumerate(itertools.chain([first], stream), 1):
+        for number, line in enumerate(itertools.chain([first], stream), start):
             place = f"line {number}"
             if line.strip():
                 yield Document(_field(place, _parsed(place, line), options.text_column))
@@ -203,12 +260,17 @@ def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
     """Yields each field as the text that stands there. Lines may end with CR alone."""
     with _opened(file.name, newline="") as stream:
         first = stream.readline()
-        delimiter = max(DELIMITERS, key=first.count)
+        delimiter = options.delimiter or max(DELIMITERS, key=first.count)
         lines = itertools.chain([first], stream)
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
+            _check_header(list(rows.fieldnames or []), options.text_column)
             for row in rows:
                 place = f"line {rows.line_num}"
+                if None in row.values():
+                    raise ValueError(
+                        f"{place} has fewer fields than the header; put one that holds a line break in quotes"
+                    )
                 if any(row.pop(None, [])):
                     raise ValueError(
                         f"{place} has more fields than the header; put one that holds {delimiter!r} in quotes"
@@ -218,6 +280,17 @@ def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
             raise ValueError(
                 f"behind line {rows.line_num}: {error}; a quote within a field is written twice"
             ) from None
+
+
+def _check_header(header: list[str], column: str) -> None:
+    """Raises ValueError where the header of a CSV file does not tell which field is the text."""
+    if header.count(column) > 1:
+        raise ValueError(f"its header has {column!r} twice; rename one of them")
+    if len(header) == 1 and header[0] != column:
+        raise ValueError(
+            f"its header is one field, {header[0]!r}: if it should be several, name their separator with --delimiter, "
+            "else the field with --text_column"
+        )
 
 
 def _opened(name: str, newline: str = "\n") -> IO[str]:
@@ -262,8 +335,8 @@ READERS = {
     "text": _text_documents,
     "json": _json_documents,
     "csv": _csv_documents,
-    "parquet": _table_documents,
-    "hub": _table_documents,
+    "parquet": _parquet_documents,
+    "hub": _hub_documents,
     "arrow": arrow_documents,
     "datalayout": datalayout_documents,
 }

@@ -39,13 +39,19 @@ from mamba_fsdp.data.progress import (
     state_in,
     write_settings,
 )
-from mamba_fsdp.data.reading import DocumentBatch, Share, read_batches
+from mamba_fsdp.data.reading import (
+    DocumentBatch,
+    Share,
+    UnreadableFile,
+    name_unreadable,
+    read_batches,
+)
 from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.report.console import Console, how_many
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import write_object
 
@@ -55,7 +61,8 @@ TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
 SAVE_SECONDS = 10.0  # of work that a kill can lose
 SAMPLED_FILES = 64  # at most, that the sample comes from
 # The stores depend on the other options.
-NOT_RECORDED = ("format", "part", "overwrite")
+NOT_RECORDED = ("format", "part", "overwrite", "skip_unreadable")
+IN_USE = "wait for it, or choose another folder"
 NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
 
 
@@ -71,6 +78,8 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     try:
         _prepare(out, options.overwrite)
         return _is_complete(out, settings) or _Part(out, files, options, settings).run()
+    except UnreadableFile as error:
+        raise name_unreadable(error, files, options) from error
     except OSError as error:
         place = error.filename or out
         raise UserError(
@@ -82,12 +91,18 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
 
 
 def _prepare(out: Path, overwrite: bool) -> None:
-    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError where OUT holds something else."""
+    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError where OUT holds something else, or an
+    import that is running."""
     out.mkdir(parents=True, exist_ok=True)
     is_dataset = (out / MADE).exists() or (out / PROGRESS).exists()
     if not is_dataset and any(out.iterdir()):
         raise UserError(f"{out}: not empty and not made by this program; choose another folder")
-    if overwrite:
+    if not overwrite:
+        return
+    with contextlib.ExitStack() as leases:
+        for file in (out / PROGRESS).glob("*.lease"):
+            lease = leases.enter_context(contextlib.closing(Lease(file)))
+            lease.take(print, IN_USE)
         for name in ("train", "validation", "test", PROGRESS):
             shutil.rmtree(out / name, ignore_errors=True)
         (out / MADE).unlink(missing_ok=True)  # last: it shows that what is left is a dataset
@@ -132,7 +147,7 @@ class _Part:
         """Returns whether all parts have ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
-        lease.take(print, "wait for it, or choose another folder")
+        lease.take(print, IN_USE)
         with contextlib.closing(lease):
             tokenizer = self._tokenizer()
             settings = {
@@ -208,6 +223,7 @@ class _Part:
             written = state.stores.setdefault(name, WriterState())
             self.writers[name] = writer_of(self.folder / name, tokenizer, self.options, written)
         share = Share.of_part(self.files, self.number, self.count)
+        share.unreadable = state.unreadable
         batches = read_batches(share, self.options, BATCH_SIZE, state.position)
         console = Console()
         tokens_before = sum(written.total() for written in state.stores.values())
@@ -287,7 +303,7 @@ def _advise_on_blocks(batch: DocumentBatch) -> None:
     is_text = any(isinstance(document.content, str) for document in batch.documents)
     if len(batch.documents) > 1 and len(lengths) == 1 and not is_text:
         print(
-            f"every row has {lengths.pop():,} tokens, like blocks of one long text: --pack=none lays those end to end, "
+            f"every row has {how_many(lengths.pop(), 'token')}, like blocks of one long text: --pack=none lays those end to end, "
             "without an eos between"
         )
 

@@ -23,6 +23,11 @@ def with_unit(number: float, unit: str) -> str:
     return f"{number:.0f} {unit}"
 
 
+def how_many(number: int, noun: str) -> str:
+    """Returns a number of things, named in the singular: 1 file, 1,234 files."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
 def read_share(share: float) -> str:
     """Returns, in words, the share of the data that a validation read."""
     return "all data" if share >= 1 else f"{100 * share:.3g}% of the data"

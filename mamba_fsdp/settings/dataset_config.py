@@ -36,6 +36,9 @@ class DatasetConfig:
     made them). document.text is the field text inside document."""
     format: str = setting("auto", choices=("auto", "text", "json", "csv", "parquet", "arrow"))
     """Format of the files. auto: the names of the files tell the format."""
+    delimiter: str = setting("")
+    """The character between the fields of CSV files. Empty: that of comma, semicolon, tab and bar which the header holds
+    most often."""
     config: str = setting("", elsewhere="dataset_config dataset_config_name subset")
     """Configuration of a dataset on the Hub."""
     split: str = setting("")
@@ -54,6 +57,9 @@ class DatasetConfig:
     OUT."""
     shard_tokens: int = setting(1 << 28, at_least=1)
     """A store begins its next file after this many tokens."""
+    skip_unreadable: bool = setting(False)
+    """Leave out what can't be read of the input's files, from a file's first fault on, instead of stopping there. The
+    end tells how many there were."""
     overwrite: bool = setting(False, elsewhere="overwrite_cache force")
     """Replace the output of an earlier run in OUT."""
 
@@ -84,6 +90,10 @@ class DatasetConfig:
             )
         if self.splits == "official" and self.split:
             raise UserError(f"--split={self.split} and --splits=official exclude each other")
+        if len(self.delimiter) > 1:
+            raise UserError(
+                f"--delimiter={self.delimiter}: give one character, as in --delimiter=^"
+            )
         number, count = self.part_of()
         if number >= count:
             parts = max(count, 4)

@@ -13,7 +13,7 @@ from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.report.console import Console, how_many
 from mamba_fsdp.report.records import add_event, was_validated
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
 from mamba_fsdp.settings import resolve
@@ -111,7 +111,7 @@ def train(
         validation_due = not was_done
     if state.step >= schedule.total_steps and not validation_due:
         console.line(
-            f"over       {folder.path} already has all its {state.step} steps; raise num_steps to train on"
+            f"over       {folder.path} has had its {how_many(state.step, 'step')} already; raise num_steps to train on"
         )
         return context.checkpointer.last
     if world.rank == 0:
@@ -144,4 +144,4 @@ def finish(
     if write_model:
         write_model(checkpoint, folder.path / MODELS / checkpoint.name)
     folder.write_status("finished", step)
-    console.line(f"finished   {step} steps; everything is in {folder.path}")
+    console.line(f"finished   {how_many(step, 'step')}; everything is in {folder.path}")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.launch import machine
+from mamba_fsdp.report.console import how_many
 
 PACKAGES = "torch transformers tokenizers datasets numpy safetensors fire PyYAML tensorboard"
 OPTIONAL = ("triton", "causal-conv1d", "mamba-ssm")
@@ -84,13 +85,13 @@ def find_gpus() -> str:
     if assigned > len(shown):
         node = machine.node_name()
         raise UserError(
-            f"Slurm assigned {assigned} GPUs, but the driver shows {len(shown)}; look at `nvidia-smi` there and "
+            f"Slurm assigned {how_many(assigned, 'GPU')}, but the driver shows {len(shown)}; look at `nvidia-smi` there and "
             f"take the node out: scontrol update nodename={node} state=drain reason=gpu; "
             "with an image and the same on all nodes, see docs/image.md"
         )
     if not assigned:
         raise Absent("0 GPUs")
-    return f"{assigned} GPUs {', '.join(sorted(set(shown[:assigned])))}"
+    return f"{how_many(assigned, 'GPU')} {', '.join(sorted(set(shown[:assigned])))}"
 
 
 def find_torch_gpus() -> str:

@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -23,6 +24,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from mamba_fsdp import lease
 from mamba_fsdp.data import corpus, merging, reading, tokenize
@@ -30,6 +32,7 @@ from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import for_validation
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import tokenize as get_dataset
 from tests.support.corpora import content, make_texts, read_back, stored_documents
 from tests.support.processes import run_program, wait_until
@@ -61,15 +64,18 @@ def write_formats(folder, texts):
     table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
     lines = as_json_lines(texts).encode()
     (folder / "a.jsonl").write_bytes(lines)
+    (folder / "list.json").write_text("\n \n" + json.dumps([{"text": text} for text in texts]))
     (folder / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + lines)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "a.ndjson.zst").write_bytes(zstandard.compress(lines))
     rows = pandas.DataFrame({"id": 1, "text": texts, "": ""})
     for name, form in CSV_FORMS.items():
         rows.to_csv(folder / f"{name}.csv", index=False, **form)
+    (folder / "carets.csv").write_bytes(rows.to_csv(index=False, sep="^").encode())
     with open(folder / "comma_at_the_end_of_rows.csv", "w") as file:
         file.write("id,text\n" + rows.to_csv(index=False, header=False))
     pyarrow.parquet.write_table(table, folder / "a [1].parquet", row_group_size=2)
+    pyarrow.parquet.write_table(table, folder / "a::b.parquet")
     with pyarrow.ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
         writer.write_table(table)
     coded = pyarrow.table({"text": table["text"].combine_chunks().dictionary_encode()})
@@ -81,7 +87,7 @@ def test_every_format_gives_the_same_documents(prepare, tmp_path):
     folder = tmp_path / os.fsdecode(b"caf\xe9")  # no UTF-8
     for name in write_formats(tmp_path / "in", ODD_TEXTS):
         (tmp_path / "in").rename(folder)
-        prepare(folder / name, tmp_path / name)
+        prepare(folder / name, tmp_path / name, delimiter="^" if name == "carets.csv" else "")
         assert read_back(tmp_path / name / "train") == ODD_TEXTS, name
         folder.rename(tmp_path / "in")
     datasets.Dataset.from_dict({"text": ODD_TEXTS}).save_to_disk(tmp_path / "saved")
@@ -105,12 +111,61 @@ TEXT = "one\ntwo\r\n\r\n \nthree<sep>four\n\n\n"
 def test_what_a_document_of_a_text_file_is(
     prepare, tmp_path, monkeypatch, documents, expected, block
 ):
-    """However little is read at once: long documents are encoded in parts, but never cut."""
+    """However little is read at once."""
     monkeypatch.setattr(reading, "BLOCK", block)
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     (tmp_path / "empty.txt").write_text(" \n")
     prepare(tmp_path / "*.txt", tmp_path / "out", documents=documents)
     assert read_back(tmp_path / "out" / "train") == expected
+
+
+WORDS = ["".join(random.Random(n).choices("abcdefgh", k=40)) for n in range(50)]
+TRAINING = {"special_tokens": ["<end>", "[UNK]"], "show_progress": False}
+BPE = (models.BPE(), trainers.BpeTrainer(**TRAINING))
+WORD_PIECE = (models.WordPiece(), trainers.WordPieceTrainer(**TRAINING))
+UNIGRAM = (models.Unigram(), trainers.UnigramTrainer(**TRAINING, unk_token="[UNK]"))
+LOOK_BACK = {  # at what stands before a word
+    "Metaspace": (*BPE, pre_tokenizers.Metaspace()),
+    "ByteLevel": (*BPE, pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "Bert": (*WORD_PIECE, pre_tokenizers.BertPreTokenizer()),
+    "Unigram": (*UNIGRAM, pre_tokenizers.Metaspace()),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_BACK)
+def test_a_long_document_has_the_tokens_of_the_whole(prepare, tmp_path, name):
+    model, trainer, pre_tokenizer = LOOK_BACK[name]
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.train_from_iterator(WORDS, trainer)
+    saved = str(tmp_path / "t.json")
+    tokenizer.save(saved)
+    text = " ".join(WORDS * 1500)[:3_000_000]
+    (tmp_path / "a.txt").write_text(text)
+    prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=saved, eos_token="<end>")
+    (found,) = stored_documents(TokenStore(tmp_path / "out" / "train"))
+    assert found.tolist() == [*tokenizer.encode(text).ids, tokenizer.token_to_id("<end>")]
+
+
+@pytest.mark.parametrize("documents", ["file", "lines"])
+def test_a_document_too_long_to_encode_is_refused(prepare, tmp_path, monkeypatch, documents):
+    """However little of it is read at once, and with a way to import it."""
+    monkeypatch.setattr(reading, "LONGEST_TEXT", 1000)
+    monkeypatch.setattr(reading, "BLOCK", 7)
+    (tmp_path / "a.txt").write_text("x" * 999 + "\n" + "y" * 1001)
+    with pytest.raises(
+        UserError, match="a.txt: .* more than 1,000 characters.*--documents, or.*split"
+    ):
+        prepare(tmp_path / "a.txt", tmp_path / "out", documents=documents)
+
+
+def test_a_long_line_is_read_in_linear_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "BLOCK", 10)
+    (tmp_path / "a.txt").write_text("x" * 200_000)
+    began = time.process_time()
+    file = corpus.InputFile(str(tmp_path / "a.txt"), "text")
+    (document,) = reading.READERS["text"](file, DatasetConfig(documents="lines"))
+    assert len(document.content) == 200_000 and time.process_time() - began < 2
 
 
 def test_fields_beside_the_text_may_be_anything(prepare, tmp_path):
@@ -125,6 +180,18 @@ def test_fields_beside_the_text_may_be_anything(prepare, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert read_back(tmp_path / "out" / "train") == ["one", "two", "2020-01-01"]
+
+
+def test_a_file_without_rows_is_no_fault(prepare, tmp_path):
+    one = pyarrow.table({"text": ["one"]})
+    pyarrow.parquet.write_table(one[:0], tmp_path / "0.parquet")
+    pyarrow.parquet.write_table(one, tmp_path / "1.parquet")
+    pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), one.schema).close()
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "saved")
+    for name in ("a.jsonl", "a.csv", "a.txt", "b.csv"):
+        (tmp_path / name).write_text("id,text\n" if name == "b.csv" else "")
+    prepare(tmp_path, tmp_path / "out")
+    assert read_back(tmp_path / "out" / "train") == ["one"]
 
 
 def test_text_within_a_field(prepare, tmp_path):
@@ -150,26 +217,30 @@ def test_a_folder_is_walked_links_and_odd_names_too(prepare, tmp_path, capsys):
     (tmp_path / "elsewhere" / "c.txt").write_text("linked")
     (root / "linked").symlink_to(tmp_path / "elsewhere")
     (root / "linked" / "back").symlink_to(root)
+    (root / "again.txt").symlink_to(root / "linked" / "c.txt")
     (root / ".hidden.txt").write_text("hidden")
     (root / "sub" / "notes.xyz").write_text("unknown")
     with open(os.fsencode(root) + b"/caf\xe9.txt", "w") as file:
         file.write("odd name")
     prepare(root, tmp_path / "out")
     assert sorted(read_back(tmp_path / "out" / "train")) == ["linked", "odd name"]
-    assert (
-        "left out: 1 files whose names don't tell a format, such as 'notes.xyz'"
-        in capsys.readouterr().out
-    )
+    told = capsys.readouterr().out
+    assert "left out: 1 file without an ending that tells a format, such as 'notes.xyz'" in told
+    assert "left out: 1 file named twice or linked to another, such as '/" in told
 
 
 REFUSED = {  # file: (content, what is said of it)
     "a.txt": (b"fine, \xff not", "not UTF-8; convert it: iconv"),
+    "utf16.txt": ("text".encode("utf-16"), "not UTF-8; convert it: iconv -f UTF-16 -t"),
     "c.jsonl": (b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
     "d.jsonl": (b'{"txt": "a"}', "line 1 has no 'text'"),
     "e.jsonl": (b'{"text": 3}', "'text' is int, not text or token ids"),
     "f.jsonl": (b'{"text": "\\ud800"}', "surrogates not allowed"),
     "g.csv": (b"id,words\n1,a\n", "line 2 has no 'text'; it has: id, words; name one"),
     "commas.csv": (b"text\nhello, world\n", "line 2 has more fields than the header"),
+    "short.csv": (b"id,text\n1,a\nb\n", "line 3 has fewer fields than the header"),
+    "twice.csv": (b"text,text\na,b\n", "its header has 'text' twice"),
+    "carets.csv": (b"id^text\n1^a\n", "one field, 'id^text': if it should be several, name their"),
     "open.csv": (b'id,text\n1,a\n2,"b\n3,c\n', "behind line 2: unexpected end of data"),
     "h.parquet": (b"no parquet", "can't be read as parquet"),
     "i.arrow": (b"no arrow", "not an Arrow file"),
@@ -194,13 +265,35 @@ def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
     assert str(tmp_path / "in" / name) in message and reason in message and "\n" not in message
 
 
+@pytest.mark.parametrize("how", [{}, {"tokenizer": "train:300", "eos_token": ""}])
+def test_bad_files_are_named_together_or_skipped(prepare, tmp_path, monkeypatch, capsys, how):
+    """Also those that are bad behind a good beginning, and those that a tokenizer is trained on."""
+    monkeypatch.setattr(tokenize, "TRAINING_SAMPLE", 1)  # from each file
+    folder = tmp_path / "in"
+    folder.mkdir()
+    bad = ['{"text": "b"}\n{', '{"no": "c"}', '{"text": "e"}\n{"text": 3}']
+    lines = {"a": '{"text": "a"}', "b": bad[0], "c": bad[1], "d": '{"text": "d"}', "e": bad[2]}
+    for name, text in lines.items():
+        (folder / f"{name}.jsonl").write_text(text)
+    (folder / "f.jsonl").symlink_to("nowhere")
+    named = r"b.jsonl: .*line 2 is not JSON.*; nor can .*c.jsonl, .*e.jsonl, .*f.jsonl; --skip_unr"
+    with pytest.raises(UserError, match=named):
+        prepare(folder, tmp_path / "out", **how)
+    assert prepare(folder, tmp_path / "out", skip_unreadable=True, **how)
+    assert read_back(tmp_path / "out" / "train") == ["a", "b", "d", "e"]
+    told = capsys.readouterr().out
+    assert "from the first fault on: 4 files that can't be read\n" in told
+    assert "c.jsonl: can't be read as json (line 1 has no 'text'" in told
+    assert len(json.loads((tmp_path / "out/dataset.json").read_text())["unreadable"]) == 4
+
+
 WRONG_COMMANDS = {
     "nowhere.txt out": "error: nowhere.txt: there is no such file or folder",
     "bad/b.jsonl out": "no such file or folder; did you mean a.jsonl?",
     "./nowhere out": "error: ./nowhere: there is no such file or folder",
     "a/b/c out": "error: a/b/c: there is no such file or folder",
     "bad out": "error: bad/a.jsonl: can't be read as json",
-    "astray out": "astray/a.txt: can't be read (No such file or directory)",
+    "astray out": "astray/a.txt: can't be read as text (No such file or directory)",
     "in out --tokenizer=a/b/c": "error: a/b/c: there is no such file or folder",
     "in out --split=test": "none of that name",
     "in out --tokenizer=none": "give the token id that ends documents",
@@ -352,9 +445,12 @@ def test_documents_are_held_out_and_lost_to_neither_store(prepare, tmp_path, tex
     assert len(held_out) == 6 and sorted(train + held_out) == sorted(texts)
 
 
-def test_of_one_document_the_end_is_held_out(prepare, tmp_path, texts):
+def test_of_one_document_the_end_is_held_out(prepare, tmp_path, texts, capsys):
     (tmp_path / "a.txt").write_text("\n".join(texts))
     prepare(tmp_path / "a.txt", tmp_path / "out", validation_fraction=0.1)
+    told = capsys.readouterr().out
+    assert "tokens, since the documents are too few to hold a whole one out\n" in told
+    assert told.count(" tokens in 1 document\n") == 2
     prepare(tmp_path / "a.txt", tmp_path / "whole")
     train, held_out, whole = (
         stored_documents(TokenStore(tmp_path / name))[0].tolist()
@@ -535,6 +631,27 @@ def test_a_part_that_ends_while_another_puts_all_together_waits_for_that(
     assert not (tmp_path / "out/.progress").exists()
 
 
+def test_overwriting_spares_an_import_that_runs(prepare, tmp_path, monkeypatch, texts):
+    """Also another part's."""
+    (tmp_path / "a.jsonl").write_text(as_json_lines(texts))
+    monkeypatch.setattr(lease, "SECONDS_BETWEEN_RENEWALS", 0.05)
+    monkeypatch.setattr(lease, "SECONDS_BETWEEN_LOOKS", 0.05)
+    real = tokenize._Part._tokenize
+
+    def meanwhile(*arguments):
+        with pytest.raises(UserError, match="is in use by process .* wait for it"):
+            prepare(tmp_path / "a.jsonl", tmp_path / "out", overwrite=True)
+        real(*arguments)
+
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", part="0/2")
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenize._Part, "_tokenize", meanwhile)
+        assert prepare(tmp_path / "a.jsonl", tmp_path / "out", part="1/2")
+    assert sorted(read_back(tmp_path / "out" / "train")) == sorted(texts)
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", overwrite=True)
+    assert read_back(tmp_path / "out" / "train") == texts
+
+
 def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, texts):
     (tmp_path / "a.jsonl").write_text(as_json_lines(texts))
 
@@ -549,6 +666,19 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
             prepare(tmp_path / "a.jsonl", tmp_path / "out")
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert read_back(tmp_path / "out/train") == texts
+
+
+def test_what_a_kill_left_in_the_stores_is_removed(prepare, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text")
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(merging, "write_settings", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(tmp_path / "a.txt", out)
+    (out / ".dataset.json.0a.tmp").touch()
+    (out / "train/tokenizer/.tokenizer.json.0a.tmp").touch()
+    prepare(tmp_path / "a.txt", out)
+    assert read_back(out / "train") == ["some text"] and not [*out.rglob(".*")]
 
 
 def test_input_that_changed_is_refused(prepare, tmp_path):

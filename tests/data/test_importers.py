@@ -3,6 +3,7 @@
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from mamba_fsdp.data import importers
@@ -37,8 +38,17 @@ def documents_of(path):
     return [document.tolist() for document in stored_documents(TokenStore(path / "train"))]
 
 
+def save_rows(folder, columns):
+    datasets.Dataset.from_dict(columns).save_to_disk(folder)
+
+
 def write_rows(folder, documents):
-    datasets.Dataset.from_dict({"input_ids": documents}).save_to_disk(folder)
+    save_rows(folder, {"input_ids": documents})
+
+
+def write_parquet(folder, columns):
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "a.parquet")
 
 
 def write_lists(path, documents, kind):
@@ -94,6 +104,20 @@ def test_datalayout_documents_longer_than_its_positions(
     assert TokenStore(tmp_path / "out" / "train").dtype.name == "uint16"
 
 
+def test_a_document_that_breaks_off_ends_there(prepare, tmp_path, monkeypatch):
+    """Where its file's rest is skipped, another file's document or the end of the input follows."""
+    monkeypatch.setattr(importers, "WINDOW", 1000)
+    (tmp_path / "in").mkdir()
+    for name in ("a.npy", "c.npy"):
+        write_layout(tmp_path / "in" / name, [LONG[:1500]])
+        entries = np.memmap(tmp_path / "in" / name, "<i4", "r+")
+        entries[-1] &= ~(1 << 30)  # not counted in the loss
+    write_layout(tmp_path / "in" / "b.npy", [[5, 6]])
+    prepare(tmp_path / "in", tmp_path / "out", **IDS, skip_unreadable=True)
+    whole = [*LONG[:1000], EOS]
+    assert documents_of(tmp_path / "out") == [whole, [5, 6, EOS], whole]
+
+
 def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
     """Where one asks for that, and who does not is told."""
     rows = np.arange(3, 39).reshape(-1, 6).tolist()
@@ -125,7 +149,7 @@ def broken_layout(folder, count=3, counts=True):
 
 
 def rows_with(folder, **columns):
-    datasets.Dataset.from_dict({"input_ids": [[5, 6], [7]], **columns}).save_to_disk(folder)
+    save_rows(folder, {"input_ids": [[5, 6], [7]], **columns})
 
 
 REFUSED = {
@@ -150,8 +174,24 @@ REFUSED = {
         lambda folder: rows_with(folder, attention_mask=[[1, 0], [1]]),
         "its attention_mask leave tokens out",
     ),
+    "counts of tokens": (
+        lambda folder: save_rows(folder, {"content": ["a"], "tokens": [1]}),
+        "there is no column 'text'; it has: content, tokens",
+    ),
+    "counts of tokens alone": (
+        lambda folder: save_rows(folder, {"tokens": [1]}),
+        "the column holds int64, not text or lists of token ids",
+    ),
+    "counts of tokens in Parquet": (
+        lambda folder: write_parquet(folder, {"content": ["a"], "tokens": [1]}),
+        "there is no column 'text'; it has: content, tokens",
+    ),
+    "numbers for text in Parquet": (
+        lambda folder: write_parquet(folder, {"text": [1.5]}),
+        "the column holds double, not text",
+    ),
     "another column": (
-        lambda folder: datasets.Dataset.from_dict({"a": [[1]]}).save_to_disk(folder),
+        lambda folder: save_rows(folder, {"a": [[1]]}),
         "there is no column 'text'; it has: a",
     ),
 }

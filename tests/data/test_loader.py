@@ -247,5 +247,5 @@ def test_evaluation_predicts_every_token_once_on_any_world_size(
 
 
 def test_a_validation_source_without_two_tokens_is_refused():
-    with pytest.raises(UserError, match="'valid' has 1 tokens"):
+    with pytest.raises(UserError, match="'valid' has 1 token:"):
         evaluated(Numbers(1), 1, 1)

@@ -166,7 +166,7 @@ def test_published_configs_are_presets_with_their_numbers_of_parameters(name, tm
     "name, changes, said",
     [
         ("granite-4.0-h-micro", {"num_local_experts": 62}, "is 62, mixtures of experts, of which"),
-        ("granite-4.0-h-micro", {"layer_types": ["mamba"]}, "is 40, with 1 layers"),
+        ("granite-4.0-h-micro", {"layer_types": ["mamba"]}, "is 40, with 1 layer"),
         ("falcon-h1-7b", {"mlp_multipliers": [1.0]}, "has 1 numbers, not 2"),
         ("nemotron-h-8b", {"hybrid_override_pattern": "ME*E"}, "has 'E', mixtures of experts, of"),
         ("nemotron-h-8b", {"hybrid_override_pattern": "MX"}, "has 'X', no layer that this"),

@@ -343,7 +343,7 @@ def test_the_fastest_is_taken_and_kept(tmp_path, monkeypatch):
     choice, origin = choose(tmp_path / "run")
     fastest = {**REFERENCE_OF_MAMBA1, "conv": "cpp", "scan": "triton"}
     assert choice.backends == fastest
-    assert origin.startswith("tested, and the fastest of 3 combinations; correct on all 1 ranks")
+    assert origin.startswith("tested, and the fastest of 3 combinations; correct on 1 rank,")
     found = [(each["verdict"], each["milliseconds"]) for each in candidates_of(tmp_path / "run")]
     assert found == [("right", None), ("right", 4.0)] + [("right", None), ("right", 2.0)]
     times["cpp", "triton"] = 5.0
@@ -449,4 +449,4 @@ def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
     assert "; tested" not in train(tmp_path / "run", dry_run=True, **more)
     for steps, origin in ((1, "tested, not timed: one"), (2, "chosen when this run began")):
         said = train(tmp_path / "run", num_steps=steps, **more)
-        assert f"loss; {origin}" in said and "; correct on all 1 ranks, " in said
+        assert f"loss; {origin}" in said and "; correct on 1 rank, " in said
