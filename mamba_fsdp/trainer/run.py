@@ -50,10 +50,10 @@ def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -
             contextlib.closing(world),
             watchdog(settings.parallel.timeout_minutes, world.rank),
         ):
-            for note in settings.notes:
-                console.line(f"settings   {note}")
             origin = world.on_rank0(find_origin, settings.checkpoint)
             weights = world.on_all_ranks(starting_weights, settings, origin)
+            for note in settings.notes:
+                console.line(f"settings   {note}")
             if not is_dry:
                 world.on_rank0(folder.acquire)
             with stop:

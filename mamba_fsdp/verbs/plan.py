@@ -83,6 +83,8 @@ def main(*preset: str, options: PlanConfig, **settings_by_name: Any) -> int:
         best_fields = asdict(best_fitting) if best_fitting else None
         print(as_json.dumps({**asdict(expected), **figures, "best": best_fields}, indent=1))
     else:
+        for note in settings.notes:
+            print(f"settings   {note}")
         print(f"model      {title(settings.model)}: {expected.parameters:,} parameters")
         machines = f"{expected.nodes} x {options.instance}".removesuffix(" x ")
         print(
