@@ -17,9 +17,10 @@ from mamba_fsdp.data.selection import (
     validation_sources,
 )
 from mamba_fsdp.data.source import DummySource, Source
+from mamba_fsdp.data.tokenizer import import_with
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import Origin
-from mamba_fsdp.interop.weights import Weights
+from mamba_fsdp.interop.weights import Weights, find_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops.backends import resolve_backends
@@ -84,7 +85,7 @@ def set_up(
     batch_shape = split_step(settings, world.rank, world.size)
     # Only rank 0 looks at the files: thousands of files times a thousand ranks would keep a file
     # system busy.
-    data = world.on_rank0(open_data, settings)
+    data = world.on_rank0(open_data, settings, origin, weights)
     backends = choose_backends(settings, world, folder, say)
     say_data(settings.data, data, say)
     if settings.training.dry_run:
@@ -187,7 +188,7 @@ def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
         )
 
 
-def open_data(settings: TrainConfig) -> Data:
+def open_data(settings: TrainConfig, origin: Origin, weights: Weights | None) -> Data:
     """Returns the data that the settings name; rank 0 calls it. Raises UserError for a store that is
     missing or doesn't fit the model."""
     vocab_size = settings.model.vocab_size
@@ -204,9 +205,12 @@ def open_data(settings: TrainConfig) -> Data:
         check_tokenizers_agree(stores)
     for store in stores:
         if store.vocab_size > vocab_size:
+            remedy = f"set vocab_size={store.vocab_size}"
+            if origin.setting:
+                model = weights or find_weights(origin.path, settings.model)
+                remedy = import_with(model.tokenizer_path)
             raise UserError(
-                f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; "
-                f"set vocab_size={store.vocab_size}"
+                f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; {remedy}"
             )
     return Data(sources, shares, validation)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path
-from mamba_fsdp.data.tokenizer import check_tokenizer, load_words
+from mamba_fsdp.data.tokenizer import check_tokenizer, import_with, load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import Console
@@ -157,8 +157,8 @@ def measure(
     vocab_size = model.weights.config.vocab_size
     if store.vocab_size > vocab_size:
         raise UserError(
-            f"{data} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}: they don't "
-            "belong together"
+            f"{data} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; "
+            f"{import_with(model.weights.tokenizer_path)}"
         )
     world = inference_world()
     window = max(1, min(options.seq_length, store.token_count - 1))

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
+from tests.support import corpora
 from tests.trainer.conftest import write_store
 
 WORDS = ["<end>", "?", *(f"w{number}" for number in range(62))]
@@ -94,3 +95,11 @@ def test_training_refuses_another_tokenizer(train, data, run_of, tmp_path):
     refused = REFUSED.format(".*b/train", ".*run/checkpoints/step_00000006")
     with pytest.raises(UserError, match=refused):
         train(run_of["run"], dataset_path=data, datasets="b", num_steps=9)
+    corpora.write_store(tmp_path / "large", [range(99)] * 9, vocab_size=99, eos=0, tokenizer="")
+    for run, given, folder in (
+        ("run", {}, run_of["run"] / "tokenizer"),
+        ("new", {"load_ckpt_path": run_of["copied"]}, "FOLDER"),
+        ("new", {"init_from": run_of["exported"]}, run_of["exported"]),
+    ):
+        with pytest.raises(UserError, match=f"vocabulary of 99.*64; .*--tokenizer={folder}$"):
+            train(tmp_path / run, dataset_path=tmp_path / "large", **given)
