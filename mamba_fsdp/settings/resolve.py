@@ -278,6 +278,19 @@ def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
     return values | trained
 
 
+def note_on_recipe(settings: TrainConfig) -> list[str]:
+    """Returns a note on the settings that come from the recipe of the model that the user named, if any do."""
+    recipe_name = presets.recipe_name(settings.model.model_name)
+    taken = [
+        f"{name}={shown(value)}"
+        for name, value in recipe(recipe_name).items()
+        if name not in settings.explicit and settings.value(name) == value
+    ]
+    if not taken or "model_name" not in settings.explicit:
+        return []
+    return [f"{', '.join(taken)}: the recipe {recipe_name} in {presets.RECIPES_FILE}"]
+
+
 def default(name: str) -> Any:
     """Returns the default of the setting `name`."""
     return fields.default(all_settings()[name][1])

@@ -52,7 +52,7 @@ def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -
         ):
             origin = world.on_rank0(find_origin, settings.checkpoint)
             weights = world.on_all_ranks(starting_weights, settings, origin)
-            for note in settings.notes:
+            for note in [*settings.notes, *resolve.note_on_recipe(settings)]:
                 console.line(f"settings   {note}")
             if not is_dry:
                 world.on_rank0(folder.acquire)

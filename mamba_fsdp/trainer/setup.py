@@ -32,13 +32,14 @@ from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import Workload, expected_memory, state_memory
 from mamba_fsdp.report.console import Say, with_unit
 from mamba_fsdp.settings.presets import title
-from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
+from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer import first_use
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
 from mamba_fsdp.trainer.start import say_start, start
 
+MOST_PASSES = 100  # over the data without a warning
 LARGEST_ERROR = 1.2  # expected memory over measured memory, at most: docs/planning.md
 TAKES_LESS = (
     "lower batch_size or seq_length, set fsdp_activation_checkpointing=true, or add ranks; "
@@ -87,7 +88,7 @@ def set_up(
     # system busy.
     data = world.on_rank0(open_data, settings, origin, weights)
     backends = choose_backends(settings, world, folder, say)
-    say_data(settings.data, data, say)
+    say_data(settings, data, origin, say)
     if settings.training.dry_run:
         tokens = one_for_all(data.sources.values()) if data.sources else None
         say_start(settings, tokens, world, origin, say)
@@ -215,7 +216,9 @@ def open_data(settings: TrainConfig, origin: Origin, weights: Weights | None) ->
     return Data(sources, shares, validation)
 
 
-def say_data(config: DataConfig, data: Data, say: Say) -> None:
+def say_data(settings: TrainConfig, data: Data, origin: Origin, say: Say) -> None:
+    """Prints the data, with a warning if a model that starts at random has far more tokens than the data."""
+    config = settings.data
     if config.use_dummy_dataset:
         say("data       made-up tokens, for benchmarks; no validation")
     elif not data.sources:
@@ -225,6 +228,12 @@ def say_data(config: DataConfig, data: Data, say: Say) -> None:
         read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in stores)
         validated = ", ".join(str(store.path) for store in data.validation) or "none"
         say(f"data       {read}; validation: {validated}")
+        known = max(store.vocab_size for store in stores)
+        if not origin.setting and 2 * known < settings.model.vocab_size:
+            say(
+                f"warning    the model has {settings.model.vocab_size:,} tokens, the data only {known:,} of them: "
+                f"set vocab_size={known}"
+            )
 
 
 def plan_steps(
@@ -241,6 +250,11 @@ def plan_steps(
     length = run_length(settings, sampler)
     schedule = schedule_run(settings, batch_shape, state, length, len(data.validation), say)
     say_length(settings, schedule, say)
+    passes = schedule.total_steps * batch_shape.global_batch / sampler.epoch_windows
+    if passes > MOST_PASSES and not settings.training.num_epochs:
+        say(
+            f"warning    the run would read the data {passes:,.0f} times; set a lower num_steps, or num_epochs=10"
+        )
     return sampler, schedule
 
 

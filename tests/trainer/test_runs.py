@@ -90,6 +90,9 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     assert "of the machine's" in train(
         tmp_path, dry_run=True, batch_size=10**7, use_dummy_dataset=True, validation_path="auto"
     )
+    said = train(tmp_path, dry_run=True, num_steps=10**6, vocab_size=999, warmup_steps="2M")
+    for warning in ("read the data .* times; set", "set vocab_size=64", "2 times as long as the s"):
+        assert re.search(f"^warning .*{warning}", said, re.MULTILINE), (warning, said)
     train(tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     newest = tmp_path / "run/checkpoints/step_00000006"
