@@ -111,19 +111,22 @@ class MetricsLogger(contextlib.ExitStack):
         if self.profiler:
             self.profiler.step()
 
-    def validated(self, step: int, loss: float, tokens: int, share: float, seconds: float) -> None:
+    def validated(
+        self, step: int, loss: float, bits: float | None, tokens: int, share: float, seconds: float
+    ) -> None:
         """Reports the validation loss (nats per token) after `step`. The validation read `tokens`
-        tokens, a `share` of the data, in `seconds`."""
+        tokens, a `share` of the data, in `seconds`. bits: per byte of their text; None: not known."""
         perplexity = math.exp(min(loss, 700.0))
-        self._write(
-            {
-                "step": step,
-                "val_loss": loss,
-                "val_perplexity": perplexity,
-                "val_tokens": tokens,
-                "val_share": round(share, 6),
-            }
-        )
+        entry = {
+            "step": step,
+            "val_loss": loss,
+            "val_perplexity": perplexity,
+            "val_tokens": tokens,
+            "val_share": round(share, 6),
+        }
+        if bits is not None:
+            entry["val_bits_per_byte"] = bits
+        self._write(entry)
         self.console.line(
             f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f} "
             f"({read_share(share)}, {seconds:.1f} s)"

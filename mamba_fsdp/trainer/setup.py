@@ -54,6 +54,9 @@ class Data:
     sources: dict[str, Source]
     shares: dict[str, float]  # share of each source in the samples
     validation: list[Source]
+    validation_bytes: float | None = (
+        None  # of the text that each validation predicts; the first one counts them
+    )
 
 
 @dataclass

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from mamba_fsdp.conventions import IGNORED_LABEL
-from mamba_fsdp.data.loader import Batch, evaluation_batches
+from mamba_fsdp.data.loader import Batch, evaluation_batches, evaluation_windows
+from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import World
@@ -39,8 +40,28 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
         loss, tokens = evaluate(context.parallel.module, batches, world, is_stopped)
         if not tokens:
             return False
-        logger.validated(step, loss, tokens, tokens / sum(labels), time.perf_counter() - began)
+        if context.data.validation_bytes is None:
+            context.data.validation_bytes = _bytes_predicted(context, limit)
+        bits = bits_per_byte(loss, tokens, context.data.validation_bytes)
+        seconds = time.perf_counter() - began
+        logger.validated(step, loss, bits, tokens, tokens / sum(labels), seconds)
     return True
+
+
+def _bytes_predicted(context: TrainContext, limit: int) -> float:
+    """Returns the bytes of the text that a validation predicts: 0 if a store has no tokenizer, or if the loss is
+    weighted. All ranks call it. limit: windows of each store; 0: all."""
+    data = context.settings.data
+    world = context.world
+    sizes = []
+    for store in context.data.validation:
+        count = store.token_count
+        windows = evaluation_windows(count, data.seq_length, data.seq_length, limit)
+        spans = predicted_spans(windows, data.seq_length, data.seq_length, count)
+        _, size = count_words_and_bytes(store, spans[world.rank :: world.size])
+        sizes.append(float(size))
+    sizes = world.all_reduce_sum(sizes)
+    return sum(sizes) if all(sizes) and not data.position_weighting else 0.0
 
 
 def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:

@@ -5,9 +5,11 @@ import shutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+import mamba_fsdp
 from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
+from mamba_fsdp.report.records import read
 from tests.support import corpora
 from tests.trainer.conftest import write_store
 
@@ -74,6 +76,16 @@ def run_of(train, data, tmp_path):
         "exported": tmp_path / "exported",
         "pth": tmp_path / "run/pth/step_00000006/consolidated.00.pth",
     }
+
+
+def test_a_validation_records_the_bits_per_byte_that_evaluate_finds(train, data, run_of, tmp_path):
+    """Of the same windows. Data of an unknown tokenizer has none."""
+    last = [entry for entry in read(run_of["run"] / "metrics.jsonl") if "val_loss" in entry][-1]
+    model = mamba_fsdp.load(run_of["run"])
+    found = mamba_fsdp.evaluate(model, data / "a/validation", seq_length=32, limit=4)
+    assert last["val_bits_per_byte"] == pytest.approx(found.bits_per_byte, rel=1e-5)
+    train(tmp_path / "unknown", dataset_path=data / "unknown", num_steps=1)
+    assert "val_bits_per_byte" not in read(tmp_path / "unknown/metrics.jsonl")[0]
 
 
 def test_training_refuses_another_tokenizer(train, data, run_of, tmp_path):
