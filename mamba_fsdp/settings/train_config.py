@@ -9,6 +9,7 @@ setting. mamba_fsdp/settings/resolve.py resolves them.
 import dataclasses
 import math
 import os
+import time
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -377,7 +378,8 @@ class ReportConfig:
 @dataclass
 class TrainConfig:
     """All settings of a run. `explicit`: the names of the settings that the user gave. `notes`: lines for the run's log
-    about words of other launchers, and about values that follow from others or do nothing. `names_folder`: whether save_ckpt_path was given for this model and data."""
+    about words of other launchers, and about values that follow from others or do nothing. `names_folder`: whether save_ckpt_path was given for this model and data. `began`: when the command was started, seconds since the
+    epoch."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -392,6 +394,7 @@ class TrainConfig:
         self.explicit: set[str] = set()
         self.notes: list[str] = []
         self.names_folder = False
+        self.began = float(os.environ.get("COMMAND_BEGAN") or time.time())  # 1.train.sbatch says it
 
     def value(self, name: str) -> Any:
         """Returns the value of the setting `name`."""

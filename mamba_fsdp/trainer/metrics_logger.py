@@ -16,7 +16,7 @@ from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
 from mamba_fsdp.run_layout import METRICS
 from mamba_fsdp.settings.resolve import as_dict
-from mamba_fsdp.trainer.clock import Clock, most_memory, stragglers
+from mamba_fsdp.trainer.clock import Clock, delays, most_memory
 from mamba_fsdp.trainer.profiling import make_profiler
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.setup import TrainContext
@@ -88,7 +88,7 @@ class MetricsLogger(contextlib.ExitStack):
             if mfu:
                 entry["mfu"] = round(mfu, 4)
             if world.size > 1:
-                entry |= stragglers(own_seconds)
+                entry |= delays(own_seconds)
             entry["memory_gb"] = round(most_memory(world.device) / 1e9, 3)
             entry["data_wait_seconds"] = round(self.clock.data_wait, 6)
             entry["checkpoint_stall_seconds"] = round(self.context.checkpointer.stall_seconds(), 6)

@@ -104,7 +104,7 @@ def train(
     world = context.world
     schedule = context.schedule
     if not state.first_started:
-        state.first_started = folder.opened
+        state.first_started = context.settings.began
     validation_due = schedule.is_due(schedule.eval_steps, state.step)
     if validation_due and state.step:
         was_done = world.on_rank0(was_validated, folder.path, state.step)

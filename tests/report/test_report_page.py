@@ -20,7 +20,7 @@ EVIL = "<script>document.title = 'owned'</script>"
 
 
 REPORT = """{"step": %d, "tokens": %d, "loss": %s, "learning_rate": %f, "grad_norm": 0.5, "tokens_per_second": 100.0,
- "skipped_steps": 0, "slowest_rank": 1, "source_tokens": {"EVIL": %d}, "source_epochs": {"EVIL": %f}}"""
+ "skipped_steps": 0, "delaying_rank": 1, "source_tokens": {"EVIL": %d}, "source_epochs": {"EVIL": %f}}"""
 VALIDATION = (
     '{"step": 20, "val_loss": 3.5, "val_perplexity": 33.1, "val_tokens": 9, "val_share": 1.0}'
 )
@@ -63,7 +63,7 @@ def test_a_run_is_read_while_it_is_written(tmp_path):
         and run["last"]["step"] == 30
         and run["last"][f"source_epochs/{EVIL}"] == 3 / 8
     )
-    assert not {"step", "tokens", "val_share", "slowest_rank"} & curves.keys()
+    assert not {"step", "tokens", "val_share", "delaying_rank"} & curves.keys()
 
 
 def test_a_long_curve_keeps_its_spikes_beside_its_means():

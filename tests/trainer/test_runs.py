@@ -44,13 +44,15 @@ def goodput_facts(run):
     return progress["first_started"], progress["step_seconds"]
 
 
-def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights_of):
+def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights_of, monkeypatch):
     """Also between reports: the mean loss of a report interval survives the break, as does what goodput is made of."""
     common = {"report_interval": 4, "num_steps": 8, "schedule": "constant"}
     train(tmp_path / "whole", **common)
-    began = time.time()
+    began = time.time() - 1000  # of the command that has started the ranks
+    monkeypatch.setenv("COMMAND_BEGAN", str(began))
     train(tmp_path / "parts", **{**common, "num_steps": 2})
     first, seconds = goodput_facts(tmp_path / "parts")
+    assert first == began
     train(tmp_path / "parts", **common)
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
     later, more = goodput_facts(tmp_path / "parts")
