@@ -279,14 +279,14 @@ def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def note_on_recipe(settings: TrainConfig) -> list[str]:
-    """Returns a note on the settings that come from the recipe of the model that the user named, if any do."""
+    """Returns a note on the settings that come from the recipe of a named model other than the demo, if any do."""
     recipe_name = presets.recipe_name(settings.model.model_name)
     taken = [
         f"{name}={shown(value)}"
         for name, value in recipe(recipe_name).items()
         if name not in settings.explicit and settings.value(name) == value
     ]
-    if not taken or "model_name" not in settings.explicit:
+    if not taken or settings.model.model_name == default("model_name"):
         return []
     return [f"{', '.join(taken)}: the recipe {recipe_name} in {presets.RECIPES_FILE}"]
 
