@@ -128,7 +128,7 @@ def newest_whole(
             )
     if candidates:
         raise UserError(
-            f"none of the {len(candidates)} checkpoints in {checkpoints} is whole, the oldest: "
+            f"none of the checkpoints in {checkpoints} ({len(candidates)}) is whole, the oldest: "
             f"{'; '.join(problems)}; repair one, or move the folder away to start from scratch"
         )
     return None

@@ -8,7 +8,7 @@ import torch
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.selection import one_for_all
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import UserError, counted, first_line
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
@@ -111,7 +111,7 @@ def train(
         validation_due = not was_done
     if state.step >= schedule.total_steps and not validation_due:
         console.line(
-            f"over       {folder.path} already has all its {state.step} steps; raise num_steps to train on"
+            f"over       {folder.path} already has all its {counted(state.step, 'step')}; raise num_steps to train on"
         )
         return context.checkpointer.last
     if world.rank == 0:
@@ -144,4 +144,4 @@ def finish(
     if write_model:
         write_model(checkpoint, folder.path / MODELS / checkpoint.name)
     folder.write_status("finished", step)
-    console.line(f"finished   {step} steps; everything is in {folder.path}")
+    console.line(f"finished   {counted(step, 'step')}; everything is in {folder.path}")

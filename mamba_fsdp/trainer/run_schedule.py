@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.data.sampler import Sampler
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, with_unit
 from mamba_fsdp.model.spec import flops_per_token
-from mamba_fsdp.report.console import Say, with_unit
+from mamba_fsdp.report.console import Say
 from mamba_fsdp.settings.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.schedule import Schedule, schedule_of

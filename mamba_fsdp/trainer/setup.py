@@ -18,7 +18,7 @@ from mamba_fsdp.data.selection import (
 )
 from mamba_fsdp.data.source import DummySource, Source
 from mamba_fsdp.data.tokenizer import import_with
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, counted, with_unit
 from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.interop.weights import Weights, find_weights
 from mamba_fsdp.model.lm import MambaLM
@@ -30,7 +30,7 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import Workload, expected_memory, state_memory
-from mamba_fsdp.report.console import Say, with_unit
+from mamba_fsdp.report.console import Say
 from mamba_fsdp.settings.presets import title
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer import first_use
@@ -152,7 +152,7 @@ def choose_backends(
     training = settings.training
     strategy = choose_strategy(settings.parallel, world).replace("none", "no sharding")
     say(
-        f"model      {title(model)}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
+        f"model      {title(model)}: {parameter_count(model):,} parameters, {counted(model.n_layer, 'layer')}, "
         f"{training.mixed_precision}, {strategy} on {world.size} x {world.device.type}"
     )
     if world.device.type in first_use.DEVICES and not training.dry_run:

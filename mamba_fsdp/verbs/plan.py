@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.errors import UserError, near_name, with_unit
 from mamba_fsdp.planning.devices import INSTANCES, Instance
-from mamba_fsdp.report.console import with_unit
 from mamba_fsdp.settings.fields import setting
 from mamba_fsdp.settings.presets import recipe, title
 from mamba_fsdp.settings.resolve import resolve_settings

@@ -227,7 +227,7 @@ def test_a_new_run_begins_with_imported_weights(enter, run, home, store):
     assert published.keys() == imported.keys()
     assert all(torch.equal(published[name], imported[name]) for name in published)
     output = enter(f"{DEMO} --init_from=imported/again --save_ckpt_path=runs/again --num_steps=1")
-    assert "finished   1 steps" in output
+    assert "finished   1 step;" in output
     assert losses(home / "runs/again")[0][1] < losses(run)[0][1]
 
 

@@ -55,7 +55,7 @@ def test_inspect_says_what_a_run_a_checkpoint_and_models_hold(there, capsys):
         ),
         "runs/demo/checkpoints/step_00000002": (
             "tokens         128, 0 steps skipped",
-            "1 ranks, torch",
+            "1 rank, torch",
             "  not verified",
         ),
         "exported/demo": ("model          exported/demo", "2 layers mamba1, d_model 16"),
