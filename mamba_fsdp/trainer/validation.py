@@ -16,6 +16,8 @@ from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.setup import TrainContext
 from mamba_fsdp.trainer.stopping import StopRequest
 
+MOST_DECODED = 1 << 22  # tokens, which takes seconds
+
 
 def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) -> bool:
     """Returns True once the validation loss of the current step is reported, or False if a request
@@ -41,7 +43,8 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
         if not tokens:
             return False
         if context.data.validation_bytes is None:
-            context.data.validation_bytes = _bytes_predicted(context, limit)
+            size = world.on_rank0(_bytes_predicted, context, limit)
+            context.data.validation_bytes = size
         bits = bits_per_byte(loss, tokens, context.data.validation_bytes)
         seconds = time.perf_counter() - began
         logger.validated(step, loss, bits, tokens, tokens / sum(labels), seconds)
@@ -49,19 +52,20 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
 
 
 def _bytes_predicted(context: TrainContext, limit: int) -> float:
-    """Returns the bytes of the text that a validation predicts: 0 if a store has no tokenizer, or if the loss is
-    weighted. All ranks call it. limit: windows of each store; 0: all."""
+    """Returns the bytes of the text that a validation predicts, of a store from at most MOST_DECODED tokens: 0 if a
+    store has no tokenizer, or if the loss is weighted. limit: windows of each store; 0: all."""
     data = context.settings.data
-    world = context.world
-    sizes = []
+    length = data.seq_length
+    total = 0.0
     for store in context.data.validation:
-        count = store.token_count
-        windows = evaluation_windows(count, data.seq_length, data.seq_length, limit)
-        spans = predicted_spans(windows, data.seq_length, data.seq_length, count)
-        _, size = count_words_and_bytes(store, spans[world.rank :: world.size])
-        sizes.append(float(size))
-    sizes = world.all_reduce_sum(sizes)
-    return sum(sizes) if all(sizes) and not data.position_weighting else 0.0
+        windows = evaluation_windows(store.token_count, length, length, limit)
+        decoded = windows[:: 1 + len(windows) * length // MOST_DECODED]
+        spans = predicted_spans(decoded, length, length, store.token_count)
+        _, size = count_words_and_bytes(store, spans)
+        if not size or data.position_weighting:
+            return 0.0
+        total += size * len(windows) / len(decoded)
+    return total
 
 
 def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
