@@ -1,4 +1,5 @@
-"""Errors: the exceptions for what a user can fix, and the error file that torchrun reads."""
+"""Errors: the exceptions for what a user can fix, the words of their messages, and the error file that
+torchrun reads."""
 
 import difflib
 import json
@@ -68,6 +69,19 @@ def near_name(
     if not near:
         return otherwise
     return f"did you mean {dashes}{elsewhere.get(near[0], near[0])}?"
+
+
+def with_unit(number: float, unit: str) -> str:
+    """Returns a number with the prefixed unit: 12345678, "B" -> 12.3 MB."""
+    for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.1f} {prefix}{unit}"
+    return f"{number:.0f} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun: 1 step, 1,000 steps."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def leave_for_torchrun(error: BaseException) -> None:

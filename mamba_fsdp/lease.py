@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.errors import LostError, UserError
+from mamba_fsdp.errors import LostError, UserError, with_unit
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage import (
     delete,
@@ -151,7 +151,7 @@ class Lease:
                 delete(path)
         if size:
             report(
-                f"cleaned    {size / 1e9:.3f} GB, which a killed process left unfinished, removed from {self.place}"
+                f"cleaned    {with_unit(size, 'B')}, which a killed process left unfinished, removed from {self.place}"
             )
         return True
 

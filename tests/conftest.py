@@ -33,6 +33,7 @@ OTHER = {
     "COLUMNS",
     "LINES",
     "TEST_RECORDS",
+    "COMMAND_BEGAN",
 }
 
 

@@ -28,7 +28,7 @@ from mamba_fsdp.checkpoint.folder import is_model, stored_name
 from mamba_fsdp.checkpoint.ranges import find_ranges, pack, part_to_write
 from mamba_fsdp.checkpoint.restore import Check, Restored, load, newest_whole
 from mamba_fsdp.checkpoint.retention import Retention
-from mamba_fsdp.errors import UserError, first_line, joined
+from mamba_fsdp.errors import UserError, first_line, joined, with_unit
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
@@ -305,7 +305,7 @@ class Checkpointer:
             if keep and self.last:
                 self.retention.prune(self.last, keep)
         raise UserError(
-            f"a checkpoint needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
+            f"a checkpoint needs {with_unit(needed, 'B')}, but {self.folder} has only {with_unit(free, 'B')} free; "
             "make room, keep fewer checkpoints or choose another folder"
         )
 

@@ -20,7 +20,6 @@ from mamba_fsdp.checkpoint.ranges import gaps
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.report.console import how_many
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint, removed
 from mamba_fsdp.storage import exists, retry_io
 
@@ -129,7 +128,7 @@ def newest_whole(
             )
     if candidates:
         raise UserError(
-            f"of {how_many(len(candidates), 'checkpoint')} in {checkpoints} none is whole, the oldest: "
+            f"none of the checkpoints in {checkpoints} ({len(candidates)}) is whole, the oldest: "
             f"{'; '.join(problems)}; repair one, or move the folder away to start from scratch"
         )
     return None

@@ -20,8 +20,7 @@ from urllib.request import getproxies
 import numpy as np
 
 from mamba_fsdp.data.store import SPLITS, near_path
-from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.report.console import how_many
+from mamba_fsdp.errors import UserError, counted, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import FileName, exists, read_object
 
@@ -96,7 +95,7 @@ def _each_once(files: list[InputFile]) -> list[InputFile]:
             again.append(file.name)
     if again:
         print(
-            f"left out: {how_many(len(again), 'file')} named twice or linked to another, such as {ascii(again[0])}"
+            f"left out: {counted(len(again), 'file')} named twice or linked to another, such as {ascii(again[0])}"
         )
     return list(by_place.values())
 
@@ -254,7 +253,7 @@ def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
     unknown = [path.name for path, kind in kinds.items() if not kind]
     if unknown:
         print(
-            f"left out: {how_many(len(unknown), 'file')} without an ending that tells a format, such as "
+            f"left out: {counted(len(unknown), 'file')} without an ending that tells a format, such as "
             f"{ascii(unknown[0])}; --format=text takes all as text"
         )
     return files

@@ -11,7 +11,7 @@ import pyarrow
 from pyarrow import compute, types
 
 from mamba_fsdp.data.corpus import Document, InputFile
-from mamba_fsdp.report.console import how_many
+from mamba_fsdp.errors import counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no column `text`, the default
@@ -165,5 +165,5 @@ def _check_size(name: str) -> None:
     count = int(size_file.read_text())
     if size != 4 * count or not count:
         raise ValueError(
-            f"{size} bytes, but {size_file.name} says {how_many(count, 'token')} of 4 bytes; copy both again"
+            f"{size} bytes, but {size_file.name} says {counted(count, 'token')} of 4 bytes; copy both again"
         )

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source, Tokens
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.ops.attention import Documents
-from mamba_fsdp.report.console import how_many
+from mamba_fsdp.settings.model_config import rounded_up
 from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
 
 Sample = tuple[str, int | None]  # (source name, window); None pads a batch
@@ -150,7 +150,7 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
     if global_batch % per_pass:
         raise UserError(
             f"global_batch_size {global_batch} is not a multiple of batch_size {training.batch_size} times "
-            f"{ranks} {who}; change it, or let batch_size divide {global_batch / ranks:g}"
+            f"{ranks} {who}; set global_batch_size={rounded_up(global_batch, per_pass)}, or another batch_size"
         )
     return BatchShape(rank, ranks, training.batch_size, global_batch // per_pass, sequence_slice)
 
@@ -250,7 +250,7 @@ def evaluation_batches(
     the last ones have no label that counts."""
     if source.token_count < 2:
         raise UserError(
-            f"source {name!r} has {how_many(source.token_count, 'token')}: nothing to evaluate"
+            f"source {name!r} has {counted(source.token_count, 'token')}: nothing to evaluate"
         )
     stride = stride or data.seq_length
     windows = evaluation_windows(source.token_count, data.seq_length, stride, limit).tolist()

@@ -17,8 +17,7 @@ from mamba_fsdp.data.progress import MADE, PartState, write_settings
 from mamba_fsdp.data.reading import MOST_NAMED
 from mamba_fsdp.data.store import StoreFile, StoreWriter, WriterState
 from mamba_fsdp.data.tokenizer import TextTokenizer
-from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.console import how_many
+from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import FileName, move
 
@@ -65,7 +64,7 @@ def merge(
             files[name] = files.get(name, []) + of_part
     if unreadable:
         print(
-            f"left out from the first fault on: {how_many(len(unreadable), 'file')} that can't be read"
+            f"left out from the first fault on: {counted(len(unreadable), 'file')} that can't be read"
         )
         for fault in list(unreadable.values())[:MOST_NAMED]:
             print(f"  {fault}")
@@ -84,7 +83,7 @@ def merge(
         entries = _move_into(path, files[name])
         store = writer_of(path, tokenizer, options, WriterState(entries)).finish()
         print(
-            f"{path}: {how_many(store.token_count, 'token')} in {how_many(store.document_count, 'document')}"
+            f"{path}: {counted(store.token_count, 'token')} in {counted(store.document_count, 'document')}"
         )
     empty = sum(state.empty for _, state in parts)
     write_settings(out / MADE, {**settings, "unreadable": list(unreadable)})
@@ -127,7 +126,7 @@ def _hold_out_end(
     cut = max(1, len(tokens) - wanted)
     if cut >= len(tokens) - 1:
         raise UserError(
-            f"can't hold anything out of {how_many(total, 'token')}; use --overwrite --validation_fraction=0"
+            f"can't hold anything out of {counted(total, 'token')}; use --overwrite --validation_fraction=0"
         )
     if tokens[cut] == tokenizer.eos:
         cut += 1

@@ -49,9 +49,9 @@ from mamba_fsdp.data.reading import (
 from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.lease import Lease
-from mamba_fsdp.report.console import Console, how_many
+from mamba_fsdp.report.console import Console
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import write_object
 
@@ -303,7 +303,7 @@ def _advise_on_blocks(batch: DocumentBatch) -> None:
     is_text = any(isinstance(document.content, str) for document in batch.documents)
     if len(batch.documents) > 1 and len(lengths) == 1 and not is_text:
         print(
-            f"every row has {how_many(lengths.pop(), 'token')}, like blocks of one long text: --pack=none lays those end to end, "
+            f"every row has {counted(lengths.pop(), 'token')}, like blocks of one long text: --pack=none lays those end to end, "
             "without an eos between"
         )
 

@@ -190,6 +190,14 @@ def check_tokenizer(
         )
 
 
+def import_with(tokenizer: Path | None) -> str:
+    """The advice for data that a model's vocabulary is too small for. tokenizer: the model's, None where none is known."""
+    return (
+        "import the data with the model's tokenizer: .venv/bin/python get_dataset.py INPUT OUT "
+        f"--tokenizer={tokenizer or 'FOLDER'}"
+    )
+
+
 def training_size(name: str) -> int | None:
     """The vocabulary size in `train:SIZE`, or None for another name. Raises UserError for an impossible size."""
     if not name.startswith("train:"):

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
 from mamba_fsdp.model.spec import MIXER_NAMES, ORIGINAL, ROPE_SCALINGS, multipliers_of, parameters
-from mamba_fsdp.report.console import how_many
 from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
 INDICES = "attn_layer_indices"
@@ -122,7 +121,7 @@ class Architecture:
         if values["n_layer"] not in (None, len(mixers)):
             fields.refuse(
                 "num_hidden_layers",
-                f"is {values['n_layer']}, with {how_many(len(mixers), 'layer')}",
+                f"is {values['n_layer']}, with {counted(len(mixers), 'layer')}",
             )
         values["n_layer"] = len(mixers)
         values["layers"] = pattern([Layer(mixer, has_mlp) for mixer in mixers])

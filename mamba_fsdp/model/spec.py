@@ -191,11 +191,13 @@ def _mamba2_operators(config: "ModelConfig") -> Operators:
 def _check_mamba2(config: "ModelConfig") -> None:
     width = "d_ssm" if config.d_ssm else "expand * d_model"
     if config.d_inner % config.headdim:
-        raise UserError(f"headdim {config.headdim} does not divide {width} = {config.d_inner}")
+        raise UserError(
+            f"headdim {config.headdim} does not divide {width} = {config.d_inner}; set another headdim or d_ssm"
+        )
     if config.n_ssm_head % config.ngroups:
         raise UserError(
             f"ngroups {config.ngroups} does not divide the {config.n_ssm_head} SSM heads "
-            f"({width} / headdim)"
+            f"({width} / headdim); set another ngroups or headdim"
         )
 
 
@@ -239,7 +241,9 @@ def _check_attention(config: "ModelConfig") -> None:
             "set head_dim or another n_head"
         )
     if config.n_head % config.n_kv_head:
-        raise UserError(f"n_kv_head {config.n_kv_head} does not divide n_head {config.n_head}")
+        raise UserError(
+            f"n_kv_head {config.n_kv_head} does not divide n_head {config.n_head}; set another n_head or n_kv_head"
+        )
     if config.resolved_rotary_dim > config.resolved_head_dim or config.resolved_rotary_dim % 2:
         raise UserError(
             f"rotary_dim {config.resolved_rotary_dim} must be even and at most "

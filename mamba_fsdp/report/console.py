@@ -15,19 +15,6 @@ CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}
 SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS}
 
 
-def with_unit(number: float, unit: str) -> str:
-    """Returns a number with the prefixed unit: 12345678, "B" -> 12.3 MB."""
-    for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if number >= 10**power:
-            return f"{number / 10**power:.1f} {prefix}{unit}"
-    return f"{number:.0f} {unit}"
-
-
-def how_many(number: int, noun: str) -> str:
-    """Returns a number of things, named in the singular: 1 file, 1,234 files."""
-    return f"{number:,} {noun}" + "s" * (number != 1)
-
-
 def read_share(share: float) -> str:
     """Returns, in words, the share of the data that a validation read."""
     return "all data" if share >= 1 else f"{100 * share:.3g}% of the data"

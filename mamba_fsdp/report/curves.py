@@ -14,7 +14,7 @@ from mamba_fsdp.report.records import numbers_of, read, read_events, read_status
 from mamba_fsdp.run_layout import CHECKPOINTS, METRICS, SETTINGS, committed, step_of
 
 BUCKETS = 500  # points of a long curve; each stands for an equal number of neighbouring values
-NO_CURVES = {"tokens", "val_tokens", "val_share", "slowest_rank"}
+NO_CURVES = {"tokens", "val_tokens", "val_share", "delaying_rank"}
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:

@@ -11,7 +11,17 @@ FOLDER = Path(__file__).parent
 LOOKS = json.loads((FOLDER / "charts.json").read_text(encoding="utf-8"))
 
 
-def make_page(folders: Sequence[Path]) -> str:
+def for_different_tokenizers(charts: list[dict]) -> list[dict]:
+    """Returns the charts with bits per byte first; those of losses and perplexities say that they do not compare."""
+    named = []
+    for chart in charts:
+        if {"loss", "perplexity"} & chart["metrics"].keys():
+            chart = chart | {"unit": "per token of each run's own tokenizer: not comparable"}
+        named.append(chart)
+    return sorted(named, key=lambda chart: "val_bits_per_byte" not in chart["metrics"])
+
+
+def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
     """Returns the page of the runs in these folders. Raises UserError for a run without metrics."""
     from plotly.offline import get_plotlyjs
 
@@ -27,6 +37,8 @@ def make_page(folders: Sequence[Path]) -> str:
         runs.append(look | summarise_run(folder))
     metrics = {metric for run in runs for metric in run["curves"]}
     charts = [chart for chart in LOOKS["charts"] if metrics & chart["metrics"].keys()]
+    if tokenizers_differ:
+        charts = for_different_tokenizers(charts)
     content = json.dumps({"made": timestamp(), "charts": charts, "runs": runs}, default=str)
     template = (FOLDER / "page.html").read_text(encoding="utf-8")
     before, between, after = template.split("__CUT__")

@@ -33,7 +33,7 @@ LIMITS = {
 
 class Needs(NamedTuple):
     """The condition under which a setting has an effect. A setting that is given but has no effect
-    is refused."""
+    is refused, or told if it is of the model."""
 
     words: str  # as in "does nothing without a mamba2 layer"
     met: Callable[[Any], bool]  # of the TrainConfig

@@ -102,7 +102,7 @@ class ModelConfig:
     """Attention: channels per head; 0 means d_model / n_head."""
     rotary_dim: int = setting(-1, at_least=-1)
     """Attention: number of channels of each head, from the first, that are rotated by position. 0: none.
-    -1: all."""
+    -1: all (of an odd number: all but the last)."""
     rope_theta: float = setting(10000.0, above=0, needs=rotation)
     """Attention: base of the rotary frequencies."""
     rope_scaling: str = setting("", needs=rotation)
@@ -178,7 +178,7 @@ class ModelConfig:
 
     @property
     def resolved_rotary_dim(self) -> int:
-        return self.resolved_head_dim if self.rotary_dim < 0 else self.rotary_dim
+        return self.resolved_head_dim // 2 * 2 if self.rotary_dim < 0 else self.rotary_dim
 
     @property
     def resolved_d_intermediate(self) -> int:
@@ -214,6 +214,12 @@ class ModelConfig:
         for layer in self.layer_list():
             parts |= dict.fromkeys(spec.layer_parts(layer).values())
         return list(parts)
+
+    def multipliers_it_has(self) -> str:
+        """Returns `multipliers` without those of parts that the model does not have."""
+        names = spec.multipliers_of(self)
+        items = self.multipliers.split(",")
+        return ",".join(item for item in items if item.partition("=")[0].strip() in names)
 
     def check(self) -> None:
         """Raises UserError, which names the settings, for a model that can't be built."""

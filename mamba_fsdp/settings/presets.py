@@ -54,13 +54,20 @@ def preset(name: str) -> dict[str, Any]:
     return {"model_name": spelled, **PRESETS[spelled]}
 
 
-def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
-    """Returns the settings that a model of this name is trained with; a leading organisation may have
-    a recipe of its own. from_weights: returns the recipe of `others` with this model's seq_length,
-    because a recipe for training from scratch would spoil trained weights."""
+def recipe_name(model_name: str) -> str:
+    """Returns the name of the recipe for a model of this name; a leading organisation may have a recipe of its own."""
     organisation, _, _ = model_name.partition("/")
+    for name in (organisation, model_name):
+        if plain(name) in RECIPES:
+            return name
+    return "others"
+
+
+def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
+    """Returns the settings that a model of this name is trained with. from_weights: returns the recipe of `others` with
+    this model's seq_length, because a recipe for training from scratch would spoil trained weights."""
     others = RECIPES["others"]
-    chosen = RECIPES.get(plain(organisation), RECIPES.get(plain(model_name), others))
+    chosen = RECIPES[plain(recipe_name(model_name))]
     if from_weights:
         return others | {"seq_length": chosen["seq_length"]}
     return chosen

@@ -59,7 +59,7 @@ def resolve_settings(
     chosen = implied | chosen
     settings = _build(chosen)
     settings.check()
-    settings.notes = [*in_file.notes, *on_line.notes]
+    settings.notes = [*in_file.notes, *on_line.notes, *settings.notes]
     drop_pointless(settings, chosen, on_line, in_file)
     names_data = {"dataset_path", "datasets", "use_dummy_dataset"} & on_line.values.keys()
     settings.names_folder = "save_ckpt_path" in (on_line.values if names_data else chosen)
@@ -203,10 +203,11 @@ def _gives(place: Mapping[str, Any], name: str) -> bool:
 def drop_pointless(
     settings: TrainConfig, chosen: Mapping[str, Any], on_line: Written, in_file: Written
 ) -> None:
-    """Resets chosen settings that have no effect to their usual value, with a note for words of other launchers.
+    """Resets chosen settings that have no effect to their usual value, with a note for words of other launchers and for
+    settings of the model, since one command line may serve several models.
 
-    Raises UserError for such a setting if the user gave it by our name. A run's own file may hold such settings, and so
-    may another file if only the command line makes them pointless.
+    Raises UserError for any other such setting that the user gave. A run's own file may hold such settings, and so may
+    another file if only the command line makes them pointless.
     """
     usual = _usual(chosen)
     in_others_words = on_line.in_others_words()
@@ -217,12 +218,15 @@ def drop_pointless(
             continue  # the weights decide the layers: see adopt_model
         settings.assign(name, usual[name])
         settings.explicit.remove(name)
-        if name in in_others_words:
+        where = in_file.where
+        if name in on_line.values:
+            where = on_line.where
+        elif in_file.is_of_run or not _is_pointless_alone(name, in_file.values):
+            where = ""
+        if name in in_others_words or (where and name in vars(settings.model)):
             settings.notes.append(sentence)
-        elif name in on_line.values:
-            mistakes.append(f"{sentence}; leave it out ({on_line.where})")
-        elif not in_file.is_of_run and _is_pointless_alone(name, in_file.values):
-            mistakes.append(f"{sentence}; leave it out ({in_file.where})")
+        elif where:
+            mistakes.append(f"{sentence}; leave it out ({where})")
     check_none(mistakes)
 
 
@@ -258,6 +262,7 @@ def _build(chosen: Mapping[str, Any]) -> TrainConfig:
     for name, value in {**_usual(chosen), **chosen}.items():
         settings.assign(name, value)
     settings.explicit = set(chosen)
+    settings.fit()
     return settings
 
 
@@ -273,6 +278,19 @@ def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
     return values | trained
 
 
+def note_on_recipe(settings: TrainConfig) -> list[str]:
+    """Returns a note on the settings that come from the recipe of a named model other than the demo, if any do."""
+    recipe_name = presets.recipe_name(settings.model.model_name)
+    taken = [
+        f"{name}={shown(value)}"
+        for name, value in recipe(recipe_name).items()
+        if name not in settings.explicit and settings.value(name) == value
+    ]
+    if not taken or settings.model.model_name == default("model_name"):
+        return []
+    return [f"{', '.join(taken)}: the recipe {recipe_name} in {presets.RECIPES_FILE}"]
+
+
 def default(name: str) -> Any:
     """Returns the default of the setting `name`."""
     return fields.default(all_settings()[name][1])
@@ -283,7 +301,7 @@ def default(name: str) -> Any:
 
 def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> None:
     """Sets the model of `settings` to `model`, the shape of the weights in `source`, such as init_from FOLDER. Raises
-    UserError if model settings that the user gave disagree with this shape or do nothing."""
+    UserError if model settings that the user gave disagree with this shape. A note tells those that do nothing."""
     shape = vars(model)
     explicit = shape.keys() & settings.explicit
     if "model_name" not in explicit:
@@ -292,8 +310,7 @@ def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> None:
         if "seq_length" not in settings.explicit:
             settings.data.seq_length = recipe(settings.model.model_name)["seq_length"]
     check_same_model(settings, model, source)
-    sentences = pointless(settings, explicit, shape).values()
-    check_none([f"{sentence}; leave it out" for sentence in sentences])
+    settings.notes += pointless(settings, explicit, shape).values()
 
 
 def check_same_model(

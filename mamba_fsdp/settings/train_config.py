@@ -9,6 +9,7 @@ setting. mamba_fsdp/settings/resolve.py resolves them.
 import dataclasses
 import math
 import os
+import time
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -18,7 +19,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.model import spec
 from mamba_fsdp.ops.backends import Use, demands
 from mamba_fsdp.settings.fields import Duration, Needs, condition, setting, shown
-from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.settings.model_config import ModelConfig, rounded_up
 
 WEIGHTS_FILES = (".pth", ".pt", ".bin", ".safetensors")
 SCHEDULES = (
@@ -377,7 +378,8 @@ class ReportConfig:
 @dataclass
 class TrainConfig:
     """All settings of a run. `explicit`: the names of the settings that the user gave. `notes`: lines for the run's log
-    about words of other launchers. `names_folder`: whether save_ckpt_path was given for this model and data."""
+    about words of other launchers, and about values that follow from others or do nothing. `names_folder`: whether save_ckpt_path was given for this model and data. `began`: when the command was started, seconds since the
+    epoch."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -392,6 +394,7 @@ class TrainConfig:
         self.explicit: set[str] = set()
         self.notes: list[str] = []
         self.names_folder = False
+        self.began = float(os.environ.get("COMMAND_BEGAN") or time.time())  # 1.train.sbatch says it
 
     def value(self, name: str) -> Any:
         """Returns the value of the setting `name`."""
@@ -402,6 +405,30 @@ class TrainConfig:
         """Gives the setting `name` this value."""
         section, _ = all_settings()[name]
         setattr(getattr(self, section), name, value)
+
+    def fit(self) -> None:
+        """Replaces the values that the user did not give where they can't go with the others; `notes` say so."""
+        model = self.model
+        training = self.training
+        per_group = model.d_inner // math.gcd(model.d_inner, model.ngroups)
+        self._fit("headdim", math.gcd(model.headdim, per_group))
+        self._fit("ngroups", math.gcd(model.ngroups, model.n_ssm_head))
+        if not model.head_dim:
+            self._fit("n_head", math.gcd(model.n_head, model.d_model))
+        if model.n_head % model.n_kv_head:
+            self._fit("n_kv_head", model.n_head)
+        if model.rotary_dim > model.resolved_head_dim:
+            self._fit("rotary_dim", -1)
+        self._fit("multipliers", model.multipliers_it_has())
+        self._fit("batch_size", math.gcd(training.batch_size, training.global_batch_size))
+        samples = rounded_up(training.global_batch_size, training.batch_size)
+        self._fit("global_batch_size", samples)
+
+    def _fit(self, name: str, value: Any) -> None:
+        usual = self.value(name)
+        if name not in self.explicit and value != usual and self.model.reads(name):
+            self.notes.append(f"{name}={value} instead of {usual}, to fit the other settings")
+            self.assign(name, value)
 
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU

@@ -71,13 +71,13 @@ class Clock:
         return (time.perf_counter() - self.began) / done
 
 
-def stragglers(own_seconds: list[float]) -> dict[str, float]:
-    """Returns the metrics that show a slow rank, from each rank's own seconds per step."""
-    slowest = max(own_seconds)
+def delays(own_seconds: list[float]) -> dict[str, float]:
+    """Returns the metrics of a rank that the others wait for between steps, from each rank's own seconds per step."""
+    largest = max(own_seconds)
     return {
-        "slowest_rank": own_seconds.index(slowest),
-        "slowest_rank_seconds": round(slowest, 6),
-        "median_rank_seconds": round(statistics.median(own_seconds), 6),
+        "delaying_rank": own_seconds.index(largest),
+        "largest_delay_seconds": round(largest, 6),
+        "median_delay_seconds": round(statistics.median(own_seconds), 6),
     }
 
 

@@ -31,14 +31,13 @@ from pathlib import Path
 
 import torch
 
-from mamba_fsdp.errors import Accident, UserError
+from mamba_fsdp.errors import Accident, UserError, counted
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.ops import backends as known
 from mamba_fsdp.ops.backends import REFERENCE, BackendChoice, resolve_backends
 from mamba_fsdp.ops.fused import VARIES
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
-from mamba_fsdp.report.console import how_many
 from mamba_fsdp.run_layout import CACHES, KERNELS
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage import read_object, this_rank, write_object
@@ -302,4 +301,4 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendCh
             "kernels are then chosen again, and results differ in their last bits"
         ) from None
     seconds = time.perf_counter() - began
-    return record.choice, f"{origin}; correct on {how_many(world.size, 'rank')}, {seconds:.1f} s"
+    return record.choice, f"{origin}; correct on {counted(world.size, 'rank')}, {seconds:.1f} s"

@@ -15,11 +15,10 @@ import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Phase
 from mamba_fsdp.data.loader import Batch
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.compat import step_unless
 from mamba_fsdp.parallel.model import ParallelModel
-from mamba_fsdp.report.console import how_many
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.saver import Saver
@@ -232,6 +231,6 @@ def describe_bad_samples(context: TrainContext, batches: list[Batch]) -> str:
         named.append("...")
     state = context.state
     return (
-        f"the loss or gradient of {how_many(state.skipped_in_a_row, 'step')} in a row was not finite; the last is step "
+        f"the loss or gradient of {counted(state.skipped_in_a_row, 'step')} in a row was not finite; the last is step "
         f"{state.step}, of the samples {', '.join(named)}. Lower learning_rate, use mixed_precision=bf16, or look at these samples"
     )

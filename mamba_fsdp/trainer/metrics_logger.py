@@ -16,7 +16,7 @@ from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
 from mamba_fsdp.run_layout import METRICS
 from mamba_fsdp.settings.resolve import as_dict
-from mamba_fsdp.trainer.clock import Clock, most_memory, stragglers
+from mamba_fsdp.trainer.clock import Clock, delays, most_memory
 from mamba_fsdp.trainer.profiling import make_profiler
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.setup import TrainContext
@@ -88,7 +88,7 @@ class MetricsLogger(contextlib.ExitStack):
             if mfu:
                 entry["mfu"] = round(mfu, 4)
             if world.size > 1:
-                entry |= stragglers(own_seconds)
+                entry |= delays(own_seconds)
             entry["memory_gb"] = round(most_memory(world.device) / 1e9, 3)
             entry["data_wait_seconds"] = round(self.clock.data_wait, 6)
             entry["checkpoint_stall_seconds"] = round(self.context.checkpointer.stall_seconds(), 6)
@@ -111,19 +111,22 @@ class MetricsLogger(contextlib.ExitStack):
         if self.profiler:
             self.profiler.step()
 
-    def validated(self, step: int, loss: float, tokens: int, share: float, seconds: float) -> None:
+    def validated(
+        self, step: int, loss: float, bits: float | None, tokens: int, share: float, seconds: float
+    ) -> None:
         """Reports the validation loss (nats per token) after `step`. The validation read `tokens`
-        tokens, a `share` of the data, in `seconds`."""
+        tokens, a `share` of the data, in `seconds`. bits: per byte of their text; None: not known."""
         perplexity = math.exp(min(loss, 700.0))
-        self._write(
-            {
-                "step": step,
-                "val_loss": loss,
-                "val_perplexity": perplexity,
-                "val_tokens": tokens,
-                "val_share": round(share, 6),
-            }
-        )
+        entry = {
+            "step": step,
+            "val_loss": loss,
+            "val_perplexity": perplexity,
+            "val_tokens": tokens,
+            "val_share": round(share, 6),
+        }
+        if bits is not None:
+            entry["val_bits_per_byte"] = bits
+        self._write(entry)
         self.console.line(
             f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f} "
             f"({read_share(share)}, {seconds:.1f} s)"

@@ -8,12 +8,12 @@ import torch
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.selection import one_for_all
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import UserError, counted, first_line
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.report.console import Console, how_many
+from mamba_fsdp.report.console import Console
 from mamba_fsdp.report.records import add_event, was_validated
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
 from mamba_fsdp.settings import resolve
@@ -50,10 +50,10 @@ def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -
             contextlib.closing(world),
             watchdog(settings.parallel.timeout_minutes, world.rank),
         ):
-            for note in settings.notes:
-                console.line(f"settings   {note}")
             origin = world.on_rank0(find_origin, settings.checkpoint)
             weights = world.on_all_ranks(starting_weights, settings, origin)
+            for note in [*settings.notes, *resolve.note_on_recipe(settings)]:
+                console.line(f"settings   {note}")
             if not is_dry:
                 world.on_rank0(folder.acquire)
             with stop:
@@ -104,14 +104,14 @@ def train(
     world = context.world
     schedule = context.schedule
     if not state.first_started:
-        state.first_started = folder.opened
+        state.first_started = context.settings.began
     validation_due = schedule.is_due(schedule.eval_steps, state.step)
     if validation_due and state.step:
         was_done = world.on_rank0(was_validated, folder.path, state.step)
         validation_due = not was_done
     if state.step >= schedule.total_steps and not validation_due:
         console.line(
-            f"over       {folder.path} has had its {how_many(state.step, 'step')} already; raise num_steps to train on"
+            f"over       {folder.path} already has all its {counted(state.step, 'step')}; raise num_steps to train on"
         )
         return context.checkpointer.last
     if world.rank == 0:
@@ -144,4 +144,4 @@ def finish(
     if write_model:
         write_model(checkpoint, folder.path / MODELS / checkpoint.name)
     folder.write_status("finished", step)
-    console.line(f"finished   {how_many(step, 'step')}; everything is in {folder.path}")
+    console.line(f"finished   {counted(step, 'step')}; everything is in {folder.path}")

@@ -4,7 +4,6 @@ import filecmp
 import os
 import shutil
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,6 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.opened = time.time()  # seconds since the epoch
         self.lease = Lease(self.path / LEASE)
 
     def acquire(self) -> None:

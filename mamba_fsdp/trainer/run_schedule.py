@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.data.sampler import Sampler
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, counted, with_unit
 from mamba_fsdp.model.spec import flops_per_token
-from mamba_fsdp.report.console import Say, how_many, with_unit
+from mamba_fsdp.report.console import Say
 from mamba_fsdp.settings.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.schedule import Schedule, schedule_of
@@ -65,7 +65,7 @@ def schedule_run(
         state.first_tokens_per_step = tokens_per_step
     if state.global_batch not in (0, batch_shape.global_batch):
         say(
-            f"batch      {how_many(batch_shape.global_batch, 'sample')} per step from here on, {state.global_batch} before; "
+            f"batch      {counted(batch_shape.global_batch, 'sample')} per step from here on, {state.global_batch} before; "
             "global_batch_size keeps it the same on any number of ranks"
         )
     total_steps = length.count

@@ -8,8 +8,7 @@ from dataclasses import asdict
 import torch
 
 from mamba_fsdp.checkpoint.saved_run import SavedRun
-from mamba_fsdp.errors import LostError, UserError
-from mamba_fsdp.report.console import how_many
+from mamba_fsdp.errors import LostError, UserError, counted
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.setup import TrainContext
 
@@ -104,7 +103,7 @@ class Saver:
             self._postpone(error)
             if self.failures >= limit:
                 raise type(error)(
-                    f"{how_many(self.failures, 'save')} in a row failed (max_failed_saves), and the run stops; "
+                    f"{counted(self.failures, 'save')} in a row failed (max_failed_saves), and the run stops; "
                     f"the last error: {error}"
                 ) from None
             return

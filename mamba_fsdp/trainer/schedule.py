@@ -156,6 +156,11 @@ def schedule_of(
 
     state.schedule = {"length": str(length), "curve": str(curve)}
     schedule = _made(settings, curve, state, tokens_per_step)
+    if schedule.warmup > schedule.total:
+        say(
+            f"warning    the warm-up is {schedule.warmup / schedule.total:.3g} times as long as the schedule: the learning "
+            f"rate never reaches {settings.optimizer.learning_rate:g}; lower warmup_steps"
+        )
     if curve != length and not schedule.factor(curve.count):
         raise UserError(
             f"num_steps={length}: the schedule ends at {former_length}, and the learning rate is 0 after "

@@ -17,9 +17,10 @@ from mamba_fsdp.data.selection import (
     validation_sources,
 )
 from mamba_fsdp.data.source import DummySource, Source
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.data.tokenizer import import_with
+from mamba_fsdp.errors import UserError, counted, with_unit
 from mamba_fsdp.interop.places import Origin
-from mamba_fsdp.interop.weights import Weights
+from mamba_fsdp.interop.weights import Weights, find_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops.backends import resolve_backends
@@ -29,15 +30,16 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import Workload, expected_memory, state_memory
-from mamba_fsdp.report.console import Say, how_many, with_unit
+from mamba_fsdp.report.console import Say
 from mamba_fsdp.settings.presets import title
-from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
+from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer import first_use
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
 from mamba_fsdp.trainer.start import say_start, start
 
+MOST_PASSES = 100  # over the data without a warning
 LARGEST_ERROR = 1.2  # expected memory over measured memory, at most: docs/planning.md
 TAKES_LESS = (
     "lower batch_size or seq_length, set fsdp_activation_checkpointing=true, or add ranks; "
@@ -52,6 +54,9 @@ class Data:
     sources: dict[str, Source]
     shares: dict[str, float]  # share of each source in the samples
     validation: list[Source]
+    validation_bytes: float | None = (
+        None  # of the text that each validation predicts; the first one counts them
+    )
 
 
 @dataclass
@@ -84,9 +89,9 @@ def set_up(
     batch_shape = split_step(settings, world.rank, world.size)
     # Only rank 0 looks at the files: thousands of files times a thousand ranks would keep a file
     # system busy.
-    data = world.on_rank0(open_data, settings)
+    data = world.on_rank0(open_data, settings, origin, weights)
     backends = choose_backends(settings, world, folder, say)
-    say_data(settings.data, data, say)
+    say_data(settings, data, origin, say)
     if settings.training.dry_run:
         tokens = one_for_all(data.sources.values()) if data.sources else None
         say_start(settings, tokens, world, origin, say)
@@ -147,7 +152,7 @@ def choose_backends(
     training = settings.training
     strategy = choose_strategy(settings.parallel, world).replace("none", "no sharding")
     say(
-        f"model      {title(model)}: {parameter_count(model):,} parameters, {how_many(model.n_layer, 'layer')}, "
+        f"model      {title(model)}: {parameter_count(model):,} parameters, {counted(model.n_layer, 'layer')}, "
         f"{training.mixed_precision}, {strategy} on {world.size} x {world.device.type}"
     )
     if world.device.type in first_use.DEVICES and not training.dry_run:
@@ -187,7 +192,7 @@ def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
         )
 
 
-def open_data(settings: TrainConfig) -> Data:
+def open_data(settings: TrainConfig, origin: Origin, weights: Weights | None) -> Data:
     """Returns the data that the settings name; rank 0 calls it. Raises UserError for a store that is
     missing or doesn't fit the model."""
     vocab_size = settings.model.vocab_size
@@ -204,14 +209,19 @@ def open_data(settings: TrainConfig) -> Data:
         check_tokenizers_agree(stores)
     for store in stores:
         if store.vocab_size > vocab_size:
+            remedy = f"set vocab_size={store.vocab_size}"
+            if origin.setting:
+                model = weights or find_weights(origin.path, settings.model)
+                remedy = import_with(model.tokenizer_path)
             raise UserError(
-                f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; "
-                f"set vocab_size={store.vocab_size}"
+                f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; {remedy}"
             )
     return Data(sources, shares, validation)
 
 
-def say_data(config: DataConfig, data: Data, say: Say) -> None:
+def say_data(settings: TrainConfig, data: Data, origin: Origin, say: Say) -> None:
+    """Prints the data, with a warning if a model that starts at random has far more tokens than the data."""
+    config = settings.data
     if config.use_dummy_dataset:
         say("data       made-up tokens, for benchmarks; no validation")
     elif not data.sources:
@@ -221,6 +231,12 @@ def say_data(config: DataConfig, data: Data, say: Say) -> None:
         read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in stores)
         validated = ", ".join(str(store.path) for store in data.validation) or "none"
         say(f"data       {read}; validation: {validated}")
+        known = max(store.vocab_size for store in stores)
+        if not origin.setting and 2 * known < settings.model.vocab_size:
+            say(
+                f"warning    the model has {settings.model.vocab_size:,} tokens, the data only {known:,} of them: "
+                f"set vocab_size={known}"
+            )
 
 
 def plan_steps(
@@ -237,6 +253,11 @@ def plan_steps(
     length = run_length(settings, sampler)
     schedule = schedule_run(settings, batch_shape, state, length, len(data.validation), say)
     say_length(settings, schedule, say)
+    passes = schedule.total_steps * batch_shape.global_batch / sampler.epoch_windows
+    if passes > MOST_PASSES and not settings.training.num_epochs:
+        say(
+            f"warning    the run would read the data {passes:,.0f} times; set a lower num_steps, or num_epochs=10"
+        )
     return sampler, schedule
 
 

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from mamba_fsdp.conventions import IGNORED_LABEL
-from mamba_fsdp.data.loader import Batch, evaluation_batches
+from mamba_fsdp.data.loader import Batch, evaluation_batches, evaluation_windows
+from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.setup import TrainContext
 from mamba_fsdp.trainer.stopping import StopRequest
+
+MOST_DECODED = 1 << 22  # tokens, which takes seconds
 
 
 def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) -> bool:
@@ -39,8 +42,30 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
         loss, tokens = evaluate(context.parallel.module, batches, world, is_stopped)
         if not tokens:
             return False
-        logger.validated(step, loss, tokens, tokens / sum(labels), time.perf_counter() - began)
+        if context.data.validation_bytes is None:
+            size = world.on_rank0(_bytes_predicted, context, limit)
+            context.data.validation_bytes = size
+        bits = bits_per_byte(loss, tokens, context.data.validation_bytes)
+        seconds = time.perf_counter() - began
+        logger.validated(step, loss, bits, tokens, tokens / sum(labels), seconds)
     return True
+
+
+def _bytes_predicted(context: TrainContext, limit: int) -> float:
+    """Returns the bytes of the text that a validation predicts, of a store from at most MOST_DECODED tokens: 0 if a
+    store has no tokenizer, or if the loss is weighted. limit: windows of each store; 0: all."""
+    data = context.settings.data
+    length = data.seq_length
+    total = 0.0
+    for store in context.data.validation:
+        windows = evaluation_windows(store.token_count, length, length, limit)
+        decoded = windows[:: 1 + len(windows) * length // MOST_DECODED]
+        spans = predicted_spans(decoded, length, length, store.token_count)
+        _, size = count_words_and_bytes(store, spans)
+        if not size or data.position_weighting:
+            return 0.0
+        total += size * len(windows) / len(decoded)
+    return total
 
 
 def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mamba_fsdp.checkpoint.contents import verify_sizes
 from mamba_fsdp.checkpoint.saved_run import read_run
-from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.console import Console, with_unit
+from mamba_fsdp.errors import UserError, with_unit
+from mamba_fsdp.report.console import Console
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
     COMMIT,

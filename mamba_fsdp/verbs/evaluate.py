@@ -13,16 +13,13 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path
-from mamba_fsdp.data.tokenizer import check_tokenizer, load_words
+from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
+from mamba_fsdp.data.tokenizer import check_tokenizer, import_with
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import Console
@@ -33,7 +30,6 @@ from mamba_fsdp.settings.train_config import DataConfig
 if TYPE_CHECKING:
     from mamba_fsdp.verbs.loading import Loaded
 
-DECODED_AT_ONCE = 1 << 16  # tokens
 POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # of a forward pass, unless one window has more
 
 
@@ -157,8 +153,8 @@ def measure(
     vocab_size = model.weights.config.vocab_size
     if store.vocab_size > vocab_size:
         raise UserError(
-            f"{data} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}: they don't "
-            "belong together"
+            f"{data} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; "
+            f"{import_with(model.weights.tokenizer_path)}"
         )
     world = inference_world()
     window = max(1, min(options.seq_length, store.token_count - 1))
@@ -195,7 +191,7 @@ def measure(
         words=int(words),
         word_perplexity=_exp(nats / words) if words else None,
         bytes=int(size),
-        bits_per_byte=nats / math.log(2) / size if size else None,
+        bits_per_byte=bits_per_byte(loss, tokens, size),
         seconds=time.perf_counter() - began,
         window=window,
         stride=stride,
@@ -204,51 +200,6 @@ def measure(
 
 def _exp(number: float) -> float:
     return math.exp(min(number, 700.0))  # exp of more overflows
-
-
-def predicted_spans(
-    windows: np.ndarray, window: int, stride: int, token_count: int
-) -> list[tuple[int, int]]:
-    """Returns (start, end) of each range of tokens that the windows predict. windows: their numbers."""
-    spans: list[tuple[int, int]] = []
-    for number in windows.tolist():
-        window_end = number * stride + window + 1
-        start = window_end - stride if number else 1  # nothing predicts the first token
-        end = min(window_end, token_count)
-        if spans and spans[-1][1] == start:
-            start = spans.pop()[0]
-        spans.append((start, end))
-    return spans
-
-
-def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Returns (words, bytes) in the text of the tokens in these spans, each (start, end), or (0, 0) without a
-    tokenizer.
-
-    Words are separated by white space, as in the word-level perplexity of WikiText; ends of documents and other special
-    tokens are not words.
-    """
-    try:
-        tokenizer = load_words(source.tokenizer_path).backend
-    except UserError:  # the store has no tokenizer
-        return 0, 0
-    words = size = 0
-    for start, end in spans:
-        unfinished = np.empty(0, np.int64)  # the beginning of a document
-        for at in range(start, end, DECODED_AT_ONCE):
-            tokens = source.read(at, min(DECODED_AT_ONCE, end - at)).tokens
-            tokens = np.concatenate([unfinished, tokens])
-            unfinished = unfinished[:0]
-            documents = np.split(tokens, np.flatnonzero(tokens == source.eos) + 1)
-            if len(documents) > 1 and at + DECODED_AT_ONCE < end:
-                unfinished = documents.pop()
-            texts = tokenizer.decode_batch(
-                [document.tolist() for document in documents], skip_special_tokens=True
-            )
-            for text in texts:
-                words += len(text.split())
-                size += len(text.encode())
-    return words, size
 
 
 def stores_in(data: str, model: str) -> dict[str, Path]:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.interop.places import check_place
-from mamba_fsdp.report.console import fit_for, how_many
+from mamba_fsdp.report.console import fit_for
 from mamba_fsdp.settings.fields import setting
 
 if TYPE_CHECKING:
@@ -64,9 +64,7 @@ def main(model: str, options: GenerationConfig) -> None:
         if count:
             seconds = time.perf_counter() - began
             print(flush=True)
-            speed = (
-                f"{how_many(count, 'token')} in {seconds:.2f} s, {count / seconds:,.0f} tokens/s"
-            )
+            speed = f"{counted(count, 'token')} in {seconds:.2f} s, {count / seconds:,.0f} tokens/s"
             print(speed, file=sys.stderr)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from mamba_fsdp.data.corpus import find_files, kind_of
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path, split_in
 from mamba_fsdp.data.tokenizer import load_words
-from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.console import how_many, read_share, say
+from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.report.console import read_share, say
 from mamba_fsdp.report.records import read, read_status
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
@@ -96,8 +96,8 @@ def show_checkpoint(path: Path, verify: bool) -> int:
         return code
     run = read_run(path)
     progress = run.progress
-    say("tokens", f"{progress.tokens:,}, {how_many(progress.skipped_steps, 'step')} skipped")
-    say("written by", f"{how_many(run.world_size, 'rank')}, torch {run.torch}")
+    say("tokens", f"{progress.tokens:,}, {counted(progress.skipped_steps, 'step')} skipped")
+    say("written by", f"{counted(run.world_size, 'rank')}, torch {run.torch}")
     say("data", json.dumps(progress.data.get("drawn")))
     say("model", describe_model(checked_model(path, run.model)))
     return 0
@@ -112,7 +112,7 @@ def is_input(place: Path) -> bool:
 def show_input(path: Path) -> None:
     files = find_files(str(path), DatasetConfig())
     command = f".venv/bin/python get_dataset.py {shlex.quote(str(path))} OUT"
-    say("data", f"{how_many(len(files), 'file')}, which {command} imports")
+    say("data", f"{counted(len(files), 'file')}, which {command} imports")
 
 
 def show_model(path: Path) -> None:
@@ -147,7 +147,7 @@ def show_tensors(path: Path) -> None:
 
 def describe_model(model: ModelConfig) -> str:
     return (
-        f"{title(model)}, {how_many(model.n_layer, 'layer')} {model.layers}, d_model {model.d_model}, "
+        f"{title(model)}, {counted(model.n_layer, 'layer')} {model.layers}, d_model {model.d_model}, "
         f"vocabulary {model.vocab_size:,}"
     )
 
@@ -159,7 +159,7 @@ def show_data(path: Path, verify: bool) -> None:
     if verify:
         store.verify()
         say("verified", "all bytes read, every file has its size and checksum")
-    say("tokens", f"{store.token_count:,} in {how_many(store.document_count, 'document')}")
+    say("tokens", f"{store.token_count:,} in {counted(store.document_count, 'document')}")
     say("vocabulary", f"{store.vocab_size:,}, eos {store.eos}, {store.dtype.name}")
     _show_samples(store)
 

@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.errors import UserError, near_name, with_unit
 from mamba_fsdp.planning.devices import INSTANCES, Instance
-from mamba_fsdp.report.console import with_unit
 from mamba_fsdp.settings.fields import setting
 from mamba_fsdp.settings.presets import recipe, title
 from mamba_fsdp.settings.resolve import resolve_settings
@@ -83,6 +82,8 @@ def main(*preset: str, options: PlanConfig, **settings_by_name: Any) -> int:
         best_fields = asdict(best_fitting) if best_fitting else None
         print(as_json.dumps({**asdict(expected), **figures, "best": best_fields}, indent=1))
     else:
+        for note in settings.notes:
+            print(f"settings   {note}")
         print(f"model      {title(settings.model)}: {expected.parameters:,} parameters")
         machines = f"{expected.nodes} x {options.instance}".removesuffix(" x ")
         print(

@@ -8,9 +8,10 @@ mixture of the data, restarts, checkpoints (docs/watching.md).
 from dataclasses import dataclass
 from pathlib import Path
 
+from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.page import make_page
-from mamba_fsdp.run_layout import REPORT
+from mamba_fsdp.run_layout import REPORT, TOKENIZER
 from mamba_fsdp.settings.fields import setting
 from mamba_fsdp.storage import write_for_user
 
@@ -26,7 +27,8 @@ def main(*runs: str, options: Options) -> None:
     folders = {Path(run).resolve(): Path(run) for run in runs}  # each run once
     if not folders:
         raise UserError("name at least one run folder; see --help")
-    page = make_page([*folders.values()])
+    tokenizers = {next(identities_in(folder / TOKENIZER), "") for folder in folders}
+    page = make_page([*folders.values()], tokenizers_differ=len(tokenizers - {""}) > 1)
     file = Path(out) if out else Path(runs[0]) / REPORT
     if file.is_dir() or out.endswith("/"):
         file /= REPORT

@@ -180,7 +180,7 @@ def test_no_whole_checkpoint_is_no_reason_to_start_anew(run):
     """A run never restarts at step 0 by itself because all its checkpoints are broken."""
     make_checkpoints(run, [1])
     flip(run / "checkpoints/step_00000001/rank_00000.safetensors")
-    with pytest.raises(UserError, match="of 1 checkpoint in .* none .*rank_00000"):
+    with pytest.raises(UserError, match="none of the checkpoints.*rank_00000"):
         newest(run)
     with pytest.raises(UserError, match="nowhere"):
         find_checkpoint(run / "nowhere", WORLD)

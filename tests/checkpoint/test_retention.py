@@ -106,7 +106,7 @@ def test_what_a_killed_run_left_is_removed_and_said(run):
     said = []
     make_checkpoints(run, [], report=said.append)
     assert said == [
-        f"cleaned    0.003 GB, which a killed process left unfinished, removed from {run}"
+        f"cleaned    3.0 MB, which a killed process left unfinished, removed from {run}"
     ]
     assert not killed.own.exists() and (run / ".snapshot").exists()
 
@@ -123,7 +123,7 @@ def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):
     with pytest.raises(ZeroDivisionError), new_folder(out) as unfinished:
         (unfinished / "part").touch()
         raise ZeroDivisionError
-    assert "cleaned    0.003 GB" in capsys.readouterr().err and os.listdir(tmp_path) == []
+    assert "cleaned    3.0 MB" in capsys.readouterr().err and os.listdir(tmp_path) == []
     with new_folder(out) as unfinished:
         (unfinished / "part").touch()
     assert os.listdir(out) == ["part"] and os.listdir(tmp_path) == ["model"]

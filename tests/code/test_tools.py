@@ -8,6 +8,7 @@ import pytest
 
 from mamba_fsdp.interpreter import OLDEST
 from tests.support.processes import run_program
+from tests.support.summary import read_part, summarize
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,12 @@ def test_every_file_is_written_in_the_images_python(project):
         ast.parse((project / name).read_text(), name, feature_version=OLDEST)
     with pytest.raises(SyntaxError, match="3.11"):
         ast.parse("try:\n    f()\nexcept* OSError:\n    pass\n", feature_version=OLDEST)
+
+
+def test_the_tests_end_with_one_line_over_all_parts(tmp_path, capsys):
+    for name, seconds in (("tests", 30), ("kernels", 3)):
+        (tmp_path / f"cpu-{name}.end").write_text(f"0 {seconds}\n")
+        (tmp_path / f"cpu-{name}.xml").write_text("<suite><testcase file='a' name='b'/></suite>")
+    parts = [read_part(tmp_path, place, False) for place in ("cpu/tests", "cpu/kernels")]
+    assert summarize(parts) == 0
+    assert capsys.readouterr().out.endswith("\n2 passed, 0 failed, 0 skipped in 33 s\n")

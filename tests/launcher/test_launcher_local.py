@@ -124,7 +124,7 @@ def test_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project):
     wait_until((run / "STOP").exists)
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
-    assert code == 130 and output.count("stopping after this step") == 1
+    assert code == 130 and output.count("stopping   once the ranks, which") == 1
     assert "Traceback" not in output and '"stopped"' not in (run / "status.json").read_text()
 
 
@@ -290,6 +290,6 @@ def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_proje
     wait_until((launcher_project / "runs/a/STOP").exists)
     process.send_signal(signal.SIGHUP)
     code, output = finish(process)
-    assert code == 130 and output.count("stopping after this step") == 1
+    assert code == 130 and output.count("stopping   once the ranks, which") == 1
     assert "Traceback" not in output and "to resume from step_" in output
     assert_stopped(launcher_project, "SIGINT")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.curves import curve, name_runs, summarise_run
@@ -19,7 +20,7 @@ EVIL = "<script>document.title = 'owned'</script>"
 
 
 REPORT = """{"step": %d, "tokens": %d, "loss": %s, "learning_rate": %f, "grad_norm": 0.5, "tokens_per_second": 100.0,
- "skipped_steps": 0, "slowest_rank": 1, "source_tokens": {"EVIL": %d}, "source_epochs": {"EVIL": %f}}"""
+ "skipped_steps": 0, "delaying_rank": 1, "source_tokens": {"EVIL": %d}, "source_epochs": {"EVIL": %f}}"""
 VALIDATION = (
     '{"step": 20, "val_loss": 3.5, "val_perplexity": 33.1, "val_tokens": 9, "val_share": 1.0}'
 )
@@ -62,7 +63,7 @@ def test_a_run_is_read_while_it_is_written(tmp_path):
         and run["last"]["step"] == 30
         and run["last"][f"source_epochs/{EVIL}"] == 3 / 8
     )
-    assert not {"step", "tokens", "val_share", "slowest_rank"} & curves.keys()
+    assert not {"step", "tokens", "val_share", "delaying_rank"} & curves.keys()
 
 
 def test_a_long_curve_keeps_its_spikes_beside_its_means():
@@ -109,6 +110,26 @@ def test_what_is_no_run_or_has_nothing_yet_is_one_line(tmp_path):
     (run / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"metrics.jsonl: can't be read \(Is a directory\)$"):
         report.main(str(run), options=report.Options())
+
+
+def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path):
+    runs = [write_run(tmp_path / name, [2.0]) for name in "ab"]
+    for run in runs:
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('\n{"step": 10, "val_loss": 3, "val_bits_per_byte": 1.5}\n')
+    for letter, names in (
+        ("x", ["Loss", "Perplexity", "Bits per byte"]),
+        ("y", ["Bits per byte", "Loss"]),
+    ):
+        for run, words in zip(runs, ("x", letter)):
+            (run / "tokenizer").mkdir(exist_ok=True)
+            words = Tokenizer(models.WordLevel({words: 0}, unk_token=words))
+            words.save(str(run / "tokenizer/tokenizer.json"))
+        page = tmp_path / "report.html"
+        report.main(*map(str, runs), options=report.Options(str(page)))
+        charts = re.findall('"title": "(.*?)", "unit": "(.*?)"', page.read_text())
+        assert [title for title, _ in charts][: len(names)] == names
+        assert (letter == "y") == any("not comparable" in unit for _, unit in charts)
 
 
 @pytest.mark.slow

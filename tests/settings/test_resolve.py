@@ -81,7 +81,6 @@ MISTAKES = {
     "layers=0*mamba1": "names no layer",
     "seq_length=8 data.seq_length=9": "given twice",
     "warmup_ratio=0.1 warmup_steps=5": "excludes warmup_steps=5",
-    "model_name=mamba-130m batch_size=24": "not a multiple of batch_size 24",
     "num_epochs=2 num_steps=5": "excludes num_steps=5",
     "gradient_accumulation_steps=2 global_batch_size=8": "excludes global_batch_size",
     "dataset_path=a\0b": "holds a NUL character",
@@ -153,15 +152,43 @@ def test_the_table_names_every_setting_that_needs_another():
 
 @pytest.mark.parametrize("given", POINTLESS)
 def test_a_setting_that_does_nothing_is_refused(given, tmp_path):
+    """A setting of the model is told only: one command line may serve several models."""
     where_not, where = map(words, POINTLESS[given])
     name = given.partition("=")[0]
+    usual = resolve()
     resolve(**where, **words(given))
     resolve(**where_not, **{name: module.shown(module.default(name))})
-    assert f"{given} does nothing without " in refused(**where_not, **words(given))
+
+    def told(*arguments, **given_words):
+        if hasattr(usual.model, name):
+            return "".join(resolve(*arguments, **given_words).notes)
+        return refused(*arguments, **given_words)
+
+    assert f"{given} does nothing without " in told(**where_not, **words(given))
     file = tmp_path / "own.yaml"
     lines = [f"{key}: {value}\n" for key, value in {**where_not, **words(given)}.items()]
     file.write_text("".join(lines))
-    assert re.search(f"{name}=.* does nothing without .*own.yaml", refused(str(file)))
+    assert re.search(f"{name}=.* does nothing without ", told(str(file)))
+
+
+FITTING = {
+    "layers=attention n_head=2": "n_kv_head=2 instead of 8",
+    "layers=attention d_model=100": "n_head=4 instead of 8",
+    "model_name=mamba_9.8b head_dim=32": "rotary_dim=-1 instead of 64",
+    "layers=mamba2 d_model=48": "headdim=32 instead of 64",
+    "layers=mamba3 ngroups=8": "headdim=32 instead of 64",
+    "model_name=mamba-codestral-7b d_ssm=100": "ngroups=4 instead of 8",
+    "model_name=granite-4.0-h-micro n_layer=3": "multipliers=embedding=12,residual=0.22,logits_divisor=8 ",
+    "global_batch_size=4": "batch_size=4 instead of 8",
+    "model_name=mamba-130m batch_size=24": "global_batch_size=264 instead of 256",
+}
+
+
+@pytest.mark.parametrize("given", FITTING)
+def test_what_was_not_given_fits_what_was(given):
+    """One setting alone is not refused with the name of another, which nobody gave."""
+    assert FITTING[given] in " ".join(resolve(**words(given)).notes)
+    assert not resolve(layers="attention", head_dim="25").notes
 
 
 def test_a_schedule_without_a_floor():

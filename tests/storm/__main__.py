@@ -28,7 +28,7 @@ from tests.storm import rank
 RANKS = {"ddp": 3, "fsdp": 2, "hsdp": 4, "context": 2}
 STEPS = 12
 SECONDS_TO_END = 400  # for ranks whose launcher or peer is gone, on however busy a machine
-TIMES = ("tokens_per_second", "mfu", "slowest_rank", "seconds", "goodput", "memory_gb", "gpu_")
+TIMES = ("tokens_per_second", "mfu", "delaying_rank", "seconds", "goodput", "memory_gb", "gpu_")
 
 
 def main(words):

@@ -40,7 +40,7 @@ class Part:
 
     stack: str
     name: str
-    seconds: str = ""
+    seconds: int = 0
     passed: int = 0
     failed: list[str] = field(default_factory=list)  # a line for each
     skipped: list[str] = field(default_factory=list)  # for each its file and the reason
@@ -92,14 +92,15 @@ def read_part(folder: Path, place: str, may_be_empty: bool) -> Part:
         part.skip(name, absence.read_text())
         return part
     try:
-        status, part.seconds = stem.with_name(f"{stem.name}.end").read_text().split()
+        status, seconds = map(int, stem.with_name(f"{stem.name}.end").read_text().split())
+        part.seconds = seconds
         tree = ElementTree.parse(stem.with_name(f"{stem.name}.xml"))
     except (FileNotFoundError, ElementTree.ParseError):
         part.failed.append(f"{stack}: {name}: it did not run to its end")
         return part
     for case in tree.iter("testcase"):
         part.count(case)
-    part.end(int(status), may_be_empty)
+    part.end(status, may_be_empty)
     return part
 
 
@@ -121,7 +122,9 @@ def summarize(parts: list[Part]) -> int:
     ran_nothing = passed + len(failed) + len(skipped) == 0
     if ran_nothing:
         print("no test fits these words")
-    print(f"\n{passed} passed, {len(failed)} failed, {len(skipped)} skipped")
+    print(
+        f"\n{passed} passed, {len(failed)} failed, {len(skipped)} skipped in {sum(part.seconds for part in parts)} s"
+    )
     if ran_nothing:
         return EMPTY
     return int(len(failed) > 0)

@@ -62,8 +62,8 @@ def test_a_step_has_one_small_collective(settings_of, tmp_path):
         assert steps[:4] == [["allreduce_"]] * 4 and len(steps) == 5
     assert steps_in(tmp_path / "run") == [5]
     for entry in read(tmp_path / "run/metrics.jsonl"):
-        assert (entry["slowest_rank"], entry["slowest_rank_seconds"]) == (1, 2.0)
-        assert entry["median_rank_seconds"] == 1.5
+        assert (entry["delaying_rank"], entry["largest_delay_seconds"]) == (1, 2.0)
+        assert entry["median_delay_seconds"] == 1.5
 
 
 def stopped_at(world, look, settings):

@@ -85,7 +85,7 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(
         )
         assert steps == 2 or f"step {steps - 2}" in said
         assert (
-            ranks == 1 or "slowest_rank" in (relay / "metrics.jsonl").read_text().splitlines()[-2]
+            ranks == 1 or "delaying_rank" in (relay / "metrics.jsonl").read_text().splitlines()[-2]
         )
     whole, parts = (
         [entry["loss"] for entry in metrics_of(run) if "loss" in entry]

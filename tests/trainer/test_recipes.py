@@ -11,7 +11,7 @@ from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.planning.devices import INSTANCES
 from mamba_fsdp.planning.estimate import estimate
 from mamba_fsdp.settings.presets import RECIPES_FILE, SPELLINGS, recipe
-from mamba_fsdp.settings.resolve import as_dict, ready_runs, resolve_settings
+from mamba_fsdp.settings.resolve import as_dict, note_on_recipe, ready_runs, resolve_settings
 from mamba_fsdp.settings.text_yaml import load_yaml
 
 WORDS = [word for words in load_yaml(RECIPES_FILE) for word in words.split()]
@@ -85,6 +85,8 @@ def test_words_of_other_launchers_train_as_there():
         settings = resolve_settings({"model_name": word})
         assert settings.lr_schedule.schedule == "fms_cosine" and settings.data.seq_length == 4096
         assert settings.optimizer.learning_rate == 3e-4 and not settings.training.global_batch_size
+        recipe_name, _, _ = word.partition("/")
+        assert f"schedule=fms_cosine: the recipe {recipe_name} in " in note_on_recipe(settings)[0]
     assert resolve_settings({}, "bamba-9b").lr_schedule.schedule == "fms_cosine"
 
 

@@ -44,13 +44,15 @@ def goodput_facts(run):
     return progress["first_started"], progress["step_seconds"]
 
 
-def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights_of):
+def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights_of, monkeypatch):
     """Also between reports: the mean loss of a report interval survives the break, as does what goodput is made of."""
     common = {"report_interval": 4, "num_steps": 8, "schedule": "constant"}
     train(tmp_path / "whole", **common)
-    began = time.time()
+    began = time.time() - 1000  # of the command that has started the ranks
+    monkeypatch.setenv("COMMAND_BEGAN", str(began))
     train(tmp_path / "parts", **{**common, "num_steps": 2})
     first, seconds = goodput_facts(tmp_path / "parts")
+    assert first == began
     train(tmp_path / "parts", **common)
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
     later, more = goodput_facts(tmp_path / "parts")
@@ -90,6 +92,9 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     assert "of the machine's" in train(
         tmp_path, dry_run=True, batch_size=10**7, use_dummy_dataset=True, validation_path="auto"
     )
+    said = train(tmp_path, dry_run=True, num_steps=10**6, vocab_size=999, warmup_steps="2M")
+    for warning in ("read the data .* times; set", "set vocab_size=64", "2 times as long as the s"):
+        assert re.search(f"^warning .*{warning}", said, re.MULTILINE), (warning, said)
     train(tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     newest = tmp_path / "run/checkpoints/step_00000006"

@@ -5,9 +5,12 @@ import shutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+import mamba_fsdp
 from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
+from mamba_fsdp.report.records import read
+from tests.support import corpora
 from tests.trainer.conftest import write_store
 
 WORDS = ["<end>", "?", *(f"w{number}" for number in range(62))]
@@ -75,6 +78,16 @@ def run_of(train, data, tmp_path):
     }
 
 
+def test_a_validation_records_the_bits_per_byte_that_evaluate_finds(train, data, run_of, tmp_path):
+    """Of the same windows. Data of an unknown tokenizer has none."""
+    last = [entry for entry in read(run_of["run"] / "metrics.jsonl") if "val_loss" in entry][-1]
+    model = mamba_fsdp.load(run_of["run"])
+    found = mamba_fsdp.evaluate(model, data / "a/validation", seq_length=32, limit=4)
+    assert last["val_bits_per_byte"] == pytest.approx(found.bits_per_byte, rel=1e-5)
+    train(tmp_path / "unknown", dataset_path=data / "unknown", num_steps=1)
+    assert "val_bits_per_byte" not in read(tmp_path / "unknown/metrics.jsonl")[0]
+
+
 def test_training_refuses_another_tokenizer(train, data, run_of, tmp_path):
     """Data among each other, and the data and the model that a run starts or resumes from."""
     both = {"dataset_path": data, "datasets": "unknown,a,b"}
@@ -94,3 +107,11 @@ def test_training_refuses_another_tokenizer(train, data, run_of, tmp_path):
     refused = REFUSED.format(".*b/train", ".*run/checkpoints/step_00000006")
     with pytest.raises(UserError, match=refused):
         train(run_of["run"], dataset_path=data, datasets="b", num_steps=9)
+    corpora.write_store(tmp_path / "large", [range(99)] * 9, vocab_size=99, eos=0, tokenizer="")
+    for run, given, folder in (
+        ("run", {}, run_of["run"] / "tokenizer"),
+        ("new", {"load_ckpt_path": run_of["copied"]}, "FOLDER"),
+        ("new", {"init_from": run_of["exported"]}, run_of["exported"]),
+    ):
+        with pytest.raises(UserError, match=f"vocabulary of 99.*64; .*--tokenizer={folder}$"):
+            train(tmp_path / run, dataset_path=tmp_path / "large", **given)

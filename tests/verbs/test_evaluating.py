@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mamba_fsdp
+from mamba_fsdp.data import text
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
@@ -66,7 +67,7 @@ def test_words_and_bytes_are_those_of_the_predicted_text(model, monkeypatch):
     assert whole.word_perplexity == pytest.approx(math.exp(whole.loss * whole.tokens / whole.words))
     bits = whole.loss * whole.tokens / math.log(2)
     assert whole.bits_per_byte == pytest.approx(bits / whole.bytes)
-    monkeypatch.setattr(evaluate, "DECODED_AT_ONCE", store.token_count // 3)
+    monkeypatch.setattr(text, "DECODED_AT_ONCE", store.token_count // 3)
     again = mamba_fsdp.evaluate(model, STORE, seq_length=32, stride=8)
     assert again.bytes == whole.bytes and again.loss != whole.loss
     assert whole.words <= again.words <= whole.words + 3  # one document, cut in words
@@ -120,7 +121,7 @@ def test_mistakes_are_a_line(run, words, message):
 
 def test_a_store_of_another_vocabulary_is_refused(model):
     model.weights.config.vocab_size = 9
-    with pytest.raises(UserError, match="they don't belong together"):
+    with pytest.raises(UserError, match="import the data with the model's tokenizer"):
         mamba_fsdp.evaluate(model, STORE)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import pydoc
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ def test_it_shows_its_functions_with_what_they_are_for():
         function = getattr(mamba_fsdp, name)
         assert callable(function) and function.__doc__ and inspect.signature(function).parameters
     assert "length: Largest number of tokens" in mamba_fsdp.generate.__doc__
+    assert "The same call again resumes" in pydoc.render_doc("mamba_fsdp.train")
     with pytest.raises(AttributeError, match="has no attribute 'generates'"):
         _ = mamba_fsdp.generates
 
