@@ -54,6 +54,9 @@ def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -
                 console.line(f"settings   {note}")
             origin = world.on_rank0(find_origin, settings.checkpoint)
             weights = world.on_all_ranks(starting_weights, settings, origin)
+            changed = world.on_rank0(resolve.changed_settings, settings)
+            if changed:
+                console.line(f"settings   changed since the last start: {changed}")
             if not is_dry:
                 world.on_rank0(folder.acquire)
             with stop:

@@ -105,6 +105,12 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     assert f"{newest} is broken and is skipped" in said and f"resumes    from {newest}" not in said
 
 
+def test_a_start_says_which_settings_are_not_those_of_the_last_start(train, tmp_path):
+    assert "settings " not in train(tmp_path, learning_rate=0.003, num_steps=2)
+    said = train(tmp_path, learning_rate=0.001, num_steps=2, dry_run=True, load_ckpt_path=tmp_path)
+    assert "changed since the last start: learning_rate=0.001 (before 0.003)\n" in said
+
+
 def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, monkeypatch):
     """And the same command publishes it, without another step."""
 
