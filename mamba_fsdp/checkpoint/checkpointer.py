@@ -10,7 +10,6 @@ import contextlib
 import enum
 import json
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -295,18 +294,9 @@ class Checkpointer:
     # The methods below run on rank 0 only.
 
     def _free_disk(self, shards: Sequence[Shard]) -> None:
-        """Removes old checkpoints, but never the newest, until the disk has room for all ranks' shards together. Raises
-        UserError where that is not enough."""
-        needed = sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
-        for keep in reversed(range(self.retention.keep)):
-            free = shutil.disk_usage(self.folder).free
-            if free >= needed:
-                return
-            if keep and self.last:
-                self.retention.prune(self.last, keep)
-        raise UserError(
-            f"a checkpoint needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
-            "make room, keep fewer checkpoints or choose another folder"
+        """Makes room for all ranks' shards together, see Retention.make_room."""
+        self.retention.make_room(
+            sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
         )
 
     def _commit(self, save: Save, files: Sequence[RankFile]) -> Path:
