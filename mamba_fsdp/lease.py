@@ -162,8 +162,13 @@ class Lease:
         # then a rename into it that follows from the look fails.
         with contextlib.suppress(FileExistsError):
             self.own.mkdir()
-        with contextlib.suppress(FileExistsError), open(self.file, "xb", buffering=0) as file:
-            file.write(content)
+        with contextlib.suppress(FileExistsError), open(self.file, "xb") as file:
+            try:
+                file.write(content)
+                file.flush()
+            except OSError:  # half a lease would count as another's
+                self.file.unlink(missing_ok=True)
+                raise
         if not self.is_held():
             return False
         for other in list_hidden_beside(self.file):

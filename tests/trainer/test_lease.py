@@ -11,7 +11,7 @@ import pytest
 from mamba_fsdp import lease as module
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Holder, Lease
-from mamba_fsdp.report.records import read_status, write_status
+from mamba_fsdp.report.records import correct_status, read_events, read_status, write_status
 from mamba_fsdp.run_layout import LEASE
 from mamba_fsdp.verbs import inspect
 from tests.support.checkpoints import commit_empty
@@ -133,3 +133,23 @@ def test_a_run_that_could_not_write_its_end_is_not_called_running(
     assert (told["status"], told["step"]) == (status, step)
     why = "exited without a status: killed, or its disk was full"
     assert (why in capsys.readouterr().out) == (status == "failed")
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_run_that_starts_while_its_status_is_read_stays_running(tmp_path, monkeypatch, nth):
+    """Whichever of the two looks at the lease it comes after."""
+    looks = []
+
+    def look(self, real=Lease.look):
+        seen = real(self)
+        looks.append(seen)
+        if len(looks) == nth:
+            left_by(tmp_path, **asdict(Holder.this_process()))
+            write_status(tmp_path, "running", 3, "starting")
+        return seen
+
+    write_status(tmp_path, "running", 2)
+    monkeypatch.setattr(Lease, "look", look)
+    correct_status(tmp_path)
+    assert read_status(tmp_path)["reason"] == "starting"
+    assert "failed" not in [event["event"] for event in read_events(tmp_path)]
