@@ -282,6 +282,11 @@ class Checkpointer:
         model_pieces = sum(is_model(name) for name, _, _ in copied)
 
         def write() -> FileChecksum:
+            for name, _, tensor in copied[:model_pieces]:
+                if not math.isfinite(sum(torch.aminmax(tensor))):
+                    raise UserError(
+                        f"{name} is not finite: training has diverged; lower learning_rate"
+                    )
             checksum = write_pieces(path, copied, model_pieces, self.asynchronous)
             sync_folder(save.folder)
             return checksum

@@ -111,6 +111,20 @@ def test_a_start_says_which_settings_are_not_those_of_the_last_start(train, tmp_
     assert "changed since the last start: learning_rate=0.001 (before 0.003)\n" in said
 
 
+@pytest.mark.parametrize(
+    "interval, said",
+    [(4, "validation loss after step 4 is nan"), (0, "step 4 could not .* finite")],
+)
+def test_a_run_whose_weights_are_not_finite_fails(train, tmp_path, interval, said):
+    """Without a checkpoint of these weights: the same command with another learning rate resumes from the one before."""
+    given = {"eval_interval": interval, "checkpoint_interval": 1}
+    train(tmp_path, num_steps=1, **given)
+    with pytest.raises(UserError, match=said):
+        train(tmp_path, num_steps=4, learning_rate=1e308, **given)
+    assert read_status(tmp_path)["status"] == "failed"
+    assert [path.name for path in tmp_path.glob("*/step_*")] == ["step_00000001"] * 2
+
+
 def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, monkeypatch):
     """And the same command publishes it, without another step."""
 
