@@ -83,8 +83,9 @@ class Retention:
     def make_room(self, needed: int) -> None:
         """Removes old checkpoints until the disk has room for one of `needed` bytes. Raises UserError, and removes
         none, where that is not enough."""
-        check_room(self.folder, self._whole(), needed)
-        for keep in range(self.keep, 0, -1):
+        whole = self._whole()
+        check_room(self.folder, whole, needed)
+        for keep in range(min(self.keep, len(whole)), 0, -1):
             if shutil.disk_usage(self.folder).free < needed:
                 self.prune(keep)
 

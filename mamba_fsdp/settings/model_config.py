@@ -124,7 +124,7 @@ class ModelConfig:
         """Returns the n_layer layers. Raises UserError for a pattern that can't be read."""
         pattern: list[Layer] = []
         for item in self.layers.replace(" ", "").split(","):
-            match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+(?:/[a-z0-9]+)?)(\+mlp)?", item)
+            match = re.fullmatch(r"(?:(\d{1,9})\*)?([a-z0-9]+(?:/[a-z0-9]+)?)(\+mlp)?", item)
             if not match or not spec.MIXERS.keys() >= set(match[2].split("/")):
                 raise UserError(
                     f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, or two "

@@ -1,6 +1,7 @@
 """One run: its start, its end, and the status that it leaves when it fails."""
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,8 +91,9 @@ def explained(error: BaseException, rank: int) -> BaseException:
 
     Call it for errors before the first step is done: then the settings ask for too much memory.
     Later, memory may run out by accident, and a restart helps."""
-    is_out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    is_out_of_memory = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError)
+        and re.search("can't allocate memory|Storage size calculation overflowed", str(error))
     )
     if not is_out_of_memory:
         return error
