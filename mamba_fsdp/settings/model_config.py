@@ -240,12 +240,10 @@ def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
         leaf = leaves[name]
         try:
             if type(value) is not leaf.type:
-                raise ValueError
+                raise ValueError(f"this program's models need: {takes(leaf)}")
             leaf.metadata["bounds"].check(value)
-        except ValueError:
-            raise UserError(
-                f"{path}: {name} is {value!r}, but this program's models need: {takes(leaf)}"
-            ) from None
+        except ValueError as error:
+            raise UserError(f"{path}: {name} is {value!r}, but {error}") from None
     config = ModelConfig(**values)
     try:
         config.check()

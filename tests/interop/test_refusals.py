@@ -252,7 +252,7 @@ def test_sources_that_are_none(tmp_path):
 def test_a_config_of_ours_that_was_edited_wrongly(tmp_path):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"])
     change_config(ours, d_model="64")
-    refused(ours, "d_model is '64', but this program's models need: whole number, at", tmp_path)
+    refused(ours, "d_model is '64', but this program's models need: whole number, at l", tmp_path)
     change_config(ours, d_model=64, width=3)
     refused(ours, "width is no setting of this program's models", tmp_path)
 
