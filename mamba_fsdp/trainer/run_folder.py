@@ -53,7 +53,7 @@ class RunFolder:
                 model.close()
         except OSError as error:
             raise UserError(
-                f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})"
+                f"save_ckpt_path {self.path}: can't write {error.filename or LEASE} ({error.strerror})"
             ) from None
         # Written at once, so that an earlier `finished` is gone even if this start is killed.
         self.write_status("running", newest_step(self.path), "starting")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import time
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Holder, Lease
 from mamba_fsdp.report.records import correct_status, read_events, read_status, write_status
 from mamba_fsdp.run_layout import LEASE
+from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.verbs import inspect
 from tests.support.checkpoints import commit_empty
 
@@ -102,6 +104,20 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
     )
     with pytest.raises(UserError, match=r"process 7 on node-7 \(Slurm job 17\)"):
         take()
+
+
+def test_a_full_disk_is_told_and_no_half_lease_is_left(tmp_path):
+    """Which would count as another's."""
+    folder = RunFolder(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(UserError, match="can't write lease.json .File too large"):
+            folder.acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        folder.lease.close()
+    assert os.listdir(tmp_path) == ["checkpoints"]
 
 
 def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, tmp_path):
