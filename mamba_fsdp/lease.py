@@ -76,10 +76,11 @@ class Holder:
             job=os.environ.get("SLURM_JOB_ID"),
         )
 
-    def has_ended(self) -> bool:
-        """Returns whether the process is known to have ended; False also where that can't be known."""
-        is_here = self.machine is not None and self.machine == _machine()
-        return is_here and _start_of(self.pid) != self.started
+    def is_alive(self) -> bool | None:
+        """Returns whether the process lives; None where that can't be known."""
+        if self.machine is None or self.machine != _machine():
+            return None
+        return _start_of(self.pid) == self.started
 
     def __str__(self) -> str:
         job = f" (Slurm job {self.job})" if self.job else ""
@@ -99,10 +100,14 @@ class Look:
             return from_json(Holder, parse_object(self.content))
         return None
 
+    def is_alive(self) -> bool | None:
+        """Returns whether the holder lives; None where that can't be known."""
+        holder = self.holder()
+        return holder and holder.is_alive()
+
     def has_ended(self) -> bool:
         """Returns whether the holder is known to have ended."""
-        holder = self.holder()
-        return holder is not None and holder.has_ended()
+        return self.is_alive() is False
 
     def __str__(self) -> str:
         return str(self.holder() or "an unknown process")
@@ -126,10 +131,14 @@ class Lease:
         """Takes the lease, and waits where only time tells whether its holder is dead. Raises UserError, which ends in
         `remedy`, where a living process holds it, StorageError after patient trying, and OSError."""
         while not self.try_take(report):
-            holder = self.look()
-            report(f"waiting    to see whether {holder} is still alive: it held {self.place}")
-            if self.shows_life():
-                raise UserError(f"{self.place} is in use by {holder}; {remedy}")
+            report(f"waiting    to see whether {self.look()} is still alive: it held {self.place}")
+            self.check_unused(remedy)
+
+    def check_unused(self, remedy: str) -> None:
+        """Raises UserError, which ends in `remedy`, where a holder shows life."""
+        holder = self.look()
+        if self.shows_life():
+            raise UserError(f"{self.place} is in use by {holder}; {remedy}")
 
     def try_take(self, report: Report = print) -> bool:
         """Returns whether this process holds the lease now. False where another holds it that is not known to be dead.

@@ -25,10 +25,11 @@ def removable(whole: Sequence[Path], keep: int) -> list[Path]:
 def check_room(folder: Path, whole: Sequence[Path], needed: int, count: int = 1) -> None:
     """Raises UserError if the disk of `folder` has no room for `count` checkpoints of `needed` bytes each, though old
     ones of the `whole` checkpoints there are removed for them."""
-    free = shutil.disk_usage(folder).free
+    usage = shutil.disk_usage(folder)
+    free = usage.free
     if free < count * needed:
         free += sum(map(size_of, removable(whole, 1)))
-    if free < count * needed:
+    if free < count * needed and usage.total:  # 0: the file system does not say
         raise UserError(
             f"{folder} has only {with_unit(free, 'B')} free, but the checkpoints to come need "
             f"{count} x {with_unit(needed, 'B')}; make room, lower keep_checkpoints, or choose another folder"

@@ -14,6 +14,7 @@ from mamba_fsdp.lease import Lease
 from mamba_fsdp.report import records
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
+    IN_USE,
     LEASE,
     MODELS,
     TOKENIZER,
@@ -38,14 +39,13 @@ class RunFolder:
         checkpoints = self.path / CHECKPOINTS
         try:
             retry_io(partial(checkpoints.mkdir, parents=True, exist_ok=True), self.path)
-            remedy = "stop that run first, or give this one another save_ckpt_path"
             if os.stat(checkpoints).st_dev != os.stat(self.path).st_dev:
                 raise UserError(
                     f"save_ckpt_path {self.path}: {CHECKPOINTS} lies on another disk, to which nothing can be moved; "
                     "name a folder on that disk as save_ckpt_path"
                 )
             report = partial(print, flush=True)
-            self.lease.take(report, remedy)
+            self.lease.take(report, IN_USE)
             for file in (self.path / MODELS).glob(".*.lease"):
                 model = Lease(file)
                 model.shows_life()

@@ -16,12 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from mamba_fsdp.checkpoint.retention import check_room
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch import machine
-from mamba_fsdp.model.spec import parameter_count
-from mamba_fsdp.run_layout import CHECKPOINT_BYTES, CHECKPOINTS, committed
+from mamba_fsdp.launch.plan import check_space
 from mamba_fsdp.settings.resolve import read_resolved
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage import write_object
@@ -93,15 +91,9 @@ def data_mistakes(settings: TrainConfig) -> list[str]:
 def space_mistakes(settings: TrainConfig) -> list[str]:
     """Returns a sentence if the run folder's file system has no room for the next checkpoint of a run, or for all that a
     new run keeps, else []."""
-    folder = Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
-    earlier = committed(folder / CHECKPOINTS)
-    # The oldest of a new run is removed once the newest is committed.
-    count = 1 if earlier else settings.checkpoint.keep_checkpoints + 1
-    size = CHECKPOINT_BYTES
-    if settings.optimizer.optimizer == "muon":
-        size -= 4  # at the least: its matrices have one moment
     try:
-        check_room(folder, earlier, size * parameter_count(settings.model), count)
+        # The oldest of a new run is removed once the newest is committed.
+        check_space(settings, settings.checkpoint.keep_checkpoints + 1)
     except UserError as error:
         return [str(error)]
     return []
