@@ -64,7 +64,8 @@ def check_folder(settings: TrainConfig) -> None:
     if settings.training.dry_run:
         return
     folder = Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
-    if not os.access(_place_of(folder), os.W_OK):
+    place = _place_of(folder)
+    if not (place.is_dir() and os.access(place, os.W_OK)):
         raise UserError(f"save_ckpt_path: can't write to {folder}")
     lease = Lease(folder / LEASE)
     look = lease.look()

@@ -215,7 +215,8 @@ def test_mistakes_are_told_in_a_line_or_two(launcher_project, given):
     settings = [word for word in given.split() if word.startswith("--")]
     environment = dict(word.split("=") for word in given.split() if word not in settings)
     code, output = train(launcher_project, *settings, **environment)
-    assert code == 2 and MISTAKES[given] in output and len(output.splitlines()) <= 2
+    assert code == 2, output
+    assert MISTAKES[given] in output and len(output.splitlines()) <= 2
     assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
     assert [path.name for path in (launcher_project / "store").iterdir()] == ["index.json"]
 
