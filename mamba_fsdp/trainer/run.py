@@ -115,9 +115,10 @@ def train(
         was_done = world.on_rank0(was_validated, folder.path, state.step)
         validation_due = not was_done
     if state.step >= schedule.total_steps and not validation_due:
-        console.line(
-            f"over       {folder.path} already has all its {state.step} steps; raise num_steps to train on"
-        )
+        what = f"already has all its {state.step} steps"
+        if state.step > schedule.total_steps:
+            what = f"is already past {schedule.total_steps}: it has {state.step} steps"
+        console.line(f"over       {folder.path} {what}; raise num_steps to train on")
         return context.checkpointer.last
     if world.rank == 0:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(context.settings))

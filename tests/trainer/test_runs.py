@@ -136,7 +136,8 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
         train(tmp_path)
     assert read_status(tmp_path)["status"] == "failed"
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    assert "raise num_steps to train on" in train(tmp_path)
+    assert "already has all its 6 steps; raise num_steps to train on" in train(tmp_path)
+    assert "is already past 2: it has 6 steps" in train(tmp_path, num_steps=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert read_status(tmp_path)["status"] == "finished"
     assert list(tmp_path.glob("pth/*/consolidated.00.pth"))
