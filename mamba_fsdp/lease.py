@@ -103,11 +103,7 @@ class Look:
     def is_alive(self) -> bool | None:
         """Returns whether the holder lives; None where that can't be known."""
         holder = self.holder()
-        return holder and holder.is_alive()
-
-    def has_ended(self) -> bool:
-        """Returns whether the holder is known to have ended."""
-        return self.is_alive() is False
+        return None if holder is None else holder.is_alive()
 
     def __str__(self) -> str:
         return str(self.holder() or "an unknown process")
@@ -149,7 +145,7 @@ class Lease:
             seen = self.look()
             if seen is None or seen.content == content:
                 continue
-            if not seen.has_ended() and seen != self.silent:
+            if seen.is_alive() is not False and seen != self.silent:
                 delete(self.own)
                 return False
             retry_io(self._take_away, self.file)
@@ -203,7 +199,7 @@ class Lease:
                 return False
             if now != before:
                 return True
-            if now.has_ended() or time.monotonic() >= end:
+            if now.is_alive() is False or time.monotonic() >= end:
                 self.silent = now
                 return False
             heart.beat()

@@ -213,7 +213,7 @@ def read_status(run_folder: Path) -> dict[str, Any]:
         before = lease.look()
         status = parse_object((run_folder / STATUS).read_text())
         holder = lease.look()
-        is_over = not any(look and not look.has_ended() for look in (before, holder))
+        is_over = not any(look and look.is_alive() is not False for look in (before, holder))
         if status.get("status") == "running" and is_over:
             reason = (
                 f"{holder or 'its process'} exited without a status: killed, or its disk was full"
