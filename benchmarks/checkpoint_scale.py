@@ -121,7 +121,7 @@ def measure(config, ranks):
         )
         shards = []
         for shard, elements in shards_of(spec, 0, ranks):
-            shards.append(replace(shard, data=torch.empty(elements)))
+            shards.append(replace(shard, data=torch.zeros(elements)))
         began = time.perf_counter()
         # Sparse files need no room.
         room = mock.patch.object(shutil, "disk_usage", lambda _: SimpleNamespace(free=math.inf))

@@ -76,10 +76,11 @@ class Holder:
             job=os.environ.get("SLURM_JOB_ID"),
         )
 
-    def has_ended(self) -> bool:
-        """Returns whether the process is known to have ended; False also where that can't be known."""
-        is_here = self.machine is not None and self.machine == _machine()
-        return is_here and _start_of(self.pid) != self.started
+    def is_alive(self) -> bool | None:
+        """Returns whether the process lives; None where that can't be known."""
+        if self.machine is None or self.machine != _machine():
+            return None
+        return _start_of(self.pid) == self.started
 
     def __str__(self) -> str:
         job = f" (Slurm job {self.job})" if self.job else ""
@@ -99,10 +100,10 @@ class Look:
             return from_json(Holder, parse_object(self.content))
         return None
 
-    def has_ended(self) -> bool:
-        """Returns whether the holder is known to have ended."""
+    def is_alive(self) -> bool | None:
+        """Returns whether the holder lives; None where that can't be known."""
         holder = self.holder()
-        return holder is not None and holder.has_ended()
+        return None if holder is None else holder.is_alive()
 
     def __str__(self) -> str:
         return str(self.holder() or "an unknown process")
@@ -126,10 +127,14 @@ class Lease:
         """Takes the lease, and waits where only time tells whether its holder is dead. Raises UserError, which ends in
         `remedy`, where a living process holds it, StorageError after patient trying, and OSError."""
         while not self.try_take(report):
-            holder = self.look()
-            report(f"waiting    to see whether {holder} is still alive: it held {self.place}")
-            if self.shows_life():
-                raise UserError(f"{self.place} is in use by {holder}; {remedy}")
+            report(f"waiting    to see whether {self.look()} is still alive: it held {self.place}")
+            self.check_unused(remedy)
+
+    def check_unused(self, remedy: str) -> None:
+        """Raises UserError, which ends in `remedy`, where a holder shows life."""
+        holder = self.look()
+        if self.shows_life():
+            raise UserError(f"{self.place} is in use by {holder}; {remedy}")
 
     def try_take(self, report: Report = print) -> bool:
         """Returns whether this process holds the lease now. False where another holds it that is not known to be dead.
@@ -140,7 +145,7 @@ class Lease:
             seen = self.look()
             if seen is None or seen.content == content:
                 continue
-            if not seen.has_ended() and seen != self.silent:
+            if seen.is_alive() is not False and seen != self.silent:
                 delete(self.own)
                 return False
             retry_io(self._take_away, self.file)
@@ -162,8 +167,13 @@ class Lease:
         # then a rename into it that follows from the look fails.
         with contextlib.suppress(FileExistsError):
             self.own.mkdir()
-        with contextlib.suppress(FileExistsError), open(self.file, "xb", buffering=0) as file:
-            file.write(content)
+        with contextlib.suppress(FileExistsError), open(self.file, "xb") as file:
+            try:
+                file.write(content)
+                file.flush()
+            except OSError:  # half a lease would count as another's
+                self.file.unlink(missing_ok=True)
+                raise
         if not self.is_held():
             return False
         for other in list_hidden_beside(self.file):
@@ -189,7 +199,7 @@ class Lease:
                 return False
             if now != before:
                 return True
-            if now.has_ended() or time.monotonic() >= end:
+            if now.is_alive() is False or time.monotonic() >= end:
                 self.silent = now
                 return False
             heart.beat()

@@ -25,6 +25,7 @@ KERNELS = "kernels.json"
 CACHES = ".cache"  # beside the run folders
 STATUS = "status.json"
 LEASE = "lease.json"
+IN_USE = "stop that run first, or give this one another save_ckpt_path"
 STOP = "STOP"  # whoever makes this file asks the run to stop
 TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
 # The launcher writes these: first failures, the nodes' reports, and what each start resolved for its ranks.

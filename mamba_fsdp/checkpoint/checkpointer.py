@@ -10,7 +10,6 @@ import contextlib
 import enum
 import json
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from mamba_fsdp.checkpoint.folder import is_model, stored_name
 from mamba_fsdp.checkpoint.ranges import find_ranges, pack, part_to_write
 from mamba_fsdp.checkpoint.restore import Check, Restored, load, newest_whole
 from mamba_fsdp.checkpoint.retention import Retention
-from mamba_fsdp.errors import UserError, first_line, joined, with_unit
+from mamba_fsdp.errors import UserError, first_line, joined
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
@@ -283,6 +282,11 @@ class Checkpointer:
         model_pieces = sum(is_model(name) for name, _, _ in copied)
 
         def write() -> FileChecksum:
+            for name, _, tensor in copied[:model_pieces]:
+                if not math.isfinite(sum(torch.aminmax(tensor))):
+                    raise UserError(
+                        f"{name} is not finite: training has diverged; lower learning_rate"
+                    )
             checksum = write_pieces(path, copied, model_pieces, self.asynchronous)
             sync_folder(save.folder)
             return checksum
@@ -295,18 +299,9 @@ class Checkpointer:
     # The methods below run on rank 0 only.
 
     def _free_disk(self, shards: Sequence[Shard]) -> None:
-        """Removes old checkpoints, but never the newest, until the disk has room for all ranks' shards together. Raises
-        UserError where that is not enough."""
-        needed = sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
-        for keep in reversed(range(self.retention.keep)):
-            free = shutil.disk_usage(self.folder).free
-            if free >= needed:
-                return
-            if keep and self.last:
-                self.retention.prune(self.last, keep)
-        raise UserError(
-            f"a checkpoint needs {with_unit(needed, 'B')}, but {self.folder} has only {with_unit(free, 'B')} free; "
-            "make room, keep fewer checkpoints or choose another folder"
+        """Makes room for all ranks' shards together, see Retention.make_room."""
+        self.retention.make_room(
+            sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
         )
 
     def _commit(self, save: Save, files: Sequence[RankFile]) -> Path:

@@ -4,14 +4,35 @@ Checkpoints are made, and removed, in the own folder of the run's lease (lease.p
 that could be chosen. A process that reads one gets an error that says so if the checkpoint is removed meanwhile.
 """
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.run_layout import KEPT, committed, step_of
-from mamba_fsdp.storage import exists, sync_folder
+from mamba_fsdp.storage import exists, size_of, sync_folder
+
+
+def removable(whole: Sequence[Path], keep: int) -> list[Path]:
+    """Returns which of these checkpoints, oldest first, may be removed: not the newest `keep`, nor those that stay for
+    ever."""
+    return [path for path in whole[:-keep] if not exists(path / KEPT)]
+
+
+def check_room(folder: Path, whole: Sequence[Path], needed: int, count: int = 1) -> None:
+    """Raises UserError if the disk of `folder` has no room for `count` checkpoints of `needed` bytes each, though old
+    ones of the `whole` checkpoints there are removed for them."""
+    usage = shutil.disk_usage(folder)
+    free = usage.free
+    if free < count * needed:
+        free += sum(map(size_of, removable(whole, 1)))
+    if free < count * needed and usage.total:  # 0: the file system does not say
+        raise UserError(
+            f"{folder} has only {with_unit(free, 'B')} free, but the checkpoints to come need "
+            f"{count} x {with_unit(needed, 'B')}; make room, lower keep_checkpoints, or choose another folder"
+        )
 
 
 @dataclass
@@ -40,7 +61,7 @@ class Retention:
         self.lease.move(whole, final)
         sync_folder(self.folder)
         self.broken.discard(final.name)
-        self.prune(final, self.keep)
+        self.prune(self.keep)
         return final
 
     def _is_to_stay(self, new: Path) -> bool:
@@ -59,17 +80,23 @@ class Retention:
     def _whole(self) -> list[Path]:
         return [path for path in committed(self.folder) if path.name not in self.broken]
 
-    def prune(self, newest: Path, keep: int) -> None:
-        """Removes all but the newest `keep` whole checkpoints, those that stay for ever, and `newest`. Warns where the
-        disk refuses; raises LostError."""
+    def make_room(self, needed: int) -> None:
+        """Removes old checkpoints until the disk has room for one of `needed` bytes. Raises UserError, and removes
+        none, where that is not enough."""
+        whole = self._whole()
+        check_room(self.folder, whole, needed)
+        for keep in range(min(self.keep, len(whole)), 0, -1):
+            if shutil.disk_usage(self.folder).free < needed:
+                self.prune(keep)
+
+    def prune(self, keep: int) -> None:
+        """Removes all but the newest `keep` whole checkpoints and those that stay for ever. Warns where the disk
+        refuses; raises LostError."""
         try:
-            for path in self._whole()[:-keep]:
-                if path != newest and not exists(path / KEPT):
-                    if keep < self.keep:
-                        self.report(
-                            f"checkpoint {path.name} is removed to make room for a newer one"
-                        )
-                    self.lease.remove(path)
+            for path in removable(self._whole(), keep):
+                if keep < self.keep:
+                    self.report(f"checkpoint {path.name} is removed to make room for a newer one")
+                self.lease.remove(path)
         except LostError:
             raise
         except (OSError, UserError) as error:

@@ -8,6 +8,7 @@ import torch
 
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader, is_model, stored_name
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 
 
@@ -23,6 +24,15 @@ class Tensors(ABC):
     @abstractmethod
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) of a flattened tensor, 1-D on the CPU, in the type they are stored in."""
+
+    def flat(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the elements of a stored tensor in one row. Raises UserError where they are no weights."""
+        if tensor.layout != torch.strided or tensor.is_meta or not tensor.is_floating_point():
+            raise UserError(
+                f"{self.source}: {name} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; weights are dense "
+                "floating-point numbers in memory"
+            )
+        return tensor.reshape(-1)
 
     def get(self, name: str) -> torch.Tensor:
         """Returns one whole tensor on the CPU."""

@@ -7,6 +7,7 @@ from typing import Any
 from mamba_fsdp.data.reading import BEGINNING, Position
 from mamba_fsdp.data.store import WriterState
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.fields import shown
 from mamba_fsdp.storage import DATASET, read_object, write_object
 
 PROGRESS = ".progress"
@@ -51,8 +52,19 @@ def records_settings(path: Path, settings: dict[str, Any]) -> bool:
     for name, value in settings.items():
         before = recorded.get(name, value)
         if before != value:
+            was = _in_words(before)
+            now = _in_words(value)
+            if was == now:
+                now += " with other paths or times"
             raise UserError(
-                f"{path}: made with other settings: {name} was {before} and is {value}; choose another "
-                "folder, or give --overwrite"
+                f"{path}: made with other settings: {name} was {was} and is {now}; choose another folder, or give "
+                "--overwrite"
             )
     return True
+
+
+def _in_words(value: Any) -> str:
+    """Returns a setting, or the input as `describe` gives it: 36 files, 1234 bytes."""
+    if not isinstance(value, dict):
+        return shown(value)
+    return ", ".join(f"{shown(item)} {name}" for name, item in value.items() if name != "digest")

@@ -114,7 +114,7 @@ class Architecture:
         mixer, has_mlp = self.layers[0]
         mixers = [mixer] * (values["n_layer"] or 0)
         if self.layers_field == INDICES:
-            for index in fields.pop(INDICES, [], kind=list):
+            for index in fields.pop_indices(INDICES, len(mixers)):
                 mixers[index] = "attention"
         elif self.layers_field:
             mixers = _pop_mixers(fields)

@@ -2,7 +2,9 @@
 by name. translations.yaml has the tables, and describes them.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,6 +12,7 @@ from typing import Any, NoReturn
 import yaml
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.fields import Bounds
 from mamba_fsdp.settings.model_config import Layer, ModelConfig, checked_model
 from mamba_fsdp.settings.presets import PRESETS
 from mamba_fsdp.storage import read_object
@@ -19,7 +22,7 @@ Table = dict[str, Any]  # an object of YAML or JSON
 TABLES: Table = yaml.safe_load(
     Path(__file__).with_name("translations.yaml").read_text(encoding="utf-8")
 )
-TYPES: dict[str, Any] = {leaf.name: leaf.type for leaf in dataclasses.fields(ModelConfig)}
+SETTINGS = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
 REQUIRED: Any = object()
 AUTO = (
     "dt_rank",
@@ -54,10 +57,16 @@ class Fields:
     def read(cls, path: Path) -> "Fields":
         return cls(path, read_object(path, dict[str, Any], "copy or download it again"))
 
-    def pop(self, name: str, default: Any = REQUIRED, kind: type = int) -> Any:
+    def pop(
+        self,
+        name: str,
+        default: Any = REQUIRED,
+        kind: Any = int,
+        limits: Mapping[str, float] = {},
+    ) -> Any:
         """Removes a field and returns its value, of type `kind`, or the default where it is absent or null.
 
-        Whole numbers have to be at least 1, or 0 where that is the default.
+        limits: of a number, by their names in LIMITS. Whole numbers have to be at least 1, or 0 where that is the default.
         """
         value: Any = self.content.pop(name, None)
         if value is None or (value == "auto" and name in AUTO):
@@ -65,20 +74,37 @@ class Fields:
                 self.refuse(name, "is missing")
             return default
         if kind is float and type(value) is int:
-            value = float(value)
+            with contextlib.suppress(OverflowError):
+                value = float(value)
         if type(value) is not kind:
             self.refuse(name, f"is {value!r}, not {kind.__name__}")
-        least = 0 if default == 0 else 1
-        if type(value) is int and value < least:
-            self.refuse(name, f"is {value}, but has to be at least {least}")
+        if kind is int:
+            limits = {"at_least": 0 if default == 0 else 1, **limits}
+        try:
+            Bounds(dict(limits), (), some_text=False).check(value)
+        except ValueError as error:
+            self.refuse(name, f"is {value!r}, but {error}")
         return value
+
+    def pop_indices(self, name: str, count: int) -> list[int]:
+        """Removes a list of some of `count` layers, from 0, and returns it."""
+        indices = self.pop(name, [], kind=list)
+        outside = [index for index in indices if type(index) is not int or not 0 <= index < count]
+        if outside:
+            self.refuse(name, f"names layers {outside} of a model of {count}")
+        return indices
 
     def pop_settings(self, table: Table) -> Table:
         """Removes the fields of the table and returns {our setting: value}."""
         values = {}
         for name, (setting, *default) in table.items():
             usual = default[0] if default else REQUIRED
-            values[setting] = self.pop(name, usual, TYPES.get(setting, int))
+            kind: Any = int
+            limits = {}
+            if setting in SETTINGS:
+                kind = SETTINGS[setting].type
+                limits = SETTINGS[setting].metadata["bounds"].limits
+            values[setting] = self.pop(name, usual, kind, limits)
         return values
 
     def expect(self, table: Table) -> None:
@@ -144,15 +170,12 @@ def model_config(path: Path, **values: Any) -> ModelConfig:
 
 def pattern(layers: list[Layer]) -> str:
     """Returns the text of ModelConfig.layers for a list of layers: its shortest period, equal neighbours with a count."""
-    period = layers
-    for length in range(len(layers), 0, -1):
-        if all(layer == layers[index % length] for index, layer in enumerate(layers)):
-            period = layers[:length]
+    names = [f"{layer.mixer}+mlp" if layer.mlp else layer.mixer for layer in layers]
+    length = 1
+    while names[length:] != names[:-length]:
+        length += 1
     runs = []
-    for layer, run in groupby(period):
-        name = f"{layer.mixer}+mlp" if layer.mlp else layer.mixer
+    for name, run in groupby(names[:length]):
         count = len(list(run))
-        if count > 1:
-            name = f"{count}*{name}"
-        runs.append(name)
+        runs.append(f"{count}*{name}" if count > 1 else name)
     return ",".join(runs)

@@ -25,6 +25,8 @@ CONVERSION = (
     "{{k: keep(w) for k, w in v.items()}} if isinstance(v, dict) else v if torch.is_tensor(v) else None; "
     """torch.save(keep(torch.load('{path}', 'cpu', weights_only=False)), '{path}.weights.pth')\""""
 )
+MOST_EXPANSION = 10  # of a compressed archive
+HARMLESS = 1 << 28  # bytes, however small the archive is
 # What torch.load raises for a damaged pickle, or one of more than tensors and plain values.
 BAD_PICKLE = (pickle.UnpicklingError, AssertionError, *BAD_CONTENT)
 
@@ -63,13 +65,21 @@ class PthTensors(Tensors):
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
-        return self.tensors[name].reshape(-1)[start:stop]
+        return self.flat(name, self.tensors[name])[start:stop]
 
 
 def _is_uncompressed(path: Path) -> bool:
-    """Whether no entry of a zip archive is compressed."""
+    """Returns whether no entry of a zip archive is compressed. Raises UserError for one that says it holds far more than
+    weights can be compressed to."""
     with zipfile.ZipFile(path) as archive:
-        return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+        entries = archive.infolist()
+    size = sum(entry.file_size for entry in entries)
+    if size > max(MOST_EXPANSION * path.stat().st_size, HARMLESS):
+        raise UserError(
+            f"{path} ({path.stat().st_size:,} bytes) says that it holds {size:,}, more than weights can be compressed "
+            "to; save it again with torch.save"
+        )
+    return all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
 
 
 def _check_elements(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -58,7 +58,7 @@ class SafetensorsTensors(Tensors):
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         stored = self.stored_names[name]
-        return self.opened[stored].get_tensor(stored).reshape(-1)[start:stop]
+        return self.flat(stored, self.opened[stored].get_tensor(stored))[start:stop]
 
 
 def _open(path: Path) -> Any:

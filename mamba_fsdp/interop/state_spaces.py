@@ -22,11 +22,7 @@ def read_config(fields: Fields) -> ModelConfig:
     values["d_intermediate"] = -(-values["d_intermediate"] // MLP_MULTIPLE) * MLP_MULTIPLE
     fields.expect(TABLE["model_fixed"])
     fields.ignore("residual_in_fp32", "fused_add_norm")  # how it computes, not what
-    attention_layers = fields.pop("attn_layer_idx", [], kind=list)
-    indices = range(values["n_layer"])
-    outside = [index for index in attention_layers if index not in indices]
-    if outside:
-        fields.refuse("attn_layer_idx", f"names layers {outside} of a model of {values['n_layer']}")
+    attention_layers = fields.pop_indices("attn_layer_idx", values["n_layer"])
     ssm = fields.inner("ssm_cfg")
     attention = fields.inner("attn_cfg")
     fields.finish()
@@ -34,7 +30,10 @@ def read_config(fields: Fields) -> ModelConfig:
     ssm_mixer = ssm.pop("layer", "Mamba1", kind=str).lower()
     if ssm_mixer not in TABLE["ssm"]:
         ssm.refuse("layer", f"is {ssm_mixer!r}; this program knows Mamba1, Mamba2 and Mamba3")
-    mixers = ["attention" if index in attention_layers else ssm_mixer for index in indices]
+    mixers = [
+        "attention" if index in attention_layers else ssm_mixer
+        for index in range(values["n_layer"])
+    ]
     has_mlp = values["d_intermediate"] > 0
     values["layers"] = pattern([Layer(mixer, has_mlp) for mixer in mixers])
     if ssm_mixer in mixers:

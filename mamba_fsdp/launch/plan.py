@@ -17,12 +17,18 @@ from mamba_fsdp import interpreter
 interpreter.need("yaml")
 
 from mamba_fsdp import command_line
+from mamba_fsdp.checkpoint.retention import check_room
 from mamba_fsdp.data.builtin import builtin_folder
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch.machine import PROJECT, check_version
+from mamba_fsdp.lease import Lease
+from mamba_fsdp.model.spec import parameter_count
+from mamba_fsdp.run_layout import CHECKPOINT_BYTES, CHECKPOINTS, IN_USE, LEASE, committed
 from mamba_fsdp.settings.resolve import as_json, check_run_folder, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page
 from mamba_fsdp.settings.train_config import TrainConfig, all_settings
+from mamba_fsdp.storage import exists
 
 
 def plan(*stray: str, config: str | None = None, **words: str) -> None:
@@ -30,9 +36,9 @@ def plan(*stray: str, config: str | None = None, **words: str) -> None:
     if not trains_in_image:
         check_version()
     settings = resolve_settings(words, config, stray)
-    check_run_folder(settings)
     if not trains_in_image:  # else preflight finds what is missing
         check_inputs(settings)
+    check_folder(settings)
     print(
         os.path.abspath(settings.checkpoint.save_ckpt_path),
         builtin_folder(settings.data) or "",
@@ -50,6 +56,40 @@ def check_inputs(settings: TrainConfig) -> None:
 
         training_sources(settings.data)
         validation_sources(settings.data)
+
+
+def check_folder(settings: TrainConfig) -> None:
+    """Raises UserError where the run folder holds something else than this run, can't be written, has no room for a
+    checkpoint, or is in use by a process of this machine; the others are found by who takes the folder."""
+    check_run_folder(settings)
+    if settings.training.dry_run:
+        return
+    folder = Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
+    place = _place_of(folder)
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise UserError(f"save_ckpt_path: can't write to {folder}")
+    lease = Lease(folder / LEASE)
+    look = lease.look()
+    if look and look.is_alive():
+        lease.check_unused(IN_USE)
+    if not settings.checkpoint.init_from:  # which decides the size of the model
+        check_space(settings, 1)
+
+
+def check_space(settings: TrainConfig, of_new_run: int) -> None:
+    """Raises UserError where the disk has no room for the next checkpoint of a run, or for so many of a new run."""
+    folder = Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
+    earlier = committed(folder / CHECKPOINTS)
+    size = CHECKPOINT_BYTES
+    if settings.optimizer.optimizer == "muon":
+        size -= 4  # at the least: its matrices have one moment
+    count = 1 if earlier else of_new_run
+    check_room(_place_of(folder), earlier, size * parameter_count(settings.model), count)
+
+
+def _place_of(folder: Path) -> Path:
+    """Returns the folder, or where it is to be made."""
+    return next(place for place in (folder, *folder.parents) if exists(place))
 
 
 def paths_outside_project(settings: TrainConfig) -> list[Path]:

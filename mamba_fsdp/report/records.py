@@ -207,10 +207,14 @@ def read_status(run_folder: Path) -> dict[str, Any]:
     have ended without writing its status, for example after kill -9 or on a full disk."""
     status: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, UserError):
-        # The lease is looked at first: a run writes its last status before it gives its lease back.
-        holder = Lease(run_folder / LEASE).look()
+        # The lease is looked at first: a run writes its last status before it gives its lease back. And again: a start
+        # has its lease before it writes its first.
+        lease = Lease(run_folder / LEASE)
+        before = lease.look()
         status = parse_object((run_folder / STATUS).read_text())
-        if status.get("status") == "running" and (not holder or holder.has_ended()):
+        holder = lease.look()
+        is_over = not any(look and look.is_alive() is not False for look in (before, holder))
+        if status.get("status") == "running" and is_over:
             reason = (
                 f"{holder or 'its process'} exited without a status: killed, or its disk was full"
             )
@@ -219,12 +223,15 @@ def read_status(run_folder: Path) -> dict[str, Any]:
 
 
 def correct_status(run_folder: Path) -> dict[str, Any]:
-    """Returns the status as read_status does, and writes it for a run that ended without writing its status."""
+    """Returns the status as read_status does, and writes it for a run that ended without writing its status, unless
+    another process has taken the lease by then."""
     status = read_status(run_folder)
-    with contextlib.suppress(OSError, ValueError, UserError):
-        written = parse_object((run_folder / STATUS).read_text())
-        if written.get("status") == "running" and status["status"] == "failed":
-            write_status(run_folder, "failed", status["step"], status["reason"])
+    lease = Lease(run_folder / LEASE)
+    with contextlib.suppress(OSError, ValueError, UserError), contextlib.closing(lease):
+        if status.get("status") == "failed" and lease.try_take():
+            written = parse_object((run_folder / STATUS).read_text())
+            if written.get("status") == "running":
+                write_status(run_folder, "failed", status["step"], status["reason"], lease.write)
     return status
 
 

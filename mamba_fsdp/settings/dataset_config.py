@@ -55,7 +55,7 @@ class DatasetConfig:
     """I/N, as in 0/4 to 3/4: this process is one of N, on any machines that share OUT. Each process reads its share of
     the input's files, or of its documents if there are fewer files than parts. The last process to finish completes
     OUT."""
-    shard_tokens: int = setting(1 << 28, at_least=1)
+    shard_tokens: int = setting(1 << 28, at_least=1, at_most=1 << 40)
     """A store begins its next file after this many tokens."""
     skip_unreadable: bool = setting(False)
     """Leave out what can't be read of the input's files, from a file's first fault on, instead of stopping there. The
@@ -107,7 +107,7 @@ class DatasetConfig:
 
     def part_of(self) -> tuple[int, int]:
         """Returns (number from 0, count of parts) from `part`: (0, 1) if it is empty, (0, 0) if it can't be read."""
-        match = re.fullmatch(r"(\d+)/(\d+)", self.part or "0/1")
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.part or "0/1")
         if not match:
             return 0, 0
         return int(match[1]), int(match[2])

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 import re
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ FALSE = ("false", "no", "off", "0")
 BOOLEANS = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, in either case
 NUMBER = r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?"
+# The largest number of each type, and of each unit of a Duration, where a setting names no other: beyond it, sizes and
+# times can't be computed with.
+MOST: dict[object, float] = {
+    int: 2**24,
+    float: sys.float_info.max,
+    "steps": 10**10,
+    "tok": 10**14,
+}
 LIMITS = {
     "above": operator.gt,
     "at_least": operator.ge,
@@ -62,8 +71,15 @@ class Bounds(NamedTuple):
         chosen = value if isinstance(value, list) else [value]
         if self.choices and not set(chosen) <= set(self.choices):
             raise ValueError(f"must be one of {', '.join(self.choices)}")
-        number = value.count if isinstance(value, Duration) else value
-        for name, limit in self.limits.items():
+        number = value
+        kind: object = type(value)
+        if isinstance(value, Duration):
+            number = value.count
+            kind = value.unit
+        limits = self.limits
+        if kind in MOST:
+            limits = {"at_most": MOST[kind], **limits}
+        for name, limit in limits.items():
             if not LIMITS[name](number, limit):
                 raise ValueError(f"must be {name.replace('_', ' ')} {limit}")
 

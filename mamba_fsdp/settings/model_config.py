@@ -124,7 +124,7 @@ class ModelConfig:
         """Returns the n_layer layers. Raises UserError for a pattern that can't be read."""
         pattern: list[Layer] = []
         for item in self.layers.replace(" ", "").split(","):
-            match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+(?:/[a-z0-9]+)?)(\+mlp)?", item)
+            match = re.fullmatch(r"(?:(\d{1,9})\*)?([a-z0-9]+(?:/[a-z0-9]+)?)(\+mlp)?", item)
             if not match or not spec.MIXERS.keys() >= set(match[2].split("/")):
                 raise UserError(
                     f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, or two "
@@ -246,12 +246,10 @@ def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
         leaf = leaves[name]
         try:
             if type(value) is not leaf.type:
-                raise ValueError
+                raise ValueError(f"this program's models need: {takes(leaf)}")
             leaf.metadata["bounds"].check(value)
-        except ValueError:
-            raise UserError(
-                f"{path}: {name} is {value!r}, but this program's models need: {takes(leaf)}"
-            ) from None
+        except ValueError as error:
+            raise UserError(f"{path}: {name} is {value!r}, but {error}") from None
     config = ModelConfig(**values)
     try:
         config.check()

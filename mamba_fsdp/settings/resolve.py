@@ -30,6 +30,7 @@ from mamba_fsdp.storage import exists, retry_io
 READY_RUNS = Path(__file__).with_name("ready_runs").resolve()
 MOST_MISTAKES = 20  # reported at once: a file may hold no settings at all
 VERSION = "1"  # of a run's config.yaml
+OF_A_FIRST_START = {"save_ckpt_path", "load_ckpt_path", "init_from", "resuming_dataset", "dry_run"}
 
 
 def resolve_settings(
@@ -116,6 +117,22 @@ def check_run_folder(settings: TrainConfig) -> None:
             f"{folder} holds another run: {_listed(differing)}; name a folder for this one, as in "
             f"save_ckpt_path={folder}-2; to resume the other run, give its settings again"
         )
+
+
+def changed_settings(settings: TrainConfig) -> str:
+    """Returns the settings that differ from those of the run's last start, old and new, or "" if none does. Those that
+    only a first start heeds don't count."""
+    run = read_run(Path(settings.checkpoint.save_ckpt_path))
+    if run is None:
+        return ""
+    earlier = _build(run.values)
+    differing = {}
+    for name in all_settings():
+        now = shown(settings.value(name))
+        before = shown(earlier.value(name))
+        if now != before and name not in OF_A_FIRST_START:
+            differing[name] = (now, before)
+    return _listed(differing, "before")
 
 
 def ready_runs() -> dict[str, Path]:
@@ -325,8 +342,9 @@ def check_same_model(
         )
 
 
-def _listed(differing: Mapping[str, tuple[str, str]]) -> str:
-    return ", ".join(f"{name}={asked} (there {held})" for name, (asked, held) in differing.items())
+def _listed(differing: Mapping[str, tuple[str, str]], where: str = "there") -> str:
+    items = differing.items()
+    return ", ".join(f"{name}={asked} ({where} {held})" for name, (asked, held) in items)
 
 
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:

@@ -6,9 +6,11 @@ and the YAML forms `learning_rate: 3e-4` and `optimizer: {learning_rate: 3e-4}` 
 setting. mamba_fsdp/settings/resolve.py resolves them.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -209,7 +211,7 @@ class ScheduleConfig:
 class TrainingConfig:
     """The loop: length, batch, precision, validation."""
 
-    num_epochs: float = setting(0.0, at_least=0, instead_of="num_steps")
+    num_epochs: float = setting(0.0, at_least=0, at_most=1_000_000, instead_of="num_steps")
     """Length of the run in epochs; 0 leaves it to num_steps. An epoch has as many samples as the
     training data has windows of seq_length tokens."""
     num_steps: Duration = steps(1000, at_least=1)
@@ -226,7 +228,7 @@ class TrainingConfig:
     gradient_accumulation_steps: int = setting(1, at_least=1, instead_of="global_batch_size")
     """Forward passes of each device per step. With global_batch_size instead, a step has the same
     samples on any number of devices."""
-    seed: int = setting(2023, at_least=0)
+    seed: int = setting(2023, at_least=0, at_most=2**63 - 1)
     """Seed of the initial weights and of the order of the samples."""
     mixed_precision: str = setting("auto", choices=("auto", "bf16", "fp16", "fp32"))
     """Dtype of the matrix products: bf16, fp16 or fp32. auto: bf16 on a GPU, fp32 on a CPU. Weights,
@@ -338,17 +340,17 @@ class ParallelConfig:
     Each of N devices computes 1/N of the positions."""
     use_torch_compile: bool = setting(False)
     """Compile each block with torch.compile and, on a GPU, the loss."""
-    timeout_minutes: float = setting(10.0, above=0)
+    timeout_minutes: float = setting(10.0, above=0, at_most=100_000)
     """A rank without progress for this long prints its stack traces and ends the job. Raise it if
     compiling or slow data needs more."""
 
     def selective_share(self) -> Fraction:
         """Returns selective_checkpointing as a number in [0, 1]. Raises UserError for other text."""
         text = self.selective_checkpointing
-        try:
-            share = Fraction(text)
-        except (ValueError, ZeroDivisionError):
-            share = Fraction(-1)
+        share = Fraction(-1)
+        if re.fullmatch(r"[\d./]{1,20}(e-\d)?", text):  # a huge exponent would take for ever
+            with contextlib.suppress(ValueError, ZeroDivisionError):
+                share = Fraction(text)
         if not 0 <= share <= 1:
             raise UserError(
                 f"selective_checkpointing={text!r} must be a share, at least 0 and at most 1, "

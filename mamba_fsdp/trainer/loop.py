@@ -37,13 +37,15 @@ def train(
     """Returns why the run stopped early, or "" once it has all its steps.
 
     validation_due: whether to validate before the first step. Raises UserError after
-    max_skipped_steps in a row. The train state is the state after the last step whose numbers have
+    max_skipped_steps in a row, and for a validation loss that is not finite. The train state is the state after the last step whose numbers have
     been read; before a validation or a checkpoint, the numbers of all steps have been read."""
     schedule = context.schedule
     state = context.state
     saver = Saver(context, logger)
     under_way: deque[StepUnderWay] = deque()
-    if (validation_due and not validate(context, logger, stop)) or stop.agreed(context.world):
+    if (validation_due and not validate(context, logger, saver, stop)) or stop.agreed(
+        context.world
+    ):
         return stop.reason or ELSEWHERE
     while state.step < schedule.total_steps:
         under_way.append(take_step(context, logger.clock, stop, ahead=len(under_way)))
@@ -64,7 +66,7 @@ def train(
             continue
 
         is_last = state.step == schedule.total_steps
-        eval_broken_off = eval_due and not validate(context, logger, stop)
+        eval_broken_off = eval_due and not validate(context, logger, saver, stop)
         must_stop = stop_requested or eval_broken_off
         if must_stop or saver.is_due(state.step):
             saver.save(final=is_last or must_stop)

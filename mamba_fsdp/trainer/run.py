@@ -1,6 +1,7 @@
 """One run: its start, its end, and the status that it leaves when it fails."""
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,9 @@ def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -
             weights = world.on_all_ranks(starting_weights, settings, origin)
             for note in [*settings.notes, *resolve.note_on_recipe(settings)]:
                 console.line(f"settings   {note}")
+            changed = world.on_rank0(resolve.changed_settings, settings)
+            if changed:
+                console.line(f"settings   changed since the last start: {changed}")
             if not is_dry:
                 world.on_rank0(folder.acquire)
             with stop:
@@ -87,8 +91,9 @@ def explained(error: BaseException, rank: int) -> BaseException:
 
     Call it for errors before the first step is done: then the settings ask for too much memory.
     Later, memory may run out by accident, and a restart helps."""
-    is_out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    is_out_of_memory = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError)
+        and re.search("can't allocate memory|Storage size calculation overflowed", str(error))
     )
     if not is_out_of_memory:
         return error
@@ -110,9 +115,10 @@ def train(
         was_done = world.on_rank0(was_validated, folder.path, state.step)
         validation_due = not was_done
     if state.step >= schedule.total_steps and not validation_due:
-        console.line(
-            f"over       {folder.path} already has all its {counted(state.step, 'step')}; raise num_steps to train on"
-        )
+        what = f"already has all its {counted(state.step, 'step')}"
+        if state.step > schedule.total_steps:
+            what = f"is already past {schedule.total_steps}: it has {counted(state.step, 'step')}"
+        console.line(f"over       {folder.path} {what}; raise num_steps to train on")
         return context.checkpointer.last
     if world.rank == 0:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(context.settings))

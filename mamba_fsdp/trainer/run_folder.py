@@ -13,6 +13,7 @@ from mamba_fsdp.lease import Lease
 from mamba_fsdp.report import records
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
+    IN_USE,
     LEASE,
     MODELS,
     TOKENIZER,
@@ -36,14 +37,13 @@ class RunFolder:
         checkpoints = self.path / CHECKPOINTS
         try:
             retry_io(partial(checkpoints.mkdir, parents=True, exist_ok=True), self.path)
-            remedy = "stop that run first, or give this one another save_ckpt_path"
             if os.stat(checkpoints).st_dev != os.stat(self.path).st_dev:
                 raise UserError(
                     f"save_ckpt_path {self.path}: {CHECKPOINTS} lies on another disk, to which nothing can be moved; "
                     "name a folder on that disk as save_ckpt_path"
                 )
             report = partial(print, flush=True)
-            self.lease.take(report, remedy)
+            self.lease.take(report, IN_USE)
             for file in (self.path / MODELS).glob(".*.lease"):
                 model = Lease(file)
                 model.shows_life()
@@ -51,7 +51,7 @@ class RunFolder:
                 model.close()
         except OSError as error:
             raise UserError(
-                f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})"
+                f"save_ckpt_path {self.path}: can't write {error.filename or LEASE} ({error.strerror})"
             ) from None
         # Written at once, so that an earlier `finished` is gone even if this start is killed.
         self.write_status("running", newest_step(self.path), "starting")

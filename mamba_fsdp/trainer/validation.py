@@ -13,15 +13,17 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
+from mamba_fsdp.trainer.saver import Saver
 from mamba_fsdp.trainer.setup import TrainContext
 from mamba_fsdp.trainer.stopping import StopRequest
 
 MOST_DECODED = 1 << 22  # tokens, which takes seconds
 
 
-def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) -> bool:
+def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: StopRequest) -> bool:
     """Returns True once the validation loss of the current step is reported, or False if a request
-    to stop ended the validation early."""
+    to stop ended the validation early. Raises UserError on all ranks for a loss that is not finite,
+    once the save under way, of an earlier step, has ended."""
     world = context.world
     step = context.state.step
     seq_length = context.settings.data.seq_length
@@ -48,6 +50,12 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
         bits = bits_per_byte(loss, tokens, context.data.validation_bytes)
         seconds = time.perf_counter() - began
         logger.validated(step, loss, bits, tokens, tokens / sum(labels), seconds)
+    if not math.isfinite(loss):
+        saver.wait()
+        raise UserError(
+            f"the validation loss after step {step} is {loss}: training has diverged. Lower learning_rate; the same "
+            "command then resumes from the newest checkpoint"
+        )
     return True
 
 

@@ -37,7 +37,7 @@ class GenerationConfig:
     """Draw from the k likeliest tokens only; 0: from all."""
     top_p: float = setting(1.0, above=0, at_most=1)
     """Draw from the likeliest tokens that together have this probability."""
-    seed: int = setting(0)
+    seed: int = setting(0, at_most=2**63 - 1)
     """Equal seeds give equal texts."""
     tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
     """Folder of a tokenizer, if MODEL has none."""

@@ -52,7 +52,7 @@ class PlanConfig:
     """Rate from a device to the others of its machine in GB/s, one way."""
     network: float = setting(0.0, at_least=0)
     """Rate from a machine to the others in Gbit/s, one way."""
-    tokens: int = setting(0, at_least=0)
+    tokens: int = setting(0, at_least=0, at_most=10**14)
     """Length of the training in tokens, as in 300B. 0: num_steps, else the length of the recipe, else 1B."""
     json: bool = setting(False)
     """Print the figures as JSON, in bytes and seconds."""

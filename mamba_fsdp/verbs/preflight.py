@@ -10,7 +10,6 @@ of judge: 0 all nodes are fit, 1 the trouble may pass, 2 you have to fix it.
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,8 +19,7 @@ from typing import NamedTuple
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch import machine
-from mamba_fsdp.model.spec import parameter_count
-from mamba_fsdp.run_layout import CHECKPOINT_BYTES, CHECKPOINTS, committed
+from mamba_fsdp.launch.plan import check_space
 from mamba_fsdp.settings.resolve import read_resolved
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage import write_object
@@ -91,19 +89,14 @@ def data_mistakes(settings: TrainConfig) -> list[str]:
 
 
 def space_mistakes(settings: TrainConfig) -> list[str]:
-    """Returns a sentence if the run folder's file system has no room for the checkpoints to come, else []."""
-    folder = os.path.abspath(settings.checkpoint.save_ckpt_path)
-    checkpoints = len(committed(Path(folder, CHECKPOINTS)))
-    # One more than are kept: the oldest is removed once the newest is committed.
-    to_come = max(1, settings.checkpoint.keep_checkpoints + 1 - checkpoints)
-    needed = to_come * CHECKPOINT_BYTES * parameter_count(settings.model)
-    free = shutil.disk_usage(folder).free
-    if free >= needed:
-        return []
-    return [
-        f"{free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; "
-        "free some, lower keep_checkpoints, or set save_ckpt_path to another file system"
-    ]
+    """Returns a sentence if the run folder's file system has no room for the next checkpoint of a run, or for all that a
+    new run keeps, else []."""
+    try:
+        # The oldest of a new run is removed once the newest is committed.
+        check_space(settings, settings.checkpoint.keep_checkpoints + 1)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 class Problem(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any
 from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.machine import LAUNCHER, begin_rank
-from mamba_fsdp.launch.plan import check_inputs
+from mamba_fsdp.launch.plan import check_folder, check_inputs
 from mamba_fsdp.report.console import let_output_fail
 from mamba_fsdp.run_layout import STOP
 from mamba_fsdp.settings.fields import shown
-from mamba_fsdp.settings.resolve import check_run_folder, read_resolved, resolve_settings
+from mamba_fsdp.settings.resolve import read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 from mamba_fsdp.settings.train_config import TrainConfig
 
@@ -56,8 +56,8 @@ def prepare(settings: TrainConfig) -> None:
     inputs."""
     if os.environ.get("RANK", "0") != "0":
         return
-    check_run_folder(settings)
     check_inputs(settings)
+    check_folder(settings)
     if not settings.training.dry_run:
         make_missing_builtin(settings.data)
     if LAUNCHER in os.environ:  # a file STOP is then meant for this start

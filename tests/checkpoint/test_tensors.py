@@ -6,6 +6,7 @@ import torch
 
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop import pth_files
 from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.world import World, start_world
@@ -30,10 +31,8 @@ def saved(run, monkeypatch):
     return parallel, checkpointer.last, file
 
 
-@pytest.fixture
-def compressed(saved):
+def compressed(file):
     """The .pth file with its entries compressed, as other programs may pack it: mapped, that would not be numbers."""
-    _, _, file = saved
     packed = file.with_name("compressed.pth")
     with zipfile.ZipFile(file) as stored, zipfile.ZipFile(packed, "w") as archive:
         for name in stored.namelist():
@@ -42,13 +41,13 @@ def compressed(saved):
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "compressed"])
-def test_each_form_gives_the_model_back(saved, compressed, kind):
+def test_each_form_gives_the_model_back(saved, kind):
     """Every parameter by name, tied ones by each of their names, whole or sliced; the optimiser is not among them."""
     parallel, folder, file = saved
     if kind == "folder":
         tensors = CheckpointTensors(folder, World.alone())
     else:
-        tensors = PthTensors({"file": file, "compressed": compressed}[kind])
+        tensors = PthTensors(compressed(file) if kind == "compressed" else file)
     for name, parameter in parallel.parameters().items():
         assert torch.equal(tensors.get(name), parameter)
         assert torch.equal(tensors.slice(name, 3, 9), parameter.detach().flatten()[3:9])
@@ -56,6 +55,29 @@ def test_each_form_gives_the_model_back(saved, compressed, kind):
     fill_parts(parallel.shards(), lambda name, start, stop: tensors.slice(name, start, stop) + 1)
     name = "backbone.norm_f.weight"
     assert torch.equal(parallel.parameters()[name], value_of(name, (24,)) + 1)
+
+
+def test_a_small_archive_that_unpacks_to_gigabytes_is_refused_unopened(tmp_path, monkeypatch):
+    """By the sizes that it declares."""
+    monkeypatch.setattr(pth_files, "HARMLESS", 10**6)
+    torch.save({"weight": torch.zeros(10**6)}, tmp_path / "zeros.pth")
+    with pytest.raises(UserError, match=r"pth \(.* bytes\) says that it holds 4,0.*, more than"):
+        PthTensors(compressed(tmp_path / "zeros.pth"))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        *(torch.ones(2).to(dtype) for dtype in (torch.complex64, torch.int64, torch.bool)),
+    ],
+    ids=lambda tensor: f"{tensor.layout} {tensor.dtype}",
+)
+def test_what_is_no_weight_is_told_in_a_line(tmp_path, tensor):
+    torch.save({"weight": tensor}, tmp_path / "file.pth")
+    with pytest.raises(UserError, match="file.pth: weight is .* weights are dense"):
+        PthTensors(tmp_path / "file.pth").get("weight")
 
 
 def test_a_bomb_of_shared_dicts_is_visited_once_and_a_repeated_number_is_no_tensor(tmp_path):

@@ -684,8 +684,13 @@ def test_what_a_kill_left_in_the_stores_is_removed(prepare, tmp_path, monkeypatc
 def test_input_that_changed_is_refused(prepare, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     prepare(tmp_path / "a.txt", tmp_path / "out")
-    (tmp_path / "a.txt").write_text("another text")
-    with pytest.raises(UserError, match="input was .* and is .*--overwrite"):
-        prepare(tmp_path / "a.txt", tmp_path / "out")
+    for text, change in (
+        ("other text", "1 files, 9 bytes and is 1 files, 10 bytes; choose"),
+        ("same size", "1 files, 9 bytes and is 1 files, 9 bytes with other paths or times; choose"),
+        ("another text", "1 files, 9 bytes and is 1 files, 12 bytes; choose"),
+    ):
+        (tmp_path / "a.txt").write_text(text)
+        with pytest.raises(UserError, match=f"input was {change} .*--overwrite"):
+            prepare(tmp_path / "a.txt", tmp_path / "out")
     prepare(tmp_path / "a.txt", tmp_path / "out", overwrite=True)
     assert read_back(tmp_path / "out" / "train") == ["another text"]

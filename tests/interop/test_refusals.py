@@ -66,9 +66,17 @@ def refused(source, message, tmp_path):
     "name, changes, message",
     [
         ("mamba1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', another activation; only 'silu'"),
-        ("mamba1", {"conv_kernel": 8}, "d_conv is 8, but .* at most 4"),
+        ("mamba1", {"conv_kernel": 8}, "conv_kernel is 8, but must be at most 4"),
         ("mamba2", {"time_step_limit": [0.01, 0.1]}, r"time_step_limit is \[0.01, 0.1\]; only \[0"),
-        ("mamba2", {"head_dim": 0}, "head_dim is 0, but has to be at least 1"),
+        ("mamba2", {"head_dim": 0}, "head_dim is 0, but must be at least 1"),
+        (
+            "llama",
+            {"num_hidden_layers": 10**8},
+            "num_hidden_layers is 100000000, but must be at most",
+        ),
+        ("llama", {"hidden_size": 10**400}, "hidden_size is 10*, but must be at most"),
+        ("llama", {"rope_parameters": None, "rope_theta": 10**400}, "rope_theta is 10*, not float"),
+        ("hybrid", {"attn_layer_indices": ["x"]}, r"attn_layer_indices names layers \['x'\] of"),
         ("mamba2", {"n_groups": 3}, "ngroups 3 does not divide"),
         ("mamba2", {"hidden_size": None}, "hidden_size is missing"),
         ("mamba2", {"quantization_config": {"bits": 4}}, "a field that this program does not know"),
@@ -244,7 +252,7 @@ def test_sources_that_are_none(tmp_path):
 def test_a_config_of_ours_that_was_edited_wrongly(tmp_path):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"])
     change_config(ours, d_model="64")
-    refused(ours, "d_model is '64', but this program's models need: whole number, at", tmp_path)
+    refused(ours, "d_model is '64', but this program's models need: whole number, at l", tmp_path)
     change_config(ours, d_model=64, width=3)
     refused(ours, "width is no setting of this program's models", tmp_path)
 

@@ -172,7 +172,7 @@ MAMBA2 = {"layer": "Mamba2"}
         ({"ssm_cfg": {**MAMBA2, "conv_bias": False}}, "ssm_cfg.conv_bias is False"),
         (
             {"ssm_cfg": {**MAMBA2, "d_conv": 5}},
-            "d_conv is 5, but this program's models need: whole",
+            "ssm_cfg.d_conv is 5, but must be at most 4",
         ),
         ({"ssm_cfg": {**MAMBA2, "dt_limit": [0.0, 0.5]}}, r"ssm_cfg.dt_limit is \[0.0, 0.5\]"),
         ({"ssm_cfg": {**MAMBA2, "d_ssm": 64}}, "ssm_cfg.d_ssm is 64"),

@@ -183,6 +183,16 @@ def test_a_rank_that_fails_starts_again_in_place_until_it_says_that_it_is_a_mist
     assert code == 2 and output.splitlines()[-1] == "error: a mistake"
 
 
+def test_it_trains_where_its_reader_is_gone_from_the_start(launcher_project):
+    (launcher_project / "training.py").write_text("open('trained', 'w')")
+    words = ["./1.train.sbatch", RUN, "--use_dummy_dataset=true"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(words, cwd=launcher_project, stdout=writing, stderr=writing, timeout=100)
+    os.close(writing)
+    assert done.returncode == 0 and (launcher_project / "trained").exists()
+
+
 MISTAKES = {  # what is typed before and behind ./1.train.sbatch: what is said
     "--save_ckpt_path=/proc/nowhere": "error: save_ckpt_path",
     "--save_ckpt_path=training.py": "error: save_ckpt_path",
@@ -205,7 +215,8 @@ def test_mistakes_are_told_in_a_line_or_two(launcher_project, given):
     settings = [word for word in given.split() if word.startswith("--")]
     environment = dict(word.split("=") for word in given.split() if word not in settings)
     code, output = train(launcher_project, *settings, **environment)
-    assert code == 2 and MISTAKES[given] in output and len(output.splitlines()) <= 2
+    assert code == 2, output
+    assert MISTAKES[given] in output and len(output.splitlines()) <= 2
     assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
     assert [path.name for path in (launcher_project / "store").iterdir()] == ["index.json"]
 

@@ -97,15 +97,27 @@ def test_efa_devices_without_nccls_plugin_are_a_warning(report, judge, monkeypat
 
 
 def test_too_little_space_for_the_checkpoints_to_come(folder, report, judge, monkeypatch):
-    """mamba-2.8b: 12 bytes a parameter, three kept and one being written; one less for each that is there."""
+    """mamba-2.8b: 12 bytes a parameter, three kept and one being written. Of a run that has some the next must fit, once
+    those are gone that training would remove: not the newest, nor one that stays."""
     give_space(monkeypatch, 10**10)
-    report("a", model_name="mamba-2.8b", vocab_size=50277)
+    given = {"model_name": "mamba-2.8b", "vocab_size": 50277}
+    report("a", **given)
     code, _, wrong = judge("a")
-    assert code == 2 and "error: a: 10.0 GB free" in wrong and "keep_checkpoints" in wrong
-    assert "4 checkpoints to come need 132." in wrong
-    commit_empty(folder.parent, 1, 2, 3)
-    report("a", model_name="mamba-130m", vocab_size=50277)
-    assert judge("a")[0] == 0
+    assert code == 2 and "only 10.0 GB free" in wrong and "keep_checkpoints" in wrong
+    assert "to come need 4 x 33.2 GB" in wrong
+    commit_empty(folder.parent, 1, 2)
+    old, newest = sorted(folder.parent.glob("checkpoints/*"))
+    for checkpoint, size, kept, expected in (
+        (newest, 10**11, False, 2),
+        (old, 10**11, False, 0),
+        (old, 10**11, True, 2),
+    ):
+        with open(checkpoint / "part", "wb") as file:
+            file.truncate(size)
+        if kept:
+            (checkpoint / "KEEP").touch()
+        report("a", **given)
+        assert judge("a")[0] == expected
 
 
 @pytest.mark.parametrize("setting", ["init_from", "load_ckpt_path"])

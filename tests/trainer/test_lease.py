@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import time
 from dataclasses import asdict
@@ -11,8 +12,9 @@ import pytest
 from mamba_fsdp import lease as module
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Holder, Lease
-from mamba_fsdp.report.records import read_status, write_status
+from mamba_fsdp.report.records import correct_status, read_events, read_status, write_status
 from mamba_fsdp.run_layout import LEASE
+from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.verbs import inspect
 from tests.support.checkpoints import commit_empty
 
@@ -104,6 +106,20 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
         take()
 
 
+def test_a_full_disk_is_told_and_no_half_lease_is_left(tmp_path):
+    """Which would count as another's."""
+    folder = RunFolder(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(UserError, match="can't write lease.json .File too large"):
+            folder.acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        folder.lease.close()
+    assert os.listdir(tmp_path) == ["checkpoints"]
+
+
 def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, tmp_path):
     lease = take()
     left_by(tmp_path)
@@ -133,3 +149,23 @@ def test_a_run_that_could_not_write_its_end_is_not_called_running(
     assert (told["status"], told["step"]) == (status, step)
     why = "exited without a status: killed, or its disk was full"
     assert (why in capsys.readouterr().out) == (status == "failed")
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_run_that_starts_while_its_status_is_read_stays_running(tmp_path, monkeypatch, nth):
+    """Whichever of the two looks at the lease it comes after."""
+    looks = []
+
+    def look(self, real=Lease.look):
+        seen = real(self)
+        looks.append(seen)
+        if len(looks) == nth:
+            left_by(tmp_path, **asdict(Holder.this_process()))
+            write_status(tmp_path, "running", 3, "starting")
+        return seen
+
+    write_status(tmp_path, "running", 2)
+    monkeypatch.setattr(Lease, "look", look)
+    correct_status(tmp_path)
+    assert read_status(tmp_path)["reason"] == "starting"
+    assert "failed" not in [event["event"] for event in read_events(tmp_path)]

@@ -110,6 +110,26 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     assert f"{newest} is broken and is skipped" in said and f"resumes    from {newest}" not in said
 
 
+def test_a_start_says_which_settings_are_not_those_of_the_last_start(train, tmp_path):
+    assert "settings " not in train(tmp_path, learning_rate=0.003, num_steps=2)
+    said = train(tmp_path, learning_rate=0.001, num_steps=2, dry_run=True, load_ckpt_path=tmp_path)
+    assert "changed since the last start: learning_rate=0.001 (before 0.003)\n" in said
+
+
+@pytest.mark.parametrize(
+    "interval, said",
+    [(4, "validation loss after step 4 is nan"), (0, "step 4 could not .* finite")],
+)
+def test_a_run_whose_weights_are_not_finite_fails(train, tmp_path, interval, said):
+    """Without a checkpoint of these weights: the same command with another learning rate resumes from the one before."""
+    given = {"eval_interval": interval, "checkpoint_interval": 1}
+    train(tmp_path, num_steps=1, **given)
+    with pytest.raises(UserError, match=said):
+        train(tmp_path, num_steps=4, learning_rate=1e308, **given)
+    assert read_status(tmp_path)["status"] == "failed"
+    assert [path.name for path in tmp_path.glob("*/step_*")] == ["step_00000001"] * 2
+
+
 def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, monkeypatch):
     """And the same command publishes it, without another step."""
 
@@ -121,7 +141,8 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
         train(tmp_path)
     assert read_status(tmp_path)["status"] == "failed"
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    assert "raise num_steps to train on" in train(tmp_path)
+    assert "already has all its 6 steps; raise num_steps to train on" in train(tmp_path)
+    assert "is already past 2: it has 6 steps" in train(tmp_path, num_steps=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert read_status(tmp_path)["status"] == "finished"
     assert list(tmp_path.glob("pth/*/consolidated.00.pth"))

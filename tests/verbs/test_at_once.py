@@ -1,10 +1,16 @@
 """What needs no torch is answered without it: it takes seconds to import, and far longer on a busy machine."""
 
+import os
 import sys
 
 import pytest
 
+from mamba_fsdp import lease
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch.plan import check_folder
+from mamba_fsdp.lease import Lease
 from tests.support.processes import run_program
+from tests.support.tiny import resolved
 
 SLOW = ("torch", "datasets", "transformers")
 VERB = ["-m", "mamba_fsdp"]
@@ -45,6 +51,26 @@ def test_mistakes(ask, tmp_path, words):
     code, told = ask(*words.split())
     assert code == 2 and told.startswith(f"error: {MISTAKES[words]}")
     assert len(told.splitlines()) == 1
+
+
+def test_a_run_folder_that_can_not_take_the_run(ask, tmp_path, monkeypatch):
+    """In use, read-only, or on a full disk; but what does not exist is told first."""
+    train = ["training.py", "--save_ckpt_path=run"]
+    there = [*train, "--use_dummy_dataset=true"]
+    monkeypatch.setattr(lease, "SECONDS_BETWEEN_RENEWALS", 0.1)
+    (tmp_path / "run").mkdir()
+    holder = Lease(tmp_path / "run/lease.json")
+    holder.take(print, "")
+    code, told = ask(*there)
+    assert code == 2 and "run is in use by process" in told and len(told.splitlines()) == 1
+    code, told = ask(*train, "--dataset_path=nothing")
+    assert code == 2 and told.startswith("error: nothing: no such folder")
+    holder.close()
+    code, told = ask(*there, "--d_model=10M")
+    assert code == 2 and "but the checkpoints to come need 1 x" in told
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match="save_ckpt_path: can't write to .*/run"):
+        check_folder(resolved(save_ckpt_path=tmp_path / "run"))
 
 
 def test_a_listing_of_checkpoints(ask, used):
