@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mamba_fsdp.errors import LostError, UserError
+from mamba_fsdp.errors import LostError, UserError, with_unit
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.run_layout import KEPT, committed, step_of
 from mamba_fsdp.storage import exists, size_of, sync_folder
