@@ -52,22 +52,15 @@ DEMO_STEPS = 20
 DEMO_FILES = 250
 
 
-def edit(file, old, new):
-    """Replaces what stands once in a file of a copied project."""
-    text = file.read_text()
-    assert text.count(old) == 1
-    file.write_text(text.replace(old, new))
-
-
 @pytest.fixture
 def new_project(tmp_path):
     """The checkout with a .venv, as a new user has it, with a shorter demo: of its thousand steps the first 20, and of
     the 1,800 files of Python's library, of which get_dataset.py makes its data, the first 250. These are three batches:
     threads that share the tokenizer meet."""
     project = projects.make_project(tmp_path / "the project", training=None)
-    edit(project / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
+    projects.edit(project / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
     library = 'sorted(root.rglob("*.py"), key=Path.as_posix)'
-    edit(project / "mamba_fsdp/data/corpus.py", library, f"{library}[:{DEMO_FILES}]")
+    projects.edit(project / "mamba_fsdp/data/corpus.py", library, f"{library}[:{DEMO_FILES}]")
     projects.trace_resolutions(project)
     projects.make_venv(project)
     return project

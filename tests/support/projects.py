@@ -164,3 +164,10 @@ def starts(run):
     """What each rank of the fake training program saw at each start, in order."""
     file = run / "starts.jsonl"
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
+def edit(file, old, new):
+    """Replaces what stands once in a file of a copied project."""
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
