@@ -211,7 +211,9 @@ def test_a_killed_launcher_leaves_no_error_and_is_named(start_cluster, project):
     kill = ["pkill", "-KILL", "-f", "training.py"]  # its rank too, which would end with it
     subprocess.run(cluster.command(*kill, on="node2"), check=True)
     said = "queued again, to resume from step_00000005\nerror: a launcher was killed by SIGKILL"
-    cluster.wait_until(lambda: said in re.sub(r"step_\d+", "step_00000005", log(project, job)), said)
+    cluster.wait_until(
+        lambda: said in re.sub(r"step_\d+", "step_00000005", log(project, job)), said
+    )
 
 
 def test_what_no_restart_can_fix_fails_and_is_never_queued_again(start_cluster, project):
