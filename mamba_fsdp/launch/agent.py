@@ -44,8 +44,8 @@ def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
         return Failure.of_node("error: another node has given up")
     except (RendezvousError, DistError) as error:
         return Failure.of_node(
-            f"error: {node_name()} could not meet the other nodes: {error.__cause__ or error}; can it "
-            "reach the first node by its name, and does the firewall or security group let the "
-            "nodes connect?"
+            f"error: {node_name()} could not meet the other nodes. Can it reach the first node by its "
+            "name, and does the firewall or security group let the nodes connect? "
+            f"{error.__cause__ or error}"
         )
     return None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mamba_fsdp.launch import node
+from mamba_fsdp.launch import machine, node
 from mamba_fsdp.launch.failures import Failure
 from mamba_fsdp.report.records import ELSEWHERE, write_status
 from tests.kubernetes import manifests
@@ -54,8 +54,8 @@ def start_nodes(tmp_path, project):
         )
 
     def start(*settings, nodes=2):
-        words = as_words(TINY | {"checkpoint_interval": 10**6}) + list(settings)
-        now = [start_node(number, nodes, words) for number in range(nodes)]
+        words = as_words(TINY | {"checkpoint_interval": 10**6, "global_batch_size": 4})
+        now = [start_node(number, nodes, [*words, *settings]) for number in range(nodes)]
         started.extend(now)
         return now
 
@@ -83,11 +83,12 @@ def test_nodes_train_and_stop_with_a_checkpoint_and_resume(start_nodes, tmp_path
 
 
 @pytest.mark.slow
-def test_a_mistake_ends_the_node_with_2(start_nodes):
+def test_a_mistake_ends_the_node_with_2(start_nodes, tmp_path):
     (process,) = start_nodes("--num_steps=ten", nodes=1)
     code, said = finish(process)
     assert code == 2
     assert said.splitlines()[-1].startswith("error: num_steps=ten"), said
+    assert list(tmp_path.glob("runs/mine/failures/none/*.json")), "for the other nodes"
 
 
 def test_nodes_without_a_number_of_their_start_share_what_failed_first(tmp_path, capsys):
@@ -114,6 +115,15 @@ def test_a_node_is_done_where_the_run_is_over_or_a_file_stopped_it(
     write_status(tmp_path, status, 3, reason)
     folder = tmp_path / "failures" / node.NO_ID
     assert node.conclude(tmp_path, folder, None, has_own_words=False) == expected
+
+
+@pytest.mark.parametrize("own, trainers, expected", [("", "3", 3), ("", "auto", 1), ("2", "3", 2)])
+def test_ranks_of_a_node(monkeypatch, own, trainers, expected):
+    """As numProcPerNode of a TrainJob says, which is `auto` on a node with GPUs."""
+    monkeypatch.setenv("PROCESSES_PER_NODE", own)
+    monkeypatch.setenv("PET_NPROC_PER_NODE", trainers)
+    monkeypatch.setattr(machine, "assigned_gpus", int)
+    assert machine.processes_per_node() == expected
 
 
 def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch):
