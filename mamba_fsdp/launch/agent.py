@@ -4,6 +4,7 @@ import logging
 import os
 from argparse import Namespace
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
@@ -41,10 +42,10 @@ def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
         return min(failures, key=order)
     except RendezvousClosedError:
         return Failure.of_node("error: another node has given up")
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:
         return Failure.of_node(
-            f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it "
-            "reach the first node by its name, and does the firewall or security group let the "
-            "nodes connect?"
+            f"error: {node_name()} could not meet the other nodes. Can it reach the first node by its "
+            "name, and does the firewall or security group let the nodes connect? "
+            f"{error.__cause__ or error}"
         )
     return None

@@ -108,8 +108,12 @@ def begin_rank() -> None:
 
 
 def processes_per_node() -> int:
-    """Returns how many ranks a node has: as PROCESSES_PER_NODE says, else one a GPU, or one on a CPU."""
-    return int(os.environ.get("PROCESSES_PER_NODE") or assigned_gpus() or 1)
+    """Returns how many ranks a node has: as PROCESSES_PER_NODE or torchrun's variable says, else one a GPU, or one on a
+    CPU."""
+    chosen = os.environ.get("PROCESSES_PER_NODE") or os.environ.get("PET_NPROC_PER_NODE", "auto")
+    if chosen.isdecimal():
+        return int(chosen)
+    return assigned_gpus() or 1
 
 
 def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:

@@ -7,8 +7,12 @@ each node leaves its first failure in RUN_FOLDER/failures/ID, a folder that 1.tr
 is torchrun's --rdzv-id). The file `outcome` beside them is what 1.train.sbatch reads: a line
 `STATUS EXIT_CODE LOST_RANK`, and then the first failure of all nodes. Whether ranks start again is
 up to 1.train.sbatch.
+
+Elsewhere, in Kubernetes for one (kubernetes/README.md), there is no --rdzv-id. Then the nodes share
+RUN_FOLDER/failures/none, and each prints the first failure of all.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -26,12 +30,13 @@ from mamba_fsdp.launch.machine import (
     set_environment,
 )
 from mamba_fsdp.launch.watcher import WATCHED, Watcher
-from mamba_fsdp.report.records import correct_status
+from mamba_fsdp.report.records import ELSEWHERE, correct_status
 from mamba_fsdp.run_layout import FAILURES, STOP
 from mamba_fsdp.storage import write_atomically
 
 # Slurm ends the job with the first node that exits: the others shall leave their failures before.
 SECONDS_FOR_OTHERS = 3
+NO_ID = "none"  # torchrun's --rdzv-id where nobody gave one
 
 
 def main(run: Path, words: list[str]) -> int:
@@ -44,10 +49,14 @@ def main(run: Path, words: list[str]) -> int:
     ranks = processes_per_node()
     options = agent.read_options([f"--nproc-per-node={ranks}", *words])
     failures = Path(run, FAILURES, options.rdzv_id)
+    if options.rdzv_id == NO_ID:
+        with contextlib.suppress(OSError):  # of which the ranks say more
+            failures.mkdir(parents=True, exist_ok=True)
     forget_replaced_node(failures)
     # 1.train.sbatch removes a folder of this name when this process was killed.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
-        set_environment(run, Path(scratch), options.rdzv_endpoint.rpartition(":")[0])
+        first_node = options.rdzv_endpoint.rpartition(":")[0] or options.master_addr
+        set_environment(run, Path(scratch), first_node)
         options.log_dir = scratch
         watcher = Watcher(scratch)
         watcher.start()
@@ -64,7 +73,8 @@ def main(run: Path, words: list[str]) -> int:
 
 
 def is_first_node() -> bool:
-    return os.environ.get("SLURM_NODEID", "0") == "0"
+    number = os.environ.get("SLURM_NODEID") or os.environ.get("PET_NODE_RANK")
+    return (number or "0") == "0"
 
 
 def forget_replaced_node(failures: Path) -> None:
@@ -76,9 +86,10 @@ def forget_replaced_node(failures: Path) -> None:
 
 
 def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: bool) -> int:
-    """Writes `outcome`, see above, or prints the failure where that can't be written. Returns the exit code."""
+    """Writes `outcome`, see above, or prints the failure where nobody would read it. Returns the exit code."""
     # A rank that was killed has left the status `running`.
-    status = correct_status(run).get("status", "unknown")
+    found = correct_status(run)
+    status = found.get("status", "unknown")
     code = 0
     lost_rank = ""
     text = ""
@@ -89,11 +100,25 @@ def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: 
         lost_rank = failure.summary()
         if failure.was_killed or not has_own_words:
             text = failure.text()
-    if failure or is_first_node():
+    if failures.name == NO_ID:
+        print(text, end="", file=sys.stderr, flush=True)
+        signals = {ELSEWHERE, *signal.Signals.__members__}
+        if not failure and status == "stopped" and found.get("reason") in signals:
+            code = 128 + signal.SIGTERM  # which another node got: the job is not over
+    elif failure or is_first_node():
         is_left = leave(failures / "outcome", f"{status} {code} {lost_rank}\n{text}")
         if not is_left:
             print(text, end="", file=sys.stderr, flush=True)
     return code
+
+
+def for_the_starter(code: int) -> int:
+    """Returns RESTART_EXIT_CODE, where it is set, for a failure that another start may mend.
+
+    PyTorchJob starts a node again whose exit code is 128 or more; smaller ones end the job."""
+    if code in (0, UserError.exit_code) or code >= 128:
+        return code
+    return int(os.environ.get("RESTART_EXIT_CODE", code))
 
 
 def leave(file: Path, text: str) -> bool:
@@ -106,4 +131,4 @@ def leave(file: Path, text: str) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(os.path.abspath(sys.argv[1])), sys.argv[2:]))
+    raise SystemExit(for_the_starter(main(Path(os.path.abspath(sys.argv[1])), sys.argv[2:])))

@@ -17,6 +17,7 @@ from mamba_fsdp.run_layout import EVENTS, LEASE, METRICS, STATUS, newest_step
 from mamba_fsdp.storage import exists, parse_object, retry_io, timestamp, write_for_user
 
 T = TypeVar("T")
+ELSEWHERE = "requested on another rank"  # the reason of a stop that rank 0 was not asked for
 LARGEST = 1 << 63  # larger integers are not read: other programs can't hold them
 
 

@@ -19,6 +19,7 @@ from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.compat import step_unless
 from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.report.records import ELSEWHERE
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.saver import Saver
@@ -27,7 +28,6 @@ from mamba_fsdp.trainer.step_stats import StepStats, StepSums, sum_over_ranks
 from mamba_fsdp.trainer.stopping import StopRequest
 from mamba_fsdp.trainer.validation import batch_loss, validate
 
-ELSEWHERE = "requested on another rank"  # the reason of a stop that this rank did not ask for
 AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbers are read
 
 

@@ -100,6 +100,17 @@ def test_sigterm_while_it_looks_for_other_nodes_is_quiet(start_node):
     assert finish(process) in [(-signal.SIGTERM, ""), (143, "")]
 
 
+@pytest.mark.slow
+def test_a_node_that_never_meets_the_first_one_says_so(start_node):
+    """As in Kubernetes, where the first node has a fixed number."""
+    words = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--rdzv-conf=timeout=1"]
+    process, _ = start_node(*words, "--master-addr=127.0.0.1", "--master-port=1")
+    code, output = finish(process)
+    last = output.splitlines()[-1]
+    assert code == 1 and "could not meet the other nodes." in last, output
+    assert "Traceback" not in output, "torch prints lines of its own"
+
+
 FAILURE = Failure("a", rank=3, exit_code=1, was_killed=False, time=2.0, reason="Error: no more")
 
 

@@ -1,0 +1,54 @@
+"""The manifests of kubernetes/ as their README has envsubst fill them in, and what a container of theirs starts."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+FOLDER = Path(__file__).resolve().parents[2] / "kubernetes"
+VARIABLES = {
+    "IMAGE_URI": "registry/mamba-train:1",
+    "NUM_NODES": "2",
+    "NUM_WORKERS": "1",
+    "GPU_PER_NODE": "8",
+    "EFA_PER_NODE": "32",
+    "PARTS": "4",
+}
+
+
+def read(name):
+    """The objects of a manifest, as kubectl reads them."""
+    text = (FOLDER / name).read_text()
+    return list(yaml.safe_load_all(re.sub(r"\$\{(\w+)\}", lambda word: VARIABLES[word[1]], text)))
+
+
+def expanded(words, environment):
+    """$(NAME) in a container's command as Kubernetes expands it."""
+    return [re.sub(r"\$\((\w+)\)", lambda word: environment[word[1]], word) for word in words]
+
+
+def node_job():
+    """The template of the Job that runs the nodes of a TrainJob."""
+    runtime, _ = read("trainjob.yaml")
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    return job["template"]
+
+
+def node_of_trainjob():
+    """(command, environment) of a node: those of the runtime, over which Trainer puts what the TrainJob says."""
+    (container,) = node_job()["spec"]["template"]["spec"]["containers"]
+    trainer = read("trainjob.yaml")[1]["spec"]["trainer"]
+    variables = container["env"] + trainer["env"]
+    environment = {variable["name"]: variable["value"] for variable in variables}
+    return container["command"] + trainer["args"], environment
+
+
+def nodes_of_pytorchjob():
+    """(command, environment) of its master and of its workers."""
+    (job,) = read("pytorchjob.yaml")
+    found = []
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        (container,) = replica["template"]["spec"]["containers"]
+        environment = {variable["name"]: variable["value"] for variable in container["env"]}
+        found.append((container["command"] + container["args"], environment))
+    return found
