@@ -249,7 +249,8 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
         )
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     device = _acquire_device(local_rank)
-    timeout = timedelta(minutes=timeout_minutes)
+    # The watchdog, which looks once a second, comes first: it says where a rank stands.
+    timeout = timedelta(minutes=timeout_minutes, seconds=5)
     if device.type == "cuda":
         dist.init_process_group("nccl", timeout=timeout)
         gloo = dist.new_group(backend="gloo", timeout=timeout)
