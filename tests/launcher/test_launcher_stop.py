@@ -82,3 +82,12 @@ def test_nobody_asks_when_the_script_was_killed(project, tmp_path):
     session, code, _ = run(project, tmp_path, f"{ASK}; kill -9 $$")
     assert code == -9
     wait_until(lambda: not living(session))
+
+
+def test_nodes_are_not_called_unfit_where_scancel_has_ended_their_check(project, tmp_path):
+    script = (
+        "await() { stop_asked=TERM; }; on_first_node() { say judged; }; decide() { say $1; exit $1; }; "
+        "srun=() container=() nodes=(a) python=python; check_nodes"
+    )
+    assert run(project, tmp_path, script)[1:] == (143, [])
+    assert (tmp_path / "said").read_text() == "143\n"
