@@ -86,8 +86,11 @@ def test_ranks_that_are_asked_to_stop_have_the_time_they_need(start_node):
 def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     process, project = start_node(*ALONE, training=STARTS_FOR_EVER, PROCESSES_PER_NODE="2")
     wait_until(lambda: len(list(project.glob("started-*"))) == 2)
+    (project / "run").mkdir(exist_ok=True)
+    (project / "run/status.json").write_text('{"status": "running", "step": 1}')
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (143, "")
+    assert '"failed"' in (project / "run/status.json").read_text(), "nothing runs any longer"
 
 
 @pytest.mark.slow
