@@ -205,7 +205,8 @@ class World:
         While an error is being raised, it does nothing: the other ranks may never call it.
         """
         if dist.is_initialized() and sys.exc_info()[0] is None:
-            gc.collect()
+            if self.size > 1:  # else torch 2.2 warns of the whole weights that FSDP's shards are views of
+                gc.collect()
             self.barrier()
             dist.destroy_process_group()
 
