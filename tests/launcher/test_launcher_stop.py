@@ -91,3 +91,13 @@ def test_nodes_are_not_called_unfit_where_scancel_has_ended_their_check(project,
     )
     assert run(project, tmp_path, script)[1:] == (143, [])
     assert (tmp_path / "said").read_text() == "143\n"
+
+
+@pytest.mark.parametrize("attempt, code", [("7.0", 2), ("7.1", 1)])
+def test_storage_that_fails_at_a_later_start_of_a_job_is_no_mistake(
+    project, tmp_path, attempt, code
+):
+    """decide's exit code says what becomes of the job: after a mistake it is not queued again."""
+    (tmp_path / "file").touch()
+    script = f"attempt={attempt} nodes=(a) run_folder={tmp_path}/file; decide() {{ exit $1; }}; check_nodes"
+    assert run(project, tmp_path, script)[1:] == (code, [])
