@@ -69,12 +69,20 @@ def test_ranks_start_again_in_place_once_for_each_new_checkpoint(project, tmp_pa
     assert code == 0 and answers == ["yes", "no", "yes", "no", *["no"] * 4, "yes"]
 
 
-def test_a_job_in_which_a_rank_dies_after_a_request_is_not_queued_again(project, tmp_path):
+@pytest.mark.parametrize(
+    "outcome, code, said",
+    [("stopped 137", 1, "ended at start: the file STOP asked"), ("failed 2", 2, "not queued again")],
+)
+def test_a_job_that_was_asked_to_stop_or_has_a_mistake_is_not_queued_again(
+    project, tmp_path, outcome, code, said
+):
+    """Whatever the outcome's first line says after the code."""
     lost = "rank 1 on node2 failed first."
-    outcome = f"failures=$run_folder; printf 'stopped 137\\n{lost}\\n' > $failures/outcome; "
-    _, code, _ = run(project, tmp_path, f"{outcome} SLURM_JOB_NODELIST='' decide 1")
+    outcome = f"printf '{outcome} rank 1 on node2: no more\\n{lost}\\n' > $run_folder/outcome"
+    script = f"failures=$run_folder; {outcome}; SLURM_JOB_NODELIST='' decide 1"
+    assert run(project, tmp_path, script)[1] == code
     first, last = (tmp_path / "said").read_text().splitlines()
-    assert code == 1 and first.startswith("ended at start: the file STOP asked") and last == lost
+    assert first.startswith(said) and last == lost
 
 
 @pytest.mark.slow
