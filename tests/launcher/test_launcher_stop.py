@@ -71,7 +71,10 @@ def test_ranks_start_again_in_place_once_for_each_new_checkpoint(project, tmp_pa
 
 @pytest.mark.parametrize(
     "outcome, code, said",
-    [("stopped 137", 1, "ended at start: the file STOP asked"), ("failed 2", 2, "not queued again")],
+    [
+        ("stopped 137", 1, "ended at start: the file STOP asked"),
+        ("failed 2", 2, "not queued again"),
+    ],
 )
 def test_a_job_that_was_asked_to_stop_or_has_a_mistake_is_not_queued_again(
     project, tmp_path, outcome, code, said
