@@ -37,6 +37,7 @@ from mamba_fsdp.storage import (
     parse_object,
     retry_io,
     size_of,
+    storage_error,
     sync_folder,
     timestamp,
     write_for_user,
@@ -305,7 +306,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         lease.move(unfinished, out)
         sync_folder(out.parent)
     except OSError as error:
-        raise UserError(f"can't write {out}: {error.strerror or error}") from None
+        raise storage_error(error, f"can't write {out}: {error.strerror or error}") from None
     finally:
         lease.close()
 

@@ -68,6 +68,12 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
             return result
 
 
+def storage_error(error: OSError, text: str) -> UserError:
+    """Returns an error with this text for one of the disk's: a StorageError if a later start may find it well."""
+    kind = StorageError if error.errno in MAY_PASS else UserError
+    return kind(text)
+
+
 def this_rank() -> str:
     """Returns what messages call this process."""
     return f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"

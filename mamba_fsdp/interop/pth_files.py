@@ -18,6 +18,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.interop.fms_files import stored_names
 from mamba_fsdp.interop.safetensors_files import write_safetensors
+from mamba_fsdp.storage import storage_error
 
 # The command for a person who trusts a file that holds programs. It runs them.
 CONVERSION = (
@@ -46,7 +47,7 @@ class PthTensors(Tensors):
             stored = dict(_tensors_in(content, "", set()))
             _check_elements(path, stored)
         except OSError as error:
-            raise UserError(f"can't read {path}: {error.strerror}") from None
+            raise storage_error(error, f"can't read {path}: {error.strerror}") from None
         except (RuntimeError, EOFError, zipfile.BadZipFile):  # whose words are torch's own affairs
             raise UserError(
                 f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "

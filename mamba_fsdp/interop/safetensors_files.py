@@ -17,7 +17,7 @@ from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.interop.fms_files import stored_names
-from mamba_fsdp.storage import FileName, read_object
+from mamba_fsdp.storage import FileName, read_object, storage_error
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -68,7 +68,7 @@ def _open(path: Path) -> Any:
     except FileNotFoundError:
         raise UserError(f"{path} is missing, but {INDEX} names it; copy or download it") from None
     except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror or error}") from None
+        raise storage_error(error, f"can't read {path}: {error.strerror or error}") from None
     except SafetensorError as error:
         raise UserError(
             f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged ({error}); copy or "

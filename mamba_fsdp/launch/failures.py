@@ -55,10 +55,12 @@ class Failure:
         return f"rank {self.rank} on {self.node} failed first.\n{self.reason}\n"
 
     def summary(self) -> str:
-        """Names the rank and, if one sentence says it, the reason."""
+        """Names the rank, or a node without ranks, and the reason if one sentence says it."""
         reason = self.reason
         if "\n" in reason:
             reason = f"It exited with code {self.exit_code}; its output is above."
+        if self.rank is None:
+            return f"{self.node}: {reason}"
         return f"rank {self.rank} on {self.node}: {reason}"
 
 

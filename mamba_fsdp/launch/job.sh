@@ -8,7 +8,7 @@ decide() { # what becomes of the job, from the training's exit code and what the
     local code=$1 status=''
     stop_asking
     [ -z "$check" ] || end_check "$code"
-    read -r status code 2>/dev/null < "$failures/outcome" || true
+    read -r status code _ 2>/dev/null < "$failures/outcome" || true
     if [ "$code" = 0 ] && [ -n "$dry" ]; then
         say "dry run: nothing was trained"
         rm -f "$restarts_file"

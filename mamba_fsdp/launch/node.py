@@ -62,6 +62,7 @@ def main(run: Path, words: list[str]) -> int:
         watcher.start()
         failure = agent.run_ranks(options, watcher)
     if watcher.request:
+        correct_status(run)  # that of ranks which the signal has ended at once
         return 128 + watcher.request
     if failure:
         leave(failures / f"{failure.node}.json", json.dumps(asdict(failure)))

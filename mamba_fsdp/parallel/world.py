@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mamba_fsdp.errors import Accident, StorageError, UserError, first_line, joined
+from mamba_fsdp.errors import Accident, UserError, first_line, joined
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage import MAY_PASS
+from mamba_fsdp.storage import storage_error
 
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
@@ -205,7 +205,10 @@ class World:
         While an error is being raised, it does nothing: the other ranks may never call it.
         """
         if dist.is_initialized() and sys.exc_info()[0] is None:
-            gc.collect()
+            if (
+                self.size > 1
+            ):  # else torch 2.2 warns of the whole weights that FSDP's shards are views of
+                gc.collect()
             self.barrier()
             dist.destroy_process_group()
 
@@ -217,9 +220,8 @@ def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | 
     except UserError as error:
         return None, error
     except OSError as error:
-        kind = StorageError if error.errno in MAY_PASS else UserError
-        reason = error.strerror or str(error)
-        return None, kind(f"{error.filename}: {reason}" if error.filename else reason)
+        place = f"{error.filename}: " if error.filename else ""
+        return None, storage_error(error, f"{place}{error.strerror or error}")
     except Exception as error:
         return None, UserError(f"{type(error).__name__}: {error}")
 
@@ -249,7 +251,8 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
         )
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     device = _acquire_device(local_rank)
-    timeout = timedelta(minutes=timeout_minutes)
+    # The watchdog, which looks once a second, comes first: it says where a rank stands.
+    timeout = timedelta(minutes=timeout_minutes, seconds=5)
     if device.type == "cuda":
         dist.init_process_group("nccl", timeout=timeout)
         gloo = dist.new_group(backend="gloo", timeout=timeout)

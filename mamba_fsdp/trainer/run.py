@@ -19,7 +19,7 @@ from mamba_fsdp.report.records import add_event, was_validated
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage import write_atomically
+from mamba_fsdp.storage import write_for_user
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.run_folder import RunFolder
@@ -120,24 +120,27 @@ def train(
             what = f"is already past {schedule.total_steps}: it has {counted(state.step, 'step')}"
         console.line(f"over       {folder.path} {what}; raise num_steps to train on")
         return context.checkpointer.last
-    if world.rank == 0:
-        write_atomically(folder.path / SETTINGS, resolve.as_yaml(context.settings))
-        folder.copy_tokenizer(one_for_all(context.data.sources.values()))
-        facts = {"ranks": world.size, "from": context.begins}
-        add_event(folder.path, "started", state.step, **facts)
+    world.on_rank0(record_start, context, folder)
     with context.loader, MetricsLogger(context, folder, console) as logger:
         console.passing("the first step ...")
         reason = loop.train(context, logger, stop, validation_due)
     if not reason:
         return context.checkpointer.last
-    if world.rank == 0:
-        folder.write_status("stopped", state.step, reason)
+    world.on_rank0(folder.write_status, "stopped", state.step, reason)
     if stop.has_stepped:
         how = f"at step {state.step} ({reason}); the same command resumes from here"
     else:
         how = f"before the first step of this start ({reason}): nothing was lost"
     console.line(f"stopped    {how}")
     return None
+
+
+def record_start(context: TrainContext, folder: RunFolder) -> None:
+    """Writes the settings, the tokenizer and the start into the run folder. Rank 0 calls it."""
+    write_for_user(folder.path / SETTINGS, resolve.as_yaml(context.settings))
+    folder.copy_tokenizer(one_for_all(context.data.sources.values()))
+    facts = {"ranks": context.world.size, "from": context.begins}
+    add_event(folder.path, "started", context.state.step, **facts)
 
 
 def finish(

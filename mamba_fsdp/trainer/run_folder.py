@@ -20,7 +20,7 @@ from mamba_fsdp.run_layout import (
     check_is_run_folder,
     newest_step,
 )
-from mamba_fsdp.storage import exists, retry_io
+from mamba_fsdp.storage import exists, retry_io, storage_error
 
 
 class RunFolder:
@@ -50,8 +50,9 @@ class RunFolder:
                 model.try_take(report)  # False while another process writes it
                 model.close()
         except OSError as error:
-            raise UserError(
-                f"save_ckpt_path {self.path}: can't write {error.filename or LEASE} ({error.strerror})"
+            raise storage_error(
+                error,
+                f"save_ckpt_path {self.path}: can't write {error.filename or LEASE} ({error.strerror})",
             ) from None
         # Written at once, so that an earlier `finished` is gone even if this start is killed.
         self.write_status("running", newest_step(self.path), "starting")

@@ -51,6 +51,7 @@ def report(folder: Path, settings_file: Path) -> None:
     settings = read_resolved(settings_file)
     mistakes = weights_mistakes(settings)
     content = {
+        "code": machine.code_digest(),
         "mistakes": mistakes or [*data_mistakes(settings), *space_mistakes(settings)],
         "findings": {check.name: asdict(check.make()) for check in JOB_CHECKS},
     }
@@ -107,26 +108,34 @@ class Problem(NamedTuple):
 def judge(folder: Path, nodes: Sequence[str]) -> int:
     """Returns the exit code, after printing a line for each of the `nodes` (host names) and what is wrong with it."""
     reports = {}
+    problems = []
+    code = machine.code_digest()
     for node in nodes:
         path = folder / f"{node}.json"
-        if path.is_file():
-            reports[node] = json.loads(path.read_text())
+        content = json.loads(path.read_text()) if path.is_file() else None
+        if content is None:
+            sentence = (
+                "no answer that the first node could read; look at its lines above. If there are none, the "
+                f"node is down: scontrol show node {node}, and submit again with --exclude={node}"
+            )
+            problems.append(Problem(1, f"{node}: {sentence}"))
+        elif content.get("code") != code:  # None of an older version
+            sentence = (
+                f"its {machine.PROJECT} holds other code than that of {nodes[0]}; mount the shared file system there, "
+                f"or submit again with --exclude={node}"
+            )
+            problems.append(Problem(1, f"{node}: {sentence}"))
+        else:
+            reports[node] = content
     for index, (node, content) in enumerate(reports.items()):
         findings = content["findings"]
         print(f"node {index}     {node}: {findings['GPUs']['text']}, {findings['EFA']['text']}")
-    problems = [
+    problems += [
         Problem(2, f"{node}: {sentence}")
         for node, content in reports.items()
         for sentence in content["mistakes"]
     ]
     problems += problems_of_checks(reports)
-    for node in nodes:
-        if node not in reports:
-            sentence = (
-                f"{node}: no answer that the first node could read; look at its lines above. If there are none, the "
-                f"node is down: scontrol show node {node}, and submit again with --exclude={node}"
-            )
-            problems.append(Problem(1, sentence))
     for code, sentence in problems:
         print(f"{'error' if code else 'warning'}: {sentence}", file=sys.stderr)
     return max((problem.exit_code for problem in problems), default=0)

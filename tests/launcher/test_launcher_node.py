@@ -12,7 +12,7 @@ import pytest
 
 from mamba_fsdp.launch import node
 from mamba_fsdp.launch.failures import Failure, first_failure
-from mamba_fsdp.launch.machine import set_environment
+from mamba_fsdp.launch.machine import node_name, set_environment
 from tests.support.processes import finish, wait_until
 from tests.support.projects import FAKE_TRAINING, FOR_EVER, make_project, make_venv, starts
 
@@ -86,8 +86,11 @@ def test_ranks_that_are_asked_to_stop_have_the_time_they_need(start_node):
 def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     process, project = start_node(*ALONE, training=STARTS_FOR_EVER, PROCESSES_PER_NODE="2")
     wait_until(lambda: len(list(project.glob("started-*"))) == 2)
+    (project / "run").mkdir(exist_ok=True)
+    (project / "run/status.json").write_text('{"status": "running", "step": 1}')
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (143, "")
+    assert '"failed"' in (project / "run/status.json").read_text(), "nothing runs any longer"
 
 
 @pytest.mark.slow
@@ -134,6 +137,11 @@ def test_the_outcome_names_the_rank_that_failed_first(tmp_path, capsys):
         (tmp_path / "STOP").touch()
     assert node.conclude(tmp_path, tmp_path / "nowhere", FAILURE, has_own_words=False) == 1
     assert capsys.readouterr().err == text
+
+
+def test_a_node_that_has_no_ranks_yet_is_named():
+    """After the words `restarts   the ranks after the loss of`."""
+    assert Failure.of_node("error: no more").summary() == f"{node_name()}: error: no more"
 
 
 def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):

@@ -89,6 +89,16 @@ def test_a_node_that_is_not_like_the_first_is_named(report, judge, said):
     assert code == 1 and said in wrong
 
 
+@pytest.mark.parametrize("content", ['{"code": "another", "mistakes": []}', '{"mistakes": []}'])
+def test_a_node_whose_project_folder_is_of_another_version_is_named(folder, report, judge, content):
+    """Versions before this check have no digest of their code."""
+    report("a")
+    (folder / "b.json").write_text(content)
+    code, _, wrong = judge("a", "b")
+    assert code == 1 and len(wrong.splitlines()) == 1
+    assert f"error: b: its {machine.PROJECT} holds other code than that of a; mount the" in wrong
+
+
 def test_efa_devices_without_nccls_plugin_are_a_warning(report, judge, monkeypatch):
     monkeypatch.setattr(machine, "find_library", lambda name: None)
     report("a", gpus=8, efa=32)

@@ -69,12 +69,23 @@ def test_ranks_start_again_in_place_once_for_each_new_checkpoint(project, tmp_pa
     assert code == 0 and answers == ["yes", "no", "yes", "no", *["no"] * 4, "yes"]
 
 
-def test_a_job_in_which_a_rank_dies_after_a_request_is_not_queued_again(project, tmp_path):
+@pytest.mark.parametrize(
+    "outcome, code, said",
+    [
+        ("stopped 137", 1, "ended at start: the file STOP asked"),
+        ("failed 2", 2, "not queued again"),
+    ],
+)
+def test_a_job_that_was_asked_to_stop_or_has_a_mistake_is_not_queued_again(
+    project, tmp_path, outcome, code, said
+):
+    """Whatever the outcome's first line says after the code."""
     lost = "rank 1 on node2 failed first."
-    outcome = f"failures=$run_folder; printf 'stopped 137\\n{lost}\\n' > $failures/outcome; "
-    _, code, _ = run(project, tmp_path, f"{outcome} SLURM_JOB_NODELIST='' decide 1")
+    outcome = f"printf '{outcome} rank 1 on node2: no more\\n{lost}\\n' > $run_folder/outcome"
+    script = f"failures=$run_folder; {outcome}; SLURM_JOB_NODELIST='' decide 1"
+    assert run(project, tmp_path, script)[1] == code
     first, last = (tmp_path / "said").read_text().splitlines()
-    assert code == 1 and first.startswith("ended at start: the file STOP asked") and last == lost
+    assert first.startswith(said) and last == lost
 
 
 @pytest.mark.slow
@@ -82,3 +93,22 @@ def test_nobody_asks_when_the_script_was_killed(project, tmp_path):
     session, code, _ = run(project, tmp_path, f"{ASK}; kill -9 $$")
     assert code == -9
     wait_until(lambda: not living(session))
+
+
+def test_nodes_are_not_called_unfit_where_scancel_has_ended_their_check(project, tmp_path):
+    script = (
+        "await() { stop_asked=TERM; }; on_first_node() { say judged; }; decide() { say $1; exit $1; }; "
+        "srun=() container=() nodes=(a) python=python; check_nodes"
+    )
+    assert run(project, tmp_path, script)[1:] == (143, [])
+    assert (tmp_path / "said").read_text() == "143\n"
+
+
+@pytest.mark.parametrize("attempt, code", [("7.0", 2), ("7.1", 1)])
+def test_storage_that_fails_at_a_later_start_of_a_job_is_no_mistake(
+    project, tmp_path, attempt, code
+):
+    """decide's exit code says what becomes of the job: after a mistake it is not queued again."""
+    (tmp_path / "file").touch()
+    script = f"attempt={attempt} nodes=(a) run_folder={tmp_path}/file; decide() {{ exit $1; }}; check_nodes"
+    assert run(project, tmp_path, script)[1:] == (code, [])

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mamba_fsdp import command_line, storage
-from mamba_fsdp.errors import StorageError
+from mamba_fsdp.errors import StorageError, UserError
+from mamba_fsdp.lease import new_folder
 
 
 @pytest.fixture
@@ -48,3 +49,14 @@ def test_storage_that_stays_away_ends_the_run_with_a_code_of_its_own(
     assert end.value.code == StorageError.exit_code == 74
     for word in (place, "Input/output error", "the same command resumes"):
         assert word in error
+
+
+@pytest.mark.parametrize("number, kind", [(errno.EIO, StorageError), (errno.ENOSPC, UserError)])
+def test_storage_that_fails_while_a_model_is_published_is_no_mistake(tmp_path, number, kind):
+    """A job that it ended as one was not queued again."""
+    with (
+        pytest.raises(UserError, match="^can't write .*out: ") as end,
+        new_folder(tmp_path / "out"),
+    ):
+        raise OSError(number, os.strerror(number))
+    assert end.type is kind
