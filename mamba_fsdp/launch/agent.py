@@ -4,6 +4,7 @@ import logging
 import os
 from argparse import Namespace
 
+from torch.distributed import DistNetworkError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
@@ -40,7 +41,7 @@ def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
             if process.pid not in watcher.killed or os.path.isfile(process.error_file)
         ]
         return min(failures, key=order)
-    except RendezvousClosedError:
+    except (RendezvousClosedError, DistNetworkError):
         return Failure.of_node("error: another node has given up")
     except RendezvousError as error:
         return Failure.of_node(

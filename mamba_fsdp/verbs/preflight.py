@@ -116,7 +116,7 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
     """Returns the exit code, after printing a line for each of the `nodes` (host names) and what is wrong with it."""
     reports = {}
     problems = []
-    code = machine.code_digest()
+    own_code = machine.code_digest()
     for node in nodes:
         path = folder / f"{node}.json"
         content = json.loads(path.read_text()) if path.is_file() else None
@@ -126,7 +126,7 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
                 f"node is down: scontrol show node {node}, and submit again with --exclude={node}"
             )
             problems.append(Problem(1, f"{node}: {sentence}"))
-        elif content.get("code") != code:  # None of an older version
+        elif content.get("code") != own_code:  # None of an older version
             sentence = (
                 f"its {machine.PROJECT} holds other code than that of {nodes[0]}; mount the shared file system there, "
                 f"or submit again with --exclude={node}"
