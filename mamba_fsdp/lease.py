@@ -218,8 +218,8 @@ class Lease:
             seen = trying(self._look, self.file)
             os.stat(self.file.parent)
         except OSError as error:
-            raise UserError(
-                f"{self.file}: can't be read ({error.strerror}); fix that and run again"
+            raise storage_error(
+                error, f"{self.file}: can't be read ({error.strerror}); fix that and run again"
             ) from None
         if seen and seen.content == self.content:
             return

@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import elastic_launch
 from mamba_fsdp.launch.failures import Failure, order
 from mamba_fsdp.launch.machine import node_name
 from mamba_fsdp.launch.watcher import Watcher
-from mamba_fsdp.parallel.world import allow_many_files
+from mamba_fsdp.parallel.world import ALL_RANKS, allow_many_files
 
 USUAL = ["--rdzv-backend=c10d", "--monitor-interval=0.1"]
 
@@ -31,6 +31,7 @@ def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
     logging.disable(logging.ERROR)  # torch's own account of a failure: ours says more, at the end
     allow_many_files()
     config, command, arguments = torchrun.config_from_args(options)
+    os.environ[ALL_RANKS] = str(config.max_nodes * config.nproc_per_node)
     try:
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
@@ -44,7 +45,7 @@ def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
         return Failure.of_node("error: another node has given up")
     except (RendezvousError, DistError) as error:
         return Failure.of_node(
-            f"error: {node_name()} could not meet the other nodes. Can it reach the first node by its "
+            f"error: {node_name()} could not meet the other nodes, or has lost the first. Can it reach the first by its "
             "name, and does the firewall or security group let the nodes connect? "
             f"{error.__cause__ or error}"
         )

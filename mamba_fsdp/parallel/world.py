@@ -23,6 +23,9 @@ from mamba_fsdp.storage import storage_error
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
 CPU = torch.device("cpu")
+ALL_RANKS = (
+    "MAMBA_FSDP_RANKS"  # in the environment: how many ranks the launchers of all nodes start
+)
 
 
 @dataclass
@@ -238,7 +241,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     """Returns the world of the processes that torchrun has started, or of one process if torchrun was not used.
 
     timeout_minutes: how long a rank waits for the others before it fails. Raises UserError if the launcher's
-    environment is incomplete or asks for more GPUs than this node has.
+    environment is incomplete or asks for more GPUs than this node has, Accident if ranks are missing.
     """
     allow_many_files()
     if "RANK" not in os.environ:
@@ -250,6 +253,12 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
             f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK"
         )
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    wanted = os.environ.get(ALL_RANKS, str(size))
+    if wanted != str(size):  # they would train, with a smaller batch
+        raise Accident(
+            f"only {size} of {wanted} ranks have met: torchrun leaves out a node whose clock is behind the others'; "
+            "compare them: srun date"
+        )
     device = _acquire_device(local_rank)
     # The watchdog, which looks once a second, comes first: it says where a rank stands.
     timeout = timedelta(minutes=timeout_minutes, seconds=5)

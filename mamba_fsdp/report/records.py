@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.run_layout import EVENTS, LEASE, METRICS, STATUS, newest_step
-from mamba_fsdp.storage import exists, parse_object, retry_io, timestamp, write_for_user
+from mamba_fsdp.storage import (
+    exists,
+    parse_object,
+    retry_io,
+    storage_error,
+    timestamp,
+    write_for_user,
+)
 
 T = TypeVar("T")
 ELSEWHERE = "requested on another rank"  # the reason of a stop that rank 0 was not asked for
@@ -60,13 +67,14 @@ class Log:
             self.failing = True
 
     def sync(self) -> None:
-        """Returns when all entries are on the disk. Raises UserError if that fails, as a StorageError after retries."""
+        """Returns when all entries are on the disk. Raises UserError if that fails, StorageError if it may pass."""
         try:
             self._append(sync=True)
         except OSError as error:
-            raise UserError(
+            raise storage_error(
+                error,
                 f"{self.path}: can't be written ({error.strerror}); "
-                "fix that, then the same command resumes"
+                "fix that, then the same command resumes",
             ) from None
 
     def _append(self, *, sync: bool = False) -> None:

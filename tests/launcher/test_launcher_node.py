@@ -9,8 +9,9 @@ import subprocess
 from dataclasses import asdict, replace
 
 import pytest
+from torch.distributed import DistNetworkError
 
-from mamba_fsdp.launch import node
+from mamba_fsdp.launch import agent, node
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import node_name, set_environment
 from tests.support.processes import finish, wait_until
@@ -110,7 +111,7 @@ def test_a_node_that_never_meets_the_first_one_says_so(start_node):
     process, _ = start_node(*words, "--master-addr=127.0.0.1", "--master-port=1")
     code, output = finish(process)
     last = output.splitlines()[-1]
-    assert code == 1 and "could not meet the other nodes." in last, output
+    assert code == 1 and "could not meet the other nodes, or has lost the first." in last, output
     assert "Traceback" not in output, "torch prints lines of its own"
 
 
@@ -142,6 +143,18 @@ def test_the_outcome_names_the_rank_that_failed_first(tmp_path, capsys):
 def test_a_node_that_has_no_ranks_yet_is_named():
     """After the words `restarts   the ranks after the loss of`."""
     assert Failure.of_node("error: no more").summary() == f"{node_name()}: error: no more"
+
+
+def test_an_agent_whose_first_node_has_gone_says_it_in_a_line(monkeypatch):
+    def lose_store(*_):
+        raise DistNetworkError("Failed to recv, got 0 bytes")
+
+    monkeypatch.setattr(agent, "elastic_launch", lambda *_: lose_store)
+    monkeypatch.setattr(agent.logging, "disable", print)
+    monkeypatch.setenv(agent.ALL_RANKS, "")  # it comes back
+    options = agent.read_options(["--nnodes=2", "--rdzv-endpoint=a:1", "training.py"])
+    failure = agent.run_ranks(options, watcher=None)
+    assert "has lost the first" in failure.reason and "\n" not in failure.reason
 
 
 def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):

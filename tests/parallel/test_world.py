@@ -2,9 +2,9 @@ import time
 
 import pytest
 
-from mamba_fsdp.errors import StorageError, UserError
+from mamba_fsdp.errors import Accident, StorageError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.parallel.world import ALL_RANKS, start_world
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
@@ -164,4 +164,13 @@ def test_half_an_environment_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match="WORLD_SIZE.*torchrun"):
+        start_world()
+
+
+def test_ranks_that_miss_those_of_a_node_do_not_train(monkeypatch):
+    """Torchrun starts the others where a node's clock is behind. They would train, with a smaller batch."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**names, ALL_RANKS: "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Accident, match="^only 1 of 2 ranks have met: .* clock"):
         start_world()

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -216,6 +217,20 @@ def test_a_killed_launcher_leaves_no_error_and_is_named(start_cluster, project):
     )
 
 
+def test_a_node_that_sees_another_version_of_the_project_is_named(start_cluster, project, tmp_path):
+    """Its ranks would train with the other code. The run folder is elsewhere, where both see it."""
+    cluster = start_cluster()
+    other = tmp_path / "other"
+    shutil.copytree(project, other, symlinks=True)
+    with open(other / "mamba_fsdp/trainer/muon.py", "a") as muon:
+        muon.write("# older\n")
+    subprocess.run(cluster.command("mount", "--bind", other, project, on="node2"), check=True)
+    shared = f"--save_ckpt_path={tmp_path}/run"
+    state, _, text = end_of(cluster, project, shared, MAX_RESTARTS="0")
+    assert state == "FAILED" and not starts(tmp_path / "run")
+    assert f"error: node2: its {project} holds other code than that of node1; mount" in text, text
+
+
 def test_what_no_restart_can_fix_fails_and_is_never_queued_again(start_cluster, project):
     """A mistake, whoever finds it; /tmp is each node's own. And what fails again and again."""
     cluster = start_cluster()
@@ -227,6 +242,9 @@ def test_what_no_restart_can_fix_fails_and_is_never_queued_again(start_cluster, 
     assert (state, restarts) == ("FAILED", 0), text
     assert "is not the folder that the first node sees" in text
     assert not starts(run)
+    state, restarts, text = end_of(cluster, project, FOR_EVER, FAKE="mistake")
+    assert (state, restarts) == ("FAILED", 0) and "not queued again, since no restart" in text, text
+    (run / "starts.jsonl").unlink()
     fails = {"FAKE": "storage", "MAX_RESTARTS": "0"}
     state, restarts, text = end_of(cluster, project, FOR_EVER, **fails)
     assert (state, restarts) == ("FAILED", 0), text

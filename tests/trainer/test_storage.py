@@ -12,6 +12,7 @@ import pytest
 from mamba_fsdp import command_line, storage
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.lease import new_folder
+from mamba_fsdp.report.records import Log
 
 
 @pytest.fixture
@@ -60,3 +61,12 @@ def test_storage_that_fails_while_a_model_is_published_is_no_mistake(tmp_path, n
     ):
         raise OSError(number, os.strerror(number))
     assert end.type is kind
+
+
+def test_storage_that_still_fails_after_a_warning_is_no_mistake(lose_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "SECONDS_OF_TRYING", 0.0)
+    metrics = Log(tmp_path / "metrics.jsonl", 0)
+    lose_file("metrics.jsonl")
+    metrics.write({"step": 1})
+    with pytest.raises(StorageError, match="metrics.jsonl: can't be written .Input/output"):
+        metrics.sync()
