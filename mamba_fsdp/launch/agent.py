@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import elastic_launch
 
+from mamba_fsdp.errors import first_line
 from mamba_fsdp.launch.failures import Failure, order
 from mamba_fsdp.launch.machine import node_name
 from mamba_fsdp.launch.watcher import Watcher
@@ -47,6 +48,6 @@ def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
         return Failure.of_node(
             f"error: {node_name()} could not meet the other nodes, or has lost the first. Can it reach the first by its "
             "name, and does the firewall or security group let the nodes connect? "
-            f"{error.__cause__ or error}"
+            f"{first_line(error.__cause__ or error)}"
         )
     return None

@@ -147,7 +147,7 @@ def test_a_node_that_has_no_ranks_yet_is_named():
 
 def test_an_agent_whose_first_node_has_gone_says_it_in_a_line(monkeypatch):
     def lose_store(*_):
-        raise DistNetworkError("Failed to recv, got 0 bytes")
+        raise DistNetworkError("Failed to recv, got 0 bytes\nException raised from recvBytes")
 
     monkeypatch.setattr(agent, "elastic_launch", lambda *_: lose_store)
     monkeypatch.setattr(agent.logging, "disable", print)
