@@ -1,4 +1,4 @@
-"""The layers: Mamba-1, Mamba-2, Mamba-3, attention and MLP. spec.py describes their parameters.
+"""The layers: Mamba-1, Mamba-2, Mamba-3, Gated DeltaNet, attention and MLP. spec.py describes their parameters.
 
 Each mixer maps x (batch, length, d_model) to the same shape. It is called in one of three ways:
 
@@ -22,6 +22,7 @@ from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.model import spec
 from mamba_fsdp.ops.attention import Documents, attention, rotary, starts
 from mamba_fsdp.ops.conv import causal_conv_silu
+from mamba_fsdp.ops.gdn import gated_delta_rule
 from mamba_fsdp.ops.mamba1 import mamba1_mixer
 from mamba_fsdp.ops.mamba2 import mamba2_mixer
 from mamba_fsdp.ops.norm import gated_rms_norm
@@ -119,7 +120,7 @@ class SSM(Sublayer):
         x = causal_conv_silu(
             x,
             self.conv1d.weight,
-            self.conv1d.bias,
+            self.conv_bias(),
             seq_idx=seq_idx,
             backend=self.backends["conv"],
         )
@@ -144,7 +145,7 @@ class SSM(Sublayer):
         x = causal_conv_silu(
             torch.cat([context.inputs_before(x, seen), x], dim=1),
             self.conv1d.weight,
-            self.conv1d.bias,
+            self.conv_bias(),
             seq_idx=context.own(seq_idx, length, before=seen),
             backend=self.backends["conv"],
         )
@@ -154,6 +155,9 @@ class SSM(Sublayer):
             continues=context.continues(seq_idx, length),
         )
         return self.project_out(y, *rest)
+
+    def conv_bias(self) -> Tensor | None:
+        return getattr(self.conv1d, "bias", None)
 
     def A(self) -> Tensor:
         return -torch.exp(self.A_log.to(compute_type(self.A_log)))
@@ -458,6 +462,57 @@ class Mamba3(Mamba2):
         return {"ssm": ssm, "angle": zero, "B": zero, "x": zero}
 
 
+class GatedDeltaNet(SSM):
+    """Gated DeltaNet (arXiv 2412.06464, transformers' models olmo_hybrid and qwen3_5). `ngroups` heads of queries and
+    keys, of d_state channels each, serve the heads of values, of headdim channels each. With a, b from the projection:
+
+        g = -exp(A_log) softplus(a + dt_bias),    beta = sigmoid(b), or twice that with allow_neg_eigval
+    """
+
+    kind = spec.MIXERS["gdn"]
+    whole = ""
+
+    def state_shape(self) -> tuple[int, ...]:
+        return self.config.n_ssm_head, self.config.d_state, self.config.headdim
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        d_inner = self.config.d_inner
+        convolved = len(self.conv1d.weight)
+        heads = self.config.n_ssm_head
+        return self.project_in(x, self.in_proj).split([convolved, d_inner, heads, heads], dim=-1)
+
+    def scan_inputs(self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+        config = self.config
+        keys = config.ngroups * config.d_state
+        q, k, v = qkv.split([keys, keys, config.d_inner], dim=-1)
+        real = compute_type(qkv)
+        beta = torch.sigmoid(b.to(real))
+        if config.allow_neg_eigval:
+            beta = 2 * beta
+        return (
+            q.unflatten(-1, (config.ngroups, -1)),
+            k.unflatten(-1, (config.ngroups, -1)),
+            v.unflatten(-1, (-1, config.headdim)),
+            self.A() * F.softplus(a.to(real) + self.dt_bias),
+            beta,
+        )
+
+    def scan(self, *inputs: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        return gated_delta_rule(*inputs, **options, backend=self.backends["gdn"])
+
+    def project_out(self, y: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        normed = gated_rms_norm(
+            y,
+            z.unflatten(-1, y.shape[2:]),
+            self.norm.weight,
+            self.config.resolved_gdn_norm_eps,
+            self.config.headdim,
+            norm_first=True,
+            backend=self.backends["norm"],
+        )
+        return self.out_proj(normed.flatten(2))
+
+
 def turned(x: Tensor, angle: Tensor) -> Tensor:
     """Returns x (..., d_state) with each pair of its first channels rotated by one of the angles."""
     angles = angle.shape[-1]
@@ -536,6 +591,7 @@ MIXERS = {
     "mamba1": Mamba1,
     "mamba2": Mamba2,
     "mamba3": Mamba3,
+    "gdn": GatedDeltaNet,
     "attention": Attention,
     "mlp": MLP,
 }

@@ -219,6 +219,34 @@ def _mamba3(config: "ModelConfig") -> Parameters:
     }
 
 
+def _gdn(config: "ModelConfig") -> Parameters:
+    d_inner = config.d_inner
+    heads = config.n_ssm_head
+    keys = config.ngroups * config.d_state
+    return {
+        "dt_bias": Parameter((heads,), DT, fp32=True),
+        # Published code draws A from 0 on, whose logarithm may be infinite.
+        "A_log": Parameter((heads,), Init("log_uniform", 0.01, 16.0), fp32=True),
+        "in_proj.weight": stacked(
+            config.d_model, q=keys, k=keys, v=d_inner, z=d_inner, b=heads, a=heads
+        ),
+        "conv1d.weight": convolution(config, 2 * keys + d_inner)["conv1d.weight"],
+        "norm.weight": norm(config.headdim),
+        "out_proj.weight": into_residual(config, d_inner),
+    }
+
+
+def _gdn_flops(config: "ModelConfig", seq_length: int) -> float:
+    """Returns the FLOPs of each state's decay, of what it holds for the key, of its input and its share of the
+    output."""
+    return 2 * 4 * config.d_inner * config.d_state
+
+
+def _gdn_operators(config: "ModelConfig") -> Operators:
+    channels = _gdn(config)["conv1d.weight"].shape[0]
+    return {"norm": {}, "conv": {"channels": channels}, "gdn": {}}
+
+
 def _attention(config: "ModelConfig") -> Parameters:
     queries = config.n_head * config.resolved_head_dim
     keys = config.n_kv_head * config.resolved_head_dim
@@ -298,6 +326,22 @@ MIXERS = {
         recurrence_flops,
         _check_mamba2,
         lambda config: {"ssd": {}},
+    ),
+    "gdn": Spec(
+        (
+            "d_state",
+            "d_conv",
+            "expand",
+            "d_ssm",
+            "headdim",
+            "ngroups",
+            "allow_neg_eigval",
+            "gdn_norm_eps",
+        ),
+        _gdn,
+        _gdn_flops,
+        _check_mamba2,
+        _gdn_operators,
     ),
     "attention": Spec(
         ("n_head", "n_kv_head", "head_dim", "rotary_dim", "rope_theta", "rope_scaling"),

@@ -20,16 +20,18 @@ from mamba_fsdp.errors import UserError, first_line, near_name
 
 BACKENDS = {  # the type of device for each backend
     "triton": "cuda",  # our Triton kernels, compiled on first use
-    "fused": "cuda",  # the kernels of mamba-ssm and causal-conv1d
+    "fused": "cuda",  # the kernels of mamba-ssm, causal-conv1d and flash-linear-attention
     "flash": "cuda",  # FlashAttention in PyTorch itself
     "cpp": "cpu",  # C, compiled on first use
     "reference": "any",  # plain PyTorch
 }
 PACKAGES = {"triton": ("triton",), "fused": ("mamba_ssm", "causal_conv1d")}
+PACKAGES_OF_OPERATOR = {"gdn": {"fused": ("fla.ops.gated_delta_rule",)}}  # instead of those
 OPERATORS = {  # the backends of each, best first; on a GPU, trainer/first_use.py times them
     "conv": ("fused", "triton", "cpp", "reference"),
     "scan": ("fused", "triton", "cpp", "reference"),
     "ssd": ("fused", "triton", "reference"),
+    "gdn": ("fused", "reference"),
     "attention": ("flash", "reference"),
     "norm": ("fused", "triton", "reference"),
     "loss": ("reference",),
@@ -200,7 +202,8 @@ def why_not(
 
 def why_unavailable(operator: str, backend: str) -> str | None:
     """Returns why a backend can't be used on this machine, in one line, or None if it can."""
-    for package in PACKAGES.get(backend, ()):
+    packages = PACKAGES_OF_OPERATOR.get(operator, PACKAGES)
+    for package in packages.get(backend, ()):
         try:
             import_module(package)
         except Exception as error:  # a build for another PyTorch fails in many ways

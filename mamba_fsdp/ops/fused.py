@@ -1,14 +1,18 @@
-"""The fused backends: operators and mixers computed by the CUDA and Triton kernels of mamba-ssm and causal-conv1d."""
+"""The fused backends: operators and mixers computed by the CUDA and Triton kernels of mamba-ssm, causal-conv1d and
+flash-linear-attention."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_fsdp.ops import attention
 from mamba_fsdp.ops.backends import Use
 
 FUNCTIONS = (  # of this module that call the libraries
     "causal_conv_silu",
     "selective_scan",
     "ssd",
+    "gated_delta_rule",
     "add_rms_norm",
     "gated_rms_norm",
     "mamba1_mixer",
@@ -19,6 +23,7 @@ VARIES = {
     "conv": "causal-conv1d before 1.6 adds with atomics, and later ones are not measured",
     "scan": "mamba-ssm's scan adds its gradients with atomics",
     "ssd": "mamba-ssm's SSD takes sums that torch refuses then",
+    "gdn": "flash-linear-attention tunes its kernels anew at each start",
     "norm": "mamba-ssm before 2.3 tunes its norm anew at each start, and later ones are not measured",
 }
 
@@ -124,6 +129,36 @@ def ssd(
         seq_idx=_from_zero(seq_idx),
         return_final_states=return_last_state,
     )
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    seq_idx: Tensor | None,
+    initial_state: Tensor | None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    inputs = [q, k, v, g, beta]
+    bounds = None
+    if seq_idx is not None:  # all documents of the batch stand in one row, of which the bounds tell
+        assert initial_state is None and not return_last_state, "each document has a state"
+        inputs = [t.flatten(0, 1).unsqueeze(0) for t in inputs]
+        is_bound = F.pad(attention.starts(seq_idx).flatten(), (0, 1), value=True)
+        bounds = is_bound.nonzero().flatten()
+    y, last = chunk_gated_delta_rule(
+        *inputs,
+        initial_state=initial_state,
+        output_final_state=return_last_state,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=bounds,
+    )
+    y = y.view(v.shape)
+    return (y, last) if return_last_state else y
 
 
 def add_rms_norm(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import attention, conv, fused, loss, scan
+from mamba_fsdp.ops import attention, conv, fused, gdn, loss, scan
 from mamba_fsdp.parallel.compat import load_shard
 from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
@@ -145,6 +145,7 @@ def leave_uncompiled() -> None:
         (conv.BACKENDS["cpp"], "causal_conv_silu"),
         (scan.BACKENDS["cpp"], "selective_scan"),
         (scan.BACKENDS["reference"], "selective_scan"),
+        (gdn.BACKENDS["reference"], "gated_delta_rule"),
         (attention.BACKENDS["flash"], "packed_attention"),
         (attention.BACKENDS["reference"], "packed_attention"),
         (ContextGroup, "inputs_before"),

@@ -13,8 +13,8 @@ from mamba_fsdp.planning.memory import FP32, Workload, products_of
 
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
 # Bytes for each state and token. Mamba-2: fitted to published rates of mamba-ssm. Mamba-1: not published; assumed from
-# Dao and Gu 2024 (arXiv 2405.21060), section 9.3.
-STATE_BYTES = {"mamba1": 12, "mamba2": 3, "mamba3": 3}
+# Dao and Gu 2024 (arXiv 2405.21060), section 9.3. Gated DeltaNet: assumed from its products, twice those of Mamba-2.
+STATE_BYTES = {"mamba1": 12, "mamba2": 3, "mamba3": 3, "gdn": 6}
 HOP_SECONDS = 5e-6  # latency of each hop of a ring
 BLOCK_LAUNCH_SECONDS = 5e-4  # host time to launch a block's kernels, forward and backward; assumed
 FP32_SLOWDOWN = 16  # of products in fp32 compared with bf16, approximately, on all these devices

@@ -58,9 +58,9 @@ class ModelConfig:
     n_layer: int = setting(4, at_least=1, at_most=10_000)
     """Number of layers."""
     layers: str = setting("mamba1")
-    """Pattern of layers, repeated or cut to n_layer: items mamba1, mamba2, mamba3, attention or mlp, or
-    two side by side such as mamba2/attention, each with an optional +mlp and count, as in
-    9*mamba2+mlp,attention+mlp."""
+    """Pattern of layers, repeated or cut to n_layer: items mamba1, mamba2, mamba3, gdn (Gated DeltaNet),
+    attention or mlp, or two side by side such as mamba2/attention, each with an optional +mlp and
+    count, as in 9*mamba2+mlp,attention+mlp."""
     vocab_size: int = setting(4096, at_least=2)
     """Number of tokens of the tokenizer; the embedding is padded to a multiple of
     pad_vocab_size_multiple."""
@@ -71,7 +71,8 @@ class ModelConfig:
     norm_eps: float = setting(1e-5, above=0)
     """Epsilon of every RMSNorm."""
     d_state: int = setting(16, at_least=1)
-    """State size per channel (Mamba-1) or per head (Mamba-2 and -3)."""
+    """State size per channel (Mamba-1) or per head (Mamba-2 and -3); Gated DeltaNet: channels per head
+    of queries and keys."""
     d_conv: int = setting(4, at_least=2, at_most=4)
     """Width of the causal convolution."""
     expand: int = setting(2, at_least=1)
@@ -84,9 +85,9 @@ class ModelConfig:
     """Mamba-1: epsilon of RMSNorms without weights on B, C and dt, as in Falcon-Mamba; 0 means no such
     norms."""
     headdim: int = setting(64, at_least=1)
-    """Mamba-2 and -3: channels per head."""
+    """Mamba-2 and -3: channels per head; Gated DeltaNet: of values."""
     ngroups: int = setting(1, at_least=1)
-    """Mamba-2 and -3: groups of heads that share B and C."""
+    """Mamba-2 and -3: groups of heads that share B and C; Gated DeltaNet: heads of queries and keys."""
     chunk_size: int = setting(256, at_least=1)
     """Mamba-2 and -3: positions per chunk of the fused scan (the result does not depend on it)."""
     decay_activation: str = setting("heavy_tail", choices=("heavy_tail", "softplus"))
@@ -94,6 +95,11 @@ class ModelConfig:
     June 2026 and in the published weights; softplus: as in mamba-ssm before."""
     ssm_norm: str = setting("after", choices=("after", "before", "none"))
     """Mamba-2: whether the RMSNorm of the output stands after the gate, before it, or is left out."""
+    allow_neg_eigval: bool = setting(False)
+    """Gated DeltaNet: beta is up to 2 instead of 1, so that a state may change its sign (negative
+    eigenvalues)."""
+    gdn_norm_eps: float = setting(0.0, at_least=0)
+    """Gated DeltaNet: epsilon of the RMSNorm of the output; 0 means norm_eps."""
     n_head: int = setting(8, at_least=1)
     """Attention: query heads."""
     n_kv_head: int = setting(8, at_least=1)
@@ -173,6 +179,10 @@ class ModelConfig:
         return self.d_inner // self.headdim
 
     @property
+    def resolved_gdn_norm_eps(self) -> float:
+        return self.gdn_norm_eps or self.norm_eps
+
+    @property
     def resolved_head_dim(self) -> int:
         return self.head_dim or self.d_model // self.n_head
 
@@ -200,6 +210,7 @@ class ModelConfig:
             "expand": self.d_inner / self.d_model,
             "d_ssm": self.d_inner,
             "dt_rank": self.resolved_dt_rank,
+            "gdn_norm_eps": self.resolved_gdn_norm_eps,
             "head_dim": self.resolved_head_dim,
             "rotary_dim": self.resolved_rotary_dim,
             "d_intermediate": self.resolved_d_intermediate,

@@ -441,6 +441,11 @@ class TrainConfig:
         self.training.check()
         self.checkpoint.check()
         self.parallel.selective_share()
+        if self.parallel.context_parallel > 1 and self.model.reads("gdn_norm_eps"):
+            raise UserError(
+                f"context_parallel={self.parallel.context_parallel}: Gated DeltaNet (layers gdn) hands on no states "
+                "between ranks; leave it at 1"
+            )
 
     def operator_uses(self) -> dict[str, list[Use]]:
         """Returns the uses of each operator in the training; call it after settle_precision."""

@@ -41,6 +41,10 @@ def test_flops_by_hand_of_each_kind_of_layer():
     layer = 8 * (16 + 16 + 16 + 3 * 4 + 1) + 16 * 4 * 3 + 16 * 8
     assert flops_per_token(mamba3, 2048) == 6 * (layer + head)
 
+    gdn = ModelConfig(layers="gdn", n_layer=1, headdim=4, ngroups=2, **vocabulary)
+    layer = 8 * (8 + 8 + 16 + 16 + 4 + 4) + (16 + 16) * 4 + 16 * 4 * 4 + 16 * 8
+    assert flops_per_token(gdn, 2048) == 6 * (layer + head)
+
     llama = ModelConfig(
         layers="attention+mlp",
         n_layer=3,

@@ -16,7 +16,7 @@ from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.resolve import resolve_settings
 
 pytestmark = pytest.mark.torch22
-EVERYTHING = ModelConfig(layers="mamba1,mamba2,attention", d_model=256)
+EVERYTHING = ModelConfig(layers="mamba1,mamba2,gdn,attention", d_model=256)
 TRITON = {operator: "triton" for operator in OPERATORS if "triton" in OPERATORS[operator]}
 FUSED = {operator: "fused" for operator in OPERATORS if "fused" in OPERATORS[operator]}
 needs_c = pytest.mark.skipif(bool(cpp.why_unavailable()), reason="no C compiler")
@@ -37,7 +37,14 @@ def older_torch(monkeypatch):
 @pytest.fixture
 def kernels(monkeypatch):
     """Triton and CUDA libraries that load."""
-    for name in ("mamba_ssm", "causal_conv1d", "triton"):
+    for name in (
+        "mamba_ssm",
+        "causal_conv1d",
+        "fla",
+        "fla.ops",
+        "fla.ops.gated_delta_rule",
+        "triton",
+    ):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
 
 
@@ -51,7 +58,7 @@ def libraries(kernels, monkeypatch):
 def test_a_cpu_gets_c_where_there_is_some():
     choice = choose("auto")
     assert choice.backends == REFERENCE | {"conv": "cpp", "scan": "cpp"}
-    assert str(choice) == "cpp: conv, scan; reference: ssd, attention, norm, loss"
+    assert str(choice) == "cpp: conv, scan; reference: ssd, gdn, attention, norm, loss"
     assert choose("auto", deterministic=True) == choice
     half = choose("auto", dtype=torch.float16)
     assert half.backends == REFERENCE
@@ -62,13 +69,13 @@ def test_a_cpu_gets_c_where_there_is_some():
 def test_the_reference_serves_everywhere(kernels, device_type):
     choice = choose("reference", device_type)
     assert choice.backends == REFERENCE
-    assert str(choice) == "reference: conv, scan, ssd, attention, norm, loss"
+    assert str(choice) == "reference: conv, scan, ssd, gdn, attention, norm, loss"
 
 
 def test_a_gpu_gets_the_libraries_and_whole_mixers(libraries):
     choice = choose("auto", "cuda", dtype=torch.bfloat16)
     assert str(choice).startswith(
-        "fused: conv, scan, ssd, norm, mamba1, mamba2; reference: attention, loss"
+        "fused: conv, scan, ssd, gdn, norm, mamba1, mamba2; reference: attention, loss"
     )
     assert choose("fused", "cuda").backends == choice.backends == REFERENCE | FUSED
 
@@ -80,7 +87,7 @@ def test_a_gpu_gets_triton_where_it_is_preferred(kernels, dtype, seq_idx, determ
     uses = operator_uses(EVERYTHING, dtype, seq_idx, deterministic)
     choice = resolve_backends("auto", "cuda", uses, preferred=dict.fromkeys(uses, "triton"))
     second = "reference" if deterministic else "fused"
-    expected = REFERENCE | TRITON
+    expected = REFERENCE | TRITON | {"gdn": second}
     if dtype == torch.float32:
         del expected["mamba2"]
         expected["ssd"] = second
@@ -131,16 +138,18 @@ def test_what_was_found_wrong_is_passed_over(kernels):
     uses = operator_uses(EVERYTHING, torch.bfloat16)
     choice = resolve_backends("auto", "cuda", uses, failed={("scan", "fused"): "it is off"})
     assert choice.backends.pop("mamba2") == "fused" and "mamba1" not in choice.backends
-    fused = dict.fromkeys(("conv", "ssd", "norm"), "fused")
+    fused = dict.fromkeys(("conv", "ssd", "gdn", "norm"), "fused")
     assert choice.backends == REFERENCE | fused | {"scan": "triton"}
     assert "scan not fused: it is off" in str(choice)
 
 
 def test_what_is_missing_on_a_gpu_is_named(libraries, monkeypatch):
-    monkeypatch.setitem(sys.modules, "causal_conv1d", None)
+    for package in ("causal_conv1d", "fla.ops.gated_delta_rule"):
+        monkeypatch.setitem(sys.modules, package, None)
     choice = choose("auto", "cuda")
     assert choice.backends == REFERENCE
     assert "conv, scan, ssd, norm not fused: causal_conv1d does not load (" in str(choice)
+    assert "gdn not fused: fla.ops.gated_delta_rule does not load (" in str(choice)
     with pytest.raises(UserError, match="conv can't be fused on cuda: causal_conv1d does not load"):
         choose("fused", "cuda")
 
@@ -191,7 +200,7 @@ def test_a_backend_of_another_device_is_refused(libraries):
 @needs_c
 @pytest.mark.parametrize("setting", ["scan=reference, conv=cpp", "scan=reference"])
 def test_a_list_demands_of_the_named_and_leaves_the_rest(setting):
-    said = "cpp: conv; reference: scan, ssd, attention, norm, loss"
+    said = "cpp: conv; reference: scan, ssd, gdn, attention, norm, loss"
     assert str(choose(setting)) == said
 
 

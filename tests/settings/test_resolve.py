@@ -105,6 +105,7 @@ MISTAKES = {
     "layers=attention n_head=6 n_kv_head=6": "does not divide d_model",
     "layers=attention n_kv_head=3": "does not divide n_head",
     "layers=attention rotary_dim=7": "must be even",
+    "layers=mamba1,gdn context_parallel=2": "hands on no states between ranks; leave it at 1",
 }
 
 
@@ -126,6 +127,8 @@ POINTLESS = {
     "ngroups=2": ("", "layers=mamba2"),
     "chunk_size=64": ("", "layers=mamba1,mamba2"),
     "decay_activation=softplus": ("layers=mamba2", "layers=mamba3"),
+    "allow_neg_eigval=true": ("", "layers=gdn"),
+    "gdn_norm_eps=1e-06": ("", "layers=gdn"),
     "n_head=16": ("", "layers=attention"),
     "n_kv_head=2": ("layers=mamba2", "layers=attention"),
     "head_dim=32": ("", "layers=attention"),

@@ -35,6 +35,25 @@ def recurrence(x, dt, A, B, C, D, dt_bias, seq_idx=None, initial_state=None):
     return torch.stack(ys, dim=1), state
 
 
+def delta_recurrence(q, k, v, g, beta, seq_idx=None, initial_state=None):
+    """Gated DeltaNet's: (y, last state)."""
+    heads = v.shape[2]
+    q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+    q, k = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (q, k))
+    state = initial_state
+    if state is None:
+        state = v.new_zeros(len(v), heads, k.shape[3], v.shape[3])
+    ys = []
+    for t in range(v.shape[1]):
+        if seq_idx is not None and t > 0:
+            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
+        state = state * torch.exp(g[:, t])[..., None, None]
+        held = (state * k[:, t, ..., None]).sum(2)
+        state = state + k[:, t, ..., None] * (beta[:, t, :, None] * (v[:, t] - held)).unsqueeze(2)
+        ys.append((state * q[:, t, ..., None]).sum(2) * k.shape[3] ** -0.5)
+    return torch.stack(ys, dim=1), state
+
+
 def random_documents(batch, length):
     """seq_idx of some four documents a row."""
     starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(1)) < 4 / length

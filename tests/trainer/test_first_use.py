@@ -14,7 +14,7 @@ import torch
 
 import mamba_fsdp
 from mamba_fsdp.errors import Accident, UserError
-from mamba_fsdp.ops import conv, cpp, norm, scan, ssd
+from mamba_fsdp.ops import conv, cpp, gdn, norm, scan, ssd
 from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE
 from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.parallel.world import World
@@ -36,6 +36,7 @@ FUNCTIONS = {
     "scan": (scan, "selective_scan"),
     "ssd": (ssd, "ssd"),
     "norm": (norm, "gated_rms_norm"),
+    "gdn": (gdn, "gated_delta_rule"),
 }
 
 
@@ -142,7 +143,7 @@ def measure_with(monkeypatch, layers, operator, change):
 @pytest.mark.parametrize("operator", FUNCTIONS)
 def test_a_wrong_sign_is_found(monkeypatch, operator):
     """Of the result or of any gradient, well above the bound; and the reference is right in bf16."""
-    kind = "mamba1" if operator == "scan" else "mamba2"
+    kind = {"scan": "mamba1", "gdn": "gdn"}.get(operator, "mamba2")
     layers = LayerCheck(settings_of(kind, precision="bf16"), CPU)
     assert layers.measure(kind, REFERENCE).share < 0.5
     for tensor, which in tensors_of(operator).items():
@@ -224,7 +225,7 @@ def test_many_rows_do_not_loosen_the_bounds(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "operator, kind", [("scan", "mamba1"), ("ssd", "mamba2"), ("ssd", "mamba3")]
+    "operator, kind", [("scan", "mamba1"), ("ssd", "mamba2"), ("ssd", "mamba3"), ("gdn", "gdn")]
 )
 def test_a_wrong_state_is_found_where_one_is_handed_on(monkeypatch, operator, kind):
     """To the next token, or to the next of the ranks that share sequences, of whose gradient nothing else tells."""

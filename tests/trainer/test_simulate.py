@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "size, layers, recompute, sharing",
     [
-        (1, "mamba1,mamba3", "", 1),
+        (1, "mamba1,mamba3,gdn", "", 1),
         (8, "attention+mlp", "1", 1),
         (128, "2*mamba1,mamba2+mlp,mamba2,attention", "1/2", 1),
         (16, "mamba1,mamba2,attention+mlp", "", 8),

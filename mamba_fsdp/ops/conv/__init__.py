@@ -13,14 +13,16 @@ BACKENDS = modules(__name__)
 def causal_conv_silu(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     seq_idx: Tensor | None = None,
     backend: str = "reference",
 ) -> Tensor:
     """Returns the convolution's output, in the shape and dtype of x (batch, length, channels).
 
-    weight (channels, 1, width); bias (channels); seq_idx: (batch, length) document index of each position; no position
+    weight (channels, 1, width); bias (channels), or None for none; seq_idx: (batch, length) document index of each position; no position
     sees another document.
     """
+    if bias is None:
+        bias = weight.new_zeros(len(weight))
     return BACKENDS[backend].causal_conv_silu(x, weight, bias, seq_idx)

@@ -21,7 +21,7 @@ from mamba_fsdp.conventions import compute_type
 CHUNK = 64  # positions, here only: larger chunks cost more decays, smaller ones more states
 
 
-def _in_chunks(t: Tensor, size: int) -> Tensor:
+def in_chunks(t: Tensor, size: int) -> Tensor:
     """Returns t (batch, length, ...) as (batch, chunks, size, ...), padded with zeros."""
     missing = -t.shape[1] % size
     if missing:
@@ -50,7 +50,7 @@ def running_sums(values: Tensor, seq_idx: Tensor | None = None) -> Tensor:
     return values
 
 
-def _decays(delta: Tensor, A: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def decays(delta: Tensor, A: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the decays of a state: from position j to position i of a chunk, (batch, chunks, heads, i, j); from the
     previous chunk's end to i, and from j to the chunk's end, both (batch, chunks, size, heads).
 
@@ -125,8 +125,8 @@ class _SSD(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, delta, A, B, C, D, seq_idx, state)
         ctx.size = size
-        x_, delta_, B_, C_ = (_in_chunks(t, size).to(delta.dtype) for t in (x, delta, B, C))
-        within, from_start, to_end = _decays(delta_, A, seq_idx)
+        x_, delta_, B_, C_ = (in_chunks(t, size).to(delta.dtype) for t in (x, delta, B, C))
+        within, from_start, to_end = decays(delta_, A, seq_idx)
 
         _, _, entering, last = _states(x_, delta_, B_, from_start, to_end, state)
         y = torch.einsum("zcign,zcgnk->zcigk", C_, entering).flatten(3).unflatten(3, x.shape[2:])
@@ -142,9 +142,9 @@ class _SSD(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
         x, delta, A, B, C, D, seq_idx, state = ctx.saved_tensors
         x_, delta_, B_, C_, grad_ = (
-            _in_chunks(t, ctx.size).to(delta.dtype) for t in (x, delta, B, C, grad)
+            in_chunks(t, ctx.size).to(delta.dtype) for t in (x, delta, B, C, grad)
         )
-        within, from_start, to_end = _decays(delta_, A, seq_idx)
+        within, from_start, to_end = decays(delta_, A, seq_idx)
         by_head = x.shape[2:]
         by_group = (B.shape[2], -1)
 

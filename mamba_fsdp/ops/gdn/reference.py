@@ -1,0 +1,159 @@
+"""The gated delta rule in plain PyTorch, chunk by chunk. For the backward pass it keeps its inputs and, of each chunk, the
+state before it, the inverse of I + M, and U.
+
+Queries stand above keys in one matrix, because both read the state and both are multiplied with the chunk's keys. The
+gradients of what they read are those of y and, with the sign changed, of the right-hand side of the chunk's equation.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mamba_fsdp.conventions import compute_type
+from mamba_fsdp.ops.ssd.reference import decays, running_sums
+
+EPS = 1e-6  # of the norms of q and k
+CHUNK = 64  # positions: larger chunks cost more products, smaller ones more states
+
+
+def _by_head(t: Tensor, like: Tensor) -> Tensor:
+    """Returns t (batch, size, groups, channels) as (batch, heads, size, channels) in the dtype of `like`, which has the
+    heads."""
+    share = like.shape[2] // t.shape[2]
+    return t.to(like.dtype).transpose(1, 2).repeat_interleave(share, 1).contiguous()
+
+
+def _by_position(t: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Returns the reverse of _by_head in `dtype`; the heads of each group are summed."""
+    return t.transpose(1, 2).unflatten(2, (groups, -1)).sum(3).to(dtype)
+
+
+class _Chunk:
+    """What the outputs and the state of a chunk are made of; each tensor is (batch, heads, ...)."""
+
+    def __init__(self, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, seq_idx: Tensor | None):
+        documents = None if seq_idx is None else seq_idx.unsqueeze(1)
+        tables = decays(-g.unsqueeze(1), -g.new_ones(g.shape[2]), documents)
+        within, from_start, to_end = (t.squeeze(1) for t in tables)
+        from_start, self.to_end = (t.transpose(1, 2).unsqueeze(3) for t in (from_start, to_end))
+        self.size = g.shape[1]
+        raw = torch.cat([_by_head(q, g), _by_head(k, g)], dim=2)
+        self.scale = torch.rsqrt(raw.square().sum(3, keepdim=True) + EPS)
+        self.qk = raw * self.scale
+        self.k = self.qk[:, :, self.size :]
+        self.beta = beta.transpose(1, 2).unsqueeze(3)
+        self.products = self.qk @ self.k.transpose(2, 3)
+        of_query = k.shape[3] ** -0.5
+        self.weights = torch.cat([within * of_query, (within * self.beta).tril(-1)], dim=2)
+        self.scores, self.equation = (self.products * self.weights).split(self.size, dim=2)
+        self.start_weights = torch.cat([from_start * of_query, from_start * self.beta], dim=2)
+        self.decay = from_start[:, :, -1:]
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    """The gated delta rule over a chunk, with its gradients. q, k, v are of any dtype; g, beta and the state before the
+    chunk are in compute type. It returns y and the state after the chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        seq_idx: Tensor | None,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        chunk = _Chunk(q, k, g, beta, seq_idx)
+        identity = torch.eye(chunk.size, dtype=g.dtype, device=g.device)
+        solution = torch.linalg.solve_triangular(
+            chunk.equation, identity.expand_as(chunk.equation), upper=False, unitriangular=True
+        )
+        read = (chunk.qk @ state).mul_(chunk.start_weights)
+        of_queries, of_keys = read.split(chunk.size, dim=2)
+        added = solution @ (_by_head(v, g) * chunk.beta - of_keys)
+        ctx.save_for_backward(q, k, g, beta, seq_idx, state, solution, added)
+        ctx.dtype = v.dtype
+        y = chunk.scores @ added + of_queries
+        last = (chunk.k * chunk.to_end).transpose(2, 3) @ added
+        return _by_position(y, v.shape[2], v.dtype), last.addcmul_(state, chunk.decay)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, g, beta, seq_idx, state, solution, added = ctx.saved_tensors
+        chunk = _Chunk(q, k, g, beta, seq_idx)
+        grad = _by_head(grad, g)
+        grad_added = chunk.scores.transpose(2, 3) @ grad
+        grad_added += (chunk.k * chunk.to_end) @ grad_last
+        grad_side = solution.transpose(2, 3) @ grad_added
+        grad_read = torch.cat([grad, -grad_side], dim=2)
+
+        # Through the state before the chunk, through the state after it, and within it.
+        reading = grad_read * chunk.start_weights
+        grad_state = (chunk.qk.transpose(2, 3) @ reading).addcmul_(grad_last, chunk.decay)
+        grad_qk = reading @ state.transpose(2, 3)
+        grad_start = (grad_qk * chunk.qk).sum(3)
+        grad_k = (added * chunk.to_end) @ grad_last.transpose(2, 3)
+        grad_end = (grad_k * chunk.k).sum(3)
+        grad_decay = (state * grad_last).sum((2, 3)).mul_(chunk.decay.flatten(1))
+        grad_products = (grad_read @ added.transpose(2, 3)).mul_(chunk.weights)
+        grad_qk += grad_products @ chunk.k
+        grad_k += grad_products.transpose(2, 3) @ chunk.qk
+        grad_qk[:, :, chunk.size :] += grad_k
+        grad_qk -= chunk.qk * (grad_qk * chunk.qk).sum(3, keepdim=True)
+        grad_q, grad_k = grad_qk.mul_(chunk.scale).split(chunk.size, dim=2)
+        grad_beta = (grad_side * added).sum(3).transpose(1, 2).div_(beta)
+
+        # g[t] is in the exponent of each decay over position t, from an earlier to a later position.
+        flows = grad_products.mul_(chunk.products).unflatten(2, (2, -1)).sum(2)
+        flows.diagonal(dim1=2, dim2=3).zero_()
+        passing = flows.sum(3) - flows.sum(2) + grad_start.unflatten(2, (2, -1)).sum(2)
+        backwards = None if seq_idx is None else seq_idx.flip(1)
+        passing = running_sums(passing.transpose(1, 2).flip(1), backwards).flip(1)
+        grad_end = grad_end.transpose(1, 2)
+        passing += running_sums(grad_end) - grad_end + grad_decay.unsqueeze(1)
+        return (
+            _by_position(grad_q, q.shape[2], q.dtype),
+            _by_position(grad_k, k.shape[2], k.dtype),
+            _by_position(grad_side.mul_(chunk.beta), g.shape[2], ctx.dtype),
+            passing,
+            grad_beta,
+            None,
+            grad_state,
+        )
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    seq_idx: Tensor | None,
+    initial_state: Tensor | None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    real = compute_type(v)
+    state = initial_state
+    if state is None:
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    state = state.to(real)
+    beta = beta.to(real).clamp(min=1e-20)  # its gradient is a quotient
+    chunks = zip(*(t.split(CHUNK, dim=1) for t in (q, k, v, g.to(real), beta)))
+    outputs = []
+    for index, inputs in enumerate(chunks):
+        documents = None
+        if seq_idx is not None:
+            start = index * CHUNK
+            documents = seq_idx[:, start : start + CHUNK]
+            if index:
+                continues = documents[:, 0] == seq_idx[:, start - 1]
+                state = torch.where(continues[:, None, None, None], state, 0)
+        y, state = _GatedDeltaRule.apply(*inputs, documents, state)
+        outputs.append(y)
+    y = torch.cat(outputs, dim=1)
+    return (y, state) if return_last_state else y
