@@ -1,5 +1,5 @@
 """The architectures of transformers that this program reads and writes: Mamba, FalconMamba, Mamba2, Llama, Bamba,
-Granite 4 H, Falcon-H1 and Nemotron-H.
+Granite 4 H, Falcon-H1, Nemotron-H, Olmo Hybrid and the text models of Qwen3.5.
 
 translations.yaml says which layers each can hold, how its config.json and our ModelConfig translate, and which of its
 tensors, one below the other, make up each of ours. What no table can say is here.
@@ -11,6 +11,8 @@ uses for initial values alone, as we do: an export sets it to 0.
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
+    shift: float = 0.0  # what ours has more in each element
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Architecture:
     tensors: Table
     ssm_name: str
     swapped: list[str]
+    centred: list[str]
+    aliases: Table
     layers_field: str
     words: Table
     free_width: bool
@@ -117,7 +122,8 @@ class Architecture:
             for index in fields.pop_indices(INDICES, len(mixers)):
                 mixers[index] = "attention"
         elif self.layers_field:
-            mixers = _pop_mixers(fields)
+            own_words = {word: mixer for mixer, word in self.words.items()}
+            mixers = _pop_mixers(fields, TABLES["mixers"] | own_words)
         if values["n_layer"] not in (None, len(mixers)):
             fields.refuse(
                 "num_hidden_layers",
@@ -172,7 +178,9 @@ class Architecture:
         fields |= {"rope_parameters": {**fields, **scaling}, **length}
         if kind:  # for transformers 4, which reads rope_theta and the share outside
             fields["rope_scaling"] = scaling
-        if self.rotates_if:
+        if self.rotates_if == "rope_theta" and not share:
+            return {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+        if self.rotates_if and self.rotates_if != "rope_theta":
             fields[self.rotates_if] = "rope" if share else "nope"
         return fields
 
@@ -182,8 +190,11 @@ class Architecture:
         values["head_dim"] = values["head_dim"] or values["d_model"] // values["n_head"]
         if self.rotated is None:
             return
-        values["rope_theta"], share, values["rope_scaling"] = _pop_rotary(fields, self.rotated)
-        if self.rotates_if and fields.content.pop(self.rotates_if, None) != "rope":
+        theta, share, values["rope_scaling"] = _pop_rotary(fields, self.rotated)
+        values["rope_theta"] = theta or 10000.0
+        if self.rotates_if == "rope_theta":
+            share = share if theta else 0.0
+        elif self.rotates_if and fields.content.pop(self.rotates_if, None) != "rope":
             share = 0.0
         rotated = int(values["head_dim"] * share)
         values["rotary_dim"] = rotated
@@ -221,23 +232,28 @@ class Architecture:
     def stored_tensors(self, config: ModelConfig) -> dict[str, list[StoredTensor]]:
         """Returns {our name: the tensors of transformers' model that make up ours, from top to bottom}."""
         kinds = [dict(zip(MIXER_NAMES, layer.mixers)) for layer in config.layer_list()]
+        described = parameters(config)
         result = {}
-        for our_name, parameter in parameters(config).items():
+        for our_name, parameter in described.items():
             if our_name in self.top:
-                result[our_name] = [StoredTensor(self.top[our_name], parameter.shape)]
+                shift = float(our_name in self.centred)
+                result[our_name] = [StoredTensor(self.top[our_name], parameter.shape, shift)]
                 continue
             index, module, rest = our_name.removeprefix("backbone.layers.").split(".", 2)
             kind = kinds[int(index)].get(module, module)
             usual = f"{module}.{rest}".replace("mixer", self.ssm_name, 1)
-            names = self.tensors.get(f"{kind}.{rest}", [usual])
-            shares = [1] * len(names)
-            if len(names) == 3:  # query, key, value
-                shares = [config.n_head, config.n_kv_head, config.n_kv_head]
-            rows, *columns = parameter.shape
+            names: list[str] = self.tensors.get(f"{kind}.{rest}", [usual])
+            names = self.tensors.get(f"{kinds[int(index)]['mixer']}:{kind}.{rest}", names)
+            size, *columns = parameter.shape
+            sizes = [size]
+            if len(names) > 1:  # a convolution's channels are those of the projection's first rows
+                projection = our_name.replace("conv1d", "in_proj")
+                sizes = list(described[projection].rows.values())
             result[our_name] = []
-            for name, share in zip(names, shares):
-                shape = (rows * share // sum(shares), *columns)
-                stored = StoredTensor(f"{self.layer_prefix}{index}.{name}", shape)
+            for name, rows in groupby(zip(names, sizes), key=itemgetter(0)):
+                shape = (sum(size for _, size in rows), *columns)
+                shift = float(f"{kind}.{rest}" in self.centred)
+                stored = StoredTensor(f"{self.layer_prefix}{index}.{name}", shape, shift)
                 result[our_name].append(stored)
         return result
 
@@ -262,6 +278,8 @@ def architecture_of(fields: Fields) -> Architecture:
         is_named = not class_names or architecture.class_name in class_names
         if model_type == architecture.model_type and is_named:
             return architecture
+    if model_type in TABLES["refused"]:
+        fields.refuse("model_type", f"is {model_type!r}, {TABLES['refused'][model_type]}")
     readable = ", ".join(architecture.class_name for architecture in ARCHITECTURES)
     raise UserError(
         f"{fields.path}: a model of type {model_type!r}, architectures {class_names}; this program reads {readable}"
@@ -273,18 +291,18 @@ def _unit(name: str, config: ModelConfig) -> float:
     return config.resolved_head_dim**-0.5 if name == "attention_multiplier" else 1.0
 
 
-def _pop_mixers(fields: Fields) -> list[str]:
+def _pop_mixers(fields: Fields, known: Table) -> list[str]:
     """Returns the mixer of each layer, from a text of letters or a list of names."""
     mixers: list[str] = []
     for name in (LETTERS, "layers_block_type", "layer_types"):
         words = fields.content.pop(name, None) or ()
         for word in words:
-            if word not in TABLES["mixers"]:
+            if word not in known:
                 reason = "no layer that this program knows"
                 if word in ("E", "moe"):
                     reason = "mixtures of experts, of which this program has neither the router nor the experts"
                 fields.refuse(name, f"has {word!r}, {reason}")
-        mixers = mixers or [TABLES["mixers"][word] for word in words]
+        mixers = mixers or [known[word] for word in words]
     return mixers
 
 
@@ -295,7 +313,7 @@ def _pop_norm(fields: Fields) -> str:
     return "before" if is_before_gate else "after"
 
 
-def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float, float, str]:
+def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float | None, float, str]:
     """Returns (rope theta, rotated share of each head, rope_scaling), from the fields of transformers 4 or of 5, which
     must agree."""
     inner = [fields.inner("rope_scaling"), fields.inner("rope_parameters")]
@@ -306,7 +324,7 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float, float, str]:
             fields.refuse(name, f"is given twice, as {' and '.join(map(str, sorted(values)))}")
         return values.pop() if values else default
 
-    theta = pop_agreed("rope_theta", 10000.0)
+    theta = pop_agreed("rope_theta", None)
     share = pop_agreed("partial_rotary_factor", usual_share)
     kind = pop_agreed("rope_type", pop_agreed("type", "default", str), str)
     if kind != "default" and kind not in ROPE_SCALINGS:
@@ -327,6 +345,7 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float, float, str]:
     items = [f"{name}={float(number)}" for name, number in sorted(numbers.items()) if number]
     for rope in inner:
         rope.expect({"truncate": (True, True)})
+        rope.ignore("mrope_section", "mrope_interleaved")  # of positions in pictures
         rope.finish()
     return theta, share, "" if kind == "default" else ",".join([kind, *items])
 

@@ -87,7 +87,7 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
 
     def tensors() -> Iterator[Tensor]:
         for our_name, stored in stored_tensors.items():
-            whole = _read_as(dtype, weights, our_name)
+            whole = _read_as(dtype, weights, our_name, stored[0].shift)
             if our_name.endswith(tuple(architecture.swapped)):
                 whole = whole.roll(len(whole) // 2, 0)
             yield from whole.split([tensor.shape[0] for tensor in stored])
@@ -123,9 +123,11 @@ def _write_state_dict(path: Path, weights: Weights, dtype: str) -> None:
     write_pth(path, names, (_read_as(dtype, weights, name) for name in names), tied)
 
 
-def _read_as(dtype: str, weights: Weights, name: str) -> Tensor:
-    """Returns a parameter in the type to be written."""
+def _read_as(dtype: str, weights: Weights, name: str, shift: float = 0.0) -> Tensor:
+    """Returns a parameter less `shift` in the type to be written."""
     tensor = weights.get(name)
+    if shift:
+        tensor = tensor - shift
     if dtype and not weights.parameters[name].fp32:
         return tensor.to(DTYPES[dtype])
     return tensor

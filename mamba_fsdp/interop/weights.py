@@ -15,7 +15,7 @@ executed.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -84,10 +84,12 @@ class Weights(Tensors):
         self.parameters = parameters(model.config)
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.stored = {name: [StoredTensor(name, shape)] for name, shape in self.shapes.items()}
+        self.aliases: dict[str, str] = {}  # see Architecture
         self.swapped: tuple[str, ...] = ()  # ends of names, see Architecture
         if model.architecture:
             self.stored = model.architecture.stored_tensors(model.config)
             self.swapped = tuple(model.architecture.swapped)
+            self.aliases = model.architecture.aliases
 
     def open(self, world: World) -> "Weights":
         """Opens the weights on all ranks together and returns them. Raises UserError on all: not to be read, broken,
@@ -98,8 +100,22 @@ class Weights(Tensors):
             checkpoint = find_checkpoint(self.path, world, part="model").path
             self.tensors = CheckpointTensors(checkpoint, world)
         self.source = self.tensors.source
+        self.stored = {name: self._in_file(stored) for name, stored in self.stored.items()}
         world.on_rank0(self._check)  # which may have to compare two whole tensors
         return self
+
+    def _in_file(self, stored: list[StoredTensor]) -> list[StoredTensor]:
+        """Returns the tensors that make up a parameter under the names that the file has, and cut as there: transformers
+        saves the three parts of Olmo Hybrid's convolutions in equal sizes."""
+        found = []
+        for tensor in stored:
+            for part, alias in self.aliases.items():
+                if tensor.name not in self.tensors.shapes:
+                    tensor = replace(tensor, name=tensor.name.replace(part, alias))
+            found.append(tensor)
+        cut = [replace(each, shape=self.tensors.shapes.get(each.name, ())) for each in found]
+        sizes = [sum(math.prod(each.shape) for each in parts) for parts in (cut, stored)]
+        return cut if len(cut) > 1 and sizes[0] == sizes[1] else found
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name.endswith(self.swapped):
@@ -115,7 +131,8 @@ class Weights(Tensors):
         for overlap in overlaps(start, stop, starts, size):
             first = overlap.offset
             tensor = stored[overlap.piece]
-            slices.append(self.tensors.slice(tensor.name, first, first + overlap.count))
+            values = self.tensors.slice(tensor.name, first, first + overlap.count)
+            slices.append(values.float() + tensor.shift if tensor.shift else values)
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def tokenizer_identities(self) -> Iterator[str]:

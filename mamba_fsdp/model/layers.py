@@ -541,7 +541,13 @@ class Attention(Sublayer):
         if seq_idx is not None:
             seq_idx = seq_idx[:, :end]
         heads = self.project_in(x, self.in_proj).unflatten(-1, (-1, config.resolved_head_dim))
-        q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=-2)
+        others = [config.n_kv_head, config.n_kv_head]
+        q, k, v = heads.split([heads.shape[2] - sum(others), *others], dim=-2)
+        if config.attention_gate:
+            q, gate = q.unflatten(2, (-1, 2)).unbind(3)
+        if config.qk_norm != "none":
+            q = self.normed(q, self.q_norm.weight)
+            k = self.normed(k, self.k_norm.weight)
         places = positions_in_document(end, seq_idx, x.device)[..., position:]
         rotation = (places, config.resolved_rotary_dim, config.rope_theta, config.rope, end)
         q, k = (rotary(t, *rotation) for t in (q, k))
@@ -554,7 +560,14 @@ class Attention(Sublayer):
             k_and_v = self.context.whole_sequence(torch.cat([k, v], dim=2))
             k, v = k_and_v[:, :end].chunk(2, dim=2)
         y = attention(q, k, v, documents=documents, backend=self.backends["attention"])
+        if config.attention_gate:
+            y = y * torch.sigmoid(gate)
         return self.out_proj(y.flatten(2))
+
+    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns x (batch, length, heads, head_dim), normed over as many channels as there are weights."""
+        parts = x.flatten(2).unflatten(2, (-1, len(weight)))
+        return rms_norm(parts, weight, self.config.norm_eps, x.dtype).view(x.shape)
 
     def allocate_state(
         self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.layers import MIXERS, MLP, MixerState, Sublayer, add_parameters, multiply
 from mamba_fsdp.ops.attention import Documents
@@ -35,6 +36,9 @@ class Block(nn.Module):
         super().__init__()
         self.eps = config.norm_eps
         self.norm_backend = backends["norm"]
+        self.norms_outputs = (
+            config.norm_position == "after_attention" and "attention" in layer.mixers
+        )
         self.compute_dtype = compute_dtype
         add_parameters(self, {"norm.weight": spec.norm(config.d_model)})
         self.mixer_names = spec.MIXER_NAMES[: len(layer.mixers)]
@@ -62,10 +66,10 @@ class Block(nn.Module):
             mixer = getattr(self, name)
             mixer_state = state and state[name]
             outputs.append(mixer.multiplied(hidden, seq_idx, documents, mixer_state, position))
-        hidden = reduce(torch.add, outputs)
+        hidden = self.norm_output(reduce(torch.add, outputs), self.norm)
         if self.mlp is not None:
             hidden, residual = self.add_norm(hidden, residual, self.norm2)
-            hidden = self.mlp.multiplied(hidden)
+            hidden = self.norm_output(self.mlp.multiplied(hidden), self.norm2)
         return hidden, residual
 
     def allocate_state(self, *sizes: Any) -> dict[str, MixerState]:
@@ -75,9 +79,21 @@ class Block(nn.Module):
     def add_norm(
         self, hidden: Tensor, residual: Tensor | None, norm: nn.Module
     ) -> tuple[Tensor, Tensor]:
+        """Returns (the next part's input, the new residual)."""
+        if self.norms_outputs:
+            residual = hidden + (0.0 if residual is None else residual)
+            return residual.to(self.compute_dtype), residual.to(compute_type(residual))
         return add_rms_norm(
             hidden, residual, norm.weight, self.eps, self.compute_dtype, backend=self.norm_backend
         )
+
+    def norm_output(self, output: Tensor, norm: nn.Module) -> Tensor:
+        if not self.norms_outputs:
+            return output
+        normed, _ = add_rms_norm(
+            output, None, norm.weight, self.eps, self.compute_dtype, backend=self.norm_backend
+        )
+        return normed
 
 
 class MambaLM(nn.Module):

@@ -250,8 +250,15 @@ def _gdn_operators(config: "ModelConfig") -> Operators:
 def _attention(config: "ModelConfig") -> Parameters:
     queries = config.n_head * config.resolved_head_dim
     keys = config.n_kv_head * config.resolved_head_dim
+    norms = {}
+    if config.qk_norm == "head":
+        norms = dict.fromkeys(("q_norm.weight", "k_norm.weight"), norm(config.resolved_head_dim))
+    if config.qk_norm == "whole":
+        norms = {"q_norm.weight": norm(queries), "k_norm.weight": norm(keys)}
+    gated = 2 if config.attention_gate else 1  # each head's queries stand above its gates
     return {
-        "in_proj.weight": stacked(config.d_model, q=queries, k=keys, v=keys),
+        "in_proj.weight": stacked(config.d_model, q=gated * queries, k=keys, v=keys),
+        **norms,
         "out_proj.weight": into_residual(config, queries),
     }
 
@@ -344,7 +351,17 @@ MIXERS = {
         _gdn_operators,
     ),
     "attention": Spec(
-        ("n_head", "n_kv_head", "head_dim", "rotary_dim", "rope_theta", "rope_scaling"),
+        (
+            "n_head",
+            "n_kv_head",
+            "head_dim",
+            "rotary_dim",
+            "rope_theta",
+            "rope_scaling",
+            "attention_gate",
+            "qk_norm",
+            "norm_position",
+        ),
         _attention,
         _attention_flops,
         _check_attention,

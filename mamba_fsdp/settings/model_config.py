@@ -104,6 +104,13 @@ class ModelConfig:
     """Attention: query heads."""
     n_kv_head: int = setting(8, at_least=1)
     """Attention: key and value heads (fewer than n_head: grouped-query attention)."""
+    attention_gate: bool = setting(False)
+    """Attention: the output is multiplied by the sigmoid of a gate per channel, as in Qwen3.5."""
+    qk_norm: str = setting("none", choices=("none", "head", "whole"))
+    """Attention: an RMSNorm of queries and of keys, over each head or over all heads' channels."""
+    norm_position: str = setting("before", choices=("before", "after_attention"))
+    """Where a layer's norms stand: before mixer and MLP; after_attention: of their outputs in
+    attention layers, as in Olmo Hybrid."""
     head_dim: int = setting(0, at_least=0)
     """Attention: channels per head; 0 means d_model / n_head."""
     rotary_dim: int = setting(-1, at_least=-1)

@@ -3,6 +3,7 @@ gradients, and comes back from it bit for bit."""
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from tests.support.small_models import (
 pytestmark = pytest.mark.torch22
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
 TOLERANCE = 1e-5  # of a tensor's largest value
+GDN_TOLERANCE = 1e-4  # their gated delta rule computes in fp32
 TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 
@@ -71,6 +73,10 @@ NEMOTRON_H = ModelConfig(
     mlp_activation="relu2",
     **{**ALIKE, **SSM, **ATTENTION, **UNTIED, "n_layer": 5},
 )
+GDN = dict(layers="2*gdn+mlp,attention+mlp", d_model=40, d_intermediate=29, norm_eps=1e-6)
+GDN |= dict(headdim=12, d_state=8, d_ssm=48, n_layer=3, vocab_size=53, **ATTENTION)
+OLMO_HYBRID = dict(qk_norm="whole", norm_position="after_attention", gdn_norm_eps=1e-5, ngroups=4)
+QWEN = dict(attention_gate=True, qk_norm="head", rope_theta=1e7)
 MODELS = {
     "MambaForCausalLM": [CONFIGS["mamba1"], CONFIGS["mamba1-untied-rank"]],
     "Mamba2ForCausalLM": [CONFIGS["mamba2-untied-wide"]],
@@ -90,6 +96,16 @@ MODELS = {
 if TRANSFORMERS_5:
     # 4 has no Nemotron-H, can't save tied weights of Mamba2, and normalises its output over all groups at once.
     MODELS["NemotronHForCausalLM"] = [NEMOTRON_H]
+    MODELS["OlmoHybridForCausalLM"] = [
+        ModelConfig(
+            **GDN, **OLMO_HYBRID, rotary_dim=0, allow_neg_eigval=True, tie_embeddings=False
+        ),
+        ModelConfig(**GDN, **OLMO_HYBRID, rope_theta=5e5),
+    ]
+    MODELS["Qwen3_5ForCausalLM"] = [
+        ModelConfig(**GDN, **QWEN, ngroups=2, rotary_dim=4),
+        ModelConfig(**GDN, **QWEN, ngroups=4, rotary_dim=8, tie_embeddings=False),
+    ]
     MODELS["Mamba2ForCausalLM"] += [CONFIGS["mamba2"], GROUPED]
 CASES = [(name, config) for name, configs in MODELS.items() for config in configs]
 
@@ -103,9 +119,9 @@ def load(folder, **how):
     return model.eval()
 
 
-def assert_close(found, expected, name):
+def assert_close(found, expected, name, tolerance=TOLERANCE):
     error = (found - expected).abs().max() / expected.abs().max()
-    assert error <= TOLERANCE, (name, error)
+    assert error <= tolerance, (name, error)
 
 
 def gradients_by_our_name(architecture, config, theirs):
@@ -113,10 +129,15 @@ def gradients_by_our_name(architecture, config, theirs):
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     found = {}
     for our_name, stored in architecture.stored_tensors(config).items():
-        rows = []
+        names = []
         for tensor in stored:
-            in_memory = tensor.name.replace("backbone.", "model.")
-            rows.append(gradients.get(tensor.name, gradients.get(in_memory)))
+            name = re.sub("[qkv]_conv1d", "conv1d", tensor.name)
+            name = name.replace("attention_layer_norm", "input_layernorm")
+            name = name.replace("feedforward_layer_norm", "post_attention_layernorm")
+            if name not in gradients:
+                name = name.replace("backbone.", "model.")
+            names.append(name)
+        rows = [gradients[name] for name in dict.fromkeys(names)]
         if our_name.endswith(tuple(architecture.swapped)):
             rows = rows[0].chunk(2)[::-1]
         found[our_name] = torch.cat(rows)
@@ -134,7 +155,7 @@ def test_a_family_is_the_same_model_in_their_class(class_name, config, tmp_path)
 
     theirs = theirs.double()  # though their norms stay in fp32
     ours = model_of(config, state.get, torch.float64)
-    tokens = torch.randint(0, config.vocab_size, (2, 38))
+    tokens = torch.randint(0, config.vocab_size, (2, 102 if config.has("gdn") else 38))
     labels = tokens[:, 1:]
     logits = theirs(tokens[:, :-1], use_cache=False).logits
     assert_close(ours(tokens[:, :-1]), logits, "logits")
@@ -142,7 +163,8 @@ def test_a_family_is_the_same_model_in_their_class(class_name, config, tmp_path)
     ours(tokens[:, :-1], labels=labels).backward()
     expected = gradients_by_our_name(architecture, config, theirs)
     for name, parameter in ours.named_parameters():
-        assert_close(parameter.grad, expected[name], name)
+        tolerance = GDN_TOLERANCE if config.has("gdn") else TOLERANCE
+        assert_close(parameter.grad, expected[name], name, tolerance)
 
     theirs.float().save_pretrained(tmp_path / "theirs")
     write_model(tmp_path / "theirs", tmp_path / "back", format="pth")
@@ -170,6 +192,10 @@ def test_published_configs_are_presets_with_their_numbers_of_parameters(name, tm
         ("falcon-h1-7b", {"mlp_multipliers": [1.0]}, "has 1 numbers, not 2"),
         ("nemotron-h-8b", {"hybrid_override_pattern": "ME*E"}, "has 'E', mixtures of experts, of"),
         ("nemotron-h-8b", {"hybrid_override_pattern": "MX"}, "has 'X', no layer that this"),
+        ("qwen3.5-0.8b", {"mtp_num_hidden_layers": 1}, r"is 1, layers that .* \(MTP\)"),
+        ("qwen3.5-0.8b", {"model_type": "qwen3_5"}, "is 'qwen3_5', a model with vision; save its"),
+        ("qwen3.5-0.8b", {"model_type": "qwen3_next"}, "is 'qwen3_next', mixtures of experts, of"),
+        ("qwen3.5-0.8b", {"attn_output_gate": False}, "is False, which this model does not have"),
         ("nemotron-h-8b", {"num_nextn_predict_layers": 1}, "is 1, layers that predict further"),
     ],
 )

@@ -142,6 +142,8 @@ LOST = {  # what a preset has that state-spaces has not
     "falcon-h1-7b": "layers=mamba2/attention",
     "nemotron-h-8b": "layers=mamba2,mlp",
     "nemotron-nano-9b-v2": "layers=mamba2,mlp",
+    "olmo-hybrid-7b": "layers=3.gdn",
+    "qwen3.5-0.8b": "layers=3.gdn",
 }
 
 

@@ -113,6 +113,8 @@ def run(task):
         "sharding_strategy": task["strategy"],
         "async_checkpoint": task["async"],
     }
+    if task["strategy"] == "ddp":
+        words["layers"] = "mamba1,gdn+mlp"
     if task["strategy"] == "context":
         words["sharding_strategy"] = "fsdp"
         words["context_parallel"] = task["ranks"]

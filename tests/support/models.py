@@ -16,7 +16,8 @@ WORDS = {
     "mamba1": f"layers=mamba1 {SIZES}",
     "mamba2": f"layers=mamba2 headdim=16 ngroups=2 {SIZES}",
     "mamba3": f"layers=mamba3+mlp headdim=8 ngroups=2 d_intermediate=48 {SIZES}",
-    "gdn": f"layers=gdn+mlp headdim=16 ngroups=2 d_state=12 d_intermediate=48 {SIZES}",
+    "gdn": "layers=gdn+mlp,attention+mlp headdim=16 ngroups=2 d_state=12 n_kv_head=2 attention_gate=true qk_norm=head "
+    f"norm_position=after_attention {ATTENTION}",
     "hybrid": f"layers=mamba2+mlp,attention+mlp headdim=16 n_kv_head=2 rotary_dim=4 {ATTENTION}",
     "llama": f"layers=attention+mlp n_kv_head=1 tie_embeddings=false {ATTENTION}",
     "hybrids": "layers=mamba2/attention+mlp,mlp,mamba1 headdim=16 d_ssm=48 ssm_norm=none bcdt_norm_eps=1e-6 n_kv_head=2 "

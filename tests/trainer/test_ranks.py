@@ -95,14 +95,17 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(
 
 
 HYBRID = {  # something of each family of hybrids in one model
-    "layers": "mamba1,mamba2/attention+mlp,mlp",
-    "n_layer": 3,
+    "layers": "mamba1,mamba2/attention+mlp,mlp,gdn+mlp",
+    "n_layer": 4,
     "d_ssm": 24,
     "headdim": 8,
     "bcdt_norm_eps": 1e-6,
     "ssm_norm": "before",
     "n_head": 2,
     "n_kv_head": 1,
+    "attention_gate": True,
+    "qk_norm": "whole",
+    "norm_position": "after_attention",
     "rope_scaling": "yarn,factor=4,beta_fast=3,beta_slow=1,attention_factor=1.1,original_max_position_embeddings=16",
     "d_intermediate": 24,
     "mlp_activation": "relu2",
