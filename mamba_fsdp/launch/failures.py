@@ -70,10 +70,11 @@ def first_failure(folder: Path) -> Failure | None:
     return min(failures, key=order, default=None)
 
 
-def order(failure: Failure) -> tuple[bool, float]:
+def order(failure: Failure) -> tuple[bool, bool, float]:
     """Failures sort by this. A killed rank can't say when it died, and others complain of its end
-    before anyone has looked at it: it comes first."""
-    return (not failure.was_killed, failure.time)
+    before anyone has looked at it: it comes first. A node without ranks comes last, whatever its clock says: it misses
+    a node whose ranks have failed."""
+    return (not failure.was_killed, failure.rank is None, failure.time)
 
 
 def _reason_of(process: "ProcessFailure") -> str:

@@ -160,7 +160,8 @@ def test_an_agent_whose_first_node_has_gone_says_it_in_a_line(monkeypatch):
 def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     later = replace(FAILURE, rank=4, time=3.0)
     killed = replace(FAILURE, rank=5, time=4.0, was_killed=True)
-    for failure in (later, FAILURE):
+    misses_others = replace(FAILURE, rank=None, time=1.0)  # by a clock that is behind, say
+    for failure in (later, FAILURE, misses_others):
         node.leave(tmp_path / f"{failure.rank}.json", json.dumps(asdict(failure)))
     assert first_failure(tmp_path) == FAILURE
     node.leave(tmp_path / "5.json", json.dumps(asdict(killed)))
