@@ -21,13 +21,16 @@ CHUNK = 64  # positions: larger chunks cost more products, smaller ones more sta
 def _by_head(t: Tensor, like: Tensor) -> Tensor:
     """Returns t (batch, size, groups, channels) as (batch, heads, size, channels) in the dtype of `like`, which has the
     heads."""
+    heads = t.to(like.dtype).transpose(1, 2).contiguous()  # which cat takes much faster
     share = like.shape[2] // t.shape[2]
-    return t.to(like.dtype).transpose(1, 2).repeat_interleave(share, 1).contiguous()
+    return heads if share == 1 else heads.repeat_interleave(share, 1)
 
 
 def _by_position(t: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Returns the reverse of _by_head in `dtype`; the heads of each group are summed."""
-    return t.transpose(1, 2).unflatten(2, (groups, -1)).sum(3).to(dtype)
+    if t.shape[1] > groups:
+        t = t.unflatten(1, (groups, -1)).sum(2)
+    return t.transpose(1, 2).to(dtype).contiguous()
 
 
 class _Chunk:
@@ -70,7 +73,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         chunk = _Chunk(q, k, g, beta, seq_idx)
         identity = torch.eye(chunk.size, dtype=g.dtype, device=g.device)
         solution = torch.linalg.solve_triangular(
-            chunk.equation, identity.expand_as(chunk.equation), upper=False, unitriangular=True
+            chunk.equation, identity, upper=False, unitriangular=True
         )
         read = (chunk.qk @ state).mul_(chunk.start_weights)
         of_queries, of_keys = read.split(chunk.size, dim=2)
