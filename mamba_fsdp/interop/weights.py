@@ -107,15 +107,16 @@ class Weights(Tensors):
     def _in_file(self, stored: list[StoredTensor]) -> list[StoredTensor]:
         """Returns the tensors that make up a parameter under the names that the file has, and cut as there: transformers
         saves the three parts of Olmo Hybrid's convolutions in equal sizes."""
-        found = []
-        for tensor in stored:
+        shapes = self.tensors.shapes
+        if len(stored) == 1:
+            name = stored[0].name
             for part, alias in self.aliases.items():
-                if tensor.name not in self.tensors.shapes:
-                    tensor = replace(tensor, name=tensor.name.replace(part, alias))
-            found.append(tensor)
-        cut = [replace(each, shape=self.tensors.shapes.get(each.name, ())) for each in found]
-        sizes = [sum(math.prod(each.shape) for each in parts) for parts in (cut, stored)]
-        return cut if len(cut) > 1 and sizes[0] == sizes[1] else found
+                if name not in shapes:
+                    name = name.replace(part, alias)
+            return [replace(stored[0], name=name)]
+        cut = [replace(tensor, shape=shapes.get(tensor.name, ())) for tensor in stored]
+        whole = [sum(math.prod(tensor.shape) for tensor in parts) for parts in (cut, stored)]
+        return cut if whole[0] == whole[1] else stored
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name.endswith(self.swapped):

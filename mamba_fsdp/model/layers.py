@@ -120,7 +120,7 @@ class SSM(Sublayer):
         x = causal_conv_silu(
             x,
             self.conv1d.weight,
-            self.conv_bias(),
+            getattr(self.conv1d, "bias", None),
             seq_idx=seq_idx,
             backend=self.backends["conv"],
         )
@@ -145,7 +145,7 @@ class SSM(Sublayer):
         x = causal_conv_silu(
             torch.cat([context.inputs_before(x, seen), x], dim=1),
             self.conv1d.weight,
-            self.conv_bias(),
+            getattr(self.conv1d, "bias", None),
             seq_idx=context.own(seq_idx, length, before=seen),
             backend=self.backends["conv"],
         )
@@ -155,9 +155,6 @@ class SSM(Sublayer):
             continues=context.continues(seq_idx, length),
         )
         return self.project_out(y, *rest)
-
-    def conv_bias(self) -> Tensor | None:
-        return getattr(self.conv1d, "bias", None)
 
     def A(self) -> Tensor:
         return -torch.exp(self.A_log.to(compute_type(self.A_log)))
@@ -486,15 +483,12 @@ class GatedDeltaNet(SSM):
         keys = config.ngroups * config.d_state
         q, k, v = qkv.split([keys, keys, config.d_inner], dim=-1)
         real = compute_type(qkv)
-        beta = torch.sigmoid(b.to(real))
-        if config.allow_neg_eigval:
-            beta = 2 * beta
         return (
             q.unflatten(-1, (config.ngroups, -1)),
             k.unflatten(-1, (config.ngroups, -1)),
             v.unflatten(-1, (-1, config.headdim)),
             self.A() * F.softplus(a.to(real) + self.dt_bias),
-            beta,
+            torch.sigmoid(b.to(real)) * (1 + config.allow_neg_eigval),
         )
 
     def scan(self, *inputs: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -546,8 +540,9 @@ class Attention(Sublayer):
         if config.attention_gate:
             q, gate = q.unflatten(2, (-1, 2)).unbind(3)
         if config.qk_norm != "none":
-            q = self.normed(q, self.q_norm.weight)
-            k = self.normed(k, self.k_norm.weight)
+            # over as many channels as there are weights: those of a head or of all heads
+            q = rms_norm(q, self.q_norm.weight, config.norm_eps, q.dtype)
+            k = rms_norm(k, self.k_norm.weight, config.norm_eps, k.dtype)
         places = positions_in_document(end, seq_idx, x.device)[..., position:]
         rotation = (places, config.resolved_rotary_dim, config.rope_theta, config.rope, end)
         q, k = (rotary(t, *rotation) for t in (q, k))
@@ -563,11 +558,6 @@ class Attention(Sublayer):
         if config.attention_gate:
             y = y * torch.sigmoid(gate)
         return self.out_proj(y.flatten(2))
-
-    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Returns x (batch, length, heads, head_dim), normed over as many channels as there are weights."""
-        parts = x.flatten(2).unflatten(2, (-1, len(weight)))
-        return rms_norm(parts, weight, self.config.norm_eps, x.dtype).view(x.shape)
 
     def allocate_state(
         self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device

@@ -83,17 +83,17 @@ class Block(nn.Module):
         if self.norms_outputs:
             residual = hidden + (0.0 if residual is None else residual)
             return residual.to(self.compute_dtype), residual.to(compute_type(residual))
+        return self.normed(hidden, residual, norm)
+
+    def norm_output(self, output: Tensor, norm: nn.Module) -> Tensor:
+        return self.normed(output, None, norm)[0] if self.norms_outputs else output
+
+    def normed(
+        self, hidden: Tensor, residual: Tensor | None, norm: nn.Module
+    ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(
             hidden, residual, norm.weight, self.eps, self.compute_dtype, backend=self.norm_backend
         )
-
-    def norm_output(self, output: Tensor, norm: nn.Module) -> Tensor:
-        if not self.norms_outputs:
-            return output
-        normed, _ = add_rms_norm(
-            output, None, norm.weight, self.eps, self.compute_dtype, backend=self.norm_backend
-        )
-        return normed
 
 
 class MambaLM(nn.Module):

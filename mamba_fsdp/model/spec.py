@@ -242,11 +242,6 @@ def _gdn_flops(config: "ModelConfig", seq_length: int) -> float:
     return 2 * 4 * config.d_inner * config.d_state
 
 
-def _gdn_operators(config: "ModelConfig") -> Operators:
-    channels = _gdn(config)["conv1d.weight"].shape[0]
-    return {"norm": {}, "conv": {"channels": channels}, "gdn": {}}
-
-
 def _attention(config: "ModelConfig") -> Parameters:
     queries = config.n_head * config.resolved_head_dim
     keys = config.n_kv_head * config.resolved_head_dim
@@ -348,7 +343,11 @@ MIXERS = {
         _gdn,
         _gdn_flops,
         _check_mamba2,
-        _gdn_operators,
+        lambda config: {
+            "norm": {},
+            "conv": {"channels": _gdn(config)["conv1d.weight"].shape[0]},
+            "gdn": {},
+        },
     ),
     "attention": Spec(
         (

@@ -1,11 +1,11 @@
-"""The gated delta rule in plain PyTorch, chunk by chunk. For the backward pass it keeps its inputs and, of each chunk, the
+"""The gated delta rule in plain PyTorch, chunk by chunk. For the backward pass it keeps what _Chunk has of each chunk, the
 state before it, the inverse of I + M, and U.
 
 Queries stand above keys in one matrix, because both read the state and both are multiplied with the chunk's keys. The
 gradients of what they read are those of y and, with the sign changed, of the right-hand side of the chunk's equation.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,35 +21,52 @@ CHUNK = 64  # positions: larger chunks cost more products, smaller ones more sta
 def _by_head(t: Tensor, like: Tensor) -> Tensor:
     """Returns t (batch, size, groups, channels) as (batch, heads, size, channels) in the dtype of `like`, which has the
     heads."""
+    heads = t.to(like.dtype).transpose(1, 2).contiguous()  # which cat takes much faster
     share = like.shape[2] // t.shape[2]
-    return t.to(like.dtype).transpose(1, 2).repeat_interleave(share, 1).contiguous()
+    return heads if share == 1 else heads.repeat_interleave(share, 1)
 
 
 def _by_position(t: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Returns the reverse of _by_head in `dtype`; the heads of each group are summed."""
-    return t.transpose(1, 2).unflatten(2, (groups, -1)).sum(3).to(dtype)
+    if t.shape[1] > groups:
+        t = t.unflatten(1, (groups, -1)).sum(2)
+    return t.transpose(1, 2).to(dtype).contiguous()
 
 
-class _Chunk:
+class _Chunk(NamedTuple):
     """What the outputs and the state of a chunk are made of; each tensor is (batch, heads, ...)."""
 
-    def __init__(self, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, seq_idx: Tensor | None):
+    qk: Tensor  # queries above keys, of length 1
+    scale: Tensor  # what they have been multiplied by
+    beta: Tensor
+    products: Tensor  # of queries and keys with keys
+    weights: Tensor  # of these products, in y and in M
+    start_weights: Tensor  # of what queries and keys read of the state before the chunk
+    to_end: Tensor  # decays
+    decay: Tensor  # of the state through the chunk
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, seq_idx: Tensor | None) -> "_Chunk":
         documents = None if seq_idx is None else seq_idx.unsqueeze(1)
         tables = decays(-g.unsqueeze(1), -g.new_ones(g.shape[2]), documents)
         within, from_start, to_end = (t.squeeze(1) for t in tables)
-        from_start, self.to_end = (t.transpose(1, 2).unsqueeze(3) for t in (from_start, to_end))
-        self.size = g.shape[1]
+        from_start, to_end = (t.transpose(1, 2).unsqueeze(3) for t in (from_start, to_end))
+        beta = beta.transpose(1, 2).unsqueeze(3)
         raw = torch.cat([_by_head(q, g), _by_head(k, g)], dim=2)
-        self.scale = torch.rsqrt(raw.square().sum(3, keepdim=True) + EPS)
-        self.qk = raw * self.scale
-        self.k = self.qk[:, :, self.size :]
-        self.beta = beta.transpose(1, 2).unsqueeze(3)
-        self.products = self.qk @ self.k.transpose(2, 3)
+        scale = torch.rsqrt(raw.square().sum(3, keepdim=True) + EPS)
+        qk = raw * scale
         of_query = k.shape[3] ** -0.5
-        self.weights = torch.cat([within * of_query, (within * self.beta).tril(-1)], dim=2)
-        self.scores, self.equation = (self.products * self.weights).split(self.size, dim=2)
-        self.start_weights = torch.cat([from_start * of_query, from_start * self.beta], dim=2)
-        self.decay = from_start[:, :, -1:]
+        weights = torch.cat([within * of_query, (within * beta).tril(-1)], dim=2)
+        start_weights = torch.cat([from_start * of_query, from_start * beta], dim=2)
+        products = qk @ qk[:, :, g.shape[1] :].transpose(2, 3)
+        decay = from_start[:, :, -1:]
+        return cls(qk, scale, beta, products, weights, start_weights, to_end, decay)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Returns the keys, the scores of queries with keys, and M."""
+        size = self.beta.shape[2]
+        weighted = self.products * self.weights
+        return self.qk[:, :, size:], *weighted.split(size, dim=2)
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -67,28 +84,30 @@ class _GatedDeltaRule(torch.autograd.Function):
         seq_idx: Tensor | None,
         state: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        chunk = _Chunk(q, k, g, beta, seq_idx)
-        identity = torch.eye(chunk.size, dtype=g.dtype, device=g.device)
-        solution = torch.linalg.solve_triangular(
-            chunk.equation, identity.expand_as(chunk.equation), upper=False, unitriangular=True
-        )
+        chunk = _Chunk.of(q, k, g, beta, seq_idx)
+        keys, scores, M = chunk.parts()
+        identity = torch.eye(len(M[0, 0]), dtype=g.dtype, device=g.device)
+        solution = torch.linalg.solve_triangular(M, identity, upper=False, unitriangular=True)
         read = (chunk.qk @ state).mul_(chunk.start_weights)
-        of_queries, of_keys = read.split(chunk.size, dim=2)
+        of_queries, of_keys = read.chunk(2, dim=2)
         added = solution @ (_by_head(v, g) * chunk.beta - of_keys)
-        ctx.save_for_backward(q, k, g, beta, seq_idx, state, solution, added)
+        ctx.save_for_backward(*chunk, seq_idx, state, solution, added)
         ctx.dtype = v.dtype
-        y = chunk.scores @ added + of_queries
-        last = (chunk.k * chunk.to_end).transpose(2, 3) @ added
+        ctx.groups = k.shape[2]
+        y = scores @ added + of_queries
+        last = (keys * chunk.to_end).transpose(2, 3) @ added
         return _by_position(y, v.shape[2], v.dtype), last.addcmul_(state, chunk.decay)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, g, beta, seq_idx, state, solution, added = ctx.saved_tensors
-        chunk = _Chunk(q, k, g, beta, seq_idx)
-        grad = _by_head(grad, g)
-        grad_added = chunk.scores.transpose(2, 3) @ grad
-        grad_added += (chunk.k * chunk.to_end) @ grad_last
+        *saved, seq_idx, state, solution, added = ctx.saved_tensors
+        chunk = _Chunk(*saved)
+        keys, scores, _ = chunk.parts()
+        size = keys.shape[2]
+        grad = grad.to(state.dtype).transpose(1, 2).contiguous()
+        grad_added = scores.transpose(2, 3) @ grad
+        grad_added += (keys * chunk.to_end) @ grad_last
         grad_side = solution.transpose(2, 3) @ grad_added
         grad_read = torch.cat([grad, -grad_side], dim=2)
 
@@ -98,15 +117,15 @@ class _GatedDeltaRule(torch.autograd.Function):
         grad_qk = reading @ state.transpose(2, 3)
         grad_start = (grad_qk * chunk.qk).sum(3)
         grad_k = (added * chunk.to_end) @ grad_last.transpose(2, 3)
-        grad_end = (grad_k * chunk.k).sum(3)
+        grad_end = (grad_k * keys).sum(3)
         grad_decay = (state * grad_last).sum((2, 3)).mul_(chunk.decay.flatten(1))
         grad_products = (grad_read @ added.transpose(2, 3)).mul_(chunk.weights)
-        grad_qk += grad_products @ chunk.k
+        grad_qk += grad_products @ keys
         grad_k += grad_products.transpose(2, 3) @ chunk.qk
-        grad_qk[:, :, chunk.size :] += grad_k
+        grad_qk[:, :, size:] += grad_k
         grad_qk -= chunk.qk * (grad_qk * chunk.qk).sum(3, keepdim=True)
-        grad_q, grad_k = grad_qk.mul_(chunk.scale).split(chunk.size, dim=2)
-        grad_beta = (grad_side * added).sum(3).transpose(1, 2).div_(beta)
+        grad_q, grad_k = grad_qk.mul_(chunk.scale).chunk(2, dim=2)
+        grad_beta = (grad_side * added).sum(3, keepdim=True) / chunk.beta
 
         # g[t] is in the exponent of each decay over position t, from an earlier to a later position.
         flows = grad_products.mul_(chunk.products).unflatten(2, (2, -1)).sum(2)
@@ -117,11 +136,11 @@ class _GatedDeltaRule(torch.autograd.Function):
         grad_end = grad_end.transpose(1, 2)
         passing += running_sums(grad_end) - grad_end + grad_decay.unsqueeze(1)
         return (
-            _by_position(grad_q, q.shape[2], q.dtype),
-            _by_position(grad_k, k.shape[2], k.dtype),
-            _by_position(grad_side.mul_(chunk.beta), g.shape[2], ctx.dtype),
+            _by_position(grad_q, ctx.groups, ctx.dtype),
+            _by_position(grad_k, ctx.groups, ctx.dtype),
+            _by_position(grad_side.mul_(chunk.beta), grad.shape[1], ctx.dtype),
             passing,
-            grad_beta,
+            grad_beta.squeeze(3).transpose(1, 2),
             None,
             grad_state,
         )
