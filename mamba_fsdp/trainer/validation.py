@@ -44,11 +44,11 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
         loss, tokens = evaluate(context.parallel.module, batches, world, is_stopped)
         if not tokens:
             return False
+        seconds = time.perf_counter() - began
         if context.data.validation_bytes is None:
             size = world.on_rank0(_bytes_predicted, context, limit)
             context.data.validation_bytes = size
         bits = bits_per_byte(loss, tokens, context.data.validation_bytes)
-        seconds = time.perf_counter() - began
         logger.validated(step, loss, bits, tokens, tokens / sum(labels), seconds)
     if not math.isfinite(loss):
         saver.wait()
