@@ -74,10 +74,8 @@ def merge(
         _hold_out_end(files, parts[-1][0] / "held_out", tokenizer, options)
     for name in files:
         path = out / name
-        for left in [
-            *out.glob(".*.tmp"),
-            *path.rglob(".*.tmp"),
-        ]:  # by a kill while they were written
+        # A kill while they were written has left these.
+        for left in [*out.glob(".*.tmp"), *path.rglob(".*.tmp")]:
             left.unlink()
         tokenizer.save(path / "tokenizer")
         entries = _move_into(path, files[name])

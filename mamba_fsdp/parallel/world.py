@@ -23,9 +23,8 @@ from mamba_fsdp.storage import storage_error
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
 CPU = torch.device("cpu")
-ALL_RANKS = (
-    "MAMBA_FSDP_RANKS"  # in the environment: how many ranks the launchers of all nodes start
-)
+# In the environment: how many ranks the launchers of all nodes start.
+ALL_RANKS = "MAMBA_FSDP_RANKS"
 
 
 @dataclass
@@ -208,9 +207,8 @@ class World:
         While an error is being raised, it does nothing: the other ranks may never call it.
         """
         if dist.is_initialized() and sys.exc_info()[0] is None:
-            if (
-                self.size > 1
-            ):  # else torch 2.2 warns of the whole weights that FSDP's shards are views of
+            # With one rank torch 2.2 would warn of the whole weights that FSDP's shards are views of.
+            if self.size > 1:
                 gc.collect()
             self.barrier()
             dist.destroy_process_group()

@@ -37,15 +37,15 @@ def train(
     """Returns why the run stopped early, or "" once it has all its steps.
 
     validation_due: whether to validate before the first step. Raises UserError after
-    max_skipped_steps in a row, and for a validation loss that is not finite. The train state is the state after the last step whose numbers have
-    been read; before a validation or a checkpoint, the numbers of all steps have been read."""
+    max_skipped_steps in a row, and for a validation loss that is not finite. The train state is the
+    state after the last step whose numbers have been read; before a validation or a checkpoint, the
+    numbers of all steps have been read."""
     schedule = context.schedule
     state = context.state
     saver = Saver(context, logger)
     under_way: deque[StepUnderWay] = deque()
-    if (validation_due and not validate(context, logger, saver, stop)) or stop.agreed(
-        context.world
-    ):
+    broken_off = validation_due and not validate(context, logger, saver, stop)
+    if broken_off or stop.agreed(context.world):
         return stop.reason or ELSEWHERE
     while state.step < schedule.total_steps:
         under_way.append(take_step(context, logger.clock, stop, ahead=len(under_way)))

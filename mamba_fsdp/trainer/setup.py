@@ -54,9 +54,8 @@ class Data:
     sources: dict[str, Source]
     shares: dict[str, float]  # share of each source in the samples
     validation: list[Source]
-    validation_bytes: float | None = (
-        None  # of the text that each validation predicts; the first one counts them
-    )
+    # Of the text that each validation predicts; the first one counts them.
+    validation_bytes: float | None = None
 
 
 @dataclass
