@@ -180,7 +180,7 @@ job_state() { # a busy controller does not answer: asked again until it does
 start_containers() { # on all nodes at once, each unpacks the image the only time in this start of the job
     local started missing
     [ -n "$image" ] || return 0
-    remove_containers 100 "$attempt" &
+    remove_containers "$attempt" &
     started=$(mktemp)
     await say_nodes_that_start "$started" || true
     missing=$(printf '%s\n' "${nodes[@]}" | grep -vxFf <(sed -n 's/^ *[0-9]*: started: //p' "$started") || true)
@@ -194,32 +194,46 @@ say_nodes_that_start() { # into a file: traps have the log
     timeout "$PREFLIGHT_SECONDS" "${srun[@]}" "${container[@]}" sh -c 'echo "started: $SLURMD_NODENAME"' > "$1"
 }
 
-remove_container() { # at the end, where Pyxis leaves it. A later start removes what takes longer, or lies on a lost node
-    local seconds=120 # of a large image; where Slurm asks to stop, it does not wait for long
-    [ -z "${stop_asked:-}" ] || seconds=10
+remove_container() { # at the end, where Pyxis leaves it. A later start removes what is left here, or lies on a lost node
     [ -n "${image:-}" ] && enroot list 2> /dev/null | grep -qx "pyxis_$CONTAINER_PREFIX${attempt:-}" || return 0
-    remove_containers "$seconds" none
+    remove_containers none
     image=''
 }
 
-remove_containers() { # within SECONDS from the job's nodes, all that no running job uses, but those of a START of this job
+remove_containers() { # from the job's nodes, all that no running job uses, but those of a START of this job
     # Pyxis does so itself, unless its container_scope is global, as it is by default.
-    local jobs
+    local jobs seconds=3600 # a node that makes no progress ends earlier by itself
+    [ -z "${stop_asked:-}" ] || seconds=10 # Slurm does not wait for long
     jobs=$(squeue --noheader --user="$(id -u)" --states=RUNNING --format=%A) || return 0
     mapfile -t jobs < <(grep -vx "$SLURM_JOB_ID" <<< "$jobs")
-    timeout "$1" srun --overlap --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
-        bash "$project/mamba_fsdp/launch/environment.sh" remove "$2" "${jobs[@]}" < /dev/null 2> /dev/null || true
+    timeout "$seconds" srun --overlap --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
+        bash "$project/mamba_fsdp/launch/environment.sh" remove "$1" "${jobs[@]}" < /dev/null 2> /dev/null || true
 }
 
 remove_here() { # but those of the jobs and starts that are named
-    local name start
+    local name names start
     command -v enroot > /dev/null || return 0
-    enroot list | while read -r name; do
+    mapfile -t names < <(enroot list)
+    set -m # each removal is a process group
+    for name in "${names[@]}"; do
         start=${name#pyxis_"$CONTAINER_PREFIX"}
         if [ "$start" != "$name" ] && [[ " $* " != *" $start "* && " $* " != *" ${start%.*} "* ]]; then
-            enroot remove -f "$name" < /dev/null
+            enroot remove -f "$name" < /dev/null &
+            await_progress $! "${REMOVAL_SECONDS:-60}" || kill -KILL -- "-$!"
         fi
     done
+}
+
+await_progress() { # of a process group. Fails if it does nothing for SECONDS, as on storage that no longer answers
+    local before='' now second
+    while now=$(cat /proc/[0-9]*/stat 2> /dev/null | awk -v group="$1" '$5 == group') && [ "$now" != "$before" ]; do
+        before=$now # among it the processor's time that each process has used
+        for ((second = 0; second < $2; second++)); do
+            kill -0 "$1" 2> /dev/null || return 0
+            sleep 1
+        done
+    done
+    ! kill -0 "$1" 2> /dev/null
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then

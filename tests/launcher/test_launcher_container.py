@@ -114,6 +114,31 @@ def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, launcher_
     assert not any("--auto-resume=1" in words for words in asked)
 
 
+# One takes longer than a removal may stand still, but works; one waits for storage that no longer answers.
+ENROOT = r"""#!/bin/bash
+[ "$1" = list ] && printf 'pyxis_mamba-train-%s\n' works hangs works-too && exit
+case $3 in
+*hangs) sleep 600 ;;
+*) for _ in {1..12}; do : {1..100000}; sleep 0.3; done ;;
+esac
+echo "removed $3"
+"""
+
+
+@pytest.mark.slow
+def test_a_removal_goes_on_for_as_long_as_it_makes_progress(project, tmp_path):
+    write_program(tmp_path / "enroot", ENROOT)
+    done = subprocess.run(
+        ["bash", project / "mamba_fsdp/launch/environment.sh", "remove", "none"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "REMOVAL_SECONDS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = ["removed pyxis_mamba-train-works", "removed pyxis_mamba-train-works-too"]
+    assert done.stdout.splitlines() == said, done.stderr
+
+
 def test_no_option_is_newer_than_the_oldest_pyxis(project):
     assert max(PYXIS_OPTIONS.values()) <= OLDEST_PYXIS
     files = (
