@@ -15,7 +15,7 @@ PUBLISHED = {  # number of parameters in the released checkpoints
     "mamba-2.8b": 2_768_345_600, "mamba2-130m": 128_989_632, "mamba2-2.7b": 2_702_599_680, "llama2_7b": 6_738_415_616,
     "llama2_13b": 13_015_864_320, "llama2_34b": 33_743_970_304, "llama2_70b": 68_976_648_192,
     "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496, "falcon-mamba-7b": 7_272_665_088,
-    "mamba-codestral-7b": 7_285_403_648, "mamba3-siso-187m": 186_849_600,
+    "mamba-codestral-7b": 7_285_403_648, "mamba3-siso-187m": 186_849_600, "olmo-hybrid-7b": 7_430_870_688,
 }  # fmt: skip
 
 
