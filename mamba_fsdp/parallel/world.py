@@ -1,7 +1,6 @@
 """The processes that train together: their ranks, their devices, and how they exchange small objects."""
 
 import contextlib
-import gc
 import os
 import resource
 import sys
@@ -202,14 +201,8 @@ class World:
             dist.barrier(group=self._gloo)
 
     def close(self) -> None:
-        """Ends the process group. Delete model and optimizer first: otherwise a gloo process can abort at exit.
-
-        While an error is being raised, it does nothing: the other ranks may never call it.
-        """
+        """Ends the process group. While an error is being raised, it does nothing: the other ranks may never call it."""
         if dist.is_initialized() and sys.exc_info()[0] is None:
-            # With one rank torch 2.2 would warn of the whole weights that FSDP's shards are views of.
-            if self.size > 1:
-                gc.collect()
             self.barrier()
             dist.destroy_process_group()
 

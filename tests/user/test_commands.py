@@ -172,7 +172,7 @@ def test_a_model_trains_and_the_same_command_with_more_steps_resumes(home, store
     words = f"--dataset_path=data/texts --save_ckpt_path={run} {TINY} {settings}".split()
     first = said_by(start_ranks(ranks, [*words, "--num_steps=2"], folder=home))
     assert "finished   2 steps" in first
-    assert ranks > 1 or "Deallocating" not in first, "torch 2.2 warns so of FSDP's views"
+    assert "Deallocating" not in first, "torch 2.2 warns so of FSDP's views"
     second = said_by(start_ranks(ranks, [*words, "--num_steps=4"], folder=home))
     assert re.search(r"resumes +from .*step 2", second), second
     steps, values = zip(*losses(run))
