@@ -1,4 +1,4 @@
-"""Six kills, and a freeze before each rename of a save, always the same. STORM_ROUNDS=200 is the storm of a night, HSDP
+"""Four kills, and a freeze before each rename of a save, always the same. STORM_ROUNDS=200 is the storm of a night, HSDP
 among it; FROZEN_STORM=all freezes before each call."""
 
 import os
@@ -18,7 +18,7 @@ def rage(project, *words):
 
 def test_killed_runs_end_as_unbroken_ones(project):
     rounds = os.environ.get("STORM_ROUNDS")
-    kills = ["--rounds=6", "--strategies=ddp,context", "--seed=1"]
+    kills = ["--rounds=4", "--strategies=ddp,context", "--seed=1"]
     if rounds:
         kills = [f"--rounds={rounds}"]
     rage(project, "tests.storm", *kills)
