@@ -15,7 +15,6 @@ from mamba_fsdp.report.records import numbers_of
 from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 from mamba_fsdp.storage import write_atomically
 
-
 SAMPLES = "validation/samples"
 
 

@@ -134,7 +134,7 @@ class MetricsLogger(contextlib.ExitStack):
         tokens, a `share` of the data, in `seconds`. bits: per byte of their text; None: not known.
         samples: texts that the model wrote."""
         perplexity = math.exp(min(loss, 700.0))
-        entry = {
+        entry: dict = {
             "step": step,
             "val_loss": loss,
             "val_perplexity": perplexity,

@@ -117,9 +117,7 @@ def explained(error: BaseException, rank: int) -> BaseException:
     return UserError(f"rank {rank} has too little memory: {TAKES_LESS} ({first_line(error)[:200]})")
 
 
-def train(
-    context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console
-) -> str:
+def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console) -> str:
     """Returns why the run stopped, or "" if it has all its steps. Runs the loop and records its start
     and its end in the run folder."""
     state = context.state

@@ -26,9 +26,7 @@ class StopRequest:
 
     on_record: gets each record of the metrics, and asks the run to stop by returning something true."""
 
-    def __init__(
-        self, run_folder: Path, on_rank0: bool, on_record: OnRecord | None = None
-    ) -> None:
+    def __init__(self, run_folder: Path, on_rank0: bool, on_record: OnRecord | None = None) -> None:
         self.on_record = on_record
         self.reason = ""
         self.interrupted = False

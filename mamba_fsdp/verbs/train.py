@@ -47,7 +47,7 @@ def train(
 
     settings: as training.py takes them: num_steps=100, dataset_path="data/mine". config: a YAML file
     or a ready run. on_record: rank 0 calls it with each entry of metrics.jsonl, a dict, once that is written; if it
-    returns something true, the run stops after the next step or two, on all ranks, with a checkpoint. Raises UserError
+    returns something true, all ranks stop as after a signal, within two steps and with a checkpoint. Raises UserError
     for mistakes in the settings and for runs that can't continue.
     """
     if threading.current_thread() is not threading.main_thread():
