@@ -99,8 +99,6 @@ def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, sett
         ({"eval_prompts": "/dev/null/.txt"}, "can't be read: Not a directory"),
         ({"eval_prompts": "caf\udce9"}, "can't be read: .*surrogates not allowed"),
         ({"eval_prompts": "{tmp_path}/blank.txt"}, "blank.txt: no prompt is there"),
-        ({"eval_interval": 0}, "eval_prompts=.* does nothing without eval_interval above 0"),
-        ({"validation_path": "none"}, "eval_prompts=.* does nothing without"),
         ({"context_parallel": 2}, r"share sequences \(context_parallel=2\) can't"),
         ({"use_dummy_dataset": True}, "there is no data to validate on"),
         ({"dataset_path": "{corpus}"}, "the store has no tokenizer"),
