@@ -221,7 +221,7 @@ def open_data(settings: TrainConfig, origin: Origin, weights: Weights | None) ->
     data = Data(sources, shares, validation)
     prompts = settings.training.eval_prompts.splitlines()
     if prompts:
-        tokenizer = load_words(one_for_all(stores).tokenizer_path)
+        tokenizer = load_words(one_for_all(sources.values()).tokenizer_path)
         data.prompts = [*filter(None, map(tokenizer.encode, prompts))]  # no empty lines
     return data
 

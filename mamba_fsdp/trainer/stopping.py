@@ -1,7 +1,7 @@
-"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, a file STOP in the run folder, or the answer
-of who hears its records. The run ends its step, commits a checkpoint and exits. Under nohup, SIGHUP (the terminal closed) is ignored
-and training continues. A STOP file from before a start is meant for an earlier run; 1.train.sbatch
-or verbs/train.py removes it."""
+"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, a file STOP in the run folder, or the caller's
+function that gets its records. The run ends its step, commits a checkpoint and exits. Under nohup,
+SIGHUP (the terminal closed) is ignored and training continues. A STOP file from before a start is meant
+for an earlier run; 1.train.sbatch or verbs/train.py removes it."""
 
 import contextlib
 import os
@@ -24,7 +24,8 @@ class StopRequest:
     """The requests to stop that reach this rank. `reason` is "" until there is one. Only rank 0
     looks for the STOP file, whose text is the reason.
 
-    on_record: gets each record of the metrics, and asks the run to stop by returning something true."""
+    on_record: the caller's function, which gets each record of the metrics and asks the run to stop by
+    returning something true."""
 
     def __init__(self, run_folder: Path, on_rank0: bool, on_record: OnRecord | None = None) -> None:
         self.on_record = on_record
@@ -69,7 +70,7 @@ class StopRequest:
                 )
 
     def hear(self, record: dict) -> None:
-        """Passes a record on. Rank 0 calls it."""
+        """Passes a record of the metrics on to the caller. Rank 0 calls it."""
         if self.on_record and self.on_record(record):
             self.reason = self.reason or "on_record"
 

@@ -96,12 +96,12 @@ def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
 
 @torch.no_grad()
 def write_samples(context: TrainContext) -> list[str]:
-    """Returns, on rank 0, the text of each prompt and of the tokens behind it, each the one that the model finds
-    likeliest.
+    """Returns, on rank 0, each prompt with the text that the model writes behind it, always its likeliest token. Other
+    ranks get an empty list.
 
-    All ranks call it and compute the same: each forward pass gathers weights, so that their number is fixed. Nothing is
-    drawn at random. The tokens keep their shape, for which compiled code is made once; what stands behind a text has no
-    influence on its next token.
+    All ranks call it and compute the same. The number of forward passes is fixed, because each of them gathers weights
+    from all ranks. Nothing is drawn at random. The tokens keep their shape, so that compiled code is made for it once;
+    the zeros behind a text have no influence on its next token.
     """
     prompts = context.data.prompts
     if not prompts:
@@ -146,7 +146,8 @@ def evaluate(
 
     module: returns the weighted sum of the token losses. is_stopped: is called with the tokens that
     this rank has read, and stops the evaluation if it returns True. All ranks must have the same
-    number of batches, since each forward pass gathers weights. Raises UserError if no token counts."""
+    number of batches, since each forward pass gathers weights. No part of a model has another mode for
+    training. Raises UserError if no token counts."""
     loss_sum = 0.0
     weight = 0.0
     tokens = 0.0
