@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.records import numbers_of, read, read_events, read_status
+from mamba_fsdp.report.records import latest, numbers_of, read, read_events, read_status
 from mamba_fsdp.run_layout import CHECKPOINTS, METRICS, SETTINGS, committed, step_of
 
 BUCKETS = 500  # points of a long curve; each stands for an equal number of neighbouring values
@@ -28,7 +28,8 @@ def summarise_run(folder: Path) -> dict[str, Any]:
     """Returns all records of a run, for JSON. Raises UserError if nothing is recorded.
 
     curves: {metric: see `curve`} of the metrics that are not always 0; last: the latest value of each metric; axes:
-    steps, and the tokens seen up to each of them; settings: by section.name.
+    steps, and the tokens seen up to each of them; samples: {step: the texts that the model wrote}; settings: by
+    section.name.
     """
     if not folder.exists():
         raise UserError(f"{folder}: there is no such folder")
@@ -45,19 +46,17 @@ def summarise_run(folder: Path) -> dict[str, Any]:
             column = columns.setdefault(metric, {})
             column[entry["step"]] = math.nan if value is None else value
     curves = {}
-    last = {"step": entries[-1]["step"]}
     for metric, column in columns.items():
         steps = [*column]
         values = [*column.values()]
         is_drawn = metric not in NO_CURVES and not metric.startswith("source_")
         if is_drawn and any(values):
             curves[metric] = curve(steps, values)
-        if math.isfinite(values[-1]):
-            last[metric] = values[-1]
     return {
         "curves": curves,
-        "last": last,
+        "last": {"step": entries[-1]["step"], **numbers_of(latest(folder))},
         "axes": _axes(columns.get("tokens", {})),
+        "samples": {entry["step"]: entry["samples"] for entry in entries if "samples" in entry},
         "settings": _read_settings(folder / SETTINGS),
         "folder": str(folder),
         "status": read_status(folder),

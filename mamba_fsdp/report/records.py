@@ -165,6 +165,14 @@ def _size_up_to(path: Path, step: int) -> int:
     return size
 
 
+def latest(run_folder: Path) -> dict[str, Any]:
+    """Returns the latest value of each key of the metrics."""
+    values: dict[str, Any] = {}
+    for entry in read(run_folder / METRICS):
+        values |= entry
+    return values
+
+
 def numbers_of(entry: dict) -> dict[str, Any]:
     """Returns the numbers of a metrics entry, without its step. The numbers of a source are named as in
     `source_epochs/code`; a number that is not finite is None."""

@@ -15,6 +15,8 @@ from mamba_fsdp.report.records import numbers_of
 from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 from mamba_fsdp.storage import write_atomically
 
+SAMPLES = "validation/samples"
+
 
 def make_trackers(
     run_folder: Path, settings: dict, step: int, print_line: Callable[[str], None]
@@ -59,13 +61,15 @@ class TensorBoard:
         purge_step = step + 1 if step else 0
         self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=purge_step)
         text = yaml.safe_dump(settings, sort_keys=False)
-        markdown_code = textwrap.indent(text, "    ")
-        self.writer.add_text("settings", markdown_code, step)
+        self.writer.add_text("settings", textwrap.indent(text, "    "), step)  # Markdown's code
 
     def write(self, entry: dict) -> None:
         for name, value in numbers_of(entry).items():
             if value is not None:
                 self.writer.add_scalar(tag_of(name), value, entry["step"])
+        samples = "\n\n".join(entry.get("samples", []))
+        if samples:
+            self.writer.add_text(SAMPLES, textwrap.indent(samples, "    "), entry["step"])
 
     def close(self) -> None:
         self.writer.close()
@@ -116,6 +120,10 @@ class WeightsAndBiases:
     def write(self, entry: dict) -> None:
         if entry["step"] >= self.next_step:
             values = {tag_of(name): value for name, value in numbers_of(entry).items()}
+            if "samples" in entry:
+                from wandb import Table
+
+                values[SAMPLES] = Table(["text"], [[text] for text in entry["samples"]])
             self.run.log(values, step=entry["step"])
 
     def close(self) -> None:

@@ -62,6 +62,7 @@ def resolve_settings(
     settings.check()
     settings.notes = [*in_file.notes, *on_line.notes, *settings.notes]
     drop_pointless(settings, chosen, on_line, in_file)
+    settings.training.read_prompts()
     names_data = {"dataset_path", "datasets", "use_dummy_dataset"} & on_line.values.keys()
     settings.names_folder = "save_ckpt_path" in (on_line.values if names_data else chosen)
     return settings
@@ -132,7 +133,7 @@ def changed_settings(settings: TrainConfig) -> str:
         before = shown(earlier.value(name))
         if now != before and name not in OF_A_FIRST_START:
             differing[name] = (now, before)
-    return _listed(differing, "before")
+    return _listed(differing, "before").replace("\n", "\\n")  # of eval_prompts
 
 
 def ready_runs() -> dict[str, Path]:

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
@@ -249,6 +250,24 @@ class TrainingConfig:
     eval_batches: int = setting(-1, at_least=-1, needs=validation)
     """Global batches per validation, spread evenly over each store. 0: all data. -1: as many as take a
     twentieth of the time of training between two validations."""
+    eval_prompts: str = setting("", needs=validation)
+    """A text that the model continues at each validation by 50 tokens, each the likeliest, or several, a
+    line each; or a file of such lines, whose name ends in .txt. The log, the metrics, the trackers and
+    the report show what it writes."""
+
+    def read_prompts(self) -> None:
+        """Replaces a file's name in eval_prompts by the lines in it, so that no rank needs the file. Raises
+        UserError if it can't be read, and for text that is not UTF-8 or blank."""
+        given = self.eval_prompts
+        try:
+            given.encode()
+            if given.endswith(".txt"):
+                self.eval_prompts = Path(given).read_text("utf-8") + "\n"
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", error)
+            raise UserError(f"eval_prompts={given}: can't be read: {reason}") from None
+        if given and not self.eval_prompts.strip():
+            raise UserError(f"eval_prompts={given}: no prompt is there; write one in each line")
 
     def check(self) -> None:
         """Raises UserError for a global batch that can't be split, and for unknown names in
@@ -441,6 +460,11 @@ class TrainConfig:
         self.training.check()
         self.checkpoint.check()
         self.parallel.selective_share()
+        if self.parallel.context_parallel > 1 and self.training.eval_prompts:
+            raise UserError(
+                f"eval_prompts: ranks that share sequences (context_parallel={self.parallel.context_parallel}) can't "
+                "continue texts; leave one of them out"
+            )
         if self.parallel.context_parallel > 1 and self.model.reads("gdn_norm_eps"):
             raise UserError(
                 f"context_parallel={self.parallel.context_parallel}: Gated DeltaNet (layers gdn) hands on no states "

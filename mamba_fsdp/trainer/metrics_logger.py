@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -25,9 +26,16 @@ from mamba_fsdp.trainer.step_stats import StepStats
 
 class MetricsLogger(contextlib.ExitStack):
     """A context manager around the loop. All ranks call every method at the same place; only rank 0
-    writes. Entries of steps after the one that the run resumes from are dropped."""
+    writes. Entries of steps after the one that the run resumes from are dropped. hear: rank 0
+    calls it with each entry that it has written."""
 
-    def __init__(self, context: TrainContext, folder: RunFolder, console: Console) -> None:
+    def __init__(
+        self,
+        context: TrainContext,
+        folder: RunFolder,
+        console: Console,
+        hear: Callable[[dict], None],
+    ) -> None:
         super().__init__()
         settings = context.settings
         world = context.world
@@ -35,6 +43,7 @@ class MetricsLogger(contextlib.ExitStack):
         self.context = context
         self.folder = folder
         self.console = console
+        self.hear = hear
         self.clock = Clock(step, world.size)
         self.first_step = step + 1
         self.interval = settings.report.report_interval.steps(context.schedule.tokens_per_step)
@@ -112,12 +121,20 @@ class MetricsLogger(contextlib.ExitStack):
             self.profiler.step()
 
     def validated(
-        self, step: int, loss: float, bits: float | None, tokens: int, share: float, seconds: float
+        self,
+        step: int,
+        loss: float,
+        bits: float | None,
+        tokens: int,
+        share: float,
+        seconds: float,
+        samples: list[str],
     ) -> None:
         """Reports the validation loss (nats per token) after `step`. The validation read `tokens`
-        tokens, a `share` of the data, in `seconds`. bits: per byte of their text; None: not known."""
+        tokens, a `share` of the data, in `seconds`. bits: per byte of their text; None: not known.
+        samples: texts that the model wrote."""
         perplexity = math.exp(min(loss, 700.0))
-        entry = {
+        entry: dict = {
             "step": step,
             "val_loss": loss,
             "val_perplexity": perplexity,
@@ -126,11 +143,15 @@ class MetricsLogger(contextlib.ExitStack):
         }
         if bits is not None:
             entry["val_bits_per_byte"] = bits
+        if samples:
+            entry["samples"] = samples
         self._write(entry)
         self.console.line(
             f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f} "
             f"({read_share(share)}, {seconds:.1f} s)"
         )
+        for sample in samples:
+            self.console.line(f"sample     {sample!r}")
 
     def save_failed(self, step: int, in_a_row: int, reason: str, what_next: str) -> None:
         """Reports that saving failed after `step`. in_a_row: failures since the last good save."""
@@ -155,6 +176,8 @@ class MetricsLogger(contextlib.ExitStack):
             self.metrics.write(entry)
         for tracker in self.trackers:
             tracker.write(entry)
+        if self.metrics:
+            self.hear(entry)
 
     def _write_status(self, step: int, reason: str) -> None:
         if self.metrics and not self.metrics.failing:

@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +16,7 @@ from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report.console import Console
-from mamba_fsdp.report.records import add_event, was_validated
+from mamba_fsdp.report.records import add_event, latest, was_validated
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -25,17 +26,31 @@ from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.setup import TAKES_LESS, TrainContext, set_up
 from mamba_fsdp.trainer.start import starting_weights
-from mamba_fsdp.trainer.stopping import StopRequest
+from mamba_fsdp.trainer.stopping import OnRecord, StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
 
 WriteModel = Callable[[Path, Path], object]  # (checkpoint, folder to write, which may exist)
 
 
-def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -> int:
-    """Returns exit code 0 after training as the settings say, from the newest checkpoint of the run
-    folder or from the start.
+class Trained(NamedTuple):
+    """How a training ended, the same on all ranks. It may stand where a path is expected."""
 
-    write_model: writes the finished model from the last checkpoint.
+    folder: Path  # of the run
+    stopped: str  # why it stopped before its last step; "" if it has all its steps
+    last: dict[str, Any]  # the latest value of each key of metrics.jsonl, such as val_loss
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+
+def run_training(
+    settings: TrainConfig,
+    write_model: WriteModel | None = None,
+    on_record: OnRecord | None = None,
+) -> Trained:
+    """Trains as the settings say, from the newest checkpoint of the run folder or from the start.
+
+    write_model: writes the finished model from the last checkpoint. on_record: see StopRequest.
     """
     use_deterministic_algorithms(settings.training.deterministic)
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
@@ -45,7 +60,7 @@ def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -
     console = Console(enabled=world.rank == 0)
     state = TrainState()
     is_dry = settings.training.dry_run
-    stop = StopRequest(folder.path, world.rank == 0 and not is_dry)
+    stop = StopRequest(folder.path, world.rank == 0 and not is_dry, on_record)
     try:
         with (
             contextlib.closing(world),
@@ -63,14 +78,16 @@ def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -
             with stop:
                 context = set_up(settings, world, folder, origin, weights, console.line)
                 if not context:
-                    return 0
+                    return Trained(folder.path, "dry run", {})
                 state = context.state
-                last = train(context, folder, stop, console)
+                stopped = train(context, folder, stop, console)
+                checkpoint = context.checkpointer.last
                 del context  # model and optimizer, before the world is closed
-        if last and world.rank == 0:
+                last = world.on_rank0(latest, folder.path)
+        if checkpoint and not stopped and world.rank == 0:
             if not settings.checkpoint.publish:
                 write_model = None
-            finish(folder, last, write_model, console)
+            finish(folder, checkpoint, write_model, console)
     except BaseException as raised:
         error = raised
         if not stop.has_stepped:
@@ -83,7 +100,7 @@ def run_training(settings: TrainConfig, write_model: WriteModel | None = None) -
         raise error from raised
     finally:
         folder.lease.close()
-    return 0
+    return Trained(folder.path, stopped, last)
 
 
 def explained(error: BaseException, rank: int) -> BaseException:
@@ -100,11 +117,9 @@ def explained(error: BaseException, rank: int) -> BaseException:
     return UserError(f"rank {rank} has too little memory: {TAKES_LESS} ({first_line(error)[:200]})")
 
 
-def train(
-    context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console
-) -> Path | None:
-    """Returns the last checkpoint of a run that has all its steps, or None if the run was stopped.
-    Runs the loop and records its start and its end in the run folder."""
+def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console) -> str:
+    """Returns why the run stopped, or "" if it has all its steps. Runs the loop and records its start
+    and its end in the run folder."""
     state = context.state
     world = context.world
     schedule = context.schedule
@@ -119,20 +134,20 @@ def train(
         if state.step > schedule.total_steps:
             what = f"is already past {schedule.total_steps}: it has {counted(state.step, 'step')}"
         console.line(f"over       {folder.path} {what}; raise num_steps to train on")
-        return context.checkpointer.last
+        return ""
     world.on_rank0(record_start, context, folder)
-    with context.loader, MetricsLogger(context, folder, console) as logger:
+    with context.loader, MetricsLogger(context, folder, console, stop.hear) as logger:
         console.passing("the first step ...")
-        reason = loop.train(context, logger, stop, validation_due)
+        reason = world.broadcast_object(loop.train(context, logger, stop, validation_due))
     if not reason:
-        return context.checkpointer.last
+        return ""
     world.on_rank0(folder.write_status, "stopped", state.step, reason)
     if stop.has_stepped:
         how = f"at step {state.step} ({reason}); the same command resumes from here"
     else:
         how = f"before the first step of this start ({reason}): nothing was lost"
     console.line(f"stopped    {how}")
-    return None
+    return reason
 
 
 def record_start(context: TrainContext, folder: RunFolder) -> None:

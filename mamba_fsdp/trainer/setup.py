@@ -17,7 +17,7 @@ from mamba_fsdp.data.selection import (
     validation_sources,
 )
 from mamba_fsdp.data.source import DummySource, Source
-from mamba_fsdp.data.tokenizer import import_with
+from mamba_fsdp.data.tokenizer import import_with, load_words
 from mamba_fsdp.errors import UserError, counted, with_unit
 from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.interop.weights import Weights, find_weights
@@ -56,6 +56,7 @@ class Data:
     validation: list[Source]
     # Of the text that each validation predicts; the first one counts them.
     validation_bytes: float | None = None
+    prompts: list[list[int]] | None = None  # the tokens of each line of eval_prompts
 
 
 @dataclass
@@ -116,6 +117,8 @@ def set_up(
     state, begins = start(settings, tokens, parallel, optimizer, checkpointer, origin, weights, say)
 
     sampler, schedule = plan_steps(settings, batch_shape, data, state, say)
+    if settings.training.eval_prompts and not schedule.eval_steps:
+        raise UserError("eval_prompts: there is no data to validate on; name a validation_path")
     loader = Loader(
         data.sources,
         sampler,
@@ -215,7 +218,12 @@ def open_data(settings: TrainConfig, origin: Origin, weights: Weights | None) ->
             raise UserError(
                 f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; {remedy}"
             )
-    return Data(sources, shares, validation)
+    data = Data(sources, shares, validation)
+    prompts = settings.training.eval_prompts.splitlines()
+    if prompts:
+        tokenizer = load_words(one_for_all(sources.values()).tokenizer_path)
+        data.prompts = [*filter(None, map(tokenizer.encode, prompts))]  # no empty lines
+    return data
 
 
 def say_data(settings: TrainConfig, data: Data, origin: Origin, say: Say) -> None:

@@ -1,13 +1,14 @@
-"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, or a file STOP in the run folder. The run
-ends its step, commits a checkpoint and exits. Under nohup, SIGHUP (the terminal closed) is ignored
-and training continues. A STOP file from before a start is meant for an earlier run; 1.train.sbatch
-or verbs/train.py removes it."""
+"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, a file STOP in the run folder, or the caller's
+function that gets its records. The run ends its step, commits a checkpoint and exits. Under nohup,
+SIGHUP (the terminal closed) is ignored and training continues. A STOP file from before a start is meant
+for an earlier run; 1.train.sbatch or verbs/train.py removes it."""
 
 import contextlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,14 +16,19 @@ import torch
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import STOP
 
+OnRecord = Callable[[dict], object]
 SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: each look is a round trip to a shared disk
 
 
 class StopRequest:
     """The requests to stop that reach this rank. `reason` is "" until there is one. Only rank 0
-    looks for the STOP file, whose text is the reason."""
+    looks for the STOP file, whose text is the reason.
 
-    def __init__(self, run_folder: Path, on_rank0: bool) -> None:
+    on_record: the caller's function, which gets each record of the metrics and asks the run to stop by
+    returning something true."""
+
+    def __init__(self, run_folder: Path, on_rank0: bool, on_record: OnRecord | None = None) -> None:
+        self.on_record = on_record
         self.reason = ""
         self.interrupted = False
         self.has_stepped = False  # set by the loop
@@ -62,6 +68,11 @@ class StopRequest:
                     file=sys.stderr,
                     flush=True,
                 )
+
+    def hear(self, record: dict) -> None:
+        """Passes a record of the metrics on to the caller. Rank 0 calls it."""
+        if self.on_record and self.on_record(record):
+            self.reason = self.reason or "on_record"
 
     def look(self) -> bool:
         """Returns whether this rank has been asked to stop."""

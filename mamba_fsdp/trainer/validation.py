@@ -1,14 +1,17 @@
-"""The validation loss of the model in training."""
+"""The validation of the model in training: its loss, and texts that it writes."""
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Batch, evaluation_batches, evaluation_windows
+from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
+from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import World
@@ -18,6 +21,7 @@ from mamba_fsdp.trainer.setup import TrainContext
 from mamba_fsdp.trainer.stopping import StopRequest
 
 MOST_DECODED = 1 << 22  # tokens, which takes seconds
+SAMPLE_LENGTH = 50  # tokens behind a prompt
 
 
 def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: StopRequest) -> bool:
@@ -49,7 +53,8 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
             size = world.on_rank0(_bytes_predicted, context, limit)
             context.data.validation_bytes = size
         bits = bits_per_byte(loss, tokens, context.data.validation_bytes)
-        logger.validated(step, loss, bits, tokens, tokens / sum(labels), seconds)
+        share = tokens / sum(labels)
+        logger.validated(step, loss, bits, tokens, share, seconds, write_samples(context))
     if not math.isfinite(loss):
         saver.wait()
         raise UserError(
@@ -89,6 +94,34 @@ def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
         )
 
 
+@torch.no_grad()
+def write_samples(context: TrainContext) -> list[str]:
+    """Returns, on rank 0, each prompt with the text that the model writes behind it, always its likeliest token. Other
+    ranks get an empty list.
+
+    All ranks call it and compute the same. The number of forward passes is fixed, because each of them gathers weights
+    from all ranks. Nothing is drawn at random. The tokens keep their shape, so that compiled code is made for it once;
+    the zeros behind a text have no influence on its next token.
+    """
+    prompts = context.data.prompts
+    if not prompts:
+        return []
+    device = context.world.device
+    padded = [torch.tensor(prompt + [0] * SAMPLE_LENGTH) for prompt in prompts]
+    tokens = pad_sequence(padded, batch_first=True).to(device)
+    ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    rows = torch.arange(len(prompts), device=device)
+    for _ in range(SAMPLE_LENGTH):
+        heart.beat()
+        logits = context.parallel.module(tokens)[rows, ends - 1]
+        tokens[rows, ends] = logits[:, : context.settings.model.vocab_size].argmax(dim=1)
+        ends += 1
+    if context.world.rank:
+        return []
+    tokenizer = load_words(one_for_all(context.data.sources.values()).tokenizer_path)
+    return [tokenizer.decode(row[:end]) for row, end in zip(tokens.tolist(), ends.tolist())]
+
+
 def batch_loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Returns the sum of the token losses (nats) of one micro-batch."""
     heart.beat()
@@ -113,21 +146,18 @@ def evaluate(
 
     module: returns the weighted sum of the token losses. is_stopped: is called with the tokens that
     this rank has read, and stops the evaluation if it returns True. All ranks must have the same
-    number of batches, since each forward pass gathers weights. Raises UserError if no token counts."""
-    was_training = module.training
-    module.eval()
+    number of batches, since each forward pass gathers weights. No part of a model has another mode for
+    training. Raises UserError if no token counts."""
     loss_sum = 0.0
     weight = 0.0
     tokens = 0.0
     for batch in batches:
         if is_stopped and is_stopped(int(tokens)):
-            module.train(was_training)
             return math.nan, 0
         here = batch.to(world.device)
         loss_sum += float(batch_loss(module, here))
         weight += batch.total_weight()
         tokens += float((batch.labels != IGNORED_LABEL).sum())
-    module.train(was_training)
     loss_sum, weight, tokens = world.all_reduce_sum([loss_sum, weight, tokens])
     if not weight:
         raise UserError(

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
@@ -18,36 +18,46 @@ from mamba_fsdp.settings.resolve import read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 from mamba_fsdp.settings.train_config import TrainConfig
 
+if TYPE_CHECKING:
+    from mamba_fsdp.trainer.run import OnRecord, Trained
 
-def main(*stray: str, config: str | None = None, resolved: str | None = None, **words: str) -> int:
-    """Returns exit code 0 after training with the settings in `words`, or with those in the file `resolved`, which the
-    launcher has checked and written."""
+
+def main(*stray: str, config: str | None = None, resolved: str | None = None, **words: str) -> None:
+    """Trains with the settings in `words`, or with those in the file `resolved`, which the launcher has checked and
+    written."""
     begin_rank()
     if resolved:
-        let_output_fail()
-        return run(read_resolved(Path(resolved)))
-    settings = resolve_settings(words, config, stray)
-    try:
-        prepare(settings)
-    except KeyboardInterrupt:  # the work of the threads that make data/builtin is of no use
-        os._exit(130)
+        settings = read_resolved(Path(resolved))
+    else:
+        settings = resolve_settings(words, config, stray)
+        try:
+            prepare(settings)
+        except KeyboardInterrupt:  # the work of the threads that make data/builtin is of no use
+            os._exit(130)
     let_output_fail()
-    return run(settings)
+    run(settings)
 
 
-def train(config: str | None = None, **settings: Any) -> Path:
-    """Returns the run folder after training in this process. The same call again resumes.
+def train(
+    config: str | None = None, on_record: "OnRecord | None" = None, **settings: Any
+) -> "Trained":
+    """Trains in this process and returns how that ended: `folder`, the run's; `stopped`, why it stopped before its last
+    step, else ""; `last`, the latest value of each key of metrics.jsonl, such as val_loss. Where a path is expected, as
+    in mamba_fsdp.load, the result stands for the folder. The same call again resumes.
 
     settings: as training.py takes them: num_steps=100, dataset_path="data/mine". config: a YAML file
-    or a ready run. Raises UserError for mistakes in the settings and for runs that can't continue.
+    or a ready run. on_record: rank 0 calls it with each entry of metrics.jsonl, a dict, once that is written; if it
+    returns something true, all ranks stop as after a signal, within two steps and with a checkpoint. Raises UserError
+    for mistakes in the settings and for runs that can't continue.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train: call it in the main thread, which gets the signals that stop it")
+    if on_record is not None and not callable(on_record):
+        raise UserError(f"train: on_record={on_record} is no function")
     words = {name: shown(value) for name, value in settings.items() if value is not None}
     resolved = resolve_settings(words, config, where="in the call")
     prepare(resolved)
-    run(resolved)
-    return Path(resolved.checkpoint.save_ckpt_path)
+    return run(resolved, on_record)
 
 
 def prepare(settings: TrainConfig) -> None:
@@ -70,9 +80,8 @@ def prepare(settings: TrainConfig) -> None:
         print("loading    PyTorch", flush=True)
 
 
-def run(settings: TrainConfig) -> int:
-    """Returns exit code 0 after training as the settings say."""
+def run(settings: TrainConfig, on_record: "OnRecord | None" = None) -> "Trained":
     from mamba_fsdp.interop.convert import publish
     from mamba_fsdp.trainer.run import run_training
 
-    return run_training(settings, write_model=publish)
+    return run_training(settings, publish, on_record)

@@ -63,6 +63,7 @@ NOT_RUN = [
         ".venv/bin/lm_eval",
         "its tasks come from the network",
     ),
+    NotRun("docs/tuning.md", ".venv/bin/python -m pip install", "pip installs from the network"),
     NotRun("docs/image.md", "docker build", "CI has no Docker", "tests/container/test_image.py"),
     NotRun(
         "docs/image.md", "export ENROOT_SQUASH_OPTIONS='-comp zstd", "it is for the next command"

@@ -119,6 +119,7 @@ LEAVES = {
     "docs/from-composer.md": "exported/config.json",
     "docs/from-fms.md": "exported/config.json",
     "docs/from-trainer.md": "exported/config.json",
+    "docs/tuning.md": "runs/tuning/report.html",
     "docs/planning.md": "runs/profiled/profile/rank_0.json",
     "docs/watching.md": "runs/tracked/tensorboard",
 }
@@ -128,6 +129,7 @@ QUICK = TINY | {"vocab_size": 300, "num_steps": 8}
 SHORTER = {
     "--tracker=tensorboard,wandb": as_words(QUICK | {"save_ckpt_path": "runs/tracked"}),
     "--use_profiler=true": as_words(QUICK),
+    "--eval_prompts=": as_words(QUICK | {"save_ckpt_path": "runs/samples"}),
 }
 
 
@@ -167,7 +169,7 @@ class Shell:
             assert done.returncode == 0, text
             return done.stdout.decode()
         file = None
-        if words[-2] == ">":
+        if words[-2:-1] == [">"]:
             file = self.folder / words[-1]
             words = words[:-2]
         said = self.fork(program, words)
@@ -202,8 +204,10 @@ def test_every_command_works(page, desk, monkeypatch):
         FINDS[page](fsx, np.random.default_rng(0))
     shell = Shell(desk)
     for command in commands_to_run(page):
-        assert command.language == "sh", page
-        text = command.text.replace("/fsx", str(fsx))
+        if command.language == "python":
+            (desk / "tune.py").write_text(command.text)
+            continue
+        text = command.text.replace("/fsx", str(fsx)).replace(" tune.py", f" {desk}/tune.py")
         for setting, words in SHORTER.items():
             if setting in text:
                 text = f"{text} {shlex.join(words)}"

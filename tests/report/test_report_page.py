@@ -21,9 +21,8 @@ EVIL = "<script>document.title = 'owned'</script>"
 
 REPORT = """{"step": %d, "tokens": %d, "loss": %s, "learning_rate": %f, "grad_norm": 0.5, "tokens_per_second": 100.0,
  "skipped_steps": 0, "delaying_rank": 1, "source_tokens": {"EVIL": %d}, "source_epochs": {"EVIL": %f}}"""
-VALIDATION = (
-    '{"step": 20, "val_loss": 3.5, "val_perplexity": 33.1, "val_tokens": 9, "val_share": 1.0}'
-)
+VALIDATION = """{"step": 20, "val_loss": 3.5, "val_perplexity": 33.1, "val_tokens": 9, "val_share": 1.0,
+ "samples": ["EVIL", "one\\n  two"]}"""
 CONFIG = "training: {seed: %d, kernels: auto}\ndata: {dataset_path: %s}\n"
 EVENTS = """\
 {"time": "2026-01-02T03:04:05Z", "event": "started", "step": 0, "ranks": 2, "from": "EVIL"}
@@ -39,7 +38,7 @@ def write_run(folder, losses, seed=1):
     for n, loss in enumerate(losses, 1):
         report = REPORT % (10 * n, 640 * n, json.dumps(loss), 0.1 / n, 640 * n, n / 8)
         lines.append(report.replace("\n", "").replace("EVIL", EVIL))
-    lines.insert(2, VALIDATION)
+    lines.insert(2, VALIDATION.replace("\n", "").replace("EVIL", EVIL))
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9']))
     (folder / "config.yaml").write_text(CONFIG % (seed, json.dumps(EVIL)))
     (folder / "status.json").write_text('{"status": "stopped", "step": 0}')
@@ -161,7 +160,8 @@ def test_a_browser_draws_the_page_without_a_network(tmp_path, browse):
     assert max(found["steps"][3][3]) == pytest.approx((80 + 2 * 3) / 3, rel=1e-3)  # a bucket's mean
     assert found["range"][1] < 6 and found["note"] == "up to 80; a double click shows all"
     assert found["restarts"] == [20, 20]
-    runs_, differing, mixture, events, checkpoints = found["tables"]
+    runs_, samples, differing, mixture, events, checkpoints = found["tables"]
+    assert re.search(rf"\s20\s+{re.escape(EVIL)}\s+one\n  two", samples)
     assert names[0] in runs_ and re.search(
         r"stopped\s+40\s+2,560\s+2\s+3\.5\s+33\.1\s+100\s+1\b", runs_
     )

@@ -26,6 +26,7 @@ def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monk
         "tokens_per_second": 7.0,
         "source_tokens": {"code": 5},
         "memory_gb": 1.5,
+        "samples": ["def f(x):\n    return", "once"],
     }
     starts = {0: {3: 2.5, 4: 2.0, 5: 1.5}, 3: {4: 2.25}}  # the second resumes from step 3
     for number, (start, losses) in enumerate(starts.items()):
@@ -50,6 +51,8 @@ def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monk
     texts = shown.Tensors("settings/text_summary")
     assert [text.step for text in texts] == [0, 3]
     assert texts[0].tensor_proto.string_val[0].startswith(b"    report:\n      tracker:\n")
+    (*_, last) = shown.Tensors("validation/samples/text_summary")
+    assert last.tensor_proto.string_val[0] == b"    def f(x):\n        return\n\n    once"
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ def test_wandb_takes_every_number_and_tells_one_line(tmp_path, wandb, capfd):
         tmp_path, settings("wandb", "tensorboard", project="mine", name="second"), 0, told.append
     )
     for tracker in trackers:
-        tracker.write({"step": 3, "loss": 2.5})
+        tracker.write({"step": 3, "loss": 2.5, "samples": ["once"]})
         tracker.close()
     assert told == [f"tracker    W&B: offline, in {tmp_path}/wandb"]
     assert capfd.readouterr() == ("", "")

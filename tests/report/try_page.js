@@ -11,7 +11,7 @@ addEventListener("load", async () => {
   found.drawn = plots().map(one => one.querySelectorAll(".scatterlayer path.js-line").length);
   found.steps = lines(); found.text = plots()[0].data[0].text; found.restarts = plots()[0].layout.shapes.map(one => one.x0);
   found.range = plots()[0].layout.yaxis.range; found.note = document.querySelector(".note").textContent;
-  found.tables = ["runs", "differing", "mixture", "events", "checkpoints"].map(id => text(id));
+  found.tables = ["runs", "samples", "differing", "mixture", "events", "checkpoints"].map(id => text(id));
   const right = one => one.getBoundingClientRect().right;
   found.over = [...document.querySelectorAll("td > span")].filter(one => right(one) > right(one.parentElement)).length;
   found.wide = document.documentElement.scrollWidth - innerWidth;

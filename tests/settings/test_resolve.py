@@ -142,6 +142,7 @@ POINTLESS = {
     "mlp_activation=relu2": ("", "layers=mamba1,mlp"),
     "validation_path=data/x": ("eval_interval=0", ""),
     "eval_interval=50": ("validation_path=none", ""),
+    "eval_prompts=def": ("eval_interval=0", ""),
     "eval_batches=4": ("validation_path=none eval_interval=0", ""),
     "position_window=5.0": ("", "position_weighting=true"),
     "prefetch=5": ("num_workers=0", ""),
