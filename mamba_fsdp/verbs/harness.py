@@ -133,8 +133,8 @@ class MambaFSDP(TemplateLM):
         room = self.max_length - max_gen_toks
         if room < 1 or settings.keys() - {"temperature", "top_k", "top_p"}:
             raise UserError(
-                f"a task generates {max_gen_toks} tokens by {settings}: we have windows of {self.max_length} tokens, "
-                "and temperature, top_k and top_p"
+                f"a task asks for {max_gen_toks} tokens with {settings}: --seq_length={self.max_length} must leave room for "
+                "a prompt, and the settings of generation are temperature, top_k and top_p"
             )
         settings.setdefault("temperature", float(do_sample))
         prompts = [ids[-room:] or [self.prefix_token_id] for ids in prompts]
@@ -163,15 +163,15 @@ def padded(rows: list, filler: int) -> torch.Tensor:
 def run_tasks(model: str, options: "CommandConfig") -> None:
     """Measures a model by lm-eval's tasks: prints its tables, and writes its results into the run folder that `model`
     may be. Raises UserError for an unknown task, and for one that lm-eval can't run."""
+    if inference_world().size > 1:
+        raise UserError("--tasks runs in one process: leave torchrun out")
     manager = TaskManager(include_path=options.include_path or None)
     for name in options.tasks:
         if name not in manager.all_tasks:
             hint = near_name(name, manager.all_tasks, "lm_eval ls tasks lists lm-eval's own")
             raise UserError(
-                f"--tasks={name}: neither lm-eval nor --include_path={options.include_path} has this task; {hint}"
+                f"--tasks={name}: neither lm-eval nor a file in --include_path has it; {hint}"
             )
-    if inference_world().size > 1:
-        raise UserError("--tasks runs in one process: leave torchrun out")
     tested = MambaFSDP(
         model, options.tokenizer, options.seq_length, options.batch_size, options.model_name
     )

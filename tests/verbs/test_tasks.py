@@ -158,8 +158,8 @@ def test_what_is_told_and_kept(run, call, task_files):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--tasks=ours_choise"], "has this task; did you mean ours_choice?"),
-        (["--tasks=ours_until", "--seq_length=20"], "a task generates 20 tokens"),
+        (["--tasks=ours_choise"], "has it; did you mean ours_choice?"),
+        (["--tasks=ours_until", "--seq_length=20"], "a task asks for 20 tokens"),
         (["--tasks=ours_choice", "--seq_length=4"], "tokens, a window 4"),
         (["--tasks=ours_until", "--stride=8"], "--stride does nothing by --tasks"),
         (["data/builtin", "--num_fewshot=2"], "--num_fewshot does nothing by DATA"),
