@@ -4,7 +4,7 @@
     failures/  preflight/  .settings_JOB.RESTART
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
-    profile/  tensorboard/  wandb/  wandb_id  report.html
+    profile/  tensorboard/  wandb/  wandb_id  report.html  lm_eval_TIME.json
 
 1.train.sbatch uses some of these names too; a test holds it to this file.
 """
@@ -43,6 +43,7 @@ PROFILE = "profile"
 TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb_id"
 REPORT = "report.html"
+TASK_RESULTS = "lm_eval_{}.json"  # of lm-evaluation-harness, by the time of writing
 # In a checkpoint, for each parameter: the weight and AdamW's two moments, all fp32. Muon's has fewer.
 CHECKPOINT_BYTES = 12
 # What may lie in the folder before a run has begun there.

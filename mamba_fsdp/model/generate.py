@@ -20,22 +20,30 @@ def generate(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yields `length` tokens, each (batch,) int64, that continue the prompts (batch, at least 1).
+    """Yields tokens, each (batch,) int64, that continue the prompts (batch, at least 1): `length` of them after the
+    longest.
 
-    temperature, top_k and top_p are as in `draw`; generator is the torch.Generator to draw from, on the model's device.
-    Tokens that only pad the vocabulary are never drawn.
+    A prompt shorter than the others is followed by -1. The first tokens that are yielded follow the shortest prompt;
+    while another prompt lasts, its own tokens are: so no mixer reads padding. temperature, top_k and top_p are as in
+    `draw`; generator is the torch.Generator to draw from, on the model's device. Tokens that only pad the vocabulary
+    are never drawn.
     """
-    batch, prompt_length = prompts.shape
+    batch, longest = prompts.shape
+    shortest = int((prompts >= 0).sum(1).min())
     assert length > 0, "generation appends at least one token"
-    assert prompt_length > 0, "generation continues at least one token"
+    assert shortest > 0, "generation continues at least one token"
 
-    state = model.allocate_state(batch, prompt_length + length - 1)
-    logits = model.prefill(prompts, state)
-    for remaining in reversed(range(length)):
+    end = longest + length
+    state = model.allocate_state(batch, end - 1)
+    logits = model.prefill(prompts[:, :shortest], state)
+    for position in range(shortest, end):
         logits = logits[:, : model.config.vocab_size].float()
         tokens = draw(logits, temperature, top_k, top_p, generator)
+        if position < longest:
+            given = prompts[:, position]
+            tokens = torch.where(given < 0, tokens, given)
         yield tokens
-        if remaining:
+        if position + 1 < end:
             logits = model.step(tokens, state)
 
 

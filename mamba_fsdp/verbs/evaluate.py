@@ -1,13 +1,19 @@
 """python -m mamba_fsdp evaluate MODEL DATA [--OPTION=VALUE ...]
+python -m mamba_fsdp evaluate MODEL --tasks=NAME,... [--OPTION=VALUE ...]
 
-Measure a model: token loss, perplexity per token and per word, and bits per
-byte. Every token is predicted once, from the tokens before it in its window
-(docs/evaluating.md). MODEL is a run folder, a checkpoint, a
-consolidated.00.pth, or a transformers or state-spaces folder. DATA is a token
-store, or a folder with stores in validation/ or test/; get_dataset.py makes
-stores from text. Under torchrun, the ranks share the work.
+Measure a model. MODEL is a run folder, a checkpoint, a consolidated.00.pth,
+or a transformers or state-spaces folder (docs/evaluating.md).
+
+By DATA: token loss, perplexity per token and per word, and bits per byte.
+Every token is predicted once, from the tokens before it in its window. DATA is
+a token store, or a folder with stores in validation/ or test/; get_dataset.py
+makes stores from text. Under torchrun, the ranks share the work.
+
+By --tasks: what lm-evaluation-harness measures, where lm-eval is installed.
+Its results are printed, and kept as lm_eval_TIME.json if MODEL is a run folder.
 """
 
+import importlib.util
 import json
 import math
 import shlex
@@ -31,30 +37,47 @@ if TYPE_CHECKING:
     from mamba_fsdp.verbs.loading import Loaded
 
 POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # of a forward pass, unless one window has more
+# Options that only one of the two ways of measuring has.
+OF_DATA = ("stride", "reset_at_documents", "allow_other_tokenizer")
+OF_TASKS = ("num_fewshot", "include_path", "tokenizer")
 
 
 @dataclass
 class EvaluationConfig:
-    """The options besides the model and the data."""
+    """The options of an evaluation over a store."""
 
     seq_length: int = setting(
         2048, at_least=1, elsewhere="max_seq_length max_length seq_len block_size context_length"
     )
-    """Tokens per window: more context, lower loss, more memory."""
+    """Tokens per window: more context, lower loss, more memory. A longer context of a task loses its beginning."""
     stride: int = setting(0, at_least=0, elsewhere="doc_stride")
     """Tokens from the start of one window to the start of the next; 0: seq_length, without overlap. With a
     smaller stride, each token has at least seq_length - stride tokens before it, and the work grows by a
     factor of seq_length / stride."""
     batch_size: int = setting(8, at_least=1, elsewhere="eval_batch_size per_device_eval_batch_size")
-    """Windows per forward pass, fewer if they are long."""
+    """Windows per forward pass, fewer if they are long; the most texts of a task."""
     limit: int = setting(0, at_least=0, elsewhere="max_eval_samples num_samples eval_batches")
-    """Number of windows, spread evenly over the data; 0: all."""
-    json: bool = setting(False)
-    """Print the numbers as JSON on stdout, everything else on stderr."""
+    """Number of windows, spread evenly over the data, or of the first questions of each task; 0: all."""
     reset_at_documents: bool = setting(False)
     """Keep state, convolution and attention within a document: none crosses the start of a document."""
     allow_other_tokenizer: bool = setting(False)
     """Accept data with another tokenizer than the model's."""
+
+
+@dataclass
+class CommandConfig(EvaluationConfig):
+    """The options of the command besides the model and the data."""
+
+    tasks: list[str] = setting([], elsewhere="task")
+    """Tasks and groups of lm-evaluation-harness, as in lambada_openai,hellaswag; lm_eval ls tasks lists them."""
+    num_fewshot: int = setting(-1, at_least=-1)
+    """Solved questions before each question of a task; -1: the task's own number."""
+    include_path: str = setting("", is_path=True)
+    """Folder of further task files, your own."""
+    tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
+    """Folder of a tokenizer for tasks, if MODEL has none."""
+    json: bool = setting(False)
+    """Print the numbers as JSON on stdout, everything else on stderr."""
     model_name: str = setting("", elsewhere="model_variant")
     """MODEL's preset, if there is no config.json beside it."""
 
@@ -97,10 +120,24 @@ class Evaluation:
         return lines
 
 
-def main(model: str, data: str, options: EvaluationConfig) -> None:
+def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     check_place(model)
+    if bool(data) == bool(options.tasks):
+        raise UserError("measure the model either by DATA or by --tasks=NAME,...")
+    for name in OF_TASKS if data else OF_DATA:
+        if getattr(options, name) != getattr(CommandConfig, name):
+            raise UserError(f"--{name} does nothing by {'DATA' if data else '--tasks'}")
+    # Both ways import torch; a missing path is reported earlier.
+    if options.tasks:
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UserError(
+                "--tasks needs a package that is not installed: .venv/bin/python -m pip install -r "
+                "requirements/lm-eval.txt"
+            )
+        from mamba_fsdp.verbs.harness import run_tasks
+
+        return run_tasks(model, options)
     stores = stores_in(data, model)
-    # This imports torch; a missing path is reported earlier.
     from mamba_fsdp.verbs.loading import inference_world, load
 
     world = inference_world()

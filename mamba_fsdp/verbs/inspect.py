@@ -23,6 +23,7 @@ from mamba_fsdp.run_layout import (
     METRICS,
     MODEL_CONFIG,
     STATUS,
+    TASK_RESULTS,
     committed,
 )
 from mamba_fsdp.settings.dataset_config import DatasetConfig
@@ -82,6 +83,8 @@ def show_run(path: Path, verify: bool) -> int:
             if metric == "val_loss" and last.get("val_share"):
                 text += f" ({read_share(last['val_share'])})"
             say(name, text)
+    for newest in sorted(path.glob(TASK_RESULTS.format("*")))[-1:]:
+        say("tasks", newest)
     if verify or committed(path / CHECKPOINTS):
         return checkpoints.main(str(path), checkpoints.Options(verify))
     return 0

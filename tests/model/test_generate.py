@@ -35,6 +35,17 @@ def test_greedy_generation_is_the_likeliest_continuation(family):
     assert row.shape == (1, 11)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_several_lengths_share_a_batch(family):
+    model = small_model(family)
+    prompts = torch.tensor([[3, 1, 4, 1, 5], [9, 2, -1, -1, -1], [6, 5, 3, 5, -1]])
+    steps = torch.stack(list(generate(model, prompts, length=4, temperature=0)), dim=1)
+    assert steps.shape == (3, 7)
+    for row, length in enumerate((5, 2, 4)):
+        alone = generate(model, prompts[row : row + 1, :length], length=4, temperature=0)
+        assert steps[row, length - 2 :][:4].tolist() == [int(token) for token in alone]
+
+
 def test_a_full_cache_is_refused_and_never_overwritten():
     model = small_model("llama")
     state = model.allocate_state(1, 3)

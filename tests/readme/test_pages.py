@@ -114,7 +114,7 @@ FINDS = {
 }
 LEAVES = {
     "docs/data.md": "data/blocks/train/index.json",
-    "docs/evaluating.md": "exported/mine/config.json",
+    "docs/evaluating.md": "numbers.json",
     "docs/from-aws.md": "mamba/exported/config.json",
     "docs/from-composer.md": "exported/config.json",
     "docs/from-fms.md": "exported/config.json",

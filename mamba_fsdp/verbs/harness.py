@@ -1,0 +1,202 @@
+"""Our models in lm-evaluation-harness (lm-eval), which has to be installed.
+
+pyproject.toml declares MambaFSDP as a plugin of lm-eval: a release that finds plugins takes
+`lm_eval --model mamba_fsdp --model_args pretrained=RUN`.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from mamba_fsdp.data.tokenizer import load_for_transformers
+from mamba_fsdp.errors import UserError, first_line, near_name
+from mamba_fsdp.model.generate import generate
+from mamba_fsdp.report.console import say
+from mamba_fsdp.run_layout import CHECKPOINTS, TASK_RESULTS
+from mamba_fsdp.storage import write_for_user
+from mamba_fsdp.verbs.loading import inference_world, load
+
+if TYPE_CHECKING:
+    from mamba_fsdp.verbs.evaluate import CommandConfig
+
+TAIL = 64  # newest tokens of an answer in which the texts that end it are looked for
+
+
+class MambaFSDP(TemplateLM):
+    """A model for lm-eval: whatever `load` takes, with the run's own kernels on a GPU.
+
+    It answers as lm-eval's hf model answers for the model's export. A context that does not fit into a window of
+    max_length tokens loses its beginning.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path,
+        tokenizer: str = "",
+        max_length: int = 2048,
+        batch_size: int = 8,
+        model_name: str = "",
+    ) -> None:
+        """The arguments have the names of lm-eval's hf model. pretrained, model_name: as of `load`. tokenizer: its path,
+        if the model has none. batch_size: the most texts in a forward pass. Raises UserError."""
+        super().__init__()
+        loaded = load(pretrained, model_name=model_name)
+        self.source = loaded.weights.source
+        self.network: Any = loaded.network
+        self.tokenizer = load_for_transformers(tokenizer or loaded.tokenizer_path)
+        if len(self.tokenizer) > loaded.weights.config.padded_vocab_size:
+            raise UserError(
+                f"the tokenizer has {len(self.tokenizer):,} tokens, more than the model: name the model's own"
+            )
+        self.max_length = max_length
+        self.batch_size = int(batch_size)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context."""
+        if self.tokenizer.bos_token is None:
+            return self.eot_token_id
+        return self.tokenizer.bos_token_id
+
+    def tok_encode(self, text: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens is not False)
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(self, requests: list[tuple], **_: Any) -> list[tuple[float, bool]]:
+        """Returns (log-probability in nats, whether each token is the likeliest) of each continuation. requests:
+        (anything, context ids, continuation ids). What several of them read is read once."""
+        collator = Collator(
+            requests,
+            lambda ask: -len(ask[1] + ask[2]),  # the longest first
+            lambda ask: ask[1] + ask[2][:-1],  # what the model reads
+            "contexts",
+        )
+        answers = []
+        for batch in tqdm(list(collator.get_batched(self.batch_size))):
+            rows = [(context + ids)[-self.max_length - 1 : -1] for _key, context, ids in batch]
+            hidden = self.network.final_norm(*self.network.read(padded(rows, 0)))
+            for request, row, states in zip(batch, rows, hidden):
+                scored = states[: len(row)][-len(request[2]) :]
+                scores = self.network.lm_head(scored).float().log_softmax(-1)
+                for _key, ids, _scores in collator.get_cache(*request, scores[None]):
+                    if len(ids) > self.max_length:
+                        raise UserError(
+                            f"an answer has {len(ids)} tokens, a window {self.max_length}"
+                        )
+                    wanted = torch.tensor(ids, device=scores.device)
+                    own = scores[-len(ids) :]
+                    nats = own.gather(1, wanted[:, None]).sum()
+                    answers.append((float(nats), own.argmax(-1).equal(wanted)))
+        return collator.get_original(answers)
+
+    def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
+        """Returns the log-probability of each text in nats: each token once, in windows of max_length tokens."""
+        windows = []
+        for index, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            pairs = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            windows += [(index, *make_disjoint_window(pair)) for pair in pairs]
+        totals = [0.0] * len(requests)
+        for window, answer in zip(windows, self._loglikelihood_tokens(windows)):
+            totals[window[0]] += answer[0]
+        return totals
+
+    def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
+        """Returns the text that continues each prompt, up to the first of the texts at which its task stops."""
+        asked = [(self.tok_encode(request.args[0]), request.args[1]) for request in requests]
+        collator = Collator(asked, lambda ask: -len(ask[0]), lambda ask: ask[1], "gen_kwargs")
+        texts = []
+        for batch in tqdm(list(collator.get_batched(self.batch_size))):
+            settings: Any = normalize_gen_kwargs(batch[0][1])
+            texts += self.continued([ids for ids, _settings in batch], **settings)
+        return collator.get_original(texts)
+
+    def continued(
+        self, prompts: list, until: list, max_gen_toks: int, do_sample: bool, **settings: Any
+    ) -> list[str]:
+        """Returns the texts of at most max_gen_toks tokens. settings: as of `generate`. Raises UserError for others."""
+        room = self.max_length - max_gen_toks
+        if room < 1 or settings.keys() - {"temperature", "top_k", "top_p"}:
+            raise UserError(
+                f"a task asks for {max_gen_toks} tokens with {settings}: --seq_length={self.max_length} must leave room for "
+                "a prompt, and the settings of generation are temperature, top_k and top_p"
+            )
+        settings.setdefault("temperature", float(do_sample))
+        prompts = [ids[-room:] or [self.prefix_token_id] for ids in prompts]
+        steps = generate(self.network, padded(prompts, -1), length=max_gen_toks, **settings)
+        stops = [stop for stop in [*until, self.tokenizer.eos_token] if stop]
+        answers: list[list[int]] = [[] for _ in prompts]
+        unfinished = set(range(len(prompts)))
+        for position, step in enumerate(steps, start=min(map(len, prompts))):
+            for row in [row for row in unfinished if position >= len(prompts[row])]:
+                answers[row].append(int(step[row]))
+                text = self.tokenizer.decode(answers[row][-TAIL:])
+                if len(answers[row]) == max_gen_toks or any(stop in text for stop in stops):
+                    unfinished.remove(row)
+            if not unfinished:
+                break
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return [postprocess_generated_text(text, stops, None) for text in texts]
+
+
+def padded(rows: list, filler: int) -> torch.Tensor:
+    """Returns token ids (rows, longest), on the device, with the filler after the shorter rows."""
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, True, filler).to(inference_world().device)
+
+
+def run_tasks(model: str, options: "CommandConfig") -> None:
+    """Measures a model by lm-eval's tasks: prints its tables, and writes its results into the run folder that `model`
+    may be. Raises UserError for an unknown task, and for one that lm-eval can't run."""
+    if inference_world().size > 1:
+        raise UserError("--tasks runs in one process: leave torchrun out")
+    manager = TaskManager(include_path=options.include_path or None)
+    for name in options.tasks:
+        if name not in manager.all_tasks:
+            hint = near_name(name, manager.all_tasks, "lm_eval ls tasks lists lm-eval's own")
+            raise UserError(
+                f"--tasks={name}: neither lm-eval nor a file in --include_path has it; {hint}"
+            )
+    tested = MambaFSDP(
+        model, options.tokenizer, options.seq_length, options.batch_size, options.model_name
+    )
+    try:
+        results = simple_evaluate(
+            model=tested,
+            tasks=options.tasks,
+            task_manager=manager,
+            num_fewshot=options.num_fewshot if options.num_fewshot >= 0 else None,
+            limit=options.limit or None,
+            log_samples=False,
+        )
+    except (OSError, ValueError) as error:  # data that can't be had, a task that needs more
+        raise UserError(f"--tasks: lm-eval: {first_line(error)}") from error
+    text = json.dumps({"model": tested.source, **results}, default=str)
+    without_nan = json.loads(text, parse_constant=lambda _: None)
+    text = json.dumps(without_nan, indent=1)
+    if options.json:
+        print(text)
+    else:
+        say("model", tested.source)
+        print(make_table(results))
+        if "groups" in results:
+            print(make_table(results, "groups"))
+    if Path(model, CHECKPOINTS).is_dir():
+        path = Path(model, TASK_RESULTS.format(time.strftime("%Y-%m-%dT%H-%M-%S")))
+        write_for_user(path, text)
+        print(f"the results are in {path}", file=sys.stderr)

@@ -1,0 +1,183 @@
+"""evaluate --tasks: lm-eval's tasks on our models, held to lm-eval's own hf model on their exports."""
+
+import dataclasses
+import importlib.metadata
+import json
+import random
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+import lm_eval
+import numpy as np
+import pytest
+from lm_eval.api.registry import model_registry
+from lm_eval.tasks import TaskManager
+
+from mamba_fsdp.data import tokenizer
+from mamba_fsdp.interop.convert import write_model
+from mamba_fsdp.verbs import evaluate, harness, inspect
+from mamba_fsdp.verbs.harness import MambaFSDP
+from tests.support.small_models import CONFIGS, MAMBA3, write_ours
+
+pytestmark = pytest.mark.torch22
+WORDS = "def return the line_2 naïve x y \n class of numbers".split(" ")
+TASKS = {
+    "ours_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "ours_until": {
+        "output_type": "generate_until",
+        "doc_to_text": "def return {{text}}",  # hf has no answer to an empty prompt
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["\n", "line_1"], "max_gen_toks": 20},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "ours_rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
+    },
+}
+WINDOW = 64
+
+
+def text_of(draw, words):
+    return " ".join(draw.choices(WORDS, k=words))
+
+
+@pytest.fixture(scope="session")
+def task_files(tmp_path_factory):
+    """A folder with three tasks, whose questions have lengths from nothing to more than a window."""
+    folder = tmp_path_factory.mktemp("tasks")
+    draw = random.Random(0)
+    lines = []
+    for words in [0, 1, 3, 8, 20, 40, 90]:
+        choices = [" x", " y", " " + text_of(draw, 3), " " + text_of(draw, 9)]
+        document = {"text": text_of(draw, words), "choices": choices, "answer": draw.randrange(4)}
+        lines.append(json.dumps(document))
+    draw.shuffle(lines)
+    (folder / "questions.json").write_text("\n".join(lines))
+    data = {"data_files": {"test": str(folder / "questions.json")}, "cache_dir": str(folder)}
+    for name, task in TASKS.items():
+        common = {"task": name, "dataset_path": "json", "dataset_kwargs": data}
+        splits = {"test_split": "test", "fewshot_split": "test"}
+        described = {"doc_to_text": "{{text}}", **common, **splits, **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(described))  # which YAML holds
+    return folder
+
+
+@pytest.fixture
+def run(there, answer, task_files, monkeypatch):
+    """run(*words) -> (exit code, stdout, stderr) of evaluate, where lm-eval knows the three tasks alone: to read its
+    own takes seconds."""
+    monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_defaults=False))
+    return partial(answer, evaluate)
+
+
+def answers(model, task_files, **options):
+    """{(task, question): what lm-eval got as answers}, the numbers in a list."""
+    manager = TaskManager(include_path=str(task_files), include_defaults=False)
+    options |= {"tasks": list(TASKS), "task_manager": manager, "bootstrap_iters": 0}
+    found = lm_eval.simple_evaluate(model, **options)
+    return {
+        (task, sample["doc_id"]): np.array(sample["resps"]).ravel().tolist()
+        for task, samples in found["samples"].items()
+        for sample in samples
+    }
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys() and len(ours) == 21
+    for question, answer in ours.items():
+        expected = theirs[question]
+        if question[0] != "ours_until":
+            expected = pytest.approx(expected, abs=1e-4, rel=1e-6)
+        assert answer == expected, question
+
+
+def with_tokenizer(folder, config):
+    """A folder with a random model, and the tokenizer of runs/demo."""
+    write_ours(folder, dataclasses.replace(config, vocab_size=300, pad_vocab_size_multiple=1))
+    shutil.copytree("runs/demo/tokenizer", folder / "tokenizer")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["demo", "hybrid"])
+def test_answers_are_those_of_hf_on_the_export(there, task_files, tmp_path, name):
+    source, exported = "runs/demo", "exported/demo"
+    if name == "hybrid":
+        source, exported = with_tokenizer(tmp_path / "ours", CONFIGS[name]), tmp_path / "hf"
+        write_model(source, exported)
+    ours = answers(MambaFSDP(source, max_length=WINDOW, batch_size=5), task_files)
+    words = f"pretrained={exported},max_length={WINDOW}"
+    assert_same(ours, answers("hf", task_files, model_args=words, device="cpu", batch_size=3))
+
+
+def test_a_model_that_no_export_holds_answers_alike_in_any_batch(there, task_files, tmp_path):
+    source = with_tokenizer(tmp_path / "ours", MAMBA3)
+    first, second = (
+        answers(MambaFSDP(source, max_length=WINDOW, batch_size=size), task_files)
+        for size in (1, 7)
+    )
+    assert_same(first, second)
+
+
+def test_lm_eval_finds_the_class_by_its_name(there, task_files, project):
+    """As a release with plugins will: by the entry point, which the registry of 0.4.13 takes when it is told."""
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    groups = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"]
+    ((name, value),) = groups["lm_eval.models"].items()
+    point = importlib.metadata.EntryPoint(name, value, "lm_eval.models")
+    assert point.load() is MambaFSDP
+    model_registry.register(name, target=point)
+    assert len(answers(name, task_files, model_args="pretrained=runs/demo", batch_size=2)) == 21
+
+
+def test_what_is_told_and_kept(run, call, task_files):
+    words = [f"--tasks={','.join(TASKS)}", f"--include_path={task_files}", f"--seq_length={WINDOW}"]
+    code, out, err = run("runs/demo", *words, "--limit=3", "--num_fewshot=2")
+    assert code == 0
+    for text in ("runs/demo/checkpoints/step_00000004", "|ours_choice ", "|exact_match", "±"):
+        assert text in out
+    (kept,) = Path("runs/demo").glob("lm_eval_*.json")
+    found = json.loads(kept.read_text())
+    assert found["n-samples"]["ours_until"]["effective"] == 3
+    assert found["n-shot"]["ours_choice"] == 2
+    assert str(kept) in err and str(kept) in call(inspect, "runs/demo")[1]
+    code, out, _ = run("exported/demo", *words[:2], "--seq_length=40", "--limit=2", "--json")
+    assert code == 0 and set(json.loads(out)["results"]) == set(TASKS)
+    assert not list(Path("exported/demo").glob("lm_eval_*"))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--tasks=ours_choise"], "has it; did you mean ours_choice?"),
+        (["--tasks=ours_until", "--seq_length=20"], "a task asks for 20 tokens"),
+        (["--tasks=ours_choice", "--seq_length=4"], "tokens, a window 4"),
+        (["--tasks=ours_until", "--stride=8"], "--stride does nothing by --tasks"),
+        (["data/builtin", "--num_fewshot=2"], "--num_fewshot does nothing by DATA"),
+        (["data/builtin", "--tasks=ours_until"], "either by DATA or by --tasks"),
+        ([], "either by DATA or by --tasks"),
+        (["--tasks=ours_until", "--tokenizer=large"], "more than the model"),
+    ],
+)
+def test_mistakes_are_a_line(run, task_files, words, message):
+    tokenizer.train(map(str, range(3000)), 400).save(Path("large"))
+    if any(word.startswith("--tasks") for word in words) and len(words) < 3:
+        words = [*words, f"--include_path={task_files}"]
+    code, _, err = run("runs/demo", *words)
+    assert code == 2 and message in err.splitlines()[-1]
+
+
+def test_without_lm_eval_a_line_says_how_to_install_it(run, monkeypatch, project):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, _, err = run("runs/demo", "--tasks=hellaswag")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "pip install -r requirements/lm-eval.txt" in err
