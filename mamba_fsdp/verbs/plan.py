@@ -24,7 +24,6 @@ for about a minute. A preset is then --model_name=NAME.
 """
 
 import json as as_json
-import math
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -316,16 +315,15 @@ def three_sizes(size_of: Callable[[int], Size]) -> dict[str, Size]:
 
     Each size is a quarter wider than the one before, by steps of WIDTH_STEP. The middle one is the nearest to
     TOKENS_PER_PARAMETER, as a ratio, of those that fit; the larger one may not fit."""
+    sizes: list[Size] = []
     width = WIDTH_STEP
-    largest = size_of(width)
-    sizes = [largest]
-    product = math.inf  # of the tokens per parameter of the last two
-    while len(sizes) < len(NAMES) or (largest.expected.fits and product > TOKENS_PER_PARAMETER**2):
+    while len(sizes) < len(NAMES) or (
+        sizes[-1].expected.fits
+        and sizes[-2].tokens_per_parameter * sizes[-1].tokens_per_parameter
+        > TOKENS_PER_PARAMETER**2
+    ):
+        sizes.append(size_of(width))
         width += WIDTH_STEP * max(1, width // (4 * WIDTH_STEP))
-        middle = largest
-        largest = size_of(width)
-        sizes.append(largest)
-        product = middle.tokens_per_parameter * largest.tokens_per_parameter
     return dict(zip(NAMES, sizes[-len(NAMES) :]))
 
 
