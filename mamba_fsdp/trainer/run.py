@@ -32,8 +32,9 @@ from mamba_fsdp.trainer.start import starting_weights
 from mamba_fsdp.trainer.stopping import StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
 
-LEAST_TIMED_STEPS = 5
-TIMED_SECONDS = 5.0  # unless so many steps take longer
+UNTIMED_STEPS = 2  # the first, which make buffers and compile kernels
+LEAST_STEPS = 5  # of measure_pace
+TIMED_SECONDS = 6.0  # unless so many steps take longer
 WriteModel = Callable[[Path, Path], object]  # (checkpoint, folder to write, which may exist)
 
 
@@ -177,10 +178,10 @@ def measure_pace(settings: TrainConfig) -> float:
         stop = StopRequest(folder.path, on_rank0=False)
         clock = Clock(0)
         with context.loader:
-            while len(seconds) < LEAST_TIMED_STEPS or sum(seconds) < TIMED_SECONDS:
+            while len(seconds) < LEAST_STEPS or sum(seconds) < TIMED_SECONDS:
                 began = time.perf_counter()
                 step = loop.take_step(context, clock, stop, ahead=len(seconds))
                 step.read_numbers()
                 seconds.append(time.perf_counter() - began)
-    # The median leaves out the first steps, which make buffers and compile kernels.
-    return context.schedule.tokens_per_step / statistics.median(seconds)
+    # As a run shows it: the mean, in which steps count that other programs slow down.
+    return context.schedule.tokens_per_step / statistics.mean(seconds[UNTIMED_STEPS:])
