@@ -2,6 +2,9 @@
 
 import contextlib
 import re
+import statistics
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,17 +14,18 @@ import torch
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, counted, first_line
-from mamba_fsdp.interop.places import find_origin
+from mamba_fsdp.interop.places import Origin, find_origin
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report.console import Console
 from mamba_fsdp.report.records import add_event, latest, was_validated
-from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
+from mamba_fsdp.run_layout import CHECKPOINTS, MODELS, SETTINGS, step_of
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage import write_for_user
 from mamba_fsdp.trainer import loop
+from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.setup import TAKES_LESS, TrainContext, set_up
@@ -29,6 +33,9 @@ from mamba_fsdp.trainer.start import starting_weights
 from mamba_fsdp.trainer.stopping import OnRecord, StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
 
+UNTIMED_STEPS = 2  # the first, which make buffers and compile kernels
+LEAST_STEPS = 5  # of measure_pace
+TIMED_SECONDS = 6.0  # unless so many steps take longer
 WriteModel = Callable[[Path, Path], object]  # (checkpoint, folder to write, which may exist)
 
 
@@ -169,3 +176,27 @@ def finish(
         write_model(checkpoint, folder.path / MODELS / checkpoint.name)
     folder.write_status("finished", step)
     console.line(f"finished   {counted(step, 'step')}; everything is in {folder.path}")
+
+
+def measure_pace(settings: TrainConfig) -> float:
+    """Returns the tokens a second of training steps on this process's device, without validation and checkpoints.
+    Nothing of the steps is kept. Raises UserError as training does."""
+    world = start_world()
+    cpp.tune_process(world.device.type)
+    settings.training.settle_precision(world.device.type)
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = RunFolder(Path(place, "run"))
+        (folder.path / CHECKPOINTS).mkdir(parents=True)
+        context = set_up(settings, world, folder, Origin(), None, Console(enabled=False).line)
+        assert context
+        stop = StopRequest(folder.path, on_rank0=False)
+        clock = Clock(0)
+        with context.loader:
+            while len(seconds) < LEAST_STEPS or sum(seconds) < TIMED_SECONDS:
+                began = time.perf_counter()
+                step = loop.take_step(context, clock, stop, ahead=len(seconds))
+                step.read_numbers()
+                seconds.append(time.perf_counter() - began)
+    # As a run shows it: the mean, in which steps count that other programs slow down.
+    return context.schedule.tokens_per_step / statistics.mean(seconds[UNTIMED_STEPS:])

@@ -5,9 +5,13 @@ import re
 import shlex
 
 import pytest
+import torch
 
 from benchmarks import published
-from mamba_fsdp.verbs import plan
+from mamba_fsdp.model.spec import parameter_count
+from mamba_fsdp.settings.resolve import resolve_settings
+from mamba_fsdp.trainer import run
+from mamba_fsdp.verbs import plan, train
 
 P4D = "--instance=p4d.24xlarge"
 
@@ -70,9 +74,17 @@ def test_numbers_agree_with_each_other(told):
             "is not a multiple of batch_size 4 times 8 ranks",
         ),
         ("mamba-130m --peak=100", "a machine that is not named"),
+        ("data/builtin", "is data; to see what to train on it, add the time: --hours=8"),
+        ("data/bultin --hours=8", "no such folder; did you mean builtin?"),
+        ("data/builtin --hours=0", "must be above 0"),
+        ("data/builtin --hours=8 --tokens=2e9", "name the data, as in plan data/mine --hours=8"),
+        ("--hours=8", "name the data, as in plan data/mine --hours=8"),
+        ("data/builtin --hours=8 --d_model=64", "d_model: with --hours, plan chooses it"),
+        ("data/builtin --hours=8 --nodes=2", "can time one device of this machine"),
     ],
 )
-def test_a_mistake_is_a_line(words, said, told):
+@pytest.mark.torch22
+def test_a_mistake_is_a_line(words, said, told, there):
     code, printed = told(words)
     assert code == 2 and said in printed and len(printed.splitlines()) == 1, printed
 
@@ -81,3 +93,41 @@ def test_of_the_machine_at_hand_the_memory_is_known(told):
     code, said = told("demo")
     assert code == 0 and "1 x cpu" in said and "--memory, --peak" in said
     assert "framework" not in said
+
+
+def named(words):
+    """{setting: text} of words as in --d_model=64."""
+    return dict(word.removeprefix("--").split("=", 1) for word in words)
+
+
+@pytest.mark.torch22
+def test_sizes_for_a_time_on_given_machines(told):
+    words = "--hours=0.2 --tokens=1e8 --instance=p5.4xlarge --nodes=2"
+    code, said = told(words)
+    assert code == 0 and "The data is too small for this time" in said
+    assert all(len(line) <= 80 for line in said.splitlines() if "--" not in line)
+    code, said = told(f"{words} --batch_size=16 --json")
+    sizes = list(json.loads(said).values())
+    assert code == 0 and 10 < sizes[1]["tokens_per_parameter"] < 40
+    parameters = []
+    for size in sizes:
+        start, nodes, launcher, *given = shlex.split(size["command"])
+        assert [start, nodes, launcher] == ["sbatch", "--nodes=2", "1.train.sbatch"]
+        settings = resolve_settings(named(given))
+        assert settings.training.num_steps.count == pytest.approx(size["tokens"], rel=0.05)
+        parameters.append(parameter_count(settings.model))
+    assert parameters == [size["expected"]["parameters"] for size in sizes]
+    assert parameters == sorted(set(parameters))
+
+
+@pytest.mark.torch22
+def test_sizes_for_a_time_here_are_timed_and_their_commands_run(told, call, there, monkeypatch):
+    monkeypatch.setattr(run, "LEAST_STEPS", 3)
+    monkeypatch.setattr(run, "TIMED_SECONDS", 0)
+    code, said = told("data/builtin --hours=0.001 --batch_size=1")
+    torch.set_flush_denormal(False)
+    assert code == 0 and "timed" in said and "smaller          2 x 64" in said
+    program, verb, *words = shlex.split(said.splitlines()[-1])
+    assert (program, verb) == ("mamba-fsdp", "train")
+    code, said = call(train, *words, "--dry_run=true")
+    assert code == 0 and "tokens; " in said, said
