@@ -20,7 +20,7 @@ VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; i
     "tokenize": "text in, token stores out: what training reads",
     "train": "train a model, or resume its training, on one device",
     "generate": "continue a text with a trained model",
-    "evaluate": "loss, perplexity and bits per byte over a token store; tasks by lm-eval",
+    "evaluate": "loss, perplexity and bits per byte of text; the tasks of lm-eval",
     "inspect": "say what a run, a checkpoint, data or a weights file holds",
     "checkpoints": "list a run's checkpoints, and verify them",
     "export": "write a model for transformers, for mamba_ssm, or as a .pth file",
