@@ -157,6 +157,8 @@ def test_the_settings_it_names_exist(project):
             "call",
             "nodes",
             "instance",
+            "hours",
+            "tasks",
         }
     )
     named = set(re.findall(r"--(\w+)", (project / "README.md").read_text()))

@@ -108,6 +108,7 @@ def with_tokenizer(folder, config):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo", "hybrid"])
 def test_answers_are_those_of_hf_on_the_export(there, task_files, tmp_path, name):
     source, exported = "runs/demo", "exported/demo"
@@ -119,6 +120,7 @@ def test_answers_are_those_of_hf_on_the_export(there, task_files, tmp_path, name
     assert_same(ours, answers("hf", task_files, model_args=words, device="cpu", batch_size=3))
 
 
+@pytest.mark.slow
 def test_a_model_that_no_export_holds_answers_alike_in_any_batch(there, task_files, tmp_path):
     source = with_tokenizer(tmp_path / "ours", MAMBA3)
     first, second = (
@@ -128,6 +130,7 @@ def test_a_model_that_no_export_holds_answers_alike_in_any_batch(there, task_fil
     assert_same(first, second)
 
 
+@pytest.mark.slow
 def test_lm_eval_finds_the_class_by_its_name(there, task_files, project):
     """As a release with plugins will: by the entry point, which the registry of 0.4.13 takes when it is told."""
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
