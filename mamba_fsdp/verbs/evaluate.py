@@ -21,7 +21,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path
 from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
@@ -154,10 +154,15 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
         console.line(f"data           {name}")
         console.line("\n".join(evaluation.lines()))
     if options.json and world.rank == 0:
-        text = json.dumps({"model": model, "data": numbers})
-        without_nan = json.loads(text, parse_constant=lambda _: None)  # JSON has no NaN
-        print(json.dumps(without_nan, indent=1))
+        print(as_json({"model": model, "data": numbers}))
     world.close()
+
+
+def as_json(results: dict[str, Any]) -> str:
+    """Returns the results as text: null for NaN, which JSON does not have, and other objects by their names."""
+    text = json.dumps(results, default=str)
+    without_nan = json.loads(text, parse_constant=lambda _: None)
+    return json.dumps(without_nan, indent=1)
 
 
 def evaluate(model: "Loaded", data: str | Path, options: EvaluationConfig) -> Evaluation:

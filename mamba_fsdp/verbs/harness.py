@@ -4,11 +4,10 @@ pyproject.toml declares MambaFSDP as a plugin of lm-eval: a release that finds p
 `lm_eval --model mamba_fsdp --model_args pretrained=RUN`.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lm_eval import simple_evaluate
@@ -25,10 +24,8 @@ from mamba_fsdp.model.generate import generate
 from mamba_fsdp.report.console import say
 from mamba_fsdp.run_layout import CHECKPOINTS, TASK_RESULTS
 from mamba_fsdp.storage import write_for_user
+from mamba_fsdp.verbs.evaluate import CommandConfig, as_json
 from mamba_fsdp.verbs.loading import inference_world, load
-
-if TYPE_CHECKING:
-    from mamba_fsdp.verbs.evaluate import CommandConfig
 
 TAIL = 64  # newest tokens of an answer in which the texts that end it are looked for
 
@@ -160,7 +157,7 @@ def padded(rows: list, filler: int) -> torch.Tensor:
     return pad_sequence(tensors, True, filler).to(inference_world().device)
 
 
-def run_tasks(model: str, options: "CommandConfig") -> None:
+def run_tasks(model: str, options: CommandConfig) -> None:
     """Measures a model by lm-eval's tasks: prints its tables, and writes its results into the run folder that `model`
     may be. Raises UserError for an unknown task, and for one that lm-eval can't run."""
     if inference_world().size > 1:
@@ -186,9 +183,7 @@ def run_tasks(model: str, options: "CommandConfig") -> None:
         )
     except (OSError, ValueError) as error:  # data that can't be had, a task that needs more
         raise UserError(f"--tasks: lm-eval: {first_line(error)}") from error
-    text = json.dumps({"model": tested.source, **results}, default=str)
-    without_nan = json.loads(text, parse_constant=lambda _: None)
-    text = json.dumps(without_nan, indent=1)
+    text = as_json({"model": tested.source, **results})
     if options.json:
         print(text)
     else:
