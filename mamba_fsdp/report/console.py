@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import sys
@@ -28,6 +29,13 @@ def fit_for(stream: Any, text: str) -> str:
 def say(name: str, value: object) -> None:
     """Prints a line of a verb's output: a name and its value."""
     print(fit_for(sys.stdout, f"{name:<14} {value}"))
+
+
+def as_json(results: dict[str, Any]) -> str:
+    """Returns the results as text: null for NaN, which JSON does not have, and other objects by their names."""
+    text = json.dumps(results, default=str)
+    without_nan = json.loads(text, parse_constant=lambda _: None)
+    return json.dumps(without_nan, indent=1)
 
 
 class Console:

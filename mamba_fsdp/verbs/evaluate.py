@@ -14,21 +14,20 @@ Its results are printed, and kept as lm_eval_TIME.json if MODEL is a run folder.
 """
 
 import importlib.util
-import json
 import math
 import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path
 from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
 from mamba_fsdp.data.tokenizer import check_tokenizer, import_with
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import check_place
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.report.console import Console, as_json
 from mamba_fsdp.run_layout import TOKENIZER
 from mamba_fsdp.settings.fields import setting
 from mamba_fsdp.settings.train_config import DataConfig
@@ -156,13 +155,6 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     if options.json and world.rank == 0:
         print(as_json({"model": model, "data": numbers}))
     world.close()
-
-
-def as_json(results: dict[str, Any]) -> str:
-    """Returns the results as text: null for NaN, which JSON does not have, and other objects by their names."""
-    text = json.dumps(results, default=str)
-    without_nan = json.loads(text, parse_constant=lambda _: None)
-    return json.dumps(without_nan, indent=1)
 
 
 def evaluate(model: "Loaded", data: str | Path, options: EvaluationConfig) -> Evaluation:

@@ -7,7 +7,7 @@ pyproject.toml declares MambaFSDP as a plugin of lm-eval: a release that finds p
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval import simple_evaluate
@@ -21,11 +21,13 @@ from tqdm import tqdm
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError, first_line, near_name
 from mamba_fsdp.model.generate import generate
-from mamba_fsdp.report.console import say
+from mamba_fsdp.report.console import as_json, say
 from mamba_fsdp.run_layout import CHECKPOINTS, TASK_RESULTS
 from mamba_fsdp.storage import write_for_user
-from mamba_fsdp.verbs.evaluate import CommandConfig, as_json
 from mamba_fsdp.verbs.loading import inference_world, load
+
+if TYPE_CHECKING:
+    from mamba_fsdp.verbs.evaluate import CommandConfig
 
 TAIL = 64  # newest tokens of an answer in which the texts that end it are looked for
 
@@ -157,7 +159,7 @@ def padded(rows: list, filler: int) -> torch.Tensor:
     return pad_sequence(tensors, True, filler).to(inference_world().device)
 
 
-def run_tasks(model: str, options: CommandConfig) -> None:
+def run_tasks(model: str, options: "CommandConfig") -> None:
     """Measures a model by lm-eval's tasks: prints its tables, and writes its results into the run folder that `model`
     may be. Raises UserError for an unknown task, and for one that lm-eval can't run."""
     if inference_world().size > 1:

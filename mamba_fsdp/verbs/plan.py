@@ -23,7 +23,6 @@ for about a minute. A preset is then --model_name=NAME.
   python -m mamba_fsdp plan --hours=8 --tokens=2e9 --instance=p5.48xlarge
 """
 
-import json as as_json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from mamba_fsdp.data.store import is_store, split_in
 from mamba_fsdp.errors import UserError, near_name, with_unit
 from mamba_fsdp.planning.devices import INSTANCES, Instance
+from mamba_fsdp.report.console import as_json
 from mamba_fsdp.settings.fields import setting
 from mamba_fsdp.settings.presets import recipe, title
 from mamba_fsdp.settings.resolve import resolve_settings
@@ -103,7 +103,7 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
         figures = {"tokens": length, "days": days, "device_hours": 24 * days * expected.devices}
     if options.json:
         best_fields = asdict(best_fitting) if best_fitting else None
-        print(as_json.dumps({**asdict(expected), **figures, "best": best_fields}, indent=1))
+        print(as_json({**asdict(expected), **figures, "best": best_fields}))
     else:
         for note in settings.notes:
             print(f"settings   {note}")

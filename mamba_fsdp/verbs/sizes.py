@@ -1,7 +1,6 @@
 """`plan --hours`: three sizes of a model that can be trained in a given time on given data, and the commands that train
 them. docs/planning.md names the laws behind them."""
 
-import json as as_json
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from mamba_fsdp.data.selection import training_sources
 from mamba_fsdp.errors import UserError, with_unit
 from mamba_fsdp.planning.devices import Instance
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.report.console import Console, as_json
 from mamba_fsdp.settings.presets import PRESETS
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -124,7 +123,7 @@ def plan_sizes(
     by_name = three_sizes(size_of)
     if options.json:
         figures = {name: asdict(size) for name, size in by_name.items()}
-        console.line(as_json.dumps(figures, indent=1))
+        console.line(as_json(figures))
         return
     how = "timed" if is_timed else "calculated"
     console.line(
