@@ -142,9 +142,11 @@ class MambaLM(nn.Module):
         seq_idx: Tensor | None = None,
         weights: Tensor | None = None,
         documents: Documents | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
         """Returns logits (batch, length, padded vocabulary) in the compute dtype for tokens (batch, length) int64. With
-        labels, returns the sum of the token losses in nats, an fp32 scalar.
+        ends (batch,), returns those of these positions alone, (batch, padded vocabulary). With labels, returns the sum of
+        the token losses in nats, an fp32 scalar.
 
         labels (batch, length): the token after each position, or -100 for a position that does not count. weights
         (batch, length): factors of the token losses. seq_idx: as in ops. documents: the documents of seq_idx; if not
@@ -154,7 +156,11 @@ class MambaLM(nn.Module):
             "this model was not built to reset at documents"
         )
         hidden = self.final_norm(*self.read(tokens, seq_idx, documents))
-        return self.lm_head(hidden) if labels is None else self.loss(hidden, labels, weights)
+        if labels is not None:
+            return self.loss(hidden, labels, weights)
+        if ends is not None:
+            hidden = hidden[torch.arange(len(ends), device=ends.device), ends]
+        return self.lm_head(hidden)
 
     def read(
         self,

@@ -132,8 +132,14 @@ def changed_settings(settings: TrainConfig) -> str:
         now = shown(settings.value(name))
         before = shown(earlier.value(name))
         if now != before and name not in OF_A_FIRST_START:
-            differing[name] = (now, before)
-    return _listed(differing, "before").replace("\n", "\\n")  # of eval_prompts
+            differing[name] = (_in_short(now), _in_short(before))
+    return _listed(differing, "before")
+
+
+def _in_short(text: str) -> str:
+    """Returns a setting's value in part of a line: eval_prompts may be pages."""
+    line = text.replace("\n", "\\n")
+    return line if len(line) < 60 else f"{line[:60]}..."
 
 
 def ready_runs() -> dict[str, Path]:

@@ -252,8 +252,8 @@ class TrainingConfig:
     twentieth of the time of training between two validations."""
     eval_prompts: str = setting("", needs=validation)
     """A text that the model continues at each validation by 50 tokens, each the likeliest, or several, a
-    line each; or a file of such lines, whose name ends in .txt. The log, the metrics, the trackers and
-    the report show what it writes."""
+    line each; or the path of a file of such lines. The log, the metrics, the trackers and the report show
+    what it writes."""
 
     def read_prompts(self) -> None:
         """Replaces a file's name in eval_prompts by the lines in it, so that no rank needs the file. Raises
@@ -261,7 +261,7 @@ class TrainingConfig:
         given = self.eval_prompts
         try:
             given.encode()
-            if given.endswith(".txt"):
+            if given.endswith(".txt") or os.path.isfile(given):
                 self.eval_prompts = Path(given).read_text("utf-8") + "\n"
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", error)

@@ -17,7 +17,7 @@ from mamba_fsdp.data.selection import (
     validation_sources,
 )
 from mamba_fsdp.data.source import DummySource, Source
-from mamba_fsdp.data.tokenizer import import_with, load_words
+from mamba_fsdp.data.tokenizer import TextTokenizer, import_with, load_words
 from mamba_fsdp.errors import UserError, counted, with_unit
 from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.interop.weights import Weights, find_weights
@@ -39,6 +39,8 @@ from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
 from mamba_fsdp.trainer.start import say_start, start
 
+SAMPLE_LENGTH = 50  # tokens behind a prompt of eval_prompts
+MOST_SAMPLED = 1 << 14  # tokens of a forward pass
 MOST_PASSES = 100  # over the data without a warning
 LARGEST_ERROR = 1.2  # expected memory over measured memory, at most: docs/planning.md
 TAKES_LESS = (
@@ -219,11 +221,24 @@ def open_data(settings: TrainConfig, origin: Origin, weights: Weights | None) ->
                 f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; {remedy}"
             )
     data = Data(sources, shares, validation)
-    prompts = settings.training.eval_prompts.splitlines()
-    if prompts:
+    if settings.training.eval_prompts:
         tokenizer = load_words(one_for_all(sources.values()).tokenizer_path)
-        data.prompts = [*filter(None, map(tokenizer.encode, prompts))]  # no empty lines
+        data.prompts = encode_prompts(settings.training.eval_prompts, tokenizer)
     return data
+
+
+def encode_prompts(text: str, tokenizer: TextTokenizer) -> list[list[int]]:
+    """Returns the tokens of each line of eval_prompts that is not empty. Raises UserError for more than one forward pass
+    should read."""
+    prompts = [*filter(None, map(tokenizer.encode, text.splitlines()))]
+    longest = max(map(len, prompts), default=0)
+    tokens = len(prompts) * (longest + SAMPLE_LENGTH)
+    if tokens > MOST_SAMPLED:
+        raise UserError(
+            f"eval_prompts: {len(prompts):,} prompts of up to {longest:,} tokens, with {SAMPLE_LENGTH} behind each, are "
+            f"{tokens:,} tokens; at most {MOST_SAMPLED:,} are written at a validation: give fewer or shorter ones"
+        )
+    return prompts
 
 
 def say_data(settings: TrainConfig, data: Data, origin: Origin, say: Say) -> None:

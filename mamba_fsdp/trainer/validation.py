@@ -17,11 +17,10 @@ from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.saver import Saver
-from mamba_fsdp.trainer.setup import TrainContext
+from mamba_fsdp.trainer.setup import SAMPLE_LENGTH, TrainContext
 from mamba_fsdp.trainer.stopping import StopRequest
 
 MOST_DECODED = 1 << 22  # tokens, which takes seconds
-SAMPLE_LENGTH = 50  # tokens behind a prompt
 
 
 def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: StopRequest) -> bool:
@@ -113,7 +112,7 @@ def write_samples(context: TrainContext) -> list[str]:
     rows = torch.arange(len(prompts), device=device)
     for _ in range(SAMPLE_LENGTH):
         heart.beat()
-        logits = context.parallel.module(tokens)[rows, ends - 1]
+        logits = context.parallel.module(tokens, ends=ends - 1)
         tokens[rows, ends] = logits[:, : context.settings.model.vocab_size].argmax(dim=1)
         ends += 1
     if context.world.rank:

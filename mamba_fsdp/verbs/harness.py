@@ -6,10 +6,12 @@ pyproject.toml declares MambaFSDP as a plugin of lm-eval: a release that finds p
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
@@ -46,10 +48,19 @@ class MambaFSDP(TemplateLM):
         max_length: int = 2048,
         batch_size: int = 8,
         model_name: str = "",
+        device: str = "",
+        **others: Any,
     ) -> None:
         """The arguments have the names of lm-eval's hf model. pretrained, model_name: as of `load`. tokenizer: its path,
-        if the model has none. batch_size: the most texts in a forward pass. Raises UserError."""
+        if the model has none. batch_size: the most texts in a forward pass. device: if given, the kind of device that
+        `load` takes. Raises UserError, also for others."""
         super().__init__()
+        here = inference_world().device.type
+        if others or not str(batch_size).isdecimal() or not (device or here).startswith(here):
+            raise UserError(
+                "lm-eval's model mamba_fsdp takes pretrained, tokenizer, max_length, model_name, batch_size (a number) and "
+                f"device (on this machine {here})"
+            )
         loaded = load(pretrained, model_name=model_name)
         self.source = loaded.weights.source
         self.network: Any = loaded.network
@@ -93,14 +104,7 @@ class MambaFSDP(TemplateLM):
                 scored = states[: len(row)][-len(request[2]) :]
                 scores = self.network.lm_head(scored).float().log_softmax(-1)
                 for _key, ids, _scores in collator.get_cache(*request, scores[None]):
-                    if len(ids) > self.max_length:
-                        raise UserError(
-                            f"an answer has {len(ids)} tokens, a window {self.max_length}"
-                        )
-                    wanted = torch.tensor(ids, device=scores.device)
-                    own = scores[-len(ids) :]
-                    nats = own.gather(1, wanted[:, None]).sum()
-                    answers.append((float(nats), own.argmax(-1).equal(wanted)))
+                    answers.append(judged(scores, ids))
         return collator.get_original(answers)
 
     def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
@@ -129,28 +133,36 @@ class MambaFSDP(TemplateLM):
         self, prompts: list, until: list, max_gen_toks: int, do_sample: bool, **settings: Any
     ) -> list[str]:
         """Returns the texts of at most max_gen_toks tokens. settings: as of `generate`. Raises UserError for others."""
-        room = self.max_length - max_gen_toks
-        if room < 1 or settings.keys() - {"temperature", "top_k", "top_p"}:
+        unknown = settings.keys() - {"temperature", "top_k", "top_p"}
+        if unknown:
             raise UserError(
-                f"a task asks for {max_gen_toks} tokens with {settings}: --seq_length={self.max_length} must leave room for "
-                "a prompt, and the settings of generation are temperature, top_k and top_p"
+                f"a task asks for {', '.join(unknown)}: generation has temperature, top_k, top_p"
+            )
+        room = self.max_length - max_gen_toks
+        if room < 1:
+            raise UserError(
+                f"a task asks for {max_gen_toks} tokens: --seq_length={self.max_length} must leave room for a prompt"
             )
         settings.setdefault("temperature", float(do_sample))
         prompts = [ids[-room:] or [self.prefix_token_id] for ids in prompts]
         steps = generate(self.network, padded(prompts, -1), length=max_gen_toks, **settings)
         stops = [stop for stop in [*until, self.tokenizer.eos_token] if stop]
-        answers: list[list[int]] = [[] for _ in prompts]
-        unfinished = set(range(len(prompts)))
-        for position, step in enumerate(steps, start=min(map(len, prompts))):
-            for row in [row for row in unfinished if position >= len(prompts[row])]:
-                answers[row].append(int(step[row]))
-                text = self.tokenizer.decode(answers[row][-TAIL:])
-                if len(answers[row]) == max_gen_toks or any(stop in text for stop in stops):
-                    unfinished.remove(row)
-            if not unfinished:
-                break
+        answers = answers_of(
+            steps, [len(ids) for ids in prompts], max_gen_toks, stops, self.tokenizer
+        )
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return [postprocess_generated_text(text, stops, None) for text in texts]
+
+
+def judged(scores: torch.Tensor, ids: list[int]) -> tuple[float, bool]:
+    """Returns (log-probability in nats, whether each token is the likeliest) of an answer. scores: log-probabilities
+    (tokens of a window, vocabulary) of the next token; the last ones are the answer's. Raises UserError if it is longer."""
+    if len(ids) > len(scores):
+        raise UserError(f"an answer has {len(ids)} tokens, a window {len(scores)}")
+    own = scores[-len(ids) :]
+    wanted = torch.tensor(ids, device=own.device)
+    nats = own.gather(1, wanted[:, None]).sum()
+    return float(nats), own.argmax(-1).equal(wanted)
 
 
 def padded(rows: list, filler: int) -> torch.Tensor:
@@ -159,11 +171,31 @@ def padded(rows: list, filler: int) -> torch.Tensor:
     return pad_sequence(tensors, True, filler).to(inference_world().device)
 
 
+def answers_of(
+    steps: Iterable[torch.Tensor], lengths: list[int], most: int, stops: list[str], tokenizer: Any
+) -> list[list[int]]:
+    """Returns the tokens of each answer, at most `most`, up to the first text of `stops`. steps: of each position from the
+    shortest prompt's end on, the token of each row. lengths: tokens of the prompts."""
+    answers: list[list[int]] = [[] for _ in lengths]
+    unfinished = set(range(len(lengths)))
+    for position, step in enumerate(steps, start=min(lengths)):
+        for row in [row for row in unfinished if position >= lengths[row]]:
+            answers[row].append(int(step[row]))
+            text = tokenizer.decode(answers[row][-TAIL:])
+            if len(answers[row]) == most or any(stop in text for stop in stops):
+                unfinished.remove(row)
+        if not unfinished:
+            break
+    return answers
+
+
 def run_tasks(model: str, options: "CommandConfig") -> None:
     """Measures a model by lm-eval's tasks: prints its tables, and writes its results into the run folder that `model`
     may be. Raises UserError for an unknown task, and for one that lm-eval can't run."""
     if inference_world().size > 1:
         raise UserError("--tasks runs in one process: leave torchrun out")
+    if options.include_path and not Path(options.include_path).is_dir():
+        raise UserError(f"--include_path={options.include_path}: there is no such folder")
     manager = TaskManager(include_path=options.include_path or None)
     for name in options.tasks:
         if name not in manager.all_tasks:
@@ -183,8 +215,12 @@ def run_tasks(model: str, options: "CommandConfig") -> None:
             limit=options.limit or None,
             log_samples=False,
         )
-    except (OSError, ValueError) as error:  # data that can't be had, a task that needs more
-        raise UserError(f"--tasks: lm-eval: {first_line(error)}") from error
+    # Data that can't be had, a task that needs more, a wrong file of one's own.
+    except (OSError, ValueError, LookupError, TemplateError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(
+            f"--tasks={','.join(options.tasks)}: lm-eval stopped at {reason}"
+        ) from error
     text = as_json({"model": tested.source, **results})
     if options.json:
         print(text)

@@ -68,7 +68,7 @@ class PlanConfig:
     tokens: int = setting(0, at_least=0, at_most=10**14)
     """Length of the training in tokens, as in 300B. 0: num_steps, else the length of the recipe, else 1B.
     With --hours: the tokens of data that is not made yet."""
-    hours: float = setting(0.0, above=0, at_most=MOST_HOURS)
+    hours: float = setting(0.0, above=0, at_most=MOST_HOURS, elsewhere="hour time")
     """Time for a training: say what can be trained in it."""
     json: bool = setting(False)
     """Print the figures as JSON, in bytes and seconds."""

@@ -11,7 +11,7 @@ from mamba_fsdp.data.selection import training_sources
 from mamba_fsdp.errors import UserError, with_unit
 from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.report.console import Console, as_json
-from mamba_fsdp.settings.presets import PRESETS
+from mamba_fsdp.settings.presets import PRESETS, preset
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
 
@@ -38,6 +38,12 @@ def find_data(
     the data is there. Raises UserError if it is not, or if a word gives what --hours chooses."""
     for name in CHOSEN_BY_HOURS & words.keys():
         raise UserError(f"{name}: with --hours, plan chooses it; leave it out")
+    model_name = settings.model.model_name
+    if "d_intermediate" in preset(model_name):
+        raise UserError(
+            f"--hours varies d_model and n_layer, but {model_name} has widths of its own, as d_intermediate; leave it out, "
+            "and name its --layers if you want its mixture"
+        )
     is_made = "dataset_path" in settings.explicit
     if is_made == (tokens > 0):
         raise UserError(
@@ -90,6 +96,7 @@ def plan_sizes(
     console = Console()
 
     def size_of(width: int) -> Size:
+        console.passing(f"a model {width} wide ...")
         chosen = {**words, "d_model": str(width), "n_layer": str(width // WIDTH_PER_LAYER)}
         if takes_recipe:
             narrower = [name for name in WITH_RECIPES if PRESETS[name]["d_model"] <= width]
@@ -103,7 +110,6 @@ def plan_sizes(
                 chosen["fsdp_activation_checkpointing"] = "true"
                 chosen["selective_checkpointing"] = expected.recompute
         if is_timed and expected.fits:
-            console.passing(f"timing steps of a model {width} wide ...")
             settings = resolve_settings(chosen, config)
             settings.data.use_dummy_dataset = options.tokens > 0
             expected = replace(expected, tokens_per_second=measure_pace(settings))
@@ -133,7 +139,7 @@ def plan_sizes(
     )
     for name, size in by_name.items():
         console.line(size_line(name, size))
-    console.line(advice(by_name["middle"]))
+    console.line(advice(by_name["smaller"], by_name["middle"]))
     for name, size in by_name.items():
         console.line(f"\n{name}:\n{size.command}")
 
@@ -172,15 +178,17 @@ def size_line(name: str, size: Size) -> str:
     expected = size.expected
     warning = "" if expected.fits else " does NOT fit"
     return (
-        f"{name:<8}{shape:>15}{with_unit(expected.parameters, ''):>11}{expected.tokens_per_second:>10,.0f}"
+        f"{name:<8}{shape:>15}{with_unit(expected.parameters, ''):>11}{with_unit(expected.tokens_per_second, ''):>10}"
         f"{with_unit(size.tokens, ''):>9}{size.passes:>8,.1f}{size.tokens_per_parameter:>10,.1f}"
         f"{with_unit(expected.bytes, 'B'):>9}{warning}"
     )
 
 
-def advice(middle: Size) -> str:
-    """Returns what the laws say of the middle size."""
+def advice(smaller: Size, middle: Size) -> str:
+    """Returns what the laws say of these sizes."""
     lines = f"\nCompute-optimal are about {TOKENS_PER_PARAMETER} tokens per parameter (tok/param)."
+    if smaller.tokens_per_parameter < TOKENS_PER_PARAMETER:
+        lines += "\nThe time is too short: even the smaller size has fewer."
     if middle.passes > PASSES_AS_NEW:
         enough = with_unit(middle.tokens / PASSES_AS_NEW, "tokens")
         lines += (

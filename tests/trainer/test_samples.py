@@ -16,8 +16,8 @@ PROMPTS = ["w1 w2 w3", "w4"]
 @pytest.fixture
 def given(data, tmp_path):  # noqa: F811
     """Settings of a run that writes two samples at each of its validations, after steps 0, 3 and 6."""
-    (tmp_path / "prompts.txt").write_text("\n\n".join(PROMPTS))
-    return {"dataset_path": data / "a", "eval_prompts": tmp_path / "prompts.txt"}
+    (tmp_path / "prompts").write_text("\n\n".join(PROMPTS))
+    return {"dataset_path": data / "a", "eval_prompts": tmp_path / "prompts"}
 
 
 def samples_of(folder):
@@ -99,6 +99,7 @@ def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, sett
         ({"eval_prompts": "/dev/null/.txt"}, "can't be read: Not a directory"),
         ({"eval_prompts": "caf\udce9"}, "can't be read: .*surrogates not allowed"),
         ({"eval_prompts": "{tmp_path}/blank.txt"}, "blank.txt: no prompt is there"),
+        ({"eval_prompts": "w1 w2\n" * 400}, "400 prompts of up to 2 tokens, with 50 behind"),
         ({"context_parallel": 2}, r"share sequences \(context_parallel=2\) can't"),
         ({"use_dummy_dataset": True}, "there is no data to validate on"),
         ({"dataset_path": "{corpus}"}, "the store has no tokenizer"),

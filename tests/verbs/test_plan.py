@@ -80,6 +80,8 @@ def test_numbers_agree_with_each_other(told):
         ("data/builtin --hours=8 --tokens=2e9", "name the data, as in plan data/mine --hours=8"),
         ("--hours=8", "name the data, as in plan data/mine --hours=8"),
         ("data/builtin --hours=8 --d_model=64", "d_model: with --hours, plan chooses it"),
+        ("data/builtin --hour=8", "did you mean --hours?"),
+        ("--hours=8 --tokens=2e9 --model_name=olmo-hybrid-7b", "olmo-hybrid-7b has widths of its"),
         ("data/builtin --hours=8 --nodes=2", "can time one device of this machine"),
     ],
 )
@@ -127,6 +129,7 @@ def test_sizes_for_a_time_here_are_timed_and_their_commands_run(told, call, ther
     code, said = told("data/builtin --hours=0.001 --batch_size=1")
     torch.set_flush_denormal(False)
     assert code == 0 and "timed" in said and "smaller          2 x 64" in said
+    assert "The time is too short" in said
     program, verb, *words = shlex.split(said.splitlines()[-1])
     assert (program, verb) == ("mamba-fsdp", "train")
     code, said = call(train, *words, "--dry_run=true")

@@ -16,6 +16,7 @@ from lm_eval.api.registry import model_registry
 from lm_eval.tasks import TaskManager
 
 from mamba_fsdp.data import tokenizer
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.verbs import evaluate, harness, inspect
 from mamba_fsdp.verbs.harness import MambaFSDP
@@ -63,8 +64,13 @@ def task_files(tmp_path_factory):
         lines.append(json.dumps(document))
     draw.shuffle(lines)
     (folder / "questions.json").write_text("\n".join(lines))
+    beams = {"num_beams": 4, **TASKS["ours_until"]["generation_kwargs"]}
+    others = {
+        "ours_beams": {**TASKS["ours_until"], "generation_kwargs": beams},
+        "ours_wrong": {**TASKS["ours_until"], "doc_to_text": "{{nothing.here}}"},
+    }
     data = {"data_files": {"test": str(folder / "questions.json")}, "cache_dir": str(folder)}
-    for name, task in TASKS.items():
+    for name, task in (TASKS | others).items():
         common = {"task": name, "dataset_path": "json", "dataset_kwargs": data}
         splits = {"test_split": "test", "fewshot_split": "test"}
         described = {"doc_to_text": "{{text}}", **common, **splits, **task}
@@ -139,7 +145,11 @@ def test_lm_eval_finds_the_class_by_its_name(there, task_files, project):
     point = importlib.metadata.EntryPoint(name, value, "lm_eval.models")
     assert point.load() is MambaFSDP
     model_registry.register(name, target=point)
-    assert len(answers(name, task_files, model_args="pretrained=runs/demo", batch_size=2)) == 21
+    words = {"model_args": "pretrained=runs/demo", "batch_size": 2, "device": "cpu"}
+    assert len(answers(name, task_files, **words)) == 21
+    for wrong in ({"device": "cuda:0"}, {"batch_size": "auto"}, {"dtype": "float32"}):
+        with pytest.raises(UserError, match="takes pretrained, tokenizer"):
+            MambaFSDP("runs/demo", **wrong)
 
 
 def test_what_is_told_and_kept(run, call, task_files):
@@ -163,6 +173,9 @@ def test_what_is_told_and_kept(run, call, task_files):
     [
         (["--tasks=ours_choise"], "has it; did you mean ours_choice?"),
         (["--tasks=ours_until", "--seq_length=20"], "a task asks for 20 tokens"),
+        (["--tasks=ours_wrong"], "--tasks=ours_wrong: lm-eval stopped at UndefinedError"),
+        (["--tasks=ours_beams"], "a task asks for num_beams"),
+        (["--tasks=ours_until", "--include_path=gone"], "--include_path=gone: there is no such"),
         (["--tasks=ours_choice", "--seq_length=4"], "tokens, a window 4"),
         (["--tasks=ours_until", "--stride=8"], "--stride does nothing by --tasks"),
         (["data/builtin", "--num_fewshot=2"], "--num_fewshot does nothing by DATA"),
@@ -173,7 +186,7 @@ def test_what_is_told_and_kept(run, call, task_files):
 )
 def test_mistakes_are_a_line(run, task_files, words, message):
     tokenizer.train(map(str, range(3000)), 400).save(Path("large"))
-    if any(word.startswith("--tasks") for word in words) and len(words) < 3:
+    if any(word.startswith("--tasks") for word in words) and "--include" not in words[-1]:
         words = [*words, f"--include_path={task_files}"]
     code, _, err = run("runs/demo", *words)
     assert code == 2 and message in err.splitlines()[-1]
