@@ -22,6 +22,14 @@ def read(name):
     return list(yaml.safe_load_all(re.sub(r"\$\{(\w+)\}", lambda word: VARIABLES[word[1]], text)))
 
 
+def patched(document, patch):
+    """What `kubectl patch --type=merge` makes of a document."""
+    if not isinstance(patch, dict):
+        return patch
+    changes = {key: patched(document.get(key, {}), value) for key, value in patch.items()}
+    return document | changes
+
+
 def expanded(words, environment):
     """$(NAME) in a container's command as Kubernetes expands it."""
     return [re.sub(r"\$\((\w+)\)", lambda word: environment[word[1]], word) for word in words]

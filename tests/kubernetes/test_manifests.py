@@ -11,6 +11,20 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainingRuntime, TrainerV
 from mamba_fsdp.errors import Accident, StorageError, UserError
 from tests.kubernetes import manifests
 
+HYPERPOD = "sagemaker.amazonaws.com"
+# Whose name the objects and pods have that README's commands ask for.
+KIND_OF_WORD = {
+    "trainjob": "TrainJob",
+    "jobset": "TrainJob",
+    "trainingruntime": "TrainingRuntime",
+    "pytorchjob": "PyTorchJob",
+    "job": "Job",
+    "jobset.sigs.k8s.io/jobset-name": "TrainJob",
+    "training.kubeflow.org/job-name": "PyTorchJob",
+    "batch.kubernetes.io/job-name": "Job",
+    "logs -f": "PyTorchJob",
+}
+
 
 def test_trainer_knows_every_field():
     runtime, job = manifests.read("trainjob.yaml")
@@ -30,6 +44,24 @@ def test_the_training_operator_and_kubernetes_know_every_field(name, model):
     (job,) = manifests.read(name)
     known = client.deserialize(FakeResponse(job), model)
     assert client.sanitize_for_serialization(known) == job
+
+
+def test_hyperpod_is_a_patch_of_the_pytorchjob():
+    """What AWS asks for its auto-resume; all else stays."""
+    (job,) = manifests.read("pytorchjob.yaml")
+    (patch,) = manifests.read("hyperpod.yaml")
+    job = manifests.patched(job, patch)
+    client = ApiClient()
+    known = client.deserialize(FakeResponse(job), "KubeflowOrgV1PyTorchJob")
+    assert client.sanitize_for_serialization(known) == job
+    assert job["metadata"]["name"] == "mamba-train"
+    assert job["metadata"]["namespace"] == "kubeflow"
+    assert {name.partition("/")[0] for name in job["metadata"]["annotations"]} == {HYPERPOD}
+    assert job["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        pod = replica["template"]["spec"]
+        assert replica["restartPolicy"] == "OnFailure" and pod["containers"]
+        assert pod["nodeSelector"] == {f"{HYPERPOD}/node-health-status": "Schedulable"}
 
 
 def test_a_wrong_field_is_found():
@@ -63,19 +95,55 @@ def test_a_mistake_fails_the_job_and_all_else_starts_again():
     assert {Accident.exit_code, StorageError.exit_code} == {1, 74}, "which it would take as final"
 
 
+def test_a_mistake_fails_the_tokenising_and_all_else_gets_a_new_pod():
+    (job,) = manifests.read("tokenize.yaml")
+    pod = job["spec"]["template"]["spec"]
+    mistake, disruption = job["spec"]["podFailurePolicy"]["rules"]
+    assert mistake["action"] == "FailJob" and mistake["onExitCodes"] == {
+        "containerName": pod["containers"][0]["name"],
+        "operator": "In",
+        "values": [UserError.exit_code],
+    }
+    assert disruption["action"] == "Ignore" and "onExitCodes" not in disruption
+    assert pod["restartPolicy"] == "Never", "else Kubernetes refuses the rule"
+
+
 def test_both_kinds_of_job_start_the_same_training():
     command, environment = manifests.node_of_trainjob()
     own = {"RESTART_EXIT_CODE": "129"}
     assert manifests.nodes_of_pytorchjob() == [(command, environment | own)] * 2
 
 
-def test_the_readme_fills_in_every_variable(project):
+def test_the_readme_fills_in_every_variable():
     """Each `envsubst` names just those of its file, which are set before."""
     text = (manifests.FOLDER / "README.md").read_text()
     found = re.findall(r"envsubst '(.*)' < (\S+) \|", text)
-    assert {file for _, file in found} == {path.name for path in manifests.FOLDER.glob("*.yaml")}
+    names_of_files = {path.name for path in manifests.FOLDER.glob("*.yaml")}
+    assert {file for _, file in found} == names_of_files - {"hyperpod.yaml"}
+    assert set(re.findall(r"[\w-]+\.yaml", text)) == names_of_files
     for names, file in found:
         wanted = set(re.findall(r"\$\{(\w+)\}", (manifests.FOLDER / file).read_text()))
         assert set(re.findall(r"\w+", names)) == wanted, file
         before = text[: text.index(f"< {file}")]
         assert all(re.search(rf"export .*\b{name}=", before) for name in wanted), file
+
+
+def test_the_readme_names_objects_of_the_manifests():
+    """In commands: KIND NAME, the label of a kind's pods, and the pod of the first node of a PyTorchJob."""
+    name_of_kind = {}
+    for file in ("trainjob.yaml", "pytorchjob.yaml", "tokenize.yaml"):
+        for found in manifests.read(file):
+            name_of_kind[found["kind"]] = found["metadata"]["name"]
+    text = (manifests.FOLDER / "README.md").read_text()
+    commands = re.findall(r"^ {4}(kubectl .*mamba-.*)", text, re.MULTILINE)
+    assert len(commands) > 10
+    for command in commands:
+        words = "|".join(map(re.escape, KIND_OF_WORD))
+        ((word, name),) = re.findall(rf"\b({words})[ =/](mamba-\S+)", command)
+        expected = name_of_kind[KIND_OF_WORD[word]]
+        if word == "logs -f":
+            expected += "-master-0"
+        assert name == expected, command
+    (claim,) = re.findall(r"kubectl get pvc ([\w-]+)", text)
+    for file in ("trainjob.yaml", "pytorchjob.yaml", "tokenize.yaml"):
+        assert f"claimName: {claim}\n" in (manifests.FOLDER / file).read_text()
