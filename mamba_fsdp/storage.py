@@ -36,6 +36,7 @@ NAMES = (
 )
 # Numbers of errors; not every system knows all names.
 MAY_PASS = {getattr(errno, name, errno.EIO) for name in NAMES.split()}
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: links that lead in a circle
 
 
 def retry_io(action: Callable[[], T], what: str | Path) -> T:
@@ -89,7 +90,9 @@ def exists(path: str | Path) -> bool:
     """Whether there is such a file or folder. For Path.exists of Python 3.14 storage that fails is a no."""
     try:
         retry_io(partial(os.stat, path), path)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in NOT_THERE:
+            raise
         return False
     return True
 

@@ -189,7 +189,10 @@ def split_in(path: Path, split: str = "train") -> Path:
 
 
 def near_path(path: Path) -> str:
-    """A hint for a path where nothing is: a similar name beside it; "" if there is none."""
+    """A hint for a path where nothing is: where it leads if it is a link, else a similar name beside it; "" if there is
+    none."""
+    if path.is_symlink():
+        return f"; it is a link to {os.readlink(path)}"
     hint = near_name(path.name, [neighbour.name for neighbour in path.parent.glob("*")], "")
     return f"; {hint}" if hint else ""
 

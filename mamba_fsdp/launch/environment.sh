@@ -101,21 +101,58 @@ choose_srun() { # for a command on all nodes; sets srun
     [ ! -d "$HYPERPOD_FOLDER" ] || srun+=(--auto-resume=1) # HyperPod replaces a broken node and starts this step again
 }
 
-use_container() { # the folders it needs beside the project; sets container
-    local folder mount mounts=()
+is_of_image() { # a folder over which nothing is mounted, for that would hide what the image has there
+    case ${1%/}/ in
+    / | /bin/* | /boot/* | /dev/ | /etc/* | /lib/* | /lib32/* | /lib64/* | /libx32/* | /opt/ | /opt/amazon/* | /proc/* | /root/ | \
+        /run/ | /sbin/* | /sys/* | /usr/* | /var/) ;;
+    *) return 1 ;;
+    esac
+}
+
+can_mount() { # a path, by the folder that it is or lies in; sets folder
+    folder=$1
+    [ -d "$folder" ] || folder=${folder%/*}
+    [ -e "$1" ] && ! is_of_image "$folder"
+}
+
+find_links() { # in and below the paths; adds to folders where they lead, the links that are found there too, and so on
+    local path link target folder paths targets=("$@") astray=()
+    local -A seen=()
+    [ -n "$image" ] || return 0
+    while [ ${#targets[@]} != 0 ]; do
+        paths=()
+        while IFS= read -rd '' path; do # under the name that the link has for it, and under its own
+            [ -z "${seen[$path]:-}" ] || continue
+            seen[$path]=1
+            if can_mount "$path"; then folders+=("$folder"); elif [ ! -L "$path" ]; then continue; fi
+            paths+=("$path")
+        done < <(for naming in --no-symlinks --physical; do
+            printf '%s\0' "${targets[@]}" | xargs -0 realpath --zero --quiet --canonicalize-missing "$naming"
+        done)
+        [ ${#paths[@]} != 0 ] || break
+        targets=()
+        while IFS= read -rd '' link && IFS= read -rd '' target; do
+            [[ $target == /* ]] || target=${link%/*}/$target
+            if can_mount "$target"; then targets+=("$target"); else astray+=("$link -> $target"); fi
+        done < <(printf '%s\0' "${paths[@]}" | xargs -0 sh -c 'find "$@" -type l -printf "%p\0%l\0"' -)
+    done
+    [ ${#astray[@]} = 0 ] || say "warning: the container can't follow ${astray[0]}: this leads nowhere or into the image's" \
+        "own folders (such links: ${#astray[@]})"
+}
+
+use_container() { # the paths it needs beside the project and MOUNTS; sets container
+    local path mount named mounts=()
     container=()
     [ -n "$image" ] || return 0
-    for folder in "$project" "$@"; do
-        [ -e "$folder" ] || fail "there is no $folder on $(hostname), which a setting or MOUNTS names"
-        mount=$folder
+    IFS=, read -ra named <<< "${MOUNTS:-}"
+    for path in "$project" "${named[@]}" "$@"; do
+        [[ $path != "$project"/* ]] || continue
+        [ -e "$path" ] || fail "there is no $path on $(hostname), which a setting or MOUNTS names"
+        mount=$path
         while [[ $mount == *["$HARD_TO_MOUNT"]* ]]; do mount=${mount%/*}; done
-        case $mount in
-        '' | / | /bin | /boot | /dev | /etc | /lib* | /opt | /opt/amazon* | /proc | /root | /run | /sbin | /sys | /usr* | /var)
-            [ "$mount" = "$folder" ] ||
-                fail "$folder: no container can mount a name with a space or one of ,:#\$\`\"'\\ and" \
-                    "the folder above it, ${mount:-/}, is the image's own; rename it"
-            ;;
-        esac
+        [ -f "$mount" ] || ! is_of_image "$mount" ||
+            fail "$path: the container would need ${mount:-/}, which is the image's own" \
+                "(no mount has a space or one of ,:#\$\`\"'\\ in its name); move or rename it"
         [[ " ${mounts[*]} " == *" $mount:$mount "* ]] || mounts+=("$mount:$mount")
     done
     # A container with a name is unpacked once and stays for the job's other steps. The name is of one start of the job:

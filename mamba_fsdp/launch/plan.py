@@ -1,7 +1,7 @@
 """Resolves the settings of a start of 1.train.sbatch: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
 
 Prints one a line: the run folder; the folder of the built-in data, an empty line where other data is read; the resolved
-settings, for the file that preflight and ranks read; then the paths that a container needs beside the project. A wrong
+settings, for the file that preflight and ranks read; then the paths that they name, for a container to mount. A wrong
 setting ends it with exit code 2, in seconds. --help shows the help page.
 
 Python 3.10 and PyYAML do, so that a mistake is reported before an image is unpacked on many nodes. Exit code 1 where
@@ -9,7 +9,6 @@ words need more: those that are not written --name=value.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from mamba_fsdp import interpreter
@@ -21,7 +20,7 @@ from mamba_fsdp.checkpoint.retention import check_room
 from mamba_fsdp.data.builtin import builtin_folder
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import find_origin
-from mamba_fsdp.launch.machine import PROJECT, check_version
+from mamba_fsdp.launch.machine import check_version
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run_layout import CHECKPOINT_BYTES, CHECKPOINTS, IN_USE, LEASE, committed
@@ -43,7 +42,7 @@ def plan(*stray: str, config: str | None = None, **words: str) -> None:
         os.path.abspath(settings.checkpoint.save_ckpt_path),
         builtin_folder(settings.data) or "",
         as_json(settings),
-        *paths_outside_project(settings),
+        *named_paths(settings),
         sep="\n",
     )
 
@@ -92,26 +91,15 @@ def _place_of(folder: Path) -> Path:
     return next(place for place in (folder, *folder.parents) if exists(place))
 
 
-def paths_outside_project(settings: TrainConfig) -> list[Path]:
-    """Returns the absolute paths that settings name, and where symbolic links lead from them and from inside them, unless
-    they lie in the project. They need not be there: in a container that sees the project alone, none is."""
-    paths: set[Path] = set()
+def named_paths(settings: TrainConfig) -> list[str]:
+    """Returns the absolute paths that settings name. They need not be there: a container that sees the project alone has
+    none of the others, which is why the script looks for symbolic links in them."""
+    paths = set()
     for name, (_, leaf) in all_settings().items():
-        if leaf.metadata["is_path"]:
-            path = Path(os.path.abspath(settings.value(name)))
-            paths |= {path, path.resolve()}
-            if path.is_dir() and path != Path.cwd():  # which a setting without a value names
-                paths |= {link.resolve() for link in links_in(path)}
-    return sorted(path for path in paths if not path.is_relative_to(PROJECT))
-
-
-def links_in(folder: str | Path) -> Iterator[Path]:
-    """Yields the symbolic links in a folder and the folders below it; what they lead to is not looked into."""
-    for entry in os.scandir(folder):
-        if entry.is_symlink():
-            yield Path(entry.path)
-        elif entry.is_dir():
-            yield from links_in(entry.path)
+        value = settings.value(name)
+        if leaf.metadata["is_path"] and value:
+            paths.add(os.path.abspath(value))
+    return sorted(paths)
 
 
 if __name__ == "__main__":

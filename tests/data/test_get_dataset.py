@@ -291,6 +291,7 @@ WRONG_COMMANDS = {
     "nowhere.txt out": "error: nowhere.txt: there is no such file or folder",
     "bad/b.jsonl out": "no such file or folder; did you mean a.jsonl?",
     "./nowhere out": "error: ./nowhere: there is no such file or folder",
+    "./loop out": "error: ./loop: there is no such file or folder; it is a link to loop",
     "a/b/c out": "error: a/b/c: there is no such file or folder",
     "bad out": "error: bad/a.jsonl: can't be read as json",
     "astray out": "astray/a.txt: can't be read as text (No such file or directory)",
@@ -321,6 +322,7 @@ def test_a_wrong_command_is_told_in_one_line(tmp_path, monkeypatch, answer, word
     (tmp_path / "bad/a.jsonl").write_text("{")
     os.mkfifo(tmp_path / "pipe/a.txt")
     (tmp_path / "astray/a.txt").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
     code, _, told = answer(get_dataset, *shlex.split(words))
     assert code == 2 and WRONG_COMMANDS[words] in told
     assert told.count("\n") == 1 and told.startswith("error: ")

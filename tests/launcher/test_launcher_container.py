@@ -59,22 +59,27 @@ def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_pa
     store = tmp_path.parent / f"{tmp_path.name}-lustre/store"
     store.mkdir(parents=True)
     disk = store.with_name("disk")
-    disk.mkdir()
+    deep = store.with_name("deep")
+    for folder in (disk, deep):
+        folder.mkdir()
     (store / "train").symlink_to(disk)
+    (disk / "more").symlink_to(deep)
+    (disk / "loop").symlink_to("loop")
     (launcher_project / "corpus").symlink_to(store)
     run = tmp_path / "runs/mine"
     commit_empty(run, 5)
     words = [f"--save_ckpt_path={run}", "--validation_path=/nowhere/old", "--num_steps=6"]
     done, asked = submit(*words, "--dataset_path=corpus", HIDDEN=str(store.parent), PROFILE="nsys")
     assert done.returncode == 0 and done.stdout.endswith(f"finished: {run}\n"), done.stdout
+    assert done.stdout.count(f"follow {disk}/loop -> {disk}/loop: this leads nowhere") == 1
     for node in ("node1", "node2"):  # Pyxis removes it with the job
         assert cluster.containers(node) == ["pyxis_77_mamba-train-77.0"]
     start, *later = asked
     assert mounted(start) == [str(tmp_path), str(run)], "what the words of the command name"
     assert len(later) == 3, "the nodes' reports, their comparison, the training"
     for words in later:
-        assert mounted(words)[:2] == [str(tmp_path), str(run.parent / ".cache")]
-        assert sorted(mounted(words)[2:]) == sorted([str(disk), str(store), str(run)])
+        wanted = [tmp_path, run.parent / ".cache", deep, disk, store, run]
+        assert sorted(mounted(words)) == sorted(map(str, wanted))
     for words in asked:
         assert option(words, "container-image") == f"{launcher_project}/mamba-train.sqsh"
         assert option(words, "container-name") == "mamba-train-77.0:no_exec"
@@ -151,14 +156,15 @@ def test_no_option_is_newer_than_the_oldest_pyxis(project):
     assert set(re.findall(r"--((?:no-)?container-[a-z-]+)", text)) <= PYXIS_OPTIONS.keys()
 
 
-def container(project, *folders, **environment):
-    """(finished process, the words for a container in which `folders` are wanted), as a job's script finds them."""
+def container(project, *paths, **environment):
+    """(finished process, the words for a container in which `paths` are wanted), as a job's script finds them."""
     script = (
         f'project="{project}" attempt=77.0; cd "$project"; source mamba_fsdp/launch/environment.sh; '
-        'choose_environment; use_container "$@"; printf "%s\\n" "${container[@]}"'
+        'choose_environment; folders=("$@"); find_links "$@"; use_container "${folders[@]}"; '
+        'printf "%s\\n" "${container[@]}"'
     )
     done = subprocess.run(
-        ["bash", "-uec", script, "-", *folders],
+        ["bash", "-uec", script, "-", *paths],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -178,11 +184,40 @@ def test_names_that_no_mount_can_have_are_covered_by_the_folder_above(
         assert mounted(words) == [str(tmp_path), f"{tmp_path}/odd"], name
 
 
+def test_links_are_followed_to_their_end_and_hide_nothing_of_the_images(
+    cluster, launcher_project, tmp_path
+):
+    """Also a chain of links, one that leads back, and the links of a named link's folder."""
+    folder = tmp_path.parent / f"{tmp_path.name}-disk"
+    for name in ("real", "files", "hop", "end"):
+        (folder / name).mkdir(parents=True)
+    (folder / "end/x.txt").touch()
+    links = {
+        "named": "real",
+        "real/back": "../named",
+        "real/a": f"{folder}/files",
+        "files/b": "../hop/x.txt",
+        "hop/x.txt": f"{folder}/end/x.txt",
+        "real/python3": "/usr/bin/env",
+        "real/gone": "nowhere/shard",
+    }
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    done, (warning, *words) = container(launcher_project, str(folder / "named"))
+    ends = {folder / name for name in ("named", "real", "files", "hop", "end")}
+    assert set(mounted(words)) == {str(path) for path in (tmp_path, *ends)}, done.stdout
+    assert warning.startswith("warning: the container can't follow ") and "links: 2" in warning
+    done, (warning, error) = container(launcher_project, str(folder / "real/gone"))
+    assert f"{folder}/real/gone -> {folder}/real/nowhere/shard: this leads nowhere" in warning
+    assert done.returncode == 2 and error.startswith(f"error: there is no {folder}/real/gone on")
+
+
 @pytest.mark.parametrize(
     "folder, environment, said",
     [
-        ("/my data", {}, "the folder above it, /, is the image's own; rename it"),
-        ("/opt/my data", {}, "the folder above it, /opt, is the image's own; rename it"),
+        ("/my data", {}, "/my data: the container would need /, which is the image's own"),
+        ("/opt/my data", {}, "/opt/my data: the container would need /opt, which is the image's"),
+        ("", {"MOUNTS": "/usr/bin/"}, "/usr/bin/: the container would need /usr/bin/, which is"),
         ("/nowhere/old-run", {}, "there is no /nowhere/old-run on"),
         ("", {"FSX_MOUNT": "/mnt/lustre:/fsx"}, "write /mnt/lustre:/mnt/lustre"),
         (
@@ -202,7 +237,7 @@ def test_what_no_container_can_have_is_refused(
     (launcher_project / "short.sqsh").write_bytes(SQUASHFS[:-1])
     script = launcher_project / "mamba_fsdp/launch/environment.sh"
     if " " in folder:
-        script.write_text(script.read_text().replace('[ -e "$folder" ]', "true"))
+        script.write_text(script.read_text().replace('[ -e "$path" ] ||', "true ||"))
     done, _ = container(launcher_project, *filter(None, [folder]), **environment)
     assert done.returncode == 2 and said in done.stdout, done.stdout
     assert len(done.stdout.splitlines()) == 1
@@ -288,17 +323,27 @@ def test_without_gpus_nvidias_driver_is_not_asked_for(cluster, launcher_project)
 
 
 def test_tokenizing_with_nothing_but_the_image(cluster, launcher_project, tmp_path):
-    for name in ("texts/of", "disk"):
+    """Of a folder with an environment in it, a pattern's matches alone are looked at."""
+    for name in ("texts/of", "texts/venv", "disk"):
         (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "disk/others.txt").touch()
     (tmp_path / "texts/of/others.txt").symlink_to(tmp_path / "disk/others.txt")
-    words = [f"{tmp_path}/texts/*.txt", f"{tmp_path}/stores/mine", "--tokenizer=gpt2"]
+    (tmp_path / "texts/venv/python3").symlink_to("/usr/bin/env")
+    words = [f"{tmp_path}/texts/*/*.txt", f"{tmp_path}/stores/mine", "--tokenizer=gpt2"]
     done, asked, unpacked = cluster.submit(*words, script="2.tokenize.sbatch", SCOPE="global")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "stores/mine/train/index.json").read_text() == " ".join(words)
     step = asked[0]
     assert step[step.index("--on-node") + 1 :] == ["python3", "get_dataset.py", *words]
-    assert mounted(step) == [str(tmp_path), f"{tmp_path}/texts", f"{tmp_path}/disk"]
+    wanted = [tmp_path, tmp_path / "texts", tmp_path / "texts/of", tmp_path / "disk"]
+    assert mounted(step) == [str(path) for path in wanted] and "warning" not in done.stdout
     assert unpacked == ["node1"] and not cluster.containers("node1")
+
+
+@pytest.mark.parametrize("words", (["*.jsonl", "out", "--delimiter=/"], ["in/[ab]*.txt", "out"]))
+def test_a_relative_pattern_needs_no_mount(cluster, launcher_project, tmp_path, words):
+    done, (step, *_), _ = cluster.submit(*words, script="2.tokenize.sbatch")
+    assert mounted(step) == [str(tmp_path)] and "realpath" not in done.stdout, done.stdout
 
 
 @pytest.mark.slow

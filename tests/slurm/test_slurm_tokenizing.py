@@ -18,7 +18,8 @@ PARTS = 3
 
 @pytest.fixture
 def tokenizing_project(tmp_path):
-    """The checkout with a .venv, and five files. Each task stands behind its first batch until there is a file `go`."""
+    """The checkout with a .venv, and a link to five files elsewhere. Each task stands behind its first batch until there is
+    a file `go`."""
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.make_venv(project)
     module = project / "mamba_fsdp/data/tokenize.py"
@@ -27,7 +28,8 @@ def tokenizing_project(tmp_path):
     waits = "                while not Path('go').exists():\n                    time.sleep(0.05)\n"
     text = module.read_text().replace(writes, writes + waits)
     module.write_text(text.replace("BATCH_SIZE = (1 << 20)", "BATCH_SIZE = (1 << 16)"))
-    (project / "in").mkdir()
+    (tmp_path / "texts").mkdir()
+    (project / "in").symlink_to(tmp_path / "texts")
     for number in range(5):
         lines = "".join(json.dumps({"text": text}) + "\n" for text in make_texts(400, number))
         (project / "in" / f"{number}.jsonl").write_text(lines)

@@ -68,17 +68,19 @@ def new_project(tmp_path):
 
 @pytest.fixture
 def training_project(tmp_path):
-    """The checkout with its own training program, a .venv and a small token store. With HELD=1 in its environment a run
-    waits in its first start, after some steps, until it is asked to stop."""
+    """The checkout with its own training program, a .venv and a link to a small token store. With HELD=1 in its environment
+    a run waits in its first start, after some steps, until it is asked to stop."""
     project = projects.make_project(tmp_path / "the project", training=None)
     stopping = project / "mamba_fsdp/trainer/stopping.py"
     stopping.write_text(stopping.read_text() + HOLD)
     projects.make_venv(project)
     random = np.random.default_rng(0)
-    writer = StoreWriter(project / "data/store", vocab_size=64, eos=0, tokenizer="none")
+    writer = StoreWriter(tmp_path / "store", vocab_size=64, eos=0, tokenizer="none")
     for _ in range(300):
         writer.append([*random.integers(1, 64, size=100).tolist(), writer.eos])
     writer.finish()
+    (project / "data").mkdir()
+    (project / "data/store").symlink_to(tmp_path / "store")
     return project
 
 
