@@ -155,7 +155,7 @@ def test_a_removal_ends_before_slurm_ends_the_job(project, asked, limit, granted
     """After USR1 the job must still be queued again."""
     end = f'echo " EndTime=$(date +%FT%T -d "+{limit} seconds")"' if limit else "false"
     script = (
-        'project=$PWD nodes=(a); source mamba_fsdp/launch/environment.sh; source mamba_fsdp/launch/job.sh; '
+        "project=$PWD nodes=(a); source mamba_fsdp/launch/environment.sh; source mamba_fsdp/launch/job.sh; "
         f"stop_asked={asked}; scontrol() {{ {end}; }}; squeue() {{ :; }}; timeout() {{ echo $1; }}; "
         "remove_containers none"
     )
