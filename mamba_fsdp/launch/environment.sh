@@ -237,11 +237,15 @@ remove_container() { # at the end, where Pyxis leaves it. A later start removes 
     image=''
 }
 
-remove_containers() { # from the job's nodes, all that no running job uses, but those of a START of this job
+remove_containers() { # from the job's nodes, all that no job uses which is on nodes, but those of a START of this job
     # Pyxis does so itself, unless its container_scope is global, as it is by default.
-    local jobs seconds=3600 # a node that makes no progress ends earlier by itself
-    [ -z "${stop_asked:-}" ] || seconds=10 # Slurm does not wait for long
-    jobs=$(squeue --noheader --user="$(id -u)" --states=RUNNING --format=%A) || return 0
+    local jobs seconds=10 # after TERM Slurm does not wait for long
+    case ${stop_asked:-} in
+    '') seconds=3600 ;; # a node that makes no progress ends earlier by itself
+    USR1) seconds=$(($(time_limit) - $(date +%s) - LAST_SECONDS)) ;; # then the job must be queued again
+    esac
+    [ "$seconds" -gt 10 ] || seconds=10
+    jobs=$(squeue --noheader --user="$(id -u)" --states=RUNNING,SUSPENDED,STOPPED,COMPLETING --format=%A) || return 0
     mapfile -t jobs < <(grep -vx "$SLURM_JOB_ID" <<< "$jobs")
     timeout "$seconds" srun --overlap --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
         bash "$project/mamba_fsdp/launch/environment.sh" remove "$1" "${jobs[@]}" < /dev/null 2> /dev/null || true

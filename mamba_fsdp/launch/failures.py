@@ -1,5 +1,6 @@
 """What a node leaves of its first failure, and which of all nodes' failures was the first."""
 
+import contextlib
 import json
 import os
 import signal
@@ -66,7 +67,11 @@ class Failure:
 
 def first_failure(folder: Path) -> Failure | None:
     """The first failure of all that nodes have left in the folder; None if there is none."""
-    failures = [Failure(**json.loads(path.read_text())) for path in folder.glob("*.json")]
+    failures = []
+    for path in folder.glob("*.json"):
+        # It may be gone since, or another version's.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            failures.append(Failure(**json.loads(path.read_text())))
     return min(failures, key=order, default=None)
 
 

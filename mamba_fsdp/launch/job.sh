@@ -160,8 +160,7 @@ keep_asking() { # again and again: storage may fail for a moment
         # By a rename, so that no rank reads it before it says why. There may be no run folder yet.
         { say "SIG$stop_asked" > "$run_folder/.STOP" && mv -f "$run_folder/.STOP" "$run_folder/STOP"; } 2> /dev/null || true
         if [ "$stop_asked" = USR1 ] && [ -z "$limit" ]; then # TERM comes before an end that Slurm itself sees to
-            limit=$(scontrol show job "${job:-}" 2> /dev/null | sed -n "s/.* EndTime=\([^ ]*\).*/\1/p") || true
-            limit=$(date +%s -d "${limit:-never}" 2> /dev/null) || true
+            limit=$(time_limit)
         fi
         if [ -n "$limit" ] && [ $((limit - $(date +%s))) -lt "$LAST_SECONDS" ]; then
             say "$LAST_SECONDS s before the time limit: the training has not ended, and the job does not wait for it"
@@ -169,6 +168,12 @@ keep_asking() { # again and again: storage may fail for a moment
         fi
         sleep 2 > /dev/null 2>&1
     done
+}
+
+time_limit() { # of the job, in seconds since the epoch; nothing where a busy controller does not answer
+    local end
+    end=$(scontrol show job "${job:-}" 2> /dev/null | sed -n "s/.* EndTime=\([^ ]*\).*/\1/p") || true
+    date +%s -d "${end:-never}" 2> /dev/null || true
 }
 
 stop_asking() { # the step is over, or this script

@@ -15,6 +15,7 @@ RUN_FOLDER/failures/none, and each prints the first failure of all.
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -22,10 +23,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import (
     end_with_launcher,
+    node_name,
     processes_per_node,
     set_environment,
 )
@@ -36,6 +38,7 @@ from mamba_fsdp.storage import write_atomically
 
 # Slurm ends the job with the first node that exits: the others shall leave their failures before.
 SECONDS_FOR_OTHERS = 3
+OUTCOME = "outcome"
 NO_ID = "none"  # torchrun's --rdzv-id where nobody gave one
 
 
@@ -52,7 +55,7 @@ def main(run: Path, words: list[str]) -> int:
     if options.rdzv_id == NO_ID:
         with contextlib.suppress(OSError):  # of which the ranks say more
             failures.mkdir(parents=True, exist_ok=True)
-    forget_replaced_node(failures)
+    forget_earlier_start(failures)
     # 1.train.sbatch removes a folder of this name when this process was killed.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
         first_node = options.rdzv_endpoint.rpartition(":")[0] or options.master_addr
@@ -78,16 +81,21 @@ def is_first_node() -> bool:
     return (number or "0") == "0"
 
 
-def forget_replaced_node(failures: Path) -> None:
-    """Removes what an earlier start of this step left: HyperPod has replaced a node, for whose sake others failed."""
-    if is_first_node() and first_failure(failures):
+def forget_earlier_start(failures: Path) -> None:
+    """Removes what an earlier start has left. With an ID that was a start of this step: HyperPod has replaced a node, for
+    whose sake others failed."""
+    if not is_first_node():
+        return
+    left = list(failures.glob("[!.]*"))  # 1.train.sbatch's file with settings stays
+    for path in left:
+        path.unlink(missing_ok=True)
+    if left and failures.name != NO_ID:
         print("restarts   the ranks after the loss of a node", flush=True)
-        for path in failures.iterdir():
-            path.unlink()
 
 
 def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: bool) -> int:
-    """Writes `outcome`, see above, or prints the failure where nobody would read it. Returns the exit code."""
+    """Writes `outcome`, see above, or waits for it, or prints the failure where nobody would read it. Returns the exit
+    code."""
     # A rank that was killed has left the status `running`.
     found = correct_status(run)
     status = found.get("status", "unknown")
@@ -106,11 +114,37 @@ def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: 
         signals = {ELSEWHERE, *signal.Signals.__members__}
         if not failure and status == "stopped" and found.get("reason") in signals:
             code = 128 + signal.SIGTERM  # which another node got: the job is not over
+        if code == 0 and is_first_node():
+            shutil.rmtree(failures, ignore_errors=True)
     elif failure or is_first_node():
-        is_left = leave(failures / "outcome", f"{status} {code} {lost_rank}\n{text}")
+        is_left = leave(failures / OUTCOME, f"{status} {code} {lost_rank}\n{text}")
         if not is_left:
             print(text, end="", file=sys.stderr, flush=True)
+    else:
+        await_outcome(failures)
     return code
+
+
+def await_outcome(failures: Path) -> None:
+    """Returns when the first node has written `outcome`.
+
+    A minute after the first end of a launcher srun kills the others (--wait in 1.train.sbatch), and rank 0 may write the
+    model for longer than the 300 s for which torch's agents wait for each other."""
+    time.sleep(1)  # once it has been missed, NFS may say for a minute that there is no such file
+    while not os.path.exists(failures / OUTCOME):
+        time.sleep(1)
+
+
+def start(words: list[str]) -> int:
+    """Calls main with the command line's words. Returns its exit code, and 1 after an accident of this launcher, as the
+    starter of this process shall see them."""
+    try:
+        code = main(Path(os.path.abspath(words[0])), words[1:])
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        print(f"error: the launcher on {node_name()} failed: {reason}", file=sys.stderr, flush=True)
+        code = 1
+    return for_the_starter(code)
 
 
 def for_the_starter(code: int) -> int:
@@ -132,4 +166,4 @@ def leave(file: Path, text: str) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(for_the_starter(main(Path(os.path.abspath(sys.argv[1])), sys.argv[2:])))
+    raise SystemExit(start(sys.argv[1:]))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.launch.machine import LAUNCHER, begin_rank
+from mamba_fsdp.launch.machine import begin_rank
 from mamba_fsdp.launch.plan import check_folder, check_inputs
 from mamba_fsdp.report.console import let_output_fail
 from mamba_fsdp.run_layout import STOP
@@ -70,9 +70,6 @@ def prepare(settings: TrainConfig) -> None:
     check_folder(settings)
     if not settings.training.dry_run:
         make_missing_builtin(settings.data)
-    if LAUNCHER in os.environ:  # a file STOP is then meant for this start
-        return
-    if not settings.training.dry_run:
         with contextlib.suppress(OSError):  # a file STOP was meant for an earlier start
             Path(settings.checkpoint.save_ckpt_path, STOP).unlink()
         print(f"run        {settings.checkpoint.save_ckpt_path}", flush=True)

@@ -77,7 +77,8 @@ def test_nodes_train_and_stop_with_a_checkpoint_and_resume(start_nodes, tmp_path
     (commit,) = (tmp_path / "runs/mine/checkpoints").glob("*/COMMIT")
     step = int(commit.parent.name.removeprefix("step_"))
 
-    # Resuming needs no more nodes than the cluster then has.
+    # Resuming needs no more nodes than the cluster then has. A file STOP is for the start before.
+    (tmp_path / "runs/mine/STOP").touch()
     (process,) = start_nodes(f"--num_steps={step + 2}", nodes=1)
     code, said = finish(process)
     assert code == 0, said
@@ -116,7 +117,9 @@ def test_a_node_is_done_where_the_run_is_over_or_a_file_stopped_it(
 ):
     write_status(tmp_path, status, 3, reason)
     folder = tmp_path / "failures" / node.NO_ID
+    folder.mkdir(parents=True)
     assert node.conclude(tmp_path, folder, None, has_own_words=False) == expected
+    assert folder.exists() == (expected != 0), "what failed before is of no use any longer"
 
 
 @pytest.mark.parametrize("own, trainers, expected", [("", "3", 3), ("", "auto", 1), ("2", "3", 2)])
@@ -128,10 +131,17 @@ def test_ranks_of_a_node(monkeypatch, own, trainers, expected):
     assert machine.processes_per_node() == expected
 
 
-def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch):
+def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch, capsys):
     """From 128 on; the smaller ones of accidents and of storage become one that is set. A mistake stays one."""
     codes = (0, 1, 2, 74, 137, 143)
     assert [node.for_the_starter(code) for code in codes] == list(codes)
     _, environment = manifests.nodes_of_pytorchjob()[0]
     monkeypatch.setenv("RESTART_EXIT_CODE", environment["RESTART_EXIT_CODE"])
     assert [node.for_the_starter(code) for code in codes] == [0, 129, 2, 129, 137, 143]
+
+    def fail(*_):
+        raise OSError("no more\nof it")
+
+    monkeypatch.setattr(node, "main", fail)
+    assert node.start(["run"]) == 129, "an accident of the launcher itself"
+    assert capsys.readouterr().err.endswith(" failed: OSError: no more\n")

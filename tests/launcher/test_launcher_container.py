@@ -103,7 +103,8 @@ def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_pa
 def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, launcher_project):
     """Bare, in a fresh checkout. Where Pyxis keeps containers the job removes its own and those of ended jobs; torch's
     profile is a setting."""
-    left, used = "pyxis_mamba-train-12.3", ["pyxis_mamba-train-78.0", "pyxis_of-someone"]
+    left = "pyxis_mamba-train-12.3"
+    used = ["pyxis_mamba-train-78.0", "pyxis_mamba-train-79.1", "pyxis_of-someone"]
     for name in (left, *used):
         (cluster.folder / "state/node2" / name).mkdir()
     done, asked, unpacked = cluster.submit(SCOPE="global", PROFILE="torch")
@@ -142,6 +143,31 @@ def test_a_removal_goes_on_for_as_long_as_it_makes_progress(project, tmp_path):
     )
     said = ["removed pyxis_mamba-train-works", "removed pyxis_mamba-train-works-too"]
     assert done.stdout.splitlines() == said, done.stderr
+
+
+@pytest.mark.parametrize(
+    "asked, limit, granted",
+    [
+        ("", 100, {3600}),
+        ("TERM", 100, {10}),
+        ("INT", 100, {10}),
+        ("USR1", 100, {54, 55}),
+        ("USR1", 40, {10}),
+        ("USR1", "", {10}),  # a busy controller does not say
+    ],
+)
+def test_a_removal_ends_before_slurm_ends_the_job(project, asked, limit, granted):
+    """After USR1 the job must still be queued again."""
+    end = f'echo " EndTime=$(date +%FT%T -d "+{limit} seconds")"' if limit else "false"
+    script = (
+        "project=$PWD nodes=(a); source mamba_fsdp/launch/environment.sh; source mamba_fsdp/launch/job.sh; "
+        f"stop_asked={asked}; scontrol() {{ {end}; }}; squeue() {{ :; }}; timeout() {{ echo $1; }}; "
+        "remove_containers none"
+    )
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    environment = {**os.environ, "SLURM_JOB_ID": "77"}
+    said = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    assert int(said.stdout) in granted, said
 
 
 def test_no_option_is_newer_than_the_oldest_pyxis(project):

@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import subprocess
+import threading
 from dataclasses import asdict, replace
 
 import pytest
@@ -118,13 +119,19 @@ def test_a_node_that_never_meets_the_first_one_says_so(start_node):
 FAILURE = Failure("a", rank=3, exit_code=1, was_killed=False, time=2.0, reason="Error: no more")
 
 
-def test_failures_from_before_a_replaced_node_are_forgotten(tmp_path, capsys):
-    """Slurm has started the step again, for a node that went: others failed for its sake."""
-    node.leave(tmp_path / "a.json", json.dumps(asdict(FAILURE)))
-    node.forget_replaced_node(tmp_path)
-    assert capsys.readouterr().out == "restarts   the ranks after the loss of a node\n"
-    assert not any(tmp_path.iterdir())
-    node.forget_replaced_node(tmp_path)
+@pytest.mark.parametrize("name", ["77.0", node.NO_ID])
+def test_what_an_earlier_start_has_left_is_forgotten(tmp_path, capsys, name):
+    """With a number: Slurm has started the step again, for a node that went, for whose sake others failed. Without one,
+    any start may have left it, also one of another version."""
+    failures = tmp_path / name
+    failures.mkdir()
+    for left in ("a.json", "outcome", ".settings"):
+        (failures / left).write_text('{"of": "another version"}')
+    node.forget_earlier_start(failures)
+    replaced = "" if name == node.NO_ID else "restarts   the ranks after the loss of a node\n"
+    assert capsys.readouterr().out == replaced
+    assert [path.name for path in failures.iterdir()] == [".settings"]
+    node.forget_earlier_start(failures)
     assert not capsys.readouterr().out
 
 
@@ -138,6 +145,15 @@ def test_the_outcome_names_the_rank_that_failed_first(tmp_path, capsys):
         (tmp_path / "STOP").touch()
     assert node.conclude(tmp_path, tmp_path / "nowhere", FAILURE, has_own_words=False) == 1
     assert capsys.readouterr().err == text
+
+
+def test_the_other_launchers_end_after_the_first(tmp_path, monkeypatch):
+    """Slurm kills the step a minute after the first end of a launcher, and rank 0 may write the model for hours."""
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    first = threading.Timer(1.5, node.leave, [tmp_path / "outcome", "finished 0 \n"])
+    first.start()
+    assert node.conclude(tmp_path, tmp_path, None, has_own_words=False) == 0
+    assert (tmp_path / "outcome").exists()
 
 
 def test_a_node_that_has_no_ranks_yet_is_named():
@@ -163,6 +179,8 @@ def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     misses_others = replace(FAILURE, rank=None, time=1.0)  # by a clock that is behind, say
     for failure in (later, FAILURE, misses_others):
         node.leave(tmp_path / f"{failure.rank}.json", json.dumps(asdict(failure)))
+    (tmp_path / "gone.json").symlink_to("nowhere")  # removed since it was listed
+    (tmp_path / "other.json").write_text('{"of": "another version"}')
     assert first_failure(tmp_path) == FAILURE
     node.leave(tmp_path / "5.json", json.dumps(asdict(killed)))
     assert first_failure(tmp_path) == killed

@@ -138,7 +138,11 @@ requeue*) echo "requeued" ;;
 esac
 """
 SQUEUE = """#!/bin/sh
-case "$*" in *%A*) printf "77\\n78\\n" ;; *) echo RUNNING ;; esac
+case "$*" in
+*SUSPENDED*%A*) printf "77\\n78\\n79\\n" ;; # the last is suspended
+*%A*) printf "77\\n78\\n" ;;
+*) echo RUNNING ;;
+esac
 """
 ENROOT = """#!/bin/sh
 case $1 in
