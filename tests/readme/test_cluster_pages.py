@@ -16,7 +16,7 @@ from mamba_fsdp import __main__, command_line
 from mamba_fsdp.settings.settings_page import settings_page
 from mamba_fsdp.verbs import train as training
 from tests.readme.pages import STACK, blocks_to_run, for_this_stack, text_of
-from tests.support.projects import make_project, make_venv
+from tests.support.projects import make_project, make_venv, shorten_the_corpus
 from tests.support.pyxis import SQUASHFS, make_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
@@ -34,6 +34,7 @@ def here(tmp_path, monkeypatch, project):
     folder = make_project(tmp_path / "fsx/me/mamba-train")
     shutil.copy(project / "0.create_env.sh", folder)
     make_venv(folder)
+    shorten_the_corpus(folder)
     return folder
 
 

@@ -13,19 +13,16 @@ import pytest
 
 from tests.readme.pages import IN_A_CLONE, commands_to_run, for_this_stack
 from tests.support.processes import run_program
-from tests.support.projects import STACK, edit, make_venv
+from tests.support.projects import STACK, edit, make_venv, shorten_the_corpus
 
 # The thousand steps of the demo take minutes; so many show that it learns.
 DEMO_STEPS = 25
-# All of Python's library is made into tokens on the pinned stack alone.
-DEMO_FILES = 250
 
 
 def shorten_the_demo(clone):
     edit(clone / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
-    if STACK == "cpu":
-        library = 'sorted(root.rglob("*.py"), key=Path.as_posix)'
-        edit(clone / "mamba_fsdp/data/corpus.py", library, f"{library}[:{DEMO_FILES}]")
+    if STACK == "cpu":  # all of Python's library is made into tokens on the pinned stack alone
+        shorten_the_corpus(clone)
     identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
     subprocess.run(["git", *identity, "commit", "-qam", "Shorter"], cwd=clone, check=True)
 
@@ -75,7 +72,7 @@ def test_every_command_runs_in_a_fresh_clone(clone):
         if typed.startswith("./1.train.sbatch --"):
             typed += " --eval_batches=2"
         if typed.endswith("--save_ckpt_path=runs/mine --eval_batches=2"):
-            typed += " --num_steps=20"
+            typed += " --num_steps=5"
         if command.language == "python":
             typed = f".venv/bin/python -c {shlex.quote(typed)}"
         done = subprocess.run(
