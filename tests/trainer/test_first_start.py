@@ -49,6 +49,7 @@ def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.torch22
 def test_what_the_shape_of_the_weights_rules_out_is_refused(train, tmp_path):
     """Though the settings alone, without the weights, would be a model that can be trained so."""
     train(tmp_path / "gdn", num_steps=1, layers="gdn", headdim=8)
