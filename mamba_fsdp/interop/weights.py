@@ -44,6 +44,7 @@ from mamba_fsdp.settings.presets import preset
 PICKLED = "pytorch_model.bin"
 OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.json lies beside them
 DCP_PART = ".distcp"  # of torch.distributed.checkpoint
+MTP = "mtp."  # begins the names of layers that predict further tokens
 OLDER_LLAMA = "rotary_emb.inv_freq"  # in its files, though it follows from the config
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -108,12 +109,12 @@ class Weights(Tensors):
         """Returns the tensors that make up a parameter under the names that the file has, and cut as there: transformers
         saves the three parts of Olmo Hybrid's convolutions in equal sizes."""
         shapes = self.tensors.shapes
+        for part, alias in self.aliases.items():
+            renamed = [replace(tensor, name=tensor.name.replace(part, alias)) for tensor in stored]
+            if renamed[0].name in shapes:
+                stored = renamed
         if len(stored) == 1:
-            name = stored[0].name
-            for part, alias in self.aliases.items():
-                if name not in shapes:
-                    name = name.replace(part, alias)
-            return [replace(stored[0], name=name)]
+            return stored
         cut = [replace(tensor, shape=shapes.get(tensor.name, ())) for tensor in stored]
         whole = [sum(math.prod(tensor.shape) for tensor in parts) for parts in (cut, stored)]
         return cut if whole[0] == whole[1] else stored
@@ -157,6 +158,11 @@ class Weights(Tensors):
             for name, shape in self.tensors.shapes.items()
             if not name.endswith(OLDER_LLAMA)
         }
+        if any(name.startswith(MTP) for name in shapes):
+            raise UserError(
+                f"{self.source} holds layers that predict further tokens (MTP), which this program does not have; load "
+                "and save the model with transformers, which leaves them out"
+            )
         embedding = self.stored[EMBEDDING][0].name
         if self.config.tie_embeddings and LM_HEAD in shapes and embedding in shapes:
             if not torch.equal(self.tensors.get(LM_HEAD), self.tensors.get(embedding)):

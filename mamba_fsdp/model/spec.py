@@ -346,7 +346,7 @@ MIXERS = {
         lambda config: {
             "norm": {},
             "conv": {"channels": _gdn(config)["conv1d.weight"].shape[0]},
-            "gdn": {},
+            "gdn": {"channels": config.d_state},
         },
     ),
     "attention": Spec(

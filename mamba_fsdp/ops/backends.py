@@ -27,6 +27,11 @@ BACKENDS = {  # the type of device for each backend
 }
 PACKAGES = {"triton": ("triton",), "fused": ("mamba_ssm", "causal_conv1d")}
 PACKAGES_OF_OPERATOR = {"gdn": {"fused": ("fla.ops.gated_delta_rule",)}}  # instead of those
+HINTS = {  # how to get a package that a backend needs
+    "fla.ops.gated_delta_rule": (
+        "; pip install -r requirements/fla.txt, which needs torch 2.7 and Triton 3.3 or newer and so not the torch2.2 stack"
+    )
+}
 OPERATORS = {  # the backends of each, best first; on a GPU, trainer/first_use.py times them
     "conv": ("fused", "triton", "cpp", "reference"),
     "scan": ("fused", "triton", "cpp", "reference"),
@@ -50,7 +55,7 @@ class Use:
     operator: str
     dtype: Any  # torch.dtype of the activations
     seq_idx: bool  # whether state, convolution and attention stay within a document
-    channels: int = 0  # of the convolution, or of a head of attention
+    channels: int = 0  # of the convolution, or of a head's keys
     rows: int = 0  # of a mixer's input projection
     deterministic: bool = False  # whether equal runs must be equal bit for bit
     in_parts: bool = False  # whether ranks share sequences and hand states on
@@ -207,7 +212,8 @@ def why_unavailable(operator: str, backend: str) -> str | None:
         try:
             import_module(package)
         except Exception as error:  # a build for another PyTorch fails in many ways
-            return f"{package} does not load ({type(error).__name__}: {first_line(error)})"
+            hint = HINTS.get(package, "")
+            return f"{package} does not load ({type(error).__name__}: {first_line(error)}){hint}"
     module = modules(f"mamba_fsdp.ops.{operator}")[backend]
     return module.why_unavailable() if hasattr(module, "why_unavailable") else None
 

@@ -33,6 +33,8 @@ def why_not(use: Use) -> str | None:
         return f"deterministic=true, and {VARIES[use.operator]}"
     if use.operator == "conv" and use.channels % 8:
         return f"causal-conv1d takes multiples of 8 channels, not {use.channels}"
+    if use.operator == "gdn" and use.channels > 256:
+        return f"flash-linear-attention takes a d_state of up to 256, not {use.channels}"
     if use.operator == "scan" and use.seq_idx:
         return "mamba-ssm's scan keeps no documents apart"
     if use.operator == "scan" and use.in_parts:

@@ -455,7 +455,7 @@ class TrainConfig:
         """Raises UserError for combinations that can't work, before any process group or GPU
         starts."""
         if not self.checkpoint.init_from:  # its weights would give the model's shape
-            self.model.check()
+            self.check_model()
         self.data.check()
         self.training.check()
         self.checkpoint.check()
@@ -465,7 +465,12 @@ class TrainConfig:
                 f"eval_prompts: ranks that share sequences (context_parallel={self.parallel.context_parallel}) can't "
                 "continue texts; leave one of them out"
             )
-        if self.parallel.context_parallel > 1 and self.model.reads("gdn_norm_eps"):
+
+    def check_model(self) -> None:
+        """Raises UserError for a model that can't be trained with these settings; call it once the model's
+        shape is known."""
+        self.model.check()
+        if self.parallel.context_parallel > 1 and self.model.has("gdn"):
             raise UserError(
                 f"context_parallel={self.parallel.context_parallel}: Gated DeltaNet (layers gdn) hands on no states "
                 "between ranks; leave it at 1"

@@ -192,7 +192,7 @@ class FirstUse:
     def fastest(self) -> tuple[BackendChoice, str]:
         """Returns the choice and, in words, what was timed for it. Raises UserError if only plain PyTorch is left for a
         scan and the settings do not demand it: a step would take minutes. SSD in fp32 is excepted: it is matrix products,
-        which PyTorch computes well."""
+        which PyTorch computes well. So is Gated DeltaNet, whose kernels not every stack and GPU can have."""
         best = self.resolve()
         slow = {"scan"} if self.layers.dtype == torch.float32 else {"scan", "ssd"}
         for operator in slow - self.demanded.keys():

@@ -37,6 +37,7 @@ def starting_weights(settings: TrainConfig, origin: Origin) -> Weights | None:
         names_a_model = settings.explicit & vars(settings.model).keys()
         weights = find_weights(origin.path, settings.model if names_a_model else None)
         resolve.adopt_model(settings, weights.config, source)
+        settings.check_model()
         return None if origin.is_checkpoint else weights
     if origin.is_checkpoint or not origin.setting:
         return None

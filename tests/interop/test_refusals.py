@@ -134,6 +134,10 @@ def test_every_field_of_a_config_counts(name, tmp_path):
         ),
         (lambda tensors: tensors.update(surprise=torch.ones(2)), "the model has no surprise"),
         (
+            lambda tensors: tensors.update({"mtp.fc.weight": torch.ones(2)}),
+            r"model.safetensors holds layers that predict further tokens \(MTP\), .* transformers",
+        ),
+        (
             lambda tensors: tensors.update({"backbone.norm_f.weight": torch.ones(7)}),
             r"backbone.norm_f.weight is \(7,\), not \(32,\)",
         ),

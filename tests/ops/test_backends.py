@@ -150,6 +150,7 @@ def test_what_is_missing_on_a_gpu_is_named(libraries, monkeypatch):
     assert choice.backends == REFERENCE
     assert "conv, scan, ssd, norm not fused: causal_conv1d does not load (" in str(choice)
     assert "gdn not fused: fla.ops.gated_delta_rule does not load (" in str(choice)
+    assert "install -r requirements/fla.txt, which needs torch 2.7 and Triton 3.3" in str(choice)
     with pytest.raises(UserError, match="conv can't be fused on cuda: causal_conv1d does not load"):
         choose("fused", "cuda")
 
@@ -178,6 +179,9 @@ def test_what_the_libraries_do_not_take_is_refused_at_the_start(libraries):
     refuse("fused", f"scan can't be fused on cuda: {said}", config=mamba1, seq_idx=True)
     assert choose("auto", "cuda", config=mamba1, seq_idx=True).backends["scan"] == "reference"
     assert choose("fused", "cuda", config=mamba2, seq_idx=True).backends["mamba2"] == "fused"
+    wide = ModelConfig(layers="gdn", d_model=64, headdim=16, d_state=264)
+    said = "flash-linear-attention takes a d_state of up to 256, not 264"
+    refuse("gdn=fused", f"gdn can't be fused on cuda: {said}", config=wide)
     assert choose("auto", "cuda", deterministic=True).backends == REFERENCE
     said = "norm can't be fused on cuda: deterministic=true, and "
     refuse("norm=fused", said, deterministic=True)

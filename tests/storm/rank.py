@@ -113,11 +113,11 @@ def run(task):
         "sharding_strategy": task["strategy"],
         "async_checkpoint": task["async"],
     }
-    if task["strategy"] == "ddp":
-        words["layers"] = "mamba1,gdn+mlp"
     if task["strategy"] == "context":
         words["sharding_strategy"] = "fsdp"
         words["context_parallel"] = task["ranks"]
+    else:  # Gated DeltaNet can't share sequences
+        words["layers"] = "mamba1,gdn+mlp"
     if task["strategy"] == "hsdp":
         halve_the_node()
     command_line.run(training.main, lambda: "", as_words(words))

@@ -49,6 +49,15 @@ def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.torch22
+def test_what_the_shape_of_the_weights_rules_out_is_refused(train, tmp_path):
+    """Though the settings alone, without the weights, would be a model that can be trained so."""
+    train(tmp_path / "gdn", num_steps=1, layers="gdn", headdim=8)
+    with pytest.raises(UserError, match="context_parallel=2: Gated DeltaNet .* leave it at 1"):
+        train(tmp_path / "run", init_from=tmp_path / "gdn", context_parallel=2)
+    assert not (tmp_path / "run").exists()
+
+
 def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, monkeypatch):
     made = []
     monkeypatch.chdir(tmp_path)
