@@ -7,13 +7,13 @@ the storages that exist are counted. Operators run their Python code and make th
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -53,7 +53,7 @@ class HeldBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: dict[StorageWeakRef, int] = {}
+        self.now = 0
         self.most = 0
 
     def __torch_dispatch__(
@@ -64,24 +64,24 @@ class HeldBytes(TorchDispatchMode):
             with self:  # the buffers that the operator makes count too
                 return run(*arguments)
         result = function(*arguments, **(named or {}))
-        old = storages(arguments)
-        for reference, size in storages(result).items():
-            if reference not in old:  # a view, or written in place
-                self.sizes[reference] = size
-        self.most = max(self.most, self.now())
+        old = storages((arguments, named))
+        for identity, storage in storages(result).items():
+            if identity not in old:  # else a view, or written in place
+                size = storage.nbytes()
+                self.now += size
+                weakref.finalize(storage, self.freed, size)
+        self.most = max(self.most, self.now)
         return result
 
-    def now(self) -> int:
-        """Returns the bytes of the storages that exist now."""
-        self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
-        return sum(self.sizes.values())
+    def freed(self, size: int) -> None:
+        self.now -= size
 
 
-def storages(tree: Any) -> dict[StorageWeakRef, int]:
-    """Returns the storages of the tensors in a tree, and their bytes."""
+def storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    """Returns the storages of the tensors in a tree, by their identity: a storage has one object as long as it exists."""
     leaves, _ = tree_flatten(tree)
     held = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
-    return {StorageWeakRef(storage): storage.nbytes() for storage in held}
+    return {id(storage): storage for storage in held}
 
 
 class NoKernel:
@@ -198,7 +198,7 @@ def block_bytes(network: MambaLM, block: Block, settings: TrainConfig) -> BlockB
         streams = make_streams(network, batch_size, positions)
         with HeldBytes() as held:
             hidden, residual = block(*streams, seq_idx, documents)
-            kept = held.now() - hidden.nbytes  # the next block adds hidden and frees it
+            kept = held.now - hidden.nbytes  # the next block adds hidden and frees it
             gradients = [torch.empty_like(hidden), torch.empty_like(residual)]
             held.most = 0
             torch.autograd.backward([hidden, residual], gradients)
