@@ -33,7 +33,7 @@ from mamba_fsdp.errors import UserError, near_name, with_unit
 from mamba_fsdp.planning.devices import INSTANCES, Instance
 from mamba_fsdp.report.console import as_json
 from mamba_fsdp.settings.fields import setting
-from mamba_fsdp.settings.presets import recipe, title
+from mamba_fsdp.settings.presets import SPELLINGS, plain, recipe, title
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.verbs.sizes import find_data, plan_sizes
 
@@ -82,6 +82,10 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
     config = settings_by_name.pop("config", None)
     if name and not options.hours and is_store(split_in(Path(name[0]))):
         raise UserError(f"{name[0]} is data; to see what to train on it, add the time: --hours=8")
+    if name and options.hours and plain(name[0]) in SPELLINGS and not Path(name[0]).exists():
+        raise UserError(
+            f"{name[0]} is a model; with --hours, name the data, as in plan data/mine --model_name={name[0]}"
+        )
     settings = resolve_settings(settings_by_name, config, name[1:])
     if options.hours:
         words, data_tokens = find_data(settings_by_name, settings, options.tokens)

@@ -80,6 +80,7 @@ def test_numbers_agree_with_each_other(told):
         ("data/builtin --hours=8 --tokens=2e9", "name the data, as in plan data/mine --hours=8"),
         ("--hours=8", "name the data, as in plan data/mine --hours=8"),
         ("data/builtin --hours=8 --d_model=64", "d_model: with --hours, plan chooses it"),
+        ("mamba-130m --hours=8", "plan data/mine --model_name=mamba-130m"),
         ("data/builtin --hour=8", "did you mean --hours?"),
         ("--hours=8 --tokens=2e9 --model_name=olmo-hybrid-7b", "olmo-hybrid-7b has widths of its"),
         ("data/builtin --hours=8 --nodes=2", "can time one device of this machine"),
