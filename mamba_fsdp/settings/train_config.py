@@ -257,11 +257,11 @@ class TrainingConfig:
 
     def read_prompts(self) -> None:
         """Replaces a file's name in eval_prompts by the lines in it, so that no rank needs the file. Raises
-        UserError if it can't be read, and for text that is not UTF-8 or blank."""
+        UserError if it can't be read or is a folder, and for text that is not UTF-8 or blank."""
         given = self.eval_prompts
         try:
             given.encode()
-            if given.endswith(".txt") or os.path.isfile(given):
+            if given.endswith(".txt") or os.path.exists(given):
                 self.eval_prompts = Path(given).read_text("utf-8") + "\n"
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", error)

@@ -215,7 +215,7 @@ def measure(
 
     loss, tokens = evaluate_loss(model.network, batches, world, show)
     counts = count_words_and_bytes(store, spans[world.rank :: world.size])
-    words, size = world.all_reduce_sum([float(count) for count in counts])
+    words, size = world.all_reduce_sum(list(counts))
     nats = loss * tokens
     return Evaluation(
         tokens=tokens,

@@ -4,14 +4,14 @@ pyproject.toml declares MambaFSDP as a plugin of lm-eval: a release that finds p
 `lm_eval --model mamba_fsdp --model_args pretrained=RUN`.
 """
 
+import contextlib
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import TemplateError
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
@@ -194,19 +194,20 @@ def run_tasks(model: str, options: "CommandConfig") -> None:
     may be. Raises UserError for an unknown task, and for one that lm-eval can't run."""
     if inference_world().size > 1:
         raise UserError("--tasks runs in one process: leave torchrun out")
-    if options.include_path and not Path(options.include_path).is_dir():
+    if not Path(options.include_path).is_dir():  # an empty path is the folder one is in
         raise UserError(f"--include_path={options.include_path}: there is no such folder")
-    manager = TaskManager(include_path=options.include_path or None)
+    with mistakes_of_tasks():
+        manager = TaskManager(include_path=options.include_path)
     for name in options.tasks:
         if name not in manager.all_tasks:
             hint = near_name(name, manager.all_tasks, "lm_eval ls tasks lists lm-eval's own")
             raise UserError(
-                f"--tasks={name}: neither lm-eval nor a file in --include_path has it; {hint}"
+                f"--tasks={name}: neither lm-eval nor a file in --include_path that it can read has it; {hint}"
             )
     tested = MambaFSDP(
         model, options.tokenizer, options.seq_length, options.batch_size, options.model_name
     )
-    try:
+    with mistakes_of_tasks():
         results = simple_evaluate(
             model=tested,
             tasks=options.tasks,
@@ -215,12 +216,6 @@ def run_tasks(model: str, options: "CommandConfig") -> None:
             limit=options.limit or None,
             log_samples=False,
         )
-    # Data that can't be had, a task that needs more, a wrong file of one's own.
-    except (OSError, ValueError, LookupError, TemplateError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"--tasks={','.join(options.tasks)}: lm-eval stopped at {reason}"
-        ) from error
     text = as_json({"model": tested.source, **results})
     if options.json:
         print(text)
@@ -233,3 +228,17 @@ def run_tasks(model: str, options: "CommandConfig") -> None:
         path = Path(model, TASK_RESULTS.format(time.strftime("%Y-%m-%dT%H-%M-%S")))
         write_for_user(path, text)
         print(f"the results are in {path}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def mistakes_of_tasks() -> Iterator[None]:
+    """Raises UserError for what lm-eval stops at: data that can't be had, a task that needs more, a wrong file of one's
+    own, which can raise any exception. A RuntimeError is torch's and stays one."""
+    try:
+        yield
+    except (UserError, RuntimeError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"--tasks: lm-eval stopped at {type(error).__name__}: {first_line(error)}"
+        ) from error

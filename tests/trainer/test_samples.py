@@ -96,6 +96,7 @@ def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, sett
     "wrong, told",
     [
         ({"eval_prompts": "gone.txt"}, "eval_prompts=gone.txt: can't be read: No such file"),
+        ({"eval_prompts": "{tmp_path}"}, "can't be read: Is a directory"),
         ({"eval_prompts": "/dev/null/.txt"}, "can't be read: Not a directory"),
         ({"eval_prompts": "caf\udce9"}, "can't be read: .*surrogates not allowed"),
         ({"eval_prompts": "{tmp_path}/blank.txt"}, "blank.txt: no prompt is there"),

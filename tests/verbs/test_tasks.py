@@ -64,12 +64,16 @@ def task_files(tmp_path_factory):
         lines.append(json.dumps(document))
     draw.shuffle(lines)
     (folder / "questions.json").write_text("\n".join(lines))
+    data = {"data_files": {"test": str(folder / "questions.json")}, "cache_dir": str(folder)}
+    (folder / "cut.json").write_text('{"text": "x", "choi')
+    cut = {**data, "data_files": {"test": str(folder / "cut.json")}}
     beams = {"num_beams": 4, **TASKS["ours_until"]["generation_kwargs"]}
     others = {
         "ours_beams": {**TASKS["ours_until"], "generation_kwargs": beams},
         "ours_wrong": {**TASKS["ours_until"], "doc_to_text": "{{nothing.here}}"},
+        "ours_key": {**TASKS["ours_until"], "nothing": 1},
+        "ours_cut": {**TASKS["ours_until"], "dataset_kwargs": cut},
     }
-    data = {"data_files": {"test": str(folder / "questions.json")}, "cache_dir": str(folder)}
     for name, task in (TASKS | others).items():
         common = {"task": name, "dataset_path": "json", "dataset_kwargs": data}
         splits = {"test_split": "test", "fewshot_split": "test"}
@@ -173,7 +177,10 @@ def test_what_is_told_and_kept(run, call, task_files):
     [
         (["--tasks=ours_choise"], "has it; did you mean ours_choice?"),
         (["--tasks=ours_until", "--seq_length=20"], "a task asks for 20 tokens"),
-        (["--tasks=ours_wrong"], "--tasks=ours_wrong: lm-eval stopped at UndefinedError"),
+        (["--tasks=ours_wrong"], "--tasks: lm-eval stopped at UndefinedError"),
+        (["--tasks=ours_key"], "lm-eval stopped at TypeError: "),
+        (["--tasks=ours_cut"], "lm-eval stopped at DatasetGenerationError"),
+        (["--tasks=5", "--include_path=number"], "lm-eval stopped at TypeError: "),
         (["--tasks=ours_beams"], "a task asks for num_beams"),
         (["--tasks=ours_until", "--include_path=gone"], "--include_path=gone: there is no such"),
         (["--tasks=ours_choice", "--seq_length=4"], "tokens, a window 4"),
@@ -186,6 +193,9 @@ def test_what_is_told_and_kept(run, call, task_files):
 )
 def test_mistakes_are_a_line(run, task_files, words, message):
     tokenizer.train(map(str, range(3000)), 400).save(Path("large"))
+    Path("number").mkdir(exist_ok=True)
+    Path("number", "a.yaml").write_text("task: 5")
+    Path("number", "b.yaml").write_text("task: name")
     if any(word.startswith("--tasks") for word in words) and "--include" not in words[-1]:
         words = [*words, f"--include_path={task_files}"]
     code, _, err = run("runs/demo", *words)
