@@ -30,6 +30,7 @@ from mamba_fsdp.settings.train_config import TrainConfig
 META = torch.device("meta")
 KERNEL_MODULES = ("mamba_fsdp.ops.scan.triton_kernels", "mamba_fsdp.ops.ssd.triton_kernels")
 LONGEST = 8192  # positions that are run; some backends make one call per position
+LONGEST_OF_GDN = 2048  # which makes a hundred calls per chunk, all of the same memory
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,11 @@ def measure(
     with META, no_kernels():
         network = make_network(settings, backends, is_sharded)
         blocks = network.backbone.layers
-        of_kind = {
-            layers[index]: block_bytes(network, blocks[index], settings) for index in first_of_kind
-        }
+        of_kind = {}
+        for index in first_of_kind:
+            layer = layers[index]
+            longest = LONGEST_OF_GDN if "gdn" in layer.mixers else LONGEST
+            of_kind[layer] = block_bytes(network, blocks[index], settings, longest)
         loss = loss_bytes(network, tokens, tokens_per_chunk(device_type))
     return PassBytes([of_kind[layer] for layer in layers], loss)
 
@@ -181,8 +184,8 @@ def make_streams(network: MambaLM, *shape: int) -> tuple[Tensor, Tensor]:
     return hidden, torch.empty(size, requires_grad=True)
 
 
-def block_bytes(network: MambaLM, block: Block, settings: TrainConfig) -> BlockBytes:
-    """Returns the bytes that a block holds, by running it forward and backward."""
+def block_bytes(network: MambaLM, block: Block, settings: TrainConfig, longest: int) -> BlockBytes:
+    """Returns the bytes that a block holds, by running it forward and backward on at most `longest` positions."""
     batch_size = settings.training.batch_size
     sharing = settings.parallel.context_parallel
     resets = settings.data.reset_at_documents
@@ -204,7 +207,7 @@ def block_bytes(network: MambaLM, block: Block, settings: TrainConfig) -> BlockB
             torch.autograd.backward([hidden, residual], gradients)
         return [kept, held.most - hidden.nbytes - kept]
 
-    return BlockBytes(*extrapolated(run, own_positions(settings), LONGEST, LONGEST // 2))
+    return BlockBytes(*extrapolated(run, own_positions(settings), longest, longest // 2))
 
 
 def loss_bytes(network: MambaLM, tokens: int, chunk: int) -> int:
