@@ -23,7 +23,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import StorageError, UserError, first_line
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import (
     end_with_launcher,
@@ -39,6 +39,7 @@ from mamba_fsdp.storage import write_atomically
 # Slurm ends the job with the first node that exits: the others shall leave their failures before.
 SECONDS_FOR_OTHERS = 3
 OUTCOME = "outcome"
+RESTART = "RESTART_EXIT_CODE"
 NO_ID = "none"  # torchrun's --rdzv-id where nobody gave one
 
 
@@ -55,7 +56,7 @@ def main(run: Path, words: list[str]) -> int:
     if options.rdzv_id == NO_ID:
         with contextlib.suppress(OSError):  # of which the ranks say more
             failures.mkdir(parents=True, exist_ok=True)
-    forget_earlier_start(failures)
+    forget_earlier_start(run, failures)
     # 1.train.sbatch removes a folder of this name when this process was killed.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
         first_node = options.rdzv_endpoint.rpartition(":")[0] or options.master_addr
@@ -81,11 +82,14 @@ def is_first_node() -> bool:
     return (number or "0") == "0"
 
 
-def forget_earlier_start(failures: Path) -> None:
+def forget_earlier_start(run: Path, failures: Path) -> None:
     """Removes what an earlier start has left. With an ID that was a start of this step: HyperPod has replaced a node, for
-    whose sake others failed."""
+    whose sake others failed. Without one, a file STOP was meant for that start."""
     if not is_first_node():
         return
+    if failures.name == NO_ID:
+        with contextlib.suppress(OSError):
+            (run / STOP).unlink()
     left = list(failures.glob("[!.]*"))  # 1.train.sbatch's file with settings stays
     for path in left:
         path.unlink(missing_ok=True)
@@ -110,6 +114,9 @@ def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: 
         if failure.was_killed or not has_own_words:
             text = failure.text()
     if failures.name == NO_ID:
+        if failure and status == "stopped":
+            code = UserError.exit_code  # the next start would remove STOP and train on
+            text += "error: not started again, since the file STOP asked the run to end, and a rank failed meanwhile\n"
         print(text, end="", file=sys.stderr, flush=True)
         signals = {ELSEWHERE, *signal.Signals.__members__}
         if not failure and status == "stopped" and found.get("reason") in signals:
@@ -117,9 +124,11 @@ def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: 
         if code == 0 and is_first_node():
             shutil.rmtree(failures, ignore_errors=True)
     elif failure or is_first_node():
-        is_left = leave(failures / OUTCOME, f"{status} {code} {lost_rank}\n{text}")
+        outcome = failures / OUTCOME
+        is_left = leave(outcome, f"{status} {code} {lost_rank}\n{text}")
         if not is_left:
-            print(text, end="", file=sys.stderr, flush=True)
+            print(f"error: {outcome} can't be written\n{text}", end="", file=sys.stderr, flush=True)
+            code = code or StorageError.exit_code  # with 0, the others would wait for it
     else:
         await_outcome(failures)
     return code
@@ -138,6 +147,10 @@ def await_outcome(failures: Path) -> None:
 def start(words: list[str]) -> int:
     """Calls main with the command line's words. Returns its exit code, and 1 after an accident of this launcher, as the
     starter of this process shall see them."""
+    restart = os.environ.get(RESTART, "1")
+    if restart not in map(str, range(1, 256)):
+        print(f"error: {RESTART}={restart}: expected an exit code from 1 to 255", file=sys.stderr)
+        return UserError.exit_code
     try:
         code = main(Path(os.path.abspath(words[0])), words[1:])
     except Exception as error:
@@ -153,7 +166,7 @@ def for_the_starter(code: int) -> int:
     PyTorchJob starts a node again whose exit code is 128 or more; smaller ones end the job."""
     if code in (0, UserError.exit_code) or code >= 128:
         return code
-    return int(os.environ.get("RESTART_EXIT_CODE", code))
+    return int(os.environ.get(RESTART, code))
 
 
 def leave(file: Path, text: str) -> bool:

@@ -101,6 +101,9 @@ def test_nodes_without_a_number_of_their_start_share_what_failed_first(tmp_path,
     node.leave(folder / "a.json", json.dumps(failure.__dict__))
     assert node.conclude(tmp_path, folder, failure, has_own_words=False) == 74
     assert capsys.readouterr().err == "rank 3 on a failed first.\nerror: no more\n"
+    (tmp_path / "STOP").touch()
+    assert node.conclude(tmp_path, folder, failure, has_own_words=False) == 2, "no start shall forget STOP"
+    assert "not started again, since the file STOP asked" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,9 @@ def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch, capsys):
     codes = (0, 1, 2, 74, 137, 143)
     assert [node.for_the_starter(code) for code in codes] == list(codes)
     _, environment = manifests.nodes_of_pytorchjob()[0]
+    monkeypatch.setenv("RESTART_EXIT_CODE", "")
+    assert node.start([]) == 2
+    assert capsys.readouterr().err == "error: RESTART_EXIT_CODE=: expected an exit code from 1 to 255\n"
     monkeypatch.setenv("RESTART_EXIT_CODE", environment["RESTART_EXIT_CODE"])
     assert [node.for_the_starter(code) for code in codes] == [0, 129, 2, 129, 137, 143]
 
