@@ -34,12 +34,11 @@ from mamba_fsdp.launch.machine import (
 from mamba_fsdp.launch.watcher import WATCHED, Watcher
 from mamba_fsdp.report.records import ELSEWHERE, correct_status
 from mamba_fsdp.run_layout import FAILURES, STOP
-from mamba_fsdp.storage import write_atomically
+from mamba_fsdp.storage import sync_folder, write_atomically
 
 # Slurm ends the job with the first node that exits: the others shall leave their failures before.
 SECONDS_FOR_OTHERS = 3
 OUTCOME = "outcome"
-RESTART = "RESTART_EXIT_CODE"
 NO_ID = "none"  # torchrun's --rdzv-id where nobody gave one
 
 
@@ -53,9 +52,6 @@ def main(run: Path, words: list[str]) -> int:
     ranks = processes_per_node()
     options = agent.read_options([f"--nproc-per-node={ranks}", *words])
     failures = Path(run, FAILURES, options.rdzv_id)
-    if options.rdzv_id == NO_ID:
-        with contextlib.suppress(OSError):  # of which the ranks say more
-            failures.mkdir(parents=True, exist_ok=True)
     forget_earlier_start(run, failures)
     # 1.train.sbatch removes a folder of this name when this process was killed.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
@@ -139,17 +135,20 @@ def await_outcome(failures: Path) -> None:
 
     A minute after the first end of a launcher srun kills the others (--wait in 1.train.sbatch), and rank 0 may write the
     model for longer than the 300 s for which torch's agents wait for each other."""
-    time.sleep(1)  # once it has been missed, NFS may say for a minute that there is no such file
     while not os.path.exists(failures / OUTCOME):
         time.sleep(1)
+        sync_folder(failures)  # which opens it: else NFS may say for a minute that there is no such file
 
 
 def start(words: list[str]) -> int:
-    """Calls main with the command line's words. Returns its exit code, and 1 after an accident of this launcher, as the
-    starter of this process shall see them."""
-    restart = os.environ.get(RESTART, "1")
-    if restart not in map(str, range(1, 256)):
-        print(f"error: {RESTART}={restart}: expected an exit code from 1 to 255", file=sys.stderr)
+    """Calls main with the command line's words. Returns its exit code, or 1 after an accident of this launcher.
+
+    RESTART_EXIT_CODE, where it is set, takes the place of a failure's code below 128 which another start may mend:
+    PyTorchJob starts a node again whose exit code is 128 or more; smaller ones end the job."""
+    restart = os.environ.get("RESTART_EXIT_CODE")
+    if restart not in (None, *map(str, range(1, 256))):
+        text = f"error: RESTART_EXIT_CODE={restart}: expected an exit code from 1 to 255"
+        print(text, file=sys.stderr)
         return UserError.exit_code
     try:
         code = main(Path(os.path.abspath(words[0])), words[1:])
@@ -157,21 +156,15 @@ def start(words: list[str]) -> int:
         reason = f"{type(error).__name__}: {first_line(error)}"
         print(f"error: the launcher on {node_name()} failed: {reason}", file=sys.stderr, flush=True)
         code = 1
-    return for_the_starter(code)
-
-
-def for_the_starter(code: int) -> int:
-    """Returns RESTART_EXIT_CODE, where it is set, for a failure that another start may mend.
-
-    PyTorchJob starts a node again whose exit code is 128 or more; smaller ones end the job."""
-    if code in (0, UserError.exit_code) or code >= 128:
-        return code
-    return int(os.environ.get(RESTART, code))
+    if restart and code in {*range(1, 128)} - {UserError.exit_code}:
+        return int(restart)
+    return code
 
 
 def leave(file: Path, text: str) -> bool:
     """Writes a file for all nodes to see. Returns False where that can't be."""
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
     except (OSError, UserError):
         return False

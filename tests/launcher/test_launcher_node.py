@@ -145,7 +145,7 @@ def test_the_outcome_names_the_rank_that_failed_first(tmp_path, capsys):
         outcome = (tmp_path / "outcome").read_text()
         assert outcome == f"{status} 1 rank 3 on a: Error: no more\n{text}"
         (tmp_path / "STOP").touch()
-    nowhere = tmp_path / "nowhere"
+    nowhere = tmp_path / "STOP/is a file"
     assert node.conclude(tmp_path, nowhere, FAILURE, has_own_words=False) == 1
     said = f"error: {nowhere}/outcome can't be written\n"
     assert capsys.readouterr().err == said + text
