@@ -86,10 +86,11 @@ def forget_earlier_start(run: Path, failures: Path) -> None:
     if failures.name == NO_ID:
         with contextlib.suppress(OSError):
             (run / STOP).unlink()
+        shutil.rmtree(failures, ignore_errors=True)
     left = list(failures.glob("[!.]*"))  # 1.train.sbatch's file with settings stays
     for path in left:
         path.unlink(missing_ok=True)
-    if left and failures.name != NO_ID:
+    if left:
         print("restarts   the ranks after the loss of a node", flush=True)
 
 
@@ -117,12 +118,9 @@ def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: 
         signals = {ELSEWHERE, *signal.Signals.__members__}
         if not failure and status == "stopped" and found.get("reason") in signals:
             code = 128 + signal.SIGTERM  # which another node got: the job is not over
-        if code == 0 and is_first_node():
-            shutil.rmtree(failures, ignore_errors=True)
     elif failure or is_first_node():
         outcome = failures / OUTCOME
-        is_left = leave(outcome, f"{status} {code} {lost_rank}\n{text}")
-        if not is_left:
+        if not leave(outcome, f"{status} {code} {lost_rank}\n{text}"):
             print(f"error: {outcome} can't be written\n{text}", end="", file=sys.stderr, flush=True)
             code = code or StorageError.exit_code  # with 0, the others would wait for it
     else:
@@ -137,7 +135,9 @@ def await_outcome(failures: Path) -> None:
     model for longer than the 300 s for which torch's agents wait for each other."""
     while not os.path.exists(failures / OUTCOME):
         time.sleep(1)
-        sync_folder(failures)  # which opens it: else NFS may say for a minute that there is no such file
+        sync_folder(
+            failures
+        )  # which opens it: else NFS may say for a minute that there is no such file
 
 
 def start(words: list[str]) -> int:

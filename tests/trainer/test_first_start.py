@@ -29,7 +29,9 @@ def empty(folder):
     folder.mkdir()
 
 
-def test_a_start_that_waited_for_another_of_its_run_goes_on_from_there(train, tmp_path, monkeypatch):
+def test_a_start_that_waited_for_another_of_its_run_goes_on_from_there(
+    train, tmp_path, monkeypatch
+):
     """Two starts at once: the second found no checkpoint, and waits while the first trains to its end."""
     for name in ("first", "model"):
         train(tmp_path / name, num_steps=2)
