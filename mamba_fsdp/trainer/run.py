@@ -83,9 +83,7 @@ def run_training(
             if not is_dry:
                 world.on_rank0(folder.acquire)
                 found = world.on_rank0(find_origin, settings.checkpoint)
-                if (
-                    found != origin
-                ):  # whoever had the folder until now has left the run's first checkpoint
+                if found != origin:  # whoever had the folder has left the run's first checkpoint
                     origin = found
                     weights = world.on_all_ranks(starting_weights, settings, origin)
             with stop:
