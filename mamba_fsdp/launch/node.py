@@ -147,8 +147,7 @@ def start(words: list[str]) -> int:
     PyTorchJob starts a node again whose exit code is 128 or more; smaller ones end the job."""
     restart = os.environ.get("RESTART_EXIT_CODE")
     if restart not in (None, *map(str, range(1, 256))):
-        text = f"error: RESTART_EXIT_CODE={restart}: expected an exit code from 1 to 255"
-        print(text, file=sys.stderr)
+        print(f"error: RESTART_EXIT_CODE={restart}: expected 1 to 255", file=sys.stderr)
         return UserError.exit_code
     try:
         code = main(Path(os.path.abspath(words[0])), words[1:])
@@ -156,7 +155,7 @@ def start(words: list[str]) -> int:
         reason = f"{type(error).__name__}: {first_line(error)}"
         print(f"error: the launcher on {node_name()} failed: {reason}", file=sys.stderr, flush=True)
         code = 1
-    if restart and code in {*range(1, 128)} - {UserError.exit_code}:
+    if restart and 0 < code < 128 and code != UserError.exit_code:
         return int(restart)
     return code
 

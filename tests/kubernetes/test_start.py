@@ -153,4 +153,4 @@ def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith(" failed: OSError: no more\n")
     monkeypatch.setenv("RESTART_EXIT_CODE", "")
     assert node.start(["run"]) == 2
-    assert capsys.readouterr().err.endswith("_CODE=: expected an exit code from 1 to 255\n")
+    assert capsys.readouterr().err.endswith("_CODE=: expected 1 to 255\n")
