@@ -89,9 +89,9 @@ def forget_earlier_start(run: Path, failures: Path) -> None:
         shutil.rmtree(failures, ignore_errors=True)
     left = list(failures.glob("[!.]*"))  # 1.train.sbatch's file with settings stays
     for path in left:
-        path.unlink(missing_ok=True)
+        path.unlink()
     if left:
-        print("restarts   the ranks after the loss of a node", flush=True)
+        print("restarts   the ranks after the loss of a node")
 
 
 def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: bool) -> int:
