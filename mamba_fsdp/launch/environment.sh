@@ -6,6 +6,7 @@
 
 # Pyxis and Enroot pass mounts on through a list, a shell and an fstab, each version with other escapes or none.
 HARD_TO_MOUNT=$' \t\n,:#$`"\'\\'
+LONGEST_LIST=100000                    # of mounts; Linux takes no word of 131,072 bytes
 CONTAINER_PREFIX=mamba-train-
 EFA_FOLDER=/sys/class/infiniband       # where Linux lists EFA devices
 HYPERPOD_FOLDER=/opt/sagemaker_cluster # there on SageMaker HyperPod only
@@ -36,14 +37,15 @@ check_variables() { # GPUS_PER_NODE is another name for PROCESSES_PER_NODE
         fail "GPUS_PER_NODE=$GPUS_PER_NODE and PROCESSES_PER_NODE=$PROCESSES_PER_NODE mean the same; give one of them"
 }
 
-add_mounts() { # what DATA_PATH=FOLDER and FSX_MOUNT=FOLDER:FOLDER,... name, to MOUNTS
+add_mounts() { # that MOUNTS=FOLDER,..., DATA_PATH=FOLDER and FSX_MOUNT=FOLDER:FOLDER,... name; sets wanted
     local mount mounts
-    IFS=, read -ra mounts <<< "${DATA_PATH:-}${FSX_MOUNT:+,$FSX_MOUNT}"
+    wanted=()
+    IFS=$',\n' read -rd '' -a mounts <<< "${MOUNTS:-},${DATA_PATH:-},${FSX_MOUNT:-}" || true
     for mount in "${mounts[@]}"; do
-        [[ $mount == /* || -z $mount ]] || fail "DATA_PATH or FSX_MOUNT: $mount: expected the whole path of a folder"
+        [[ $mount == /* || -z $mount ]] || fail "MOUNTS, DATA_PATH or FSX_MOUNT: $mount: expected the whole path of a folder"
         [[ $mount != *:* || $mount == "${mount%%:*}:${mount%%:*}" ]] ||
-            fail "FSX_MOUNT: $mount: in the container each folder has its own name; write ${mount%%:*}:${mount%%:*}"
-        MOUNTS=${MOUNTS:+$MOUNTS,}${mount%%:*}
+            fail "MOUNTS or FSX_MOUNT: $mount: in the container each folder has its own name; write ${mount%%:*}:${mount%%:*}"
+        [ -z "$mount" ] || wanted+=("${mount%%:*}")
     done
 }
 
@@ -141,11 +143,11 @@ find_links() { # in and below the paths; adds to folders where they lead, the li
 }
 
 use_container() { # the paths it needs beside the project and MOUNTS; sets container
-    local path mount named mounts=()
+    local path mount above list mounts=()
+    local -A covered=()
     container=()
     [ -n "$image" ] || return 0
-    IFS=, read -ra named <<< "${MOUNTS:-}"
-    for path in "$project" "${named[@]}" "$@"; do
+    for path in "$project" "${wanted[@]}" "$@"; do
         [[ $path != "$project"/* ]] || continue
         [ -e "$path" ] || fail "there is no $path on $(hostname), which a setting or MOUNTS names"
         mount=$path
@@ -153,13 +155,20 @@ use_container() { # the paths it needs beside the project and MOUNTS; sets conta
         [ -f "$mount" ] || ! is_of_image "$mount" ||
             fail "$path: the container would need ${mount:-/}, which is the image's own" \
                 "(no mount has a space or one of ,:#\$\`\"'\\ in its name); move or rename it"
-        [[ " ${mounts[*]} " == *" $mount:$mount "* ]] || mounts+=("$mount:$mount")
+        above=$mount # a mount has what lies in it, other file systems too, but not where links lead
+        until [ -z "$above" ] || [ -n "${covered[$above]:-}" ] || [ -L "$above" ]; do above=${above%/*}; done
+        [ -n "${covered[${above:-/}]:-}" ] || mounts+=("$mount:$mount")
+        covered[${mount%/}]=1
     done
+    list=$(IFS=, && printf %s "${mounts[*]}")
+    [ ${#list} -lt "$LONGEST_LIST" ] ||
+        fail "symbolic links lead to ${#mounts[@]} folders, such as $mount: a container can't mount so many;" \
+            "name one that they lie in: MOUNTS=FOLDER"
     # A container with a name is unpacked once and stays for the job's other steps. The name is of one start of the job:
     # what a start that was killed has left may be half unpacked. no_exec: each step has its own mounts.
     # The home folder stays out: its .triton, .cache and .local belong to other versions and are shared by all nodes.
     container=(--container-image="$image" --container-name="$CONTAINER_PREFIX$attempt:no_exec"
-        --container-mounts="$(IFS=, && printf %s "${mounts[*]}")" --container-workdir="$project"
+        --container-mounts="$list" --container-workdir="$project"
         --no-container-mount-home)
     # The image asks for NVIDIA's driver, and Enroot fails where that has no tools.
     if [ -z "${SLURM_GPUS_ON_NODE:-}" ] && [ ! -e /proc/driver/nvidia ]; then

@@ -23,7 +23,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import StorageError, UserError, first_line
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import (
     end_with_launcher,
@@ -34,7 +34,7 @@ from mamba_fsdp.launch.machine import (
 from mamba_fsdp.launch.watcher import WATCHED, Watcher
 from mamba_fsdp.report.records import ELSEWHERE, correct_status
 from mamba_fsdp.run_layout import FAILURES, STOP
-from mamba_fsdp.storage import write_atomically
+from mamba_fsdp.storage import sync_folder, write_atomically
 
 # Slurm ends the job with the first node that exits: the others shall leave their failures before.
 SECONDS_FOR_OTHERS = 3
@@ -52,10 +52,7 @@ def main(run: Path, words: list[str]) -> int:
     ranks = processes_per_node()
     options = agent.read_options([f"--nproc-per-node={ranks}", *words])
     failures = Path(run, FAILURES, options.rdzv_id)
-    if options.rdzv_id == NO_ID:
-        with contextlib.suppress(OSError):  # of which the ranks say more
-            failures.mkdir(parents=True, exist_ok=True)
-    forget_earlier_start(failures)
+    forget_earlier_start(run, failures)
     # 1.train.sbatch removes a folder of this name when this process was killed.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
         first_node = options.rdzv_endpoint.rpartition(":")[0] or options.master_addr
@@ -81,16 +78,20 @@ def is_first_node() -> bool:
     return (number or "0") == "0"
 
 
-def forget_earlier_start(failures: Path) -> None:
+def forget_earlier_start(run: Path, failures: Path) -> None:
     """Removes what an earlier start has left. With an ID that was a start of this step: HyperPod has replaced a node, for
-    whose sake others failed."""
+    whose sake others failed. Without one, a file STOP was meant for that start."""
     if not is_first_node():
         return
+    if failures.name == NO_ID:
+        with contextlib.suppress(OSError):
+            (run / STOP).unlink()
+        shutil.rmtree(failures, ignore_errors=True)
     left = list(failures.glob("[!.]*"))  # 1.train.sbatch's file with settings stays
     for path in left:
-        path.unlink(missing_ok=True)
-    if left and failures.name != NO_ID:
-        print("restarts   the ranks after the loss of a node", flush=True)
+        path.unlink()
+    if left:
+        print("restarts   the ranks after the loss of a node")
 
 
 def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: bool) -> int:
@@ -110,16 +111,18 @@ def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: 
         if failure.was_killed or not has_own_words:
             text = failure.text()
     if failures.name == NO_ID:
+        if failure and status == "stopped":
+            code = UserError.exit_code  # the next start would remove STOP and train on
+            text += "error: not started again, since the file STOP asked the run to end, and a rank failed meanwhile\n"
         print(text, end="", file=sys.stderr, flush=True)
         signals = {ELSEWHERE, *signal.Signals.__members__}
         if not failure and status == "stopped" and found.get("reason") in signals:
             code = 128 + signal.SIGTERM  # which another node got: the job is not over
-        if code == 0 and is_first_node():
-            shutil.rmtree(failures, ignore_errors=True)
     elif failure or is_first_node():
-        is_left = leave(failures / OUTCOME, f"{status} {code} {lost_rank}\n{text}")
-        if not is_left:
-            print(text, end="", file=sys.stderr, flush=True)
+        outcome = failures / OUTCOME
+        if not leave(outcome, f"{status} {code} {lost_rank}\n{text}"):
+            print(f"error: {outcome} can't be written\n{text}", end="", file=sys.stderr, flush=True)
+            code = code or StorageError.exit_code  # with 0, the others would wait for it
     else:
         await_outcome(failures)
     return code
@@ -130,35 +133,37 @@ def await_outcome(failures: Path) -> None:
 
     A minute after the first end of a launcher srun kills the others (--wait in 1.train.sbatch), and rank 0 may write the
     model for longer than the 300 s for which torch's agents wait for each other."""
-    time.sleep(1)  # once it has been missed, NFS may say for a minute that there is no such file
     while not os.path.exists(failures / OUTCOME):
         time.sleep(1)
+        sync_folder(
+            failures
+        )  # which opens it: else NFS may say for a minute that there is no such file
 
 
 def start(words: list[str]) -> int:
-    """Calls main with the command line's words. Returns its exit code, and 1 after an accident of this launcher, as the
-    starter of this process shall see them."""
+    """Calls main with the command line's words. Returns its exit code, or 1 after an accident of this launcher.
+
+    RESTART_EXIT_CODE, where it is set, takes the place of a failure's code below 128 which another start may mend:
+    PyTorchJob starts a node again whose exit code is 128 or more; smaller ones end the job."""
+    restart = os.environ.get("RESTART_EXIT_CODE")
+    if restart not in (None, *map(str, range(1, 256))):
+        print(f"error: RESTART_EXIT_CODE={restart}: expected 1 to 255", file=sys.stderr)
+        return UserError.exit_code
     try:
         code = main(Path(os.path.abspath(words[0])), words[1:])
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         print(f"error: the launcher on {node_name()} failed: {reason}", file=sys.stderr, flush=True)
         code = 1
-    return for_the_starter(code)
-
-
-def for_the_starter(code: int) -> int:
-    """Returns RESTART_EXIT_CODE, where it is set, for a failure that another start may mend.
-
-    PyTorchJob starts a node again whose exit code is 128 or more; smaller ones end the job."""
-    if code in (0, UserError.exit_code) or code >= 128:
-        return code
-    return int(os.environ.get("RESTART_EXIT_CODE", code))
+    if restart and 0 < code < 128 and code != UserError.exit_code:
+        return int(restart)
+    return code
 
 
 def leave(file: Path, text: str) -> bool:
     """Writes a file for all nodes to see. Returns False where that can't be."""
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
     except (OSError, UserError):
         return False

@@ -94,12 +94,12 @@ def _place_of(folder: Path) -> Path:
 def named_paths(settings: TrainConfig) -> list[str]:
     """Returns the absolute paths that settings name. They need not be there: a container that sees the project alone has
     none of the others, which is why the script looks for symbolic links in them."""
-    paths = set()
+    paths = []
     for name, (_, leaf) in all_settings().items():
         value = settings.value(name)
         if leaf.metadata["is_path"] and value:
-            paths.add(os.path.abspath(value))
-    return sorted(paths)
+            paths.append(os.path.abspath(value))
+    return paths
 
 
 if __name__ == "__main__":

@@ -82,6 +82,10 @@ def run_training(
                 console.line(f"settings   changed since the last start: {changed}")
             if not is_dry:
                 world.on_rank0(folder.acquire)
+                found = world.on_rank0(find_origin, settings.checkpoint)
+                if found != origin:  # whoever had the folder has left the run's first checkpoint
+                    origin = found
+                    weights = world.on_all_ranks(starting_weights, settings, origin)
             with stop:
                 context = set_up(settings, world, folder, origin, weights, console.line)
                 if not context:

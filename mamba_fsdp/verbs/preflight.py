@@ -49,10 +49,9 @@ def report(folder: Path, settings_file: Path) -> None:
             f"{node}, or set save_ckpt_path to a folder on it"
         )
     settings = read_resolved(settings_file)
-    mistakes = weights_mistakes(settings)
     content = {
         "code": machine.code_digest(),
-        "mistakes": mistakes or [*data_mistakes(settings), *space_mistakes(settings)],
+        "mistake": first_mistake(settings),
         "findings": {check.name: asdict(check.make()) for check in JOB_CHECKS},
     }
     try:
@@ -63,41 +62,29 @@ def report(folder: Path, settings_file: Path) -> None:
         ) from None
 
 
-def weights_mistakes(settings: TrainConfig) -> list[str]:
-    """Returns a sentence if the weights to start from are missing or of another model, else []. With init_from, the
-    model in `settings` takes their shape."""
-    if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
-        from mamba_fsdp.trainer.start import starting_weights
-
-        try:
-            starting_weights(settings, find_origin(settings.checkpoint))
-        except StorageError:
-            raise  # the trouble may pass: judge sees no answer of this node
-        except UserError as error:
-            return [str(error)]
-    return []
-
-
-def data_mistakes(settings: TrainConfig) -> list[str]:
-    """Returns a sentence if this node does not see the data, else []."""
-    path = os.path.abspath(settings.data.dataset_path)
-    if settings.data.use_dummy_dataset or os.path.exists(path):
-        return []
-    return [
-        f"there is no {path}; mount the shared file system there, correct the setting, or make it with "
-        "get_dataset.py (with an image: sbatch 2.tokenize.sbatch INPUT OUT)"
-    ]
-
-
-def space_mistakes(settings: TrainConfig) -> list[str]:
-    """Returns a sentence if the run folder's file system has no room for the next checkpoint of a run, or for all that a
-    new run keeps, else []."""
+def first_mistake(settings: TrainConfig) -> str:
+    """Returns a sentence, or "", on what a start would refuse on this node: weights that are missing or of another model,
+    data that is not there, a file system without room for the next checkpoint, or for all that a new run keeps. With
+    init_from, the model in `settings` takes the shape of the weights. Raises StorageError for trouble that may pass: then
+    judge sees no answer of this node."""
     try:
+        if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
+            from mamba_fsdp.trainer.start import starting_weights
+
+            starting_weights(settings, find_origin(settings.checkpoint))
+        path = os.path.abspath(settings.data.dataset_path)
+        if not settings.data.use_dummy_dataset and not os.path.exists(path):
+            raise UserError(
+                f"there is no {path}; mount the shared file system there, correct the setting, or make it with "
+                "get_dataset.py (with an image: sbatch 2.tokenize.sbatch INPUT OUT)"
+            )
         # The oldest of a new run is removed once the newest is committed.
         check_space(settings, settings.checkpoint.keep_checkpoints + 1)
+    except StorageError:
+        raise
     except UserError as error:
-        return [str(error)]
-    return []
+        return str(error)
+    return ""
 
 
 class Problem(NamedTuple):
@@ -131,9 +118,9 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
         findings = content["findings"]
         print(f"node {index}     {node}: {findings['GPUs']['text']}, {findings['EFA']['text']}")
     problems += [
-        Problem(2, f"{node}: {sentence}")
+        Problem(2, f"{node}: {content['mistake']}")
         for node, content in reports.items()
-        for sentence in content["mistakes"]
+        if content["mistake"]
     ]
     problems += problems_of_checks(reports)
     for code, sentence in problems:

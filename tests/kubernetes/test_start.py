@@ -101,6 +101,11 @@ def test_nodes_without_a_number_of_their_start_share_what_failed_first(tmp_path,
     node.leave(folder / "a.json", json.dumps(failure.__dict__))
     assert node.conclude(tmp_path, folder, failure, has_own_words=False) == 74
     assert capsys.readouterr().err == "rank 3 on a failed first.\nerror: no more\n"
+    (tmp_path / "STOP").touch()
+    assert node.conclude(tmp_path, folder, failure, has_own_words=False) == 2, (
+        "no start shall forget STOP"
+    )
+    assert "not started again, since the file STOP asked" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -117,9 +122,8 @@ def test_a_node_is_done_where_the_run_is_over_or_a_file_stopped_it(
 ):
     write_status(tmp_path, status, 3, reason)
     folder = tmp_path / "failures" / node.NO_ID
-    folder.mkdir(parents=True)
     assert node.conclude(tmp_path, folder, None, has_own_words=False) == expected
-    assert folder.exists() == (expected != 0), "what failed before is of no use any longer"
+    assert not folder.exists(), "nothing failed"
 
 
 @pytest.mark.parametrize("own, trainers, expected", [("", "3", 3), ("", "auto", 1), ("2", "3", 2)])
@@ -134,10 +138,12 @@ def test_ranks_of_a_node(monkeypatch, own, trainers, expected):
 def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch, capsys):
     """From 128 on; the smaller ones of accidents and of storage become one that is set. A mistake stays one."""
     codes = (0, 1, 2, 74, 137, 143)
-    assert [node.for_the_starter(code) for code in codes] == list(codes)
+    ends = iter([*codes, *codes])
+    monkeypatch.setattr(node, "main", lambda *_: next(ends))
+    assert [node.start(["run"]) for _ in codes] == list(codes)
     _, environment = manifests.nodes_of_pytorchjob()[0]
     monkeypatch.setenv("RESTART_EXIT_CODE", environment["RESTART_EXIT_CODE"])
-    assert [node.for_the_starter(code) for code in codes] == [0, 129, 2, 129, 137, 143]
+    assert [node.start(["run"]) for _ in codes] == [0, 129, 2, 129, 137, 143]
 
     def fail(*_):
         raise OSError("no more\nof it")
@@ -145,3 +151,6 @@ def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch, capsys):
     monkeypatch.setattr(node, "main", fail)
     assert node.start(["run"]) == 129, "an accident of the launcher itself"
     assert capsys.readouterr().err.endswith(" failed: OSError: no more\n")
+    monkeypatch.setenv("RESTART_EXIT_CODE", "")
+    assert node.start(["run"]) == 2
+    assert capsys.readouterr().err.endswith("_CODE=: expected 1 to 255\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import projects
 from tests.support.checkpoints import commit_empty
 from tests.support.processes import write_program
 from tests.support.pyxis import OLDEST_PYXIS, PYXIS_OPTIONS, SQUASHFS, make_cluster
@@ -75,10 +76,10 @@ def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_pa
     for node in ("node1", "node2"):  # Pyxis removes it with the job
         assert cluster.containers(node) == ["pyxis_77_mamba-train-77.0"]
     start, *later = asked
-    assert mounted(start) == [str(tmp_path), str(run)], "what the words of the command name"
+    assert mounted(start) == [str(tmp_path)], "which what the words of the command name lies in"
     assert len(later) == 3, "the nodes' reports, their comparison, the training"
     for words in later:
-        wanted = [tmp_path, run.parent / ".cache", deep, disk, store, run]
+        wanted = [tmp_path, deep, disk, store]
         assert sorted(mounted(words)) == sorted(map(str, wanted))
     for words in asked:
         assert option(words, "container-image") == f"{launcher_project}/mamba-train.sqsh"
@@ -203,11 +204,27 @@ def test_names_that_no_mount_can_have_are_covered_by_the_folder_above(
     cluster, launcher_project, tmp_path
 ):
     """Pyxis 0.24 writes a space as \\040 by itself, 0.20 does not and a shell reads it; a comma ends a mount."""
+    folder = f"{tmp_path}-disk/odd"
     for name in ("a b", "a,b", "a:b", "a$b", "a#b", "a'b", "a\\b"):
-        (tmp_path / "odd" / name / "store").mkdir(parents=True)
-        done, words = container(launcher_project, f"{tmp_path}/odd/{name}/store")
+        os.makedirs(f"{folder}/{name}/store")
+        done, words = container(launcher_project, f"{folder}/{name}/store")
         assert done.returncode == 0, done.stdout
-        assert mounted(words) == [str(tmp_path), f"{tmp_path}/odd"], name
+        assert mounted(words) == [str(tmp_path), folder], name
+
+
+def test_links_to_many_folders_need_a_name_for_all(cluster, launcher_project, tmp_path):
+    """One word of a command holds all mounts, and Linux bounds its length. What lies in a mount needs none of its own."""
+    folder = Path(f"{tmp_path}-disk")
+    for number in range(10):
+        (folder / f"at/{number}").mkdir(parents=True)
+        (tmp_path / f"links/{number}").parent.mkdir(exist_ok=True)
+        (tmp_path / f"links/{number}").symlink_to(folder / f"at/{number}")
+    projects.edit(launcher_project / "mamba_fsdp/launch/environment.sh", "LIST=100000", "LIST=500")
+    done, (error,) = container(launcher_project, f"{tmp_path}/links")
+    assert done.returncode == 2 and "lead to 11 folders, such as " in error, done.stdout
+    more = {"MOUNTS": f"{folder}/at/,\n{tmp_path}", "FSX_MOUNT": f"{folder}/at:{folder}/at"}
+    done, words = container(launcher_project, f"{tmp_path}/links", **more)
+    assert mounted(words) == [str(tmp_path), f"{folder}/at/"], done.stdout
 
 
 def test_links_are_followed_to_their_end_and_hide_nothing_of_the_images(
@@ -246,11 +263,8 @@ def test_links_are_followed_to_their_end_and_hide_nothing_of_the_images(
         ("", {"MOUNTS": "/usr/bin/"}, "/usr/bin/: the container would need /usr/bin/, which is"),
         ("/nowhere/old-run", {}, "there is no /nowhere/old-run on"),
         ("", {"FSX_MOUNT": "/mnt/lustre:/fsx"}, "write /mnt/lustre:/mnt/lustre"),
-        (
-            "",
-            {"DATA_PATH": "data"},
-            "DATA_PATH or FSX_MOUNT: data: expected the whole path of a folder",
-        ),
+        ("", {"DATA_PATH": "data"}, "DATA_PATH or FSX_MOUNT: data: expected the whole path of a"),
+        ("", {"MOUNTS": "my data"}, "MOUNTS, DATA_PATH or FSX_MOUNT: my data: expected the whole"),
         ("", {"IMAGE": "new.sqsh"}, "the project/new.sqsh is no squashfs image"),
         ("", {"IMAGE": "old.sqsh"}, "IMAGE=old.sqsh: there is no such file"),
         ("", {"IMAGE": "short.sqsh"}, "the project/short.sqsh was cut short; copy it again"),
@@ -315,20 +329,21 @@ def test_an_image_made_from_other_requirements_is_refused(cluster, submit, launc
 def test_a_node_that_cannot_start_the_container_is_named_and_the_job_queued_again(submit, tmp_path):
     """Only so often as MAX_RESTARTS allows. The image may lie elsewhere; further mounts have several names: DATA_PATH and
     FSX_MOUNT, AWS's, do what they do there."""
+    fsx = f"{tmp_path}-fsx"
     for name in ("my images", "a", "b", "c", "d"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "my images/i.sqsh").write_bytes(SQUASHFS)
+        os.makedirs(f"{fsx}/{name}")
+    Path(fsx, "my images/i.sqsh").write_bytes(SQUASHFS)
     done, (words,) = submit(
         "--save_ckpt_path=runs/a",
-        IMAGE=f"{tmp_path}/my images/i.sqsh",
-        MOUNTS=f"{tmp_path}/a,{tmp_path}/b",
-        DATA_PATH=f"{tmp_path}/c",
-        FSX_MOUNT=f"{tmp_path}/d:{tmp_path}/d",
+        IMAGE=f"{fsx}/my images/i.sqsh",
+        MOUNTS=f"{fsx}/a,{fsx}/b",
+        DATA_PATH=f"{fsx}/c",
+        FSX_MOUNT=f"{fsx}/d:{fsx}/d",
         BROKEN_NODES="node1",
         MAX_RESTARTS="1",
     )
-    assert option(words, "container-image") == f"{tmp_path}/my images/i.sqsh"
-    assert mounted(words)[1:] == [f"{tmp_path}/{name}" for name in "abcd"]
+    assert option(words, "container-image") == f"{fsx}/my images/i.sqsh"
+    assert mounted(words)[1:] == [f"{fsx}/{name}" for name in "abcd"]
     assert "error: the container did not start on node1; see above" in done.stdout
     requeued = "queued again, to resume from start\nrequeued\n"
     assert done.returncode == 0 and done.stdout.endswith(requeued), done.stdout
@@ -350,18 +365,19 @@ def test_without_gpus_nvidias_driver_is_not_asked_for(cluster, launcher_project)
 
 def test_tokenizing_with_nothing_but_the_image(cluster, launcher_project, tmp_path):
     """Of a folder with an environment in it, a pattern's matches alone are looked at."""
+    fsx = Path(f"{tmp_path}-fsx")
     for name in ("texts/of", "texts/venv", "disk"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "disk/others.txt").touch()
-    (tmp_path / "texts/of/others.txt").symlink_to(tmp_path / "disk/others.txt")
-    (tmp_path / "texts/venv/python3").symlink_to("/usr/bin/env")
-    words = [f"{tmp_path}/texts/*/*.txt", f"{tmp_path}/stores/mine", "--tokenizer=gpt2"]
+        (fsx / name).mkdir(parents=True)
+    (fsx / "disk/others.txt").touch()
+    (fsx / "texts/of/others.txt").symlink_to(fsx / "disk/others.txt")
+    (fsx / "texts/venv/python3").symlink_to("/usr/bin/env")
+    words = [f"{fsx}/texts/*/*.txt", f"{tmp_path}/stores/mine", "--tokenizer=gpt2"]
     done, asked, unpacked = cluster.submit(*words, script="2.tokenize.sbatch", SCOPE="global")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "stores/mine/train/index.json").read_text() == " ".join(words)
     step = asked[0]
     assert step[step.index("--on-node") + 1 :] == ["python3", "get_dataset.py", *words]
-    wanted = [tmp_path, tmp_path / "texts", tmp_path / "texts/of", tmp_path / "disk"]
+    wanted = [tmp_path, fsx / "texts", fsx / "disk"]
     assert mounted(step) == [str(path) for path in wanted] and "warning" not in done.stdout
     assert unpacked == ["node1"] and not cluster.containers("node1")
 

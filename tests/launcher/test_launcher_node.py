@@ -127,11 +127,16 @@ def test_what_an_earlier_start_has_left_is_forgotten(tmp_path, capsys, name):
     failures.mkdir()
     for left in ("a.json", "outcome", ".settings"):
         (failures / left).write_text('{"of": "another version"}')
-    node.forget_earlier_start(failures)
+    (tmp_path / "STOP").touch()
+    node.forget_earlier_start(tmp_path, failures)
+    assert (tmp_path / "STOP").exists() == (name != node.NO_ID), (
+        "1.train.sbatch has removed an old one"
+    )
     replaced = "" if name == node.NO_ID else "restarts   the ranks after the loss of a node\n"
     assert capsys.readouterr().out == replaced
-    assert [path.name for path in failures.iterdir()] == [".settings"]
-    node.forget_earlier_start(failures)
+    stays = [] if name == node.NO_ID else [".settings"]
+    assert [path.name for path in failures.glob("*")] == stays
+    node.forget_earlier_start(tmp_path, failures)
     assert not capsys.readouterr().out
 
 
@@ -143,8 +148,12 @@ def test_the_outcome_names_the_rank_that_failed_first(tmp_path, capsys):
         outcome = (tmp_path / "outcome").read_text()
         assert outcome == f"{status} 1 rank 3 on a: Error: no more\n{text}"
         (tmp_path / "STOP").touch()
-    assert node.conclude(tmp_path, tmp_path / "nowhere", FAILURE, has_own_words=False) == 1
-    assert capsys.readouterr().err == text
+    nowhere = tmp_path / "STOP/is a file"
+    assert node.conclude(tmp_path, nowhere, FAILURE, has_own_words=False) == 1
+    said = f"error: {nowhere}/outcome can't be written\n"
+    assert capsys.readouterr().err == said + text
+    assert node.conclude(tmp_path, nowhere, None, has_own_words=False) == 74, "the others wait"
+    assert capsys.readouterr().err == said
 
 
 def test_the_other_launchers_end_after_the_first(tmp_path, monkeypatch):

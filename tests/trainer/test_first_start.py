@@ -8,6 +8,7 @@ from mamba_fsdp.data import tokenize
 from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.train_config import DataConfig
+from mamba_fsdp.trainer.run_folder import RunFolder
 
 
 def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
@@ -26,6 +27,23 @@ def empty(folder):
     """As those leave it that clear a scratch disk."""
     shutil.rmtree(folder)
     folder.mkdir()
+
+
+def test_a_start_that_waited_for_another_of_its_run_goes_on_from_there(
+    train, tmp_path, monkeypatch
+):
+    """Two starts at once: the second found no checkpoint, and waits while the first trains to its end."""
+    for name in ("first", "model"):
+        train(tmp_path / name, num_steps=2)
+
+    def acquire(folder, real=RunFolder.acquire):
+        shutil.copytree(tmp_path / "first/checkpoints", folder.path / "checkpoints")
+        real(folder)
+
+    monkeypatch.setattr(RunFolder, "acquire", acquire)
+    for name, origin in {"a": {}, "b": {"init_from": str(tmp_path / "model")}}.items():
+        said = train(tmp_path / name, num_steps=2, **origin)
+        assert f"{name}/checkpoints/step_00000002, step 2" in said.partition("resumes ")[2], said
 
 
 @pytest.mark.parametrize(
