@@ -135,9 +135,8 @@ def await_outcome(failures: Path) -> None:
     model for longer than the 300 s for which torch's agents wait for each other."""
     while not os.path.exists(failures / OUTCOME):
         time.sleep(1)
-        sync_folder(
-            failures
-        )  # which opens it: else NFS may say for a minute that there is no such file
+        # It opens the folder: else NFS may say for a minute that there is no such file.
+        sync_folder(failures)
 
 
 def start(words: list[str]) -> int:
