@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.launch.machine import begin_rank
+from mamba_fsdp.launch.machine import LAUNCHER, begin_rank
 from mamba_fsdp.launch.plan import check_folder, check_inputs
 from mamba_fsdp.report.console import let_output_fail
 from mamba_fsdp.run_layout import STOP
@@ -70,8 +70,10 @@ def prepare(settings: TrainConfig) -> None:
     check_folder(settings)
     if not settings.training.dry_run:
         make_missing_builtin(settings.data)
-        with contextlib.suppress(OSError):  # a file STOP was meant for an earlier start
-            Path(settings.checkpoint.save_ckpt_path, STOP).unlink()
+        # A file STOP was meant for an earlier start; a launcher removes it before the ranks start.
+        if LAUNCHER not in os.environ:
+            with contextlib.suppress(OSError):
+                Path(settings.checkpoint.save_ckpt_path, STOP).unlink()
         print(f"run        {settings.checkpoint.save_ckpt_path}", flush=True)
     if "torch" not in sys.modules:
         print("loading    PyTorch", flush=True)

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from mamba_fsdp.launch.machine import LAUNCHER
 from mamba_fsdp.report.records import read_status
 from mamba_fsdp.trainer import run, stopping
 
@@ -85,7 +86,7 @@ def while_it_sets_up(monkeypatch):
 def test_a_request_while_a_run_sets_up_ends_it_before_its_first_step(
     train, tmp_path, while_it_sets_up, how
 ):
-    """A STOP from before its start is none."""
+    """A STOP from before its start is none, but for ranks of a launcher, which says what is."""
     (tmp_path / "STOP").touch()
     train(tmp_path, num_steps=1)
     if how == "SIGTERM":
@@ -108,3 +109,11 @@ def test_ctrl_c_while_a_run_sets_up_is_no_failure(train, tmp_path, capsys, while
     assert said.endswith("before the first step of this start: nothing was lost\n")
     status = read_status(tmp_path)
     assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
+
+
+def test_ranks_of_a_launcher_keep_the_request(train, tmp_path, monkeypatch):
+    """Also when they start again in place."""
+    monkeypatch.setenv(LAUNCHER, "1")
+    (tmp_path / "STOP").touch()
+    assert "before the first step of this start (STOP file)" in train(tmp_path)
+    assert not list(tmp_path.glob("checkpoints/step_*"))
