@@ -26,11 +26,11 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer, RankFile
 from mamba_fsdp.checkpoint.contents import Checksum, FileChecksum, read_contents
 from mamba_fsdp.checkpoint.files import FileRead
 from mamba_fsdp.checkpoint.ranges import pack, part_to_write
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import CPU, World
-from mamba_fsdp.settings.model_config import ModelConfig
-from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.trainer.run_folder import RunFolder
 
 KINDS = ("{}", "optimizer/{}/exp_avg", "optimizer/{}/exp_avg_sq")

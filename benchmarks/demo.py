@@ -22,12 +22,12 @@ from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import BatchShape, evaluation_batches
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import training_sources, validation_sources
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops import cpp
-from mamba_fsdp.report.records import read
-from mamba_fsdp.run_layout import METRICS, SETTINGS
+from mamba_fsdp.run.names import METRICS, SETTINGS
+from mamba_fsdp.run.records import read
 from mamba_fsdp.settings import resolve
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import TrainConfig
 
 ROUNDS = 20

@@ -19,8 +19,8 @@ from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.model.spec import operator_uses, parameters
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.report.records import read
-from mamba_fsdp.run_layout import METRICS
+from mamba_fsdp.run.names import METRICS
+from mamba_fsdp.run.records import read
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.trainer.optimizer import make_optimizer
 from mamba_fsdp.trainer.setup import build_model

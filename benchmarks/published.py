@@ -14,10 +14,11 @@ import argparse
 from dataclasses import replace
 from typing import NamedTuple
 
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.presets import preset
 from mamba_fsdp.planning.devices import INSTANCES, PEAK_TFLOPS, Instance
 from mamba_fsdp.planning.estimate import Estimate, estimate
-from mamba_fsdp.settings.model_config import ModelConfig
-from mamba_fsdp.settings.presets import preset, recipe
+from mamba_fsdp.settings.recipes import recipe
 from mamba_fsdp.settings.train_config import TrainConfig
 
 A100 = INSTANCES["p4de.24xlarge"]

@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from mamba_fsdp.report.records import read_events
-from mamba_fsdp.run_layout import METRICS
+from mamba_fsdp.run.names import METRICS
+from mamba_fsdp.run.records import read_events
 from tests.support import cluster as slurm
 from tests.support import projects
 

@@ -16,9 +16,9 @@ import sys
 import torch
 
 from benchmarks.measure import print_memory, time_in_turn, training_step
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.ops.backends import resolve_backends
-from mamba_fsdp.settings.model_config import ModelConfig
 
 SIZES = {  # d_model, layers, length, batch
     "tiny": (128, 4, 256, 8),

@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_flatten
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Batch, split_step
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import resolve_backends
@@ -34,8 +36,6 @@ from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.planning.passes import no_kernels
-from mamba_fsdp.settings.model_config import ModelConfig
-from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.loop import take_step

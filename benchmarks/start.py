@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mamba_fsdp.run_layout import METRICS
+from mamba_fsdp.run.names import METRICS
 
 RUNS = 5
 

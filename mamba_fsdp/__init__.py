@@ -17,9 +17,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
 __version__ = "1.0"
 PUBLIC = {
     "train": "verbs.train",
-    "load": "verbs.loading",
-    "generate": "verbs.generate",
-    "evaluate": "verbs.evaluate",
+    "load": "inference.loading",
+    "generate": "inference.generate",
+    "evaluate": "inference.evaluate",
     "batches": "data.selection",
 }
 

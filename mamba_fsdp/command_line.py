@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import mamba_fsdp
 from mamba_fsdp.errors import StorageError, UserError, leave_for_torchrun, near_name
+from mamba_fsdp.fields import default, read_field, shown
 from mamba_fsdp.report.console import Console, fit_for
-from mamba_fsdp.settings.fields import default, read_field, shown
 from mamba_fsdp.settings.help import Page, asked_for, meanings_in
 
 MOST_OF_A_LINE = 2000  # characters of an error, which may quote what a file holds

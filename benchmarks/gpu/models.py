@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop import architectures, state_spaces
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
 from mamba_fsdp.ops import loss
 from mamba_fsdp.ops.backends import resolve_backends, why_unavailable
@@ -28,8 +30,6 @@ from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.devices import device_peak
-from mamba_fsdp.settings.model_config import ModelConfig
-from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.settings.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.trainer.loop import (
     accumulate_gradients,

@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mamba_fsdp.report.records import read
-from mamba_fsdp.run_layout import CHECKPOINTS, KERNELS, METRICS, PROFILE, committed, rank_file
+from mamba_fsdp.run.layout import committed, rank_file
+from mamba_fsdp.run.names import CHECKPOINTS, KERNELS, METRICS, PROFILE
+from mamba_fsdp.run.records import read
 
 PROJECT = Path(__file__).resolve().parents[2]
 USUAL = {

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 
 from mamba_fsdp.errors import first_line
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.presets import preset
 from mamba_fsdp.ops.backends import (
     OPERATORS,
     REFERENCE,
@@ -16,8 +18,6 @@ from mamba_fsdp.ops.backends import (
     parts_with,
     resolve_backends,
 )
-from mamba_fsdp.settings.model_config import ModelConfig
-from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.first_use import FirstUse
 from mamba_fsdp.trainer.layer_check import Rows

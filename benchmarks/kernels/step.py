@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kernels.compiler import compile_all, kernels_of
 from benchmarks.kernels.install import triton_folder
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.lm import Block, MambaLM
+from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import (
     flops_per_token,
     operator_uses,
@@ -37,8 +39,6 @@ from mamba_fsdp.ops.triton import RUNS
 from mamba_fsdp.planning.devices import INSTANCES
 from mamba_fsdp.planning.passes import META, make_network, make_streams, no_kernels, storages
 from mamba_fsdp.planning.roofline import ADAMW_BYTES, EFFICIENCY
-from mamba_fsdp.settings.model_config import ModelConfig
-from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.settings.train_config import TrainConfig
 
 MODELS = ("mamba-1.4b", "mamba2-1.3b", "mamba2-2.7b")

@@ -1,6 +1,6 @@
 """Saving: each rank writes its own file, a commit makes them one checkpoint.
 
-A checkpoint is written in the own folder of the run's lease (lease.py), in threads beside training. Each file is
+A checkpoint is written in the own folder of the run's lease (run/lease.py), in threads beside training. Each file is
 flushed and read back; then rank 0 writes state.json and COMMIT and moves it to where it counts. A process that dies at
 any instant leaves its own folder, which the next run removes, and never half a checkpoint under a name that could be
 chosen.
@@ -28,21 +28,15 @@ from mamba_fsdp.checkpoint.ranges import find_ranges, pack, part_to_write
 from mamba_fsdp.checkpoint.restore import Check, Restored, load, newest_whole
 from mamba_fsdp.checkpoint.retention import Retention
 from mamba_fsdp.errors import UserError, first_line, joined
-from mamba_fsdp.lease import Lease
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
-from mamba_fsdp.report.records import add_event
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
-from mamba_fsdp.storage import (
-    CHECKPOINT,
-    FileName,
-    delete,
-    retry_io,
-    sync_folder,
-    this_rank,
-    write_atomically,
-    write_object,
-)
+from mamba_fsdp.run.layout import rank_file, step_name
+from mamba_fsdp.run.lease import Lease
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
+from mamba_fsdp.run.records import add_event
+from mamba_fsdp.storage.formats import CHECKPOINT
+from mamba_fsdp.storage.patience import delete, retry_io, sync_folder, this_rank, write_atomically
+from mamba_fsdp.storage.typed_json import FileName, write_object
 
 ALIGNMENT = 64  # bytes, of a tensor in host memory
 

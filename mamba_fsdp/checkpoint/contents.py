@@ -9,8 +9,11 @@ from typing import Any
 
 from mamba_fsdp.checkpoint.ranges import TensorRanges, is_cut
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run_layout import COMMIT, STATE, removed, step_of
-from mamba_fsdp.storage import CHECKPOINT, FileName, exists, from_json, parse_object, retry_io
+from mamba_fsdp.run.layout import removed, step_of
+from mamba_fsdp.run.names import COMMIT, STATE
+from mamba_fsdp.storage.formats import CHECKPOINT
+from mamba_fsdp.storage.patience import exists, retry_io
+from mamba_fsdp.storage.typed_json import FileName, from_json, parse_object
 
 DTYPES = {"F64", "F32", "F16", "BF16"}  # of conventions.SAFETENSORS_DTYPES
 # The exceptions that content leads to which is not as it was written.

@@ -25,8 +25,8 @@ from mamba_fsdp.checkpoint.files import read_exactly, read_header
 from mamba_fsdp.checkpoint.ranges import overlaps
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run_layout import removed
-from mamba_fsdp.storage import exists, retry_io
+from mamba_fsdp.run.layout import removed
+from mamba_fsdp.storage.patience import exists, retry_io
 
 
 def stored_name(name: str) -> str:

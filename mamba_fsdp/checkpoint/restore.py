@@ -20,8 +20,9 @@ from mamba_fsdp.checkpoint.ranges import gaps
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint, removed
-from mamba_fsdp.storage import exists, retry_io
+from mamba_fsdp.run.layout import committed, no_checkpoint, removed
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
+from mamba_fsdp.storage.patience import exists, retry_io
 
 # Raises UserError for the state of a checkpoint that must not be loaded.
 Check = Callable[[dict[str, Any], Path], None]

@@ -1,6 +1,6 @@
 """Which checkpoints of a run stay: a new one takes its place, and old ones are removed.
 
-Checkpoints are made, and removed, in the own folder of the run's lease (lease.py): half a checkpoint never has a name
+Checkpoints are made, and removed, in the own folder of the run's lease (run/lease.py): half a checkpoint never has a name
 that could be chosen. A process that reads one gets an error that says so if the checkpoint is removed meanwhile.
 """
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mamba_fsdp.errors import LostError, UserError, with_unit
-from mamba_fsdp.lease import Lease
-from mamba_fsdp.run_layout import KEPT, committed, step_of
-from mamba_fsdp.storage import exists, size_of, sync_folder
+from mamba_fsdp.run.layout import committed, step_of
+from mamba_fsdp.run.lease import Lease
+from mamba_fsdp.run.names import KEPT
+from mamba_fsdp.storage.patience import exists, size_of, sync_folder
 
 
 def removable(whole: Sequence[Path], keep: int) -> list[Path]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage import at_least, from_json
+from mamba_fsdp.storage.typed_json import at_least, from_json
 
 
 @dataclass

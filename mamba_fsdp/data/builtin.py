@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.train_config import DataConfig
-from mamba_fsdp.storage import exists
+from mamba_fsdp.storage.patience import exists
 
 BUILTIN = "data/builtin"
 

@@ -22,7 +22,8 @@ import numpy as np
 from mamba_fsdp.data.store import SPLITS, near_path
 from mamba_fsdp.errors import UserError, counted, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage import FileName, exists, read_object
+from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.typed_json import FileName, read_object
 
 KINDS = {
     ".txt": "text",

@@ -18,8 +18,8 @@ from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source, Tokens
 from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.model.config import rounded_up
 from mamba_fsdp.ops.attention import Documents
-from mamba_fsdp.settings.model_config import rounded_up
 from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
 
 Sample = tuple[str, int | None]  # (source name, window); None pads a batch

@@ -19,7 +19,8 @@ from mamba_fsdp.data.store import StoreFile, StoreWriter, WriterState
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage import FileName, move
+from mamba_fsdp.storage.patience import move
+from mamba_fsdp.storage.typed_json import FileName
 
 
 @dataclass

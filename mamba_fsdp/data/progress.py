@@ -7,8 +7,9 @@ from typing import Any
 from mamba_fsdp.data.reading import BEGINNING, Position
 from mamba_fsdp.data.store import WriterState
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.settings.fields import shown
-from mamba_fsdp.storage import DATASET, read_object, write_object
+from mamba_fsdp.fields import shown
+from mamba_fsdp.storage.formats import DATASET
+from mamba_fsdp.storage.typed_json import read_object, write_object
 
 PROGRESS = ".progress"
 BEGUN = f"{PROGRESS}/begun.json"

@@ -27,17 +27,9 @@ from numpy.typing import ArrayLike
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError, near_name
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage import (
-    TOKEN_STORE,
-    FileName,
-    at_least,
-    exists,
-    from_json,
-    read_object,
-    retry_io,
-    sync_folder,
-    write_object,
-)
+from mamba_fsdp.storage.formats import TOKEN_STORE
+from mamba_fsdp.storage.patience import exists, retry_io, sync_folder
+from mamba_fsdp.storage.typed_json import FileName, at_least, from_json, read_object, write_object
 
 # {the name of a store that get_dataset.py makes: the words by which folders and files are named after this split}
 SPLITS = {

@@ -50,10 +50,10 @@ from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
 from mamba_fsdp.errors import UserError, counted
-from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.console import Console
+from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage import write_object
+from mamba_fsdp.storage.typed_json import write_object
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
 BATCHES_AHEAD = 2  # one in the library, the one before it becomes an array

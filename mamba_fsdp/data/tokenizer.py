@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mamba_fsdp.data.corpus import prepare_hub
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.settings.fields import whole_number
-from mamba_fsdp.storage import write_atomically, write_object
+from mamba_fsdp.fields import whole_number
+from mamba_fsdp.storage.patience import write_atomically
+from mamba_fsdp.storage.typed_json import write_object
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos

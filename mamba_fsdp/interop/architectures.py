@@ -18,8 +18,8 @@ from typing import Any
 
 from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
+from mamba_fsdp.model.config import Layer, ModelConfig
 from mamba_fsdp.model.spec import MIXER_NAMES, ORIGINAL, ROPE_SCALINGS, multipliers_of, parameters
-from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
 INDICES = "attn_layer_indices"
 LETTERS = "hybrid_override_pattern"

@@ -16,9 +16,9 @@ from mamba_fsdp.interop.fields import Table
 from mamba_fsdp.interop.pth_files import write_pth
 from mamba_fsdp.interop.safetensors_files import SINGLE, write_safetensors
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, Weights, read_weights
-from mamba_fsdp.lease import new_folder
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD
-from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
+from mamba_fsdp.run.lease import new_folder
+from mamba_fsdp.run.names import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION_CONFIG = "generation_config.json"

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import yaml
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.settings.fields import Bounds
-from mamba_fsdp.settings.model_config import Layer, ModelConfig, checked_model
-from mamba_fsdp.settings.presets import PRESETS
-from mamba_fsdp.storage import read_object
+from mamba_fsdp.fields import Bounds
+from mamba_fsdp.model.config import Layer, ModelConfig, checked_model
+from mamba_fsdp.model.presets import PRESETS
+from mamba_fsdp.storage.typed_json import read_object
 
 Table = dict[str, Any]  # an object of YAML or JSON
 

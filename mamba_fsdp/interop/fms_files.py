@@ -14,8 +14,8 @@ from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.architectures import ARCHITECTURES
 from mamba_fsdp.interop.fields import TABLES
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.spec import EMBEDDING
-from mamba_fsdp.settings.model_config import ModelConfig
 
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 FMS_TOP: dict[str, str] = TABLES["fms"]["top"]

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, MODEL_CONFIG, committed, no_checkpoint
+from mamba_fsdp.run.layout import committed, no_checkpoint
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, MODEL_CONFIG
 from mamba_fsdp.settings.train_config import CheckpointConfig
-from mamba_fsdp.storage import exists
+from mamba_fsdp.storage.patience import exists
 
 DCP_INDEX = ".metadata"  # of torch.distributed.checkpoint
 DCP_CONVERSION = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"

@@ -18,7 +18,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.interop.fms_files import stored_names
 from mamba_fsdp.interop.safetensors_files import write_safetensors
-from mamba_fsdp.storage import storage_error
+from mamba_fsdp.storage.patience import storage_error
 
 # The command for a person who trusts a file that holds programs. It runs them.
 CONVERSION = (

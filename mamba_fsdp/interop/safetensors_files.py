@@ -17,7 +17,8 @@ from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.interop.fms_files import stored_names
-from mamba_fsdp.storage import FileName, read_object, storage_error
+from mamba_fsdp.storage.patience import storage_error
+from mamba_fsdp.storage.typed_json import FileName, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

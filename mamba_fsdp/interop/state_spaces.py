@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
-from mamba_fsdp.settings.model_config import Layer, ModelConfig
+from mamba_fsdp.model.config import Layer, ModelConfig
 
 NORM_EPS = 1e-5  # as its classes fix it
 MLP_MULTIPLE = 128  # its GatedMLP rounds the width up to a multiple of this

@@ -35,11 +35,11 @@ from mamba_fsdp.interop.fms_files import FMS_EMBEDDINGS, FmsTensors
 from mamba_fsdp.interop.places import check_place, refuse_dcp
 from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, SafetensorsTensors
+from mamba_fsdp.model.config import ModelConfig, checked_model
+from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG, TOKENIZER
-from mamba_fsdp.settings.model_config import ModelConfig, checked_model
-from mamba_fsdp.settings.presets import preset
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
 PICKLED = "pytorch_model.bin"
 OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.json lies beside them

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.watcher import WATCHED
-from mamba_fsdp.run_layout import CACHES
+from mamba_fsdp.run.names import CACHES
 
 PROJECT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # Linux's number for "the IPv4 address of this interface"

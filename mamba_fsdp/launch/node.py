@@ -32,9 +32,9 @@ from mamba_fsdp.launch.machine import (
     set_environment,
 )
 from mamba_fsdp.launch.watcher import WATCHED, Watcher
-from mamba_fsdp.report.records import ELSEWHERE, correct_status
-from mamba_fsdp.run_layout import FAILURES, STOP
-from mamba_fsdp.storage import sync_folder, write_atomically
+from mamba_fsdp.run.names import FAILURES, STOP
+from mamba_fsdp.run.records import ELSEWHERE, correct_status
+from mamba_fsdp.storage.patience import sync_folder, write_atomically
 
 # Slurm ends the job with the first node that exits: the others shall leave their failures before.
 SECONDS_FOR_OTHERS = 3

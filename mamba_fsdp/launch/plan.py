@@ -21,13 +21,14 @@ from mamba_fsdp.data.builtin import builtin_folder
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch.machine import check_version
-from mamba_fsdp.lease import Lease
 from mamba_fsdp.model.spec import parameter_count
-from mamba_fsdp.run_layout import CHECKPOINT_BYTES, CHECKPOINTS, IN_USE, LEASE, committed
+from mamba_fsdp.run.layout import CHECKPOINT_BYTES, IN_USE, committed
+from mamba_fsdp.run.lease import Lease
+from mamba_fsdp.run.names import CHECKPOINTS, LEASE
 from mamba_fsdp.settings.resolve import as_json, check_run_folder, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page
 from mamba_fsdp.settings.train_config import TrainConfig, all_settings
-from mamba_fsdp.storage import exists
+from mamba_fsdp.storage.patience import exists
 
 
 def plan(*stray: str, config: str | None = None, **words: str) -> None:

@@ -12,7 +12,7 @@ Weights may be in fp32 or in the compute dtype: products run in the dtype of the
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.model import spec
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.ops.attention import Documents, attention, rotary, starts
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.gdn import gated_delta_rule
@@ -31,9 +32,6 @@ from mamba_fsdp.ops.scan import selective_scan
 from mamba_fsdp.ops.ssd import ssd, weighted_ssd
 from mamba_fsdp.ops.ssd.entering import decays_from_start, output_of_state
 from mamba_fsdp.ops.ssd.reference import running_sums
-
-if TYPE_CHECKING:
-    from mamba_fsdp.settings.model_config import ModelConfig
 
 MixerState = dict[str, Tensor]  # a mixer's state after the earlier positions
 
@@ -52,7 +50,7 @@ class Sublayer(nn.Module):
     kind: spec.Spec
     context: Any = None  # a ContextGroup if ranks share each sequence
 
-    def __init__(self, config: "ModelConfig", backends: Mapping[str, str]) -> None:
+    def __init__(self, config: ModelConfig, backends: Mapping[str, str]) -> None:
         super().__init__()
         self.config = config
         self.backends = backends

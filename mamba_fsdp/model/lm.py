@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import reduce
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +11,12 @@ from torch import Tensor, nn
 
 from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.model import spec
+from mamba_fsdp.model.config import Layer, ModelConfig
 from mamba_fsdp.model.layers import MIXERS, MLP, MixerState, Sublayer, add_parameters, multiply
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.loss import linear_cross_entropy
 from mamba_fsdp.ops.norm import add_rms_norm
-
-if TYPE_CHECKING:
-    from mamba_fsdp.parallel.context import ContextGroup
-    from mamba_fsdp.settings.model_config import Layer, ModelConfig
 
 
 class Block(nn.Module):
@@ -28,8 +25,8 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        config: "ModelConfig",
-        layer: "Layer",
+        config: ModelConfig,
+        layer: Layer,
         backends: Mapping[str, str],
         compute_dtype: torch.dtype,
     ) -> None:
@@ -107,7 +104,7 @@ class MambaLM(nn.Module):
 
     def __init__(
         self,
-        config: "ModelConfig",
+        config: ModelConfig,
         *,
         backends: Mapping[str, str] = REFERENCE,
         compute_dtype: torch.dtype = torch.float32,
@@ -128,7 +125,7 @@ class MambaLM(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
-    def share_sequences(self, context: "ContextGroup") -> None:
+    def share_sequences(self, context: Any) -> None:
         """Makes this rank compute its part of each sequence that the ranks of `context` (parallel/context.py) share.
         `forward` then takes tokens, labels and weights of this rank's positions, and seq_idx of all positions."""
         for module in self.modules():

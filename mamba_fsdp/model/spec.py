@@ -14,7 +14,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.backends import MIXER_PARTS, Use
 
 if TYPE_CHECKING:
-    from mamba_fsdp.settings.model_config import Layer, ModelConfig
+    from mamba_fsdp.model.config import Layer, ModelConfig
 
 EMBEDDING = "backbone.embedding.weight"
 LM_HEAD = "lm_head.weight"

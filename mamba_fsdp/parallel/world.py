@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mamba_fsdp.errors import Accident, UserError, first_line, joined
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage import storage_error
+from mamba_fsdp.storage.patience import storage_error
 
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])

@@ -16,7 +16,7 @@ from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.memory import Workload, expected_memory
 from mamba_fsdp.planning.passes import PassBytes
 from mamba_fsdp.planning.roofline import step_seconds
-from mamba_fsdp.run_layout import CHECKPOINT_BYTES
+from mamba_fsdp.run.layout import CHECKPOINT_BYTES
 from mamba_fsdp.settings.train_config import TrainConfig
 
 TRIED_SHARES = ("1", "1/2", "1/4", "0")  # of blocks that recompute; the least memory first

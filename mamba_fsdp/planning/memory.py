@@ -13,10 +13,10 @@ from functools import cached_property
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import own_positions
 from mamba_fsdp.model import spec
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.passes import PassBytes, measure
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import TrainConfig
 
 FP32 = 4  # bytes

@@ -10,8 +10,9 @@ import numpy as np
 import yaml
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.records import latest, numbers_of, read, read_events, read_status
-from mamba_fsdp.run_layout import CHECKPOINTS, METRICS, SETTINGS, committed, step_of
+from mamba_fsdp.run.layout import committed, step_of
+from mamba_fsdp.run.names import CHECKPOINTS, METRICS, SETTINGS
+from mamba_fsdp.run.records import latest, numbers_of, read, read_events, read_status
 
 BUCKETS = 500  # points of a long curve; each stands for an equal number of neighbouring values
 NO_CURVES = {"tokens", "val_tokens", "val_share", "delaying_rank"}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mamba_fsdp.report.curves import name_runs, summarise_run
-from mamba_fsdp.storage import timestamp
+from mamba_fsdp.storage.formats import timestamp
 
 FOLDER = Path(__file__).parent
 LOOKS = json.loads((FOLDER / "charts.json").read_text(encoding="utf-8"))

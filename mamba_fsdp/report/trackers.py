@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.report.records import numbers_of
-from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
-from mamba_fsdp.storage import write_atomically
+from mamba_fsdp.run.names import TENSORBOARD, WANDB_ID
+from mamba_fsdp.run.records import numbers_of
+from mamba_fsdp.storage.patience import write_atomically
 
 SAMPLES = "validation/samples"
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.settings.fields import setting
+from mamba_fsdp.fields import setting
 
 
 @dataclass

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from mamba_fsdp.errors import UserError, near_name
-from mamba_fsdp.settings.fields import default, shown, takes
+from mamba_fsdp.fields import default, shown, takes
 
 NARROWEST = 60
 WIDEST = 100  # columns: longer lines are hard to read

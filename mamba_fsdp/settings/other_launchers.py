@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.settings.fields import BOOLEANS, shown
-from mamba_fsdp.settings.text_yaml import load_yaml
+from mamba_fsdp.fields import BOOLEANS, shown
 from mamba_fsdp.settings.train_config import SECTIONS, all_settings, setting_names
+from mamba_fsdp.storage.text_yaml import load_yaml
 
 FILE = Path(__file__).with_suffix(".yaml")
 NONE = ("", "none", "null", "~")

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mamba_fsdp import fields
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run_layout import CHECKPOINTS, SETTINGS, check_is_run_folder, committed
-from mamba_fsdp.settings import fields, other_launchers, presets
-from mamba_fsdp.settings.fields import Duration, Needs, parse, shown
-from mamba_fsdp.settings.model_config import ModelConfig, read_by_layers
-from mamba_fsdp.settings.presets import preset, recipe
-from mamba_fsdp.settings.text_yaml import load_yaml
+from mamba_fsdp.fields import Duration, Needs, parse, shown
+from mamba_fsdp.model.config import ModelConfig, read_by_layers
+from mamba_fsdp.model.presets import SPELLINGS, plain, preset
+from mamba_fsdp.run.layout import check_is_run_folder, committed
+from mamba_fsdp.run.names import CHECKPOINTS, SETTINGS
+from mamba_fsdp.settings import other_launchers
+from mamba_fsdp.settings.recipes import RECIPES_FILE, recipe, recipe_name
 from mamba_fsdp.settings.train_config import (
     SECTIONS,
     WEIGHTS_FILES,
@@ -24,7 +26,8 @@ from mamba_fsdp.settings.train_config import (
     all_settings,
 )
 from mamba_fsdp.settings.written import Written
-from mamba_fsdp.storage import exists, retry_io
+from mamba_fsdp.storage.patience import exists, retry_io
+from mamba_fsdp.storage.text_yaml import load_yaml
 
 # A link to config/; an installed package holds the files themselves.
 READY_RUNS = Path(__file__).with_name("ready_runs").resolve()
@@ -78,7 +81,7 @@ def read_file(name: str | None) -> Written:
         return Written({}, "")
     path = find_config_file(name)
     if path is None:
-        return Written({"model_name": name}, f"in {presets.RECIPES_FILE}")
+        return Written({"model_name": name}, f"in {RECIPES_FILE}")
     content = load_yaml(path)
     version = content.pop("version", None)  # only a run's config.yaml has it
     if version not in (None, VERSION):
@@ -161,7 +164,7 @@ def find_config_file(name: str) -> Path | None:
     same = other_launchers.content()["ready_runs"].get(Path(name).stem)
     if same:
         raise UserError(f"config: there is no file {name}; that run is --config={same} here")
-    if "/" in name or presets.plain(name) not in presets.SPELLINGS:
+    if "/" in name or plain(name) not in SPELLINGS:
         hint = f"give a path, a model's name or one of {', '.join(sorted(ready))}"
         raise UserError(f"config: there is no file {name}; {hint}")
     return None
@@ -304,15 +307,15 @@ def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 def note_on_recipe(settings: TrainConfig) -> list[str]:
     """Returns a note on the settings that come from the recipe of a named model other than the demo, if any do."""
-    recipe_name = presets.recipe_name(settings.model.model_name)
+    name_of_recipe = recipe_name(settings.model.model_name)
     taken = [
         f"{name}={shown(value)}"
-        for name, value in recipe(recipe_name).items()
+        for name, value in recipe(name_of_recipe).items()
         if name not in settings.explicit and settings.value(name) == value
     ]
     if not taken or settings.model.model_name == default("model_name"):
         return []
-    return [f"{', '.join(taken)}: the recipe {recipe_name} in {presets.RECIPES_FILE}"]
+    return [f"{', '.join(taken)}: the recipe {name_of_recipe} in {RECIPES_FILE}"]
 
 
 def default(name: str) -> Any:

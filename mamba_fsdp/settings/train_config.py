@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.fields import Duration, Needs, condition, setting, shown
 from mamba_fsdp.model import spec
+from mamba_fsdp.model.config import ModelConfig, rounded_up
 from mamba_fsdp.ops.backends import Use, demands
-from mamba_fsdp.settings.fields import Duration, Needs, condition, setting, shown
-from mamba_fsdp.settings.model_config import ModelConfig, rounded_up
 
+# The time of one validation, as a share of the training between two, unless eval_batches is set.
+VALIDATION_SHARE = 0.05
 WEIGHTS_FILES = (".pth", ".pt", ".bin", ".safetensors")
 SCHEDULES = (
     "cosine",

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.fields import read_field
 from mamba_fsdp.settings import other_launchers
-from mamba_fsdp.settings.fields import read_field
 from mamba_fsdp.settings.train_config import all_settings, setting_names
 
 

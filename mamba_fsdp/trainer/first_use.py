@@ -38,9 +38,10 @@ from mamba_fsdp.ops.backends import REFERENCE, BackendChoice, resolve_backends
 from mamba_fsdp.ops.fused import VARIES
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
-from mamba_fsdp.run_layout import CACHES, KERNELS
+from mamba_fsdp.run.names import CACHES, KERNELS
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage import read_object, this_rank, write_object
+from mamba_fsdp.storage.patience import this_rank
+from mamba_fsdp.storage.typed_json import read_object, write_object
 from mamba_fsdp.trainer.layer_check import LayerCheck, LostGpu, Rows
 
 DEVICES = {"cuda"}  # on which backends are tested before use

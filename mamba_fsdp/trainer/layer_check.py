@@ -22,7 +22,7 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage import this_rank
+from mamba_fsdp.storage.patience import this_rank
 
 # Positions of a tested row, plus the run's modulo 16: Triton compiles other code for multiples of 16. SSD may cut the row
 # in two, and it is no multiple of any kernel's chunk.

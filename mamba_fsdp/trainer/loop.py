@@ -19,7 +19,7 @@ from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.compat import step_unless
 from mamba_fsdp.parallel.model import ParallelModel
-from mamba_fsdp.report.records import ELSEWHERE
+from mamba_fsdp.run.records import ELSEWHERE
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.saver import Saver

@@ -13,9 +13,9 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.planning.devices import device_peak
 from mamba_fsdp.report.console import Console, read_share
-from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
-from mamba_fsdp.run_layout import METRICS
+from mamba_fsdp.run.names import METRICS
+from mamba_fsdp.run.records import Log, add_event
 from mamba_fsdp.settings.resolve import as_dict
 from mamba_fsdp.trainer.clock import Clock, delays, most_memory
 from mamba_fsdp.trainer.profiling import make_profiler

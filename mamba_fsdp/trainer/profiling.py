@@ -8,7 +8,7 @@ import torch
 
 from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.report.console import Say
-from mamba_fsdp.run_layout import PROFILE
+from mamba_fsdp.run.names import PROFILE
 
 DATA = "waiting for data"  # the name of Loader.step in the trace
 ROWS = 8  # operators in the table

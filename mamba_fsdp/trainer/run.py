@@ -19,11 +19,12 @@ from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report.console import Console
-from mamba_fsdp.report.records import add_event, latest, was_validated
-from mamba_fsdp.run_layout import CHECKPOINTS, MODELS, SETTINGS, step_of
+from mamba_fsdp.run.layout import step_of
+from mamba_fsdp.run.names import CHECKPOINTS, MODELS, SETTINGS
+from mamba_fsdp.run.records import add_event, latest, was_validated
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage import write_for_user
+from mamba_fsdp.storage.patience import write_for_user
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger

@@ -9,18 +9,11 @@ from pathlib import Path
 
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.lease import Lease
-from mamba_fsdp.report import records
-from mamba_fsdp.run_layout import (
-    CHECKPOINTS,
-    IN_USE,
-    LEASE,
-    MODELS,
-    TOKENIZER,
-    check_is_run_folder,
-    newest_step,
-)
-from mamba_fsdp.storage import exists, retry_io, storage_error
+from mamba_fsdp.run import records
+from mamba_fsdp.run.layout import IN_USE, check_is_run_folder, newest_step
+from mamba_fsdp.run.lease import Lease
+from mamba_fsdp.run.names import CHECKPOINTS, LEASE, MODELS, TOKENIZER
+from mamba_fsdp.storage.patience import exists, retry_io, storage_error
 
 
 class RunFolder:

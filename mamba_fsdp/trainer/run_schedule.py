@@ -8,14 +8,12 @@ from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.errors import UserError, counted, with_unit
+from mamba_fsdp.fields import Duration
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.report.console import Say
-from mamba_fsdp.settings.fields import Duration
-from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
 from mamba_fsdp.trainer.schedule import Schedule, schedule_of
 
-# The time of one validation, as a share of the training between two, unless eval_batches is set.
-VALIDATION_SHARE = 0.05
 FORWARDS_OF_A_STEP = 3  # in time: a backward pass takes twice as long as a forward pass
 
 

@@ -22,6 +22,7 @@ from mamba_fsdp.errors import UserError, counted, with_unit
 from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.interop.weights import Weights, find_weights
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.presets import title
 from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.context import ContextGroup
@@ -31,7 +32,6 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import Workload, expected_memory, state_memory
 from mamba_fsdp.report.console import Say
-from mamba_fsdp.settings.presets import title
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer import first_use
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer

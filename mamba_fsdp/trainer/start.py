@@ -16,13 +16,13 @@ from mamba_fsdp.data.tokenizer import check_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.interop.weights import Weights, find_weights
+from mamba_fsdp.model.config import checked_model
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import ParallelModel, fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.console import Say
 from mamba_fsdp.settings import resolve
-from mamba_fsdp.settings.model_config import checked_model
 from mamba_fsdp.settings.train_config import TrainConfig
 
 

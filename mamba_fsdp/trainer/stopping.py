@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import STOP
+from mamba_fsdp.run.names import STOP
 
 OnRecord = Callable[[dict], object]
 SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: each look is a round trip to a shared disk

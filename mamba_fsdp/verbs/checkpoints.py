@@ -16,18 +16,11 @@ from pathlib import Path
 from mamba_fsdp.checkpoint.contents import verify_sizes
 from mamba_fsdp.checkpoint.saved_run import read_run
 from mamba_fsdp.errors import UserError, with_unit
+from mamba_fsdp.fields import setting
 from mamba_fsdp.report.console import Console
-from mamba_fsdp.run_layout import (
-    CHECKPOINTS,
-    COMMIT,
-    KEPT,
-    committed,
-    no_checkpoint,
-    step_of,
-    unfinished,
-)
-from mamba_fsdp.settings.fields import setting
-from mamba_fsdp.storage import exists, size_of
+from mamba_fsdp.run.layout import committed, no_checkpoint, step_of, unfinished
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, KEPT
+from mamba_fsdp.storage.patience import exists, size_of
 
 
 @dataclass

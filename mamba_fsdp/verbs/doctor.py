@@ -5,8 +5,8 @@ operator. Each line has a verdict: `ok`, `FAIL`, or `-` for something that is
 absent but not needed. The exit code is 1 if any check fails.
 """
 
+from mamba_fsdp.launch.checks import CHECKS
 from mamba_fsdp.report.console import Console
-from mamba_fsdp.verbs.checks import CHECKS
 
 
 def main() -> int:

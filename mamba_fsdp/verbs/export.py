@@ -7,8 +7,8 @@ folder.
 
 from dataclasses import dataclass
 
+from mamba_fsdp.fields import setting
 from mamba_fsdp.interop.places import check_place
-from mamba_fsdp.settings.fields import setting
 
 
 @dataclass

@@ -8,47 +8,17 @@ characters are made visible. Ctrl-C stops it.
 
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.errors import counted
+from mamba_fsdp.inference.generate import GenerationConfig, check_valid, generate
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import fit_for
-from mamba_fsdp.settings.fields import setting
-
-if TYPE_CHECKING:
-    from mamba_fsdp.verbs.loading import Loaded
-
-
-@dataclass
-class GenerationConfig:
-    """The options besides the model."""
-
-    prompt: str = setting("")
-    """Text to continue. Without it, the model begins a new document."""
-    length: int = setting(
-        100, at_least=1, elsewhere="max_new_tokens max_tokens max_length num_tokens n_predict"
-    )
-    """Largest number of tokens to generate; the text ends earlier if the document ends."""
-    temperature: float = setting(0.8, at_least=0)
-    """0: always take the likeliest token. 1: draw from the model's probabilities."""
-    top_k: int = setting(0, at_least=0)
-    """Draw from the k likeliest tokens only; 0: from all."""
-    top_p: float = setting(1.0, above=0, at_most=1)
-    """Draw from the likeliest tokens that together have this probability."""
-    seed: int = setting(0, at_most=2**63 - 1)
-    """Equal seeds give equal texts."""
-    tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
-    """Folder of a tokenizer, if MODEL has none."""
-    model_name: str = setting("", elsewhere="model_variant")
-    """MODEL's preset, if there is no config.json beside it."""
 
 
 def main(model: str, options: GenerationConfig) -> None:
     check_valid(options.prompt)
     check_place(model)
-    from mamba_fsdp.verbs.loading import load
+    from mamba_fsdp.inference.loading import load
 
     loaded = load(model, model_name=options.model_name)
     pieces = generate(loaded, options)
@@ -66,50 +36,3 @@ def main(model: str, options: GenerationConfig) -> None:
             print(flush=True)
             speed = f"{counted(count, 'token')} in {seconds:.2f} s, {count / seconds:,.0f} tokens/s"
             print(speed, file=sys.stderr)
-
-
-def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
-    """Yields the text of each token that continues the prompt, or "" while a character is incomplete.
-
-    Raises UserError for a prompt that is not valid Unicode, and for a model without a tokenizer.
-    """
-    import torch
-    from tokenizers.decoders import DecodeStream
-
-    from mamba_fsdp.data.tokenizer import load_words
-    from mamba_fsdp.model.generate import generate as tokens_of
-
-    check_valid(options.prompt)
-    tokenizer = load_words(options.tokenizer or model.tokenizer_path)
-    if tokenizer.eos is None and not options.prompt:
-        raise UserError(
-            "the tokenizer names no end-of-document token, from which a text without a prompt starts; give a --prompt"
-        )
-    device = next(model.network.parameters()).device
-    prompt_ids: list = tokenizer.encode(options.prompt) or [tokenizer.eos]
-    steps = tokens_of(
-        model.network,
-        torch.tensor([prompt_ids], device=device),
-        length=options.length,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        generator=torch.Generator(device=device).manual_seed(options.seed),
-    )
-    stream = DecodeStream(skip_special_tokens=False)
-    for step in steps:
-        token = int(step)
-        if token == tokenizer.eos:
-            break
-        yield stream.step(tokenizer.backend, token) or ""
-
-
-def check_valid(prompt: str) -> None:
-    """Raises UserError for a prompt that a shell passed in another encoding than UTF-8."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"--prompt: invalid UTF-8 behind {prompt[: error.start][-20:]!r}; write it in UTF-8, a file's "
-            "by iconv -f ISO-8859-1 -t UTF-8 FILE"
-        ) from None

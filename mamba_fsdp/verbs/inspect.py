@@ -15,21 +15,14 @@ from mamba_fsdp.data.corpus import find_files, kind_of
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path, split_in
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.fields import setting
+from mamba_fsdp.model.config import ModelConfig, checked_model
+from mamba_fsdp.model.presets import title
 from mamba_fsdp.report.console import read_share, say
-from mamba_fsdp.report.records import read, read_status
-from mamba_fsdp.run_layout import (
-    CHECKPOINTS,
-    COMMIT,
-    METRICS,
-    MODEL_CONFIG,
-    STATUS,
-    TASK_RESULTS,
-    committed,
-)
+from mamba_fsdp.run.layout import committed
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
+from mamba_fsdp.run.records import read, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.settings.fields import setting
-from mamba_fsdp.settings.model_config import ModelConfig, checked_model
-from mamba_fsdp.settings.presets import title
 from mamba_fsdp.verbs import checkpoints
 
 WEIGHTS = {".safetensors", ".pth", ".pt", ".bin", ".distcp"}

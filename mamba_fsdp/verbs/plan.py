@@ -28,20 +28,23 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mamba_fsdp.data.selection import training_sources
 from mamba_fsdp.data.store import is_store, split_in
 from mamba_fsdp.errors import UserError, near_name, with_unit
+from mamba_fsdp.fields import setting
+from mamba_fsdp.model.presets import SPELLINGS, plain, preset, title
 from mamba_fsdp.planning.devices import INSTANCES, Instance
-from mamba_fsdp.report.console import as_json
-from mamba_fsdp.settings.fields import setting
-from mamba_fsdp.settings.presets import SPELLINGS, plain, recipe, title
+from mamba_fsdp.report.console import Console, as_json
+from mamba_fsdp.settings.recipes import recipe
 from mamba_fsdp.settings.resolve import resolve_settings
-from mamba_fsdp.verbs.sizes import find_data, plan_sizes
+from mamba_fsdp.settings.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from mamba_fsdp.planning.estimate import Estimate
 
 USUAL_TOKENS = 10**9
 MOST_HOURS = 366 * 24
+CHOSEN_BY_HOURS = {"d_model", "n_layer", "num_steps", "num_epochs", "save_ckpt_path"}
 
 
 @dataclass
@@ -89,7 +92,7 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
     settings = resolve_settings(settings_by_name, config, name[1:])
     if options.hours:
         words, data_tokens = find_data(settings_by_name, settings, options.tokens)
-        plan_sizes(words, config, data_tokens, options, machine)
+        show_sizes(words, config, data_tokens, options, machine)
         return 0
     # These import torch; mistakes in the words are reported earlier.
     from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
@@ -119,6 +122,63 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
         for line in report_lines(expected, figures, best_fitting, settings.data.seq_length):
             print(line)
     return 0 if expected.fits else 1
+
+
+def find_data(
+    words: dict[str, str], settings: TrainConfig, tokens: int
+) -> tuple[dict[str, str], int]:
+    """Returns the words with the settings that the data gives, and its tokens. tokens: of data that is not made yet; 0:
+    the data is there. Raises UserError if it is not, or if a word gives what --hours chooses."""
+    for name in CHOSEN_BY_HOURS & words.keys():
+        raise UserError(f"{name}: with --hours, plan chooses it; leave it out")
+    model_name = settings.model.model_name
+    if "d_intermediate" in preset(model_name):
+        raise UserError(
+            f"--hours varies d_model and n_layer, but {model_name} has widths of its own, as d_intermediate; leave it out, "
+            "and name its --layers if you want its mixture"
+        )
+    is_made = "dataset_path" in settings.explicit
+    if is_made == (tokens > 0):
+        raise UserError(
+            "--hours: name the data, as in plan data/mine --hours=8, or if it is not made yet, say how much there is: "
+            "plan --hours=8 --tokens=2e9"
+        )
+    if tokens:
+        return {"dataset_path": "data/mine", **words}, tokens
+    sources, _ = training_sources(settings.data)
+    vocab_size = max(source.vocab_size for source in sources.values())
+    data_tokens = sum(source.token_count for source in sources.values())
+    return {"vocab_size": str(vocab_size), **words}, data_tokens
+
+
+def show_sizes(
+    words: dict[str, str],
+    config: str | None,
+    data_tokens: int,
+    options: PlanConfig,
+    described: Instance | None,
+) -> None:
+    """Prints three sizes of a model for the time there is. described: the machine; None for this one."""
+    from mamba_fsdp.planning.estimate import machine_at_hand
+    from mamba_fsdp.planning.sizes import Budget, plan_sizes, report_sizes
+    from mamba_fsdp.trainer.run import measure_pace
+
+    budget = Budget(
+        hours=options.hours,
+        nodes=options.nodes,
+        instance=options.instance,
+        machine=described or machine_at_hand(),
+        is_here=described is None,
+        data_tokens=data_tokens,
+        is_made=not options.tokens,
+    )
+    sizes = plan_sizes(words, config, budget, measure_pace)
+    console = Console()
+    if options.json:
+        console.line(as_json({name: asdict(size) for name, size in sizes.items()}))
+        return
+    for line in report_sizes(sizes, budget):
+        console.line(line)
 
 
 def choose_machine(options: PlanConfig) -> Instance | None:

@@ -19,11 +19,11 @@ from typing import NamedTuple
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch import machine
+from mamba_fsdp.launch.checks import CHECKS
 from mamba_fsdp.launch.plan import check_space
 from mamba_fsdp.settings.resolve import read_resolved
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage import write_object
-from mamba_fsdp.verbs.checks import CHECKS
+from mamba_fsdp.storage.typed_json import write_object
 
 JOB_CHECKS = [check for check in CHECKS if check.exit_code is not None]
 

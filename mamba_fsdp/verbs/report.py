@@ -10,10 +10,10 @@ from pathlib import Path
 
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.fields import setting
 from mamba_fsdp.report.page import make_page
-from mamba_fsdp.run_layout import REPORT, TOKENIZER
-from mamba_fsdp.settings.fields import setting
-from mamba_fsdp.storage import write_for_user
+from mamba_fsdp.run.names import REPORT, TOKENIZER
+from mamba_fsdp.storage.patience import write_for_user
 
 
 @dataclass

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.fields import shown
 from mamba_fsdp.launch.machine import LAUNCHER, begin_rank
 from mamba_fsdp.launch.plan import check_folder, check_inputs
 from mamba_fsdp.report.console import let_output_fail
-from mamba_fsdp.run_layout import STOP
-from mamba_fsdp.settings.fields import shown
+from mamba_fsdp.run.names import STOP
 from mamba_fsdp.settings.resolve import read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 from mamba_fsdp.settings.train_config import TrainConfig

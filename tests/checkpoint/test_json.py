@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage import FileName, Format, at_least, from_json, read_object
+from mamba_fsdp.storage.formats import Format
+from mamba_fsdp.storage.typed_json import FileName, at_least, from_json, read_object
 
 
 @dataclass

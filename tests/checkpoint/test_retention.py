@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 
-from mamba_fsdp import lease
 from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import find_checkpoint, load
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.lease import Lease, new_folder
+from mamba_fsdp.run import lease
+from mamba_fsdp.run.lease import Lease, new_folder
 from tests.support.checkpoints import (
     WORLD,
     make_checkpoints,

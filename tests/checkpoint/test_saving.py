@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mamba_fsdp import storage
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import files
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.restore import WholeCheckpoint, load
 from mamba_fsdp.errors import StorageError, UserError
-from mamba_fsdp.report.records import read_events
+from mamba_fsdp.run.records import read_events
+from mamba_fsdp.storage import patience
 from tests.support.checkpoints import (
     WORLD,
     make_checkpoints,
@@ -203,7 +203,7 @@ def test_a_full_disk_on_one_rank_is_loud_on_all(run):
 def stumble(world, run):
     """Rank 1's storage fails three times in mid-file while it saves, and again while it loads; then for good. Returns
     (whether what was saved came back, what is said in the end, what is left)."""
-    storage.LONGEST_PAUSE = 0.01
+    patience.LONGEST_PAUSE = 0.01
     shards = build(world, strategy="fsdp")[0].shards()
     saved = [shard.data.clone() for shard in shards]
     left = []
@@ -229,7 +229,7 @@ def stumble(world, run):
     checkpointer.resume(shards)
     came_back = all(torch.equal(shard.data, was) for shard, was in zip(shards, saved))
 
-    storage.SECONDS_OF_TRYING = 0.2
+    patience.SECONDS_OF_TRYING = 0.2
     left[:] = range(10**6)
     with pytest.raises(StorageError) as raised:
         checkpointer.save(2, shards, {})

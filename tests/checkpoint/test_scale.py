@@ -16,8 +16,8 @@ from mamba_fsdp.checkpoint.contents import Checksum, FileChecksum, StoredTensor,
 from mamba_fsdp.checkpoint.files import write_pieces
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.ranges import pack, part_to_write
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.settings.model_config import ModelConfig
 from tests.support.checkpoints import open_run
 from tests.support.ranks import run_ranks
 

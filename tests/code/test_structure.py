@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 
 def modules(project):
     """{path in the project: the syntax tree of a Python file}, tests left out."""
@@ -44,9 +42,9 @@ def nodes_that_run(tree):
             yield from nodes_that_run(node)
 
 
-def imported(path, tree, files):
-    """The files of the project that a file imports, at its top or later, but for types alone."""
-    for node in nodes_that_run(tree):
+def imported(path, nodes, files):
+    """The files of the project that the nodes of a file import, at its top or later."""
+    for node in nodes:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -61,24 +59,26 @@ def imported(path, tree, files):
             yield from found
 
 
-@pytest.fixture(scope="module")
-def graph():
-    files = modules(Path(__file__).parents[2])
-    return {path: set(imported(path, tree, files)) - {path} for path, tree in files.items()}
-
-
-def test_imports_run_down_the_floors(project, graph):
+def test_imports_run_down_the_floors(project):
+    """Also those for types alone."""
     known = floors(project)
+    files = modules(project)
     wrong = []
-    for path, others in graph.items():
-        for other in others:
+    for path, tree in files.items():
+        for other in set(imported(path, ast.walk(tree), files)):
             here, there = place_of(path, known), place_of(other, known)
             if here and there and here != there and known[there] >= known[here]:
                 wrong.append(f"{path} imports {other}")
     assert not wrong
 
 
-def test_no_file_imports_itself_on_a_round_trip(graph):
+def test_no_file_imports_itself_on_a_round_trip(project):
+    """But for types: a description and what describes it may name each other."""
+    files = modules(project)
+    graph = {
+        path: set(imported(path, nodes_that_run(tree), files)) - {path}
+        for path, tree in files.items()
+    }
     order, on_the_way = set(), []
 
     def visit(path):

@@ -26,12 +26,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from mamba_fsdp import lease
 from mamba_fsdp.data import corpus, merging, reading, tokenize
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import for_validation
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.run import lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import tokenize as get_dataset
 from tests.support.corpora import content, make_texts, read_back, stored_documents

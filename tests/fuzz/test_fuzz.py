@@ -31,7 +31,7 @@ from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import COMMIT, STATE
+from mamba_fsdp.run.names import COMMIT, STATE
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from tests.support.checkpoints import open_run, saved_state

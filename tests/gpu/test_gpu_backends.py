@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.ops.attention import Documents, attention
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.first_use import FirstUse
 

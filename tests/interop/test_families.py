@@ -21,9 +21,9 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.architectures import architecture_for
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import read_description, read_weights
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.ops.rope import frequencies
-from mamba_fsdp.settings.model_config import ModelConfig
 from tests.support.small_models import (
     CONFIGS,
     GROUPED,

@@ -16,8 +16,8 @@ from mamba_fsdp.interop.architectures import architecture_for
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.interop.weights import read_description
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.resolve import resolve_settings, shown
 from mamba_fsdp.trainer.start import starting_weights
 from tests.support.small_models import (

@@ -13,8 +13,8 @@ from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.weights import read_weights
-from mamba_fsdp.settings.model_config import ModelConfig
-from mamba_fsdp.settings.presets import PRESETS
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.presets import PRESETS
 from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
 from tests.support.processes import run_program
 from tests.support.small_models import (

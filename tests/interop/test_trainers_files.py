@@ -11,10 +11,10 @@ import torch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import find_weights, read_weights
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.presets import preset
 from mamba_fsdp.ops.attention import rotary
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.settings.model_config import ModelConfig
-from mamba_fsdp.settings.presets import preset
 from mamba_fsdp.verbs import inspect
 from tests.support.small_models import (
     CONFIGS,

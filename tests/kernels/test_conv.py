@@ -7,9 +7,9 @@ import pytest
 import torch
 from compare import assert_like_reference, evaluate
 
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.conv import triton as backend
-from mamba_fsdp.settings.model_config import ModelConfig
 
 WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"].limits
 DOCUMENTS = torch.tensor(

@@ -8,13 +8,13 @@ from compare import assert_like, double, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS, REFERENCE
 from mamba_fsdp.ops.conv import triton as conv_triton
 from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.ops.ssd import triton as ssd_triton
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.layer_check import LayerCheck, Rows
 

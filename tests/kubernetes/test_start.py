@@ -12,7 +12,7 @@ import pytest
 
 from mamba_fsdp.launch import machine, node
 from mamba_fsdp.launch.failures import Failure
-from mamba_fsdp.report.records import ELSEWHERE, write_status
+from mamba_fsdp.run.records import ELSEWHERE, write_status
 from tests.kubernetes import manifests
 from tests.support.corpora import write_store
 from tests.support.ports import hold_port

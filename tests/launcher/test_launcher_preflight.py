@@ -7,9 +7,9 @@ import pytest
 
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.launch import machine
+from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.settings.resolve import as_json
-from mamba_fsdp.verbs import checks, preflight
+from mamba_fsdp.verbs import preflight
 from tests.support.checkpoints import commit_empty
 from tests.support.tiny import resolved
 

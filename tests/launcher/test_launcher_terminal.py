@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mamba_fsdp.report import records
+from mamba_fsdp.run import records
 from tests.support.corpora import write_store
 from tests.support.processes import PATIENCE_SECONDS, wait_until
 from tests.support.projects import make_project, make_venv, trace_resolutions

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from mamba_fsdp import run_layout
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.run import layout, names
 
 
 def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
@@ -14,22 +14,22 @@ def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
     script += (project / "mamba_fsdp/launch/job.sh").read_text()
     there = set(re.findall(r'\$run_folder"?/([\w.*]+(?:/step_\*/\w+)?)', script))
     assert there == {
-        f".{run_layout.STOP}",  # until it is whole
-        run_layout.FAILURES,
-        run_layout.PREFLIGHT,
-        run_layout.PROFILE,
-        run_layout.RESOLVED,
-        run_layout.STATUS,
-        run_layout.STOP,
-        f"{run_layout.CHECKPOINTS}/step_*/{run_layout.COMMIT}",
+        f".{names.STOP}",  # until it is whole
+        names.FAILURES,
+        names.PREFLIGHT,
+        names.PROFILE,
+        names.RESOLVED,
+        names.STATUS,
+        names.STOP,
+        f"{names.CHECKPOINTS}/step_*/{names.COMMIT}",
     }
 
 
 def test_a_step_is_read_back_from_its_name():
     for step in (0, 7, 12345678, 123456789):
-        assert run_layout.step_of(run_layout.step_name(step)) == step
+        assert layout.step_of(layout.step_name(step)) == step
     for name in "step_ .step_00000001.0123.partial step_1a xstep_00000001".split():
-        assert run_layout.step_of(name) is None
+        assert layout.step_of(name) is None
 
 
 IS = "is not a run folder (it holds"
@@ -55,17 +55,17 @@ def test_what_is_no_run_folder_is_not_made_one(tmp_path, files, refused):
         (tmp_path / file).touch()
     if refused:
         with pytest.raises(UserError, match=re.escape(refused)):
-            run_layout.check_is_run_folder(tmp_path)
+            layout.check_is_run_folder(tmp_path)
     else:
-        run_layout.check_is_run_folder(tmp_path)
-    run_layout.check_is_run_folder(tmp_path / "nowhere")
+        layout.check_is_run_folder(tmp_path)
+    layout.check_is_run_folder(tmp_path / "nowhere")
 
 
 def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_steps(tmp_path):
-    names = "step_00000010 step_100000000 step_00000009 .step_00000011.abc.partial other"
-    for name in names.split():
+    folders = "step_00000010 step_100000000 step_00000009 .step_00000011.abc.partial other"
+    for name in folders.split():
         (tmp_path / name).mkdir()
-        (tmp_path / name / run_layout.COMMIT).touch()
+        (tmp_path / name / names.COMMIT).touch()
     (tmp_path / "step_00000012").mkdir()
-    found = [path.name for path in run_layout.committed(tmp_path)]
+    found = [path.name for path in layout.committed(tmp_path)]
     assert found == "step_00000009 step_00000010 step_100000000".split()

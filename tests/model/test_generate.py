@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.generate import draw, generate
+from mamba_fsdp.inference.decoding import draw, generate
 from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22

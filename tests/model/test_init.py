@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from mamba_fsdp.model import init
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.settings.model_config import ModelConfig
 
 pytestmark = pytest.mark.torch22
 CONFIG = ModelConfig(

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.presets import PRESETS, preset, title
 from mamba_fsdp.model.spec import flops_per_token, parameter_count
-from mamba_fsdp.settings.model_config import ModelConfig
-from mamba_fsdp.settings.presets import PRESETS, preset, title
 
 PUBLISHED = {  # number of parameters in the released checkpoints
     "mamba-130m": 129_135_360, "mamba-370m": 371_516_416, "mamba-790m": 793_204_224, "mamba-1.4b": 1_372_178_432,

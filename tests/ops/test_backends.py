@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops import attention, backends, cpp, scan
 from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS, REFERENCE, Use, resolve_backends
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.resolve import resolve_settings
 
 pytestmark = pytest.mark.torch22

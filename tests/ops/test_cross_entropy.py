@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops import loss
 from mamba_fsdp.ops.backends import REFERENCE
@@ -12,7 +13,6 @@ from mamba_fsdp.parallel.model import ParameterSlot
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.passes import measure
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import ParallelConfig, TrainConfig
 from tests.kernels.compare import assert_like, double, evaluate
 from tests.support.memory import LargestTensor

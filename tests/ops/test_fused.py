@@ -16,7 +16,7 @@ import sys, types
 from unittest.mock import MagicMock
 import torch, torch.nn.functional as F
 
-from mamba_fsdp.settings.model_config import ModelConfig
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.layers import Mamba1
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.backends import REFERENCE

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.ops.backends import OPERATORS, REFERENCE
 from mamba_fsdp.ops.mamba2 import triton as mamba2_triton
 from mamba_fsdp.planning.passes import no_kernels
-from mamba_fsdp.settings.model_config import ModelConfig
 
 pytestmark = pytest.mark.torch22
 MIXER = {

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mamba_fsdp.errors import Accident
-from mamba_fsdp.launch import machine
+from mamba_fsdp.launch import checks, machine
+from mamba_fsdp.launch.checks import Check, Finding
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.verbs import checks, preflight
-from mamba_fsdp.verbs.checks import Check, Finding
+from mamba_fsdp.verbs import preflight
 from tests.support.processes import run_program
 
 pytestmark = pytest.mark.torch22

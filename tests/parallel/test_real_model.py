@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
@@ -8,7 +9,6 @@ from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import ParallelConfig
 from tests.support.ranks import gradient_norm, run_ranks
 

@@ -12,8 +12,8 @@ import pytest
 
 from mamba_fsdp.__main__ import VERBS, overview, page_of
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.settings.fields import default, takes
-from mamba_fsdp.settings.fields import shown as shown_value
+from mamba_fsdp.fields import default, takes
+from mamba_fsdp.fields import shown as shown_value
 from mamba_fsdp.settings.help import asked_for, meanings_in
 from mamba_fsdp.settings.settings_page import USUAL, settings_page
 from mamba_fsdp.settings.train_config import SECTIONS, TrainConfig, all_settings

@@ -4,8 +4,8 @@ refused."""
 import pytest
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.settings import resolve
-from mamba_fsdp.settings.model_config import ModelConfig
 
 THERE = ModelConfig(d_model=48, n_layer=3, layers="mamba2", headdim=16, vocab_size=99)
 

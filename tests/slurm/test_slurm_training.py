@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mamba_fsdp.data.store import StoreWriter
-from mamba_fsdp.report.records import read_events, read_status
+from mamba_fsdp.run.records import read_events, read_status
 from tests.support import projects
 from tests.support.processes import write_program
 

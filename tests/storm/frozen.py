@@ -21,9 +21,9 @@ import time
 import traceback
 from pathlib import Path
 
-from mamba_fsdp import lease
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.run import lease
 from mamba_fsdp.trainer.run_folder import RunFolder
 from tests.storm import rank
 from tests.support.checkpoints import WORLD, make_checkpoints, problems, shards_of

@@ -30,9 +30,9 @@ def import_all():
     """What a rank needs, so that forked ones have it at once."""
     import torch.distributed.fsdp  # noqa: F401
 
+    import mamba_fsdp.inference.loading  # noqa: F401
     import mamba_fsdp.interop.convert
     import mamba_fsdp.trainer.run
-    import mamba_fsdp.verbs.loading  # noqa: F401
     import mamba_fsdp.verbs.train  # noqa: F401
 
 

@@ -10,10 +10,11 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.files import checksum_of
 from mamba_fsdp.checkpoint.restore import newest_whole, verify
 from mamba_fsdp.checkpoint.saved_run import SavedRun
-from mamba_fsdp.lease import Lease
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, LEASE, step_name
+from mamba_fsdp.run.layout import step_name
+from mamba_fsdp.run.lease import Lease
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, LEASE
 
 WORLD = World.alone()
 

@@ -21,10 +21,10 @@ import torch.nn.functional as F  # noqa: E402
 from mamba_ssm.ops import selective_scan_interface  # noqa: E402
 from mamba_ssm.ops.triton import layernorm_gated, ssd_combined  # noqa: E402
 
+from mamba_fsdp.model.config import ModelConfig  # noqa: E402
 from mamba_fsdp.model.layers import Mamba2  # noqa: E402
 from mamba_fsdp.ops.backends import REFERENCE  # noqa: E402
 from mamba_fsdp.ops.ssd import ssd  # noqa: E402
-from mamba_fsdp.settings.model_config import ModelConfig  # noqa: E402
 from tests.kernels.compare import assert_like, evaluate  # noqa: E402
 from tests.support.definitions import ssd_values  # noqa: E402
 

@@ -36,7 +36,7 @@ PROCESSES.set_forkserver_preload(
         "mamba_fsdp.data.tokenize",
         "mamba_fsdp.trainer.run",
         "mamba_fsdp.interop.convert",
-        "mamba_fsdp.verbs.loading",
+        "mamba_fsdp.inference.loading",
         "mamba_fsdp.parallel.fsdp1",
         "mamba_fsdp.parallel.fsdp2",
     ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mamba_fsdp
-from mamba_fsdp.report import records
+from mamba_fsdp.run import records
 from tests.support import corpora
 from tests.support.tiny import TINY, as_words, resolved
 

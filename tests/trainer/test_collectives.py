@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.data.loader import Loader
-from mamba_fsdp.report.records import read
+from mamba_fsdp.run.records import read
 from mamba_fsdp.trainer import clock, run
 from mamba_fsdp.trainer.stopping import StopRequest
 from tests.support.checkpoints import steps_in

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from mamba_fsdp import storage
 from mamba_fsdp.checkpoint import checkpointer
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.records import correct_status, read_events, read_status
-from mamba_fsdp.run_layout import committed, step_of
+from mamba_fsdp.run.layout import committed, step_of
+from mamba_fsdp.run.records import correct_status, read_events, read_status
+from mamba_fsdp.storage import patience
 from mamba_fsdp.trainer import loop, saver
 
 LONG = {
@@ -27,7 +27,7 @@ LONG = {
 def quick(monkeypatch):
     """The next attempt comes two steps after a failure, and no patience takes a minute."""
     monkeypatch.setattr(saver, "FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(storage, "SECONDS_OF_TRYING", 0.0)
+    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
 
 
 @pytest.fixture
@@ -125,13 +125,13 @@ def test_a_run_that_a_full_disk_ended_is_not_called_running(train, tmp_path, fai
     def full(path, *_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
-    failing(1, errno.ENOSPC, lambda: monkeypatch.setattr(storage, "write_atomically", full))
+    failing(1, errno.ENOSPC, lambda: monkeypatch.setattr(patience, "write_atomically", full))
     with pytest.raises(UserError, match="No space left"):
         train(tmp_path, **LONG, checkpoint_interval=100)
     for _ in range(2):
         assert correct_status(tmp_path)["status"] == "failed"
         assert ('"running"' in (tmp_path / "status.json").read_text()) == (
-            storage.write_atomically is full
+            patience.write_atomically is full
         )
         monkeypatch.undo()
 
@@ -139,12 +139,12 @@ def test_a_run_that_a_full_disk_ended_is_not_called_running(train, tmp_path, fai
 def test_a_disk_that_is_full_at_the_start_is_told_on_all_ranks(train, tmp_path, monkeypatch):
     """As a mistake that they share, and by the name of the file."""
 
-    def full(path, *_, write=storage.write_atomically):
+    def full(path, *_, write=patience.write_atomically):
         if path.name == "config.yaml":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{path}.tmp")
         write(path, *_)
 
-    monkeypatch.setattr(storage, "write_atomically", full)
+    monkeypatch.setattr(patience, "write_atomically", full)
     with pytest.raises(UserError, match="config.yaml: can't be written .No space left on device"):
         train(tmp_path, num_steps=1)
 

@@ -14,11 +14,11 @@ import torch
 
 import mamba_fsdp
 from mamba_fsdp.errors import Accident, UserError
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.ops import conv, cpp, gdn, norm, scan, ssd
 from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE
 from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer import first_use, layer_check
 from mamba_fsdp.trainer.layer_check import POSITIONS, LayerCheck, Rows

@@ -9,11 +9,11 @@ from dataclasses import asdict
 
 import pytest
 
-from mamba_fsdp import lease as module
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.lease import Holder, Lease
-from mamba_fsdp.report.records import correct_status, read_events, read_status, write_status
-from mamba_fsdp.run_layout import LEASE
+from mamba_fsdp.run import lease as module
+from mamba_fsdp.run.lease import Holder, Lease
+from mamba_fsdp.run.names import LEASE
+from mamba_fsdp.run.records import correct_status, read_events, read_status, write_status
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.verbs import inspect
 from tests.support.checkpoints import commit_empty

@@ -4,7 +4,7 @@ import pytest
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import BatchShape
-from mamba_fsdp.settings.fields import Duration
+from mamba_fsdp.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.run_schedule import schedule_run
 

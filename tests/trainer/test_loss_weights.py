@@ -7,7 +7,7 @@ import torch
 
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Loader
-from mamba_fsdp.report.records import read
+from mamba_fsdp.run.records import read
 from mamba_fsdp.trainer import run
 from tests.support.ranks import run_ranks
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mamba_fsdp.report.records import read
+from mamba_fsdp.run.records import read
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock
 

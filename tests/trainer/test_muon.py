@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.simulate import simulate
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
 from mamba_fsdp.ops.backends import resolve_backends
@@ -18,7 +19,6 @@ from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.planning import roofline
 from mamba_fsdp.planning.memory import Workload, expected_memory
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import OptimizerConfig, ParallelConfig, TrainConfig
 from mamba_fsdp.trainer import muon as muon_module
 from mamba_fsdp.trainer.optimizer import make_optimizer

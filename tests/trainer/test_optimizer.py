@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.compat import has_fused_adamw, step_unless
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.trainer.optimizer import LossScale
 
 NORMS = ("norm.weight", "norm2.weight", "norm_f.weight")

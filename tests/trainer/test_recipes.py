@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.presets import SPELLINGS
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.planning.devices import INSTANCES
 from mamba_fsdp.planning.estimate import estimate
-from mamba_fsdp.settings.presets import RECIPES_FILE, SPELLINGS, recipe
+from mamba_fsdp.settings.recipes import RECIPES_FILE, recipe
 from mamba_fsdp.settings.resolve import as_dict, note_on_recipe, ready_runs, resolve_settings
-from mamba_fsdp.settings.text_yaml import load_yaml
+from mamba_fsdp.storage.text_yaml import load_yaml
 
 WORDS = [word for words in load_yaml(RECIPES_FILE) for word in words.split()]
 RECIPES = [word for word in WORDS if "num_steps" in recipe(word)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mamba_fsdp.errors import LostError, UserError
-from mamba_fsdp.report import records
+from mamba_fsdp.run import records
 from mamba_fsdp.trainer.run_folder import RunFolder
 
 
@@ -81,7 +81,7 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch, capsys):
     metrics.path = tmp_path / "metrics.jsonl"
     metrics.write({"step": 2})
     assert [entry["step"] for entry in records.read(metrics.path)] == [1, 2]
-    monkeypatch.setattr("mamba_fsdp.lease.Lease.is_held", lambda self: True)
+    monkeypatch.setattr("mamba_fsdp.run.lease.Lease.is_held", lambda self: True)
     RunFolder(tmp_path / "missing").write_failure(0, UserError("what failed first"))
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     records.add_event(tmp_path, "checkpoint", 1)  # no reason to end a run

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.lease import Holder
-from mamba_fsdp.report.records import read_events, read_status
+from mamba_fsdp.run.lease import Holder
+from mamba_fsdp.run.records import read_events, read_status
 from tests.support.checkpoints import equal, flip
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import mamba_fsdp
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.records import read, read_status
+from mamba_fsdp.run.records import read, read_status
 from mamba_fsdp.trainer import run
 from tests.support.checkpoints import equal
 from tests.support.ranks import run_ranks

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks.simulate import simulate
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.planning.memory import Workload, expected_memory
-from mamba_fsdp.settings.model_config import ModelConfig
 from mamba_fsdp.settings.train_config import TrainConfig
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from mamba_fsdp.launch.machine import LAUNCHER
-from mamba_fsdp.report.records import read_status
+from mamba_fsdp.run.records import read_status
 from mamba_fsdp.trainer import run, stopping
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mamba_fsdp import command_line, storage
+from mamba_fsdp import command_line
 from mamba_fsdp.errors import StorageError, UserError
-from mamba_fsdp.lease import new_folder
-from mamba_fsdp.report.records import Log
+from mamba_fsdp.run.lease import new_folder
+from mamba_fsdp.run.records import Log
+from mamba_fsdp.storage import patience
 
 
 @pytest.fixture
@@ -40,9 +41,9 @@ def lose_file(monkeypatch):
 def test_storage_that_stays_away_ends_the_run_with_a_code_of_its_own(
     train, lose_file, tmp_path, capsys, monkeypatch, place
 ):
-    monkeypatch.setattr(storage, "SECONDS_OF_TRYING", 0.1)
+    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.1)
     train(tmp_path, num_steps=2)
-    monkeypatch.setattr(storage, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.0)
     lose_file(place)
     with pytest.raises(SystemExit) as end:
         command_line.run(lambda: train(tmp_path, num_steps=4), str, [])
@@ -64,7 +65,7 @@ def test_storage_that_fails_while_a_model_is_published_is_no_mistake(tmp_path, n
 
 
 def test_storage_that_still_fails_after_a_warning_is_no_mistake(lose_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "SECONDS_OF_TRYING", 0.0)
+    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
     metrics = Log(tmp_path / "metrics.jsonl", 0)
     lose_file("metrics.jsonl")
     metrics.write({"step": 1})

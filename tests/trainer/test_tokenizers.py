@@ -9,7 +9,7 @@ import mamba_fsdp
 from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
-from mamba_fsdp.report.records import read
+from mamba_fsdp.run.records import read
 from tests.support import corpora
 from tests.trainer.conftest import write_store
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.report import records
+from mamba_fsdp.run import records
 from tests.support.corpora import read_back, stored_documents
 from tests.support.forked import output_of, said_by, start, start_ranks
 from tests.support.others_tokens import write_fms, write_layout

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from mamba_fsdp import lease
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.plan import check_folder
-from mamba_fsdp.lease import Lease
+from mamba_fsdp.run import lease
+from mamba_fsdp.run.lease import Lease
 from tests.support.processes import run_program
 from tests.support.tiny import resolved
 

@@ -9,7 +9,7 @@ import pytest
 from mamba_fsdp import command_line
 from mamba_fsdp.__main__ import main
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.settings.fields import setting
+from mamba_fsdp.fields import setting
 from mamba_fsdp.settings.resolve import resolve_settings
 from tests.support.processes import run_program
 

@@ -10,8 +10,8 @@ import torch
 
 from mamba_fsdp.data.tokenizer import load_words, train
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model import generate as drawing
-from mamba_fsdp.verbs import generate, loading
+from mamba_fsdp.inference import decoding, loading
+from mamba_fsdp.verbs import generate
 from tests.support.processes import run_program
 
 pytestmark = pytest.mark.torch22
@@ -28,9 +28,9 @@ def test_a_character_of_several_tokens_waits_until_it_is_whole(monkeypatch, tmp_
         ("日", ["", "", "日"]),
     ):
         tokens = letters.encode(text)
-        monkeypatch.setattr(drawing, "generate", lambda *_, tokens=tokens, **__: iter(tokens))
+        monkeypatch.setattr(decoding, "generate", lambda *_, tokens=tokens, **__: iter(tokens))
         assert [*generate.generate(model, generate.GenerationConfig("x"))] == pieces
-    monkeypatch.setattr(drawing, "generate", lambda *_, **__: iter(tokens[:2]))
+    monkeypatch.setattr(decoding, "generate", lambda *_, **__: iter(tokens[:2]))
     assert "".join(generate.generate(model, generate.GenerationConfig("x"))) == ""
 
 

@@ -17,9 +17,10 @@ from lm_eval.tasks import TaskManager
 
 from mamba_fsdp.data import tokenizer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.inference import harness
+from mamba_fsdp.inference.harness import MambaFSDP
 from mamba_fsdp.interop.convert import write_model
-from mamba_fsdp.verbs import evaluate, harness, inspect
-from mamba_fsdp.verbs.harness import MambaFSDP
+from mamba_fsdp.verbs import evaluate, inspect
 from tests.support.small_models import CONFIGS, MAMBA3, write_ours
 
 pytestmark = pytest.mark.torch22

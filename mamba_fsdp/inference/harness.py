@@ -5,31 +5,23 @@ pyproject.toml declares MambaFSDP as a plugin of lm-eval: a release that finds p
 """
 
 import contextlib
-import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError, first_line, near_name
-from mamba_fsdp.model.generate import generate
-from mamba_fsdp.report.console import as_json, say
-from mamba_fsdp.run_layout import CHECKPOINTS, TASK_RESULTS
-from mamba_fsdp.storage import write_for_user
-from mamba_fsdp.verbs.loading import inference_world, load
-
-if TYPE_CHECKING:
-    from mamba_fsdp.verbs.evaluate import CommandConfig
+from mamba_fsdp.inference.decoding import generate
+from mamba_fsdp.inference.loading import inference_world, load
 
 TAIL = 64  # newest tokens of an answer in which the texts that end it are looked for
 
@@ -189,45 +181,38 @@ def answers_of(
     return answers
 
 
-def run_tasks(model: str, options: "CommandConfig") -> None:
-    """Measures a model by lm-eval's tasks: prints its tables, and writes its results into the run folder that `model`
-    may be. Raises UserError for an unknown task, and for one that lm-eval can't run."""
+def find_tasks(names: list[str], include_path: str) -> TaskManager:
+    """Returns lm-eval's manager, which has these tasks. include_path: a folder of further task files, or "". Raises
+    UserError for an unknown task."""
     if inference_world().size > 1:
         raise UserError("--tasks runs in one process: leave torchrun out")
-    if not Path(options.include_path).is_dir():  # an empty path is the folder one is in
-        raise UserError(f"--include_path={options.include_path}: there is no such folder")
+    if not Path(include_path).is_dir():  # an empty path is the folder one is in
+        raise UserError(f"--include_path={include_path}: there is no such folder")
     with mistakes_of_tasks():
-        manager = TaskManager(include_path=options.include_path)
-    for name in options.tasks:
+        manager = TaskManager(include_path=include_path)
+    for name in names:
         if name not in manager.all_tasks:
             hint = near_name(name, manager.all_tasks, "lm_eval ls tasks lists lm-eval's own")
             raise UserError(
                 f"--tasks={name}: neither lm-eval nor a file in --include_path that it can read has it; {hint}"
             )
-    tested = MambaFSDP(
-        model, options.tokenizer, options.seq_length, options.batch_size, options.model_name
-    )
+    return manager
+
+
+def run_tasks(
+    model: MambaFSDP, manager: TaskManager, names: list[str], num_fewshot: int, limit: int
+) -> dict[str, Any]:
+    """Returns lm-eval's results of the tasks. num_fewshot: -1 for each task's own number. limit: the first questions of
+    each task; 0 for all. Raises UserError for a task that lm-eval can't run."""
     with mistakes_of_tasks():
-        results = simple_evaluate(
-            model=tested,
-            tasks=options.tasks,
+        return simple_evaluate(
+            model=model,
+            tasks=names,
             task_manager=manager,
-            num_fewshot=options.num_fewshot if options.num_fewshot >= 0 else None,
-            limit=options.limit or None,
+            num_fewshot=num_fewshot if num_fewshot >= 0 else None,
+            limit=limit or None,
             log_samples=False,
         )
-    text = as_json({"model": tested.source, **results})
-    if options.json:
-        print(text)
-    else:
-        say("model", tested.source)
-        print(make_table(results))
-        if "groups" in results:
-            print(make_table(results, "groups"))
-    if Path(model, CHECKPOINTS).is_dir():
-        path = Path(model, TASK_RESULTS.format(time.strftime("%Y-%m-%dT%H-%M-%S")))
-        write_for_user(path, text)
-        print(f"the results are in {path}", file=sys.stderr)
 
 
 @contextlib.contextmanager

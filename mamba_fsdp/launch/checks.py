@@ -154,10 +154,10 @@ def find_efa_plugin() -> str:
 def find_operators() -> str:
     """Returns the backend that a run would choose for each operator, and why it passed over better ones. On a GPU, each
     backend is tested."""
-    from mamba_fsdp.settings.model_config import ModelConfig
+    from mamba_fsdp.inference.loading import inference_world
+    from mamba_fsdp.model.config import ModelConfig
     from mamba_fsdp.settings.train_config import TrainConfig
     from mamba_fsdp.trainer.first_use import choose_for_answers
-    from mamba_fsdp.verbs.loading import inference_world
 
     settings = TrainConfig(ModelConfig(layers="mamba1,mamba2,attention", d_model=256))
     device = inference_world().device

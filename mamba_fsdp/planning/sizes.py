@@ -2,22 +2,17 @@
 them. docs/planning.md names the laws behind them."""
 
 import shlex
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mamba_fsdp.data.selection import training_sources
 from mamba_fsdp.errors import UserError, with_unit
+from mamba_fsdp.model.presets import PRESETS
 from mamba_fsdp.planning.devices import Instance
-from mamba_fsdp.report.console import Console, as_json
-from mamba_fsdp.settings.presets import PRESETS, preset
+from mamba_fsdp.planning.estimate import Estimate, best, estimate
+from mamba_fsdp.report.console import Console
 from mamba_fsdp.settings.resolve import resolve_settings
-from mamba_fsdp.settings.train_config import TrainConfig
-
-if TYPE_CHECKING:
-    from mamba_fsdp.planning.estimate import Estimate
-    from mamba_fsdp.verbs.plan import PlanConfig
+from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
 
 # What `plan --hours` goes by; docs/planning.md explains it.
 TOKENS_PER_PARAMETER = 20  # compute-optimal: Hoffmann et al. 2022 (arXiv 2203.15556)
@@ -28,34 +23,28 @@ WITH_RECIPES = ("mamba-130m", "mamba-370m", "mamba-790m", "mamba-1.4b", "mamba-2
 NAMES = ("smaller", "middle", "larger")
 HEADER = "         layers x width parameters  tokens/s   tokens  passes tok/param   memory"
 LAUNCHER = "1.train.sbatch"
-CHOSEN_BY_HOURS = {"d_model", "n_layer", "num_steps", "num_epochs", "save_ckpt_path"}
 
 
-def find_data(
-    words: dict[str, str], settings: TrainConfig, tokens: int
-) -> tuple[dict[str, str], int]:
-    """Returns the words with the settings that the data gives, and its tokens. tokens: of data that is not made yet; 0:
-    the data is there. Raises UserError if it is not, or if a word gives what --hours chooses."""
-    for name in CHOSEN_BY_HOURS & words.keys():
-        raise UserError(f"{name}: with --hours, plan chooses it; leave it out")
-    model_name = settings.model.model_name
-    if "d_intermediate" in preset(model_name):
-        raise UserError(
-            f"--hours varies d_model and n_layer, but {model_name} has widths of its own, as d_intermediate; leave it out, "
-            "and name its --layers if you want its mixture"
-        )
-    is_made = "dataset_path" in settings.explicit
-    if is_made == (tokens > 0):
-        raise UserError(
-            "--hours: name the data, as in plan data/mine --hours=8, or if it is not made yet, say how much there is: "
-            "plan --hours=8 --tokens=2e9"
-        )
-    if tokens:
-        return {"dataset_path": "data/mine", **words}, tokens
-    sources, _ = training_sources(settings.data)
-    vocab_size = max(source.vocab_size for source in sources.values())
-    data_tokens = sum(source.token_count for source in sources.values())
-    return {"vocab_size": str(vocab_size), **words}, data_tokens
+@dataclass(frozen=True)
+class Budget:
+    """What there is to train with."""
+
+    hours: float
+    nodes: int
+    instance: str  # its name; "" for machines that no name describes
+    machine: Instance
+    is_here: bool  # whether it is this machine, whose steps can be timed
+    data_tokens: int
+    is_made: bool  # whether the data is there already
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.machine.devices
+
+    @property
+    def is_timed(self) -> bool:
+        """Returns whether the machine's speed is unknown, so that steps are timed."""
+        return not self.machine.tflops()
 
 
 @dataclass(frozen=True)
@@ -67,31 +56,25 @@ class Size:
     tokens: int  # in the time
     passes: float  # over the data
     tokens_per_parameter: float
-    expected: "Estimate"
+    expected: Estimate
 
 
 def plan_sizes(
     words: dict[str, str],
     config: str | None,
-    data_tokens: int,
-    options: "PlanConfig",
-    described: Instance | None,
-) -> None:
-    """Prints three sizes of a model for the time there is. words, config: the settings besides those chosen here.
-    described: the machine, None for this one, whose steps are timed. Raises UserError if there is no speed to know."""
-    from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
-    from mamba_fsdp.trainer.run import measure_pace
-    from mamba_fsdp.trainer.run_schedule import VALIDATION_SHARE
-
-    machine = described or machine_at_hand()
-    is_cpu = machine.device == "cpu"
-    is_timed = not machine.tflops()
-    devices = options.nodes * machine.devices
-    if is_timed and (described or devices > 1):
+    budget: Budget,
+    measure_pace: Callable[[TrainConfig], float],
+) -> dict[str, Size]:
+    """Returns three sizes of a model, by their NAMES, for the time there is. words, config: the settings besides those
+    chosen here. measure_pace: trains for a moment on this machine, and returns the tokens a second. Raises UserError if
+    there is no speed to know."""
+    machine = budget.machine
+    if budget.is_timed and not (budget.is_here and budget.devices == 1):
         raise UserError(
             "--hours can time one device of this machine; describe others by --instance=NAME, or by --memory, --peak and "
             "--bandwidth"
         )
+    is_cpu = machine.device == "cpu"
     takes_recipe = not (is_cpu or config or "model_name" in words)
     console = Console()
 
@@ -102,46 +85,45 @@ def plan_sizes(
             narrower = [name for name in WITH_RECIPES if PRESETS[name]["d_model"] <= width]
             chosen["model_name"] = [WITH_RECIPES[0], *narrower][-1]
         settings = resolve_settings(chosen, config)
-        expected = estimate(settings, options.nodes, machine)
+        expected = estimate(settings, budget.nodes, machine)
         if not is_cpu and "batch_size" not in settings.explicit:
-            expected = best(settings, options.nodes, machine) or expected
+            expected = best(settings, budget.nodes, machine) or expected
             chosen["batch_size"] = str(expected.batch_size)
             if expected.recompute != "0":
                 chosen["fsdp_activation_checkpointing"] = "true"
                 chosen["selective_checkpointing"] = expected.recompute
-        if is_timed and expected.fits:
+        if budget.is_timed and expected.fits:
             settings = resolve_settings(chosen, config)
-            settings.data.use_dummy_dataset = options.tokens > 0
+            settings.data.use_dummy_dataset = not budget.is_made
             expected = replace(expected, tokens_per_second=measure_pace(settings))
-        seconds = 3600 * options.hours / (1 + VALIDATION_SHARE)
+        seconds = 3600 * budget.hours / (1 + VALIDATION_SHARE)
         tokens = int(seconds * expected.tokens_per_second)
         chosen["num_steps"] = with_unit(tokens, "tok").replace(" ", "")
         chosen["save_ckpt_path"] = f"runs/{Path(settings.data.dataset_path).name}-{width}"
         return Size(
             settings=chosen,
-            command=command(chosen, config, options),
+            command=command(chosen, config, budget),
             tokens=tokens,
-            passes=tokens / data_tokens,
+            passes=tokens / budget.data_tokens,
             tokens_per_parameter=tokens / expected.parameters,
             expected=expected,
         )
 
-    by_name = three_sizes(size_of)
-    if options.json:
-        figures = {name: asdict(size) for name, size in by_name.items()}
-        console.line(as_json(figures))
-        return
-    how = "timed" if is_timed else "calculated"
-    console.line(
-        f"data       {data_tokens:,} tokens\n"
-        f"machines   {devices} x {machine.device} of {machine.memory:.1f} GB, {how}\n"
-        f"time       {options.hours:g} hours, a twentieth of which validation takes\n\n{HEADER}"
-    )
-    for name, size in by_name.items():
-        console.line(size_line(name, size))
-    console.line(advice(by_name["smaller"], by_name["middle"]))
-    for name, size in by_name.items():
-        console.line(f"\n{name}:\n{size.command}")
+    return three_sizes(size_of)
+
+
+def report_sizes(sizes: dict[str, Size], budget: Budget) -> Iterator[str]:
+    """Yields the report of plan_sizes for a terminal of 80 columns."""
+    machine = budget.machine
+    how = "timed" if budget.is_timed else "calculated"
+    yield f"data       {budget.data_tokens:,} tokens"
+    yield f"machines   {budget.devices} x {machine.device} of {machine.memory:.1f} GB, {how}"
+    yield f"time       {budget.hours:g} hours, a twentieth of which validation takes\n\n{HEADER}"
+    for name, size in sizes.items():
+        yield size_line(name, size)
+    yield advice(sizes["smaller"], sizes["middle"])
+    for name, size in sizes.items():
+        yield f"\n{name}:\n{size.command}"
 
 
 def three_sizes(size_of: Callable[[int], Size]) -> dict[str, Size]:
@@ -161,11 +143,11 @@ def three_sizes(size_of: Callable[[int], Size]) -> dict[str, Size]:
     return dict(zip(NAMES, sizes[-len(NAMES) :]))
 
 
-def command(words: dict[str, str], config: str | None, options: "PlanConfig") -> str:
+def command(words: dict[str, str], config: str | None, budget: Budget) -> str:
     """Returns the command that trains with these settings."""
     start = ["mamba-fsdp", "train"]  # of an installed package
-    if options.instance or options.nodes > 1:
-        start = ["sbatch", f"--nodes={options.nodes}", LAUNCHER]
+    if budget.instance or budget.nodes > 1:
+        start = ["sbatch", f"--nodes={budget.nodes}", LAUNCHER]
     elif Path(LAUNCHER).exists():
         start = [f"./{LAUNCHER}"]
     if config:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.fields import Needs, condition, named_numbers, setting, takes
 from mamba_fsdp.model import spec
-from mamba_fsdp.settings.fields import Needs, condition, named_numbers, setting, takes
 
 
 def read_by_layers(name: str) -> Needs | None:

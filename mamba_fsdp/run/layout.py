@@ -1,13 +1,5 @@
-"""The layout of a run folder: the name of everything in it, and which checkpoints count. Without torch.
-
-    config.yaml  metrics.jsonl  events.jsonl  status.json  lease.json  kernels.json  STOP  tokenizer/
-    failures/  preflight/  .settings_JOB.RESTART
-    checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
-    pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
-    profile/  tensorboard/  wandb/  wandb_id  report.html  lm_eval_TIME.json
-
-1.train.sbatch uses some of these names too; a test holds it to this file.
-"""
+"""The layout of a run folder: which folder is one, and which of its checkpoints count. names.py has the names in it.
+Without torch."""
 
 import os
 import re
@@ -15,35 +7,20 @@ from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage import exists, retry_io
+from mamba_fsdp.run.names import (
+    CHECKPOINTS,
+    COMMIT,
+    FAILURES,
+    LEASE,
+    PREFLIGHT,
+    PROFILE,
+    SETTINGS,
+    STATUS,
+    STOP,
+)
+from mamba_fsdp.storage.patience import exists, retry_io
 
-SETTINGS = "config.yaml"
-METRICS = "metrics.jsonl"
-EVENTS = "events.jsonl"  # starts, ends, checkpoints, faults, over all restarts
-# The backends that the run was begun with on a GPU, see trainer/first_use.py.
-KERNELS = "kernels.json"
-CACHES = ".cache"  # beside the run folders
-STATUS = "status.json"
-LEASE = "lease.json"
 IN_USE = "stop that run first, or give this one another save_ckpt_path"
-STOP = "STOP"  # whoever makes this file asks the run to stop
-TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
-# The launcher writes these: first failures, the nodes' reports, and what each start resolved for its ranks.
-FAILURES = "failures"
-PREFLIGHT = "preflight"
-RESOLVED = ".settings_"
-CHECKPOINTS = "checkpoints"
-STATE = "state.json"
-COMMIT = "COMMIT"
-KEPT = "KEEP"  # in a checkpoint: it stays for ever
-MODELS = "pth"
-CONSOLIDATED = "consolidated.00.pth"
-MODEL_CONFIG = "config.json"
-PROFILE = "profile"
-TENSORBOARD = "tensorboard"
-WANDB_ID = "wandb_id"
-REPORT = "report.html"
-TASK_RESULTS = "lm_eval_{}.json"  # of lm-evaluation-harness, by the time of writing
 # In a checkpoint, for each parameter: the weight and AdamW's two moments, all fp32. Muon's has fewer.
 CHECKPOINT_BYTES = 12
 # What may lie in the folder before a run has begun there.

@@ -28,20 +28,19 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError, with_unit
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage import (
+from mamba_fsdp.storage.formats import timestamp
+from mamba_fsdp.storage.patience import (
     delete,
-    from_json,
     hidden_beside,
     list_hidden_beside,
     move,
-    parse_object,
     retry_io,
     size_of,
     storage_error,
     sync_folder,
-    timestamp,
     write_for_user,
 )
+from mamba_fsdp.storage.typed_json import from_json, parse_object
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0

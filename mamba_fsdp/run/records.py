@@ -12,16 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mamba_fsdp.errors import LostError, UserError
-from mamba_fsdp.lease import Lease
-from mamba_fsdp.run_layout import EVENTS, LEASE, METRICS, STATUS, newest_step
-from mamba_fsdp.storage import (
-    exists,
-    parse_object,
-    retry_io,
-    storage_error,
-    timestamp,
-    write_for_user,
-)
+from mamba_fsdp.run.layout import newest_step
+from mamba_fsdp.run.lease import Lease
+from mamba_fsdp.run.names import EVENTS, LEASE, METRICS, STATUS
+from mamba_fsdp.storage.formats import timestamp
+from mamba_fsdp.storage.patience import exists, retry_io, storage_error, write_for_user
+from mamba_fsdp.storage.typed_json import parse_object
 
 T = TypeVar("T")
 ELSEWHERE = "requested on another rank"  # the reason of a stop that rank 0 was not asked for

@@ -1,0 +1,2 @@
+"""The run folder: the names in it, its layout, the lease that says which process may write there, and the run's
+records."""

@@ -1,0 +1,34 @@
+"""The settings that models are trained with by default, from recipes.yaml."""
+
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.model.presets import plain, read_table
+from mamba_fsdp.settings.train_config import all_settings
+
+RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
+FIELDS = {name: leaf for name, (_, leaf) in all_settings().items()}
+RECIPES = {
+    plain(name): values
+    for names, values in read_table(RECIPES_FILE, FIELDS).items()
+    for name in names.split()
+}
+
+
+def recipe_name(model_name: str) -> str:
+    """Returns the name of the recipe for a model of this name; a leading organisation may have a recipe of its own."""
+    organisation, _, _ = model_name.partition("/")
+    for name in (organisation, model_name):
+        if plain(name) in RECIPES:
+            return name
+    return "others"
+
+
+def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
+    """Returns the settings that a model of this name is trained with. from_weights: returns the recipe of `others` with
+    this model's seq_length, because a recipe for training from scratch would spoil trained weights."""
+    others = RECIPES["others"]
+    chosen = RECIPES[plain(recipe_name(model_name))]
+    if from_weights:
+        return others | {"seq_length": chosen["seq_length"]}
+    return chosen

@@ -1,0 +1,44 @@
+"""What our own files say of themselves: which format and version they are. Those that this program can't read are
+refused."""
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.errors import UserError
+
+
+def timestamp() -> str:
+    """The moment, in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file that this program writes."""
+
+    name: str
+    version: int  # raised whenever the program before the change would misread a file
+
+    def header(self) -> dict[str, str | int]:
+        """The fields that a file of this format begins with."""
+        return {"format": self.name, "version": self.version}
+
+    def reads(self, content: dict) -> bool:
+        """Returns whether a file with this `content` is of this format and of the version that this program reads."""
+        return self.header().items() <= content.items()
+
+    def body(self, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the file `path` that follow the header. Raises UserError unless this program reads it."""
+        if not self.reads(content):
+            raise UserError(
+                f"{path}: {content.get('format')!r} of version {content.get('version')}; this version of the program "
+                f"reads {self.name!r} of version {self.version} here"
+            )
+        return {name: value for name, value in content.items() if name not in self.header()}
+
+
+CHECKPOINT = Format("mamba_fsdp checkpoint", 1)
+TOKEN_STORE = Format("mamba_fsdp token store", 1)
+DATASET = Format("mamba_fsdp dataset", 1)

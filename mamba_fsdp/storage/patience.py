@@ -1,0 +1,184 @@
+"""Files on unreliable storage: what fails as a file server restarts is tried again for a minute, and a small file is
+the old one or the new one, whatever happens in between."""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from mamba_fsdp.errors import StorageError, UserError
+from mamba_fsdp.heartbeat import heart
+
+T = TypeVar("T")
+SECONDS_OF_TRYING = 60.0
+LONGEST_PAUSE = 5.0  # seconds between attempts
+NAMES = (
+    "EIO ESTALE ETIMEDOUT ENOTCONN ECONNRESET ECONNABORTED EHOSTDOWN EHOSTUNREACH ENETDOWN "
+    "ENETUNREACH EREMOTEIO ENOLINK ESHUTDOWN EAGAIN EINTR"
+)
+# Numbers of errors; not every system knows all names.
+MAY_PASS = {getattr(errno, name, errno.EIO) for name in NAMES.split()}
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: links that lead in a circle
+
+
+def retry_io(action: Callable[[], T], what: str | Path) -> T:
+    """What `action()` returns; called again while it raises an OSError that may pass, so it must begin anew each time.
+
+    what: the file or folder, for the log. Raises StorageError after SECONDS_OF_TRYING, and other OSErrors at once.
+    """
+    began = None
+    pause = 0.1
+    while True:
+        try:
+            result = action()
+        except OSError as error:
+            if error.errno not in MAY_PASS:
+                raise
+            if began is None:
+                began = time.monotonic()
+                _print_line(f"warning: {what}: {error.strerror}; trying again for a minute")
+            if time.monotonic() - began >= SECONDS_OF_TRYING:
+                raise StorageError(
+                    f"{what}: {error.strerror}, even after a minute of retries; the same command "
+                    "resumes once the storage answers"
+                ) from error
+            heart.beat()
+            time.sleep(min(pause, LONGEST_PAUSE, SECONDS_OF_TRYING))
+            pause *= 2
+        else:
+            if began is not None:
+                _print_line(f"{what}: works again after {time.monotonic() - began:.1f} s")
+            return result
+
+
+def storage_error(error: OSError, text: str) -> UserError:
+    """Returns an error with this text for one of the disk's: a StorageError if a later start may find it well."""
+    kind = StorageError if error.errno in MAY_PASS else UserError
+    return kind(text)
+
+
+def this_rank() -> str:
+    """Returns what messages call this process."""
+    return f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+
+
+def _print_line(text: str) -> None:
+    rank = f"{this_rank()}: " if "RANK" in os.environ else ""
+    with contextlib.suppress(OSError):  # a terminal may be gone too
+        print(rank + text, file=sys.stderr, flush=True)
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is such a file or folder. For Path.exists of Python 3.14 storage that fails is a no."""
+    try:
+        retry_io(partial(os.stat, path), path)
+    except OSError as error:
+        if error.errno not in NOT_THERE:
+            raise
+        return False
+    return True
+
+
+# Writing
+
+
+def sync_folder(folder: str | Path) -> None:
+    """Flushes a folder's entries, so that a rename in it survives a power cut, where the file system can do that."""
+    with contextlib.suppress(OSError):  # some network file systems refuse fsync on a folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def hidden_beside(path: Path) -> Path:
+    """A new name beside `path`, for what is not yet whole or no longer: .<name>.<unique>.partial."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
+
+
+def list_hidden_beside(path: Path) -> list[Path]:
+    """Returns what lies beside `path` under names that hidden_beside gives. Raises OSError."""
+    wanted = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.partial")
+    return [path.with_name(name) for name in os.listdir(path.parent) if wanted.fullmatch(name)]
+
+
+def size_of(folder: Path) -> int:
+    """Returns the bytes of the files in a folder, which may be vanishing."""
+    total = 0
+    for path in _files_in(folder):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def delete(folder: Path) -> None:
+    """Removes a folder, which may be vanishing, as far as the disk allows. Of a link only the link goes."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    for path in _files_in(folder):
+        with contextlib.suppress(OSError):
+            path.unlink()
+        heart.beat()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):  # which skips a folder that is gone by then
+        for name in names:
+            yield Path(parent, name)
+
+
+def write_atomically(path: str | Path, data: str, own: Path | None = None) -> None:
+    """Readers of `path` see the old content or all of `data`. Raises StorageError after patient trying, and OSError.
+
+    own: the folder in which the data lies until it is whole, see run/lease.py; otherwise it lies beside `path`.
+    """
+    final = Path(path)
+
+    def attempt() -> None:
+        temporary = (own or final.parent) / f".{final.name}.{uuid.uuid4().hex}.tmp"
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, final)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        sync_folder(final.parent)
+
+    retry_io(attempt, path)
+
+
+def write_for_user(path: str | Path, data: str, own: Path | None = None) -> None:
+    """As write_atomically, but raises UserError where the path can't be written."""
+    try:
+        write_atomically(path, data, own)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror})") from None
+
+
+def move(old: Path, new: Path) -> None:
+    """Renames to a name that is free. Raises as write_atomically does."""
+
+    def rename() -> None:
+        try:
+            old.rename(new)
+        except FileNotFoundError:
+            if not new.exists():  # else an attempt that was told to have failed was made
+                raise
+
+    retry_io(rename, new)
