@@ -1,1 +1,1 @@
-"""From text to batches: tokenising, token stores, the order of samples, the loader."""
+"""Turns text into batches: tokenising, token stores, the order of samples, the loader."""

@@ -1,4 +1,4 @@
-"""The data of a first try, data/builtin: a run that reads it makes it where it is missing."""
+"""Makes data/builtin, the data of a first try, if a run reads it and it is missing."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ BUILTIN = "data/builtin"
 
 
 def builtin_folder(data: DataConfig) -> Path | None:
-    """The absolute path of the built-in data if these settings read it; else None."""
+    """Returns the absolute path of the built-in data if these settings read it, else None."""
     builtin = os.path.abspath(BUILTIN)
     if data.use_dummy_dataset or os.path.abspath(data.dataset_path) != builtin:
         return None
@@ -19,7 +19,7 @@ def builtin_folder(data: DataConfig) -> Path | None:
 
 
 def missing_builtin(data: DataConfig) -> Path | None:
-    """The path of the built-in data if these settings read it and it is missing or unfinished; else None."""
+    """Returns the path of the built-in data if these settings read it and it is missing or unfinished, else None."""
     folder = builtin_folder(data)
     if folder is None or any(folder.glob(".progress*")):
         return folder

@@ -1,4 +1,4 @@
-"""What INPUT of get_dataset.py names: files, save_to_disk folders, or the splits of a name on the Hub."""
+"""Finds what INPUT of get_dataset.py names: files, save_to_disk folders, or the splits of a name on the Hub."""
 
 import contextlib
 import functools
@@ -39,14 +39,14 @@ KINDS = {
 }
 ARCHIVES = {".gz": "gzip", ".zst": "zstd"}  # of text, JSON and CSV
 HUB = ("huggingface.co", 443)
-HUB_SECONDS = 5.0  # after which it counts as out of reach
-# Folders in the standard library's that hold other packages.
+HUB_SECONDS = 5.0  # without an answer; then it counts as out of reach
+# Folders in the standard library's folder that hold other packages.
 NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass
 class SavedFile:
-    """What is read of a file's entry in SavedFolder."""
+    """The fields that are read of a file's entry in SavedFolder."""
 
     HAS_OTHER_FIELDS = True
     filename: FileName
@@ -54,7 +54,7 @@ class SavedFile:
 
 @dataclass
 class SavedFolder:
-    """What is read of state.json in a folder that `datasets` saved."""
+    """The fields that are read of state.json in a folder that `datasets` saved."""
 
     HAS_OTHER_FIELDS = True
     _data_files: list[SavedFile]
@@ -67,7 +67,7 @@ class InputFile:
     name: str  # path of a file, or name on the Hub
     kind: str  # a value of KINDS, or hub
     split: str = ""  # of a name on the Hub; the folder or file that is named after a split
-    store: str = "train"  # a key of SPLITS: the store of its documents that are not held out
+    store: str = "train"  # a key of SPLITS: the store for its documents, except those held out
 
 
 class Document(NamedTuple):
@@ -79,7 +79,7 @@ class Document(NamedTuple):
 
 
 def find_files(input: str, options: DatasetConfig) -> list[InputFile]:
-    """The files that `input` names, in order. Raises UserError where there is nothing to read."""
+    """Returns the files that `input` names, in order. Raises UserError if there is nothing to read."""
     if is_local(input):
         files = _local_files(os.path.expanduser(input), options)
         return _each_once(_of_the_split(files, options, input))
@@ -88,7 +88,7 @@ def find_files(input: str, options: DatasetConfig) -> list[InputFile]:
 
 
 def _each_once(files: list[InputFile]) -> list[InputFile]:
-    """The files, of those that are one file on the disk, as links are, only the first. Prints what is left out."""
+    """Keeps one name of each file (links name a file again). Prints what is left out."""
     by_place: dict[str, InputFile] = {}
     again = []
     for file in files:
@@ -102,23 +102,23 @@ def _each_once(files: list[InputFile]) -> list[InputFile]:
 
 
 def is_local(input: str) -> bool:
-    """Whether `input` names files on this machine. Any other name is one on the Hub: see prepare_hub."""
+    """Returns whether `input` names files on this machine. Any other name is one on the Hub: see prepare_hub."""
     path = os.path.expanduser(input)
     return input == "builtin" or exists(path) or glob.has_magic(path)
 
 
 @functools.cache  # printed and tried once
 def prepare_hub(name: str) -> None:
-    """Prints that the Hub is asked for a name, and lets libraries work without it where it can't be reached.
+    """Prints that the Hub is asked for a name, and makes libraries work without the Hub if it can't be reached.
 
-    Libraries try for half a minute to reach the Hub. Where it is out of reach, a variable tells those that are imported
-    later to use their cache only. Raises UserError for a name that looks like a path.
+    Libraries try for half a minute to reach the Hub. If it is out of reach, an environment variable tells libraries
+    that are imported later to use only their cache. Raises UserError for a name that looks like a path.
     """
     name = os.path.expanduser(name)
     hint = near_path(Path(name))
     if not name or name.startswith((".", "/")) or name.count("/") > 1 or kind_of(Path(name)):
         raise UserError(f"{name}: there is no such file or folder{hint}")
-    message = f"asking the Hugging Face Hub for {name}: no file or folder is called so here{hint}"
+    message = f"asking the Hugging Face Hub for {name}: no file or folder has this name here{hint}"
     print(message, file=sys.stderr, flush=True)
     if "HF_HUB_OFFLINE" not in os.environ and not _hub_answers():
         print("the Hub can't be reached; looking in its cache", file=sys.stderr, flush=True)
@@ -126,7 +126,7 @@ def prepare_hub(name: str) -> None:
 
 
 def _hub_answers() -> bool:
-    """Whether the Hub accepts a connection. With a proxy or a mirror this is not tried, and the answer is yes."""
+    """Returns whether the Hub accepts a connection. Returns True untried if there is a proxy or a mirror."""
     if getproxies() or "HF_ENDPOINT" in os.environ:
         return True
     answers = threading.Event()
@@ -136,7 +136,7 @@ def _hub_answers() -> bool:
             socket.create_connection(HUB).close()
             answers.set()
 
-    # Looking up the name, and trying one address after the other, can take much longer.
+    # In a thread: looking up the name, and trying one address after the other, can take much longer.
     connecting = threading.Thread(target=connect, daemon=True)
     connecting.start()
     connecting.join(HUB_SECONDS)
@@ -144,7 +144,8 @@ def _hub_answers() -> bool:
 
 
 def _of_the_split(files: list[InputFile], options: DatasetConfig, input: str) -> list[InputFile]:
-    """The files that the options ask for, with their stores. Prints what is left out. Raises UserError if nothing is left."""
+    """Returns the files that the options ask for, with their stores. Prints what is left out. Raises UserError if none
+    is left."""
     names = {file.split for file in files}
     wanted = options.split or "train"
     chosen = {wanted} & names or {name for name in names if named_split(name) == wanted}
@@ -163,7 +164,7 @@ def _of_the_split(files: list[InputFile], options: DatasetConfig, input: str) ->
         chosen.add("")
     kept = [file for file in files if file.split in chosen]
     if not kept:
-        raise UserError(f"--split={wanted}: there is none of that name in {input}")
+        raise UserError(f"--split={wanted}: {input} has no split of that name")
     if len(kept) < len(files):
         message = (
             f"left out: {', '.join(sorted(names - chosen)[:4])} ({len(files) - len(kept):,} of {len(files):,} "
@@ -176,7 +177,7 @@ def _of_the_split(files: list[InputFile], options: DatasetConfig, input: str) ->
 
 
 def describe(files: list[InputFile]) -> dict[str, Any]:
-    """What the input is at this moment, for JSON: its files' names, sizes and times."""
+    """Returns what the input is at this moment, for JSON: its files' names, sizes and times."""
     if files[0].kind == "hub":
         return {"dataset": files[0].name, "splits": [file.split for file in files]}
     digest = hashlib.sha256()
@@ -184,9 +185,9 @@ def describe(files: list[InputFile]) -> dict[str, Any]:
     for file in files:
         try:
             status = os.stat(file.name)
-        except OSError:  # a link to nowhere, which reading will tell
+        except OSError:  # a link to nowhere: reading it reports that
             continue
-        if not stat.S_ISREG(status.st_mode):  # it is read more than once
+        if not stat.S_ISREG(status.st_mode):  # a pipe can't be read twice
             raise UserError(
                 f"{file.name}: is a pipe or a device; write what it gives to a file, and name that"
             )
@@ -197,13 +198,14 @@ def describe(files: list[InputFile]) -> dict[str, Any]:
 
 
 def builtin_files() -> list[Path]:
-    """The UTF-8 .py files of the running Python's standard library, sorted. Raises UserError where it has no sources."""
+    """Returns the UTF-8 .py files of the running Python's standard library, sorted. Raises UserError if it has no
+    sources."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(root.rglob("*.py"), key=Path.as_posix):
         if NOT_BUILTIN.intersection(path.relative_to(root).parts):
             continue
-        # Some of Python's own tests are written in other encodings, or broken on purpose.
+        # Some of Python's own tests are in other encodings, or broken on purpose.
         with contextlib.suppress(UnicodeDecodeError):
             path.read_bytes().decode()
             files.append(path)
@@ -215,7 +217,7 @@ def builtin_files() -> list[Path]:
 
 
 def kind_of(path: Path, format: str = "auto") -> str | None:
-    """How a file is read: as `format` says, with auto as its name says. None for a name that doesn't tell."""
+    """Returns how a file is read: by `format`, or, if that is auto, by its name; None if the name doesn't tell."""
     if format != "auto":
         return format
     name = path.name.lower()
@@ -238,14 +240,14 @@ def _local_files(name: str, options: DatasetConfig) -> list[InputFile]:
 
 
 def _places_of(name: str) -> list[Path]:
-    """The files and folders that a path means, or a pattern."""
+    """Returns the files and folders that a path or a pattern means."""
     if glob.has_magic(name) and not os.path.exists(name):
         return [Path(place) for place in sorted(glob.glob(name, recursive=True))]
     return [Path(name)]
 
 
 def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
-    """The files that can be read. Prints that there are others. Raises UserError where none can be read."""
+    """Returns the files that can be read. Prints that there are others. Raises UserError if none can be read."""
     files = [path for path, kind in kinds.items() if kind]
     if not files:
         raise UserError(
@@ -261,24 +263,24 @@ def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
 
 
 def _root_of(places: list[Path]) -> Path:
-    """The folder in which folders and files can be splits: the one that was named, else the one that holds all places."""
+    """Returns the folder to look for splits in: the one that was named, else the one that holds all places."""
     if len(places) == 1 and places[0].is_dir():
         return places[0]
     return Path(os.path.commonpath([place.parent for place in places]))
 
 
 def _splits_of(files: list[Path], wanted: str) -> list[str]:
-    """For each file, by its path within the input, the name of the folder or file that is its split; "" if there is none.
+    """Returns each file's split: the name of a folder or file on its path within the input; "" if it has none.
 
-    Everything beside a folder `wanted` is a split. Elsewhere a folder that is named after a split is one; so is a file
-    that is named after a split, if something beside it is named after train.
+    Everything next to a folder `wanted` is a split. Elsewhere, a folder named after a split is one; so is a file named
+    after a split, if a file or folder next to it is named after train.
     """
     entries = {entry for file in files for entry in [file, *file.parents]}
     have_train = {entry.parent for entry in entries if named_split(entry.name) == "train"}
     splits = []
     for file in files:
         split = ""
-        for entry in [file, *file.parents][:-1]:  # outwards: the outermost counts
+        for entry in [file, *file.parents][:-1]:  # from the file outwards, so the outermost wins
             is_named = named_split(entry.name) and (entry != file or entry.parent in have_train)
             if is_named or entry.parent / wanted in entries:
                 split = entry.name
@@ -287,15 +289,15 @@ def _splits_of(files: list[Path], wanted: str) -> list[str]:
 
 
 def named_split(name: str) -> str:
-    """The split, of SPLITS, that a folder, a file or a split is named after; "" for none or several."""
+    """Returns the split, of SPLITS, that a folder, file or split is named after; "" if it is none or several."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     splits = [split for split, names in SPLITS.items() if words.intersection(names)]
     return splits[0] if len(splits) == 1 else ""
 
 
 def _files_below(place: Path) -> Iterator[Path]:
-    """Yields a file itself, or the files in a folder: no hidden ones, links followed once, and of a folder that `datasets`
-    saved those that hold the rows."""
+    """Yields the file itself, or the files in a folder, without hidden ones. Links are followed once. Of a folder that
+    `datasets` saved, yields the files that hold the rows."""
     if not place.is_dir():
         yield place
         return
@@ -314,7 +316,7 @@ def _files_below(place: Path) -> Iterator[Path]:
             saved = read_object(folder / "state.json", SavedFolder, "save it again")
             names = [file.filename for file in saved._data_files]
         for name in sorted(names):
-            # fms-fsdp's tables of document counts and DataLayout's files of sizes are no text.
+            # fms-fsdp's tables of document counts and DataLayout's files of sizes are not text.
             is_count = folder.name == "meta" and "counts" in name
             if not name.startswith(".") and not is_count and not name.endswith(".npy.size"):
                 yield folder / name
@@ -325,7 +327,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _hub_splits(name: str, options: DatasetConfig) -> list[InputFile]:
-    import datasets  # a second to import: only where needed
+    import datasets  # late: importing it takes a second
 
     try:
         splits = datasets.get_dataset_split_names(name, options.config or None)

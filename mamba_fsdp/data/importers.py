@@ -1,4 +1,4 @@
-"""Readers of others' tokens: columns of tables, fms-fsdp's Arrow files, Composer's DataLayout."""
+"""Reads others' tokens: columns of tables, fms-fsdp's Arrow files, Composer's DataLayout."""
 
 import mmap
 import re
@@ -14,19 +14,19 @@ from mamba_fsdp.data.corpus import Document, InputFile
 from mamba_fsdp.errors import counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
-TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no column `text`, the default
+TOKEN_COLUMNS = ("tokens", "input_ids")  # tried if there is no column `text`, the default
 TEXT = re.compile("(large_)?(string|binary)(_view)?|null")  # names of types
-UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens out of the loss}
+UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens without a loss}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
 WINDOW = 1 << 20  # tokens of DataLayout read at a time
 
 
 def column_of(table: Any, column: str) -> Any:
-    """A table's column. document.text is the field text of document.
+    """Returns a table's column. document.text is the field text of document.
 
-    For a missing `text` it is a column of tokens: of lists, since one of numbers may count them, or the only one. Raises
-    ValueError for a missing column, and for rows that leave tokens out of the loss.
+    If `text` is missing, it is a column of tokens: one of lists, since a column of numbers may count them, or the only
+    one. Raises ValueError for a missing column, and for rows that leave tokens out of the loss.
     """
     check_all_count(table)
     while column not in table.column_names and any(map(types.is_struct, table.schema.types)):
@@ -37,7 +37,7 @@ def column_of(table: Any, column: str) -> Any:
             continue
         array = table[name].combine_chunks()
         if name == column or len(names) == 1 or hasattr(array.type, "value_type"):
-            array.validate(full=True)  # wrong offsets would be read from anywhere
+            array.validate(full=True)  # wrong offsets would read foreign memory
             return _decoded(array)
     raise ValueError(
         f"there is no column {column!r}; it has: {', '.join(names)}; name one with --text_column"
@@ -45,8 +45,8 @@ def column_of(table: Any, column: str) -> Any:
 
 
 def rows_of(array: Any) -> list[Any]:
-    """A column's rows as texts, or as token ids (n,) int64. A null row is "" or has no ids. Raises ValueError for rows that
-    are neither."""
+    """Returns a column's rows as texts, or as token ids (n,) int64; a null row is "" or has no ids. Raises ValueError
+    for rows that are neither."""
     if not hasattr(array.type, "value_type"):
         if not TEXT.fullmatch(str(array.type)):
             raise ValueError(f"the column holds {array.type}, not text or lists of token ids")
@@ -56,14 +56,14 @@ def rows_of(array: Any) -> list[Any]:
 
 
 def _decoded(array: Any) -> Any:
-    """The plain array of one whose values may be listed in a dictionary."""
+    """Returns the plain array of one that may list its values in a dictionary."""
     return array.dictionary_decode() if types.is_dictionary(array.type) else array
 
 
 def plain_ids(array: Any) -> np.ndarray:
-    """The token ids (n,) int64 in an array of integers. Raises ValueError for anything else."""
+    """Returns the token ids (n,) int64 in an array of integers. Raises ValueError for anything else."""
     if array.null_count:
-        raise ValueError("it has places without a token (null)")
+        raise ValueError("it has null in place of a token")
     if len(array) and not types.is_integer(array.type):
         raise ValueError(f"it holds lists of {array.type}, not token ids")
     return array.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -89,7 +89,7 @@ def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
     """Yields the documents of each record batch."""
     for batch in _record_batches(file.name):
         column = column_of(pyarrow.Table.from_batches([batch]), options.text_column)
-        is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # which has no fms files
+        is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # it writes no fms files
         if types.is_integer(column.type) and not is_of_datasets:
             yield Document(plain_ids(column))
         else:
@@ -97,7 +97,7 @@ def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
 
 
 def _record_batches(name: str) -> Iterator[pyarrow.RecordBatch]:
-    with open(name, "rb") as file:  # by Python, for names that are no UTF-8
+    with open(name, "rb") as file:  # by Python, since names may not be UTF-8
         whole = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         if whole[:6].to_pybytes() == b"ARROW1":
             reader = pyarrow.ipc.open_file(whole)
@@ -121,7 +121,7 @@ def datalayout_documents(file: InputFile, options: DatasetConfig) -> Iterator[Do
     eos = int(options.eos_token) if options.eos_token.isdecimal() else -1
     for start in range(0, len(entries), WINDOW):
         first = max(0, start - 1)
-        window = np.array(entries[first : start + WINDOW + 1])  # and a neighbour at each end
+        window = np.array(entries[first : start + WINDOW + 1])  # with a neighbour at each end
         body = entries[start : start + WINDOW]
         end = start + len(body)
         positions = body >> 16 & HIGHEST_POSITION
@@ -139,11 +139,11 @@ def datalayout_documents(file: InputFile, options: DatasetConfig) -> Iterator[Do
 
 
 def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
-    """Where in `entries` (n,) documents begin, the first entry left out.
+    """Returns the starts of documents in `entries` (n,), without the first entry.
 
-    A document begins where a position is not one more than that before it. There are two exceptions after the highest
-    position, which a long document reaches: it may stay there, or go on at 0. At 0 a new document begins only if the
-    one before ended with `eos` or has stayed at the highest position.
+    A document begins wherever a position is not one more than the previous one. There are two exceptions after the
+    highest position, which a long document reaches: the position may stay there, or restart at 0. At 0 a new document
+    begins only if the one before ended with `eos` or has stayed at the highest position.
     """
     positions = entries >> 16 & HIGHEST_POSITION
     before = positions[:-1]
@@ -160,7 +160,7 @@ def _check_size(name: str) -> None:
     size = Path(name).stat().st_size
     if not size_file.exists():
         raise ValueError(
-            f"{size_file.name} is missing, which says how many tokens it holds; copy it too"
+            f"{size_file.name}, which says how many tokens it holds, is missing; copy it too"
         )
     count = int(size_file.read_text())
     if size != 4 * count or not count:

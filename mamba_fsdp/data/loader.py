@@ -1,7 +1,6 @@
-"""Batches: the windows that the sampler chooses, read ahead by threads and cut into this rank's micro
-batches.
+"""Reads batches: the windows that the sampler chooses, read ahead by threads and cut into this rank's micro-batches.
 
-The content of a step depends on the sampler and the global batch only: ranks and micro batches are
+The content of a step depends only on the sampler and the global batch: ranks and micro-batches are
 slices of it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,22 +25,22 @@ Sample = tuple[str, int | None]  # (source name, window); None pads a batch
 
 
 class Batch(NamedTuple):
-    """The tokens and labels of one micro batch.
+    """The tokens and labels of one micro-batch.
 
-    It holds whole sequences, or a SequenceSlice of each. Of slices, tokens, labels and weights have the slice's
-    `length` for seq_length; seq_idx covers all slices.
+    It holds whole sequences, or a SequenceSlice of each. In a batch of slices, tokens, labels and weights have the
+    slice's `length` instead of seq_length; seq_idx covers all slices.
     """
 
     tokens: torch.Tensor  # (batch, seq_length) int64
     labels: torch.Tensor  # (batch, seq_length) int64: the next token, or IGNORED_LABEL
     seq_idx: torch.Tensor | None = None  # (batch, seq_length) int32, 0 for a row's first document
     samples: Sequence[Sample] = ()  # of each row
-    weights: torch.Tensor | None = None  # (batch, seq_length) float32: each label's, None for 1
-    documents: Documents | None = None  # those that seq_idx numbers
+    weights: torch.Tensor | None = None  # (batch, seq_length) float32, each label's; None: all 1
+    documents: Documents | None = None  # the documents that seq_idx numbers
 
     def total_weight(self) -> float:
-        """Returns the sum of the weights of the labels that count, by which a sum of losses becomes
-        a mean."""
+        """Returns the sum of the weights of the labels that count; a sum of losses divided by it is
+        their mean."""
         counted = self.labels != IGNORED_LABEL
         if self.weights is None:
             return float(counted.sum())
@@ -65,7 +64,7 @@ class Batch(NamedTuple):
 class SequenceSlice:
     """The positions of each sequence that a rank computes: number `index` of `count` slices of `length` positions.
 
-    The last slices may reach beyond the end of the sequence, where no label counts.
+    The last slices may reach beyond the end of the sequence; no label counts there.
     """
 
     index: int
@@ -104,14 +103,14 @@ class SequenceSlice:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How the samples of a step are cut: by rank, then by micro batch, then by position where ranks share sequences.
+    """How the samples of a step are cut: by rank, then by micro-batch, then by position if ranks share sequences.
 
     Ranks that share their sequences count as one here.
     """
 
     rank: int
     world_size: int
-    batch_size: int  # samples of a micro batch
+    batch_size: int  # samples of a micro-batch
     grad_accumulation_steps: int = 1  # of each rank
     sequence_slice: SequenceSlice | None = None  # None: whole sequences
 
@@ -125,12 +124,12 @@ def own_positions(settings: TrainConfig) -> int:
     sharing = settings.parallel.context_parallel
     if sharing == 1:
         return settings.data.seq_length
-    least = settings.model.d_conv - 1  # what the next rank's convolution reads of this one
+    least = settings.model.d_conv - 1  # the next rank's convolution reads so many positions
     return max(-(-settings.data.seq_length // sharing), least)
 
 
 def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
-    """Returns which samples of a step this rank computes. Raises UserError where the ranks or the
+    """Returns which samples of a step this rank computes. Raises UserError if the ranks or the
     global batch can't be split evenly."""
     training = settings.training
     sharing = settings.parallel.context_parallel
@@ -157,8 +156,8 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
 
 @dataclass(eq=False)
 class Loader(ExitStack):
-    """This rank's micro batches of every step: step s takes samples [g*G, (g+1)*G), g = s - first_step, G the global
-    batch of `batch_shape`.
+    """Reads this rank's micro-batches of every step. With G the global batch of `batch_shape`, step s takes samples
+    [g*G, (g+1)*G), g = s - first_step.
 
     data.num_workers threads read up to data.prefetch steps ahead (0 workers: `step` itself reads). A context manager;
     `close` stops the threads."""
@@ -174,15 +173,15 @@ class Loader(ExitStack):
     def __post_init__(self) -> None:
         super().__init__()
 
-        self.ahead: dict[int, Future[list[Batch]]] = {}  # step -> its micro batches
+        self.ahead: dict[int, Future[list[Batch]]] = {}  # step -> its micro-batches
         self.pool = None
         if self.data.num_workers:
             self.pool = ThreadPoolExecutor(self.data.num_workers, "loader")
             self.callback(self.pool.shutdown, cancel_futures=True)
 
     def step(self, step: int) -> list[Batch]:
-        """Returns the micro batches of any step; consecutive steps are read ahead. Raises UserError
-        with source and window."""
+        """Returns the micro-batches of any step; consecutive steps are read ahead. Raises UserError that
+        names source and window."""
         if not self.pool:
             return self._read(step)
         soon = set(range(step, step + self.data.prefetch + 1))
@@ -193,7 +192,7 @@ class Loader(ExitStack):
         return self.ahead.pop(step).result()
 
     def state_before(self, step: int) -> dict[str, Any]:
-        """Returns the data's position before `step`: what a checkpoint saves, and
+        """Returns the data's position before `step`, which a checkpoint saves and
         Sampler(state=...) takes."""
         return self.sampler.state_after((step - self.first_step) * self.batch_shape.global_batch)
 
@@ -220,11 +219,11 @@ class Loader(ExitStack):
 
 
 def evaluation_windows(token_count: int, seq_length: int, stride: int, limit: int) -> np.ndarray:
-    """Returns the numbers of the windows that together predict each token of a source but its first
-    once.
+    """Returns the numbers of the windows that together predict each token of a source once, except
+    the first.
 
-    Window w starts at token w * stride. Each window but the first predicts its last `stride` tokens
-    only, each from at least seq_length - stride tokens before it. limit: return this many windows,
+    Window w starts at token w * stride. Each window but the first predicts only its last `stride`
+    tokens, each from at least seq_length - stride tokens before it. limit: return this many windows,
     spread evenly; 0: all."""
     behind_the_first = max(0, token_count - 1 - seq_length)
     windows = 1 + -(-behind_the_first // stride)
@@ -246,8 +245,8 @@ def evaluation_batches(
     as in evaluation_windows.
 
     The windows are the same for every world size, and each token but the first is a label exactly
-    once. All ranks get the same number of full batches, as sharded models need: the rows that pad
-    the last ones have no label that counts."""
+    once. All ranks get the same number of full batches, as sharded models need: no label counts in
+    the rows that pad the last ones."""
     if source.token_count < 2:
         raise UserError(
             f"source {name!r} has {counted(source.token_count, 'token')}: nothing to evaluate"
@@ -288,7 +287,7 @@ def _batch(
         tokens[row, :length] = content.tokens[:-1]
         labels[row, :length] = content.tokens[1:]
         if window:
-            # The windows before this one predict them.
+            # The windows before this one predict these.
             labels[row, : data.seq_length - stride] = IGNORED_LABEL
         if data.reset_at_documents:
             seq_idx[row, :length] = np.cumsum(_starts(content.positions)[:-1])
@@ -309,12 +308,12 @@ def _batch(
 
 def _starts(positions: np.ndarray) -> np.ndarray:
     """Returns whether a document starts at each place of a window, (n,) bool. The first place is
-    never a start: whether its document began before the window makes no difference."""
+    never a start: it makes no difference whether its document began before the window."""
     return np.append(False, positions[1:] <= positions[:-1])
 
 
 def _read_window(source: Source, start: int, length: int, vocab_size: int, place: str) -> Tokens:
-    """Returns the tokens of a window and the one after it. Raises UserError, with its place."""
+    """Returns the tokens of a window and the one after it. Raises UserError, which names the place."""
     try:
         content = source.read(start, length + 1)
         if content.tokens.max() >= vocab_size:

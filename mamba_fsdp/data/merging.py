@@ -1,7 +1,7 @@
 """Makes token stores of the files that all parts have written.
 
-The files are moved, not copied, except one whose end is held out where the documents are too few. If the process is
-killed, the next one begins again: what merging starts from stays until dataset.json is written.
+The files are moved, not copied, except one that is cut to hold its end out if there are too few documents. If the
+process is killed, the next one starts over: the inputs of the merge stay until dataset.json is written.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ class WrittenFile:
 def writer_of(
     folder: Path, tokenizer: TextTokenizer, options: DatasetConfig, state: WriterState
 ) -> StoreWriter:
-    """The writer of a store, or of one part's share of it, that goes on from `state`."""
-    assert tokenizer.eos is not None  # or it would not have been loaded
+    """Returns the writer of a store, or of one part's share of it, which resumes from `state`."""
+    assert tokenizer.eos is not None  # loading refuses a tokenizer without one
     return StoreWriter(
         folder,
         tokenizer.vocab_size,
@@ -54,8 +54,8 @@ def merge(
     options: DatasetConfig,
     settings: dict[str, Any],
 ) -> None:
-    """Writes the stores in `out` and dataset.json. parts: of each its folder and state. Raises UserError where there is
-    no text."""
+    """Writes the stores in `out` and dataset.json. parts: each part's folder and state. Raises UserError if there is no
+    text."""
     files: dict[str, list[WrittenFile]] = {}
     unreadable: dict[str, str] = {}
     for folder, state in parts:
@@ -65,7 +65,7 @@ def merge(
             files[name] = files.get(name, []) + of_part
     if unreadable:
         print(
-            f"left out from the first fault on: {counted(len(unreadable), 'file')} that can't be read"
+            f"{counted(len(unreadable), 'file')} can't be read and are left out from the first fault on:"
         )
         for fault in list(unreadable.values())[:MOST_NAMED]:
             print(f"  {fault}")
@@ -75,7 +75,7 @@ def merge(
         _hold_out_end(files, parts[-1][0] / "held_out", tokenizer, options)
     for name in files:
         path = out / name
-        # A kill while they were written has left these.
+        # A process that was killed while it wrote them left these.
         for left in [*out.glob(".*.tmp"), *path.rglob(".*.tmp")]:
             left.unlink()
         tokenizer.save(path / "tokenizer")
@@ -90,7 +90,7 @@ def merge(
 
 
 def exact(fraction: float) -> Fraction:
-    """The fraction that a user wrote, such as 1/100 for 0.01."""
+    """Returns the fraction that a user wrote, such as 1/100 for 0.01."""
     return Fraction(fraction).limit_denominator(10**6)
 
 
@@ -102,7 +102,7 @@ def _move_into(store: Path, files: list[WrittenFile]) -> list[StoreFile]:
         name = FileName(f"{number:05d}")
         entries.append(replace(file.entry, name=name))
         for suffix in ("bin", "doc"):
-            with contextlib.suppress(FileNotFoundError):  # moved before a kill
+            with contextlib.suppress(FileNotFoundError):  # an earlier process moved it
                 move(Path(f"{file.path}.{suffix}"), store / f"{name}.{suffix}")
     return entries
 
@@ -113,7 +113,7 @@ def _hold_out_end(
     tokenizer: TextTokenizer,
     options: DatasetConfig,
 ) -> None:
-    """Makes the last tokens the validation store, where there are too few documents to hold a whole one out.
+    """Makes the last tokens the validation store if there are too few documents to hold a whole one out.
 
     The last training file is cut: both of its pieces are written into `folder`, and their entries added to `files`.
     """

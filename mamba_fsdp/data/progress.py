@@ -1,4 +1,4 @@
-"""The files in which get_dataset.py records how far it is and with which settings."""
+"""Records how far get_dataset.py is and with which settings."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,19 +20,19 @@ START_AGAIN = "start again with --overwrite, or remove it by hand"
 
 @dataclass
 class PartState:
-    """How far a part is. Saved when its stores are flushed, so that another process resumes from it."""
+    """The progress of a part. Saved when its stores are flushed, so that another process can resume from it."""
 
     position: Position = BEGINNING  # in the input
     written: int = 0  # documents that have ended
-    is_open: bool = False  # the last document goes on
+    is_open: bool = False  # the last document continues
     empty: int = 0  # documents without a token, left out
     stores: dict[str, WriterState] = field(default_factory=dict)
     finished: bool = False
-    unreadable: dict[str, str] = field(default_factory=dict)  # {a file left out: what is wrong}
+    unreadable: dict[str, str] = field(default_factory=dict)  # {a file that is left out: its fault}
 
 
 def state_in(folder: Path) -> PartState:
-    """How far the part in `folder` is. Raises UserError where its file is damaged."""
+    """Returns how far the part in `folder` is. Raises UserError if its file is damaged."""
     try:
         return read_object(folder / STATE, PartState, START_AGAIN)
     except FileNotFoundError:
@@ -44,8 +44,8 @@ def write_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def records_settings(path: Path, settings: dict[str, Any]) -> bool:
-    """Whether the file is there and records these settings. Raises UserError where it records others. Settings that an
-    earlier version did not have are passed over."""
+    """Returns whether the file is there and records these settings. Raises UserError if it records others. Ignores
+    settings that an earlier version did not have."""
     try:
         recorded = read_object(path, dict[str, Any], START_AGAIN, DATASET)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Reads the input's files as documents: texts or arrays of token ids. What a name on the Hub holds is read by `datasets`."""
+"""Reads the input's files as documents: texts or arrays of token ids. `datasets` reads what a name on the Hub holds."""
 
 import codecs
 import csv
@@ -30,22 +30,22 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 BLOCK = 1 << 20  # characters read at once
-# Of a document, in characters. It is encoded whole, which takes some 130 bytes of memory for each of them.
+# Of a document, in characters. It is encoded whole, which takes some 130 bytes of memory a character.
 LONGEST_TEXT = 1 << 25
-MOST_NAMED = 10  # files that can't be read
-SECONDS_OF_LOOKING = 10.0  # for others, once one of them can't be read
+MOST_NAMED = 10  # unreadable files in one message
+SECONDS_OF_LOOKING = 10.0  # for more unreadable files, after the first
 ROWS = 64  # of a table at a time
 DELIMITERS = ",;\t|"  # of fields in CSV files
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
 
-csv.field_size_limit(sys.maxsize)  # a field may be a book
+csv.field_size_limit(sys.maxsize)  # by default a field has a limit; here it may be a book
 datasets.disable_progress_bars()
 datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our own message says what went wrong
 logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would report each retry
 
 
 class UnreadableFile(UserError):
-    """A file of the input that can't be read, which its message names."""
+    """The error if a file of the input can't be read; its message names the file."""
 
     def __init__(self, message: str, file: InputFile) -> None:
         super().__init__(message)
@@ -54,11 +54,11 @@ class UnreadableFile(UserError):
 
 @dataclass(frozen=True)
 class Position:
-    """How far a reader is in the input."""
+    """A reader's position in the input."""
 
-    file: int = 0  # the number of the file that is read
-    row: int = 0  # documents of that file that were read, each window of DataLayout counted
-    documents: int = 0  # documents of all files that were read to their ends
+    file: int = 0  # the number of the file that is being read
+    row: int = 0  # documents read of that file; of DataLayout, windows
+    documents: int = 0  # documents of all files, if read to their ends
 
 
 BEGINNING = Position()
@@ -66,9 +66,9 @@ BEGINNING = Position()
 
 @dataclass
 class DocumentBatch:
-    """Documents that follow each other, all for one store."""
+    """Consecutive documents, all for one store."""
 
-    position: Position  # behind the last document that was read
+    position: Position  # after the last document that was read
     store: str
     documents: list[Document] = field(default_factory=list)
     size: int = 0  # characters or tokens
@@ -76,16 +76,17 @@ class DocumentBatch:
 
 @dataclass
 class Share:
-    """What one part of the work reads: each `stride`-th document of its files, from number `first` on."""
+    """The share of one part of the work: each `stride`-th document of its files, from number `first` on."""
 
     files: list[InputFile]
     first: int = 0
     stride: int = 1
-    unreadable: dict[str, str] = field(default_factory=dict)  # {a file left out: what is wrong}
+    unreadable: dict[str, str] = field(default_factory=dict)  # {a file that is left out: its fault}
 
     @classmethod
     def of_part(cls, files: list[InputFile], number: int, count: int) -> "Share":
-        """The share of part `number` of `count`: some of the files, or some documents of all where the files are fewer."""
+        """Returns the share of part `number` of `count`: some of the files or, if they are fewer, some documents of
+        all."""
         if count > len(files):
             return cls(files, number, count)
         start = number * len(files) // count
@@ -98,8 +99,8 @@ def read_batches(
 ) -> Iterator[DocumentBatch]:
     """Yields batches of about `size` characters or tokens.
 
-    start: the position of an earlier batch, to resume behind. A file that can't be read raises UnreadableFile, or with
-    skip_unreadable is noted in the share.
+    start: the position of an earlier batch, to resume after it. A file that can't be read raises UnreadableFile, or
+    with skip_unreadable is noted in the share.
     """
     documents = start.documents
     batch = None
@@ -136,7 +137,7 @@ def _documents(
             if not options.skip_unreadable:
                 raise
             share.unreadable[file.name] = str(error)
-            if not document.ends:  # nor may the next file's first document go on with it
+            if not document.ends:  # the next file's first document must not continue it
                 yield (number, row + 1), Document(document.content[:0], begins=False)
 
 
@@ -158,14 +159,14 @@ def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document]
 def name_unreadable(
     error: UnreadableFile, files: list[InputFile], options: DatasetConfig
 ) -> UserError:
-    """Returns the error with the names of later files that can't be read either, as far as a look of some seconds tells."""
+    """Returns the error with the names of later files that can't be read either, found in a search of some seconds."""
     others = _unreadable_files(files[files.index(error.file) + 1 :], options)
     names = list(itertools.islice(others, MOST_NAMED - 1))
     message = str(error)
     if names:
         message += f"; nor can {', '.join(names)}"
     if len(files) > 1:
-        message += "; --skip_unreadable goes on without"
+        message += "; --skip_unreadable skips them"
     return UserError(message)
 
 
@@ -181,7 +182,7 @@ def _unreadable_files(files: list[InputFile], options: DatasetConfig) -> Iterato
 
 
 def _checked(document: Document) -> Document:
-    """The document, a text of white space alone as an empty one. Raises ValueError for a text that is too long."""
+    """Returns the document, emptied if it is only white space. Raises ValueError for a text that is too long."""
     if isinstance(document.content, str):
         _check_length(document.content)
         if document.content.isspace():
@@ -192,8 +193,8 @@ def _checked(document: Document) -> Document:
 def _check_length(text: str) -> None:
     if len(text) > LONGEST_TEXT:
         raise ValueError(
-            f"a document has more than {LONGEST_TEXT:,} characters; make several of it: in a text file with "
-            "--documents, or with split -C 32M FILE"
+            f"a document has more than {LONGEST_TEXT:,} characters; split it: in a text file with "
+            "--documents, or by the command split -C 32M FILE"
         )
 
 
@@ -201,7 +202,7 @@ def _check_length(text: str) -> None:
 
 
 def _parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    with open(file.name, "rb") as stream:  # by Python, for names that are no UTF-8
+    with open(file.name, "rb") as stream:  # by Python, since names may not be UTF-8
         for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=ROWS):
             table = pyarrow.Table.from_batches([batch])
             yield from map(Document, rows_of(column_of(table, options.text_column)))
@@ -217,10 +218,10 @@ def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
 
 # ---------------------------------------------------------------- text, JSON lines and CSV
 
-# `datasets` has builders for these, which are not used. That for text reads a file whole, or cuts it at line breaks and
-# changes these. That for JSON fails where a field beside the text is null in the first 10 MB and a text later, or is an
-# object whose fields change. That for CSV reads another column where the rows, but not the header, end with a comma.
-# That for Parquet, above, fails where a file has no rows, or `::` in its path.
+# `datasets` has builders for these formats, which are not used. Its builder for text reads a file whole, or cuts it at
+# line breaks and changes these. For JSON it fails if another field is null in the first 10 MB and a text later, or is
+# an object that changes its fields. For CSV it reads another column if the rows, but not the header, end with a comma.
+# For Parquet, above, it fails if a file has no rows, or `::` in its path.
 
 
 def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
@@ -231,7 +232,7 @@ def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
         kind, _, text = options.documents.partition(":")
         separator = re.compile(SEPARATORS.get(kind) or re.escape(text))
         rest = ""
-        # As much as the rest at once: a long document is searched twice at most, not once for each block.
+        # At least as much as the rest: so a long document is searched twice at most, not once for each block.
         while text := stream.read(max(BLOCK, len(rest))):
             *documents, rest = separator.split(rest + text)
             yield from [Document(document.strip("\r\n")) for document in documents]
@@ -246,7 +247,7 @@ def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
         while first.isspace():
             start += 1
             first = stream.readline()
-        if first.lstrip().startswith("["):  # one list of records, which is read whole
+        if first.lstrip().startswith("["):  # one list of records can only be read whole
             for number, record in enumerate(_parsed("it", first + stream.read()), 1):
                 yield Document(_field(f"record {number}", record, options.text_column))
             return
@@ -257,7 +258,7 @@ def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
 
 
 def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    """Yields each field as the text that stands there. Lines may end with CR alone."""
+    """Yields each field as the text that is written there. Lines may end with CR alone."""
     with _opened(file.name, newline="") as stream:
         first = stream.readline()
         delimiter = options.delimiter or max(DELIMITERS, key=first.count)
@@ -278,12 +279,12 @@ def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
                 yield Document(_field(place, row, options.text_column))
         except csv.Error as error:
             raise ValueError(
-                f"behind line {rows.line_num}: {error}; a quote within a field is written twice"
+                f"after line {rows.line_num}: {error}; write a quote within a field twice"
             ) from None
 
 
 def _check_header(header: list[str], column: str) -> None:
-    """Raises ValueError where the header of a CSV file does not tell which field is the text."""
+    """Raises ValueError if the header of a CSV file does not tell which field is the text."""
     if header.count(column) > 1:
         raise ValueError(f"its header has {column!r} twice; rename one of them")
     if len(header) == 1 and header[0] != column:
@@ -294,8 +295,8 @@ def _check_header(header: list[str], column: str) -> None:
 
 
 def _opened(name: str, newline: str = "\n") -> IO[str]:
-    """The text of a file, unpacked."""
-    file: Any = open(name, "rb")  # by Python, for names that are no UTF-8
+    """Opens a file for reading as text, unpacked."""
+    file: Any = open(name, "rb")  # by Python, since names may not be UTF-8
     compression = ARCHIVES.get(os.path.splitext(name)[1].lower())
     if compression:
         file = pyarrow.CompressedInputStream(file, compression)
@@ -310,7 +311,8 @@ def _parsed(place: str, text: str) -> Any:
 
 
 def _field(place: str, record: Any, column: str) -> str | np.ndarray:
-    """What `column` names in a record: text, or token ids; "" for null. document.text is the field text of document."""
+    """Returns what `column` names in a record: text, or token ids; "" for null. document.text is the field text of
+    document."""
     value = record
     fields = record if isinstance(record, dict) else {}
     names = [column] if column in fields else column.split(".")
@@ -327,7 +329,7 @@ def _field(place: str, record: Any, column: str) -> str | np.ndarray:
         return np.array(value, dtype=np.int64)
     if not isinstance(value, str):
         raise ValueError(f"{place}: {column!r} is {type(value).__name__}, not text or token ids")
-    value.encode()  # raises UnicodeEncodeError for half a character, which JSON can spell
+    value.encode()  # JSON can spell half a character: raises UnicodeEncodeError
     return value
 
 

@@ -1,12 +1,12 @@
-"""Which window of which source is sample k of the run: arithmetic on (seed, sources, weights, k),
-no table of the data.
+"""Computes which window of which source is sample k of the run: arithmetic on (seed, sources, weights, k),
+without a table of the data.
 
 Window j of a source covers its tokens [j*L, j*L + L], L = seq_length: L inputs, and the same
 shifted by one as labels. An evenly spread pattern of the weights says which source sample k comes
-from, and the how-many-eth sample of that source it is: its sample index n. That is position n %
-windows of epoch n // windows; a permutation chosen by seed, source name and epoch says which window
-stands there. So an epoch has every window exactly once, and a position in the run is the number of
-samples taken from each source."""
+from, and the number of earlier samples from that source is its sample index n. Sample n is at
+position n % windows of epoch n // windows; a permutation chosen by seed, source name and epoch says
+which window that is. So an epoch has every window exactly once, and a position in the run is the
+number of samples taken from each source."""
 
 import hashlib
 import math
@@ -18,14 +18,14 @@ from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError, counted
 
 # Windows move in blocks of about a million tokens (2 to 4 MB), the size from which Lustre and disks
-# read at full rate, and are then shuffled within groups of 64 blocks: a group (up to 256 MB) stays
+# read at full rate. Then they are shuffled within groups of 64 blocks: a group (up to 256 MB) stays
 # in the page cache while it is used, and neighbours in the store, often of one document, end up far
 # apart.
 BLOCK_TOKENS = 1 << 20
 GROUP_BLOCKS = 64
 # Shares are rounded to one in a million, far below the 1e-4 that a mixture is asked to meet.
 PATTERN_LENGTH = 1 << 20
-# Rounds of the Feistel network: from four on its permutations pass for random ones (Luby and
+# Rounds of the Feistel network: from four on, its permutations pass for random ones (Luby and
 # Rackoff, 1988).
 ROUNDS = 4
 
@@ -34,8 +34,8 @@ class Sampler:
     """The order of samples.
 
     weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. state:
-    what `state_after` returned; sample 0 is then the one after it. It may come from other weights,
-    batch sizes or sets of sources, since each source resumes after its own samples.
+    what `state_after` returned; sample 0 then follows it. It may come from other weights, batch sizes
+    or sets of sources, since each source resumes after its own samples.
 
     Raises UserError for a state from another seed, seq_length or content of a source, which cut or
     order the data differently; for a weight that is hardly above 0; and for a source shorter than
@@ -49,7 +49,7 @@ class Sampler:
         seed: int,
         state: dict | None = None,
     ):
-        self.names = sorted(sources)  # the order in which sources are listed changes nothing
+        self.names = sorted(sources)  # so that the order in which sources are listed has no effect
         self.seq_length = seq_length
         self.seed = seed
         self.identity = {name: sources[name].identity for name in self.names}
@@ -69,7 +69,7 @@ class Sampler:
         nth = np.concatenate([np.arange(count) for count in self.counts])
         spread = np.argsort((nth + 0.5) / self.counts[owner], kind="stable")
         self.pattern = owner[spread].astype(np.int16)  # the source of each place of the pattern
-        self.nth = nth[spread].astype(np.int32)  # the how-many-eth place of that source it is
+        self.nth = nth[spread].astype(np.int32)  # how many earlier places are of that source
 
         self.start = 0  # the place of sample 0 in the pattern
         self.before = state or {}
@@ -114,7 +114,7 @@ class Sampler:
 
     @property
     def epoch_windows(self) -> int:
-        """Windows of all sources of the mixture together: the samples of an epoch of a run."""
+        """Returns how many windows all sources of the mixture have together: the samples of an epoch of a run."""
         return int(self.windows[self.counts > 0].sum())
 
     def _shares(self) -> dict[str, int]:
@@ -127,7 +127,7 @@ class Sampler:
         return cycles * self.counts + np.bincount(self.pattern[:rest], minlength=len(self.names))
 
     def _check_position(self, state: dict) -> None:
-        """Raises UserError if the samples taken so far would now be other windows than they were."""
+        """Raises UserError if the samples taken so far would now be other windows."""
         anew = "or start the data from its beginning in another run folder: load_ckpt_path=RUN without resuming_dataset"
         for name, value in (("seed", self.seed), ("seq_length", self.seq_length)):
             if state[name] != value:
@@ -144,8 +144,8 @@ class Sampler:
 
 
 def seen(position: dict) -> dict[str, dict]:
-    """How many tokens and epochs of each source the run has read at a position, as
-    `Sampler.state_after` returns it."""
+    """Returns how many tokens and epochs of each source the run has read at a position that
+    `Sampler.state_after` returned."""
     drawn = position["drawn"]
     windows = position["windows"]
     return {
@@ -155,8 +155,8 @@ def seen(position: dict) -> dict[str, dict]:
 
 
 def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarray:
-    """Occurrences of each source in one period of the pattern, as int64 in lowest terms, by largest
-    remainder."""
+    """Returns how often each source occurs in one period of the pattern, as int64 in lowest terms, by
+    largest remainder."""
     values = np.array([weights[name] for name in names], dtype=np.float64)
     shares = values / values.sum() * PATTERN_LENGTH
     counts = np.floor(shares).astype(np.int64)
@@ -213,7 +213,7 @@ def _walk(
     permuted: Callable[..., np.ndarray], x: np.ndarray, size: np.ndarray, key: np.ndarray
 ) -> np.ndarray:
     """Returns a bijection of range(size), made from `permuted`, a bijection of a slightly larger
-    range: what falls outside range(size) is permuted again until it lands inside. Black and
+    range: a result outside range(size) is permuted again until it lands inside. Black and
     Rogaway, Ciphers with Arbitrary Finite Domains (2002)."""
     result = np.empty_like(x)
     remaining = np.arange(len(x))

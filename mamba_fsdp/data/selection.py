@@ -1,4 +1,4 @@
-"""Which sources a run reads: those it trains on with their weights, and those it validates on. Needs no torch."""
+"""Chooses the sources that a run trains on, with their weights, and those that it validates on. Needs no torch."""
 
 from collections.abc import Iterable, Iterator
 from itertools import combinations, count
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 
 def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, float]]:
-    """({name: source}, {name: weight}) as the settings say. Raises UserError where a source is missing or broken."""
+    """Returns ({name: source}, {name: weight}) as the settings say. Raises UserError if a source is missing or
+    broken."""
     sources: dict[str, Source] = {name: _open(path, data) for name, path in _places(data).items()}
     weights = data.weights or [source.token_count for source in sources.values()]
     return sources, dict(zip(sources, weights))
 
 
 def validation_sources(data: DataConfig) -> list[Source]:
-    """The sources to validate on: validation_path, or with `auto` each validation split beside a training source."""
+    """Returns the sources to validate on: validation_path, or with `auto` the validation split next to each training
+    source."""
     if data.validation_path == "none":
         return []
     if data.validation_path != "auto":
@@ -36,7 +38,7 @@ def validation_sources(data: DataConfig) -> list[Source]:
 
 
 def _places(data: DataConfig) -> dict[str, Path]:
-    """{name: path} of the stores to train on."""
+    """Returns {name: path} of the stores to train on."""
     root = Path(data.dataset_path)
     places = {name: split_in(root / name) for name in data.datasets}
     if len(places) < len(data.datasets):
@@ -58,7 +60,7 @@ def _open(path: Path, data: DataConfig) -> TokenStore:
 
 
 def check_tokenizers_agree(stores: Iterable[Source]) -> None:
-    """Raises UserError where two of the sources are known to have different tokenizers."""
+    """Raises UserError if two of the sources are known to have different tokenizers."""
     for first, second in combinations(stores, 2):
         check_tokenizer(first.path, first.tokenizer, second.path, [second.tokenizer])
         sizes = {first.vocab_size, second.vocab_size}
@@ -71,7 +73,7 @@ def check_tokenizers_agree(stores: Iterable[Source]) -> None:
 
 
 def one_for_all(stores: Iterable[Source]) -> Source:
-    """The first source whose tokenizer is known, else the first: its tokenizer stands for that of all."""
+    """Returns the first source with a known tokenizer, else the first: its tokenizer stands for that of all."""
     stores = list(stores)
     identified = [store for store in stores if store.tokenizer.startswith(IDENTITY)]
     return (identified or stores)[0]
@@ -80,13 +82,13 @@ def one_for_all(stores: Iterable[Source]) -> Source:
 def batches(
     dataset_path: str | Path, *, seq_length: int = 256, batch_size: int = 8, seed: int = 2023
 ) -> Iterator["Batch"]:
-    """Yields, without end, the batches that a training on one device with these settings reads, in its order.
+    """Yields, endlessly, the batches that a training on one device with these settings reads, in its order.
 
     Raises UserError.
     """
     from mamba_fsdp.data.loader import BatchShape, Loader
 
-    # Without threads: a program may end with the generator half read.
+    # Without threads: a program may end before it has read all of the generator.
     data = DataConfig(str(dataset_path), seq_length=seq_length, num_workers=0)
     sources, weights = training_sources(data)
     vocab_size = max(source.vocab_size for source in sources.values())

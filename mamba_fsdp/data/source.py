@@ -1,4 +1,4 @@
-"""Source: what the order of samples and the loader need of data, whatever its format."""
+"""Defines Source: what the order of samples and the loader need of data, whatever its format."""
 
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ class Source(Protocol):
     """One long sequence of tokens, documents laid end to end. TokenStore in data/store.py reads one from files.
 
     Several threads read it at once, in any order. Two sources have equal identities exactly if all their tokens are
-    equal: a run that resumes refuses a source whose identity has changed.
+    equal: a run that resumes refuses a source that has changed its identity.
     """
 
     path: Path
@@ -29,14 +29,15 @@ class Source(Protocol):
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer's folder. Raises UserError where none is known."""
+        """Returns the tokenizer's folder. Raises UserError if none is known."""
 
     def read(self, start: int, count: int) -> Tokens:
-        """Tokens [start, start + count), which lie within the source. Raises UserError for what can't be read."""
+        """Returns tokens [start, start + count), which lie within the source. Raises UserError for what can't be
+        read."""
 
 
 class DummySource:
-    """Made-up tokens without files, for benchmarks: documents of vocab_size tokens, 0, 1, 2, ... each."""
+    """Made-up tokens without files, for benchmarks: each document is 0, 1, 2, ... up to vocab_size - 1."""
 
     path = Path("dummy")
     eos = -1

@@ -1,12 +1,12 @@
-"""Token stores: a tokenised corpus as a folder of flat, memory-mapped files.
+"""Keeps token stores: a tokenised corpus as a folder of flat, memory-mapped files.
 
-    index.json       what the store holds, with its own checksum; written last, so a folder without it is no store
+    index.json       what the store holds, with its own checksum; written last: a folder without it is not a store
     00000.bin        token ids, little endian uint16 or uint32, every document ended by exactly one eos, except
-                     where pack=none took token ids as they are
+                     that pack=none took token ids as they are
     00000.doc        where each document of 00000.bin starts, in tokens from the file's start, little endian int64
     tokenizer/       the tokenizer, as `transformers` saves it
 
-Documents never cross files. The bytes depend on the tokens and `shard_tokens` only.
+Documents never cross files. The bytes depend only on the tokens and `shard_tokens`.
 """
 
 import bisect
@@ -37,14 +37,14 @@ SPLITS = {
     "validation": ["validation", "valid", "val", "dev"],
     "test": ["test"],
 }
-# Files that are opened at a time: each is a round trip on a network file system, and a large store has thousands.
+# Files that are opened at a time: each costs a round trip on a network file system, and a large store has thousands.
 OPENED_AT_ONCE = 16
 LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
 
 
 @dataclass
 class StoreFile:
-    """What the index says of NAME.bin and NAME.doc."""
+    """The index's entry for NAME.bin and NAME.doc."""
 
     name: FileName
     bin_sha256: str
@@ -67,15 +67,15 @@ class StoreIndex:
 
 @dataclass
 class WriterState:
-    """What a StoreWriter has written; a new writer resumes from it."""
+    """The progress of a StoreWriter; a new writer resumes from it."""
 
     files: list[StoreFile] = field(default_factory=list)  # that are complete
-    tokens: int = 0  # of the file that is being written
-    documents: int = 0  # of that file
-    open_tokens: int = 0  # of its last document, if that has not ended
+    tokens: int = 0  # in the file that is being written
+    documents: int = 0  # in that file
+    open_tokens: int = 0  # in its last document, if that has not ended
 
     def total(self) -> int:
-        """The tokens of all files."""
+        """Returns the number of tokens in all files."""
         return self.tokens + sum(file.tokens for file in self.files)
 
 
@@ -83,7 +83,7 @@ class TokenStore:
     """A store open for reading, the native Source. Cheap to open and to pickle: files are mapped when first read.
 
     Opening checks the index and every file's size; `verify` reads everything. Raises UserError naming file and fault.
-    index: what another process has opened and checked; then no file is touched before it is read, and is checked then.
+    index: one that another process has opened and checked; then a file is only touched, and checked, when it is read.
     """
 
     def __init__(self, path: str | Path, index: StoreIndex | None = None):
@@ -108,7 +108,7 @@ class TokenStore:
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer's folder. Raises UserError where the store came without one."""
+        """Returns the tokenizer's folder. Raises UserError if the store came without one."""
         path = self.path / "tokenizer"
         if not path.is_dir():
             raise UserError(
@@ -117,7 +117,7 @@ class TokenStore:
         return path
 
     def read(self, start: int, count: int) -> Tokens:
-        """Tokens [start, start + count) of the store, across files, with their positions."""
+        """Returns tokens [start, start + count) of the store, across files, with their positions."""
         assert 0 <= start <= start + count <= self.token_count
         first = min(bisect.bisect_right(self._starts, start), len(self._files)) - 1
         last = max(first, bisect.bisect_left(self._starts, start + count) - 1)
@@ -138,7 +138,7 @@ class TokenStore:
                     )
 
     def _read_file(self, number: int, start: int, end: int) -> Tokens:
-        """Those of the store's tokens [start, end) that lie in this file."""
+        """Returns the store's tokens [start, end) as far as they lie in this file."""
         tokens, starts = self._map(number)
         offset = max(start - self._starts[number], 0)
         end = min(end - self._starts[number], len(tokens))
@@ -149,7 +149,7 @@ class TokenStore:
         rises = (inner[:1] > 0).all() and (lengths > 0).all()
         if not (rises and 0 <= position < LARGEST_DOCUMENT):
             raise UserError(
-                f"{self.path / self._files[number].name}.doc: damaged, its numbers are no starts of documents; "
+                f"{self.path / self._files[number].name}.doc: damaged, its numbers are not starts of documents; "
                 "copy it again or make the store again"
             )
         positions = np.arange(position, position + end - offset, dtype=np.int32)
@@ -158,7 +158,7 @@ class TokenStore:
         return Tokens(tokens[offset:end], positions)
 
     def _map_file_pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Maps a file's tokens, and where its documents start. Raises UserError where a file has the wrong size."""
+        """Maps a file's tokens, and the starts of its documents. Raises UserError if a file has the wrong size."""
         file = self._files[number]
         tokens = _map_file(self.path / f"{file.name}.bin", self.dtype, file.tokens)
         starts = _map_file(self.path / f"{file.name}.doc", np.dtype("<i8"), file.documents)
@@ -166,13 +166,13 @@ class TokenStore:
 
 
 def is_store(path: Path) -> bool:
-    """Whether a token store lies at `path`."""
+    """Returns whether `path` is a token store."""
     return exists(path / "index.json")
 
 
 def split_in(path: Path, split: str = "train") -> Path:
-    """The path of the store for `split`: a subfolder named after it (see SPLITS), or `path` itself where it is a store or
-    has no such subfolder."""
+    """Returns the path of the store for `split`: a subfolder named after it (see SPLITS), or `path` itself if that is a
+    store or has no such subfolder."""
     if not is_store(path):
         for name in SPLITS[split]:
             if is_store(path / name):
@@ -181,8 +181,8 @@ def split_in(path: Path, split: str = "train") -> Path:
 
 
 def near_path(path: Path) -> str:
-    """A hint for a path where nothing is: where it leads if it is a link, else a similar name beside it; "" if there is
-    none."""
+    """Returns a hint for a path that does not exist: its target if it is a link, else a similar name next to it; "" if
+    there is none."""
     if path.is_symlink():
         return f"; it is a link to {os.readlink(path)}"
     hint = near_name(path.name, [neighbour.name for neighbour in path.parent.glob("*")], "")
@@ -190,7 +190,7 @@ def near_path(path: Path) -> str:
 
 
 def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """Maps a file of `count` numbers. Raises UserError where it is missing or has another size than its index says."""
+    """Maps a file of `count` numbers. Raises UserError if it is missing or its index says another size."""
     expected = count * dtype.itemsize
     remedy = "copy it again or make the store again"
 
@@ -217,10 +217,11 @@ class StoreWriter:
 
     path: Path
     vocab_size: int
-    eos: int  # -1 where none is known
-    tokenizer: str  # its identity, see tokenizer.py; "" for none
+    eos: int  # -1: not known
+    tokenizer: str  # its identity, see tokenizer.py; "": not known
     shard_tokens: int = DatasetConfig.shard_tokens
-    # A file's last document ends in it; else tokens are cut anywhere, and what no eos ends counts as a document.
+    # A file ends where a document ends; if False, tokens are cut anywhere, and text without an eos counts as a
+    # document.
     whole: bool = True
     state: WriterState = field(default_factory=WriterState)  # an earlier writer's, to resume from
 
@@ -229,20 +230,21 @@ class StoreWriter:
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
         self._streams: list[
             BinaryIO
-        ] = []  # of the file that is being written, once something is written to it
+        ] = []  # of the file that is being written, after its first token
         self.path.mkdir(parents=True, exist_ok=True)
 
     def append(self, tokens: ArrayLike) -> None:
-        """Appends `tokens` (n,), integers: each eos ends a document; the next call continues what has no end yet."""
+        """Appends `tokens` (n,), integers. Each eos ends a document; the next call continues a document without an
+        end."""
         tokens = np.asarray(tokens)
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             raise UserError(
                 f"{self.path}: token ids from {tokens.min()} to {tokens.max()}, but the vocabulary has {self.vocab_size}; "
-                "name the tokenizer that made them with --tokenizer, or the --vocab_size where there is none"
+                "name the tokenizer that made them with --tokenizer, or give --vocab_size if there is none"
             )
         while len(tokens):
             end = max(1, self.shard_tokens - self.state.tokens)
-            if self.whole:  # the document that fills the file goes on to its end
+            if self.whole:  # the document that fills the file is written to its end
                 document_ends = np.flatnonzero(tokens[end - 1 :] == self.eos)
                 if len(document_ends):
                     end += int(document_ends[0])
@@ -291,10 +293,10 @@ class StoreWriter:
         return [self.path / f"{len(self.state.files):05d}.{suffix}" for suffix in ("bin", "doc")]
 
     def _open_streams(self) -> None:
-        """Opens the current pair of files behind what `state` counts.
+        """Opens the current pair of files at the end of what `state` counts.
 
-        What lies there beyond that is not cut off now: if a process that was taken for dead wakes up, it writes the same
-        bytes there as this one.
+        Bytes beyond that are not cut off now: if a process that was taken for dead wakes up, it writes the same bytes
+        there as this one.
         """
         if self._streams:
             return
@@ -328,7 +330,7 @@ class StoreWriter:
     def _finish_file(self) -> None:
         self._open_streams()
         for stream in self._streams:
-            stream.truncate()  # what an earlier process wrote with other settings may be longer
+            stream.truncate()  # an earlier process with other settings may have written more
         self.flush()
         self.close()
         self._streams = []
@@ -361,7 +363,7 @@ def _read_index(folder: Path) -> StoreIndex:
 
 
 def _why_no_store(folder: Path) -> str:
-    """The message for a folder that is no token store."""
+    """Returns the message for a folder that is not a token store."""
     if not folder.exists():
         hint = near_path(folder) or "; make a token store there with get_dataset.py"
         return f"{folder}: no such folder{hint}"
@@ -376,7 +378,7 @@ def _why_no_store(folder: Path) -> str:
 
 
 def _checksum(index: dict[str, Any]) -> str:
-    """The checksum of index.json's content without the checksum."""
+    """Returns the checksum of index.json's content without the checksum."""
     content = {name: value for name, value in index.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

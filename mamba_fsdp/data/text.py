@@ -1,4 +1,4 @@
-"""The text that a store's tokens stand for: its words and bytes, by which losses of different tokenizers compare."""
+"""Counts the words and bytes that a store's tokens stand for, by which losses of different tokenizers compare."""
 
 import math
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ DECODED_AT_ONCE = 1 << 16  # tokens
 
 
 def bits_per_byte(loss: float, tokens: int, size: float) -> float | None:
-    """Returns the bits per byte of `tokens` tokens with a mean `loss` in nats, whose text has `size` bytes; None if that
-    is 0."""
+    """Returns the bits per byte of `tokens` tokens with a mean `loss` in nats, if their text has `size` bytes; None if
+    `size` is 0."""
     return loss * tokens / math.log(2) / size if size else None
 
 
@@ -34,8 +34,7 @@ def predicted_spans(
 
 
 def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Returns (words, bytes) in the text of the tokens in these spans, each (start, end), or (0, 0) without a
-    tokenizer.
+    """Returns (words, bytes) in the text of the tokens in these spans, each (start, end); (0, 0) without a tokenizer.
 
     Words are separated by white space, as in the word-level perplexity of WikiText; ends of documents and other special
     tokens are not words.

@@ -1,13 +1,13 @@
-"""get_dataset.py: makes token stores of what INPUT names, by any number of processes on any number of machines.
+"""Makes token stores of what INPUT names, for get_dataset.py, with any number of processes on any number of machines.
 
     OUT/train/  OUT/validation/        token stores
-    OUT/dataset.json                   what made them; written last
-    OUT/.progress/begun.json           while unfinished: what makes them
+    OUT/dataset.json                   the settings that made them; written last
+    OUT/.progress/begun.json           while unfinished: the settings that make them
     OUT/.progress/1-of-4/              of each part: train/, validation/, tokenizer/ and ...
     OUT/.progress/1-of-4/state.json    ... how far it is
 
-Each part writes files of its own; the one that ends last puts them together (merging.py). The stores' bytes depend on
-the input, the settings and the number of parts, not on being killed.
+Each part writes files of its own; the part that ends last merges them (merging.py). The stores' bytes depend on the
+input, the settings and the number of parts, not on whether a process was killed.
 """
 
 import contextlib
@@ -56,20 +56,21 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.typed_json import write_object
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
-BATCHES_AHEAD = 2  # one in the library, the one before it becomes an array
+BATCHES_AHEAD = 2  # one is encoded while the one before becomes an array
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
-SAVE_SECONDS = 10.0  # of work that a kill can lose
-SAMPLED_FILES = 64  # at most, that the sample comes from
-# The stores depend on the other options.
+SAVE_SECONDS = 10.0  # of work, at most, that a kill loses
+SAMPLED_FILES = 64  # at most, for a tokenizer's sample
+# Options that have no effect on the stores.
 NOT_RECORDED = ("format", "part", "overwrite", "skip_unreadable")
 IN_USE = "wait for it, or choose another folder"
-NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
+NUMBERS = 1 << 40  # by which the first documents of consecutive parts are numbered apart
 
 
 def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
-    """Makes token stores in OUT of what `input` names, as the options say; resumes where earlier calls stopped.
+    """Makes token stores in OUT of what `input` names, as the options say; resumes what earlier calls left.
 
-    Returns whether OUT is complete: not where other parts have yet to end. Raises UserError for bad input, and for files that can't be written.
+    Returns whether OUT is complete; it is not while other parts have yet to end. Raises UserError for bad input, and
+    for files that can't be written.
     """
     out = Path(out)
     files = find_files(input, options)
@@ -91,7 +92,7 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
 
 
 def _prepare(out: Path, overwrite: bool) -> None:
-    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError where OUT holds something else, or an
+    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError if OUT holds something else, or an
     import that is running."""
     out.mkdir(parents=True, exist_ok=True)
     is_dataset = (out / MADE).exists() or (out / PROGRESS).exists()
@@ -105,16 +106,17 @@ def _prepare(out: Path, overwrite: bool) -> None:
             lease.take(print, IN_USE)
         for name in ("train", "validation", "test", PROGRESS):
             shutil.rmtree(out / name, ignore_errors=True)
-        (out / MADE).unlink(missing_ok=True)  # last: it shows that what is left is a dataset
+        # Last: after a kill before this, it shows that the rest is a dataset.
+        (out / MADE).unlink(missing_ok=True)
 
 
 def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
-    """Whether OUT holds all that these settings make. Raises UserError where it was made with other settings."""
+    """Returns whether OUT holds all that these settings make. Raises UserError if it was made with other settings."""
     if not records_settings(out / MADE, settings):
         return False
     for path in out.glob("*/index.json"):
         TokenStore(path.parent)
-    # A process that was killed at the very end has left it.
+    # A process that was killed just before its end left it.
     shutil.rmtree(out / PROGRESS, ignore_errors=True)
     print(f"{out} is complete already; nothing to do")
     return True
@@ -122,7 +124,7 @@ def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
 
 @dataclass
 class _Part:
-    """One part of the work, and the end of all of it if the other parts have ended."""
+    """One part of the work, and the merge if all other parts have ended."""
 
     out: Path
     files: list[InputFile]  # of the whole input
@@ -144,7 +146,7 @@ class _Part:
         self.writers: dict[str, StoreWriter] = {}
 
     def run(self) -> bool:
-        """Returns whether all parts have ended."""
+        """Runs this part. Returns whether all parts have ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
         lease.take(print, IN_USE)
@@ -165,7 +167,7 @@ class _Part:
         if not unfinished:
             self._merge(states, tokenizer)
             return True
-        if _is_complete(self.out, self.settings):  # by a part that ended just before this one
+        if _is_complete(self.out, self.settings):  # another part that ended just now has merged
             return True
         print(
             f"part {self.number} is finished; to complete {self.out}, these have to finish: {', '.join(unfinished)}"
@@ -173,7 +175,7 @@ class _Part:
         return False
 
     def _merge(self, states: list[PartState], tokenizer: TextTokenizer) -> None:
-        """Puts all parts together, or waits until another part's process has done it."""
+        """Merges all parts, or waits until another part's process has done it."""
         lease = Lease(self.out / PROGRESS / "merge.lease")
         with contextlib.closing(lease):
             while not (self.out / MADE).exists():
@@ -191,8 +193,8 @@ class _Part:
             shutil.rmtree(self.out / PROGRESS, ignore_errors=True)
 
     def _tokenizer(self) -> TextTokenizer:
-        """The tokenizer that the options ask for. One that is trained is saved in the part's folder; each part trains an
-        equal one."""
+        """Returns the tokenizer that the options ask for. One that is trained is saved in the part's folder; each part
+        trains an equal one."""
         options = self.options
         folder = self.folder / "tokenizer"
         if options.tokenizer == "none":
@@ -217,7 +219,7 @@ class _Part:
         return tokenizers_.load(str(folder / "tokenizer.json"), eos_token)
 
     def _tokenize(self, tokenizer: TextTokenizer, lease: Lease) -> None:
-        """Reads this part's share of the input and writes its stores, from where `state` says on."""
+        """Reads this part's share of the input and writes its stores, starting from `state`."""
         state = self.state
         for name in self.stores:
             written = state.stores.setdefault(name, WriterState())
@@ -228,7 +230,7 @@ class _Part:
         console = Console()
         tokens_before = sum(written.total() for written in state.stores.values())
         if tokens_before:
-            print(f"resumes behind {tokens_before:,} tokens", flush=True)
+            print(f"resuming after {tokens_before:,} tokens", flush=True)
         console.passing("reading ...")
         tokens = 0
         started = time.monotonic()
@@ -261,7 +263,7 @@ class _Part:
                 writer.close()
 
     def _write(self, batch: DocumentBatch, tokens: np.ndarray, tokenizer: TextTokenizer) -> None:
-        """Deals the documents of a batch out to the stores. tokens: (n,), each eos of which ends a document."""
+        """Distributes the documents of a batch over the stores. tokens: (n,), in which each eos ends a document."""
         state = self.state
         state.position = batch.position
         is_end = tokens == tokenizer.eos
@@ -287,7 +289,7 @@ class _Part:
         self.writers[batch.store].append(tokens)
 
     def _save(self, lease: Lease) -> None:
-        """Makes what was written durable, and then the state that says so."""
+        """Makes what was written durable, then records it in the state."""
         for writer in self.writers.values():
             writer.flush()
         if not lease.is_held():
@@ -298,7 +300,7 @@ class _Part:
 
 
 def _advise_on_blocks(batch: DocumentBatch) -> None:
-    """Prints what to do where rows of token ids look as if a long text had been cut into blocks."""
+    """Prints advice if rows of token ids look as if a long text had been cut into blocks."""
     lengths = {len(document.content) for document in batch.documents}
     is_text = any(isinstance(document.content, str) for document in batch.documents)
     if len(batch.documents) > 1 and len(lengths) == 1 and not is_text:
@@ -321,7 +323,7 @@ def encode(
                 yield ahead.popleft().result()
         for future in ahead:
             yield future.result()
-    finally:  # after Ctrl-C too, which waits for nothing
+    finally:  # after Ctrl-C too: waits for nothing
         threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -348,7 +350,7 @@ def _encoded(
 
 
 def _stripped(ids: np.ndarray, document: Document, separators: Any) -> np.ndarray:
-    """A document's ids without the separators that stand at its ends."""
+    """Returns a document's ids without the separators at its ends."""
     kept = np.flatnonzero(~np.isin(ids, separators))
     if not len(kept):
         return ids[:0]
@@ -360,7 +362,8 @@ def _stripped(ids: np.ndarray, document: Document, separators: Any) -> np.ndarra
 
 
 def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
-    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each group of 1/fraction.
+    """Returns which documents are held out, (n,) bool, by their running `numbers` (n,): one of each group of
+    1/fraction.
 
     A hash of the group's number chooses within it, so that the choice has no period that the input could share.
     """
@@ -371,7 +374,7 @@ def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
     first = -(-group * q // p)
     end = -(-(group + 1) * q // p)
     chosen = (splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)).astype(np.int64)
-    # Never the first document of all: training needs one, too.
+    # Never the very first document: training needs one, too.
     return numbers == first + np.maximum(chosen, group == 0)
 
 

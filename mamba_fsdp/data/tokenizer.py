@@ -1,4 +1,4 @@
-"""Tokenizers: loaded by name or path, or trained on the input; saved so that `transformers` can load them."""
+"""Loads tokenizers by name or path, or trains them on the input; saves them so that `transformers` can load them."""
 
 import contextlib
 import functools
@@ -18,15 +18,15 @@ from mamba_fsdp.storage.typed_json import write_object
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos
-# The library allocates a vocabulary's memory at once, and ends the process where there is less.
+# The library allocates a vocabulary's memory at once, and ends the process if there is less.
 LARGEST_VOCABULARY = 1 << 24
-# Text that tokenizers of one vocabulary treat in different ways: case, digits, space, accents, other scripts.
+# Text that tokenizers with the same vocabulary treat differently: case, digits, space, accents, other scripts.
 SAMPLES = [
     "The quick BROWN fox, it's 3.14159  and 1,000,000;\n\n\tdef f(x):\r\n    return x != None",
     "na\u00efve nai\u0308ve \ufb01ne  \u4f60\u597d\u4e16\u754c \u0417\u0434\u0440 \U0001f600\u200d \u00a0x",
 ]
 SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n"})  # as vocabularies write them
-IDENTITY = "ids:"  # the start of an identity; another way to compute one needs another start
+IDENTITY = "ids:"  # each identity's start; change it with the way to compute one
 ANOTHER_TOKENIZER = (
     "use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
     "--allow_other_tokenizer=true if you know that they fit"
@@ -35,7 +35,8 @@ MAKE_IDS = "make token ids with it and import these: get_dataset.py --text_colum
 
 
 def without_panic(read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What read(*arguments, **options) returns. A panic of the library's Rust, which is no Exception, becomes a ValueError."""
+    """Returns read(*arguments, **options). A panic of the library's Rust code is not an Exception; it becomes a
+    ValueError."""
     try:
         return read(*arguments, **options)
     except BaseException as error:
@@ -45,15 +46,15 @@ def without_panic(read: Callable[..., Any], *arguments: Any, **options: Any) -> 
 
 
 class TextTokenizer:
-    """A tokenizer that encodes and decodes text and says of itself what a token store records.
+    """A tokenizer that encodes and decodes text, and says of itself what a token store records.
 
-    eos: its id, None where there is none; separators: ids of the tokens that can stand at the ends of a document;
+    eos: its id, None if there is none; separators: ids of the tokens that can stand at the ends of a document;
     vocab_size: one more than the largest id; identity: see `identity_of`.
-    transformers_form: the `transformers` tokenizer that `backend` is part of, where it comes from one.
+    transformers_form: the `transformers` tokenizer that holds `backend`, if it comes from one.
     special_is_text: read text that spells a special token, as a page about tokenizers does, like any other text.
 
-    Threads share a tokenizer. Before version 0.23 the library lets no thread change one while another encodes, so all
-    settings are made here and none later.
+    Threads share a tokenizer. Before version 0.23 the library lets no thread change a tokenizer while another encodes,
+    so all settings are made here and none later.
     """
 
     def __init__(
@@ -79,12 +80,13 @@ class TextTokenizer:
         return identity_of(self.backend)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text, without the tokens that some tokenizers add at its ends. Text that spells a special token
-        is read as `special_is_text` says: as that token in a prompt (`load_words`), as text in a document."""
+        """Returns the ids of one text, without the tokens that some tokenizers add at its ends. Text that spells a
+        special token is read as `special_is_text` says: as that token in a prompt (`load_words`), as text in a
+        document."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, encoded on all cores, each as by `encode`."""
+        """Returns the ids of each text as `encode` does, using all cores."""
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -110,7 +112,7 @@ class TextTokenizer:
 
 
 class NoTokenizer(TextTokenizer):
-    """The tokenizer of token ids that come without one. Its backend is None, its eos -1 where none is known."""
+    """The tokenizer of token ids that come without one. Its backend is None; its eos is -1 if none is known."""
 
     def __init__(self, eos_token: str, vocab_size: int):
         self.identity = ""
@@ -134,9 +136,10 @@ class NoTokenizer(TextTokenizer):
 
 
 def identity_of(backend: Tokenizer) -> str:
-    """A text that is equal for tokenizers that encode alike, whatever they are called and whoever wrote their files.
+    """Returns a text that is equal for tokenizers that encode alike, whatever their names and whoever wrote their
+    files.
 
-    It is a digest of the tokens with their ids, and of the ids of texts that hold all of them. `backend` is not changed:
+    It is a digest of the tokens with their ids, and of the ids of texts that hold all tokens. `backend` is not changed:
     a copy of it, without truncation and padding, encodes these texts.
     """
     backend = Tokenizer.from_str(backend.to_str())
@@ -155,8 +158,8 @@ def identity_of(backend: Tokenizer) -> str:
 
 
 def identities_in(folder: Path | None) -> Iterator[str]:
-    """Yields the identity of the tokenizer in a folder: as its tokenizer.json says, and as `transformers`, which may
-    amend that, loads it. Yields nothing where there is none that has a fast form."""
+    """Yields the identities of the tokenizer in a folder: as its tokenizer.json says, and as `transformers`, which may
+    amend that, loads it. Yields nothing if no tokenizer there has a fast form."""
     if folder is None:
         return
     with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
@@ -172,8 +175,8 @@ def check_tokenizer(
 ) -> None:
     """Raises UserError if the places `first` and `second` are known to have different tokenizers.
 
-    That is so if none of second's identities, which are all of one tokenizer, is the first's. Stops reading them at the
-    first equal one.
+    They are if none of `second_identities`, all of one tokenizer, equals `identity`. The first equal one ends the
+    search.
     """
     if not identity.startswith(IDENTITY):
         return
@@ -192,7 +195,7 @@ def check_tokenizer(
 
 
 def import_with(tokenizer: Path | None) -> str:
-    """The advice for data that a model's vocabulary is too small for. tokenizer: the model's, None where none is known."""
+    """Returns advice for data that exceeds a model's vocabulary. tokenizer: the model's, None if none is known."""
     return (
         "import the data with the model's tokenizer: .venv/bin/python get_dataset.py INPUT OUT "
         f"--tokenizer={tokenizer or 'FOLDER'}"
@@ -200,7 +203,8 @@ def import_with(tokenizer: Path | None) -> str:
 
 
 def training_size(name: str) -> int | None:
-    """The vocabulary size in `train:SIZE`, or None for another name. Raises UserError for an impossible size."""
+    """Returns the vocabulary size in `train:SIZE`, or None for another name. Raises UserError for an impossible
+    size."""
     if not name.startswith("train:"):
         return None
     try:
@@ -216,7 +220,7 @@ def training_size(name: str) -> int | None:
 
 
 def train(texts: Iterable[str], vocab_size: int, eos_token: str = END_OF_TEXT) -> TextTokenizer:
-    """A byte-level BPE for documents, trained on the texts: at most vocab_size tokens, the eos among them.
+    """Returns a byte-level BPE for documents, trained on the texts, of at most vocab_size tokens including the eos.
 
     Equal texts give equal tokenizers.
     """
@@ -234,13 +238,14 @@ def train(texts: Iterable[str], vocab_size: int, eos_token: str = END_OF_TEXT) -
 
 
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
-    """The fast tokenizer that transformers' AutoTokenizer loads from a folder or a name on the Hugging Face Hub.
+    """Returns the fast tokenizer that transformers' AutoTokenizer loads from a folder or a name on the Hugging Face
+    Hub.
 
-    Code that lies beside it is never run. Raises UserError, whose message ends with `remedy`.
+    Never runs code that comes with it. Raises UserError with a message that ends with `remedy`.
     """
     if not Path(name).exists():
         prepare_hub(str(name))
-    from transformers import AutoTokenizer  # seconds to import: only where needed
+    from transformers import AutoTokenizer  # late: importing it takes seconds
 
     try:
         form = without_panic(AutoTokenizer.from_pretrained, name, trust_remote_code=False)
@@ -257,10 +262,9 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
 
 
 def load_words(path: str | Path) -> TextTokenizer:
-    """The tokenizer of a folder or name for prompts: text that spells a special token is read as that token.
+    """Returns the tokenizer of a folder or name for prompts: text that spells a special token is read as that token.
 
-    Where the folder's two files say everything, transformers, whose import takes a second, is not imported. Raises
-    UserError.
+    If the folder's two files say everything, transformers is not imported, which takes a second. Raises UserError.
     """
     try:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
@@ -277,10 +281,11 @@ def load_words(path: str | Path) -> TextTokenizer:
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:
-    """The tokenizer for documents of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json.
+    """Returns the tokenizer for documents of a name on the Hugging Face Hub, a `transformers` folder or a
+    tokenizer.json.
 
-    eos_token: the token that ends documents, by default the tokenizer's own. Raises UserError where the tokenizer or
-    this token is missing.
+    eos_token: the token that ends documents, by default the tokenizer's own. Raises UserError if the tokenizer or this
+    token is missing.
     """
     path = Path(name)
     if path.is_file():
@@ -297,7 +302,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         eos_token = eos_token or form.eos_token
     if backend.token_to_id(eos_token or "") is None:
         raise UserError(
-            f"tokenizer {name}: its vocabulary holds no eos_token {eos_token!r}; name the token that ends a document "
+            f"tokenizer {name}: its vocabulary lacks the eos_token {eos_token!r}; name the token that ends a document "
             "with --eos_token"
         )
     if form:

@@ -241,11 +241,11 @@ REFUSED = {  # file: (content, what is said of it)
     "short.csv": (b"id,text\n1,a\nb\n", "line 3 has fewer fields than the header"),
     "twice.csv": (b"text,text\na,b\n", "its header has 'text' twice"),
     "carets.csv": (b"id^text\n1^a\n", "one field, 'id^text': if it should be several, name their"),
-    "open.csv": (b'id,text\n1,a\n2,"b\n3,c\n', "behind line 2: unexpected end of data"),
+    "open.csv": (b'id,text\n1,a\n2,"b\n3,c\n', "after line 2: unexpected end of data"),
     "h.parquet": (b"no parquet", "can't be read as parquet"),
     "i.arrow": (b"no arrow", "not an Arrow file"),
     "j.jsonl.gz": (gzip.compress(b'{"text": "a"}')[:-9], "can't be read as json"),
-    "l.npy": (b"1234", "is missing, which says"),
+    "l.npy": (b"1234", "is missing; copy it too"),
     "m.jsonl": (b"[" * 200_000, "is not JSON"),
 }
 
@@ -282,7 +282,7 @@ def test_bad_files_are_named_together_or_skipped(prepare, tmp_path, monkeypatch,
     assert prepare(folder, tmp_path / "out", skip_unreadable=True, **how)
     assert read_back(tmp_path / "out" / "train") == ["a", "b", "d", "e"]
     told = capsys.readouterr().out
-    assert "from the first fault on: 4 files that can't be read\n" in told
+    assert "4 files can't be read and are left out from the first fault on:\n" in told
     assert "c.jsonl: can't be read as json (line 1 has no 'text'" in told
     assert len(json.loads((tmp_path / "out/dataset.json").read_text())["unreadable"]) == 4
 
@@ -296,7 +296,7 @@ WRONG_COMMANDS = {
     "bad out": "error: bad/a.jsonl: can't be read as json",
     "astray out": "astray/a.txt: can't be read as text (No such file or directory)",
     "in out --tokenizer=a/b/c": "error: a/b/c: there is no such file or folder",
-    "in out --split=test": "none of that name",
+    "in out --split=test": "no split of that name",
     "in out --tokenizer=none": "give the token id that ends documents",
     "in out --documents=pages": "write file, lines",
     "in out --part=2/2": "--part=2/2",
@@ -419,7 +419,7 @@ def test_a_name_on_the_hub_is_streamed_and_its_other_splits_left_out(
     assert read_back(tmp_path / "out" / "train") == ODD_TEXTS
     assert set(asked) == {("some/corpus", "de", "train", True)}
     assert "left out: validation (1 of 2 files)" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--split=dev: there is none of that name in some/corpus"):
+    with pytest.raises(UserError, match="--split=dev: some/corpus has no split of that name"):
         prepare("some/corpus", tmp_path / "none", split="dev")
     with pytest.raises(UserError, match="config was de and is fr"):
         prepare("some/corpus", tmp_path / "out", config="fr")
@@ -572,7 +572,7 @@ def test_kill_9_and_ctrl_c_resume_to_the_bytes_of_one_run(prepare, tmp_path, tok
         assert code == expected and "Traceback" not in said
         assert ("out is unfinished; the same command resumes from here" in said) == (code == 130)
     last = run_program(sys.executable, PROJECT / "get_dataset.py", *words, cwd=tmp_path)
-    assert last.returncode == 0 and re.search("^resumes behind [1-9]", last.stdout, re.MULTILINE)
+    assert last.returncode == 0 and re.search("^resuming after [1-9]", last.stdout, re.MULTILINE)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     prepare(tmp_path / "a.jsonl", tmp_path / "out", validation_fraction=0.01)
     assert "complete already" in capsys.readouterr().out

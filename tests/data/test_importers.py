@@ -155,7 +155,7 @@ def rows_with(folder, **columns):
 REFUSED = {
     "a null among tokens": (
         lambda folder: write_lists(folder / "a.arrow", [[5, None]], pyarrow.list_(IDS_TYPE)),
-        "places without a token",
+        "null in place of a token",
     ),
     "numbers that are none": (
         lambda folder: write_lists(folder / "a.arrow", [[0.5]], pyarrow.list_(pyarrow.float32())),
