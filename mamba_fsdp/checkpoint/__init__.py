@@ -1,1 +1,1 @@
-"""Saving, committing, choosing, pruning, and loading checkpoints."""
+"""Saves, commits, chooses, prunes, and loads checkpoints."""

@@ -1,9 +1,9 @@
-"""Saving: each rank writes its own file, a commit makes them one checkpoint.
+"""Saves checkpoints: each rank writes its own file, and a commit makes them one checkpoint.
 
-A checkpoint is written in the own folder of the run's lease (run/lease.py), in threads beside training. Each file is
-flushed and read back; then rank 0 writes state.json and COMMIT and moves it to where it counts. A process that dies at
-any instant leaves its own folder, which the next run removes, and never half a checkpoint under a name that could be
-chosen.
+A checkpoint is written in the own folder of the run's lease (run/lease.py), in threads while training continues. Each
+file is flushed and read back; then rank 0 writes state.json and COMMIT and moves the checkpoint to where it counts. A
+process that dies at any instant leaves its own folder, which the next run removes, and never half a checkpoint under a
+name that could be chosen.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ from mamba_fsdp.storage.formats import CHECKPOINT
 from mamba_fsdp.storage.patience import delete, retry_io, sync_folder, this_rank, write_atomically
 from mamba_fsdp.storage.typed_json import FileName, write_object
 
-ALIGNMENT = 64  # bytes, of a tensor in host memory
+ALIGNMENT = 64  # of a tensor in host memory, in bytes
 
 
 class Phase(enum.Enum):
-    """How far a save is, the same on all ranks: `settle` goes from one phase to the next."""
+    """The progress of a save, the same on all ranks: `settle` goes from one phase to the next."""
 
     WRITING = enum.auto()  # each rank copies its tensors to host memory and writes them to its file
     COMMITTING = enum.auto()  # all have written; rank 0 makes the files one checkpoint
@@ -50,14 +50,12 @@ class Phase(enum.Enum):
 
 @dataclass
 class RankFile:
-    """What a rank tells rank 0 of the file that it has written."""
+    """A rank's report to rank 0 about the file that it has written."""
 
-    pieces: bytes  # of each tensor, see `pack`
+    pieces: bytes  # this rank's piece of each tensor, see `pack`
     name: FileName
     checksum: FileChecksum
-    error: UserError | None = (
-        None  # says why the file could not be written, without a checksum then
-    )
+    error: UserError | None = None  # why the file could not be written; then it has no checksum
 
 
 @dataclass
@@ -66,21 +64,22 @@ class Save:
 
     step: int
     folder: Path  # in the own folder of the lease, until it is committed
-    state: dict[str, Any]  # what the program wants to have back
-    tensors: dict[str, StoredTensor]  # by stored name; `ranges` is set when all have written
+    state: dict[str, Any]  # what the program reads when it resumes
+    tensors: dict[str, StoredTensor]  # by stored name; `ranges` is set once all ranks have written
     phase: Phase = Phase.WRITING
     began: float = field(default_factory=time.monotonic)
     copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
-    # Gives this rank's RankFile while the phase is WRITING; then on rank 0 what `attempt` returns for the commit.
+    # While the phase is WRITING, its result is this rank's RankFile; then, on rank 0, what `attempt` returns for the
+    # commit.
     work: Future[Any] = field(default_factory=Future)
 
 
 class Checkpointer:
-    """The checkpoints of one run folder, whose `lease` rank 0 holds. All ranks call each method at the same point.
+    """The checkpoints of one run folder; rank 0 holds its `lease`. All ranks call each method at the same point.
 
     keep, keep_every (steps): see Retention. asynchronous: `save` returns at once; the tensors are copied to host memory
-    and written beside training, which calls `wait_for_copies` before it changes them, and `settle` when no rank
-    `is_writing`. report: called on rank 0 with a sentence for the user.
+    and written while training continues. Training calls `wait_for_copies` before it changes them, and `settle` when no
+    rank `is_writing`. report: called on rank 0 with a sentence for the user.
     """
 
     def __init__(
@@ -102,12 +101,12 @@ class Checkpointer:
         self.retention = Retention(self.folder, lease, keep, keep_every, report)
         self.pending: Save | None = None
         self.last: Path | None = None  # the checkpoint that was resumed from or committed last
-        self.buffer = torch.empty(0, dtype=torch.uint8)  # for the copies, kept over saves
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # for the copies, reused by each save
         self.stalled = 0.0  # seconds, see stall_seconds
 
     def resume(self, shards: Sequence[Shard], check: Check | None = None) -> Restored | None:
-        """Fills the shards from the newest whole checkpoint, which is verified on the way. Returns None if there is none.
-        check: see `load`. Raises UserError as `newest_whole` and `load` do."""
+        """Fills the shards from the newest whole checkpoint, which it verifies in the same pass. Returns None if there
+        is none. check: see `load`. Raises UserError as `newest_whole` and `load` do."""
         newest = newest_whole(self.folder, self.world, self.report, shards=shards)
         if newest is None:
             return None
@@ -117,7 +116,7 @@ class Checkpointer:
 
     def make_room(self, shards: Sequence[Shard]) -> None:
         """Makes room for saves: in host memory, which is allocated once, and on the disk, see _free_disk. Raises UserError
-        on all ranks where there is none."""
+        on all ranks if there is too little."""
         self.world.on_rank0(self._free_disk, shards)
         written = [shard.data[start:stop] for shard, start, stop in self._parts(shards)]
         self.world.on_all_ranks(self._host_memory, written)
@@ -125,8 +124,8 @@ class Checkpointer:
     def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
         """Saves `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
 
-        Raises UserError on all ranks when an earlier save failed, when space is short, or (not asynchronous) when this
-        save fails. Does nothing when the checkpoint of this step is committed already.
+        Raises UserError on all ranks if an earlier save failed, if space is short, or (not asynchronous) if this save
+        fails. Does nothing if the checkpoint of this step is committed already.
         """
         with self._training_waits():
             self.wait()
@@ -137,14 +136,14 @@ class Checkpointer:
                 self.wait()
 
     def _parts(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, int]]:
-        """Yields (shard, start, stop), the elements that this rank writes of each, the model's first."""
+        """Yields (shard, start, stop), the elements that this rank writes of each shard, the model's first."""
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
         for turn, shard in enumerate(shards):
             count = shard.data.numel()
             yield shard, *part_to_write(count, shard.replicas, shard.replica_index, turn)
 
     def _begin(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
-        ranges = []  # (start, count) of what this rank writes of each tensor
+        ranges = []  # (start, count): what this rank writes of each tensor
         pieces = []
         tensors = {}
         for shard, start, stop in self._parts(shards):
@@ -163,7 +162,7 @@ class Checkpointer:
             return folder
 
         folder = self.world.on_rank0(retry_io, make_folder, self.folder)
-        state = json.loads(json.dumps(state))  # as it is now
+        state = json.loads(json.dumps(state))  # a copy, since training changes it
         save = Save(step, folder, state, tensors)
         copies = self._start_copying(save, pieces)
         self.pending = save
@@ -172,8 +171,8 @@ class Checkpointer:
     def _start_copying(
         self, save: Save, pieces: Sequence[NamedPiece]
     ) -> Callable[[], list[NamedPiece]]:
-        """Begins to copy the pieces to host memory. Returns a function that waits for this and returns the pieces with
-        their copies, to be called in the writing thread."""
+        """Starts copying the pieces to host memory. Returns a function, for the writing thread, that waits for the
+        copies and returns them as named pieces."""
         tensors = [tensor for _, _, tensor in pieces]
         buffers = self._host_memory(tensors)
         if self.world.device.type == "cuda":
@@ -187,9 +186,9 @@ class Checkpointer:
         def wait_for_copies() -> list[NamedPiece]:
             if isinstance(save.copied, threading.Event):
                 try:
-                    torch._foreach_copy_(buffers, tensors)  # one call, which needs no GIL
+                    torch._foreach_copy_(buffers, tensors)  # one call, which releases the GIL
                 finally:
-                    save.copied.set()  # training waits for it, also where the save has failed
+                    save.copied.set()  # also after a failure, since training waits for it
             else:
                 save.copied.synchronize()
             both = zip(pieces, buffers, strict=True)
@@ -199,8 +198,8 @@ class Checkpointer:
 
     def _host_memory(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns a tensor in host memory like each of these 1-D tensors. All lie in one buffer, which is allocated once,
-        since only one save is under way at a time. For a GPU it is pinned in place: torch's own pinned memory is rounded
-        up to a power of two."""
+        since only one save is under way at a time. For a GPU it is pinned in place, since torch's own pinned memory is
+        rounded up to a power of two."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         if not len(self.buffer):  # all saves are alike
             self.buffer = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -210,22 +209,23 @@ class Checkpointer:
         return [place[: tensor.nbytes].view(tensor.dtype) for place, tensor in zip(places, tensors)]
 
     def wait_for_copies(self) -> None:
-        """Waits until the tensors are copied: to be called before weights and moments change. On a GPU the device waits,
-        not the host."""
+        """Waits until the tensors are copied; call it before weights and moments change. On a GPU the device waits, not
+        the host."""
         if self.pending:
             with self._training_waits():
                 self.pending.copied.wait()
 
     def is_writing(self) -> bool:
-        """Returns whether this rank still writes, or commits. Once none does, all ranks call `settle`."""
+        """Returns whether this rank still writes, or commits. Once no rank does, all ranks call `settle`."""
         return self.pending is not None and not self.pending.work.done()
 
     def stage(self) -> tuple[int, Phase] | None:
-        """Returns the step and the phase of the save under way, the same on all ranks, to which `is_writing` refers."""
+        """Returns the step and phase of the save under way, the same on all ranks; `is_writing` refers to that
+        phase."""
         return (self.pending.step, self.pending.phase) if self.pending else None
 
     def settle(self) -> None:
-        """Takes the save under way, if any, to its next phase: rank 0 begins to commit what all ranks have written; or
+        """Takes the save under way, if any, to its next phase: rank 0 begins to commit what all ranks have written, or
         all ranks learn how the commit ended. Raises UserError on all ranks if it failed."""
         with self._training_waits():
             save = self.pending
@@ -260,7 +260,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _training_waits(self) -> Iterator[None]:
-        """Adds the time in the block to `stalled`, once where blocks are nested."""
+        """Adds the time in the block to `stalled`, counting nested blocks once."""
         before = self.stalled
         began = time.perf_counter()
         try:
@@ -271,7 +271,7 @@ class Checkpointer:
     def _write(self, save: Save, copies: Callable[[], list[NamedPiece]], packed: bytes) -> RankFile:
         """Writes this rank's file. Runs in a thread and therefore calls no collective."""
         path = save.folder / rank_file(self.world.rank)
-        # Once, also where writing is tried again: training changes the tensors after this.
+        # Only once, even if writing is retried: training changes the tensors after this.
         copied = copies()
         model_pieces = sum(is_model(name) for name, _, _ in copied)
 
@@ -300,7 +300,7 @@ class Checkpointer:
 
     def _commit(self, save: Save, files: Sequence[RankFile]) -> Path:
         """Turns the files of all ranks into a checkpoint, and returns its path: what has this name is whole and durable.
-        Raises UserError where a rank could not write."""
+        Raises UserError if a rank could not write."""
         try:
             errors = [file.error for file in files if file.error]
             if errors:

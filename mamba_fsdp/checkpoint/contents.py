@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: COMMIT and state.json, and whether its files are there. Without torch."""
+"""Reads what a checkpoint says of itself: COMMIT and state.json, and whether its files are there. Without torch."""
 
 import contextlib
 import math
@@ -15,14 +15,14 @@ from mamba_fsdp.storage.formats import CHECKPOINT
 from mamba_fsdp.storage.patience import exists, retry_io
 from mamba_fsdp.storage.typed_json import FileName, from_json, parse_object
 
-DTYPES = {"F64", "F32", "F16", "BF16"}  # of conventions.SAFETENSORS_DTYPES
-# The exceptions that content leads to which is not as it was written.
+DTYPES = {"F64", "F32", "F16", "BF16"}  # keys of conventions.SAFETENSORS_DTYPES
+# Exceptions that damaged content can raise.
 BAD_CONTENT = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 @dataclass
 class Checksum:
-    """The size of a file, or of its first part, and the checksum of these bytes."""
+    """The size of a file, or of its first part, and the checksum of those bytes."""
 
     bytes: int
     xxh3: str
@@ -30,14 +30,14 @@ class Checksum:
 
 @dataclass
 class FileChecksum(Checksum):
-    """What COMMIT says of a file."""
+    """An entry of COMMIT, about one file."""
 
-    model: Checksum | None = None  # of the first part of a rank's file, which holds the model
+    model: Checksum | None = None  # of a rank's file: its first part, which holds the model
 
 
 @dataclass
 class Commit:
-    """The content of COMMIT, which is written last: a folder without it is no checkpoint."""
+    """The content of COMMIT, which is written last: a folder without it is not a checkpoint."""
 
     step: int
     files: dict[FileName, FileChecksum]
@@ -49,7 +49,7 @@ class Commit:
 
 @dataclass
 class StoredTensor:
-    """What state.json says of a tensor."""
+    """An entry of state.json, about one tensor."""
 
     shape: list[int]
     dtype: str  # one of DTYPES
@@ -64,13 +64,13 @@ class Contents:
     """The content of state.json."""
 
     step: int
-    state: dict[str, Any]  # what the program that saves wants to have back
+    state: dict[str, Any]  # what the program reads when it resumes
     files: list[FileName]
     ranges: list[TensorRanges]
     tensors: dict[str, StoredTensor]  # by stored name
 
     def check(self) -> None:
-        """Raises ValueError where numbers lead nowhere, or pieces do not make up their tensor."""
+        """Raises ValueError if a number is out of range, or pieces do not make up their tensor."""
         for ranges in self.ranges:
             has_files = len(ranges.starts) == len(ranges.files)
             if not has_files or max(ranges.files, default=0) >= len(self.files):
@@ -86,12 +86,12 @@ class Contents:
 
 
 class BrokenError(UserError):
-    """A checkpoint is not what was written."""
+    """The error if a checkpoint is not what was written."""
 
 
 @contextlib.contextmanager
 def _broken_where_odd(name: str) -> Iterator[None]:
-    """Raises BrokenError where the block finds that the file `name` can't be read or is not as it was written."""
+    """Raises BrokenError if the block finds that the file `name` can't be read or is not as it was written."""
     try:
         yield
     except OSError as error:
@@ -108,11 +108,11 @@ def read_commit(checkpoint: Path) -> Commit:
     """Returns the content of COMMIT.
 
     Raises BrokenError if that is not what was written, or is another step's; UserError if another version of this
-    program wrote it: then it is not broken, and an older one is no substitute.
+    program wrote it: then it is not broken, and an older checkpoint is no substitute.
     """
     with _broken_where_odd(COMMIT):
         content = _read(checkpoint / COMMIT)
-        # COMMIT has no checksum of its own, and a flipped bit there is no other version.
+        # COMMIT has no checksum of its own, and a flipped bit must not pass for another version.
         if not CHECKPOINT.reads(content) and CHECKPOINT.reads(_read(checkpoint / STATE)):
             raise BrokenError(f"{COMMIT} is damaged: its format or version is not that of {STATE}")
         commit = from_json(Commit, CHECKPOINT.body(checkpoint / COMMIT, content))
@@ -121,7 +121,8 @@ def read_commit(checkpoint: Path) -> Commit:
 
 
 def _check_step(checkpoint: Path, name: str, step: int) -> None:
-    """Raises BrokenError for a file of another step than the folder's name says; folders may have names of their own."""
+    """Raises BrokenError if a file is of another step than the folder's name says. A folder may have a name of its
+    own."""
     if step_of(checkpoint.name) not in (None, step):
         raise BrokenError(f"{name} is of step {step}, but the folder's name says another")
 
@@ -161,7 +162,7 @@ def verify_sizes(checkpoint: Path) -> list[str]:
 
 
 def check_size(path: Path, checksum: FileChecksum) -> str:
-    """Returns what is wrong with the size of a file, which has this checksum in COMMIT; "" for nothing."""
+    """Returns what is wrong with the size of a file that has this checksum in COMMIT; "" if nothing is."""
     try:
         size = retry_io(path.stat, path).st_size
     except OSError as error:

@@ -1,8 +1,9 @@
-"""One rank's file: flat pieces of tensors in the safetensors format, written, flushed, and read back before it counts.
+"""Reads and writes one rank's file: flat pieces of tensors in the safetensors format, flushed and read back before
+they count.
 
 The format is 8 bytes of header length, a JSON header, then the data (github.com/huggingface/safetensors). A piece is
-named `<tensor name>@<start>`: the elements of the flattened tensor from `start` on. The model's pieces come first: who
-wants only these reads, and verifies, the first part of the file.
+named `<tensor name>@<start>`: the elements of the flattened tensor from `start` on. The model's pieces come first: a
+reader that wants only these reads, and verifies, the first part of the file.
 """
 
 import contextlib
@@ -31,16 +32,16 @@ READ_BLOCK = 1 << 20  # bytes that are read at a time: they stay in the processo
 FLUSH = 1 << 28
 # The name of a tensor, a piece's first element in it, and the piece, 1-D on the CPU.
 NamedPiece = tuple[str, int, torch.Tensor]
-LONGEST_HEADER = 100_000_000  # bytes, as the format has it: what a damaged length says is not read
+LONGEST_HEADER = 100_000_000  # bytes, as the format has it: a damaged length may ask for more
 
 
 @dataclass
 class HeaderEntry:
-    """What the header of a safetensors file says of a tensor, here a piece of one."""
+    """An entry in the header of a safetensors file, about one piece of a tensor."""
 
     dtype: str
     shape: list[int]
-    data_offsets: list[int]  # of its first byte and the one after the last, behind the header
+    data_offsets: list[int]  # of its first byte and the one after its last, from the header's end
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ def write_pieces(
 ) -> FileChecksum:
     """Writes `pieces`, 1-D tensors on the CPU, durably, and reads them back.
 
-    from_disk: what is read back comes from the disk and proves that the disk gives it back; otherwise it comes from
-    the kernel's memory while the file is being flushed, which takes less time.
-    Returns the checksum of the file, and that of its first part: the header and the first `model_pieces`. Raises
-    OSError as the disk does, and if what is read back is not what was written.
+    from_disk: read back from the disk, which proves that the disk has the data; otherwise from the kernel's memory
+    while the file is being flushed, which takes less time. Returns the checksum of the file, and that of its first
+    part: the header and the first `model_pieces`. Raises OSError as the disk does, and if what is read back is not what
+    was written.
     """
     contents = [memoryview(_header(pieces))]
     for _, _, tensor in pieces:
@@ -100,15 +101,15 @@ def _header(pieces: Sequence[NamedPiece]) -> bytes:
 
 
 class _CheckedFile:
-    """A file that a second thread flushes and reads back behind what is being written, FLUSH bytes at a time."""
+    """A file that a second thread flushes and reads back, FLUSH bytes at a time, while more is being written."""
 
     def __init__(self, path: Path, from_disk: bool) -> None:
         self.from_disk = from_disk
         self.size = 0
         self.flushed = 0
         self.read = xxh3_64()
-        self.check: AsyncResult[None] | None = None  # of what was written last
-        # It goes over what an attempt that failed has left. Small blocks are gathered in the buffer.
+        self.check: AsyncResult[None] | None = None  # of the last part that was written
+        # Overwrites what a failed attempt left. The buffer gathers small blocks.
         self.file = open(path, "wb", buffering=1 << 20)
         self.back = open(path, "rb", buffering=0)
         self.second = ThreadPool(1)  # its thread does not keep the process from ending
@@ -123,14 +124,14 @@ class _CheckedFile:
 
     def write(self, block: memoryview) -> None:
         self.file.write(block)
-        self._forget(self.size, self.size + len(block))  # the kernel begins to write it
+        self._forget(self.size, self.size + len(block))  # makes the kernel begin to write it
         self.size += len(block)
         heart.beat()
         if self.size - self.flushed >= FLUSH:
             self._begin_check()
 
     def finish(self) -> str:
-        """Reads back what has not been yet. Returns the checksum of the whole file, as it was read back."""
+        """Reads back what has not been read back yet. Returns the checksum of the whole file."""
         self._begin_check()
         self._end_check()
         return self.read.hexdigest()
@@ -155,7 +156,7 @@ class _CheckedFile:
             _flush(self.file)
 
     def _forget(self, start: int, stop: int) -> None:
-        """Tells the kernel, where it has such a call, that it may drop this part of the file from its cache."""
+        """Tells the kernel, if it has such a call, that it may drop this part of the file from its cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
 
@@ -172,7 +173,7 @@ class FileRead:
     """The result of reading a file, or its first part."""
 
     xxh3: str
-    filled: Filled  # the elements that were put into shards on the way
+    filled: Filled  # the elements that were also put into shards
 
 
 def checksum_of(path: Path) -> FileChecksum:
@@ -184,8 +185,8 @@ def checksum_of(path: Path) -> FileChecksum:
 def hash_file(path: Path, end: int, shards: Mapping[str, Shard]) -> FileRead:
     """Reads the first `end` bytes of a file once, and computes their checksum. Raises OSError.
 
-    shards: by the names of their tensors; they are filled with what the file holds of them, while it is read. The
-    header is not verified yet: where it can't be read nothing is filled, and what is filled counts only if the checksum
+    shards: by the names of their tensors; they are filled with what the file holds of them, in the same pass. The
+    header is not verified yet: if it can't be read, nothing is filled, and what is filled counts only if the checksum
     is right.
     """
     digest = xxh3_64()
@@ -206,7 +207,7 @@ def hash_file(path: Path, end: int, shards: Mapping[str, Shard]) -> FileRead:
             if size <= 0 or position < done or position + size > end:
                 continue
             _hash_bytes(file, digest, position - done)
-            with contextlib.suppress(EOFError):  # the file was cut short meanwhile
+            with contextlib.suppress(EOFError):  # the file was cut short while being read
                 target = shard.data[first - shard.start : stop - shard.start]
                 _hash_into(file, digest, target, piece.dtype)
                 filled.setdefault(piece.name, []).append((first, stop))

@@ -1,4 +1,4 @@
-"""A checkpoint is a folder: what lies in it, and reading parts of its tensors.
+"""Defines a checkpoint's folder: what lies in it, and how to read parts of its tensors.
 
     step_00001000/
       rank_00000.safetensors ...   what each rank wrote (files.py)
@@ -47,7 +47,7 @@ class Reader:
     """
 
     def __init__(self, checkpoint: Path, contents: Contents):
-        """contents: what read_contents returns of the checkpoint."""
+        """Opens no file yet. contents: what read_contents returns for the checkpoint."""
         self.path = checkpoint
         self.contents = contents
         self.numbers = {name: number for number, name in enumerate(self.contents.tensors)}
@@ -56,8 +56,8 @@ class Reader:
         self._open = lru_cache(most_open)(FileIO)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor. Raises UserError with the file that can't
-        be read or is not as it was written."""
+        """Returns elements [start, stop) of a flattened tensor, as a 1-D CPU tensor. Raises UserError that names the
+        file that can't be read or is not as it was written."""
         tensor = self.contents.tensors[name]
         result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[tensor.dtype])
         ranges = self.contents.ranges[tensor.ranges]
@@ -93,12 +93,12 @@ class Reader:
             opened.seek(position + offset * target.element_size())
             read_exactly(opened, target.view(torch.uint8).numpy())
         except OSError:
-            self._open.cache_clear()  # the next attempt opens it anew
+            self._open.cache_clear()  # so that a retry opens it again
             raise
 
     def _read_places(self, opened: FileIO) -> np.ndarray:
-        """Returns (tensors, 3): start, count and position of each tensor's piece in a file, zeros where the file has
-        none. There may be thousands of files, and this takes far less memory than their headers."""
+        """Returns (tensors, 3): start, count and position of each tensor's piece in a file, zeros if the file has none.
+        There may be thousands of files, and this takes far less memory than their headers."""
         opened.seek(0)
         places = np.zeros((len(self.numbers), 3), dtype=np.int64)
         for piece in read_header(opened):

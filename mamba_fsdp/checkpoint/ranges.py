@@ -1,4 +1,4 @@
-"""Arithmetic of ranges: which rank writes which elements of a tensor, and where the elements that a rank needs lie."""
+"""Computes which rank writes which elements of a tensor, and where the elements that a rank needs lie."""
 
 import zlib
 from bisect import bisect_right
@@ -23,7 +23,8 @@ def part_to_write(count: int, replicas: int, replica_index: int, turn: int) -> t
     """Returns the range (start, stop) of `count` elements that one of the ranks which hold them writes. Together the
     ranks write each element once.
 
-    turn: the tensor's number. Of tensors that fewer ranks write than hold them, each goes to the next ranks in turn.
+    turn: the tensor's number. If fewer ranks write a tensor than hold it, each such tensor goes to the next ranks in
+    turn.
     """
     writers = min(replicas, max(1, count // SMALLEST))
     groups = replicas // writers
@@ -44,8 +45,8 @@ def find_ranges(
 ) -> tuple[list[TensorRanges], list[int]]:
     """Returns (the ways in which tensors are cut, for each tensor the number of its way), from each rank's `pack`.
 
-    sizes: elements of each tensor. The file of a piece is the rank's number. Raises ValueError for
-    pieces that are not the whole of a tensor.
+    sizes: elements of each tensor. The file of a piece is the rank's number. Raises ValueError if the pieces do not
+    make up a tensor.
     """
     by_rank = [np.frombuffer(zlib.decompress(sent), dtype="<i8").reshape(-1, 2) for sent in packed]
     by_tensor = np.array(by_rank).transpose(1, 0, 2)  # (tensors, ranks, 2)
@@ -71,8 +72,8 @@ class Overlap:
     """The elements of a range that one piece holds."""
 
     piece: int  # its number
-    offset: int  # of the first such element in the piece
-    at: int  # of the same in the range
+    offset: int  # in the piece, of the first such element
+    at: int  # in the range, of the same element
     count: int
 
 

@@ -34,7 +34,7 @@ class WholeCheckpoint:
 
     path: Path
     broken: list[str] = field(default_factory=list)  # names of newer ones that were passed over
-    filled: Filled = field(default_factory=dict)  # what this rank has put into its shards already
+    filled: Filled = field(default_factory=dict)  # what verifying put into this rank's shards
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Restored:
     """A checkpoint that is in the shards."""
 
     path: Path
-    state: dict[str, Any]  # what the loop saved with it
+    state: dict[str, Any]  # what the training loop saved with it
 
 
 def verify(
@@ -52,12 +52,12 @@ def verify(
     shards: Sequence[Shard] = (),
     filled: Filled | None = None,
 ) -> list[str]:
-    """Returns on all ranks what is wrong with a committed checkpoint, in sentences: its files are compared with the
-    sizes and checksums in COMMIT. All ranks call it and share the files, so that one of them reads each byte.
+    """Returns on all ranks what is wrong with a committed checkpoint, in sentences: compares its files with the sizes
+    and checksums in COMMIT. All ranks call it and share the files, so that one of them reads each byte.
 
-    part: "all", or only "model", its weights, or "state", state.json. shards: a rank that reads elements of its own
-    fills them in, whatever the result, and notes that in `filled`, so that `load` need not read them again; where the
-    checkpoint was saved by as many ranks, these are all. Raises UserError on all ranks for one of another version.
+    part: "all", or only "model", its weights, or "state", state.json. shards: a rank fills in its own elements while it
+    reads, whatever the result, and notes them in `filled`, so that `load` need not read them again; if as many ranks
+    saved the checkpoint, they are all. Raises UserError on all ranks for another version.
     """
     checksums, problems = world.on_rank0(checksums_or_problem, checkpoint)
     names = sorted(name for name in checksums if part != "state" or name == STATE)
@@ -80,8 +80,8 @@ def verify(
 def _verify_file(
     path: Path, checksum: FileChecksum, part: str, shards: Mapping[str, Shard], filled: Filled
 ) -> str:
-    """Returns what is wrong with a file, or with that part of it, which has this checksum in COMMIT; "" for nothing. Adds
-    the ranges of the shards that it has filled to `filled`."""
+    """Returns what is wrong with a file, or with the part of it that has this checksum in COMMIT; "" if nothing is.
+    Adds the ranges of the shards that it has filled to `filled`."""
     expected: Checksum = checksum
     if part == "model" and checksum.model:
         expected = checksum.model
@@ -106,7 +106,7 @@ def newest_whole(
     part: str = "all",
     shards: Sequence[Shard] = (),
 ) -> WholeCheckpoint | None:
-    """Returns the newest checkpoint whose `part` is whole; broken ones are reported and passed over. part, shards: see
+    """Returns the newest checkpoint with a whole `part`; reports and skips broken ones. part, shards: see
     verify.
 
     Raises UserError if there are committed checkpoints but none is whole: a new start must be the user's decision.
@@ -120,7 +120,7 @@ def newest_whole(
         if not problems:
             return whole
         if not world.on_rank0(exists, checkpoint):
-            # Its run has removed it meanwhile, and has newer ones.
+            # The checkpoint's run has removed it since, and has newer ones.
             return newest_whole(checkpoints, world, report, part, shards)
         broken.append(checkpoint.name)
         if world.rank == 0:
@@ -144,7 +144,7 @@ def find_checkpoint(
 ) -> WholeCheckpoint:
     """Returns the checkpoint that `path` names, the same on all ranks: itself, or the newest whole one of a run folder.
 
-    Raises UserError where there is none, or where the one that `path` names is broken. part, shards: see `verify`.
+    Raises UserError if there is none, or if the one that `path` names is broken. part, shards: see `verify`.
     """
     path = Path(path)
     if world.on_rank0(exists, path / COMMIT):
@@ -165,9 +165,9 @@ def find_checkpoint(
 def load(
     whole: WholeCheckpoint, shards: Sequence[Shard], world: World, check: Check | None = None
 ) -> Restored:
-    """Fills `shards`, of any strategy and world size, from a checkpoint, but for what verifying it has filled already.
+    """Fills `shards`, of any strategy and world size, from a checkpoint, except what verifying it has filled already.
 
-    The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
+    The checkpoint must hold exactly these tensors of the model, and of the optimiser if its shards are among them.
     check(state, checkpoint) may refuse first, on rank 0. Raises UserError on all ranks if any can't load.
     """
     contents = world.on_rank0(_read_checked, whole.path, shards, check)

@@ -1,7 +1,7 @@
-"""Which checkpoints of a run stay: a new one takes its place, and old ones are removed.
+"""Decides which checkpoints of a run stay: moves a new one to its place, and removes old ones.
 
 Checkpoints are made, and removed, in the own folder of the run's lease (run/lease.py): half a checkpoint never has a name
-that could be chosen. A process that reads one gets an error that says so if the checkpoint is removed meanwhile.
+that could be chosen. A process that reads a checkpoint while it is removed gets an error that says so.
 """
 
 import shutil
@@ -17,14 +17,14 @@ from mamba_fsdp.storage.patience import exists, size_of, sync_folder
 
 
 def removable(whole: Sequence[Path], keep: int) -> list[Path]:
-    """Returns which of these checkpoints, oldest first, may be removed: not the newest `keep`, nor those that stay for
-    ever."""
+    """Returns which of these checkpoints, oldest first, may be removed: all but the newest `keep` and the ones that are
+    never removed."""
     return [path for path in whole[:-keep] if not exists(path / KEPT)]
 
 
 def check_room(folder: Path, whole: Sequence[Path], needed: int, count: int = 1) -> None:
-    """Raises UserError if the disk of `folder` has no room for `count` checkpoints of `needed` bytes each, though old
-    ones of the `whole` checkpoints there are removed for them."""
+    """Raises UserError if the disk of `folder` has no room for `count` checkpoints of `needed` bytes each, even after
+    old ones of the `whole` checkpoints are removed."""
     usage = shutil.disk_usage(folder)
     free = usage.free
     if free < count * needed:
@@ -40,8 +40,8 @@ def check_room(folder: Path, whole: Sequence[Path], needed: int, count: int = 1)
 class Retention:
     """The committed checkpoints in `folder`, which this process may change as long as it holds `lease`.
 
-    keep: how many of the newest stay. every: the first checkpoint at or after each multiple of so many steps stays for
-    ever; 0: none does.
+    keep: how many of the newest stay. every: the first checkpoint at or after each multiple of so many steps is never
+    removed; 0: no checkpoint is exempt.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class Retention:
         final = self.folder / whole.name
         if self._is_to_stay(final):
             (whole / KEPT).touch()
-        if exists(final):  # a broken one: the run would have started from another
+        if exists(final):  # it is broken, or the run would have resumed from it
             self.lease.remove(final)
         self.lease.move(whole, final)
         sync_folder(self.folder)
@@ -71,7 +71,7 @@ class Retention:
             return False
         multiples = {0}
         for path in self._whole():
-            if exists(path / KEPT):  # it stays also where the setting has changed since
+            if exists(path / KEPT):  # it stays even if the setting has changed since
                 multiples.add(self._multiple(path))
         return self._multiple(new) not in multiples
 
@@ -83,7 +83,7 @@ class Retention:
 
     def make_room(self, needed: int) -> None:
         """Removes old checkpoints until the disk has room for one of `needed` bytes. Raises UserError, and removes
-        none, where that is not enough."""
+        none, if that is not enough."""
         whole = self._whole()
         check_room(self.folder, whole, needed)
         for keep in range(min(self.keep, len(whole)), 0, -1):
@@ -91,7 +91,7 @@ class Retention:
                 self.prune(keep)
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep` whole checkpoints and those that stay for ever. Warns where the disk
+        """Removes all whole checkpoints but the newest `keep` and the ones that are never removed. Warns if the disk
         refuses; raises LostError."""
         try:
             for path in removable(self._whole(), keep):

@@ -1,4 +1,4 @@
-"""Tensors by name, wherever they are stored, and those of a checkpoint."""
+"""Gives tensors by name, wherever they are stored, and the tensors of a checkpoint."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from mamba_fsdp.parallel.world import World
 
 
 class Tensors(ABC):
-    """The tensors of one source by name, read when they are asked for.
+    """The tensors of one source by name, each read when it is asked for.
 
     Each format is a subclass with two methods: `__init__` opens a source and sets the attributes, `slice` reads.
     """
@@ -26,7 +26,7 @@ class Tensors(ABC):
         """Returns elements [start, stop) of a flattened tensor, 1-D on the CPU, in the type they are stored in."""
 
     def flat(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the elements of a stored tensor in one row. Raises UserError where they are no weights."""
+        """Returns the elements of a stored tensor in one row. Raises UserError if they are not weights."""
         if tensor.layout != torch.strided or tensor.is_meta or not tensor.is_floating_point():
             raise UserError(
                 f"{self.source}: {name} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; weights are dense "
@@ -44,7 +44,7 @@ class CheckpointTensors(Tensors):
     """The model's tensors in a checkpoint."""
 
     def __init__(self, path: Path, world: World) -> None:
-        """Called by all ranks. Raises UserError, of any rank on all."""
+        """Opens the checkpoint; called by all ranks. Raises UserError of any rank on all ranks."""
         self.source = path
         self.reader = Reader(path, world.on_rank0(read_contents, path))
         self.shapes = {}

@@ -118,5 +118,5 @@ def test_archives_that_may_hold_programs_are_refused_unopened(tmp_path, monkeypa
         archive.add(__file__, "storages")
     monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("a program was loaded"))
     for kind in ("script", "tar"):
-        with pytest.raises(UserError, match=f"{kind}.pth is a .* archive, which may hold programs"):
+        with pytest.raises(UserError, match=f"{kind}.pth is a .* archive, which may hold code"):
             PthTensors(tmp_path / f"{kind}.pth")
