@@ -1,1 +1,1 @@
-"""Other people's weights: state-spaces and transformers models in and out, checkpoints of fms-fsdp and Composer in."""
+"""Reads and writes others' weights: state-spaces and transformers models in and out, fms-fsdp's and Composer's in."""

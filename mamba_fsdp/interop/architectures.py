@@ -1,12 +1,12 @@
-"""The architectures of transformers that this program reads and writes: Mamba, FalconMamba, Mamba2, Llama, Bamba,
-Granite 4 H, Falcon-H1, Nemotron-H, Olmo Hybrid and the text models of Qwen3.5.
+"""Describes the architectures of transformers that this program reads and writes: Mamba, FalconMamba, Mamba2, Llama,
+Bamba, Granite 4 H, Falcon-H1, Nemotron-H, Olmo Hybrid and the text models of Qwen3.5.
 
-translations.yaml says which layers each can hold, how its config.json and our ModelConfig translate, and which of its
-tensors, one below the other, make up each of ours. What no table can say is here.
+translations.yaml says which layers each architecture can hold, how its config.json and our ModelConfig translate, and
+which of its tensors, one below the other, make up each of ours. This module has what no table can say.
 
 transformers before 5 normalises Mamba-2's output over all channels, the reference and we over each group: there a model
 with ngroups > 1 loads, but computes something else. Its Nemotron-H holds dt above time_step_min, which NVIDIA's own code
-uses for initial values alone, as we do: an export sets it to 0.
+uses only for initial values, as we do: an export sets it to 0.
 """
 
 import math
@@ -31,7 +31,7 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    shift: float = 0.0  # what ours has more in each element
+    shift: float = 0.0  # our elements minus theirs
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Architecture:
     rotates_if: str
 
     def fits(self, config: ModelConfig) -> bool:
-        """Whether the architecture can hold this model: the config.json that it writes is read as the same model."""
+        """Returns whether the architecture can hold this model: the config.json that it writes is read as the same
+        model."""
         if not all([layer.mixer, layer.mlp] in self.layers for layer in config.layer_list()):
             return False
         written = Fields(Path(self.class_name), self.write_config(config))
@@ -73,7 +74,8 @@ class Architecture:
             return False
 
     def write_config(self, config: ModelConfig) -> Table:
-        """Returns the fields of config.json that say what the model computes, all of them: defaults differ."""
+        """Returns every field of config.json that says what the model computes, since defaults differ between
+        versions."""
         return {
             "architectures": [self.class_name],
             "model_type": self.model_type,
@@ -150,7 +152,7 @@ class Architecture:
             if "expand" not in values:
                 d_inner = heads * headdim
             if heads * headdim != d_inner:
-                problem = f"are {heads}, with {headdim} channels each where the layer has {d_inner}"
+                problem = f"are {heads}, with {headdim} channels each, but the layer has {d_inner}"
                 fields.refuse("SSM heads", problem)
             values["headdim"] = headdim
         if d_inner != usual and not self.free_width:
@@ -161,7 +163,7 @@ class Architecture:
             values["expand"] = d_inner // values["d_model"]
 
     def write_rotary(self, config: ModelConfig) -> Table:
-        """Returns the fields about rotary positions, those of transformers 4 and those of 5."""
+        """Returns the fields about rotary positions, for transformers 4 and for 5."""
         if self.rotated is None:
             return {}
         share = self.rotated
@@ -173,10 +175,10 @@ class Architecture:
         kind, numbers = config.rope
         scaling: Table = {"rope_type": kind or "default", **numbers}
         length: Table = {}
-        if kind in ("dynamic", "yarn"):  # transformers 4 computes with this one alone
+        if kind in ("dynamic", "yarn"):  # transformers 4 computes with this field only
             length = {"max_position_embeddings": int(scaling.pop(ORIGINAL))}
         fields |= {"rope_parameters": {**fields, **scaling}, **length}
-        if kind:  # for transformers 4, which reads rope_theta and the share outside
+        if kind:  # transformers 4 reads rope_theta and the share outside of it
             fields["rope_scaling"] = scaling
         if self.rotates_if == "rope_theta" and not share:
             return {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
@@ -213,7 +215,7 @@ class Architecture:
         return fields
 
     def read_multipliers(self, fields: Fields, config: ModelConfig) -> str:
-        """Returns the setting `multipliers`: those that the model reads and that are not 1."""
+        """Returns the setting `multipliers`: the ones that the model reads and that are not 1."""
         read_by_model = multipliers_of(config)
         items = []
         for name, our_names in self.multipliers.items():
@@ -246,7 +248,7 @@ class Architecture:
             names = self.tensors.get(f"{kinds[int(index)]['mixer']}:{kind}.{rest}", names)
             size, *columns = parameter.shape
             sizes = [size]
-            if len(names) > 1:  # a convolution's channels are those of the projection's first rows
+            if len(names) > 1:  # the convolution's channels are the projection's first rows
                 projection = our_name.replace("conv1d", "in_proj")
                 sizes = list(described[projection].rows.values())
             result[our_name] = []
@@ -262,7 +264,7 @@ ARCHITECTURES = [Architecture(**table) for table in TABLES["transformers"].value
 
 
 def architecture_for(config: ModelConfig) -> Architecture:
-    """Returns the architecture that can hold a model. Raises UserError where transformers has none."""
+    """Returns the architecture that can hold a model. Raises UserError if transformers has none."""
     for architecture in ARCHITECTURES:
         if architecture.fits(config):
             return architecture
@@ -298,9 +300,9 @@ def _pop_mixers(fields: Fields, known: Table) -> list[str]:
         words = fields.content.pop(name, None) or ()
         for word in words:
             if word not in known:
-                reason = "no layer that this program knows"
+                reason = "not a layer that this program knows"
                 if word in ("E", "moe"):
-                    reason = "mixtures of experts, of which this program has neither the router nor the experts"
+                    reason = "a mixture of experts, which this program does not have"
                 fields.refuse(name, f"has {word!r}, {reason}")
         mixers = mixers or [known[word] for word in words]
     return mixers
@@ -314,8 +316,8 @@ def _pop_norm(fields: Fields) -> str:
 
 
 def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float | None, float, str]:
-    """Returns (rope theta, rotated share of each head, rope_scaling), from the fields of transformers 4 or of 5, which
-    must agree."""
+    """Returns (rope theta, rotated share of each head, rope_scaling), from the fields of transformers 4 or of 5. If
+    both are there, they must agree."""
     inner = [fields.inner("rope_scaling"), fields.inner("rope_parameters")]
 
     def pop_agreed(name: str, default: Any, kind: type = float) -> Any:
@@ -345,13 +347,13 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float | None, float
     items = [f"{name}={float(number)}" for name, number in sorted(numbers.items()) if number]
     for rope in inner:
         rope.expect({"truncate": (True, True)})
-        rope.ignore("mrope_section", "mrope_interleaved")  # of positions in pictures
+        rope.ignore("mrope_section", "mrope_interleaved")  # about positions in pictures
         rope.finish()
     return theta, share, "" if kind == "default" else ",".join([kind, *items])
 
 
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Returns the factor of YaRN's cosines and sines where the config does not give it."""
+    """Returns the factor of YaRN's cosines and sines, for a config that does not give it."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0

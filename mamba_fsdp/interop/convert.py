@@ -1,4 +1,4 @@
-"""Models written as other libraries read them, and as ours does: a whole new folder, or none."""
+"""Writes models as other libraries read them, and as ours does: a whole new folder, or none."""
 
 import json
 import shutil
@@ -36,10 +36,11 @@ def write_model(
     """Writes the model that `source` names (see find_weights) to the new folder `out`; returns `out`.
 
     format: hf, of transformers; state-spaces; pth, which is consolidated.00.pth, its config.json and tokenizer/. dtype:
-    fp32, bf16, fp16; empty keeps the stored types. A_log, D and the biases of dt stay fp32. tokenizer: the folder of one
-    to go along instead of the model's.
-    model_name: see read_weights. Raises UserError: nothing to read, the format can't hold this model, `out` exists, the
-    disk refuses; then nothing is written.
+    fp32, bf16, fp16; empty keeps the stored types. A_log, D and the biases of dt stay fp32. tokenizer: a folder with
+    the tokenizer to write instead of the model's. model_name: see read_weights.
+
+    Raises UserError, and writes nothing, if there is nothing to read, the format can't hold this model, `out` exists,
+    or the disk refuses.
     """
     out = Path(out)
     if out.exists():
@@ -57,7 +58,7 @@ def write_model(
 
 
 def publish(source: str | Path, out: Path) -> None:
-    """Writes `source` as pth, unless `out` is there."""
+    """Writes `source` as pth, unless `out` exists."""
     if not out.exists():
         write_model(source, out, "pth")
 
@@ -71,7 +72,7 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
     tokenizer = None
     if weights.tokenizer_path:
         tokenizer = load_for_transformers(weights.tokenizer_path)
-    # Without a tokenizer they are null: transformers' defaults mean other tokens in every model.
+    # Without a tokenizer the ids are null: transformers' defaults mean other tokens in every model.
     ids = {kind: getattr(tokenizer, kind, None) for kind in TOKEN_IDS}
     fields |= ids
     if ids["eos_token_id"] is not None:
@@ -124,7 +125,7 @@ def _write_state_dict(path: Path, weights: Weights, dtype: str) -> None:
 
 
 def _read_as(dtype: str, weights: Weights, name: str, shift: float = 0.0) -> Tensor:
-    """Returns a parameter less `shift` in the type to be written."""
+    """Returns a parameter less `shift`, in the type to write."""
     tensor = weights.get(name)
     if shift:
         tensor = tensor - shift

@@ -1,5 +1,5 @@
-"""A config.json of another library, read field by field: no field is overlooked, and what our model can't hold is refused
-by name. translations.yaml has the tables, and describes them.
+"""Reads a config.json of another library field by field: no field is overlooked, and a field that our model can't
+represent is refused by name. translations.yaml has the tables, and describes them.
 """
 
 import contextlib
@@ -39,12 +39,11 @@ SAYS_NO: tuple[Any, ...] = (
     "",
     [],
     {},
-)  # an unknown field with one of these changes nothing
+)  # an unknown field with one of these values has no effect
 
 
 class Fields:
-    """The fields of one config.json, or of an object inside it. Who reads them takes them out, and calls `finish` at the
-    end, which refuses what is left."""
+    """The fields of one config.json, or of an object inside it. Readers pop fields; `finish` refuses the rest."""
 
     def __init__(self, path: Path, content: Any, prefix: str = ""):
         if not isinstance(content, dict):
@@ -64,9 +63,9 @@ class Fields:
         kind: Any = int,
         limits: Mapping[str, float] = {},
     ) -> Any:
-        """Removes a field and returns its value, of type `kind`, or the default where it is absent or null.
+        """Removes a field and returns its value, of type `kind`, or the default if it is absent or null.
 
-        limits: of a number, by their names in LIMITS. Whole numbers have to be at least 1, or 0 where that is the default.
+        limits: of a number, by their names in LIMITS. Whole numbers have to be at least 1, or 0 if that is the default.
         """
         value: Any = self.content.pop(name, None)
         if value is None or (value == "auto" and name in AUTO):
@@ -87,7 +86,7 @@ class Fields:
         return value
 
     def pop_indices(self, name: str, count: int) -> list[int]:
-        """Removes a list of some of `count` layers, from 0, and returns it."""
+        """Removes a list that names some of `count` layers, counted from 0, and returns it."""
         indices = self.pop(name, [], kind=list)
         outside = [index for index in indices if type(index) is not int or not 0 <= index < count]
         if outside:
@@ -108,23 +107,23 @@ class Fields:
         return values
 
     def expect(self, table: Table) -> None:
-        """Removes the fields of the table and refuses values that our model does not have; an absent field has its
+        """Removes the fields of the table and refuses values that our model can't have; an absent field has its
         library's default."""
         for name, (wanted, default, *reason) in table.items():
             value = self.content.pop(name, None)
             meant = default if value is None else value
             if meant != wanted:
                 meaning = reason[0] if reason else "which this model does not have"
-                self.refuse(name, f"is {value!r}, {meaning}; only {wanted!r} can be brought over")
+                self.refuse(name, f"is {value!r}, {meaning}; only {wanted!r} can be converted")
 
     def expect_no_limit(self, name: str) -> None:
         """Removes a field that limits dt, and refuses any limit."""
         value = self.content.pop(name, None)
         if value not in UNLIMITED:
-            self.refuse(name, f"is {value}; only [0, inf], no limit, can be brought over")
+            self.refuse(name, f"is {value}; only [0, inf], no limit, can be converted")
 
     def inner(self, name: str) -> "Fields":
-        """Removes an object inside and returns its Fields, none where it is absent."""
+        """Removes an object inside and returns its Fields, empty if it is absent."""
         return Fields(self.path, self.content.pop(name, None) or {}, f"{self.prefix}{name}.")
 
     def ignore(self, *names: str) -> None:
@@ -147,8 +146,8 @@ class Fields:
 
 
 def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> Table:
-    """Returns {their field: value} for each field of the tables; a setting of 0 that stands for a computed default becomes
-    that."""
+    """Returns {their field: value} for each field of the tables. A setting of 0 that stands for a computed default
+    becomes that default."""
     fields = {}
     for name, (setting, *_) in settings.items():
         fields[name] = getattr(config, f"resolved_{setting}", getattr(config, setting))
@@ -158,11 +157,12 @@ def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> Table:
 
 
 def model_config(path: Path, **values: Any) -> ModelConfig:
-    """Returns the checked ModelConfig of these values; a preset's own where it is the same model. Raises UserError."""
+    """Returns the checked ModelConfig of these values, or the preset's own if it is the same model. Raises
+    UserError."""
     config = checked_model(path, values)
     for name, preset in PRESETS.items():
         candidate = ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
-        is_as_wide = candidate.d_model == config.d_model  # which decides most of them at once
+        is_as_wide = candidate.d_model == config.d_model  # this rules most of them out at once
         if is_as_wide and candidate.structure() == config.structure():
             return candidate
     return config

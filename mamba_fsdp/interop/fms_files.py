@@ -1,7 +1,8 @@
-"""Checkpoints of fms-fsdp, Composer and others: the model among all that a file holds, and fms' Llama under our names.
+"""Reads checkpoints of fms-fsdp, Composer and others: the model among all that a file holds, and fms' Llama under our
+names.
 
 fms-fsdp keeps the model under `model_state`, Composer under `state.model` and the name of a field of its own; compiled
-and wrapped modules leave words of their own in the names. What a file holds beside the model is passed over.
+and wrapped modules leave words of their own in the names. Everything else in the file is ignored.
 """
 
 import re
@@ -28,7 +29,7 @@ EMBEDDINGS = {EMBEDDING, *FMS_EMBEDDINGS, *(kind.top[EMBEDDING] for kind in ARCH
 def stored_names(path: Path, names: Iterable[str]) -> dict[str, str]:
     """Returns {the name that the model gave a tensor: its name in the file} of the model among all that `path` holds.
 
-    The model is where its embedding is. Raises UserError where there are two models.
+    The model is the part with an embedding. Raises UserError if there are two models.
     """
     stored_by_name = {WRAPPERS.sub("", name): name for name in names}
     prefixes = set()
@@ -53,7 +54,8 @@ class FmsTensors(Tensors):
     """fms' Llama under our names."""
 
     def __init__(self, stored: Tensors, config: ModelConfig | None):
-        """config: of the model, for the order of its heads; None where only names and shapes are wanted."""
+        """Turns stored names and shapes into ours. config: the model's, which has the order of heads; None if only
+        names and shapes are wanted."""
         self.source = stored.source
         self.stored = stored
         self.config = config
@@ -61,7 +63,7 @@ class FmsTensors(Tensors):
         for name in stored.shapes:
             place, our_name = _our_place(name)
             places.setdefault(our_name, []).append((place, name))
-        self.names = {}  # of each of ours, those that it consists of, from top to bottom
+        self.names = {}  # {our name: the stored names that make it up, from top to bottom}
         self.shapes = {}
         for our_name, placed in places.items():
             names = [name for _, name in sorted(placed)]
@@ -81,8 +83,8 @@ class FmsTensors(Tensors):
 
 
 def _with_halves_rotated(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Returns rows [query | key | value] in our order: fms rotates neighbouring rows of a head by position, we the
-    first half with the second."""
+    """Returns rows [query | key | value] in our order. By position, fms rotates neighbouring rows of a head, and we
+    rotate the first half with the second."""
     size = config.resolved_head_dim
     value_rows = size * config.n_kv_head
     query_and_key = rows[:-value_rows]
@@ -91,7 +93,7 @@ def _with_halves_rotated(rows: torch.Tensor, config: ModelConfig) -> torch.Tenso
 
 
 def _our_place(name: str) -> tuple[int, str]:
-    """Returns (where its rows come in the tensor of ours that it belongs to, the name of that)."""
+    """Returns (the place of its rows in one of our tensors, the name of that tensor)."""
     match = re.fullmatch(r"(?:base_model\.)?(layers\.\d+)\.(.+)\.weight", name)
     if match and match[2] in FMS_LAYER:
         return FMS_ORDER.index(match[2]), f"backbone.{match[1]}.{FMS_LAYER[match[2]]}.weight"

@@ -1,4 +1,4 @@
-"""What a run starts from, and whether a path can name a model, as far as files tell by being there. Without torch: a
+"""Finds what a run starts from, and whether a path can name a model, from which files exist. Without torch, so that a
 mistake is reported at once."""
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ class Origin:
 
     setting: str = ""  # that names it; empty for random weights
     path: str = ""
-    is_checkpoint: bool = False  # with the optimiser's state; else weights alone
+    is_checkpoint: bool = False  # with the optimiser's state; if False, only weights
 
     @property
     def is_own(self) -> bool:
-        """Whether the run resumes from a checkpoint of its own."""
+        """Returns whether the run resumes from a checkpoint of its own."""
         return self.setting == "save_ckpt_path"
 
 
 def find_origin(config: CheckpointConfig) -> Origin:
     """Returns what a run starts from: its own checkpoints, else what load_ckpt_path or init_from names, else random
-    weights. Raises UserError where that is not there."""
+    weights. Raises UserError if what they name is not there."""
     if committed(Path(config.save_ckpt_path, CHECKPOINTS)):
         return Origin("save_ckpt_path", config.save_ckpt_path, is_checkpoint=True)
     if config.init_from:
@@ -47,7 +47,7 @@ def find_origin(config: CheckpointConfig) -> Origin:
 
 
 def check_place(source: str | Path) -> None:
-    """Raises UserError where `source` names no model."""
+    """Raises UserError if `source` does not name a model."""
     path = Path(source)
     if not path.exists():
         raise UserError(
@@ -69,7 +69,7 @@ def check_place(source: str | Path) -> None:
 
 def refuse_dcp(folder: Path) -> None:
     """Raises UserError for a folder of torch.distributed.checkpoint, or of such folders: their index is a pickle of
-    classes, which can't be read without running what it names."""
+    classes, and reading it could run any code."""
     indexes = [*folder.glob(DCP_INDEX), *folder.glob(f"*/{DCP_INDEX}")]
     if indexes:
         newest = max(indexes, key=lambda file: file.stat().st_mtime).parent

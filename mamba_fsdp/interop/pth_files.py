@@ -1,4 +1,4 @@
-"""What torch.save writes: read without executing anything, and written with one tensor in memory at a time."""
+"""Reads what torch.save writes, without executing anything, and writes it with one tensor in memory at a time."""
 
 import io
 import pickle
@@ -20,35 +20,35 @@ from mamba_fsdp.interop.fms_files import stored_names
 from mamba_fsdp.interop.safetensors_files import write_safetensors
 from mamba_fsdp.storage.patience import storage_error
 
-# The command for a person who trusts a file that holds programs. It runs them.
+# The command for a user who trusts a file that may hold code. It runs that code.
 CONVERSION = (
     """python -c "import torch; keep = lambda v: keep(v.state_dict()) if hasattr(v, 'state_dict') else """
     "{{k: keep(w) for k, w in v.items()}} if isinstance(v, dict) else v if torch.is_tensor(v) else None; "
     """torch.save(keep(torch.load('{path}', 'cpu', weights_only=False)), '{path}.weights.pth')\""""
 )
 MOST_EXPANSION = 10  # of a compressed archive
-HARMLESS = 1 << 28  # bytes, however small the archive is
-# What torch.load raises for a damaged pickle, or one of more than tensors and plain values.
+HARMLESS = 1 << 28  # bytes, allowed however small the archive is
+# What torch.load raises for a damaged pickle, or for one that holds more than tensors and plain values.
 BAD_PICKLE = (pickle.UnpicklingError, AssertionError, *BAD_CONTENT)
 
 
 class PthTensors(Tensors):
-    """The model's tensors in a file; those of nested dicts are named `outer.inner`."""
+    """The model's tensors in a file; tensors in nested dicts are named `outer.inner`."""
 
     def __init__(self, path: Path):
-        """Raises UserError; executes nothing."""
+        """Opens the file without executing anything. Raises UserError."""
         self.source = path
         try:
             is_zip = _check_holds_no_program(path)
-            # Mapped, so that only what is read is loaded. Files from before torch 1.6 can't be mapped, and in a compressed
-            # one the compressed bytes would be taken for numbers.
+            # Mapped, so that only what is read is loaded. Files from before torch 1.6 can't be mapped. In a compressed
+            # file, the compressed bytes would be taken for numbers.
             mapped = is_zip and _is_uncompressed(path)
             content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
             stored = dict(_tensors_in(content, "", set()))
             _check_elements(path, stored)
         except OSError as error:
             raise storage_error(error, f"can't read {path}: {error.strerror}") from None
-        except (RuntimeError, EOFError, zipfile.BadZipFile):  # whose words are torch's own affairs
+        except (RuntimeError, EOFError, zipfile.BadZipFile):  # their messages mean nothing to users
             raise UserError(
                 f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
                 "again"
@@ -70,8 +70,8 @@ class PthTensors(Tensors):
 
 
 def _is_uncompressed(path: Path) -> bool:
-    """Returns whether no entry of a zip archive is compressed. Raises UserError for one that says it holds far more than
-    weights can be compressed to."""
+    """Returns whether no entry of a zip archive is compressed. Raises UserError if the archive says that it holds far
+    more than weights can be compressed to."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     size = sum(entry.file_size for entry in entries)
@@ -84,8 +84,7 @@ def _is_uncompressed(path: Path) -> bool:
 
 
 def _check_elements(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises UserError for a tensor one of whose stored numbers is several elements: a few bytes could ask for any amount
-    of memory."""
+    """Raises UserError for a tensor that repeats stored numbers: a few bytes could ask for any amount of memory."""
     for name, tensor in tensors.items():
         needed = tensor.numel() * tensor.element_size()
         if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() < needed:
@@ -108,28 +107,29 @@ def _tensors_in(content: Any, prefix: str, visited: set[int]) -> Iterator[tuple[
 
 
 def _check_holds_no_program(path: Path) -> bool:
-    """Returns whether a .pth file is a zip archive. Raises UserError for what is no .pth file, and for TorchScript and tar
-    archives: torch before 2.6 opens those in ways that weights_only does not restrain (CVE-2025-32434)."""
+    """Returns whether a .pth file is a zip archive. Raises UserError if it is not a .pth file, and for TorchScript and
+    tar archives: torch before 2.6 opens those in ways that weights_only does not restrain (CVE-2025-32434)."""
     with open(path, "rb") as file:
         begin = file.read(4)
     is_zip = begin == b"PK\x03\x04"
-    # The reader that torch.load itself asks, so that both see the same archive.
+    # torch.load uses this reader too, so both see the same archive.
     is_script = (
         is_zip and "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records()
     )
     if is_script or tarfile.is_tarfile(path):
         raise UserError(
-            f"{path} is a TorchScript or tar archive, which may hold programs; save its state dict with torch.save"
+            f"{path} is a TorchScript or tar archive, which may hold code; save its state dict with torch.save"
         )
-    if begin and not is_zip and begin[0] != 0x80:  # with which each pickle of torch.save begins
+    # Each pickle that torch.save writes begins with the byte 0x80.
+    if begin and not is_zip and begin[0] != 0x80:
         raise UserError(
-            f"{path} holds no weights: it is neither a safetensors file nor one of torch.save"
+            f"{path} holds no weights: it is neither a safetensors file nor a file of torch.save"
         )
     return is_zip
 
 
 class _BeatingFile(io.BufferedWriter):
-    """A file whose writing counts as progress."""
+    """A file that counts each write as progress."""
 
     def write(self, data: Any) -> int:
         heart.beat()
@@ -142,7 +142,7 @@ def write_pth(
     """Writes CPU tensors under these names, and each tensor of `tied`, {second name: name}, under two. Raises OSError.
 
     torch.save takes all tensors at once. They come from a temporary safetensors file that is mapped, so that memory holds
-    one of them and pages of that file, which the kernel can drop.
+    one of them, and pages of that file that the kernel can drop.
     """
     mapped = path.with_suffix(".tensors")
     write_safetensors(mapped, names, tensors)
@@ -153,7 +153,7 @@ def write_pth(
     try:
         with _BeatingFile(io.FileIO(path, "x")) as out:
             torch.save(content, out)
-    except RuntimeError as error:  # torch covers what the disk says
+    except RuntimeError as error:  # torch hides the disk's error
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise

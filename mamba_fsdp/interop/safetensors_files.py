@@ -1,5 +1,5 @@
-"""Tensors in safetensors files as transformers arranges them: in one, model.safetensors, or in several with an index,
-which are only read.
+"""Reads and writes tensors in safetensors files as transformers arranges them: in one, model.safetensors, or (only
+read) in several with an index.
 """
 
 import json
@@ -26,23 +26,23 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass
 class Index:
-    """What is read of INDEX."""
+    """The fields that are read of INDEX."""
 
     HAS_OTHER_FIELDS = True
-    weight_map: dict[str, FileName]  # by parameter name, the file that it is in
+    weight_map: dict[str, FileName]  # {parameter name: its file}
 
 
 class SafetensorsTensors(Tensors):
-    """The model's tensors in a file, or in those that an index names."""
+    """The model's tensors in a file, or in the files that an index names."""
 
     def __init__(self, path: Path):
-        """Raises UserError for a missing or damaged file."""
+        """Opens the file. Raises UserError if it, or one that the index names, is missing or damaged."""
         self.source = path
         files_by_name: dict[str, FileName] = {}
         if path.name == INDEX:
             index = read_object(path, Index, "copy or download it again")
             files_by_name = index.weight_map
-        opened: dict[str, Any] = {}  # by stored name, the file that the tensor is in
+        opened: dict[str, Any] = {}  # {stored name: the tensor's file}
         for file_name in dict.fromkeys(files_by_name.values()) or [path.name]:
             file = _open(path.parent / file_name)
             opened |= dict.fromkeys(file.keys(), file)
@@ -64,7 +64,7 @@ class SafetensorsTensors(Tensors):
 
 def _open(path: Path) -> Any:
     try:
-        open(path, "rb").close()  # safe_open says "no such file" whatever is wrong
+        open(path, "rb").close()  # because safe_open says "no such file" whatever is wrong
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise UserError(f"{path} is missing, but {INDEX} names it; copy or download it") from None
@@ -80,8 +80,8 @@ def _open(path: Path) -> Any:
 def write_safetensors(path: Path, names: Sequence[str], tensors: Iterable[Tensor]) -> None:
     """Writes CPU tensors under these names into one file, one tensor in memory at a time. Raises OSError.
 
-    The format is 8 bytes of header length, a JSON header, then the data. A tensor's entry in the header is known once
-    the tensor is read: room is left for the header, and spaces fill what it does not need.
+    The format is 8 bytes of header length, a JSON header, then the data. A tensor's entry in the header is not known
+    until the tensor is read, so room is left for the header, and spaces fill what it does not need.
     """
     room = 256 + sum(len(name) + 256 for name in names)
     room -= room % 8  # the data begins at a multiple of 8

@@ -1,6 +1,7 @@
-"""The form of the state-spaces release (github.com/state-spaces/mamba): pytorch_model.bin and its MambaConfig.
+"""Reads and writes the config of the state-spaces release (github.com/state-spaces/mamba), which goes with
+pytorch_model.bin.
 
-Tensor names are ours. What is not in its config.json has the default of its classes.
+Tensor names are ours. A field that its config.json lacks has the default of its classes.
 """
 
 from pathlib import Path
@@ -48,7 +49,7 @@ def _ssm_values(ssm: Fields, mixer: str, d_model: int) -> Table:
     ssm.expect(TABLE["ssm_fixed"][mixer])
     if mixer == "mamba2":
         d_inner = values["expand"] * d_model
-        ssm.expect({"d_ssm": (d_inner, d_inner, "an MLP beside the SSM")})
+        ssm.expect({"d_ssm": (d_inner, d_inner, "an MLP next to the SSM")})
         ssm.expect_no_limit("dt_limit")
     ssm.ignore(*TABLE["ssm_ignored"])
     ssm.finish()
@@ -66,7 +67,7 @@ def _attention_values(attention: Fields, d_model: int) -> Table:
 
 
 def write_config(config: ModelConfig) -> Table:
-    """Returns all fields of a config.json. Raises UserError for what the reference can't build."""
+    """Returns all fields of a config.json. Raises UserError for a model that the reference can't build."""
     layers = config.layer_list()
     ssm = {}
     for mixer in TABLE["ssm"].keys() & {layer.mixer for layer in layers}:

@@ -1,16 +1,15 @@
-"""A model's weights from any path that names a model, under our names and read slice by slice.
+"""Reads a model's weights from any path that names a model, under our names and slice by slice.
 
     RUN                          a run folder: its newest checkpoint
     RUN/checkpoints/step_...     one checkpoint
-    .../consolidated.00.pth      a state dict, or what a trainer saved it in (fms_files.py), config.json beside it
+    .../consolidated.00.pth      a state dict, or what a trainer saved it in (fms_files.py), with config.json next to it
     a folder                     with config.json and: model*.safetensors or pytorch_model.bin (transformers),
                                  pytorch_model.bin (state-spaces), or consolidated.00.pth (ours)
 
-Where there is no config.json, the caller has to name the model.
+If there is no config.json, the caller has to name the model.
 
-Finding weights reads what model they are of, and nothing of the weights themselves; it comes before the ranks meet.
-Opening them, which all ranks do together, verifies a checkpoint and checks names and shapes of all tensors. Nothing is
-executed.
+Finding weights reads which model they are of, but not the weights; it comes before the ranks meet. Opening them, which
+all ranks do together, verifies a checkpoint and checks names and shapes of all tensors. Nothing is executed.
 """
 
 import math
@@ -42,10 +41,10 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
 PICKLED = "pytorch_model.bin"
-OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.json lies beside them
+OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.json is next to them
 DCP_PART = ".distcp"  # of torch.distributed.checkpoint
-MTP = "mtp."  # begins the names of layers that predict further tokens
-OLDER_LLAMA = "rotary_emb.inv_freq"  # in its files, though it follows from the config
+MTP = "mtp."  # how names of layers that predict further tokens begin
+OLDER_LLAMA = "rotary_emb.inv_freq"  # its files hold this, though it follows from the config
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -64,19 +63,19 @@ class Description:
 
     config: ModelConfig
     architecture: Architecture | None = None  # of transformers; None for tensors with our names
-    seq_length: int | None = None  # of the training; None where it is unknown
+    seq_length: int | None = None  # of the training; None if unknown
 
 
 class Weights(Tensors):
     """The weights of one model, wherever they are stored. They have to be opened before they are read.
 
-    shapes: of all parameters by name, without a tied lm_head.weight. tokenizer: its identity where a checkpoint has it.
+    shapes: of all parameters by name, without a tied lm_head.weight. tokenizer: its identity if a checkpoint has it.
     """
 
     def __init__(
         self, path: Path, model: Description, tokenizer_path: Path | None, tokenizer: str = ""
     ):
-        """path: of a file, of a checkpoint or of a run folder."""
+        """Reads nothing yet. path: of a file, of a checkpoint or of a run folder."""
         self.path = path
         self.config = model.config
         self.seq_length = model.seq_length
@@ -86,15 +85,15 @@ class Weights(Tensors):
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.stored = {name: [StoredTensor(name, shape)] for name, shape in self.shapes.items()}
         self.aliases: dict[str, str] = {}  # see Architecture
-        self.swapped: tuple[str, ...] = ()  # ends of names, see Architecture
+        self.swapped: tuple[str, ...] = ()  # endings of names, see Architecture
         if model.architecture:
             self.stored = model.architecture.stored_tensors(model.config)
             self.swapped = tuple(model.architecture.swapped)
             self.aliases = model.architecture.aliases
 
     def open(self, world: World) -> "Weights":
-        """Opens the weights on all ranks together and returns them. Raises UserError on all: not to be read, broken,
-        tensors of another model."""
+        """Opens the weights on all ranks together and returns them. Raises UserError on all ranks if they can't be
+        read, are broken, or belong to another model."""
         if self.path.is_file():
             self.tensors = open_file(self.path, world, self.config)
         else:
@@ -102,12 +101,12 @@ class Weights(Tensors):
             self.tensors = CheckpointTensors(checkpoint, world)
         self.source = self.tensors.source
         self.stored = {name: self._in_file(stored) for name, stored in self.stored.items()}
-        world.on_rank0(self._check)  # which may have to compare two whole tensors
+        world.on_rank0(self._check)  # only there: it may have to compare two whole tensors
         return self
 
     def _in_file(self, stored: list[StoredTensor]) -> list[StoredTensor]:
-        """Returns the tensors that make up a parameter under the names that the file has, and cut as there: transformers
-        saves the three parts of Olmo Hybrid's convolutions in equal sizes."""
+        """Returns the tensors that make up a parameter, named and cut as in the file: transformers saves the three
+        parts of Olmo Hybrid's convolutions in equal sizes."""
         shapes = self.tensors.shapes
         for part, alias in self.aliases.items():
             renamed = [replace(tensor, name=tensor.name.replace(part, alias)) for tensor in stored]
@@ -144,7 +143,7 @@ class Weights(Tensors):
         yield from identities_in(self.tokenizer_path)
 
     def use_tokenizer(self, path: Path) -> None:
-        """Takes the tokenizer in the folder `path` in place of the model's. Raises UserError where there is none."""
+        """Takes the tokenizer in the folder `path` instead of the model's. Raises UserError if there is none."""
         folder = _tokenizer_in(path, path / TOKENIZER)
         if folder is None:
             names = ", ".join(TOKENIZER_FILES[:3])
@@ -152,7 +151,7 @@ class Weights(Tensors):
         self.tokenizer_path = folder
 
     def _check(self) -> None:
-        """Raises UserError unless the tensors are just those of the model."""
+        """Raises UserError unless the tensors are exactly the model's."""
         shapes = {
             name: shape
             for name, shape in self.tensors.shapes.items()
@@ -185,7 +184,7 @@ def read_weights(source: str | Path, *, model_name: str = "") -> Weights:
 def find_weights(source: str | Path, model: ModelConfig | None = None) -> Weights:
     """Returns the Weights that the path `source` names, not yet open.
 
-    model: of a file without config.json. Raises UserError where there is no model, or one that ours can't hold.
+    model: of a file without config.json. Raises UserError if there is no model, or one that ours can't represent.
     """
     check_place(source)
     path = Path(source)
@@ -197,7 +196,7 @@ def find_weights(source: str | Path, model: ModelConfig | None = None) -> Weight
 
 
 def _find_checkpoint(path: Path) -> Weights:
-    """Returns the Weights of the newest checkpoint whose state.json can be read; opening them chooses the newest whole
+    """Returns the Weights of the newest checkpoint with a readable state.json; opening them chooses the newest whole
     one."""
     checkpoint = find_checkpoint(path, World.alone(), report=lambda text: None, part="state").path
     run = read_run(checkpoint)
@@ -213,9 +212,9 @@ def _find_file(file: Path, model: ModelConfig | None) -> Weights:
     elif model:
         description = Description(model)
     else:
-        open_file(file, World.alone())  # which refuses a file without weights
+        open_file(file, World.alone())  # refuses a file without weights
         raise UserError(
-            f"{file}: there is no {MODEL_CONFIG} beside it, which says what model this is; name its preset, as in "
+            f"{file}: there is no {MODEL_CONFIG} next to it to say what model this is; name its preset, as in "
             f"model_name=mamba-130m; python -m mamba_fsdp inspect {file} lists its tensors"
         )
     if file.suffix in OF_TRAINERS:
@@ -232,7 +231,7 @@ def _find_in_folder(folder: Path, description: Description) -> Weights:
             return _from_file(folder / name, description)
     refuse_dcp(folder)
     raise UserError(
-        f"{folder} has a {MODEL_CONFIG} but no weights beside it ({' or '.join(names)})"
+        f"{folder} has a {MODEL_CONFIG} but no weights next to it ({' or '.join(names)})"
     )
 
 
@@ -242,7 +241,7 @@ def _from_file(file: Path, description: Description) -> Weights:
 
 
 def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Tensors:
-    """Returns the model's tensors in a file, under our names where they are fms'. config: see FmsTensors. Called by all
+    """Returns the model's tensors in a file, with fms' names turned into ours. config: see FmsTensors. Called by all
     ranks. Raises UserError."""
     if path.suffix == DCP_PART:
         refuse_dcp(path.parent)

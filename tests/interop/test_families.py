@@ -246,14 +246,14 @@ def test_published_configs_are_presets_with_their_numbers_of_parameters(name, tm
 @pytest.mark.parametrize(
     "name, changes, said",
     [
-        ("granite-4.0-h-micro", {"num_local_experts": 62}, "is 62, mixtures of experts, of which"),
+        ("granite-4.0-h-micro", {"num_local_experts": 62}, "is 62, a mixture of experts, which"),
         ("granite-4.0-h-micro", {"layer_types": ["mamba"]}, "is 40, with 1 layer"),
         ("falcon-h1-7b", {"mlp_multipliers": [1.0]}, "has 1 numbers, not 2"),
-        ("nemotron-h-8b", {"hybrid_override_pattern": "ME*E"}, "has 'E', mixtures of experts, of"),
-        ("nemotron-h-8b", {"hybrid_override_pattern": "MX"}, "has 'X', no layer that this"),
+        ("nemotron-h-8b", {"hybrid_override_pattern": "ME*E"}, "has 'E', a mixture of experts,"),
+        ("nemotron-h-8b", {"hybrid_override_pattern": "MX"}, "has 'X', not a layer that this"),
         ("qwen3.5-0.8b", {"output_gate_type": "sigmoid"}, "is 'sigmoid', another gate"),
         ("qwen3.5-0.8b", {"model_type": "qwen3_5"}, "is 'qwen3_5', a model with vision; save its"),
-        ("qwen3.5-0.8b", {"model_type": "qwen3_next"}, "is 'qwen3_next', mixtures of experts, of"),
+        ("qwen3.5-0.8b", {"model_type": "qwen3_next"}, "is 'qwen3_next', a mixture of experts,"),
         ("qwen3.5-0.8b", {"attn_output_gate": False}, "is False, which this model does not have"),
         ("nemotron-h-8b", {"num_nextn_predict_layers": 1}, "is 1, layers that predict further"),
     ],

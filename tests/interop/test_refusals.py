@@ -1,4 +1,4 @@
-"""What can't be brought over exactly is refused by name, nothing is executed, and nothing is left half-written."""
+"""What can't be converted exactly is refused by name, nothing is executed, and nothing is left half-written."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def refused(source, message, tmp_path):
         ("mamba2", {"n_groups": 3}, "ngroups 3 does not divide"),
         ("mamba2", {"hidden_size": None}, "hidden_size is missing"),
         ("mamba2", {"quantization_config": {"bits": 4}}, "a field that this program does not know"),
-        ("hybrid", {"mamba_d_head": 5}, "SSM heads are 4, with 5 channels each where"),
+        ("hybrid", {"mamba_d_head": 5}, "SSM heads are 4, with 5 channels each, but"),
         (
             "llama",
             {"rope_scaling": {"rope_type": "llama3"}, "rope_parameters": None},
@@ -244,13 +244,13 @@ def test_sources_that_are_none(tmp_path):
     refused(tmp_path / "empty", "config.json: can't be read", tmp_path)
     theirs = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
     (tmp_path / "empty" / "config.json").write_text(json.dumps(theirs))
-    refused(tmp_path / "empty", "no weights beside it", tmp_path)
+    refused(tmp_path / "empty", "no weights next to it", tmp_path)
     (tmp_path / "empty" / "config.json").write_text('{"d_model": 8, "n_layer": 1, "vocab_size": 9}')
-    refused(tmp_path / "empty", "no weights beside it", tmp_path)
+    refused(tmp_path / "empty", "no weights next to it", tmp_path)
     (tmp_path / "notes.txt").write_text("some text\n")
     refused(tmp_path / "notes.txt", "notes.txt holds no weights: .*[^)]$", tmp_path)
     torch.save({"x": torch.ones(2)}, tmp_path / "lonely.pth")
-    refused(tmp_path / "lonely.pth", "there is no config.json beside it", tmp_path)
+    refused(tmp_path / "lonely.pth", "there is no config.json next to it", tmp_path)
 
 
 def test_a_config_of_ours_that_was_edited_wrongly(tmp_path):

@@ -160,7 +160,7 @@ def test_a_file_without_config_json(tmp_path, capsys):
     demo = ModelConfig(**preset("demo"))
     state = random_state(demo)
     torch.save(state, tmp_path / "lonely.pth")
-    with pytest.raises(UserError, match="no config.json beside it, .* name its preset"):
+    with pytest.raises(UserError, match="no config.json next to it .* name its preset"):
         read_weights(tmp_path / "lonely.pth")
     with pytest.raises(UserError, match="does not fit the model"):
         read_weights(tmp_path / "lonely.pth", model_name="mamba-130m")
