@@ -1,2 +1,2 @@
-"""Process groups, sharding, precision, activation checkpointing, sequences that ranks share, and the differences
-between versions of torch."""
+"""Spreads a model over ranks: process groups, sharding, precision, activation checkpointing, sequences that ranks
+share, and the differences between versions of torch."""

@@ -1,4 +1,4 @@
-"""The one place where code depends on the version of torch."""
+"""Holds all code that depends on the version of torch."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Context parallelism: each sequence is split over neighbouring ranks. The ranks exchange what recurrences,
+"""Splits each sequence over neighbouring ranks (context parallelism). The ranks exchange what recurrences,
 convolutions and attention need from earlier positions.
 
 Every rank of a group has `length` positions, in the order of ranks. Three exchanges serve all layers, forward and

@@ -1,4 +1,4 @@
-"""Sharding with FullyShardedDataParallel (FSDP1, torch 2.2), which cuts a block's flattened parameters in equal
+"""Shards with FullyShardedDataParallel (FSDP1, torch 2.2), which cuts a block's flattened parameters in equal
 parts."""
 
 import torch

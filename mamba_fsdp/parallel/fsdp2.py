@@ -1,4 +1,4 @@
-"""Sharding with `fully_shard` (FSDP2), which cuts every parameter by rows over the ranks of a shard group."""
+"""Shards with `fully_shard` (FSDP2), which cuts every parameter by rows over the ranks of a shard group."""
 
 import contextlib
 import math

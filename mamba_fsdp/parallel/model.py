@@ -1,4 +1,5 @@
-"""The interface of every sharding strategy to the training loop, over the part of each tensor that a rank holds.
+"""Defines the interface of every sharding strategy to the training loop, over the part of each tensor that a rank
+holds.
 
 Under every strategy, gradients are sums over ranks in fp32, without any division: the caller scales its loss.
 """
@@ -88,7 +89,7 @@ class ParameterSlot:
         """Puts the whole parameter on the device, with undefined content if it had no storage. Tied weights stay
         tied."""
         old = self.parameter
-        if old.is_meta:  # empty_like would import parts of torch here, which takes a second
+        if old.is_meta:  # not empty_like, which would import parts of torch for a second
             value = torch.empty(old.shape, dtype=old.dtype, device=device)
         else:
             value = old.detach().to(device)
@@ -126,8 +127,8 @@ class ParallelModel:
         parts: dict[ParameterSlot, tuple[nn.Parameter, Cut]],
         no_sync: bool = False,
     ) -> None:
-        """parts: of each sharded slot, this rank's part and the parameter's Cut. no_sync: gradients are reduced only in
-        the last micro-batch of a step."""
+        """Gives each slot its part and Cut. parts: of each sharded slot, this rank's part and the parameter's
+        Cut. no_sync: gradients are reduced only in the last micro-batch of a step."""
         self.model = model
         self.module = module
         self.world = world

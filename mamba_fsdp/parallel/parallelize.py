@@ -1,4 +1,4 @@
-"""The one place that turns a model into a parallel one.
+"""Turns a model into a parallel one; no other module does.
 
 The order matters: activation checkpointing first, so that the compiler sees the recomputation; then compiling, so that
 no gathering of weights is traced; then sharding, so that a block's weights are gathered once for the whole block.
@@ -62,7 +62,7 @@ def parallelize(
             "start the same number of processes on every node"
         )
     if strategy == "hsdp" and shard_size == 1:
-        strategy = "ddp"  # is the same; FSDP1 would not sum over groups of one rank
+        strategy = "ddp"  # the same as hsdp here, but FSDP1 would not sum over groups of one rank
     slots = find_slots(model)
 
     blocks = model.backbone.layers
@@ -124,7 +124,7 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
     Equal blocks share their compiled code. torch 2.2 compiles each block and, without a higher limit, would run all but
     8 uncompiled.
     """
-    import torch._dynamo  # takes seconds, and only compiling needs it
+    import torch._dynamo  # late: takes seconds, and only compiling needs it
 
     leave_uncompiled()
     limits = torch._dynamo.config
@@ -140,7 +140,7 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
 def leave_uncompiled() -> None:
     """Keeps C code, the libraries' kernels, loops over positions or documents, and exchanges between ranks out of
     compiled graphs: a compiled block calls them."""
-    # This is no decorator because torch.compiler takes seconds to import.
+    # Not a decorator, because torch.compiler takes seconds to import.
     for owner, name in (
         (conv.BACKENDS["cpp"], "causal_conv_silu"),
         (scan.BACKENDS["cpp"], "selective_scan"),

@@ -1,4 +1,4 @@
-"""The processes that train together: their ranks, their devices, and how they exchange small objects."""
+"""Connects the processes that train together: their ranks, their devices, and how they exchange small objects."""
 
 import contextlib
 import os
@@ -245,13 +245,13 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
         )
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     wanted = os.environ.get(ALL_RANKS, str(size))
-    if wanted != str(size):  # they would train, with a smaller batch
+    if wanted != str(size):  # else they would train with a smaller batch
         raise Accident(
             f"only {size} of {wanted} ranks have met: torchrun leaves out a node whose clock is behind the others'; "
             "compare them: srun date"
         )
     device = _acquire_device(local_rank)
-    # The watchdog, which looks once a second, comes first: it says where a rank stands.
+    # The watchdog, which looks once a second, comes first, since it says where a rank is stuck.
     timeout = timedelta(minutes=timeout_minutes, seconds=5)
     if device.type == "cuda":
         dist.init_process_group("nccl", timeout=timeout)

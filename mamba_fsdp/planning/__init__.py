@@ -1,1 +1,1 @@
-"""The memory and time that a training run takes on given machines, and the settings that would fit."""
+"""Estimates the memory and time that a training run takes on given machines, and the settings that would fit."""

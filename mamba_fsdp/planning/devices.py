@@ -1,4 +1,4 @@
-"""Devices and the cloud machines that hold them, from published data: vendors' data sheets and AWS's instance pages.
+"""Describes devices and the cloud machines that hold them, from published data: vendors' data sheets and AWS's pages.
 
 A100, H100, H200, L4 and L40S: NVIDIA's data sheets of the cards; a figure "with sparsity" is halved. B200 and B300: the
 data sheet of HGX; GB200 and GB300: the data sheets of the superchips, which run faster. A10G: AWS's page of G5. GeForce

@@ -1,4 +1,4 @@
-"""Estimates of a training run on given machines, and the settings that would fit best."""
+"""Estimates a training run on given machines, and the settings that would fit best."""
 
 import copy
 import os

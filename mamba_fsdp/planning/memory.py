@@ -1,6 +1,6 @@
-"""The memory of a device in training, in bytes: parameters are counted, passes are measured (passes.py).
+"""Computes the memory of a device in training, in bytes: parameters are counted, passes are measured (passes.py).
 
-Each part of expected_memory is a function below. FSDP2's buffers are those of torch 2.13.
+Each part of expected_memory is a function below. FSDP2's buffers are as in torch 2.13.
 tests/trainer/test_simulate.py compares the parts with a whole step on fake tensors. NCCL's buffers, gaps between
 allocations and CUDA's own memory are not counted; estimate.py adds a rough figure for them.
 """
@@ -24,7 +24,7 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Workload:
-    """The training run whose memory is counted. backends: operator -> backend, as ops/backends.py chooses them.
+    """The training run to count the memory of. backends: operator -> backend, as ops/backends.py chooses them.
     measured: passes of the same settings, with any share of recomputing blocks."""
 
     settings: TrainConfig
@@ -212,8 +212,8 @@ def gathered_bytes(work: Workload) -> int:
 
 
 def activations_bytes(work: Workload) -> int:
-    """Returns the bytes that the blocks keep for the backward pass plus those that it takes, in the block where the sum
-    is largest."""
+    """Returns the bytes that the blocks keep for the backward pass plus the bytes that it takes, in the block where the
+    sum is largest."""
     kept_before = 0
     most = 0
     for kept, block in zip(work.kept, work.passes.blocks):

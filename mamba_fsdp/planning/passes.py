@@ -1,8 +1,8 @@
-"""The memory that a forward and a backward pass hold on a device, measured by running the model on tensors without
+"""Measures the memory that a forward and a backward pass hold on a device, by running the model on tensors without
 content.
 
-A block of each kind and the loss run on torch's meta device, whose tensors have only a shape, a dtype and a size, while
-the storages that exist are counted. Operators run their Python code and make their buffers, but launch no kernel.
+A block of each kind and the loss run on torch's meta device; its tensors have only a shape, a dtype and a size. The
+storages that exist are counted. Operators run their Python code and make their buffers, but launch no kernel.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from mamba_fsdp.settings.train_config import TrainConfig
 META = torch.device("meta")
 KERNEL_MODULES = ("mamba_fsdp.ops.scan.triton_kernels", "mamba_fsdp.ops.ssd.triton_kernels")
 LONGEST = 8192  # positions that are run; some backends make one call per position
-LONGEST_OF_GDN = 2048  # which makes a hundred calls per chunk, all of the same memory
+LONGEST_OF_GDN = 2048  # GDN makes a hundred calls per chunk, all of the same memory
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The time of a training step on a kind of machine, by a roofline model: arithmetic alone, nothing is run.
+"""Estimates the time of a training step on a kind of machine, by a roofline model: only arithmetic, nothing is run.
 
 A device multiplies at a share of its peak, moves bytes at a share of its memory's rate, and sends at a share of its
 links' rate. EFFICIENCY has the share for each kind of work; docs/planning.md compares the results with published rates.
@@ -13,7 +13,8 @@ from mamba_fsdp.planning.memory import FP32, Workload, products_of
 
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
 # Bytes for each state and token. Mamba-2: fitted to published rates of mamba-ssm. Mamba-1: not published; assumed from
-# Dao and Gu 2024 (arXiv 2405.21060), section 9.3. Gated DeltaNet: assumed from its products, twice those of Mamba-2.
+# Dao and Gu 2024 (arXiv 2405.21060), section 9.3. Gated DeltaNet: assumed from its products, twice as many as
+# Mamba-2's.
 STATE_BYTES = {"mamba1": 12, "mamba2": 3, "mamba3": 3, "gdn": 6}
 HOP_SECONDS = 5e-6  # latency of each hop of a ring
 BLOCK_LAUNCH_SECONDS = 5e-4  # host time to launch a block's kernels, forward and backward; assumed
@@ -62,14 +63,14 @@ def products_flops(work: Workload) -> float:
     for layer, repeats in zip(work.model.layer_list(), work.repeats):
         for part in spec.layer_parts(layer).values():
             for product in products_of(work.model, part):
-                if len(product.shape) == 2:  # no convolution
+                if len(product.shape) == 2:  # not a convolution
                     multiplied += 3 * repeats * product.size
     return 2 * multiplied
 
 
 def muon_flops(work: Workload) -> float:
-    """Returns the FLOPs of the rank that orthogonalises most. An iteration of Newton-Schulz on a matrix of r x c, where
-    r is the shorter side, takes two products of r x r x c and one of r x r x r."""
+    """Returns the FLOPs of the rank that orthogonalises most. An iteration of Newton-Schulz on a matrix of r x c,
+    with r the shorter side, takes two products of r x r x c and one of r x r x r."""
     costs = []
     for parameter in work.of_muon:
         multiplied = 0

@@ -1,5 +1,5 @@
-"""`plan --hours`: three sizes of a model that can be trained in a given time on given data, and the commands that train
-them. docs/planning.md names the laws behind them."""
+"""Plans, for `plan --hours`, three sizes of a model that can be trained in a given time on given data, and the commands
+that train them. docs/planning.md names the laws that decide."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from mamba_fsdp.report.console import Console
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
 
-# What `plan --hours` goes by; docs/planning.md explains it.
+# The rules of `plan --hours`; docs/planning.md explains them.
 TOKENS_PER_PARAMETER = 20  # compute-optimal: Hoffmann et al. 2022 (arXiv 2203.15556)
 PASSES_AS_NEW = 4  # teach nearly as much as new data: Muennighoff et al. 2023 (arXiv 2305.16264)
 WIDTH_STEP = 64
@@ -27,13 +27,13 @@ LAUNCHER = "1.train.sbatch"
 
 @dataclass(frozen=True)
 class Budget:
-    """What there is to train with."""
+    """The time, machines and data that there are to train with."""
 
     hours: float
     nodes: int
-    instance: str  # its name; "" for machines that no name describes
+    instance: str  # its name; "" for machines without one
     machine: Instance
-    is_here: bool  # whether it is this machine, whose steps can be timed
+    is_here: bool  # whether it is this machine: its steps can be timed
     data_tokens: int
     is_made: bool  # whether the data is there already
 
@@ -51,7 +51,7 @@ class Budget:
 class Size:
     """A size of the model and what the time allows for it, as `plan --hours --json` prints it."""
 
-    settings: dict[str, str]  # that train it
+    settings: dict[str, str]  # to train it with
     command: str
     tokens: int  # in the time
     passes: float  # over the data
@@ -65,9 +65,9 @@ def plan_sizes(
     budget: Budget,
     measure_pace: Callable[[TrainConfig], float],
 ) -> dict[str, Size]:
-    """Returns three sizes of a model, by their NAMES, for the time there is. words, config: the settings besides those
-    chosen here. measure_pace: trains for a moment on this machine, and returns the tokens a second. Raises UserError if
-    there is no speed to know."""
+    """Returns three sizes of a model, by their NAMES, for the time there is. words, config: the settings besides the
+    ones chosen here. measure_pace: trains for a moment on this machine, and returns the tokens a second. Raises
+    UserError if there is no speed to know."""
     machine = budget.machine
     if budget.is_timed and not (budget.is_here and budget.devices == 1):
         raise UserError(
@@ -118,7 +118,7 @@ def report_sizes(sizes: dict[str, Size], budget: Budget) -> Iterator[str]:
     how = "timed" if budget.is_timed else "calculated"
     yield f"data       {budget.data_tokens:,} tokens"
     yield f"machines   {budget.devices} x {machine.device} of {machine.memory:.1f} GB, {how}"
-    yield f"time       {budget.hours:g} hours, a twentieth of which validation takes\n\n{HEADER}"
+    yield f"time       {budget.hours:g} hours, a twentieth of them for validation\n\n{HEADER}"
     for name, size in sizes.items():
         yield size_line(name, size)
     yield advice(sizes["smaller"], sizes["middle"])
@@ -167,7 +167,7 @@ def size_line(name: str, size: Size) -> str:
 
 
 def advice(smaller: Size, middle: Size) -> str:
-    """Returns what the laws say of these sizes."""
+    """Returns what the laws say about these sizes."""
     lines = f"\nCompute-optimal are about {TOKENS_PER_PARAMETER} tokens per parameter (tok/param)."
     if smaller.tokens_per_parameter < TOKENS_PER_PARAMETER:
         lines += "\nThe time is too short: even the smaller size has fewer."
