@@ -1,4 +1,4 @@
-"""The choice of a backend for each operator of a model: the best one that works on this machine and supports the model.
+"""Chooses a backend for each operator of a model: the best one that works on this machine and supports the model.
 
 A backend is a module in its operator's package (`fused` is one module for all operators) with the operator's functions.
 It imports its library only when it is called. If it can be unusable, it also has
@@ -26,7 +26,7 @@ BACKENDS = {  # the type of device for each backend
     "reference": "any",  # plain PyTorch
 }
 PACKAGES = {"triton": ("triton",), "fused": ("mamba_ssm", "causal_conv1d")}
-PACKAGES_OF_OPERATOR = {"gdn": {"fused": ("fla.ops.gated_delta_rule",)}}  # instead of those
+PACKAGES_OF_OPERATOR = {"gdn": {"fused": ("fla.ops.gated_delta_rule",)}}  # instead of PACKAGES
 HINTS = {  # how to get a package that a backend needs
     "fla.ops.gated_delta_rule": (
         "; pip install -r requirements/fla.txt, which needs torch 2.7 and Triton 3.3 or newer and so not the torch2.2 stack"
@@ -58,15 +58,15 @@ class Use:
     channels: int = 0  # of the convolution, or of a head's keys
     rows: int = 0  # of a mixer's input projection
     deterministic: bool = False  # whether equal runs must be equal bit for bit
-    in_parts: bool = False  # whether ranks share sequences and hand states on
+    in_parts: bool = False  # whether ranks share sequences and pass states to the next rank
 
 
 @dataclass
 class BackendChoice:
-    """The backends that resolve_backends chose, and why it passed over better ones."""
+    """The backends that resolve_backends chose, and why it rejected better ones."""
 
     backends: dict[str, str] = field(default_factory=dict)  # by operator
-    # operator -> {better backend for this device: why it was passed over}
+    # operator -> {better backend for this device: why it was rejected}
     passed: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -173,7 +173,7 @@ def candidates(
 def _why_no_candidate(
     operator: str, backend: str, device_type: str, chosen: Mapping[str, str]
 ) -> str | None:
-    """Returns why a backend is no candidate: it is for another device, or a part of the mixer has another backend.
+    """Returns why a backend is not a candidate: it is for another device, or a part of the mixer has another backend.
     Returns None for a candidate."""
     if BACKENDS[backend] not in ("any", device_type):
         return f"it is for {BACKENDS[backend]} devices"
@@ -184,7 +184,7 @@ def _why_no_candidate(
 
 
 def parts_with(operator: str, backend: str) -> list[str]:
-    """Returns the parts of a mixer that have the backend; [] for an operator that is no mixer."""
+    """Returns the parts of a mixer that have the backend; [] if the operator is not a mixer."""
     return [part for part in MIXER_PARTS.get(operator, ()) if backend in OPERATORS[part]]
 
 

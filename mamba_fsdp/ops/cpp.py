@@ -1,4 +1,4 @@
-"""The C library of the cpp backends, compiled on first use into a cache folder and loaded through ctypes.
+"""Compiles the C library of the cpp backends on first use into a cache folder, and loads it through ctypes.
 
 The library's name is a hash of its sources, the flags, the compiler and the processor, so that no stale or foreign
 library is loaded. It is written under another name and then renamed, so that any number of processes may start at once.
@@ -43,7 +43,7 @@ COMPILE_SECONDS = 120
 
 
 class Unavailable(Exception):
-    """The error of a machine without a C backend; its message is the reason, in one line."""
+    """The error if a machine can't use a C backend; its message is the reason, in one line."""
 
 
 def _run(command: list[str]) -> str:
@@ -66,9 +66,7 @@ def _compiler() -> list[str]:
     for name in ("gcc", "cc", "clang"):
         if shutil.which(name):
             return [name]
-    raise Unavailable(
-        "there is no C compiler (gcc, cc or clang; the environment's CC names another)"
-    )
+    raise Unavailable("there is no C compiler (gcc, cc or clang; set CC to name one)")
 
 
 def _processor() -> str:

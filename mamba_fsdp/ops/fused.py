@@ -1,5 +1,5 @@
-"""The fused backends: operators and mixers computed by the CUDA and Triton kernels of mamba-ssm, causal-conv1d and
-flash-linear-attention."""
+"""Computes operators and mixers by the CUDA and Triton kernels of mamba-ssm, causal-conv1d and
+flash-linear-attention: the fused backends."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch import Tensor
 from mamba_fsdp.ops import attention
 from mamba_fsdp.ops.backends import Use
 
-FUNCTIONS = (  # of this module that call the libraries
+FUNCTIONS = (  # of this module, that call the libraries
     "causal_conv_silu",
     "selective_scan",
     "ssd",
@@ -20,11 +20,11 @@ FUNCTIONS = (  # of this module that call the libraries
 )
 # Why the results of equal runs may differ in bits.
 VARIES = {
-    "conv": "causal-conv1d before 1.6 adds with atomics, and later ones are not measured",
+    "conv": "causal-conv1d before 1.6 adds with atomics, and later versions are not measured",
     "scan": "mamba-ssm's scan adds its gradients with atomics",
-    "ssd": "mamba-ssm's SSD takes sums that torch refuses then",
-    "gdn": "flash-linear-attention tunes its kernels anew at each start",
-    "norm": "mamba-ssm before 2.3 tunes its norm anew at each start, and later ones are not measured",
+    "ssd": "mamba-ssm's SSD takes sums that torch then refuses",
+    "gdn": "flash-linear-attention tunes its kernels again at each start",
+    "norm": "mamba-ssm before 2.3 tunes its norm again at each start, and later versions are not measured",
 }
 
 
@@ -36,9 +36,9 @@ def why_not(use: Use) -> str | None:
     if use.operator == "gdn" and use.channels > 256:
         return f"flash-linear-attention takes a d_state of up to 256, not {use.channels}"
     if use.operator == "scan" and use.seq_idx:
-        return "mamba-ssm's scan keeps no documents apart"
+        return "mamba-ssm's scan can't separate documents"
     if use.operator == "scan" and use.in_parts:
-        return "mamba-ssm's scan begins from no state"
+        return "mamba-ssm's scan can't begin from a state"
     # causal-conv1d gets a slice of the projection, which mamba-ssm copies only from version 2.2.5 on.
     if use.operator == "mamba2" and use.rows % 8:
         return f"mamba-ssm takes multiples of 8 rows of its input projection, not {use.rows}"
@@ -147,7 +147,7 @@ def gated_delta_rule(
 
     inputs = [q, k, v, g, beta]
     bounds = None
-    if seq_idx is not None:  # all documents of the batch stand in one row, of which the bounds tell
+    if seq_idx is not None:  # one row then holds all documents of the batch; bounds separate them
         assert initial_state is None and not return_last_state, "each document has a state"
         inputs = [t.flatten(0, 1).unsqueeze(0) for t in inputs]
         is_bound = F.pad(attention.starts(seq_idx).flatten(), (0, 1), value=True)

@@ -1,5 +1,5 @@
-"""The output layer and its loss in one operator, which goes through the tokens in chunks: the logits of a whole batch
-never exist at once.
+"""Computes the output layer and its loss in one operator, which goes through the tokens in chunks: the logits of a
+whole batch never exist at once.
 
 loss = sum over counted tokens of w (logsumexp(W h) - (W h)[label]), with w = 1 by default. The gradient of a chunk's
 logits, w (softmax - onehot), is known together with its loss, so that the forward pass also computes the gradients of h

@@ -1,5 +1,5 @@
-"""The frequencies of rotary positions: Su et al. 2021 (arXiv 2104.09864), and scalings of them for texts longer than a
-model was first trained on, as transformers computes them.
+"""Computes the frequencies of rotary positions: Su et al. 2021 (arXiv 2104.09864), and scalings of them for texts
+longer than a model was first trained on, as transformers computes them.
 
     linear    positions are divided by `factor`
     dynamic   theta grows for texts longer than the original length (NTK-aware)

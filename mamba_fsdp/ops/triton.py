@@ -1,4 +1,4 @@
-"""The common part of the triton backends: operators that torch knows by name, and the block sizes of their kernels.
+"""Defines what triton backends share: operators that torch knows by name, and the block sizes of their kernels.
 
 The modules of kernels import triton at the top and are themselves imported on first use. TRITON_INTERPRET=1 in the
 environment runs the kernels on a CPU, for tests.
@@ -56,7 +56,7 @@ def operator(
     Tensor)".
 
     torch.compile takes the operator as one call. run launches the kernels and returns only new tensors; fake returns
-    empty tensors of the same shapes and dtypes. gradient is a Function whose forward calls the operator within
+    empty tensors of the same shapes and dtypes. gradient is a Function; its forward calls the operator within
     `below_autograd()`. Its backward calls another operator, so that the backward pass is one call too.
     """
     name = schema.partition("(")[0]
@@ -82,9 +82,9 @@ def differentiable(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Returns the operator NAME_forward, whose gradient is the operator NAME_backward.
+    """Returns the operator NAME_forward; its gradient is the operator NAME_backward.
 
-    tensors: names of the inputs, with a ? after those that may be None; others: the arguments that follow, as in a
+    tensors: names of the inputs, with a ? after each that may be None; others: the arguments that follow, as in a
     schema. forward(*tensors, *others) returns `results` tensors and `kept` tensors for the backward pass; it also takes
     meta tensors. Its first result must be like the first input, or always be used. backward(*gradients of the results,
     *tensors, *kept) returns the gradients of all tensors but `seq_idx`, in any dtype, and anything for a tensor that is
@@ -118,7 +118,7 @@ def differentiable(
             return *input_grads, *[None] * ctx.others
 
     def differentiable_inputs(inputs: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Returns the tensors that have a gradient. inputs: those of the backward operator, without the first one."""
+        """Returns the tensors that have a gradient. inputs: the backward operator's, without the first one."""
         leaves = inputs[results - 1 : results - 1 + len(names)]
         return [leaf for leaf, has_one in zip(leaves, has_gradient) if has_one]
 
@@ -168,7 +168,7 @@ def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blo
 
 
 def is_version_2() -> bool:
-    """Returns whether the Triton that compiles the kernels is that of torch 2.2."""
+    """Returns whether Triton is the version of torch 2.2."""
     return is_torch_2_2()
 
 

@@ -175,7 +175,7 @@ def test_what_the_libraries_do_not_take_is_refused_at_the_start(libraries):
     refuse("fused", f"mamba2 can't be fused on cuda: {said}", config=heads)
     assert "mamba2" not in choose("auto", "cuda", config=heads).backends
     mamba1, mamba2 = (ModelConfig(layers=layer, d_model=256) for layer in ("mamba1", "mamba2"))
-    said = "mamba-ssm's scan keeps no documents apart"
+    said = "mamba-ssm's scan can't separate documents"
     refuse("fused", f"scan can't be fused on cuda: {said}", config=mamba1, seq_idx=True)
     assert choose("auto", "cuda", config=mamba1, seq_idx=True).backends["scan"] == "reference"
     assert choose("fused", "cuda", config=mamba2, seq_idx=True).backends["mamba2"] == "fused"
@@ -237,7 +237,7 @@ def test_a_demand_on_nothing_is_refused():
 def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
     """A toy backend of the scan is chosen best first, asked what it can do, and called."""
     toy = types.ModuleType("mamba_fsdp.ops.scan.toy")
-    toy.why_not = lambda use: "the toy keeps no documents apart" if use.seq_idx else None
+    toy.why_not = lambda use: "the toy can't separate documents" if use.seq_idx else None
     toy.selective_scan = lambda u, *rest: u * 0 + 7
     monkeypatch.setitem(sys.modules, toy.__name__, toy)
     monkeypatch.setitem(backends.BACKENDS, "toy", "cpu")
@@ -245,7 +245,7 @@ def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
     monkeypatch.setattr(scan, "BACKENDS", backends.modules("mamba_fsdp.ops.scan"))
     assert choose("auto").backends["scan"] == "toy" == choose("toy").backends["scan"]
     assert choose("auto", "cuda").backends["scan"] != "toy"
-    assert "scan not toy: the toy keeps no documents apart" in str(choose("auto", seq_idx=True))
+    assert "scan not toy: the toy can't separate documents" in str(choose("auto", seq_idx=True))
     x = torch.ones(1, 3, 4)
     of_channels = torch.ones(4)
     given = (x, x, -torch.ones(4, 2), x[..., :2], x[..., :2], of_channels, x, of_channels)

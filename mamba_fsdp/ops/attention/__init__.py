@@ -1,4 +1,4 @@
-"""Attention: causal, grouped-query, within a document, with rotary positions.
+"""Computes attention: causal, grouped-query, within a document, with rotary positions.
 
     o_i = sum over j <= i in the same document of softmax_j(q_i . k_j / sqrt(head_dim)) v_j
 

@@ -1,6 +1,6 @@
-"""Attention of all documents of a batch in one call of the FlashAttention that PyTorch has for CUDA. The operator below
-PyTorch's functions takes the documents' bounds on both stacks. The public varlen_attn does not serve: torch 2.2 has none, and
-that of 2.10 takes neither fewer heads of keys than of queries nor a window."""
+"""Computes attention of all documents of a batch in one call of the FlashAttention that PyTorch has for CUDA. The
+operator below PyTorch's functions takes the documents' bounds on both stacks. The public varlen_attn does not serve:
+torch 2.2 lacks it, and in torch 2.10 it takes neither fewer heads of keys than of queries nor a window."""
 
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ def why_not(use: Use) -> str | None:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") -> Tensor:
-    if q.is_meta and is_torch_2_2():  # whose operator takes no bounds there; sizes are the same
+    if q.is_meta and is_torch_2_2():  # its operator takes no bounds there; sizes are equal
         return of_one_document(q, k, v)
 
     def bounds(counts: list[int]) -> Tensor:

@@ -1,6 +1,6 @@
-"""Attention by PyTorch's scaled_dot_product_attention, which chooses the kernel itself: flash or memory-efficient on
-CUDA, flash on a CPU. No kernel gets a mask of (length, length), and no key is copied for the query heads that share
-it."""
+"""Computes attention by PyTorch's scaled_dot_product_attention, which chooses the kernel itself: flash or
+memory-efficient on CUDA, flash on a CPU. No kernel gets a mask of (length, length), and no key is copied for the query
+heads that share it."""
 
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ def of_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    if q.is_meta:  # PyTorch would choose a kernel that keeps all scores, unlike on a device
+    if q.is_meta:  # there PyTorch would choose a kernel that keeps all scores
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 

@@ -1,4 +1,4 @@
-"""The short causal convolution of an SSM layer, separate for each channel, followed by SiLU.
+"""Computes the short causal convolution of an SSM layer, separate for each channel, followed by SiLU.
 
 y[t] = silu(bias + sum_k weight[width-1-k] * x[t-k]), with x = 0 before the row's or the document's start.
 """

@@ -1,4 +1,4 @@
-"""The causal convolution in C: causal_conv.c."""
+"""Computes the causal convolution in C: causal_conv.c."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""The causal convolution in plain PyTorch: `width` shifted multiply-adds, several times faster on a CPU than
+"""Computes the causal convolution in plain PyTorch: `width` shifted multiply-adds, several times faster on a CPU than
 conv1d(groups=channels), with its own backward pass, which needs only the inputs."""
 
 from functools import partial

@@ -1,5 +1,5 @@
-"""The causal convolution by a Triton kernel: triton_kernels.py. It keeps only its inputs for the backward pass. There
-every block of rows sums its part of the weight's gradient, which gives the same bits in every run."""
+"""Computes the causal convolution by a Triton kernel: triton_kernels.py. Keeps only its inputs for the backward pass.
+There every block of rows sums its part of the weight's gradient, which gives the same bits in every run."""
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ def conv_backward(
     seq_idx: Tensor | None,
     grad_x: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of x, weight and bias. The gradient of x is written to `grad_x`, if given, whose rows may
-    have any stride."""
+    """Returns the gradients of x, weight and bias. The gradient of x is written to `grad_x`, if given; the rows of
+    `grad_x` may have any stride."""
     grad_x = x.new_empty(x.shape) if grad_x is None else grad_x
     blocks = triton.blocks(BACKWARD, x.device)
     sums = x.new_empty(

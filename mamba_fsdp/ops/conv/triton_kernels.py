@@ -1,5 +1,6 @@
-"""The kernel of the causal convolution, forward and backward. A program goes through ROWS rows of CHANNELS channels. It
-has the last inputs, x1 to x3, in registers and reads two rows ahead; it begins five rows early to fill the registers.
+"""Holds the kernel of the causal convolution, forward and backward. A program goes through ROWS rows of CHANNELS
+channels. It has the last inputs, x1 to x3, in registers and reads two rows ahead; it begins five rows early to fill the
+registers.
 
 w0 to w3 are the weights of x[t] to x[t-3]; weights beyond the convolution's width are 0.
 """
@@ -33,9 +34,9 @@ def walk(  # noqa: PLR0915
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """BACK 0: OUT gets the result. BACK 3: OUT gets the gradient of X, to which GRAD of three more rows adds; r1 to r3
-    gather the gradients of rows t-1 to t-3. SUMS (sequences x row_programs, 5, channels) gets these rows' part of the
-    gradients of w3 to w0 and of the bias."""
+    """Writes to OUT the result if BACK is 0; if it is 3, the gradient of X, to which GRAD of three more rows adds; r1
+    to r3 gather the gradients of rows t-1 to t-3. SUMS (sequences x row_programs, 5, channels) gets these rows' part of
+    the gradients of w3 to w0 and of the bias."""
     rows = tl.program_id(0) // channel_programs
     batch = (rows // row_programs).to(tl.int64)
     begin = rows % row_programs * ROWS

@@ -1,8 +1,9 @@
-"""The gated delta rule in plain PyTorch, chunk by chunk. For the backward pass it keeps what _Chunk has of each chunk, the
-state before it, the inverse of I + M, and U.
+"""Computes the gated delta rule in plain PyTorch, chunk by chunk. For the backward pass it keeps what _Chunk has of
+each chunk, the state before it, the inverse of I + M, and U.
 
 Queries stand above keys in one matrix, because both read the state and both are multiplied with the chunk's keys. The
-gradients of what they read are those of y and, with the sign changed, of the right-hand side of the chunk's equation.
+gradients of what they read are the gradients of y and, with the sign changed, of the right-hand side of the chunk's
+equation.
 """
 
 from typing import Any, NamedTuple

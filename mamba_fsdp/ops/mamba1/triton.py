@@ -1,4 +1,4 @@
-"""The Mamba-1 mixer, composed of the Triton backends of its parts. It keeps xz, the output of x_proj and the scan's
+"""Computes the Mamba-1 mixer by the Triton backends of its parts. It keeps xz, the output of x_proj and the scan's
 states at chunk entries; the scan's backward pass recomputes the scan's output."""
 
 import torch

@@ -1,5 +1,5 @@
-"""The Mamba-2 mixer after its input projection, in one call: convolution, SSD, gated norm, output projection. The
-backward pass recomputes values that are cheaper to recompute than to keep. layers.py composes the same mixer of
+"""Computes the Mamba-2 mixer after its input projection, in one call: convolution, SSD, gated norm, output projection.
+The backward pass recomputes values that are cheaper to recompute than to keep. layers.py composes the same mixer of
 parts."""
 
 from torch import Tensor

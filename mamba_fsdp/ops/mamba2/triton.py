@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer, composed of the Triton backends of convolution, SSD and the gated norm. It keeps in_proj's output
+"""Computes the Mamba-2 mixer by the Triton backends of convolution, SSD and the gated norm. It keeps in_proj's output
 and the norm's scale. The backward pass recomputes the norm's output, and SSD's output together with SSD's states."""
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, of a residual sum, or with a gate.
+"""Computes RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, of a residual sum, or with a gate.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019). The gated norm is Mamba-2's, with the norm
 after the gate or before it.

@@ -1,5 +1,5 @@
-"""RMSNorm in plain PyTorch. It computes in float32 (float64 for float64 input). The backward pass is written out,
-because autograd would keep several float32 copies of the activations for it."""
+"""Computes RMSNorm in plain PyTorch, in float32 (float64 for float64 input). The backward pass is written out, because
+autograd would keep several float32 copies of the activations for it."""
 
 from typing import Any
 

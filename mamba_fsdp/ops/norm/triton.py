@@ -1,6 +1,7 @@
-"""RMSNorm by Triton kernels: triton_kernels.py. For the backward pass, the norm of a residual sum keeps the sum, and the
-gated norm its inputs. There, every block of ROWS rows sums its part of the weight's gradient, and then the parts are
-summed. The sizes alone decide the blocks, so that equal inputs give equal bits in every run and on all equal GPUs."""
+"""Computes RMSNorm by Triton kernels: triton_kernels.py. For the backward pass, the norm of a residual sum keeps the
+sum, and the gated norm its inputs. There, every block of ROWS rows sums its part of the weight's gradient, and then the
+parts are summed. The sizes alone decide the blocks, so that equal inputs give equal bits in every run and on all equal
+GPUs."""
 
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ ROWS = 16  # of a program of the backward pass
 
 
 def blocks(channels: int) -> triton.Blocks:
-    """Returns a kernel's constants for groups of this size: 8 channels a thread, 16 where these would be more than 16
+    """Returns a kernel's constants for groups of this size: 8 channels a thread, 16 if these would be more than 16
     warps, and at most 32 warps."""
     block = 1 << (channels - 1).bit_length()
     warps = max(min(block // 256, 16), min(block // 512, 32), 1)
@@ -72,13 +73,13 @@ def gated_norm_backward(
     grad_z: Tensor | None = None,
     normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, z and weight. The gradient of z is written to `grad_z`, if given, whose rows may have
-    any stride; the norm's output is written to `normed`, if given, without a gate that comes last."""
+    """Returns the gradients of x, z and weight. The gradient of z is written to `grad_z`, if given; the rows of
+    `grad_z` may have any stride. The norm's output is written to `normed`, if given, without a gate that comes last."""
     x = x.contiguous()
     z = _by_rows(z)
     grad_x = torch.empty_like(x)
     grad_z = torch.empty_like(x) if grad_z is None else grad_z
-    written = grad_z.view(-1, grad_z.shape[-1])  # an error where that would be a copy
+    written = grad_z.view(-1, grad_z.shape[-1])  # raises an error if that would be a copy
     grad_weight = _norm_back(
         grad,
         x,

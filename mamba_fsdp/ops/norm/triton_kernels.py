@@ -1,5 +1,5 @@
-"""The kernels of RMSNorm, forward and backward: of X + RESIDUAL, of X * silu(Z), or with GATE_LAST of X, times silu(Z).
-RESIDUAL or Z is absent.
+"""Holds the kernels of RMSNorm, forward and backward: of X + RESIDUAL, of X * silu(Z), or with GATE_LAST of X, times
+silu(Z). RESIDUAL or Z is absent.
 
 A program holds the channels of one group of a row in registers. BLOCK is the first power of two that is not below
 `channels`, the group's size. A backward program takes ROWS rows, one after the other, and writes their part of the
@@ -35,7 +35,7 @@ def norm(
     z_row=0,
     GATE_LAST: tl.constexpr = False,
 ):
-    """OUT gets the result, TOTAL, if it is there, the sum, and SCALE the factor that normed each group."""
+    """Writes the result to OUT, the sum to TOTAL, if it is there, and the factor that normed each group to SCALE."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.num_programs(1)
     group = tl.program_id(1)
@@ -82,8 +82,9 @@ def norm_back(
     grad_z_row=0,
     GATE_LAST: tl.constexpr = False,
 ):
-    """X is what the forward pass normed, but for the gate: TOTAL, if there was a residual. GRAD and GRAD_TOTAL are the
-    gradients of OUT and TOTAL. NORMED, if it is there, gets OUT again, but without a gate that comes last."""
+    """Writes the gradients. X is what the forward pass normed, without the gate: TOTAL, if there was a residual. GRAD
+    and GRAD_TOTAL are the gradients of OUT and TOTAL. NORMED, if it is there, gets OUT again, but without a gate that
+    comes last."""
     program = tl.program_id(0).to(tl.int64)
     groups = tl.num_programs(1)
     group = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Mamba-1's selective scan.
+"""Computes Mamba-1's selective scan.
 
 With delta = softplus(dt + dt_bias), for every channel and each of its d_state states:
 

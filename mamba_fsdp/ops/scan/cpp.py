@@ -1,4 +1,4 @@
-"""The selective scan in C: selective_scan.c."""
+"""Computes the selective scan in C: selective_scan.c."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""The selective scan in plain PyTorch.
+"""Computes the selective scan in plain PyTorch.
 
 It goes through the sequence in chunks. Inside a chunk, each position is one in-place multiply-add on a (batch, d_state,
 d_inner) slab. Only the state at each chunk's entry is kept; the backward pass recomputes one chunk at a time, the last
@@ -47,7 +47,7 @@ class _Chunk:
 
     def outer(self, channels: Tensor, states: Tensor) -> Tensor:
         """Returns the slabs of channels (batch, steps, d_inner) * states, which broadcast to (d_state, d_inner)."""
-        # mul would lay its result out as `channels`, where no step is contiguous; this buffer prevents that.
+        # mul would lay its result out as `channels`, in which no step is contiguous; this buffer prevents that.
         return torch.mul(
             channels.transpose(0, 1).unsqueeze(2), states, out=states.new_empty(self.shape)
         )

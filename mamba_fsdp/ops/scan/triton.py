@@ -1,5 +1,5 @@
-"""The selective scan in Triton: triton_kernels.py. Equal inputs give equal bits on equal GPUs: nothing is added with
-atomics, and the cut of a row into segments depends only on sizes."""
+"""Computes the selective scan in Triton: triton_kernels.py. Equal inputs give equal bits on equal GPUs: nothing is
+added with atomics, and the cut of a row into segments depends only on sizes."""
 
 import torch
 import torch.nn.functional as F

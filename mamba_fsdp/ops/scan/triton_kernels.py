@@ -1,4 +1,4 @@
-"""The selective scan's kernels (formula: __init__.py): sweeps over time that keep their states in registers.
+"""Holds the selective scan's kernels (formula: __init__.py): sweeps over time that keep their states in registers.
 
 A program is a warp (more warps for more than 16 states) and computes, for one row of the batch, CHANNELS channels with
 their N states over one segment of the row's chunks. If batch and channels fill the GPU, a row is one segment. Otherwise
@@ -32,7 +32,7 @@ def _load(pointer, mask):
 
 @triton.jit
 def _inside(mask, t, length, EVEN):
-    """Returns mask & (t < length), in a form that works with the interpreter, whose & takes only tensors."""
+    """Returns mask & (t < length), in a form that works with the interpreter: its & takes only tensors."""
     if not EVEN:
         mask = tl.where(mask, t, length) < length
     return mask
@@ -508,7 +508,7 @@ def backward(  # noqa: PLR0915
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Writes all gradients, those of A, D and the bias by row and segment, those of B and C by block of channels; and
+    """Writes all gradients, of A, D and the bias by row and segment, of B and C by block of channels; and
     y."""
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)

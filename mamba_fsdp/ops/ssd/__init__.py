@@ -1,6 +1,6 @@
-"""The state-space dual of Mamba-2 (SSD): a selective scan with one decay per head, in chunked matrix form.
+"""Computes the state-space dual of Mamba-2 (SSD): a selective scan with one decay per head, in chunked matrix form.
 
-With delta = softplus(dt + dt_bias), for every head, whose state h is a (headdim, d_state) matrix:
+With delta = softplus(dt + dt_bias), for every head, with the state h as a (headdim, d_state) matrix:
 
     h[t] = exp(delta[t] A) h[t-1] + delta[t] x[t] B[t]^T
     y[t] = h[t] C[t] + D x[t]
@@ -38,7 +38,7 @@ def ssd(
     type).
 
     x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
-    (batch, length, groups, d_state), where each group serves an equal number of consecutive heads; D, dt_bias (heads);
+    (batch, length, groups, d_state); each group serves an equal number of consecutive heads; D, dt_bias (heads);
     seq_idx (batch, length): the state is reset to zero where it changes; initial_state (batch, heads, headdim,
     d_state), or None for zeros: the state before the first document of each row. `chunk_size` is the fused kernel's;
     the result does not depend on it.

@@ -1,5 +1,5 @@
-"""The part of SSD's output that comes from the state before the first position. SSD is linear in this state, so that
-the part can be added to an output computed from zeros: with s[t] = sum of delta A over the positions up to t,
+"""Computes the part of SSD's output that comes from the state before the first position. SSD is linear in this state,
+so that the part can be added to an output computed from zeros: with s[t] = sum of delta A over the positions up to t,
 
     y[t] += exp(s[t]) h C[t]
 """

@@ -1,6 +1,6 @@
-"""SSD in plain PyTorch. It keeps only its inputs: the backward pass recomputes decays and states. Heads of a group
-share B and C, so that products with B and C are one wide matrix product per chunk and group, with the decays folded
-into x.
+"""Computes SSD in plain PyTorch. It keeps only its inputs: the backward pass recomputes decays and states. Heads of a
+group share B and C, so that products with B and C are one wide matrix product per chunk and group, with the decays
+folded into x.
 
 Decays are computed as powers of two: on a CPU, exp2 is several times faster than exp and does not slow down if it
 underflows. The exponents are differences of sums in float64, so that a huge dt elsewhere in the chunk costs no digits.

@@ -1,8 +1,8 @@
-"""SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes only inputs and
-outputs. If batch and heads are too few to fill a GPU, segments of the sequence run in parallel; an earlier sweep
-computes the states before them. The backward pass recomputes the states before pairs of chunks, and their gradients
-after the pairs, by a sweep from each end. Then it computes all gradients: those through positions of the same pair, and
-those through the states. Equal sizes give equal bits, because sums have a fixed order."""
+"""Computes SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes only
+inputs and outputs. If batch and heads are too few to fill a GPU, segments of the sequence run in parallel; an earlier
+sweep computes the states before them. The backward pass recomputes the states before pairs of chunks, and their
+gradients after the pairs, by a sweep from each end. Then it computes all gradients: through positions of the same pair,
+and through the states. Equal sizes give equal bits, because sums have a fixed order."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,8 +49,8 @@ def why_not(use: Use) -> str | None:
 
 
 def use_simpler_form() -> None:
-    """Makes the kernels use no wgmma and tcgen05, which take four warps and 64 rows, for a GPU on which their results
-    are wrong."""
+    """Makes the kernels use no wgmma and tcgen05, which take four warps and 64 rows: for a GPU that computes wrong
+    results with them."""
     for table, simpler in (
         (SWEEP, {"P": 16, "num_warps": 2, "num_stages": 1}),
         (NEAR, {"num_warps": 2}),
@@ -154,7 +154,7 @@ class _Call:
         keep: bool = False,
         reverse: bool = False,
     ) -> tuple[Any, Tensor]:
-        """Writes the outputs to `out`, whose batches and rows may have any strides. Returns (states before each pair of
+        """Writes the outputs to `out`; its batches and rows may have any strides. Returns (states before each pair of
         chunks, or None without keep; last state). See the kernel `sweep`."""
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 

@@ -1,7 +1,7 @@
-"""Kernels of SSD. `sweep` carries a head's states in registers from chunk to chunk. After the sweeps of the backward
-pass, `near` and `far` compute the gradients of B and C and the `flows` of each position: `near` those within its pair
-of chunks, `far` those from the states before the pair and through the gradients of the states after it. From the flows,
-`finish` computes the gradients of dt, A and the bias.
+"""Holds the kernels of SSD. `sweep` carries a head's states in registers from chunk to chunk. After the sweeps of the
+backward pass, `near` and `far` compute the gradients of B and C and the `flows` of each position: `near` from within
+its pair of chunks, `far` from the states before the pair and through the gradients of the states after it. From the
+flows, `finish` computes the gradients of dt, A and the bias.
 
 The exponents of decays are summed exactly, as fixed-point integers (units of 2**-31). A decay between two positions
 then depends, to the last bit, on nothing else in the chunk, such as other documents. Both parts of a sum, `high` in
