@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv, the environment that training runs in without a container.
+# Makes .venv, the environment that training runs in without a container.
 #
 #   ./0.create_env.sh [--stack cpu|current|torch2.2] [--dev]
 #
@@ -9,8 +9,8 @@
 #   --dev     also what the tests need
 #
 # It brings the command .venv/bin/mamba-fsdp, which works from any folder, as does `import mamba_fsdp` in its Python.
-# Without --stack: where there is an NVIDIA driver, current or torch2.2, whichever it fits; else cpu. Run again when
-# nothing changed, it returns at once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv.
+# Without --stack: current or torch2.2, whichever fits the NVIDIA driver if there is one; else cpu. If nothing has
+# changed since the last call, it returns at once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv.
 # INSTALL_KERNELS=1 adds mamba-ssm's and causal-conv1d's compiled CUDA kernels, to compare with the project's own.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -37,7 +37,7 @@ cuda_of() { # a stack: the major version of its CUDA. Its programs run on every 
 fits() { # a stack: whether the driver and the GPUs run it
     local capabilities needed
     needed=$(cuda_of "$1")
-    if [ "$1" = torch2.2 ]; then # its CUDA has no code for Blackwell, and there is none of it for Arm
+    if [ "$1" = torch2.2 ]; then # its CUDA has no code for Blackwell, and does not exist for Arm
         capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true)
         [ "$(uname -m)" = x86_64 ] && ! grep -q '^1[0-9]\.' <<< "$capabilities" || return 1
     fi
@@ -48,7 +48,7 @@ fitting_stack() {
     if fits current; then echo current; elif fits torch2.2; then echo torch2.2; fi
 }
 
-choose_stack() { # for the machine, or warn that the chosen one does not fit it
+choose_stack() { # chooses one for the machine, or warns that the user's choice does not fit it
     local cuda fitting
     if [ "$stack" = cpu ] || ! has_driver; then
         stack=${stack:-cpu}
@@ -110,12 +110,12 @@ check_space() {
             "free some space, or VENV=/other/disk/venv"
 }
 
-install() { # requirements file, further pip arguments. Python compiles what is imported, when it is: most never is.
+install() { # requirements file, further pip arguments. Without --no-compile, pip compiles files that are never imported.
     PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --progress-bar=off --disable-pip-version-check --no-input \
         --no-compile "${@:2}" -r "$1" 2>&1 | tee -a "$log" | show_progress
 }
 
-live() { # a line that the next one takes the place of, on a terminal
+live() { # prints a line that the next one replaces, on a terminal
     local width
     [ -t 1 ] && [ "${TERM:-dumb}" != dumb ] || return 0
     width=$(($(tput cols 2>/dev/null || echo 80) - 1))
@@ -124,19 +124,19 @@ live() { # a line that the next one takes the place of, on a terminal
 
 installed() { compgen -G "$VENV/lib/python*/site-packages/*.dist-info" | wc -l || true; }
 
-show_progress() { # what pip is at, as one live line on a terminal; elsewhere only how many packages there are
+show_progress() { # shows pip's progress as one live line on a terminal; elsewhere only the number of packages
     local line commas code before=0 packages=0 count=0
     while :; do
         code=0
         IFS= read -r -t 1 line || code=$?
-        if [ "$code" -gt 128 ]; then # nothing was said for a second: pip is silent while it installs
+        if [ "$code" -gt 128 ]; then # a second without output: pip is silent while it installs
             [ "$packages" = 0 ] || live "  $(($(installed) - before)) of $packages"
             continue
         fi
         [ "$code" = 0 ] || break
         case $line in
         Collecting\ * | Processing\ *) count=$((count + 1)) ;;
-        *Downloading\ *) ;; # a size comes behind
+        *Downloading\ *) ;; # a size follows the name
         Installing\ *)
             commas=${line//[^,]/}
             packages=$((${#commas} + 1))
@@ -163,15 +163,15 @@ explain_failure() { # requirements file
         fail "the disk filled up while installing $1" "free some space and run this again (log: $log)"
     fi
     if grep -qiE "$offline" "$log"; then
-        fail "no network: pip could not reach its package index, or that has none of what is needed" \
+        fail "no network: pip could not reach its package index, or the index lacks a package that is needed" \
             "check the connection or pip's proxy and index settings, then run this again (log: $log)"
     fi
     fail "pip could not install $1: ${reason:-see the log}" \
-        "the whole log is $log; another Python may help: PYTHON=python3.11 ./0.create_env.sh"
+        "see $log; another Python may help: PYTHON=python3.11 ./0.create_env.sh"
 }
 
 install_stack() {
-    # The configured index and local wheels first; torch's own index only for its CPU build, where the former lack it.
+    # The configured index and local wheels first; torch's own index only for its CPU build, if the former lack it.
     install "requirements/$stack.txt" && return
     if [ "$stack" = cpu ] && grep -q 'No matching distribution found for torch' "$log"; then
         echo "  torch's CPU build: from $TORCH_CPU_INDEX"
@@ -180,29 +180,29 @@ install_stack() {
     explain_failure "requirements/$stack.txt"
 }
 
-# mamba-ssm's and causal-conv1d's CUDA kernels, as their projects publish them.
+# Installs mamba-ssm's and causal-conv1d's CUDA kernels, as their projects publish them.
 install_kernels() {
     local list=requirements/kernels-$stack.txt
     [ -e "$list" ] || fail "INSTALL_KERNELS=1: there are no compiled kernels for the $stack stack" \
         "choose --stack current or torch2.2, or leave it out"
     if nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | grep -q B300; then # nvcc 13's code for it is wrong
-        echo "  without mamba-ssm and causal-conv1d, whose compiled wheels give wrong results on B300; the image has right ones"
+        echo "  without mamba-ssm and causal-conv1d: their compiled wheels give wrong results on B300; the image builds its own"
         return 0
     fi
     install "$list" --no-deps || explain_failure "$list"
 }
 
-# Many ranks share Triton's cache; see patches/rank0_cache.py. The cpu stack has no Triton.
+# Lets many ranks share Triton's cache; see patches/rank0_cache.py. The cpu stack has no Triton.
 patch_triton() {
     [ "$stack" = cpu ] || "$VENV/bin/python" patches/apply.py >>"$log" ||
         fail "Triton could not be patched" "see the lines above and $log"
 }
 
-# `import mamba_fsdp` and the command mamba-fsdp then work from any folder, by the files of this checkout.
+# Makes `import mamba_fsdp` and the command mamba-fsdp work from any folder, with the files of this checkout.
 install_project() {
     local wanted
     wanted=$(pwd -P && sha256sum < pyproject.toml) # the project may have moved
-    [ ! -L "$VENV" ] && [ -w "$VENV/bin" ] || return 0 # another checkout's
+    [ ! -L "$VENV" ] && [ -w "$VENV/bin" ] || return 0 # it belongs to another checkout
     [ "$(cat "$VENV/.complete-project" 2>/dev/null)" != "$wanted" ] || return 0
     log=$VENV/install-project.log
     "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --no-build-isolation \
@@ -210,7 +210,7 @@ install_project() {
     echo "$wanted" > "$VENV/.complete-project"
 }
 
-stamp() { # two lines: the stack, and what identifies the files it was made from
+stamp() { # prints two lines: the stack, and a hash of its requirements
     echo "$stack"
     sha256sum < "requirements/$stack.txt" | cut -d' ' -f1
 }

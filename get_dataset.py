@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Text in, token stores out: what training.py reads. `python get_dataset.py [INPUT [OUT]]
-[--OPTION=VALUE ...]`; `--help` explains them."""
+"""Makes token stores, which training.py reads, from text. `python get_dataset.py [INPUT [OUT]] [--OPTION=VALUE ...]`;
+`--help` explains them."""
 
 from mamba_fsdp import interpreter
 

@@ -1,4 +1,4 @@
-"""Side by side with peers, in one run: each benchmark prints a table. README.md lists them."""
+"""Compares this project with peers, in one run: each benchmark prints a table. RESULTS.md lists them."""
 
 from mamba_fsdp import interpreter
 

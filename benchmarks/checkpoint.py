@@ -1,15 +1,15 @@
-"""What saving and loading cost, on one or more ranks of this machine:
+"""Measures what saving and loading cost, on one or more ranks of this machine:
 
-    torchrun --nproc-per-node=2 -m benchmarks.checkpoint --gib=1 --folder=WHERE_RUNS_LIE
+    torchrun --nproc-per-node=2 -m benchmarks.checkpoint --gib=1 --folder=FOLDER_OF_RUNS
 
 State (weights and the optimiser's two moments, as much on each rank) of so many GiB in all is saved and loaded, in
-turn with what the disk does by itself, all ranks at once; medians of the rounds, ratios within a round:
+turn with what the disk does by itself, on all ranks at once; medians of the rounds, ratios within a round:
 
   save     `dd conv=fsync` of as many bytes, over a synchronous save (written, flushed, read back, committed)
-  cold     reading each rank's file, over finding the newest checkpoint whole and loading it, out of no cache
+  cold     reading each rank's file, over finding the newest checkpoint whole and loading it, from an empty cache
   warm     the same with the files in the kernel's memory
-  stall    seconds for which an asynchronous save held the updates up, of a synchronous one's
-  bytes    of the checkpoint on the disk, over those of weights and moments
+  stall    seconds for which an asynchronous save held the updates up, over the seconds of a synchronous save
+  bytes    of the checkpoint on the disk, over the bytes of weights and moments
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main(words=None):
 
 
 class Bench:
-    """Times of one machine, each from when all ranks begin to when the last has ended."""
+    """The times of one machine, each from when all ranks begin to when the last has ended."""
 
     def __init__(self, world, run, gib):
         self.world = world
@@ -77,7 +77,7 @@ class Bench:
         return time.perf_counter() - began
 
     def measure(self):
-        """One round: {column: its value}."""
+        """Measures one round. Returns {column: its value}."""
         dd = self.seconds(self.write_with_dd)
         folder = RunFolder(self.run)
         self.world.on_rank0(folder.acquire)
@@ -109,7 +109,7 @@ class Bench:
         file.unlink()
 
     def read_over_load(self, files, cold):
-        """Medians of both, five times in turn: what a disk reads in a second may be five times what it read before."""
+        """Returns the medians of both, five times in turn: a disk's rate may change fivefold within a second."""
         read = []
         load = []
         own = next(path for path in files if path.name == f"rank_{self.world.rank:05}.safetensors")
@@ -136,7 +136,7 @@ class Bench:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def stall(self):
-        """Seconds for which a save beside steps held them up: the second save, which finds its buffers."""
+        """Returns the seconds for which a save held up concurrent steps: the second save, which finds its buffers."""
         saver = Checkpointer(self.run, self.world, self.lease, report=lambda text: None)
         for step in (2, 3):
             saver.wait()

@@ -1,8 +1,8 @@
-"""What a checkpoint of very many ranks takes: `python -m benchmarks.checkpoint_scale PRESET [--ranks=1024]`.
+"""Measures what a checkpoint of very many ranks takes: `python -m benchmarks.checkpoint_scale PRESET [--ranks=1024]`.
 
-Rank 0's own code saves and commits and looks for what to resume from; the other ranks are what they would have told it,
-by the arithmetic of fully sharded rows. Files have their sizes and no content. The seconds of writing and reading are
-bytes over --throughput (MB/s per TiB; FSx for Lustre offers 125, 250, 500 and 1000) times --tib.
+Rank 0's own code saves and commits and looks for what to resume from; the other ranks are replaced by what they would
+have told it, computed for fully sharded rows. Files have their sizes and no content. The seconds of writing and
+reading are bytes over --throughput (MB/s per TiB; FSx for Lustre offers 125, 250, 500 and 1000) times --tib.
 """
 
 import argparse
@@ -38,7 +38,8 @@ XXH3 = "0" * 16
 
 
 def shards_of(spec, rank, ranks):
-    """[(Shard without its data, elements of that)] of a rank under FSDP2: rows are dealt out evenly, fp32 is whole."""
+    """Returns [(Shard without its data, its elements)] of a rank under FSDP2: rows are split evenly, fp32 stays
+    whole."""
     shards = []
     for kind in KINDS:
         for name, parameter in spec.items():
@@ -55,7 +56,7 @@ def shards_of(spec, rank, ranks):
 
 
 def file_of(spec, rank, ranks):
-    """What a rank would tell rank 0."""
+    """Returns what a rank would tell rank 0."""
     pieces = []
     for turn, (shard, count) in enumerate(shards_of(spec, rank, ranks)):
         start, stop = part_to_write(count, shard.replicas, shard.replica_index, turn)
@@ -66,7 +67,7 @@ def file_of(spec, rank, ranks):
 
 
 class Many(World):
-    """Rank 0's view: the other ranks have told what `others` has, and complain of nothing."""
+    """Rank 0's view: the other ranks have told it what `others` has, and report no error."""
 
     def __init__(self, others):
         super().__init__(0, len(others) + 1, 8, CPU)
@@ -93,7 +94,8 @@ def sparse(path, size):
 
 
 def measure(config, ranks):
-    """{what: number} of a save, its commit and the choice of what to resume from, on rank 0 of so many."""
+    """Returns {what: number} of a save, its commit and the choice of what to resume from, on rank 0 of so many
+    ranks."""
     spec = parameters(config)
     others = [file_of(spec, rank, ranks) for rank in range(1, ranks)]
     own = file_of(spec, 0, ranks)
@@ -108,7 +110,7 @@ def measure(config, ranks):
 
         def count(event, arguments):
             if threading.current_thread() is not threading.main_thread():
-                return  # the lease's, which renews it from time to time
+                return  # the thread that renews the lease
             if event in ("open", "os.listdir", "os.scandir", "os.rename", "os.mkdir"):
                 calls[event] += str(arguments[0]).startswith(run)
 

@@ -1,9 +1,9 @@
-"""The demo's result beside a bigram model: `python -m benchmarks.demo`.
+"""Compares the demo's result with a bigram model: `python -m benchmarks.demo`.
 
 Run after ./1.train.sbatch, or it trains the demo first. The bigram model with back-off (interpolated Kneser-Ney, one
-discount from the counts) is estimated on the very tokens that the run has drawn, and both are scored on the same
-validation windows. Then steps of the demo are taken in turn with plain matrix products of the sizes of the step's, which
-no code can beat.
+discount from the counts) is estimated on exactly the tokens that the run has drawn, and both are scored on the same
+validation windows. Then steps of the demo are taken in turn with plain matrix products of the same sizes, which no
+code can beat.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Bigram:
         self.unigram = continuations / continuations.sum()
 
     def loss(self, previous, following):
-        """Mean negative log likelihood of `following` after `previous`, in nats."""
+        """Returns the mean negative log likelihood of `following` after `previous`, in nats."""
         keys = previous.astype(np.int64) * self.vocab_size + following
         at = np.minimum(np.searchsorted(self.pairs, keys), len(self.pairs) - 1)
         count = np.where(self.pairs[at] == keys, self.counts[at], 0)

@@ -1,10 +1,11 @@
-"""The gated delta rule on the CPU beside transformers' own torch path: seconds and memory of a forward and backward pass.
+"""Compares the gated delta rule on the CPU with transformers' torch path: seconds and memory, forward and backward.
 
     python -m benchmarks.gdn [--length 2048] [--rounds 9] [--threads 1]
 
-Sizes are those of a layer of Qwen3.5-0.8B: 16 heads of 128 channels, one row. Both norm queries and keys themselves.
-One pass of each runs in turn, first as PyTorch comes ("shipped"), then with what training.py sets (cpp.tune_process).
-The medians of the CPU's seconds are compared, which other programs disturb less than the clock's. Memory is what a process of its own holds at its peak beyond what it held before the first pass.
+The sizes are a layer's of Qwen3.5-0.8B: 16 heads of 128 channels, one row. Both norm queries and keys themselves. One
+pass of each runs in turn, first as PyTorch comes ("shipped"), then with what training.py sets (cpp.tune_process). The
+medians of CPU seconds are compared, which other programs disturb less than the clock's. Memory is what a process of
+its own holds at its peak beyond what it held before the first pass.
 """
 
 import argparse
@@ -22,7 +23,7 @@ NAMES = ("reference", "transformers")
 
 
 def make_pass(name, length):
-    """A function that runs the operator forward and backward."""
+    """Returns a function that runs the operator forward and backward."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, length, HEADS, CHANNELS, generator=generator)
     g, beta = torch.rand(2, 1, length, HEADS, generator=generator)
@@ -42,7 +43,7 @@ def make_pass(name, length):
 
 
 def memory(name, arguments):
-    """The megabytes of a process that runs `name` alone."""
+    """Returns the megabytes of a process that runs only `name`."""
     command = [sys.executable, "-m", "benchmarks.gdn", f"--length={arguments.length}"]
     command += [f"--threads={arguments.threads}", f"--memory_of={name}"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,5 +1,5 @@
-"""The loader beside torch's DataLoader over the same tokens in a folder of `datasets`, from a warm page cache; then a
-start at step 1,000,000.
+"""Compares the loader with torch's DataLoader over the same tokens in a folder of `datasets`, from a warm page cache;
+then times a start at step 1,000,000.
 
     python -m benchmarks.loader [--rounds=3]
 
@@ -54,7 +54,7 @@ def main():
 
 
 def write_tokens(folder):
-    """The same tokens as a store, which is returned, and as rows."""
+    """Writes the same tokens as a store, which is returned, and as rows."""
     tokens = np.random.default_rng(0).integers(1, VOCABULARY, TOKENS, dtype=np.uint16)
     tokens[DOCUMENT - 1 :: DOCUMENT] = EOS
     writer = StoreWriter(folder / "store", vocab_size=VOCABULARY, eos=EOS, tokenizer="")

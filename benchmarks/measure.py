@@ -1,4 +1,4 @@
-"""What the benchmarks of whole training steps share: the step, its time beside others', the memory of a process."""
+"""Gives the benchmarks of whole training steps what they share: the step, its time in turn, the memory of a process."""
 
 import statistics
 import time
@@ -7,7 +7,8 @@ import torch
 
 
 def training_step(model, loss_of, tokens):
-    """A function that takes one step (forward, loss, backward, AdamW) on `tokens` and returns the loss before it."""
+    """Returns a function that takes one step (forward, loss, backward, AdamW) on `tokens` and returns the loss before
+    it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step():
@@ -21,7 +22,7 @@ def training_step(model, loss_of, tokens):
 
 
 def time_in_turn(steps, rounds):
-    """{name: median (seconds, CPU seconds) of a call}, of one call of each a round."""
+    """Returns {name: median (seconds, CPU seconds) of a call}, from one call of each per round."""
     taken = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -35,7 +36,7 @@ def time_in_turn(steps, rounds):
 
 
 def print_memory(step, count=3):
-    """Print what this process holds before the first step, and its peak over `count` steps, in MB."""
+    """Prints what this process holds before the first step, and its peak over `count` steps, in MB."""
     before = status_megabytes("VmRSS")
     for _ in range(count):
         step()

@@ -1,4 +1,5 @@
-"""Muon beside AdamW on the demo, at equal steps and at equal time: `python -m benchmarks.muon [--steps 1000] [--seeds 3]`.
+"""Compares Muon with AdamW on the demo, at equal steps and at equal time: `python -m benchmarks.muon [--steps 1000]
+[--seeds 3]`.
 
 Each takes the best of the learning rates for the first seed. The time of a step is taken in turn, in this process, with the
 runs' number of threads; within AdamW's time Muon has so many fewer steps, with a schedule of that length. Validation is on
@@ -32,7 +33,7 @@ ROUNDS = 15
 
 
 def step_of(optimizer):
-    """A function that takes a step of the demo."""
+    """Returns a function that takes a step of the demo."""
     settings = resolve.resolve_settings({"optimizer": optimizer}, DEMO)
     training = settings.training
     training.settle_precision("cpu")
@@ -54,7 +55,7 @@ def step_of(optimizer):
 
 
 def train(optimizer, rate, seed, steps, folder):
-    """The validation loss at the end of a run."""
+    """Returns the validation loss at the end of a run."""
     run = folder / f"{optimizer}-{rate}-{seed}-{steps}"
     given = {
         "config": DEMO,

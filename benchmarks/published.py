@@ -1,13 +1,13 @@
-"""What `plan` expects beside training rates that others have published.
+"""Compares what `plan` expects with training rates that others have published.
 
     python -m benchmarks.published
 
-One efficiency for each kind of work (mamba_fsdp/planning/roofline.py) serves all rows. Published is in tokens/s of a
-device; state-spaces/mamba #904 tells TFLOP/s, which are taken as this project counts them. What a source leaves open
-is chosen as is usual there: its machines as the nearest of mamba_fsdp/planning/devices.py, Llama-3 8B with 8,192 tokens
-of which half the blocks recompute. fms-fsdp reduces gradients in bf16, half of our bytes: where only they cross the
-network (hsdp) it is taken as twice as fast. torch.compile is not in the formulas; fms-fsdp's rates of 2025 have it,
-those of 2024 do not.
+One efficiency for each kind of work (mamba_fsdp/planning/roofline.py) serves all rows. Published rates are in tokens/s
+of a device; state-spaces/mamba #904 tells TFLOP/s, which are taken as this project counts them. What a source does not
+say is chosen as is usual there: its machines as the nearest of mamba_fsdp/planning/devices.py, Llama-3 8B with 8,192
+tokens, half of its blocks recomputing. fms-fsdp reduces gradients in bf16, half of our bytes: if only they cross the
+network (hsdp), it is taken as twice as fast. torch.compile is not in the formulas; fms-fsdp's rates of 2025 have it,
+its rates of 2024 do not.
 """
 
 import argparse
@@ -47,7 +47,7 @@ LARGEST = ("llama2_70b", "fsdp", "1", 6)
 
 
 def fms(year: str, machine: Instance, rates: tuple[float, ...]) -> list[Published]:
-    """fms-fsdp's four models on 128 devices; between nodes hsdp sends half of our bytes."""
+    """Returns fms-fsdp's four models on 128 devices; between nodes hsdp sends half of our bytes."""
     rows = []
     for rate, (model, strategy, recompute, batch) in zip(rates, (SMALL, MEDIUM, LARGE, LARGEST)):
         network = machine.network * (2 if strategy == "hsdp" else 1)

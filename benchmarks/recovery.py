@@ -1,8 +1,8 @@
-"""What a lost rank or node costs: `python -m benchmarks.recovery [ranks] [nodes]`, by default both.
+"""Measures what a lost rank or node costs: `python -m benchmarks.recovery [ranks] [nodes]`, by default both.
 
 Prints the seconds from the kill to the next applied step of a demo run of two ranks. ranks: on this
-machine, under this launcher and under plain torchrun, in turn. nodes: when a node of a throw-away
-Slurm is lost, as root, where Slurm is installed (nodes are switched on again at once, and the queue
+machine, under this launcher and under plain torchrun, in turn. nodes: if a node of a throw-away
+Slurm is lost, as root, if Slurm is installed (nodes are switched on again at once, and the queue
 is empty). data/builtin must be there: ./1.train.sbatch makes it.
 """
 
@@ -64,7 +64,7 @@ def children(pid):
 
 
 def ranks_of(pid):
-    """The ranks of this launcher, whose children are programs that start them, or of torchrun."""
+    """Returns the ranks of torchrun, or of this launcher; the launcher's children are programs that start ranks."""
     below = children(pid)
     return [rank for child in below for rank in children(child)] or below
 
@@ -88,7 +88,7 @@ def entries(run):
 
 
 def until_next_step(run, kill):
-    """Seconds from `kill` to the first step of the next start; the run has saved in this one."""
+    """Returns the seconds from `kill` to the first step of the next start; the run has saved in this one."""
     saved = len(events(run, "checkpoint"))
     starts = len(events(run, "started"))
     wait_until(lambda: len(events(run, "checkpoint")) > saved, "a checkpoint")
@@ -104,7 +104,7 @@ def until_next_step(run, kill):
 
 
 def lose_ranks():
-    """{launcher: seconds}."""
+    """Returns {launcher: seconds}."""
     seconds = {}
     for name in ("a rank, this launcher", "a rank, plain torchrun"):
         with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ def lose_ranks():
 
 
 def lose_nodes():
-    """{what is lost: seconds}, of one job that loses a node at a time."""
+    """Returns {what is lost: seconds}, of one job that loses a node at a time."""
     seconds = {}
     with tempfile.TemporaryDirectory() as root:
         project = projects.make_project(Path(root, "project"), training=None)

@@ -1,11 +1,12 @@
-"""A whole training step of Mamba-1 on the CPU beside transformers' model of the same size: tokens/s and peak memory.
+"""Compares a whole training step of Mamba-1 on the CPU with transformers' model of the same size: tokens/s, peak
+memory.
 
     python -m benchmarks.scan [--size tiny --size small] [--rounds 7] [--threads 2] [--vocab_size 1024] [--plain]
 
 Every backend takes the same step (forward, loss, backward, AdamW) on the same batch in one process, one step of each in
 turn, and the medians are compared: first as PyTorch comes, then with what training.py sets at its start
-(cpp.tune_process). Peak memory is that of a process of its own per backend. --plain adds transformers' loop without
-mambapy, whose one step takes minutes at `small`.
+(cpp.tune_process). Peak memory is measured in a process of its own per backend. --plain adds transformers' loop without
+mambapy; one of its steps takes minutes at `small`.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def our_loss(size, vocab_size, backend, layers):
 
 
 def make_step(size, vocab_size, backend, layers="mamba1"):
-    """A function that takes one training step and returns its loss."""
+    """Returns a function that takes one training step and returns its loss."""
     if backend in THEIRS:
         model, loss_of = transformers_loss(size, vocab_size, THEIRS[backend])
     else:

@@ -1,4 +1,4 @@
-"""A training step that computes nothing: what a rank holds and sends, of any model on any number of ranks.
+"""Simulates a training step without computing: what a rank holds and sends, of any model on any number of ranks.
 
     python -m benchmarks.simulate PRESET RANKS [--length 64] [--batch 1] [--context 1] [--recompute]
 
@@ -66,9 +66,9 @@ def simulate(
     device: torch.device = CPU,
     inside: bool = False,
 ) -> Simulated:
-    """A step of rank `rank` of `size`, `local_size` on a node, with the backends of a GPU's operators: Triton's where they
-    exist. device: where the fake tensors lie. inside: count what Triton's backends hold while they run, too. A step that
-    asks for a number raises. Not for sharding_strategy=ddp, nor within a process group."""
+    """Simulates a step of rank `rank` of `size`, `local_size` on a node, with the backends of a GPU's operators:
+    Triton's if they exist. device: the fake tensors' device. inside: count what Triton's backends hold while they run,
+    too. A step that asks for a number raises. Not for sharding_strategy=ddp, nor within a process group."""
     training, data = settings.training, settings.data
     training.settle_precision("cuda")
     dtype, documents = DTYPES[training.mixed_precision], data.reset_at_documents
@@ -128,7 +128,7 @@ def simulate(
 
 
 class _World(World):
-    """Numbers that go to the device or come from it have no content either."""
+    """A world in which numbers that go to the device or come from it have no content either."""
 
     def copy_to_device(self, numbers):
         return torch.zeros(len(numbers), dtype=torch.float64, device=self.device)
@@ -143,7 +143,7 @@ class _Batch(Batch):
 
 
 def _fake(batch: Batch) -> _Batch:
-    """The batch on fake tensors. Call within their mode."""
+    """Returns the batch on fake tensors. Call within their mode."""
     fields = batch._asdict()
     for name, field in fields.items():
         if isinstance(field, torch.Tensor):
@@ -153,7 +153,8 @@ def _fake(batch: Batch) -> _Batch:
 
 @contextlib.contextmanager
 def _process_group(world: World) -> Iterator[None]:
-    """The fake one. The numbers of torch's meshes are real in it; and one thread does all, where modes see it."""
+    """Makes the fake process group. Numbers of torch's meshes are real in it; one thread does all, since modes see
+    one."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -173,7 +174,7 @@ def _process_group(world: World) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes collectives, and each time that storage on the device comes, changes its size or goes."""
+    """Records collectives, and each time that storage on the device is made, changes its size or is freed."""
 
     def __init__(self, device, inside):
         super().__init__()
@@ -231,7 +232,7 @@ class _Watch(TorchDispatchMode):
         self.sizes.append((self.number_of[address], storage.nbytes()))
 
     def peak(self, **parts):
-        """{part: bytes} when they are most, of these tensors and as `passing` of all others."""
+        """Returns {part: bytes} at their peak, of these tensors and as `passing` of all others."""
         part_of = {
             self.number_of[tensor.untyped_storage()._cdata]: part
             for part, tensors in parts.items()

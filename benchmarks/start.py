@@ -1,4 +1,4 @@
-"""How long one waits: for the help page, and from launch to the first optimiser step: `python -m benchmarks.start`."""
+"""Measures how long a user waits for the help page, and for the first optimiser step: `python -m benchmarks.start`."""
 
 import argparse
 import statistics

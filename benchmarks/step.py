@@ -1,7 +1,7 @@
-"""What the training loop costs beside the bare step of its model: `python -m benchmarks.step`.
+"""Measures what the training loop costs compared with the bare step of its model: `python -m benchmarks.step`.
 
 A run on made-up tokens on this machine's CPU, one process. After each of its steps, with all that the loop does (data,
-gradient norm, clipping, metrics, live line), a bare one is taken with the same weights and batch: forward, backward,
+gradient norm, clipping, metrics, live line), a bare step is taken with the same weights and batch: forward, backward,
 AdamW. For a small and a larger model: the medians of both and of their ratios, less 1.
 """
 
@@ -37,7 +37,7 @@ STEPS, WARM_UP = 20, 3
 
 
 def seconds_of(given):
-    """[(seconds of a step of the loop, of a bare one after it)]"""
+    """Returns [(seconds of a step of the loop, of a bare one after it)]."""
     found = []
     finish_step = loop.finish_step
     bare = None  # its optimiser, and when the last bare step ended

@@ -1,8 +1,10 @@
-"""How the threads of a step on the CPU wait for each other: `python -m benchmarks.threads [--rounds 12] [--busy 0]`.
+"""Measures how the threads of a step on the CPU wait for each other:
+
+    python -m benchmarks.threads [--rounds 12] [--busy 0]
 
 For each way to wait, a process of its own takes training steps (`benchmarks.scan`'s, of small models) when it is asked
-to, four in turn with the others, of which the first is not counted. Printed are medians in tokens/s, and their ratios
-to what mamba_fsdp sets by itself. --busy is the number of processes that compute meanwhile.
+to, four in turn with the others; the first is not counted. The table has medians in tokens/s, and their ratios to what
+mamba_fsdp sets by itself. --busy is the number of processes that compute meanwhile.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
-WAYS = {  # libgomp's names for them; mamba_fsdp sets nothing where the first of them is set
+WAYS = {  # libgomp's names for them; mamba_fsdp sets nothing if the first of them is set
     "as mamba_fsdp sets": {},
     "without spinning (PASSIVE)": {"OMP_WAIT_POLICY": "PASSIVE"},
     "1,000 spins": {"GOMP_SPINCOUNT": "1000"},

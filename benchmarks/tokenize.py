@@ -1,9 +1,9 @@
-"""Tokens per second of get_dataset.py beside `tokenizers` alone, on the same text, tokenizer and cores.
+"""Compares tokens per second of get_dataset.py with `tokenizers` alone, on the same text, tokenizer and cores.
 
     python -m benchmarks.tokenize [--megabytes=16] [--repeats=3]
 
-Theirs is Tokenizer.encode_batch over all documents in memory; ours the whole of make_dataset: reading the files,
-encoding, writing the store. They take turns; the median of the pairs' ratios is what counts on a machine that is shared.
+Theirs is Tokenizer.encode_batch over all documents in memory; ours is the whole of make_dataset: reading the files,
+encoding, writing the store. They take turns; on a shared machine, only the median of the pairs' ratios counts.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def compare(folder, arguments):
 
 @contextlib.contextmanager
 def timed(found):
-    """Appends (seconds, CPU seconds of all threads) of what is inside."""
+    """Appends (seconds, CPU seconds of all threads) of the block."""
     began = (time.perf_counter(), time.process_time())
     yield
     found.append((time.perf_counter() - began[0], time.process_time() - began[1]))

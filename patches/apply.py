@@ -1,8 +1,8 @@
-"""Give the installed Triton its rank-0-only cache writer; fail when it does not fit. Run by the Python that has Triton.
+"""Gives the installed Triton its rank-0-only cache writer; fails if it does not fit. Run by the Python that has Triton.
 
     python patches/apply.py                   patch, or say that it is done already
-    python patches/apply.py --check           change nothing; exit 1 when it is not done
-    python patches/apply.py --site=FOLDER     another folder that holds triton/ (default: where this Python finds it)
+    python patches/apply.py --check           change nothing; exit 1 if it is not done
+    python patches/apply.py --site=FOLDER     another folder that holds triton/ (default: the one of this Python)
 
 Triton 2.2.0 is patched by triton-2.2.0-rank0-cache.patch, checked by hash before and after. Triton 3.4 and newer has a
 setting for the class, so only the class's file is put in place; TRITON_CACHE_MANAGER then has to name it.
@@ -30,7 +30,7 @@ class DoesNotFit(Exception):
 
 
 def apply_hunks(text, patch):
-    """`text` with the unified diff `patch` applied. Every line must stand exactly where the patch says."""
+    """Returns `text` with the unified diff `patch` applied. Every line must be exactly where the patch says."""
     lines, result, position = text.splitlines(keepends=True), [], 0
     hunks = re.split(r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@.*\n", patch, flags=re.MULTILINE)
     for start, body in zip(hunks[1::2], hunks[2::2]):
@@ -50,7 +50,7 @@ def apply_hunks(text, patch):
 
 
 def replace(path, data):
-    """Write bytes so that a process that imports at this moment sees the old file or the new one."""
+    """Writes bytes so that a process that imports at this moment sees the old file or the new one."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
     os.chmod(file.name, 0o644)
@@ -58,7 +58,7 @@ def replace(path, data):
 
 
 def find_triton(site):
-    """(triton's folder, its version) without importing it, which would need a GPU driver in some versions."""
+    """Returns (triton's folder, its version) without importing it, which would need a GPU driver in some versions."""
     if site is None:
         spec = importlib.util.find_spec("triton")
         if spec is None or spec.origin is None:
@@ -73,11 +73,11 @@ def find_triton(site):
             r"^__version__ = '([^']+)'", (folder / "__init__.py").read_text(), re.MULTILINE
         )[1]
     except (OSError, TypeError):
-        raise DoesNotFit(f"{folder} holds no Triton whose version can be read") from None
+        raise DoesNotFit(f"{folder} holds no Triton with a readable version") from None
 
 
 def apply(folder, version, check):
-    """Patch the Triton in `folder`; returns whether anything had to be (or, with `check`, would have to be) changed."""
+    """Patches the Triton in `folder`. Returns whether anything had to be changed, or with `check` would have to be."""
     changes = {}
     module = folder / "runtime" / "cache.py"
     source = module.read_bytes()
@@ -104,7 +104,7 @@ def apply(folder, version, check):
     policy = folder / "runtime" / "rank0_cache.py"
     wanted = (HERE / "rank0_cache.py").read_bytes()
     if not policy.exists() or policy.read_bytes() != wanted:
-        changes = {policy: wanted, **changes}  # first the class, then the module that imports it
+        changes = {policy: wanted, **changes}  # the class first, since the module imports it
     if not check:
         for path, data in changes.items():
             replace(path, data)

@@ -1,4 +1,4 @@
-"""Triton's cache with one writer: rank 0 publishes what it compiled, every other rank keeps its own copy to itself.
+"""Gives Triton's cache one writer: rank 0 publishes what it compiled, every other rank keeps its own copy to itself.
 
 Triton lets every process write into one cache folder. On a cluster that folder often lies on a shared file system, and
 then ranks take each other's temporary files away (equal pids on several hosts and equally seeded generators give equal
@@ -7,14 +7,14 @@ names), replace libraries that others have mapped ("Stale file handle") and mix 
 The policy, whatever the ranks compile and in whatever order:
 - Only rank 0 creates anything in the shared folder (TRITON_RANK0_SCOPE=global, the default), or the first rank of each
   node (TRITON_RANK0_SCOPE=node, for folders that are local to a node). The rank is read from the environment, so it
-  holds before any process group exists; a process without a rank writes as Triton does.
+  is known before any process group exists; a process without a rank writes as Triton does.
 - Every other rank keeps what it compiled in a private folder of its own process, below TRITON_RANK0_PRIVATE_DIR or the
   system's temporary folder, removed at exit.
 - Reads look into the shared folder first and the private one second, so that no rank ever lacks a file it has put.
 - Nobody waits for anybody. A barrier would hang as soon as ranks differ in what they compile or find.
-- A shared folder that can't be written is survived: rank 0 then keeps its files private too, with one warning.
+- If a shared folder can't be written, rank 0 keeps its files private too, with one warning.
 
-`apply.py` puts this file beside Triton's own cache module. Triton 2.2 is patched to use the class always; newer ones
+`apply.py` puts this file next to Triton's own cache module. Triton 2.2 is patched to use the class always; newer ones
 use it with TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager. Only the standard library is needed.
 """
 
@@ -39,7 +39,8 @@ _private_root = None
 
 
 def is_writer():
-    """Whether this process publishes into shared folders. Raises ValueError for an unknown TRITON_RANK0_SCOPE."""
+    """Returns whether this process publishes into shared folders. Raises ValueError for an unknown
+    TRITON_RANK0_SCOPE."""
     scope = os.environ.get("TRITON_RANK0_SCOPE", "global")
     if scope not in ("global", "node"):
         raise ValueError(
@@ -53,7 +54,7 @@ def is_writer():
 
 
 def _shared_root(kind):
-    """Triton's own folder for `kind`: cache, dump or override. TRITON_DUMP_DIR and TRITON_OVERRIDE_DIR, which came with
+    """Returns Triton's own folder for `kind`: cache, dump or override. TRITON_DUMP_DIR and TRITON_OVERRIDE_DIR, new in
     Triton 3.4, hold for Triton 2.2 too: it dumps every kernel, and a container's home folder is no place for that."""
     if knobs:
         return {
@@ -67,7 +68,7 @@ def _shared_root(kind):
 
 
 def _own_root():
-    """The private folder of this process, made on first use."""
+    """Returns the private folder of this process, made on first use."""
     global _private_root
     if _private_root is None:
         parent = os.environ.get("TRITON_RANK0_PRIVATE_DIR") or tempfile.gettempdir()
@@ -89,11 +90,11 @@ def _forget_own_root():
 
 os.register_at_fork(
     after_in_child=_forget_own_root
-)  # the folder stays the parent's: a child must not remove it
+)  # only the process that made the folder may remove it
 
 
 def _publish(folder, filename, data):
-    """Write `data` (bytes) so that readers see all of it or nothing; returns the path. Raises OSError as the disk
+    """Writes `data` (bytes) so that readers see all of it or nothing. Returns the path. Raises OSError as the disk
     does."""
     path = os.path.join(folder, filename)
     with contextlib.suppress(OSError):
@@ -118,7 +119,7 @@ def _publish(folder, filename, data):
 
 
 class Rank0CacheManager(FileCacheManager):
-    """One kernel's files under `key`; the interface is Triton's. Its constructor, unlike Triton's, creates no
+    """The files of one kernel under `key`, with Triton's interface. Its constructor, unlike Triton's, creates no
     folder."""
 
     def __init__(self, key, override=False, dump=False):
@@ -145,14 +146,14 @@ class Rank0CacheManager(FileCacheManager):
         return self.get_file(filename) is not None
 
     def put(self, data, filename, binary=True):
-        """Keep `data` (bytes, or anything that str() turns into text); returns the path under which this process
-        finds it."""
+        """Keeps `data` (bytes, or anything that str() turns into text). Returns the path under which this process finds
+        it."""
         data = data if isinstance(data, bytes) else str(data).encode()
         if self._publishes:
             try:
                 return _publish(self.cache_dir, filename, data)
             except OSError as error:
-                self._publishes = False  # what follows, the group file above all, must not vouch for a file that isn't there
+                self._publishes = False  # a later group file must not name a file that isn't there
                 warnings.warn(
                     f"Triton's {self._kind} folder {self._root} can't be written ({error.strerror}); "
                     "what this process compiles stays private to it and is lost when it ends",
@@ -161,12 +162,12 @@ class Rank0CacheManager(FileCacheManager):
         return _publish(os.path.join(_own_root(), self._kind, self.key), filename, data)
 
     def get_group(self, filename):
-        """The group's files as {name: path}, all of them from one folder, or None: then Triton compiles."""
+        """Returns the group's files as {name: path}, all from one folder, or None: then Triton compiles."""
         for folder in self._folders():
             try:
                 with open(os.path.join(folder, f"__grp__{filename}"), encoding="utf-8") as file:
                     names = json.load(file)["child_paths"]
-                # names only: the paths in the file are those of the writer, who may have mounted the folder elsewhere
+                # only names: the writer may have mounted the folder elsewhere
                 group = {name: os.path.join(folder, name) for name in names}
             except (OSError, ValueError, TypeError, KeyError):
                 continue

@@ -1,18 +1,19 @@
-"""What there is to do on a lent GPU, in calls of at most ten minutes.
+"""Measures what a lent GPU can show, in calls of at most ten minutes.
 
-    benchmarks/gpu_setup.sh SDISTS TARGET       builds mamba_ssm and causal-conv1d, where pip can't; then PYTHONPATH=TARGET
+    benchmarks/gpu_setup.sh SDISTS TARGET       builds mamba_ssm and causal-conv1d if pip can't; then PYTHONPATH=TARGET
     python -m benchmarks.gpu --call 1           of 5, in order of worth
     python -m benchmarks.gpu --only values,run
                             [--out FOLDER] [--rehearse]
 
-tests: tests/gpu. values: each backend of each operator beside float64, its bits twice, the time of whole layers.
-sanitizer: the same on small sizes under compute-sanitizer. forms: our kernels beside other forms of them. ncu: our kernels in
-layers of models under ncu. run: two cold starts that must choose the same, a warm one, equal bits of equal runs and behind a kill,
-stalls by saves. traces: of training steps. steps: training steps with and without our norms, larger chunks of the loss and
-use_torch_compile. Others are presets: their training step beside mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and leaves
-NAME.log in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary. --rehearse: tiny, on the CPU.
+tests: tests/gpu. values: each backend of each operator compared with float64, its bits twice, the time of whole layers.
+sanitizer: the same on small sizes under compute-sanitizer. forms: our kernels compared with other forms of them. ncu:
+our kernels in layers of models under ncu. run: two cold starts that must choose the same, a warm one, equal bits of
+equal runs and after a kill, stalls by saves. traces: of training steps. steps: training steps with and without our
+norms, larger chunks of the loss and use_torch_compile. Other names are presets: their training step compared with
+mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and leaves NAME.log
+in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary. --rehearse: tiny, on the CPU.
 
-Calls that follow each other on one machine share what Triton compiled. A machine without git knows no commit: add it.
+Calls that follow each other on one machine share what Triton compiled. If the machine has no git, add the commit.
 """
 
 import argparse
@@ -56,7 +57,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def kernels() -> list[str]:
-    """The names of our Triton kernels, as the operators import them."""
+    """Returns the names of our Triton kernels, as the operators import them."""
     names = []
     for operator in PROJECT.glob("mamba_fsdp/ops/*/triton.py"):
         for imported in re.findall(r"\.triton_kernels import (.*)", operator.read_text()):
@@ -74,12 +75,12 @@ TOOLS = {  # what these parts run under
         "--launch-count=30",
     ],
 }
-# Each tensor in memory of its own, behind whose end the checker finds a write.
+# Each tensor in memory of its own, so that the checker finds a write after its end.
 ENVIRONMENT = {"sanitizer": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:
-    """Returns Markdown; its columns are those of the first row."""
+    """Returns Markdown; its columns are the first row's."""
     rows = list(rows)
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     for row in rows:
@@ -88,7 +89,7 @@ def table(rows: Iterable[Mapping[str, object]]) -> str:
 
 
 def provenance(rehearse: bool) -> str:
-    """Machine, versions and commit, as benchmarks/RESULTS.md wants them."""
+    """Returns machine, versions and commit, as benchmarks/RESULTS.md wants them."""
     device = f"CPU {platform.machine()}" if rehearse else torch.cuda.get_device_name()
     versions = []
     for package in ("torch", "triton", "mamba-ssm", "causal-conv1d", "transformers"):
@@ -137,7 +138,7 @@ def rows_of(name: str, out: Path, rehearse: bool) -> Iterator[dict[str, object]]
 
 
 def measure_part(name: str, out: Path, rehearse: bool) -> None:
-    """Writes the table anew with each row, so that what there is stays where the time is over."""
+    """Writes the whole table again with each row, so that the rows so far stay if time runs out."""
     rows = []
     for row in rows_of(name, out, rehearse):
         rows.append(row)
@@ -181,7 +182,7 @@ def run_part(name: str, out: Path, rehearse: bool) -> str:
 
 
 def take_table(name: str, out: Path) -> str:
-    """Returns a part's table, and removes its file: the fewer there are, the more places take them all."""
+    """Returns a part's table, and removes its file: some places take only a few files."""
     path = out / f"{name}.md"
     if not path.exists():
         return ""

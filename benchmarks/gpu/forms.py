@@ -1,5 +1,5 @@
-"""Other forms of our kernels beside those that counts and models chose (RESULTS.md): milliseconds of a layer, forward and
-backward, each form in turn, twice."""
+"""Compares our kernels with forms that counts and models did not choose (RESULTS.md): milliseconds of a layer, forward
+and backward, each form in turn, twice."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,7 +20,7 @@ TABLES = ("SWEEP", "NEAR", "FAR")
 FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "scan": {
         AS_IT_IS: {},
-        "half as many programs where rows are cut": {"FILL": 512},
+        "half as many programs if rows are cut": {"FILL": 512},
         "twice as many": {"FILL": 2048},
         "a state kept of every 32 positions": {"CHUNK": 32},
     },
@@ -47,7 +47,7 @@ def form(operator: str, changes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def measure(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
-    """Yields a row per form, in the model that the operator is first met in."""
+    """Yields a row per form, in the first model that has the operator."""
     left = dict(FORMS)
     for model, use in uses_of(device, small):
         choice = resolve_backends("auto", device.type, use.uses, preferred=TRITON)

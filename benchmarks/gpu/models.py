@@ -1,9 +1,10 @@
-"""A whole training step beside mamba_ssm's own model and transformers': tokens/s, MFU and peak memory.
+"""Compares a whole training step with mamba_ssm's own model and transformers': tokens/s, MFU and peak memory.
 
 The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights: ours as training.py takes it, with our
 Triton kernels and with mamba-ssm's, theirs under autocast with mamba-ssm's and causal-conv1d's kernels. All start from
 the same weights and see the same batch; a first loss unlike ours is noted. In each round each model in turn is built,
-warmed up, timed and dropped, so that peak memory is its own. MFU is the model's FLOPs (mamba_fsdp/model/spec.py) over the device's dense bf16 peak.
+warmed up, timed and dropped, so that peak memory is its own. MFU is the model's FLOPs (mamba_fsdp/model/spec.py) over
+the device's dense bf16 peak.
 """
 
 import gc
@@ -44,7 +45,7 @@ SHAPES = ((8, 2048), (4, 4096))  # (batch, length)
 ROUNDS = 2
 WARM_UP = 2
 STEPS = 5
-LONGEST = 10  # seconds of a step, compiled: behind it a model without its kernels would take the others' time
+LONGEST = 10  # seconds of a compiled step; a slower model would take the others' time
 OPTIMIZER = TrainConfig().optimizer
 PLAIN_LOSS = loss.chunk_loss
 
@@ -62,7 +63,7 @@ def our_step(
     use_torch_compile: bool = False,
     chunk: int = CHUNK_ON_GPU,
 ) -> Step:
-    """kernels: as the setting. chunk: tokens whose logits exist at a time."""
+    """Returns our step. kernels: as the setting. chunk: tokens whose logits exist at a time."""
     loss.chunk_loss = PLAIN_LOSS  # what compiled the one of an earlier model
     loss.CHUNK_ON_GPU = chunk
     uses = operator_uses(config, torch.bfloat16)
@@ -128,7 +129,7 @@ MODELS: Mapping[str, Callable[..., Step]] = {
     "mamba_ssm": mamba_ssm_step,
     "transformers": transformers_step,
 }
-# Ours in other forms, each group with ours in turn. The compiled ones are last: torch 2.2 compiles each block anew.
+# Ours in other forms, each group with ours in turn. The compiled ones are last: torch 2.2 compiles each block again.
 FORMS: list[Mapping[str, Callable[..., Step]]] = [
     {"ours": our_step, "plain norms": partial(our_step, kernels="norm=reference")},
     {"ours": our_step, "loss of 1,024 tokens at a time": partial(our_step, chunk=1024)},
@@ -146,7 +147,7 @@ def need_kernels(device: torch.device) -> None:
 
 def peer_step(model: torch.nn.Module, weights: Weights, device: torch.device) -> Step:
     embedding = next(iter(weights.values()))
-    model.load_state_dict({"lm_head.weight": embedding} | weights)  # ours has none where it is tied
+    model.load_state_dict({"lm_head.weight": embedding} | weights)  # ours has none if it is tied
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=OPTIMIZER.learning_rate,
@@ -247,7 +248,7 @@ def compare(
                 seconds[model] += taken
             except Exception as error:
                 notes[model] = f"{type(error).__name__}: {first_line(error)}"
-            gc.collect()  # models and what they saved for the backward pass hang together in circles
+            gc.collect()  # models and what they saved for the backward pass refer to each other
             if tokens.is_cuda:
                 peaks[model] = torch.cuda.max_memory_allocated() / 2**30
                 torch.cuda.empty_cache()

@@ -1,5 +1,5 @@
-"""What only whole runs of training.py show: equal bits in equal runs and in one that is killed and resumes, how long a start
-takes, how long saves hold the steps up, and where a step's time goes."""
+"""Measures what only whole runs of training.py show: equal bits in equal runs and in one that is killed and resumes,
+how long a start takes, how long saves hold up the steps, and where a step's time goes."""
 
 import gzip
 import hashlib
@@ -72,7 +72,7 @@ def bits(folder: Path) -> tuple[list, str]:
 
 
 def chosen(folder: Path) -> dict[str, str]:
-    """Returns the backends that a run has chosen on a GPU, {} on a CPU, where nothing is tried."""
+    """Returns the backends that a run has chosen on a GPU; {} on a CPU, on which nothing is tried."""
     try:
         return json.loads((folder / KERNELS).read_text())["backends"]
     except FileNotFoundError:
@@ -80,8 +80,8 @@ def chosen(folder: Path) -> dict[str, str]:
 
 
 def measure(folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
-    """Yields a row per model and kind of start; what is worth most comes first in both models, since time may be over
-    before the end."""
+    """Yields a row per model and kind of start. The most valuable rows come first in both models, since time may run
+    out before the end."""
     models = ("mamba2-130m",) if rehearse else ("mamba2-130m", "mamba-130m")
     for compare in (compare_cold_starts, compare_warm_start, compare_killed_run):
         for model in models:
@@ -90,7 +90,7 @@ def measure(folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
 
 
 def compare_cold_starts(folder: Path, settings: dict) -> dict[str, object]:
-    """Two runs that find no compiled kernels and no choice of backends: each has caches of its own."""
+    """Compares two runs that find no compiled kernels and no choice of backends: each has caches of its own."""
     runs = []
     seconds = []
     for name in ("first", "second"):
@@ -110,7 +110,7 @@ def compare_cold_starts(folder: Path, settings: dict) -> dict[str, object]:
 
 
 def compare_warm_start(folder: Path, settings: dict) -> dict[str, object]:
-    """A run with the caches and the choice of the second cold one, which `compare_cold_starts` has left."""
+    """Compares a run that uses the caches and the choice that the second run of `compare_cold_starts` left."""
     return compare_with_second(folder, "warm", settings)
 
 
@@ -120,7 +120,7 @@ def compare_killed_run(folder: Path, settings: dict) -> dict[str, object]:
 
 
 def compare_with_second(folder: Path, start: str, settings: dict) -> dict[str, object]:
-    """Trains in a folder beside that of the second cold run and compares the two."""
+    """Trains in a folder next to that of the second cold run and compares the two."""
     for name, cache in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
         os.environ[name] = str(folder / "second" / cache)
     cold = folder / "second/run"
@@ -135,7 +135,7 @@ def compare_with_second(folder: Path, start: str, settings: dict) -> dict[str, o
 
 
 def trace(out: Path, folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
-    """Leaves a Chrome trace of steps 5 to 7 of each model in `out`, packed; the log has torch's table."""
+    """Writes a Chrome trace of steps 5 to 7 of each model to `out`, packed; the log has torch's table."""
     for model in ("mamba-1.4b", "mamba2-1.3b"):
         settings = TINY if rehearse else SIZE | {"seq_length": 2048, "model_name": model}
         settings = settings | {"use_profiler": "true", "num_steps": 8, "checkpoint_interval": 1000}

@@ -1,8 +1,9 @@
-"""Each backend of each operator at the sizes of real models, in bf16: the largest error of any gradient beside float64, equal
-bits twice; and the time of a layer of each kind, forward and backward, in the backends that a run may take.
+"""Measures each backend of each operator at the sizes of real models, in bf16: the largest error of any gradient
+against float64, equal bits twice; and the time of a layer of each kind, forward and backward, in the backends that a
+run may take.
 
-Errors are those of rows of 608 positions, for which Triton compiles the code that trains (lengths divisible by 16 are other
-code), in all models, and then of 600."""
+The errors are of rows of 608 positions, for which Triton compiles the code that trains (lengths divisible by 16 are
+other code), in all models, and then of 600."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What a Triton kernel is for the compiler: the list of each operator stands in benchmarks/kernels/OPERATOR.py."""
+"""Describes Triton kernels to the compiler: benchmarks/kernels/OPERATOR.py has the list of each operator."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from typing import Any
 class Kernel:
     """A kernel at a realistic size, what one trip of its inner loop does, and what its code may cost at most.
 
-    Instructions per element are those of a thread: a loop's instructions x 32 x warps / elements, summed over the
-    innermost loops (the whole body where there is no loop). A loop around them is divided by elements x trips.
+    Instructions per element are a thread's: a loop's instructions x 32 x warps / elements, summed over the innermost
+    loops (the whole body if there is no loop). A loop around them is divided by elements x trips.
     """
 
     name: str
@@ -21,15 +21,15 @@ class Kernel:
     ]  # of the arguments that are tl.constexpr (None for absent tensors too)
     elements: int  # (token, channel, state) or (token, channel) elements that one trip handles, of all warps together
     warps: int = 1
-    stages: Mapping[int, int] = field(default_factory=dict)  # by architecture, where above 1
+    stages: Mapping[int, int] = field(default_factory=dict)  # by architecture, if above 1
     stages_of_2: int = 0  # with Triton 2, if others
-    trips: int = 0  # of an inner loop within one trip of the loop around it; 0 where that is not worth counting
+    trips: int = 0  # of an inner loop within one trip of the loop around it; 0: not worth counting
     programs: int = 32  # on a multiprocessor, of what a launch at that size has
     mark: tuple[str, int] | None = (
-        None  # where ptxas unrolls: an opcode ("MUFU.EX2"), how often in a trip as written
+        None  # if ptxas unrolls: an opcode ("MUFU.EX2"), how often in a trip as written
     )
     aligned: Any = None  # arguments divisible by 16; default: all pointers
-    floor: float = 0.0  # bytes for an element, where each is read or written once; 0: not counted
+    floor: float = 0.0  # bytes for an element, if each is read or written once; 0: not counted
     ccs: tuple[int, ...] = (80, 86, 89, 90, 100, 120)  # architectures that it has these sizes on
     # At most, on every architecture and Triton:
     registers: int = 255

@@ -1,8 +1,8 @@
-"""What each listed kernel costs on an H100, by compiling it:  python -m benchmarks.kernels [OPERATOR ...]
+"""Prints what each listed kernel costs on an H100, by compiling it:  python -m benchmarks.kernels [OPERATOR ...]
 
 Instructions and cycles are a thread's for an element, so that cycles / instructions is what waiting adds; an element is
-a (token, channel, state) of the scan, a (token, channel) else. 1e9 elements x 1 cycle are 0.034 ms. Bytes: what a
-thread loads and stores for an element, from caches too; behind the /, the least that memory must pass (norms only).
+a (token, channel, state) of the scan, else a (token, channel). 1e9 elements x 1 cycle are 0.034 ms. Bytes: what a
+thread loads and stores for an element, from caches too; after the /, the least that memory must pass (norms only).
 """
 
 import sys

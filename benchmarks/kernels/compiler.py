@@ -62,7 +62,7 @@ class Compiled:
 
 
 def operators() -> list[str]:
-    """The modules of this folder that list kernels of ours."""
+    """Returns the modules of this folder that list kernels of ours."""
     found = {
         path.stem for path in Path(__file__).parent.glob("*.py") if "\nKERNELS" in path.read_text()
     }
@@ -70,7 +70,7 @@ def operators() -> list[str]:
 
 
 def kernels_of(operator: str) -> dict[str, Kernel]:
-    """By name those of a module of this folder, or of any by its dotted name."""
+    """Returns {name: kernel} of a module of this folder, or of any module by its dotted name."""
     listed = import_module(
         operator if "." in operator else f"benchmarks.kernels.{operator}"
     ).KERNELS
@@ -78,10 +78,10 @@ def kernels_of(operator: str) -> dict[str, Kernel]:
 
 
 def of_launch(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What Triton makes of a launch's arguments: `constants`, `signature` and `aligned` of a Kernel.
+    """Returns what Triton makes of a launch's arguments: `constants`, `signature` and `aligned` of a Kernel.
 
-    parameters: of inspect.signature. None and integers that are 1 are constants, pointers and integers divisible by 16
-    are told to be.
+    parameters: of inspect.signature. None and integers that are 1 are constants; Triton is told which pointers and
+    integers are divisible by 16.
     """
     constants = {}
     signature = {}
@@ -106,7 +106,7 @@ def of_launch(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 
 
 def assembly(kernel: Kernel, cc: int) -> tuple[dict[str, Any], int]:
-    """{"ptx": str, "cubin": bytes, ...} and bytes of shared memory, from this process's Triton."""
+    """Returns {"ptx": str, "cubin": bytes, ...} and bytes of shared memory, from this process's Triton."""
     import triton
 
     function = kernel.function()
@@ -168,13 +168,14 @@ def _assembly_of_2(function, names, kernel, cc, indices):
 
 
 def programs_on_sm(kernel: Kernel, registers: int, shared: int) -> int:
-    """On one of Hopper's multiprocessors: 64 K registers, 8 at a time for each thread, and 227 KiB."""
+    """Returns how many fit one of Hopper's multiprocessors: 64 K registers, 8 at a time for each thread, and 227
+    KiB."""
     of_a_program = -(-registers // 8) * 8 * 32 * kernel.warps
     return min(kernel.programs, 65536 // of_a_program, 227 * 1024 // (shared + 1024))
 
 
 def count(kernel: Kernel, found: list[Loop], cost: Callable[[Loop], float]) -> float:
-    """What the loops' costs come to for a thread and an element."""
+    """Returns the loops' costs for a thread and an element."""
 
     def of(loop):
         return 32 * kernel.warps * cost(loop)
@@ -228,7 +229,8 @@ def compile_one(operator: str, name: str, cc: int) -> Compiled:
 
 
 def environment(triton_folder: str | Path) -> dict[str, str]:
-    """That of a process which compiles with the Triton in a folder; its cache is kept beside it."""
+    """Returns the environment of a process that compiles with the Triton in a folder; its cache is kept next to
+    that."""
     rest = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     return rest | {
         "PYTHONPATH": os.pathsep.join((str(triton_folder), str(PROJECT))),
@@ -238,7 +240,7 @@ def environment(triton_folder: str | Path) -> dict[str, str]:
 
 
 def compile_all(triton_folder: str | Path, requests: Iterable[Request]) -> Iterator[Compiled]:
-    """Compiles in a process of its own. Where a kernel fails, `error` says why."""
+    """Compiles in a process of its own. If a kernel fails, `error` says why."""
     requests = list(requests)
     lines = "".join(json.dumps(request) + "\n" for request in requests)
     done = subprocess.run(

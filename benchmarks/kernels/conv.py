@@ -1,4 +1,4 @@
-"""The causal convolution's kernels as mamba-1.4b calls them: 4096 channels, a slice of a projection, in bf16."""
+"""Lists the causal convolution's kernels as mamba-1.4b calls them: 4096 channels, a slice of a projection, in bf16."""
 
 from benchmarks.kernels import Kernel
 from mamba_fsdp.ops.conv.triton import BACKWARD, FORWARD

@@ -1,4 +1,4 @@
-"""Tritons and compilers from PyPI, each in a cache folder of its own outside the project and its environments.
+"""Installs Tritons and compilers from PyPI, each in a cache folder of its own outside the project and its environments.
 
     python -m benchmarks.kernels.install [3.9.0]     prints the folder of a Triton, for PYTHONPATH; installs it first
 
@@ -21,9 +21,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamb
 
 
 def installed(name: str, *requirements: str) -> Path:
-    """The folder `name` of the cache with these packages, without what they depend on.
+    """Returns the folder `name` of the cache with these packages, without their dependencies.
 
-    Raises OSError with the reason in a line where pip can't install them.
+    Raises OSError with the reason in a line if pip can't install them.
     """
     folder = CACHE / f"{name}-py{sys.version_info[0]}{sys.version_info[1]}"
     if folder.exists():
@@ -54,7 +54,7 @@ def installed(name: str, *requirements: str) -> Path:
 
 
 def download(requirement: str) -> Path:
-    """The source archive of a package, in a folder of its own in the cache. Raises OSError as `installed` does."""
+    """Returns a package's source archive, in a folder of its own in the cache. Raises OSError as `installed` does."""
     folder = CACHE / f"sources-{requirement}"
     for _ in range(2):
         if found := sorted(folder.glob("*.tar.gz")):
@@ -72,7 +72,7 @@ def download(requirement: str) -> Path:
             folder,
             requirement,
         ]
-        # Its metadata is made by a setup.py, which would look for nvcc.
+        # setup.py makes its metadata, and would look for nvcc.
         skip = {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
         done = subprocess.run(pip, env=os.environ | skip, capture_output=True, text=True)
         if done.returncode:

@@ -1,8 +1,8 @@
-"""A model of one warp on Hopper: it issues in order, and waits where it needs a register that is not there yet."""
+"""Models one warp on Hopper: it issues in order, and waits if it needs a register that is not there yet."""
 
 import re
 
-MEMORY = 600  # cycles until a load from global memory is there; 300 where the L2 has it
+MEMORY = 600  # cycles until a load from global memory is there; 300 if the L2 has it
 WAITS = {"LDG": MEMORY, "BAR": 25, "LDS": 30, "LDSM": 33, "MUFU": 22, "SHFL": 24, "S2R": 30}
 ARITHMETIC = 5  # cycles until any other result is there
 SPECIAL = 8  # cycles of a scheduler for an instruction of the special unit: 4 lanes a clock
@@ -20,17 +20,17 @@ def _registers(text: str, width: int) -> set[str]:
 
 
 def _width(opcode: str) -> int:
-    """Registers of a result."""
+    """Returns the registers of a result."""
     return 4 if ".128" in opcode else 2 if ".64" in opcode or ".WIDE" in opcode else 1
 
 
 def slots(code: list[tuple[str, str]]) -> int:
-    """Cycles in which a loop's instructions keep a scheduler, or the special unit, from all other warps."""
+    """Returns the cycles in which a loop's instructions keep a scheduler, or the special unit, from all other warps."""
     return max(len(code), SPECIAL * sum(opcode.startswith("MUFU") for opcode, _ in code))
 
 
 def cycles(code: list[tuple[str, str]]) -> float:
-    """Of one trip through a loop by a warp that is alone; `code`: opcodes with modifiers and operands."""
+    """Returns the cycles of one trip of a lone warp through a loop. code: opcodes with modifiers and operands."""
     ready: dict[str, float] = {}
     now = before = 0.0
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""What ptxas made of a kernel: registers, stack and loops of a cubin, read with the tools in Triton's wheel."""
+"""Reads what ptxas made of a kernel: registers, stack and loops of a cubin, by the tools in Triton's wheel."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ OPCODES = (  # kind of instruction, the opcodes; what is in none counts as "othe
 
 @dataclass
 class Loop:
-    """A loop: its own instructions, those of loops within it left out."""
+    """A loop: its own instructions, without loops within it."""
 
     depth: int  # 0: no loop inside
     instructions: int
@@ -36,7 +36,7 @@ class Loop:
 
     @property
     def bytes(self) -> int:
-        """Those that a thread asks global memory, or a cache, to load and store."""
+        """Returns the bytes that a thread asks global memory, or a cache, to load and store."""
         moved = 0
         for opcode, times in self.opcodes.items():
             if re.match(r"LDG|STG", opcode):
@@ -47,7 +47,7 @@ class Loop:
 
 @lru_cache
 def tool(name: str) -> str:
-    """nvdisasm or cuobjdump of the Triton on the path."""
+    """Returns the path of nvdisasm or cuobjdump, from the Triton on the path."""
     import triton
 
     found = sorted(Path(triton.__file__).parent.rglob(f"bin/{name}"))
@@ -66,14 +66,14 @@ def _said_about(cubin: bytes, *command: str) -> str:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread and its stack in bytes."""
+    """Returns the registers of a thread and its stack in bytes."""
     said = _said_about(cubin, "cuobjdump", "--dump-resource-usage")
     return tuple(int(re.search(rf"{word}:(\d+)", said).group(1)) for word in ("REG", "STACK"))
 
 
 @lru_cache(maxsize=1)
 def listing(cubin: bytes) -> tuple[list[tuple[str, str]], dict[str, int]]:
-    """The instructions as (opcode with modifiers, operands), and {label: the instruction behind it}."""
+    """Returns the instructions as (opcode with modifiers, operands), and {label: the instruction after it}."""
     code = []
     labels = {}
     for line in _said_about(cubin, "nvdisasm", "-c").splitlines():
@@ -88,7 +88,7 @@ def listing(cubin: bytes) -> tuple[list[tuple[str, str]], dict[str, int]]:
 
 
 def loops(cubin: bytes) -> list[Loop]:
-    """The loops in the order of the code; the whole body where there is none."""
+    """Returns the loops in the order of the code, or the whole body if there is none."""
     code, labels = listing(cubin)
     spans = set()
     for last, (opcode, operands) in enumerate(code):

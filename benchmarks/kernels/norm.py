@@ -1,5 +1,5 @@
-"""The norms' kernels: before a block of mamba-1.4b (2048 channels), of the output of a mixer of mamba2-1.3b (4096), and of
-rows of 16,384; in bf16, on an fp32 residual stream."""
+"""Lists the norms' kernels: before a block of mamba-1.4b (2048 channels), of the output of a mixer of mamba2-1.3b
+(4096), and of rows of 16,384; in bf16, on an fp32 residual stream."""
 
 from importlib import import_module
 from typing import Any
@@ -28,7 +28,7 @@ BACKWARD = "GRAD X WEIGHT SCALE GRAD_X SUMS rows channels"
 def kernel(
     name: str, function: str, channels: int, arguments: str, x: str, **bounds: Any
 ) -> Kernel:
-    """x: the type of X."""
+    """Returns a Kernel. x: the type of X."""
     constants = dict(blocks(channels))
     warps = constants.pop("num_warps")
     types = TYPES | {"X": x}

@@ -1,4 +1,5 @@
-"""The selective scan's kernels in a layer of mamba-1.4b (d_inner 4096, d_state 16, bf16), each row in one segment."""
+"""Lists the selective scan's kernels in a layer of mamba-1.4b (d_inner 4096, d_state 16, bf16), each row in one
+segment."""
 
 from importlib import import_module
 

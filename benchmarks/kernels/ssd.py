@@ -1,5 +1,5 @@
-"""The SSD's kernels in a layer of mamba2-2.7b (80 heads of 64 channels, d_state 128, one group, bf16), each row in one
-segment, chunks of 32."""
+"""Lists SSD's kernels in a layer of mamba2-2.7b (80 heads of 64 channels, d_state 128, one group, bf16), each row in
+one segment, chunks of 32."""
 
 from importlib import import_module
 
@@ -56,7 +56,7 @@ def options_on(table, cc):
 
 
 def launches(table):
-    """[(options of a launch, but for num_stages; num_stages by architecture)]"""
+    """Returns [(options of a launch, except num_stages; num_stages by architecture)]."""
     found = []
     for cc in ALL:
         options = dict(options_on(table, cc))
@@ -85,7 +85,7 @@ SWEEP_ARGUMENTS = "x B C D steps {}ends end_decays {}last x_batch b_batch c_batc
 
 
 def sweeps(options, stages):
-    """The sweeps with P channels in a program; `local`: before the others, where a row has several segments."""
+    """Returns the sweeps with P channels in a program; `local`: before the others, if a row has several segments."""
     P = options["P"]
     sizes = SIZES | dict(Q=Q, P=P, TILES=HEADDIM // P, first=None, LOCAL=False, REVERSE=False)
     sizes["OUT_ROW"] = HEADS * HEADDIM

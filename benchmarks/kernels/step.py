@@ -1,4 +1,4 @@
-"""Where the time of a training step on one H100 goes, by count: nothing of it is measured.
+"""Counts where the time of a training step on one H100 goes; nothing is measured.
 
     python -m benchmarks.kernels.step
 
@@ -8,9 +8,9 @@ of its rate.
 
 - products: the FLOPs of the matrices.
 - recurrence: the kernels of scan or SSD and convolution, by the cycles that `python -m benchmarks.kernels` models, or by
-  their bytes where these take longer.
+  their bytes if these take longer.
 - norms: the bytes that the kernels must pass; before, the bytes that plain PyTorch's operations read and write.
-- loss: the bytes that its operations read and write, its products left out.
+- loss: the bytes that its operations read and write, without its products.
 - rest: the bytes of all other operations of the blocks, such as casts of weights and copies, and AdamW's.
 """
 
