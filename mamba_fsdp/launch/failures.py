@@ -69,7 +69,7 @@ def first_failure(folder: Path) -> Failure | None:
     """The first failure of all that nodes have left in the folder; None if there is none."""
     failures = []
     for path in folder.glob("*.json"):
-        # It may be gone since, or another version's.
+        # It may be gone since, another version's, or a file of another kind.
         with contextlib.suppress(OSError, ValueError, TypeError):
             failures.append(Failure(**json.loads(path.read_text())))
     return min(failures, key=order, default=None)

@@ -2,17 +2,15 @@
 
     python -m mamba_fsdp.launch.node RUN_FOLDER [torchrun options] training.py [--SETTING=VALUE ...]
 
-When a rank fails, the others fail for its sake soon after, and the log is full of their errors. So
-each node leaves its first failure in RUN_FOLDER/failures/ID, a folder that 1.train.sbatch makes (ID
-is torchrun's --rdzv-id). The file `outcome` beside them is what 1.train.sbatch reads: a line
-`STATUS EXIT_CODE LOST_RANK`, and then the first failure of all nodes. Whether ranks start again is
-up to 1.train.sbatch.
+When a rank fails, the others fail because of it soon after, and the log is full of their errors. So each node
+leaves its first failure, as NODE.json, in the folder of this start, RUN_FOLDER/starts/ID (ID is torchrun's --rdzv-id;
+job.py makes the folder). How the training ended, with the first failure of all nodes, is in the file outcome.json
+there, an `Outcome` of decision.py; job.py reads it and decides whether ranks start again.
 
 Elsewhere, in Kubernetes for one (kubernetes/README.md), there is no --rdzv-id. Then the nodes share
-RUN_FOLDER/failures/none, and each prints the first failure of all.
+RUN_FOLDER/starts/none, and each prints the first failure of all.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -24,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mamba_fsdp.errors import StorageError, UserError, first_line
+from mamba_fsdp.launch.decision import Outcome
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import (
     end_with_launcher,
@@ -32,13 +31,12 @@ from mamba_fsdp.launch.machine import (
     set_environment,
 )
 from mamba_fsdp.launch.watcher import WATCHED, Watcher
-from mamba_fsdp.run.names import FAILURES, STOP
+from mamba_fsdp.run.names import OLD_STOP, OUTCOME, RESOLVED, START, STARTS, STOP, stop_mark
 from mamba_fsdp.run.records import ELSEWHERE, correct_status
 from mamba_fsdp.storage.patience import sync_folder, write_atomically
 
-# Slurm ends the job with the first node that exits: the others shall leave their failures before.
+# Slurm ends the job with the first node that exits: it waits, so that the other nodes can write their failures.
 SECONDS_FOR_OTHERS = 3
-OUTCOME = "outcome"
 NO_ID = "none"  # torchrun's --rdzv-id where nobody gave one
 
 
@@ -51,9 +49,11 @@ def main(run: Path, words: list[str]) -> int:
 
     ranks = processes_per_node()
     options = agent.read_options([f"--nproc-per-node={ranks}", *words])
-    failures = Path(run, FAILURES, options.rdzv_id)
-    forget_earlier_start(run, failures)
-    # 1.train.sbatch removes a folder of this name when this process was killed.
+    folder = Path(run, STARTS, options.rdzv_id)
+    forget_earlier_start(folder)
+    os.environ[START] = str(folder)
+    os.environ.setdefault(OLD_STOP, stop_mark(str(run)))
+    # job.py removes a folder of this name when this process was killed.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
         first_node = options.rdzv_endpoint.rpartition(":")[0] or options.master_addr
         set_environment(run, Path(scratch), first_node)
@@ -65,84 +65,97 @@ def main(run: Path, words: list[str]) -> int:
         correct_status(run)  # that of ranks which the signal has ended at once
         return 128 + watcher.request
     if failure:
-        leave(failures / f"{failure.node}.json", json.dumps(asdict(failure)))
+        leave(folder / f"{failure.node}.json", asdict(failure))
         if not options.standalone:
             time.sleep(SECONDS_FOR_OTHERS)
-        failure = first_failure(failures) or failure
+        failure = first_failure(folder) or failure
     has_own_words = options.standalone and ranks == 1  # right above
-    return conclude(run, failures, failure, has_own_words)
+    outcome = outcome_of(run, folder, failure, has_own_words)
+    if folder.name == NO_ID:
+        return print_outcome(outcome)
+    return publish_outcome(folder, outcome, failure)
 
 
 def is_first_node() -> bool:
+    """Returns whether this node's launcher speaks for all."""
     number = os.environ.get("SLURM_NODEID") or os.environ.get("PET_NODE_RANK")
     return (number or "0") == "0"
 
 
-def forget_earlier_start(run: Path, failures: Path) -> None:
-    """Removes what an earlier start has left. With an ID that was a start of this step: HyperPod has replaced a node, for
-    whose sake others failed. Without one, a file STOP was meant for that start."""
+def forget_earlier_start(folder: Path) -> None:
+    """Removes how an earlier start of this name ended. With an ID that was a start of this step: HyperPod has replaced a
+    node, because of which others failed."""
     if not is_first_node():
         return
-    if failures.name == NO_ID:
-        with contextlib.suppress(OSError):
-            (run / STOP).unlink()
-        shutil.rmtree(failures, ignore_errors=True)
-    left = list(failures.glob("[!.]*"))  # 1.train.sbatch's file with settings stays
+    if folder.name == NO_ID:
+        shutil.rmtree(folder, ignore_errors=True)
+    left = [path for path in folder.glob("*.json") if path.name != RESOLVED]
     for path in left:
         path.unlink()
     if left:
         print("restarts   the ranks after the loss of a node")
 
 
-def conclude(run: Path, failures: Path, failure: Failure | None, has_own_words: bool) -> int:
-    """Writes `outcome`, see above, or waits for it, or prints the failure where nobody would read it. Returns the exit
-    code."""
+def outcome_of(run: Path, folder: Path, failure: Failure | None, has_own_words: bool) -> Outcome:
+    """Returns how the training ended. has_own_words: whether the rank's error is right above."""
     # A rank that was killed has left the status `running`.
     found = correct_status(run)
     status = found.get("status", "unknown")
-    code = 0
-    lost_rank = ""
+    signals = {ELSEWHERE, *signal.Signals.__members__}
+    asked_by_file = status == "stopped" and found.get("reason") not in signals
+    if not failure:
+        return Outcome(status, 0, stop_file=asked_by_file)
+    stop_file = (run / STOP).exists()
+    if stop_file or (folder / STOP).exists():
+        status = "stopped"
     text = ""
-    if failure:
-        if os.path.exists(run / STOP):
-            status = "stopped"
-        code = failure.exit_code
-        lost_rank = failure.summary()
-        if failure.was_killed or not has_own_words:
-            text = failure.text()
-    if failures.name == NO_ID:
-        if failure and status == "stopped":
-            code = UserError.exit_code  # the next start would remove STOP and train on
-            text += "error: not started again, since the file STOP asked the run to end, and a rank failed meanwhile\n"
-        print(text, end="", file=sys.stderr, flush=True)
-        signals = {ELSEWHERE, *signal.Signals.__members__}
-        if not failure and status == "stopped" and found.get("reason") in signals:
-            code = 128 + signal.SIGTERM  # which another node got: the job is not over
-    elif failure or is_first_node():
-        outcome = failures / OUTCOME
-        if not leave(outcome, f"{status} {code} {lost_rank}\n{text}"):
-            print(f"error: {outcome} can't be written\n{text}", end="", file=sys.stderr, flush=True)
-            code = code or StorageError.exit_code  # with 0, the others would wait for it
-    else:
-        await_outcome(failures)
+    if failure.was_killed or not has_own_words:
+        text = failure.text()
+    return Outcome(status, failure.exit_code, failure.summary(), stop_file, text)
+
+
+def print_outcome(outcome: Outcome) -> int:
+    """Prints the first failure of all nodes, since nobody would read it in a file. Returns the exit code."""
+    if outcome.code == 0:
+        ended_elsewhere = outcome.status == "stopped" and not outcome.stop_file
+        # By a signal, which this node or another one got: the job is not over.
+        return 128 + signal.SIGTERM if ended_elsewhere else 0
+    text = outcome.error
+    code = outcome.code
+    if outcome.status == "stopped":
+        code = UserError.exit_code  # the next start would remove STOP and train on
+        text += "error: not started again, since the file STOP asked the run to end, and a rank failed meanwhile\n"
+    print(text, end="", file=sys.stderr, flush=True)
     return code
 
 
-def await_outcome(failures: Path) -> None:
-    """Returns when the first node has written `outcome`.
+def publish_outcome(folder: Path, outcome: Outcome, failure: Failure | None) -> int:
+    """Writes the outcome for job.py, or waits until the first node has written it. Returns the exit code."""
+    if not failure and not is_first_node():
+        await_outcome(folder)
+        return 0
+    file = folder / OUTCOME
+    if leave(file, outcome._asdict()):
+        return outcome.code
+    print(f"error: {file} can't be written\n{outcome.error}", end="", file=sys.stderr, flush=True)
+    return outcome.code or StorageError.exit_code  # with 0, the others would wait for it
 
-    A minute after the first end of a launcher srun kills the others (--wait in 1.train.sbatch), and rank 0 may write the
-    model for longer than the 300 s for which torch's agents wait for each other."""
-    while not os.path.exists(failures / OUTCOME):
+
+def await_outcome(folder: Path) -> None:
+    """Returns when the first node has written the outcome.
+
+    A minute after the first end of a launcher srun kills the others (--wait, see slurm_training.py), and rank 0 may write
+    the model for longer than the 300 s for which torch's agents wait for each other."""
+    while not os.path.exists(folder / OUTCOME):
         time.sleep(1)
         # It opens the folder: else NFS may say for a minute that there is no such file.
-        sync_folder(failures)
+        sync_folder(folder)
 
 
 def start(words: list[str]) -> int:
     """Calls main with the command line's words. Returns its exit code, or 1 after an accident of this launcher.
 
-    RESTART_EXIT_CODE, where it is set, takes the place of a failure's code below 128 which another start may mend:
+    RESTART_EXIT_CODE, if it is set, takes the place of a failure's code below 128 that another start may fix:
     PyTorchJob starts a node again whose exit code is 128 or more; smaller ones end the job."""
     restart = os.environ.get("RESTART_EXIT_CODE")
     if restart not in (None, *map(str, range(1, 256))):
@@ -159,11 +172,11 @@ def start(words: list[str]) -> int:
     return code
 
 
-def leave(file: Path, text: str) -> bool:
-    """Writes a file for all nodes to see. Returns False where that can't be."""
+def leave(file: Path, content: dict[str, object]) -> bool:
+    """Writes a JSON file for all nodes to see. Returns False if it can't be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text)
+        write_atomically(file, json.dumps(content))
     except (OSError, UserError):
         return False
     return True

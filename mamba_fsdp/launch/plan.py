@@ -1,23 +1,33 @@
-"""Resolves the settings of a start of 1.train.sbatch: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
+"""Resolves the settings of a start: `python -m mamba_fsdp.launch.plan ANSWER [--SETTING=VALUE ...]`.
 
-Prints one a line: the run folder; the folder of the built-in data, an empty line where other data is read; the resolved
-settings, for the file that preflight and ranks read; then the paths that they name, for a container to mount. A wrong
-setting ends it with exit code 2, in seconds. --help shows the help page.
+Writes into the file ANSWER what a job has to know of them, as one JSON object:
 
-Python 3.10 and PyYAML do, so that a mistake is reported before an image is unpacked on many nodes. Exit code 1 where
+    run_folder    the whole path of save_ckpt_path
+    dry_run       whether nothing is to be trained
+    missing_data  the whole path of the built-in data if the settings read it and it has to be made; ""
+    settings      what they came to, which nodes and ranks read by settings.resolve.read_resolved
+    paths         the whole paths that they name, for a container to mount
+
+A wrong setting ends it with exit code 2, in seconds. --help shows the help page, and nothing is written.
+
+Python 3.10 and PyYAML do, so that a mistake is reported before an image is unpacked on many nodes. Exit code 1 if the
 words need more: those that are not written --name=value.
 """
 
+import json
 import os
+import sys
+from functools import partial
 from pathlib import Path
 
 from mamba_fsdp import interpreter
 
-interpreter.need("yaml")
+if __name__ == "__main__":  # a caller of its functions keeps its own Ctrl-C
+    interpreter.need("yaml")
 
 from mamba_fsdp import command_line
 from mamba_fsdp.checkpoint.retention import check_room
-from mamba_fsdp.data.builtin import builtin_folder
+from mamba_fsdp.data.builtin import builtin_folder, missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch.machine import check_version
@@ -25,27 +35,31 @@ from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run.layout import CHECKPOINT_BYTES, IN_USE, committed
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, LEASE
-from mamba_fsdp.settings.resolve import as_json, check_run_folder, resolve_settings
+from mamba_fsdp.settings.resolve import as_plain, check_run_folder, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page
 from mamba_fsdp.settings.train_config import TrainConfig, all_settings
 from mamba_fsdp.storage.patience import exists
 
 
-def plan(*stray: str, config: str | None = None, **words: str) -> None:
+def plan(answer: Path, *stray: str, config: str | None = None, **words: str) -> None:
+    """Writes what the settings in `words` come to into the file `answer`."""
     trains_in_image = os.environ.get("IMAGE")
     if not trains_in_image:
         check_version()
+    if os.environ.get("PROFILE") == "torch":
+        words.setdefault("use_profiler", "true")
     settings = resolve_settings(words, config, stray)
     if not trains_in_image:  # else preflight finds what is missing
         check_inputs(settings)
     check_folder(settings)
-    print(
-        os.path.abspath(settings.checkpoint.save_ckpt_path),
-        builtin_folder(settings.data) or "",
-        as_json(settings),
-        *named_paths(settings),
-        sep="\n",
-    )
+    resolved = {
+        "run_folder": os.path.abspath(settings.checkpoint.save_ckpt_path),
+        "dry_run": settings.training.dry_run,
+        "missing_data": str(missing_builtin(settings.data) or ""),
+        "settings": as_plain(settings),
+        "paths": named_paths(settings),
+    }
+    answer.write_text(json.dumps(resolved))
 
 
 def check_inputs(settings: TrainConfig) -> None:
@@ -105,6 +119,6 @@ def named_paths(settings: TrainConfig) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        command_line.run(plan, settings_page)
+        command_line.run(partial(plan, Path(sys.argv.pop(1))), settings_page)
     except ModuleNotFoundError:  # fire, which the image has
         raise SystemExit(1) from None

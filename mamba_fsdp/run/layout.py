@@ -2,7 +2,6 @@
 Without torch."""
 
 import os
-import re
 from functools import partial
 from pathlib import Path
 
@@ -10,13 +9,14 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.names import (
     CHECKPOINTS,
     COMMIT,
-    FAILURES,
     LEASE,
-    PREFLIGHT,
     PROFILE,
     SETTINGS,
+    STARTS,
     STATUS,
     STOP,
+    committed_names,
+    step_of,
 )
 from mamba_fsdp.storage.patience import exists, retry_io
 
@@ -24,19 +24,13 @@ IN_USE = "stop that run first, or give this one another save_ckpt_path"
 # In a checkpoint, for each parameter: the weight and AdamW's two moments, all fp32. Muon's has fewer.
 CHECKPOINT_BYTES = 12
 # What may lie in the folder before a run has begun there.
-BEFORE_A_RUN = {SETTINGS, STOP, FAILURES, PREFLIGHT, PROFILE}
+BEFORE_A_RUN = {SETTINGS, STOP, STARTS, PROFILE}
 LOGS = (".log", ".out", ".err")  # which a job begins, and users like to have there
 
 
 def step_name(step: int) -> str:
     """Returns the name of a checkpoint's folder, and of the folder of its model."""
     return f"step_{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Returns the step that a folder of this name holds; None for a name that step_name does not give."""
-    match = re.fullmatch(r"step_(\d+)", name)
-    return int(match[1]) if match else None
 
 
 def rank_file(rank: int) -> str:
@@ -66,13 +60,13 @@ def check_is_run_folder(folder: str | Path) -> None:
 def committed(checkpoints: str | Path) -> list[Path]:
     """Returns the committed checkpoints in the folder `checkpoints`, oldest first, whole or not."""
     folder = Path(checkpoints)
-    try:
-        # Not by glob, which takes a failure for an empty folder.
-        names = retry_io(partial(os.listdir, folder), folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    steps = sorted((step_of(name), name) for name in names if step_of(name) is not None)
-    return [folder / name for _, name in steps if exists(folder / name / COMMIT)]
+
+    def list_names(
+        path: str,
+    ) -> list[str]:  # not by glob, which takes a failure for an empty folder
+        return retry_io(partial(os.listdir, path), folder)
+
+    return [folder / name for name in committed_names(str(folder), list_names, exists)]
 
 
 def newest_step(run: str | Path) -> int:

@@ -1,13 +1,16 @@
-"""The names of what lies in a run folder. Constants alone, for the cluster's own Python too, which may be 3.6.
+"""The names of what lies in a run folder, and which checkpoints there count. For the cluster's own Python too, which may
+be 3.6.
 
     config.yaml  metrics.jsonl  events.jsonl  status.json  lease.json  kernels.json  STOP  tokenizer/
-    failures/  preflight/  .settings_JOB.RESTART
+    starts/JOB.RESTART/          settings.json  STOP  preflight/  NODE.json  outcome.json
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
     profile/  tensorboard/  wandb/  wandb_id  report.html  lm_eval_TIME.json
-
-1.train.sbatch uses some of these names too; a test holds it to this file.
 """
+
+import os
+import re
+from typing import Callable, List, Optional
 
 SETTINGS = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -19,10 +22,14 @@ STATUS = "status.json"
 LEASE = "lease.json"
 STOP = "STOP"  # whoever makes this file asks the run to stop
 TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
-# The launcher writes these: first failures, the nodes' reports, and what each start resolved for its ranks.
-FAILURES = "failures"
+# Of one start, in a folder that bears its name: what it resolved for its ranks, the nodes' reports, and how it ended.
+STARTS = "starts"
+RESOLVED = "settings.json"
 PREFLIGHT = "preflight"
-RESOLVED = ".settings_"
+OUTCOME = "outcome.json"
+# In the environment of ranks: the folder of their start, and what stop_mark said when the start began.
+START = "MAMBA_FSDP_START"
+OLD_STOP = "MAMBA_FSDP_OLD_STOP"
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
 COMMIT = "COMMIT"
@@ -35,3 +42,44 @@ TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb_id"
 REPORT = "report.html"
 TASK_RESULTS = "lm_eval_{}.json"  # of lm-evaluation-harness, by the time of writing
+
+
+def step_of(name: str) -> Optional[int]:
+    """Returns the step that a checkpoint's folder of this name holds; None for any other name."""
+    match = re.match(r"step_(\d+)$", name)
+    return int(match.group(1)) if match else None
+
+
+def committed_names(
+    checkpoints: str,
+    list_names: Callable[[str], List[str]] = os.listdir,
+    is_there: Callable[[str], bool] = os.path.exists,
+) -> List[str]:
+    """Returns the names of the committed checkpoints in a folder, oldest first, whole or not; [] without the folder.
+
+    list_names, is_there: how a folder is listed, and a file found. Raises OSError as they do.
+    """
+    try:
+        names = list_names(checkpoints)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    steps = sorted((step_of(name), name) for name in names if step_of(name) is not None)
+    return [name for _, name in steps if is_there(os.path.join(checkpoints, name, COMMIT))]
+
+
+def newest_checkpoint(run: str) -> str:
+    """Returns the name of a run's newest committed checkpoint, whole or not; "" without one."""
+    try:
+        names = committed_names(os.path.join(run, CHECKPOINTS))
+    except OSError:  # of storage that fails for a moment
+        return ""
+    return names[-1] if names else ""
+
+
+def stop_mark(run: str) -> str:
+    """Returns what tells the file STOP that lies in a run folder now from a later one; "" without one."""
+    try:
+        found = os.stat(os.path.join(run, STOP))
+    except OSError:
+        return ""
+    return "{}-{}".format(found.st_ino, found.st_mtime_ns)

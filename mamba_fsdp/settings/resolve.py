@@ -397,15 +397,13 @@ def as_yaml(settings: TrainConfig) -> str:
     return yaml.safe_dump({"version": VERSION, **as_dict(settings)}, sort_keys=False)
 
 
-def as_json(settings: TrainConfig) -> str:
-    """Returns the resolved settings, with `explicit` and `notes`, as one line of JSON for `read_resolved`."""
-    return json.dumps(
-        {
-            "settings": as_dict(settings),
-            "explicit": sorted(settings.explicit),
-            "notes": settings.notes,
-        }
-    )
+def as_plain(settings: TrainConfig) -> dict[str, Any]:
+    """Returns the resolved settings, with `explicit` and `notes`, as JSON has them, for `read_resolved`."""
+    return {
+        "settings": as_dict(settings),
+        "explicit": sorted(settings.explicit),
+        "notes": settings.notes,
+    }
 
 
 def read_resolved(path: Path) -> TrainConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mamba_fsdp.launch.slurm_training import seconds_for_removal
 from tests.support import projects
 from tests.support.checkpoints import commit_empty
 from tests.support.processes import write_program
@@ -52,11 +53,8 @@ def mounted(words):
 def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_path):
     """On HyperPod, which replaces nodes by itself, under nsys, with data behind links that lead out of the project. A
     folder that is gone, such as what the run began with, needs no mount once there is a checkpoint."""
-    script = launcher_project / "mamba_fsdp/launch/environment.sh"
-    hyperpod = f"HYPERPOD_FOLDER={tmp_path}"
-    script.write_text(
-        script.read_text().replace("HYPERPOD_FOLDER=/opt/sagemaker_cluster", hyperpod)
-    )
+    script = launcher_project / "mamba_fsdp/launch/slurm.py"
+    projects.edit(script, '"/opt/sagemaker_cluster"', repr(str(tmp_path)))
     store = tmp_path.parent / f"{tmp_path.name}-lustre/store"
     store.mkdir(parents=True)
     disk = store.with_name("disk")
@@ -90,14 +88,14 @@ def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_pa
     of_srun = {"--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--auto-resume=1"}
     assert of_srun <= set(training)
     profile = f"--output={run}/profile/nsys_77.0_%h"
-    at = training.index("--on-node")
+    at = training.index(f"{launcher_project}/1.train.sbatch")
     assert training[at + 1 : at + 5] == ["nsys", "profile", "--trace=cuda,nvtx", profile]
     start = training.index("mamba_fsdp.launch.node")
     run_folder, *options = training[start + 1 :]
     assert run_folder == str(run) and (run / "profile").is_dir()
     assert {"--nnodes=2", "--rdzv-id=77.0", "--rdzv-endpoint=node1:20077"} <= set(options)
-    assert options[-2:] == ["training.py", f"--resolved={run}/.settings_77.0"]
-    assert not list(run.glob(".settings*"))
+    assert options[-2:] == ["training.py", f"--resolved={run}/starts/77.0/settings.json"]
+    assert not (run / "starts").exists()
 
 
 @pytest.mark.slow
@@ -114,7 +112,7 @@ def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, launcher_
     assert (made / "train/index.json").read_text() == "builtin data/builtin"
     assert sum(f"{launcher_project}/get_dataset.py" in words for words in asked) == 1
     assert sorted(unpacked) == ["node1", "node2"], "each node unpacks the image once"
-    assert len([words for words in asked if "remove" in words]) == 2
+    assert len([words for words in asked if "77.0" in words]) == 1, "the keeper's step"
     assert cluster.containers("node1") == [] and cluster.containers("node2") == used
     (training,) = cluster.trainings()
     assert training["settings"]["report"]["use_profiler"]
@@ -133,11 +131,12 @@ echo "removed $3"
 
 
 @pytest.mark.slow
-def test_a_removal_goes_on_for_as_long_as_it_makes_progress(project, tmp_path):
+def test_a_removal_lasts_for_as_long_as_it_makes_progress(project, tmp_path):
     write_program(tmp_path / "enroot", ENROOT)
     done = subprocess.run(
-        ["bash", project / "mamba_fsdp/launch/environment.sh", "remove", "none"],
+        [sys.executable, "-I", project / "mamba_fsdp/launch/keeper.py", "99.0"],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "REMOVAL_SECONDS": "2"},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=60,
@@ -147,51 +146,48 @@ def test_a_removal_goes_on_for_as_long_as_it_makes_progress(project, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "asked, limit, granted",
+    "asked, left, granted",
     [
-        ("", 100, {3600}),
-        ("TERM", 100, {10}),
-        ("INT", 100, {10}),
-        ("USR1", 100, {54, 55}),
-        ("USR1", 40, {10}),
-        ("USR1", "", {10}),  # a busy controller does not say
+        ("", 100.0, 3600.0),
+        ("TERM", 100.0, 10.0),
+        ("INT", 100.0, 10.0),
+        ("USR1", 100.0, 55.0),
+        ("USR1", 40.0, 10.0),
+        ("USR1", None, 10.0),  # a busy controller does not say
     ],
 )
-def test_a_removal_ends_before_slurm_ends_the_job(project, asked, limit, granted):
+def test_a_removal_ends_before_slurm_ends_the_job(asked, left, granted):
     """After USR1 the job must still be queued again."""
-    end = f'echo " EndTime=$(date +%FT%T -d "+{limit} seconds")"' if limit else "false"
-    script = (
-        "project=$PWD nodes=(a); source mamba_fsdp/launch/environment.sh; source mamba_fsdp/launch/job.sh; "
-        f"stop_asked={asked}; scontrol() {{ {end}; }}; squeue() {{ :; }}; timeout() {{ echo $1; }}; "
-        "remove_containers none"
-    )
-    command = ["bash", "-euo", "pipefail", "-c", script]
-    environment = {**os.environ, "SLURM_JOB_ID": "77"}
-    said = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
-    assert int(said.stdout) in granted, said
+    assert seconds_for_removal(asked, left) == granted
 
 
 def test_no_option_is_newer_than_the_oldest_pyxis(project):
     assert max(PYXIS_OPTIONS.values()) <= OLDEST_PYXIS
-    files = (
-        "1.train.sbatch",
-        "2.tokenize.sbatch",
-        "mamba_fsdp/launch/environment.sh",
-        "docs/image.md",
-    )
+    files = ("mamba_fsdp/launch/containers.py", "docs/image.md")
     text = "".join((project / name).read_text() for name in files)
     assert set(re.findall(r"--((?:no-)?container-[a-z-]+)", text)) <= PYXIS_OPTIONS.keys()
 
 
+CONTAINER = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+from mamba_fsdp.launch import containers
+from mamba_fsdp.launch.host import Mistake, choose_environment, read_variables
+try:
+    variables = read_variables(os.environ)
+    image = choose_environment(variables.image).image
+    folders = variables.mounts + sys.argv[1:] + containers.folders_behind_links(sys.argv[1:])
+    print(*containers.container_options(image, "77.0", folders), sep="\\n")
+except Mistake as mistake:
+    sys.exit(f"error: {mistake}")
+"""
+
+
 def container(project, *paths, **environment):
-    """(finished process, the words for a container in which `paths` are wanted), as a job's script finds them."""
-    script = (
-        f'project="{project}" attempt=77.0; cd "$project"; source mamba_fsdp/launch/environment.sh; '
-        'choose_environment; folders=("$@"); find_links "$@"; use_container "${folders[@]}"; '
-        'printf "%s\\n" "${container[@]}"'
-    )
+    """(finished process, the options for a container in which `paths` are wanted), as a job finds them."""
     done = subprocess.run(
-        ["bash", "-uec", script, "-", *paths],
+        [sys.executable, "-c", CONTAINER, *paths],
+        cwd=project,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -219,9 +215,10 @@ def test_links_to_many_folders_need_a_name_for_all(cluster, launcher_project, tm
         (folder / f"at/{number}").mkdir(parents=True)
         (tmp_path / f"links/{number}").parent.mkdir(exist_ok=True)
         (tmp_path / f"links/{number}").symlink_to(folder / f"at/{number}")
-    projects.edit(launcher_project / "mamba_fsdp/launch/environment.sh", "LIST=100000", "LIST=500")
+    script = launcher_project / "mamba_fsdp/launch/containers.py"
+    projects.edit(script, "LONGEST_LIST = 100000", "LONGEST_LIST = 500")
     done, (error,) = container(launcher_project, f"{tmp_path}/links")
-    assert done.returncode == 2 and "lead to 11 folders, such as " in error, done.stdout
+    assert done.returncode == 1 and "lead to 11 folders, such as " in error, done.stdout
     more = {"MOUNTS": f"{folder}/at/,\n{tmp_path}", "FSX_MOUNT": f"{folder}/at:{folder}/at"}
     done, words = container(launcher_project, f"{tmp_path}/links", **more)
     assert mounted(words) == [str(tmp_path), f"{folder}/at/"], done.stdout
@@ -252,7 +249,7 @@ def test_links_are_followed_to_their_end_and_hide_nothing_of_the_images(
     assert warning.startswith("warning: the container can't follow ") and "links: 2" in warning
     done, (warning, error) = container(launcher_project, str(folder / "real/gone"))
     assert f"{folder}/real/gone -> {folder}/real/nowhere/shard: this leads nowhere" in warning
-    assert done.returncode == 2 and error.startswith(f"error: there is no {folder}/real/gone on")
+    assert done.returncode == 1 and error.startswith(f"error: there is no {folder}/real/gone on")
 
 
 @pytest.mark.parametrize(
@@ -275,12 +272,18 @@ def test_what_no_container_can_have_is_refused(
 ):
     (launcher_project / "new.sqsh").write_bytes(b"PK")
     (launcher_project / "short.sqsh").write_bytes(SQUASHFS[:-1])
-    script = launcher_project / "mamba_fsdp/launch/environment.sh"
     if " " in folder:
-        script.write_text(script.read_text().replace('[ -e "$path" ] ||', "true ||"))
+        script = launcher_project / "mamba_fsdp/launch/containers.py"
+        projects.edit(script, "        if not os.path.exists(path):\n", "        if False:\n")
     done, _ = container(launcher_project, *filter(None, [folder]), **environment)
-    assert done.returncode == 2 and said in done.stdout, done.stdout
+    assert done.returncode == 1 and said in done.stdout, done.stdout
     assert len(done.stdout.splitlines()) == 1
+
+
+WITHOUT_YAML = f"""#!/bin/sh
+case "$*" in *yaml*) exit 1 ;; esac
+exec {sys.executable} "$@"
+"""
 
 
 def test_a_host_without_an_environment_shows_the_help_and_finds_typos(cluster, launcher_project):
@@ -294,14 +297,14 @@ def test_a_host_without_an_environment_shows_the_help_and_finds_typos(cluster, l
     done, asked, _ = cluster.submit("--help")
     assert done.returncode == 0 and not asked and "--num_steps" in done.stdout, done.stdout
     python.unlink()
-    python.symlink_to("/bin/false")
+    write_program(python, WITHOUT_YAML)
     done, asked, _ = cluster.submit("--help")
     assert done.returncode == 2 and "./0.create_env.sh" in done.stdout
 
 
 @pytest.mark.slow
 def test_where_no_python_of_the_host_can_the_image_reads_the_settings(cluster, launcher_project):
-    (cluster.folder / "commands/python3").symlink_to("/bin/false")
+    write_program(cluster.folder / "commands/python3", WITHOUT_YAML)
     # The image's own environment, which the host does not see.
     stand_in = cluster.image / "python3"
     stand_in.write_text(stand_in.read_text().replace(".venv", ".environment"))
@@ -309,10 +312,10 @@ def test_where_no_python_of_the_host_can_the_image_reads_the_settings(cluster, l
     done, asked, _ = cluster.submit("--save_ckpt_path=runs/a", "--num_stepss=3")
     assert done.returncode == 2 and "did you mean num_steps" in done.stdout
     assert sum("mamba_fsdp.launch.plan" in words for words in asked) == 1
-    done, _, _ = cluster.submit("--save_ckpt_path=runs/a", "--num_steps=3", "--dry_run")
-    assert done.returncode == 0 and done.stdout.endswith("dry run: nothing was trained\n")
+    done, _, _ = cluster.submit("--save_ckpt_path=runs/a", "--num_steps=3")
+    assert done.returncode == 0, done.stdout
     (training,) = cluster.trainings()
-    assert training["explicit"] == ["dry_run", "num_steps", "save_ckpt_path"]
+    assert training["explicit"] == ["num_steps", "save_ckpt_path"]
 
 
 def test_an_image_made_from_other_requirements_is_refused(cluster, submit, launcher_project):
@@ -375,8 +378,9 @@ def test_tokenizing_with_nothing_but_the_image(cluster, launcher_project, tmp_pa
     done, asked, unpacked = cluster.submit(*words, script="2.tokenize.sbatch", SCOPE="global")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "stores/mine/train/index.json").read_text() == " ".join(words)
-    step = asked[0]
-    assert step[step.index("--on-node") + 1 :] == ["python3", "get_dataset.py", *words]
+    (step,) = [words for words in asked if "get_dataset.py" in words]
+    at = step.index(f"{launcher_project}/1.train.sbatch")
+    assert step[at + 1 :] == ["python3", "get_dataset.py", *words]
     wanted = [tmp_path, fsx / "texts", fsx / "disk"]
     assert mounted(step) == [str(path) for path in wanted] and "warning" not in done.stdout
     assert unpacked == ["node1"] and not cluster.containers("node1")
@@ -384,7 +388,8 @@ def test_tokenizing_with_nothing_but_the_image(cluster, launcher_project, tmp_pa
 
 @pytest.mark.parametrize("words", (["*.jsonl", "out", "--delimiter=/"], ["in/[ab]*.txt", "out"]))
 def test_a_relative_pattern_needs_no_mount(cluster, launcher_project, tmp_path, words):
-    done, (step, *_), _ = cluster.submit(*words, script="2.tokenize.sbatch")
+    done, asked, _ = cluster.submit(*words, script="2.tokenize.sbatch")
+    (step,) = [words for words in asked if "get_dataset.py" in words]
     assert mounted(step) == [str(tmp_path)] and "realpath" not in done.stdout, done.stdout
 
 

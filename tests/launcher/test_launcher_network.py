@@ -5,26 +5,27 @@ import subprocess
 
 import pytest
 
-from tests.support.processes import write_program
+from tests.support.processes import run_program, write_program
+from tests.support.projects import edit
 
 NETWORK = ("FI_", "NCCL_", "RDMAV_", "EFA_COUNT")
 
 
 def network_environment(project, devices, tmp_path, **given):
-    """The variables that set_network exports on a node with `devices`: name -> driver."""
+    """The variables that a command finds on a node with `devices`: name -> driver."""
     for name, driver in devices.items():
         (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
         (tmp_path / "class" / name / "device").mkdir(parents=True)
         (tmp_path / "class" / name / "device/driver").symlink_to(tmp_path / "drivers" / driver)
-    script = f'source "{project}/mamba_fsdp/launch/environment.sh"; EFA_FOLDER="{tmp_path}/class"; set_network; env'
+    script = write_program(tmp_path / "1.train.sbatch", (project / "1.train.sbatch").read_text())
+    edit(script, "EFA_FOLDER=/sys/class/infiniband ", f"EFA_FOLDER={tmp_path}/class ")
     clean = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith((*NETWORK, "SLURM"))
     }
-    done = subprocess.run(
-        ["bash", "-c", script], env={**clean, **given}, capture_output=True, text=True, check=True
-    )
+    on_node = {**clean, **given, "MAMBA_TRAIN_NODE": "1"}
+    done = subprocess.run([script, "env"], env=on_node, capture_output=True, text=True, check=True)
     pairs = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     return {name: value for name, value in pairs.items() if name.startswith(NETWORK)}
 
@@ -80,3 +81,8 @@ def test_what_the_user_has_set_stays(project, tmp_path):
         FI_EFA_USE_HUGE_PAGE="1",
     )
     assert found["NCCL_SOCKET_IFNAME"] == "eth1" and found["FI_EFA_USE_HUGE_PAGE"] == "1"
+
+
+def test_a_command_that_a_node_lacks_is_named(project):
+    done = run_program(project / "1.train.sbatch", "no-such-command", MAMBA_TRAIN_NODE="1")
+    assert done.returncode == 2 and done.stderr.startswith("error: there is no no-such-command on ")

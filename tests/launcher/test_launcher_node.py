@@ -13,8 +13,11 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from mamba_fsdp.launch import agent, node
+from mamba_fsdp.launch.decision import Outcome
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import node_name, set_environment
+from mamba_fsdp.run import names
+from mamba_fsdp.run.records import ELSEWHERE, write_status
 from tests.support.processes import finish, wait_until
 from tests.support.projects import FAKE_TRAINING, FOR_EVER, make_project, make_venv, starts
 
@@ -121,22 +124,18 @@ FAILURE = Failure("a", rank=3, exit_code=1, was_killed=False, time=2.0, reason="
 
 @pytest.mark.parametrize("name", ["77.0", node.NO_ID])
 def test_what_an_earlier_start_has_left_is_forgotten(tmp_path, capsys, name):
-    """With a number: Slurm has started the step again, for a node that went, for whose sake others failed. Without one,
+    """With a number: Slurm has started the step again, for a node that went, because of which others failed. Without one,
     any start may have left it, also one of another version."""
-    failures = tmp_path / name
-    failures.mkdir()
-    for left in ("a.json", "outcome", ".settings"):
-        (failures / left).write_text('{"of": "another version"}')
-    (tmp_path / "STOP").touch()
-    node.forget_earlier_start(tmp_path, failures)
-    assert (tmp_path / "STOP").exists() == (name != node.NO_ID), (
-        "1.train.sbatch has removed an old one"
-    )
+    folder = tmp_path / name
+    folder.mkdir()
+    for left in ("a.json", names.OUTCOME, names.RESOLVED):
+        (folder / left).write_text('{"of": "another version"}')
+    node.forget_earlier_start(folder)
     replaced = "" if name == node.NO_ID else "restarts   the ranks after the loss of a node\n"
     assert capsys.readouterr().out == replaced
-    stays = [] if name == node.NO_ID else [".settings"]
-    assert [path.name for path in failures.glob("*")] == stays
-    node.forget_earlier_start(tmp_path, failures)
+    stays = [] if name == node.NO_ID else [names.RESOLVED]
+    assert [path.name for path in folder.glob("*")] == stays
+    node.forget_earlier_start(folder)
     assert not capsys.readouterr().out
 
 
@@ -144,25 +143,43 @@ def test_the_outcome_names_the_rank_that_failed_first(tmp_path, capsys):
     """A run that was asked to stop has stopped, whatever became of its ranks. What can't be put on record is printed."""
     text = "rank 3 on a failed first.\nError: no more\n"
     for status in ("unknown", "stopped"):
-        assert node.conclude(tmp_path, tmp_path, FAILURE, has_own_words=False) == 1
-        outcome = (tmp_path / "outcome").read_text()
-        assert outcome == f"{status} 1 rank 3 on a: Error: no more\n{text}"
+        outcome = node.outcome_of(tmp_path, tmp_path / "77.0", FAILURE, has_own_words=False)
+        stop_file = status == "stopped"
+        assert outcome == Outcome(status, 1, "rank 3 on a: Error: no more", stop_file, text)
         (tmp_path / "STOP").touch()
+    assert node.publish_outcome(tmp_path, outcome, FAILURE) == 1
+    assert Outcome(**json.loads((tmp_path / names.OUTCOME).read_text())) == outcome
     nowhere = tmp_path / "STOP/is a file"
-    assert node.conclude(tmp_path, nowhere, FAILURE, has_own_words=False) == 1
-    said = f"error: {nowhere}/outcome can't be written\n"
+    assert node.publish_outcome(nowhere, outcome, FAILURE) == 1
+    said = f"error: {nowhere}/{names.OUTCOME} can't be written\n"
     assert capsys.readouterr().err == said + text
-    assert node.conclude(tmp_path, nowhere, None, has_own_words=False) == 74, "the others wait"
+    assert node.publish_outcome(nowhere, Outcome("finished"), None) == 74, "the others wait"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    "reason, by_file",
+    [
+        ("STOP file", True),
+        ("enough of it", True),
+        ("SIGTERM", False),
+        (ELSEWHERE, False),
+    ],
+)
+def test_a_stop_that_a_signal_asked_for_is_told_from_one_by_a_file(tmp_path, reason, by_file):
+    """A node that shuts down sends SIGTERM to its launcher, and the job has to go on elsewhere."""
+    write_status(tmp_path, "stopped", 5, reason)
+    outcome = node.outcome_of(tmp_path, tmp_path / "77.0", None, has_own_words=False)
+    assert outcome == Outcome("stopped", 0, stop_file=by_file)
 
 
 def test_the_other_launchers_end_after_the_first(tmp_path, monkeypatch):
     """Slurm kills the step a minute after the first end of a launcher, and rank 0 may write the model for hours."""
     monkeypatch.setenv("SLURM_NODEID", "1")
-    first = threading.Timer(1.5, node.leave, [tmp_path / "outcome", "finished 0 \n"])
+    first = threading.Timer(1.5, node.leave, [tmp_path / names.OUTCOME, {"status": "finished"}])
     first.start()
-    assert node.conclude(tmp_path, tmp_path, None, has_own_words=False) == 0
-    assert (tmp_path / "outcome").exists()
+    assert node.publish_outcome(tmp_path, Outcome("finished"), None) == 0
+    assert (tmp_path / names.OUTCOME).exists()
 
 
 def test_a_node_that_has_no_ranks_yet_is_named():
@@ -187,11 +204,11 @@ def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     killed = replace(FAILURE, rank=5, time=4.0, was_killed=True)
     misses_others = replace(FAILURE, rank=None, time=1.0)  # by a clock that is behind, say
     for failure in (later, FAILURE, misses_others):
-        node.leave(tmp_path / f"{failure.rank}.json", json.dumps(asdict(failure)))
+        node.leave(tmp_path / f"{failure.rank}.json", asdict(failure))
     (tmp_path / "gone.json").symlink_to("nowhere")  # removed since it was listed
     (tmp_path / "other.json").write_text('{"of": "another version"}')
     assert first_failure(tmp_path) == FAILURE
-    node.leave(tmp_path / "5.json", json.dumps(asdict(killed)))
+    node.leave(tmp_path / "5.json", asdict(killed))
     assert first_failure(tmp_path) == killed
 
 

@@ -1,5 +1,6 @@
 """Preflight: every failure is found, names its node and a remedy."""
 
+import json
 import shutil
 from unittest.mock import ANY
 
@@ -8,7 +9,7 @@ import pytest
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import checks, machine
-from mamba_fsdp.settings.resolve import as_json
+from mamba_fsdp.settings.resolve import as_plain
 from mamba_fsdp.verbs import preflight
 from tests.support.checkpoints import commit_empty
 from tests.support.tiny import resolved
@@ -42,7 +43,7 @@ def report(folder, tmp_path, monkeypatch):
         monkeypatch.setattr(machine, "driver_gpus", lambda: [GPU] * shown)
         usual = {"save_ckpt_path": folder.parent, "dataset_path": tmp_path / "store"}
         file = folder.parent / ".settings"
-        file.write_text(as_json(resolved(**{**usual, **given})))
+        file.write_text(json.dumps(as_plain(resolved(**{**usual, **given}))))
         command_line.call(preflight.main, ["report", str(folder), str(file)])
 
     return report_as

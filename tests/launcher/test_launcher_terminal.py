@@ -95,7 +95,7 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
     wait_for_steps(project / "run", 10)
     make_spin(project, 1)
     process.send_signal(signal.SIGINT)
-    wait_until((project / "run/STOP").exists)
+    wait_until(lambda: list(project.glob("run/starts/*/STOP")))
     os.kill(tree_of(tmp_path)["rank 0"], signal.SIGKILL)
     assert process.wait(400) == 128 + signal.SIGKILL
     said = (tmp_path / "log").read_text()

@@ -1,4 +1,4 @@
-"""The names in a run folder: one module has them, and the launcher, a shell script, agrees with it."""
+"""What lies in a run folder, and which of its checkpoints count."""
 
 import re
 
@@ -6,23 +6,6 @@ import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import layout, names
-
-
-def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
-    """Whatever 1.train.sbatch reads or writes below $run_folder."""
-    script = (project / "1.train.sbatch").read_text()
-    script += (project / "mamba_fsdp/launch/job.sh").read_text()
-    there = set(re.findall(r'\$run_folder"?/([\w.*]+(?:/step_\*/\w+)?)', script))
-    assert there == {
-        f".{names.STOP}",  # until it is whole
-        names.FAILURES,
-        names.PREFLIGHT,
-        names.PROFILE,
-        names.RESOLVED,
-        names.STATUS,
-        names.STOP,
-        f"{names.CHECKPOINTS}/step_*/{names.COMMIT}",
-    }
 
 
 def test_a_step_is_read_back_from_its_name():
@@ -44,7 +27,7 @@ IS = "is not a run folder (it holds"
         "thesis.tex": f"{IS} thesis.tex)",
         "thesis.tex checkpoints/step_00000001/COMMIT": "",
         "thesis.tex status.json": "",
-        "config.yaml train.log slurm-17.out .nfs0001 failures/17.0/x": "",
+        "config.yaml train.log slurm-17.out .nfs0001 starts/17.0/x": "",
         "": "",
     }.items(),
 )
@@ -69,3 +52,7 @@ def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_ste
     (tmp_path / "step_00000012").mkdir()
     found = [path.name for path in layout.committed(tmp_path)]
     assert found == "step_00000009 step_00000010 step_100000000".split()
+    (tmp_path / "run").mkdir()
+    assert names.newest_checkpoint(str(tmp_path / "run")) == ""
+    (tmp_path / "run" / names.CHECKPOINTS).symlink_to(tmp_path)
+    assert names.newest_checkpoint(str(tmp_path / "run")) == found[-1]

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from tests.support import projects
 from tests.support.processes import write_program
 from tests.support.projects import FOR_EVER, starts
 
@@ -78,7 +79,9 @@ def test_two_nodes_make_one_run_of_a_rank_for_each_gpu_in_the_shared_venv(
         "each node's lines have its prefix"
     )
     assert text.splitlines()[-1] == f"finished: {project}/runs/a"
-    assert not list((project / "logs").glob("restarts_*")) and not any(project.glob("runs/a/f*/*"))
+    assert not list((project / "logs").glob("restarts_*")) and not list(
+        project.glob("runs/a/starts*")
+    )
 
 
 def test_nodes_with_different_gpus_are_refused(start_cluster, project):
@@ -89,11 +92,10 @@ def test_nodes_with_different_gpus_are_refused(start_cluster, project):
 
 def test_a_stop_before_training_has_begun_is_not_lost(start_cluster, project):
     """It comes while nodes are being checked: the job is queued again, and does not train into the limit."""
-    script = project / "1.train.sbatch"
-    before = '    await timeout "$PREFLIGHT_SECONDS" "${srun[@]}"'
-    assert script.read_text().count(before) == 1
-    asks = f"    [ ${{attempt#*.}} != 0 ] || kill -USR1 $$\n{before}"
-    script.write_text(script.read_text().replace(before, asks))
+    script = project / "mamba_fsdp/launch/slurm_training.py"
+    before = "        self.supervisor.run(self.on_all_nodes(report, limited=True))\n"
+    asks = f"        self.job.restart or os.kill(os.getpid(), signal.SIGUSR1)\n{before}"
+    projects.edit(script, before, asks)
     state, restarts, text = end_of(start_cluster(), project, "--num_steps=3")
     assert (state, restarts) == ("COMPLETED", 1), text
 
@@ -184,7 +186,7 @@ def test_a_node_that_went_is_named_and_no_survivor_blamed(start_cluster, project
     cluster.wait_until(checkpoint.exists, "a checkpoint is committed")
     cluster.cut_power("node2")
     (run / "fail").touch()
-    outcome = run / f"failures/{job}.0/outcome"
+    outcome = run / f"starts/{job}.0/outcome.json"
     cluster.wait_until(lambda: "rank 0 on node1" in read(outcome), "a survivor has failed")
     cluster.tell_slurm_of("node2")
     said = "error: Slurm has lost node2\n"
@@ -195,9 +197,8 @@ def test_a_node_that_went_is_named_and_no_survivor_blamed(start_cluster, project
 def test_a_finished_job_does_not_wait_for_a_node_whose_step_was_killed(start_cluster, project):
     """Its ranks train on, and srun never hears of their end."""
     cluster = start_cluster()
-    script = project / "1.train.sbatch"
-    assert "\nSECONDS_BEHIND=60 " in script.read_text()
-    script.write_text(script.read_text().replace("\nSECONDS_BEHIND=60 ", "\nSECONDS_BEHIND=3 "))
+    script = project / "mamba_fsdp/launch/slurm_training.py"
+    projects.edit(script, "\nSECONDS_BEHIND = 60 ", "\nSECONDS_BEHIND = 3 ")
     job = cluster.submit(project, RUN, "--num_steps=50")
     wait_for_training(cluster, project)
     subprocess.run(cluster.command("pkill", "-KILL", "slurmstepd", on="node2"), check=True)
@@ -258,9 +259,8 @@ def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(
 ):
     """A job that runs into its limit is over for Slurm; resuming from an older checkpoint is better."""
     cluster = start_cluster()
-    script = project / "mamba_fsdp/launch/job.sh"
-    assert "\nLAST_SECONDS=45 " in script.read_text()  # no test waits for a limit
-    script.write_text(script.read_text().replace("\nLAST_SECONDS=45 ", "\nLAST_SECONDS=86400 "))
+    script = project / "mamba_fsdp/launch/slurm_training.py"  # no test waits for a limit
+    projects.edit(script, "\nLAST_SECONDS = 45 ", "\nLAST_SECONDS = 86400 ")
     words = [RUN, "--num_steps=2"]
     job = cluster.submit(project, *words, options=["--time=60"], env={"FAKE": "deaf"})
     wait_for_training(cluster, project)

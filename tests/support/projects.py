@@ -37,6 +37,11 @@ if "resolved" in settings:
     settings = {name: values[name] for name in content["explicit"]}
 run, steps = Path(settings["save_ckpt_path"]), int(settings.get("num_steps", 5))
 rank, fake = int(os.environ["RANK"]), os.environ.get("FAKE", "")
+def mark(file):  # as names.stop_mark
+    return f"{file.stat().st_ino}-{file.stat().st_mtime_ns}" if file.exists() else ""
+def stops(): # what asks this start to stop
+    files = [run / "STOP", Path(os.environ["MAMBA_FSDP_START"], "STOP")]
+    return [file for file in files if mark(file) not in ("", os.environ["MAMBA_FSDP_OLD_STOP"])]
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda number, _: asked.append(signal.Signals(number).name))
@@ -48,8 +53,8 @@ def first_rank_writes(name, text):
         (run / name).write_text(text)
 
 def status(word, step):
-    stop = run / "STOP"
-    reason = stop.read_text().strip() if word == "stopped" and stop.exists() else ""
+    reason = "".join(stop.read_text().strip() or "STOP file" for stop in stops() if word == "stopped")
+    reason = reason or "".join(asked[:1])
     first_rank_writes("status.json", json.dumps({"status": word, "step": step, "reason": reason}, indent=1))
 
 def fail(code):
@@ -86,7 +91,7 @@ while step < steps:
         commit()
     if rank == 0 and (run / "fail").exists():
         fail(1)
-    if asked or (run / "STOP").exists():  # at the end of a step, as the real one
+    if asked or stops():  # at the end of a step, as the real one
         break
 while fake == "deaf":
     time.sleep(1)

@@ -102,10 +102,16 @@ if "mamba_fsdp.launch.node" in command:
         file.write(Path(command[-1].removeprefix("--resolved=")).read_text())
     assert not image or max(map(start_container, nodes)) == 0
     (attempt,) = [word.partition("=")[2] for word in command if word.startswith("--rdzv-id=")]
-    failures = Path(command[command.index("mamba_fsdp.launch.node") + 1], "failures", attempt)
-    failures.mkdir(parents=True, exist_ok=True)
-    (failures / "outcome").write_text("finished 0\\n")
+    folder = Path(command[command.index("mamba_fsdp.launch.node") + 1], "starts", attempt)
+    (folder / "outcome.json").write_text(json.dumps({{"status": "finished", "code": 0}}))
     sys.exit(0)
+if any(word.endswith("keeper.py") for word in command):  # beside the job's other steps, and on all nodes at once
+    here = {{node: {{**os.environ, "SLURMD_NODENAME": node}} for node in nodes}}
+    keepers = [subprocess.Popen(command, env=here[node], stdin=subprocess.PIPE) for node in nodes]
+    sys.stdin.read()
+    for keeper in keepers:
+        keeper.communicate()
+    sys.exit(max(keeper.returncode for keeper in keepers))
 if "started:" in words[-1]:
     command = [*command[:-1], command[-1].replace("started:", "0: started:")]  # --label
 sys.exit(max(run(node) for node in nodes))
@@ -165,7 +171,7 @@ def make_cluster(folder, project):
         path.mkdir(parents=True)
     # With the stamp beside it.
     write_program(image / "python3", f'#!/bin/sh\nexec "{project}/.venv/bin/python" "$@"\n')
-    for name in ("bash", "sh", "basename", "dirname", "readlink", "hostname"):
+    for name in ("bash", "env", "sh", "basename", "dirname", "readlink", "hostname"):
         (image / name).symlink_to(shutil.which(name))
     for name, text in (
         ("sbatch", SBATCH),

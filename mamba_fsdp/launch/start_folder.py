@@ -1,0 +1,65 @@
+"""The folder of one start of a run: RUN/starts/NAME. It bears the start's name, so that two starts of one run do not
+take what is the other's. For the cluster's own Python, see host.py.
+
+    settings.json   what the settings came to; nodes and ranks read it
+    STOP            asks the ranks of this start to stop
+    preflight/      what each node found
+    NODE.json       the first failure of a node
+    outcome.json    how the training ended
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from typing import Any, Dict
+
+from mamba_fsdp.launch.decision import Outcome
+from mamba_fsdp.run.names import (
+    OLD_STOP,
+    OUTCOME,
+    PREFLIGHT,
+    RESOLVED,
+    STARTS,
+    STOP,
+    stop_mark,
+)
+
+
+class StartFolder:
+    """The folder of one start. path: its own."""
+
+    def __init__(self, run_folder: str, name: str) -> None:
+        self.run_folder = run_folder
+        self.starts = os.path.join(run_folder, STARTS)
+        self.path = os.path.join(self.starts, name)
+        self.settings = os.path.join(self.path, RESOLVED)
+        self.stop = os.path.join(self.path, STOP)
+        self.preflight = os.path.join(self.path, PREFLIGHT)
+
+    def make(self, settings: Dict[str, Any]) -> None:
+        """Makes the folder with the settings, for ranks that know a file STOP of before from a later one. Raises
+        OSError."""
+        os.environ[OLD_STOP] = stop_mark(self.run_folder)
+        os.makedirs(self.path, exist_ok=True)
+        with open(self.settings, "w") as file:
+            json.dump(settings, file)
+
+    def outcome(self) -> Outcome:
+        """Returns what the launchers have left; an empty Outcome if they were killed."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            with open(os.path.join(self.path, OUTCOME)) as file:
+                return Outcome(**json.load(file))
+        return Outcome()
+
+    def forget_failures(self) -> None:
+        """Removes how the ranks ended, before they start again."""
+        for name in os.listdir(self.path):
+            if name.endswith(".json") and name != RESOLVED:
+                os.unlink(os.path.join(self.path, name))
+
+    def remove(self) -> None:
+        """Removes the folder, and the one of all starts if it is empty then."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(self.starts)

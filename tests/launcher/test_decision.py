@@ -1,0 +1,162 @@
+"""What becomes of a job: what happened, where, and when, against what it does then."""
+
+import pytest
+
+from mamba_fsdp.launch.decision import Action, Ending, Outcome, decide, starts_again_in_place
+
+END = Action.END
+AGAIN = Action.QUEUE_AGAIN
+USUAL = Ending(
+    code=0,
+    outcome=Outcome(),
+    run_folder="/runs/a",
+    newest="step_00000005",
+    newest_before="start",
+    restarts=0,
+    max_restarts=3,
+)
+NOTHING_LEFT = Outcome()
+FINISHED = Outcome("finished")
+STOPPED_BY_FILE = Outcome("stopped", stop_file=True)
+STOPPED_BY_A_SIGNAL = Outcome("stopped")
+CRASHED = Outcome("failed", 1, "rank 1 on node2: It exited with code 1", error="Error\n")
+LATE = {"seconds_run": 7000.0, "seconds_left": 290.0}
+EARLY = {"seconds_run": 5.0, "seconds_left": 290.0}
+NO_PROGRESS = {"newest_before": "step_00000005", "restarts": 3}
+
+
+def ended(code=0, outcome=NOTHING_LEFT, **known):
+    """An Ending: srun's exit code counts unless the launchers have left an outcome, as slurm_training.py has it."""
+    return USUAL._replace(code=outcome.code if outcome.status else code, outcome=outcome, **known)
+
+
+TABLE = {  # what happened: (the ending, what the job does, its exit code, how its sentence begins)
+    "all steps are done": (ended(outcome=FINISHED), END, 0, "finished: /runs/a"),
+    "done, and asked to stop meanwhile": (
+        ended(outcome=FINISHED, asked="USR1"),
+        END,
+        0,
+        "finished",
+    ),
+    "a file STOP": (ended(outcome=STOPPED_BY_FILE), END, 0, "stopped at step_00000005 as the file"),
+    "a file STOP, and a rank fails": (
+        ended(outcome=Outcome("stopped", 1, "rank 1", True)),
+        END,
+        1,
+        "ended at step_00000005: the file STOP asked, and a rank failed",
+    ),
+    "a mistake that a rank finds": (
+        ended(outcome=Outcome("failed", 2)),
+        END,
+        2,
+        "not queued again",
+    ),
+    "a mistake before the ranks": (ended(2), END, 2, "not queued again"),
+    "a rank crashes": (ended(outcome=CRASHED), AGAIN, 0, "queued again, to resume from step_0"),
+    "storage fails": (ended(outcome=Outcome("failed", 74)), AGAIN, 0, "queued again"),
+    "a launcher is killed": (ended(137), AGAIN, 0, "queued again"),
+    "SIGTERM to the first node": (ended(143), AGAIN, 0, "queued again"),
+    "SIGTERM to another node": (ended(143, STOPPED_BY_A_SIGNAL), AGAIN, 0, "queued again"),
+    "USR1 before the time limit": (
+        ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", **LATE),
+        AGAIN,
+        0,
+        "queued again",
+    ),
+    "USR1 by hand": (
+        ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", seconds_run=5.0, seconds_left=86000.0),
+        AGAIN,
+        0,
+        "queued again",
+    ),
+    "USR1 at once, by --time=5": (
+        ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", **EARLY),
+        END,
+        2,
+        "error: Slurm asked to stop 5 s after the start and 290 s before the time limit, which leaves no time",
+    ),
+    "USR1 before there are ranks": (ended(143, asked="USR1", **LATE), AGAIN, 0, "queued again"),
+    "USR1, start after start without a checkpoint": (
+        ended(143, asked="USR1", **LATE, **NO_PROGRESS),
+        END,
+        1,
+        "error: gave up after 3 restarts",
+    ),
+    "USR1 and a rank that crashes": (
+        ended(outcome=CRASHED, asked="USR1", **LATE),
+        AGAIN,
+        0,
+        "queued again",
+    ),
+    "scancel": (
+        ended(outcome=STOPPED_BY_A_SIGNAL, asked="TERM", is_running=False),
+        END,
+        143,
+        "ended at step_00000005 by Slurm or by hand",
+    ),
+    "scancel before there are ranks": (
+        ended(143, asked="TERM", is_running=False),
+        END,
+        143,
+        "ended at",
+    ),
+    "preemption, which queues it again": (
+        ended(outcome=STOPPED_BY_A_SIGNAL, asked="TERM", is_running=False),
+        END,
+        143,
+        "ended at",
+    ),
+    "TERM to the script alone": (
+        ended(outcome=STOPPED_BY_A_SIGNAL, asked="TERM"),
+        AGAIN,
+        0,
+        "queued again",
+    ),
+    "Ctrl-C in salloc": (ended(outcome=STOPPED_BY_A_SIGNAL, asked="INT"), END, 143, "ended at"),
+    "crashes without a new checkpoint": (
+        ended(outcome=CRASHED, **NO_PROGRESS),
+        END,
+        1,
+        "error: gave up after 3 restarts without a checkpoint newer than step_00000005 (MAX_RESTARTS=3)",
+    ),
+    "crashes with a new checkpoint": (ended(outcome=CRASHED, restarts=3), AGAIN, 0, "queued again"),
+    "a node that shuts down at each start": (
+        ended(143, STOPPED_BY_A_SIGNAL, **NO_PROGRESS),
+        END,
+        1,
+        "error: gave up",
+    ),
+}
+
+
+@pytest.mark.parametrize("happened", TABLE)
+def test_what_becomes_of_a_job(happened):
+    ending, action, code, sentence = TABLE[happened]
+    decision = decide(ending)
+    assert (decision.action, decision.exit_code) == (action, code)
+    assert decision.sentence.startswith(sentence)
+    assert decision.forgets == (action is END), "the next start of the job counts on"
+
+
+IN_PLACE = {  # what happened: (the ending, from where ranks started again last, lost nodes, whether they do so now)
+    "a rank crashes": (ended(outcome=CRASHED), "", False, True),
+    "again, with a new checkpoint": (ended(outcome=CRASHED), "step_00000004", False, True),
+    "again, without one": (ended(outcome=CRASHED), "step_00000005", False, False),
+    "MAX_RESTARTS=0": (ended(outcome=CRASHED, max_restarts=0), "", False, False),
+    "a launcher is killed": (ended(137), "", False, True),
+    "a launcher is killed with its node": (ended(137), "", True, False),
+    "srun itself fails": (ended(1), "", False, False),
+    "SIGTERM to a node": (ended(143), "", False, False),
+    "SIGTERM to another node": (ended(143, STOPPED_BY_A_SIGNAL), "", False, False),
+    "a mistake": (ended(outcome=Outcome("failed", 2)), "", False, False),
+    "done": (ended(outcome=FINISHED), "", False, False),
+    "asked to stop": (ended(outcome=CRASHED, asked="USR1"), "", False, False),
+    "a file STOP": (ended(outcome=Outcome("stopped", 1, "rank 1", True)), "", False, False),
+}
+
+
+@pytest.mark.parametrize("happened", IN_PLACE)
+def test_when_ranks_start_again_in_place(happened):
+    """Once for each new checkpoint."""
+    ending, restarted_from, has_lost_nodes, expected = IN_PLACE[happened]
+    assert starts_again_in_place(ending, restarted_from, has_lost_nodes) == expected

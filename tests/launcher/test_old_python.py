@@ -1,0 +1,81 @@
+"""What runs on a cluster's own Python, which may be 3.6: syntax and standard library of that version, no package."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import run_program
+from tests.support.projects import PROJECT
+
+ENTRIES = [
+    "mamba_fsdp/launch/job.py",
+    "mamba_fsdp/launch/tokenize_job.py",
+    "mamba_fsdp/launch/keeper.py",
+]
+IMPORTED = """
+import json, runpy, sys
+sys.argv = ["job"]
+sys.path.insert(0, {folder!r})
+module = runpy.run_path({entry!r}, run_name="imported")
+print(json.dumps([getattr(module, "__file__", "") or "" for module in list(sys.modules.values())]))
+"""
+
+
+@pytest.fixture(scope="module")
+def files():
+    """The project's files that the three programs consist of."""
+    found = {PROJECT / entry for entry in ENTRIES}
+    for entry in ENTRIES:
+        script = IMPORTED.format(folder=str(PROJECT), entry=str(PROJECT / entry))
+        done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        names = json.loads(done.stdout)
+        found |= {Path(name) for name in names if name.startswith(f"{PROJECT}/mamba_fsdp/")}
+    return sorted(found)
+
+
+def test_they_need_little_of_the_package_and_no_other(files):
+    """A cluster's Python has no package. The package's own face imports nothing by itself."""
+    names = {str(file.relative_to(PROJECT / "mamba_fsdp")) for file in files}
+    outside = {name for name in names if not name.startswith("launch/")}
+    assert outside == {"__init__.py", "run/__init__.py", "run/names.py"}
+    assert "launch/slurm_training.py" in names
+
+
+def test_python_3_6_reads_them(files):
+    for file in files:
+        ast.parse(file.read_text(), feature_version=(3, 6))
+
+
+def test_they_use_nothing_newer_than_python_3_6(files):
+    vermin = Path(sys.executable).with_name("vermin")
+    if not vermin.exists():
+        pytest.skip("vermin is not installed: ./0.create_env.sh --dev")
+    words = ["--target=3.6-", "--violations", "--no-tips", "--eval-annotations"]
+    done = run_program(vermin, *words, *files)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_host_without_python_is_told_so(project, tmp_path):
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(f"/bin/{name}" if name == "bash" else f"/usr/bin/{name}")
+    copy = tmp_path / "project"
+    copy.mkdir()
+    for name in ("1.train.sbatch", "training.py"):
+        (copy / name).symlink_to(project / name)
+    done = run_program(copy / "1.train.sbatch", PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: a job needs Python 3.6 or newer, and there is no python3 in PATH; module load python, say\n"
+    )
+
+
+def test_an_old_python_is_told_so(project, monkeypatch):
+    script = "import runpy, sys; sys.version_info = (3, 5, 2); runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = run_program(sys.executable, "-c", script, project / ENTRIES[0])
+    assert done.returncode == 2 and "and a job needs 3.6 or newer" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,103 @@
+"""How a job runs its commands, and what a signal does to them."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from mamba_fsdp.launch.supervisor import StopAsked, Supervisor, TooLate, written_until
+from tests.support.processes import wait_until
+
+SLEEPS = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"]
+PARENT = "import os, signal, sys; os.kill(os.getppid(), signal.{}); exec(sys.argv[1])"
+
+
+def tells_parent(number, then):
+    """A command that sends this process a signal, then runs a piece of Python."""
+    return [sys.executable, "-c", PARENT.format(number.name), then]
+
+
+@pytest.fixture
+def supervisor():
+    """A Supervisor that takes SIGUSR1; the process has its own handlers again after the test."""
+    numbers = (signal.SIGUSR1, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    supervisor = Supervisor()
+    supervisor.listen(
+        {signal.SIGUSR1: supervisor.ask_to_stop, signal.SIGALRM: supervisor.give_up_waiting}
+    )
+    yield supervisor
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if supervisor.child:
+        supervisor.send(signal.SIGKILL)
+        supervisor.child.wait()
+
+
+@pytest.mark.parametrize("code, seen", [(0, 0), (3, 3), ("signal.SIGKILL", 137)])
+def test_an_exit_code_is_the_shells(supervisor, code, seen):
+    program = f"import os, signal, sys; sys.exit({code})" if code != "signal.SIGKILL" else ""
+    program = program or f"import os, signal; os.kill(os.getpid(), {code})"
+    assert supervisor.run([sys.executable, "-c", program]) == seen
+
+
+def test_a_request_ends_a_command_that_is_no_training_at_once(supervisor):
+    """And no other begins."""
+    with pytest.raises(StopAsked):
+        supervisor.run(tells_parent(signal.SIGUSR1, "import time; time.sleep(600)"))
+    assert supervisor.asked == "USR1" and supervisor.last_code == 143
+    with pytest.raises(StopAsked):
+        supervisor.output_of(["true"])
+
+
+def test_a_request_while_nothing_runs_is_not_lost(supervisor):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(StopAsked):
+        supervisor.run(["true"])
+    asked = []
+    assert supervisor.run_training(["true"], lambda: asked.append(1)) == 0
+    assert asked == [1]
+
+
+def test_a_training_ends_in_its_own_time(supervisor, tmp_path):
+    """It is asked by a file, once, however often the signal comes."""
+    file = tmp_path / "STOP"
+    wait = f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.02)"
+    wait += "\nos.kill(os.getppid(), signal.SIGUSR1); time.sleep(0.2); sys.exit(5)"
+    with written_until(str(file), lambda: "SIGUSR1\n") as ask:
+        assert supervisor.run_training(tells_parent(signal.SIGUSR1, wait), ask) == 5
+        assert file.read_text() == "SIGUSR1\n"
+    assert not list(tmp_path.iterdir()), "the next start would take it for its own"
+
+
+def test_a_request_is_written_once_the_storage_lets_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("mamba_fsdp.launch.supervisor.SECONDS_BETWEEN_TRIES", 0.05)
+    file = tmp_path / "not yet" / "STOP"
+    with written_until(str(file), lambda: "SIGTERM\n") as ask:
+        ask()
+        time.sleep(0.2)
+        file.parent.mkdir()
+        wait_until(file.exists)
+
+
+def test_nobody_writes_it_when_all_is_over(tmp_path):
+    """A folder that appears later stays empty."""
+    folder = tmp_path / "not yet"
+    with written_until(str(folder / "STOP"), lambda: "") as ask:
+        ask()
+    folder.mkdir()
+    time.sleep(0.1)
+    assert not list(folder.iterdir())
+
+
+def test_a_training_that_does_not_end_is_not_waited_for(supervisor):
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(TooLate):
+        supervisor.run_training(SLEEPS, lambda: None)
+
+
+def test_no_signal_of_the_terminal_reaches_a_command(supervisor):
+    session = supervisor.output_of([sys.executable, "-c", "import os; print(os.getsid(0))"])
+    assert int(session) == supervisor.last_pid != os.getsid(0)
