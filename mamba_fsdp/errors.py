@@ -4,6 +4,7 @@ torchrun reads."""
 import difflib
 import json
 import os
+import shlex
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +55,15 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's message: some libraries write pages."""
     message = str(error).strip() or type(error).__name__
     return message.splitlines()[0]
+
+
+def import_command(source: str | Path, out: str = "OUT") -> str:
+    """Returns the command that makes a token store from `source`, as the user of this environment types it: an
+    image has no .venv."""
+    program = (
+        "sbatch 2.tokenize.sbatch" if os.environ.get("IMAGE") else ".venv/bin/python get_dataset.py"
+    )
+    return f"{program} {shlex.quote(str(source))} {out}"
 
 
 def near_name(

@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import os
-import shlex
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mamba_fsdp.data.source import Tokens
-from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.errors import UserError, import_command, near_name
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.formats import TOKEN_STORE
 from mamba_fsdp.storage.patience import exists, retry_io, sync_folder
@@ -373,7 +372,7 @@ def _why_no_store(folder: Path) -> str:
         return f"{folder}: an unfinished token store (no index.json); run its get_dataset.py command again"
     return (
         f"{folder}: not a token store (no index.json), which training reads. Make one from text or token ids with: "
-        f".venv/bin/python get_dataset.py {shlex.quote(str(folder))} OUT"
+        + import_command(folder)
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mamba_fsdp.data.corpus import prepare_hub
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import UserError, first_line, import_command
 from mamba_fsdp.fields import whole_number
 from mamba_fsdp.storage.patience import write_atomically
 from mamba_fsdp.storage.typed_json import write_object
@@ -197,7 +197,7 @@ def check_tokenizer(
 def import_with(tokenizer: Path | None) -> str:
     """Returns advice for data that exceeds a model's vocabulary. tokenizer: the model's, None if none is known."""
     return (
-        "import the data with the model's tokenizer: .venv/bin/python get_dataset.py INPUT OUT "
+        f"import the data with the model's tokenizer: {import_command('INPUT')} "
         f"--tokenizer={tokenizer or 'FOLDER'}"
     )
 

@@ -1,7 +1,7 @@
-"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, a file STOP in the run folder, or the caller's
-function that gets its records. The run ends its step, commits a checkpoint and exits. Under nohup,
-SIGHUP (the terminal closed) is ignored and training continues. A STOP file from before a start is meant
-for an earlier run; 1.train.sbatch or verbs/train.py removes it."""
+"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, a file STOP in the run folder or in that of this
+start, or the caller's function that gets its records. The run ends its step, commits a checkpoint and
+exits. Under nohup, SIGHUP (the terminal closed) is ignored and training continues. A STOP file from before
+a start was meant for an earlier one; rank 0 removes it once it holds the run folder."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run.names import STOP
+from mamba_fsdp.run.names import OLD_STOP, START, STOP, stop_mark
 
 OnRecord = Callable[[dict], object]
 SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: each look is a round trip to a shared disk
@@ -22,7 +22,8 @@ SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: each look is a round trip to a 
 
 class StopRequest:
     """The requests to stop that reach this rank. `reason` is "" until there is one. Only rank 0
-    looks for the STOP file, whose text is the reason.
+    looks for STOP files, whose text is the reason: the user's in the run folder, and the launcher's in the
+    folder of this start. Enter it as the holder of the run folder.
 
     on_record: the caller's function, which gets each record of the metrics and asks the run to stop by
     returning something true."""
@@ -35,11 +36,17 @@ class StopRequest:
         self.next_look = 0.0
         # Under torchrun, the launcher announces the stop.
         self.announces = on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ
-        self.file: Path | None = None
+        self.run_folder = run_folder
+        self.files: list[Path] = []
         if on_rank0:
-            self.file = run_folder / STOP
+            self.files.append(run_folder / STOP)
+            if START in os.environ:
+                self.files.append(Path(os.environ[START], STOP))
+        self.old = os.environ.get(OLD_STOP, stop_mark(str(run_folder)))
 
     def __enter__(self) -> "StopRequest":
+        if self.old and stop_mark(str(self.run_folder)) == self.old:
+            self._remove_users_file()
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signals.append(signal.SIGHUP)
@@ -51,9 +58,13 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        if self.file and kind is None:  # after a failure, it keeps the launcher from restarting
+        if kind is None:  # after a failure, it keeps the launcher from restarting
+            self._remove_users_file()
+
+    def _remove_users_file(self) -> None:
+        if self.files:
             with contextlib.suppress(OSError):
-                self.file.unlink()
+                self.files[0].unlink()
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
@@ -76,8 +87,8 @@ class StopRequest:
 
     def look(self) -> bool:
         """Returns whether this rank has been asked to stop."""
-        if self.file and not self.reason and time.monotonic() >= self.next_look:
-            self.reason = _why(self.file)
+        if self.files and not self.reason and time.monotonic() >= self.next_look:
+            self.reason = next(filter(None, map(_why, self.files)), "")
             self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
         return bool(self.reason)
 

@@ -14,14 +14,13 @@ Its results are printed, and kept as lm_eval_TIME.json if MODEL is a run folder.
 """
 
 import importlib.util
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mamba_fsdp.data.store import SPLITS, is_store, near_path
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, import_command
 from mamba_fsdp.fields import setting
 from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
@@ -129,7 +128,7 @@ def stores_in(data: str, model: str) -> dict[str, Path]:
         if not tokenizer.is_dir():
             tokenizer = Path("PATH")
         raise UserError(
-            f"{data} is not a token store. Make one from text: .venv/bin/python get_dataset.py {shlex.quote(data)} OUT "
+            f"{data} is not a token store. Make one from text: {import_command(data)} "
             f"--tokenizer={tokenizer} --validation_fraction=0; then evaluate OUT/train"
         )
     return stores

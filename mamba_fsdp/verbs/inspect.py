@@ -7,14 +7,13 @@ config.json by its tensors), a token store, or input for get_dataset.py.
 
 import json
 import math
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from mamba_fsdp.data.corpus import find_files, kind_of
 from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path, split_in
 from mamba_fsdp.data.tokenizer import load_words
-from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.errors import UserError, counted, import_command
 from mamba_fsdp.fields import setting
 from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import title
@@ -107,8 +106,7 @@ def is_input(place: Path) -> bool:
 
 def show_input(path: Path) -> None:
     files = find_files(str(path), DatasetConfig())
-    command = f".venv/bin/python get_dataset.py {shlex.quote(str(path))} OUT"
-    say("data", f"{counted(len(files), 'file')}, which {command} imports")
+    say("data", f"{counted(len(files), 'file')}, which {import_command(path)} imports")
 
 
 def show_model(path: Path) -> None:

@@ -1,7 +1,6 @@
 """The command of kubernetes/trainjob.yaml, run for real: processes of this machine stand for the nodes, with a rank each,
 and find the variables that Trainer 2.3 sets for its policy `torch`."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mamba_fsdp.launch import machine, node
-from mamba_fsdp.launch.failures import Failure
+from mamba_fsdp.launch.failures import Failure, first_failure
+from mamba_fsdp.run import names
 from mamba_fsdp.run.records import ELSEWHERE, write_status
 from tests.kubernetes import manifests
 from tests.support.corpora import write_store
@@ -91,20 +91,20 @@ def test_a_mistake_ends_the_node_with_2(start_nodes, tmp_path):
     code, said = finish(process)
     assert code == 2
     assert said.splitlines()[-1].startswith("error: num_steps=ten"), said
-    assert list(tmp_path.glob("runs/mine/failures/none/*.json")), "for the other nodes"
+    assert list(tmp_path.glob("runs/mine/starts/none/*.json")), "for the other nodes"
 
 
 def test_nodes_without_a_number_of_their_start_share_what_failed_first(tmp_path, capsys):
-    folder = tmp_path / "failures" / node.NO_ID
-    folder.mkdir(parents=True)
+    folder = tmp_path / names.STARTS / node.NO_ID
     failure = Failure("a", 3, exit_code=74, was_killed=False, time=2.0, reason="error: no more")
-    node.leave(folder / "a.json", json.dumps(failure.__dict__))
-    assert node.conclude(tmp_path, folder, failure, has_own_words=False) == 74
+    node.leave(folder / "a.json", failure.__dict__)
+    assert first_failure(folder) == failure
+    outcome = node.outcome_of(tmp_path, folder, failure, has_own_words=False)
+    assert node.print_outcome(outcome) == 74
     assert capsys.readouterr().err == "rank 3 on a failed first.\nerror: no more\n"
     (tmp_path / "STOP").touch()
-    assert node.conclude(tmp_path, folder, failure, has_own_words=False) == 2, (
-        "no start shall forget STOP"
-    )
+    outcome = node.outcome_of(tmp_path, folder, failure, has_own_words=False)
+    assert node.print_outcome(outcome) == 2, "no start may forget STOP"
     assert "not started again, since the file STOP asked" in capsys.readouterr().err
 
 
@@ -117,12 +117,11 @@ def test_nodes_without_a_number_of_their_start_share_what_failed_first(tmp_path,
         ("finished", "", 0),
     ],
 )
-def test_a_node_is_done_where_the_run_is_over_or_a_file_stopped_it(
-    tmp_path, status, reason, expected
-):
+def test_a_node_is_done_if_the_run_is_over_or_a_file_stopped_it(tmp_path, status, reason, expected):
     write_status(tmp_path, status, 3, reason)
-    folder = tmp_path / "failures" / node.NO_ID
-    assert node.conclude(tmp_path, folder, None, has_own_words=False) == expected
+    folder = tmp_path / names.STARTS / node.NO_ID
+    outcome = node.outcome_of(tmp_path, folder, None, has_own_words=False)
+    assert node.print_outcome(outcome) == expected
     assert not folder.exists(), "nothing failed"
 
 

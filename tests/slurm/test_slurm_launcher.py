@@ -206,16 +206,88 @@ def test_a_finished_job_does_not_wait_for_a_node_whose_step_was_killed(start_clu
     assert "srun: StepId=1.1 task 1: running" in log(project, job), "srun says whom it misses"
 
 
-def test_a_killed_launcher_leaves_no_error_and_is_named(start_cluster, project):
+def test_ranks_start_again_in_place_after_a_launcher_was_killed(start_cluster, project):
+    """It can't say why; the job keeps its nodes and containers."""
     cluster = start_cluster()
     job = cluster.submit(project, RUN, FOR_EVER)
-    wait_for_training(cluster, project)
+    checkpoint = project / "runs/a/checkpoints/step_00000005/COMMIT"
+    cluster.wait_until(checkpoint.exists, "a checkpoint is committed")
     kill = ["pkill", "-KILL", "-f", "training.py"]  # its rank too, which would end with it
+    subprocess.run(cluster.command(*kill, on="node2"), check=True)
+    said = "restarts   the ranks after the loss of a launcher, which was killed"
+    cluster.wait_until(lambda: said in log(project, job), said)
+    cluster.wait_until(lambda: len(steps_of_starts(project)) == 2, "rank 0 has begun again")
+    assert cluster.state(job) == "RUNNING" and cluster.restarts(job) == 0
     subprocess.run(cluster.command(*kill, on="node2"), check=True)
     said = "queued again, to resume from step_00000005\nerror: a launcher was killed by SIGKILL"
     cluster.wait_until(
         lambda: said in re.sub(r"step_\d+", "step_00000005", log(project, job)), said
     )
+
+
+@pytest.mark.parametrize("node", ["node1", "node2"])
+def test_a_node_that_shuts_down_in_good_order_does_not_end_the_run(start_cluster, project, node):
+    """Its launcher gets SIGTERM, and the job is queued again: nobody has asked for the run's end."""
+    cluster = start_cluster()
+    job = cluster.submit(project, RUN, "--num_steps=20", env={"FAKE": "held"})
+    wait_for_training(cluster, project)
+    kill = ["pkill", "-TERM", "-f", "mamba_fsdp.launch.node"]
+    subprocess.run(cluster.command(*kill, on=node), check=True)
+    assert cluster.wait_for_end(job) == "COMPLETED", log(project, job)
+    assert cluster.restarts(job) == 1 and "STOP" not in log(project, job)
+    assert log(project, job).splitlines()[-1] == f"finished: {project}/runs/a"
+
+
+def test_a_time_limit_that_leaves_no_time_is_refused(start_cluster, project):
+    """Slurm sends USR1 at once: the job would be queued again for ever."""
+    cluster = start_cluster()
+    job = cluster.submit(project, RUN, FOR_EVER, options=["--time=5"])
+    assert cluster.wait_for_end(job) == "FAILED" and cluster.restarts(job) == 0
+    said = log(project, job)
+    assert "before the time limit, which leaves no time to train" in said, said
+    assert not list((project / "logs").glob("restarts_*"))
+
+
+def test_jobs_that_cannot_train_are_told_why(start_cluster, project):
+    """Of a heterogeneous job each part has nodes of its own. A shell that a user holds open shares its node."""
+    cluster = start_cluster()
+    parts = ["sbatch", "--parsable", "--nodes=1", ":", "--nodes=1", "1.train.sbatch", RUN]
+    job = cluster.run(*parts, cwd=project).split()[-1]
+    assert cluster.wait_for_end(job) == "FAILED"
+    assert "error: this is a heterogeneous job (sbatch ... : ...)" in log(project, job)
+    shell = ["srun", "--exclusive", "--nodes=1", "./1.train.sbatch", RUN, "--num_steps=2"]
+    said = cluster.run(*shell, cwd=project)
+    assert said.splitlines()[-1] == f"finished: {project}/runs/a"
+
+
+@pytest.mark.parametrize("option", ["--mem=1000", "--mem-per-cpu=100", "--mem-per-gpu=100"])
+def test_memory_may_be_asked_for_in_any_way(start_cluster, project, option):
+    cluster = start_cluster(gpus=1)
+    cluster.submit(project, RUN, options=["--test-only", option])
+
+
+def test_two_jobs_of_one_run_that_start_together_do_not_disturb_each_other(start_cluster, project):
+    """Each judges its own nodes by their own answers; STOP is for the one that trains."""
+    cluster = start_cluster(nodes=4)
+    shared = [cluster.submit(project, RUN, "--num_steps=20") for _ in range(2)]
+    assert [cluster.wait_for_end(job) for job in shared] == ["COMPLETED", "COMPLETED"]
+    for job in shared:
+        said = log(project, job)
+        assert "no answer" not in said and "the node is down" not in said, said
+    assert not (project / "runs/a/starts").exists()
+
+
+def test_scancel_while_the_job_makes_its_data_ends_it_at_once(start_cluster, project):
+    cluster = start_cluster(extra_config="KillWait=400")
+    slow = "import os, time\nopen('begun', 'w').close()\ntime.sleep(600)\n"
+    (project / "get_dataset.py").write_text(slow)
+    job = cluster.submit(project, RUN)
+    cluster.wait_until((project / "begun").exists, "the data is being made")
+    cluster.run("scancel", job)
+    assert cluster.wait_for_end(job) == "CANCELLED"
+    cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the job has left its nodes")
+    assert "ended at start by Slurm or by hand" in log(project, job)
+    assert not list((project / "logs").glob("restarts_*"))
 
 
 def test_a_node_that_sees_another_version_of_the_project_is_named(start_cluster, project, tmp_path):

@@ -40,8 +40,8 @@ if os.environ.get("HELD") and not os.environ.get("SLURM_RESTART_COUNT"):
 
     def look_or_wait(request):
         looks.append(request)
-        if request.file and len(looks) > 5:
-            while not request.file.exists():
+        if request.files and len(looks) > 5:
+            while not any(file.exists() for file in request.files):
                 time.sleep(0.05)
             request.next_look = 0.0  # it looks now, not up to a second and hundreds of steps later
         return look(request)
