@@ -43,7 +43,7 @@ def container_options(image: str, start: str, folders: Iterable[str]) -> List[st
         return []
     options = [
         "--container-image=" + image,
-        "--container-name={}{}:no_exec".format(NAME, start),
+        f"--container-name={NAME}{start}:no_exec",
         "--container-mounts=" + list_of_mounts([PROJECT, *folders]),
         "--container-workdir=" + PROJECT,
         "--no-container-mount-home",
@@ -65,19 +65,17 @@ def list_of_mounts(paths: Iterable[str]) -> str:
             continue
         if not os.path.exists(path):
             raise Mistake(
-                "there is no {} on {}, which a setting or MOUNTS names".format(
-                    path, socket.gethostname()
-                )
+                f"there is no {path} on {socket.gethostname()}, which a setting or MOUNTS names"
             )
         mount = nearest_mount(path)
         if not _is_covered(mount, covered):
             mounts.append(mount)
         covered.add(_plain(mount))
-    listed = ",".join("{0}:{0}".format(mount) for mount in mounts)
+    listed = ",".join(f"{mount}:{mount}" for mount in mounts)
     if len(listed) >= LONGEST_LIST:
         raise Mistake(
-            "symbolic links lead to {} folders, such as {}: a container can't mount so many; name one that "
-            "they lie in: MOUNTS=FOLDER".format(len(mounts), mount)
+            f"symbolic links lead to {len(mounts)} folders, such as {mount}: a container can't mount so many; name one that "
+            "they lie in: MOUNTS=FOLDER"
         )
     return listed
 
@@ -92,8 +90,8 @@ def nearest_mount(path: str) -> str:
             break
     if not os.path.isfile(mount) and is_of_image(mount):
         raise Mistake(
-            "{}: the container would need {}, which is the image's own (no mount has a space or one of "
-            ",:#$`\"'\\ in its name); move or rename it".format(path, mount)
+            f"{path}: the container would need {mount}, which is the image's own (no mount has a space or one of "
+            ",:#$`\"'\\ in its name); move or rename it"
         )
     return mount
 
@@ -142,11 +140,11 @@ def folders_behind_links(paths: Iterable[str]) -> List[str]:
             if can_mount(target):
                 targets.append(target)
             else:
-                astray.append("{} -> {}".format(link, target))
+                astray.append(f"{link} -> {target}")
     if astray:
         say(
-            "warning: the container can't follow {}: this leads nowhere or into the image's own folders "
-            "(such links: {})".format(astray[0], len(astray))
+            f"warning: the container can't follow {astray[0]}: this leads nowhere or into the image's own folders "
+            f"(such links: {len(astray)})"
         )
     return folders
 

@@ -88,10 +88,10 @@ def _decide_asked(ending: Ending) -> Decision:
     )
     if ending.asked == "USR1" and leaves_no_time:
         sentence = (
-            "error: Slurm asked to stop {:.0f} s after the start and {:.0f} s before the time limit, which leaves "
+            f"error: Slurm asked to stop {ending.seconds_run:.0f} s after the start and {ending.seconds_left:.0f} s before the time limit, which leaves "
             "no time to train; sbatch the same command with a longer --time, or with a shorter notice, as in "
             "--signal=B:USR1@60"
-        ).format(ending.seconds_run, ending.seconds_left)
+        )
         return Decision(Action.END, MISTAKE, sentence, forgets=True)
     return _queue_again(ending)
 
@@ -100,9 +100,9 @@ def _queue_again(ending: Ending) -> Decision:
     """Returns that the job is queued again, or that it gives up if its starts make no progress."""
     if ending.restarts >= ending.max_restarts and ending.newest == ending.newest_before:
         sentence = (
-            "error: gave up after {} restarts without a checkpoint newer than {} (MAX_RESTARTS={}); fix the "
+            f"error: gave up after {ending.restarts} restarts without a checkpoint newer than {ending.newest} (MAX_RESTARTS={ending.max_restarts}); fix the "
             "cause, then sbatch the same command to resume"
-        ).format(ending.restarts, ending.newest, ending.max_restarts)
+        )
         return Decision(Action.END, 1, sentence, forgets=True)
     return Decision(Action.QUEUE_AGAIN, 0, "queued again, to resume from " + ending.newest)
 

@@ -51,7 +51,7 @@ def say(text: str = "") -> None:
 def say_error(text: str) -> None:
     """Prints an error's line to stderr."""
     try:
-        os.write(2, os.fsencode("error: {}\n".format(text)))
+        os.write(2, os.fsencode(f"error: {text}\n"))
     except OSError:
         pass
 
@@ -89,21 +89,19 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
     for name in ("PROCESSES_PER_NODE", "GPUS_PER_NODE"):
         value = environ.get(name) or "1"
         if not value.isdigit() or int(value) == 0:
-            raise Mistake("{}={}: expected 1 or more".format(name, value))
+            raise Mistake(f"{name}={value}: expected 1 or more")
     ranks = environ.get("PROCESSES_PER_NODE")
     gpus = environ.get("GPUS_PER_NODE")
     if ranks and gpus and ranks != gpus:
         raise Mistake(
-            "GPUS_PER_NODE={} and PROCESSES_PER_NODE={} mean the same; give one of them".format(
-                gpus, ranks
-            )
+            f"GPUS_PER_NODE={gpus} and PROCESSES_PER_NODE={ranks} mean the same; give one of them"
         )
     max_restarts = environ.get("MAX_RESTARTS") or "3"
     if not max_restarts.isdigit():
-        raise Mistake("MAX_RESTARTS={}: expected a number".format(max_restarts))
+        raise Mistake(f"MAX_RESTARTS={max_restarts}: expected a number")
     profile = environ.get("PROFILE", "")
     if profile not in ("", "torch", "nsys"):
-        raise Mistake("PROFILE={}: choose torch or nsys".format(profile))
+        raise Mistake(f"PROFILE={profile}: choose torch or nsys")
     return Variables(environ.get("IMAGE", ""), read_mounts(environ), profile, int(max_restarts))
 
 
@@ -116,16 +114,12 @@ def read_mounts(environ: Mapping[str, str]) -> List[str]:
             continue
         if not mount.startswith("/"):
             raise Mistake(
-                "MOUNTS, DATA_PATH or FSX_MOUNT: {}: expected the whole path of a folder".format(
-                    mount
-                )
+                f"MOUNTS, DATA_PATH or FSX_MOUNT: {mount}: expected the whole path of a folder"
             )
         folder, _, inside = mount.partition(":")
         if inside not in ("", folder):
             raise Mistake(
-                "MOUNTS or FSX_MOUNT: {}: in the container each folder has its own name; write {}:{}".format(
-                    mount, folder, folder
-                )
+                f"MOUNTS or FSX_MOUNT: {mount}: in the container each folder has its own name; write {folder}:{folder}"
             )
         folders.append(folder)
     return folders
@@ -136,11 +130,9 @@ def choose_venv() -> Environment:
     venv = os.path.join(PROJECT, ".venv")
     python = os.path.join(venv, "bin", "python")
     if not os.access(python, os.X_OK):
-        raise Mistake("there is no environment in {}; make it: ./0.create_env.sh".format(venv))
+        raise Mistake(f"there is no environment in {venv}; make it: ./0.create_env.sh")
     if not os.path.isfile(os.path.join(venv, ".complete")):
-        raise Mistake(
-            "the environment {} is incomplete; make it again: ./0.create_env.sh".format(venv)
-        )
+        raise Mistake(f"the environment {venv} is incomplete; make it again: ./0.create_env.sh")
     return Environment(python, "")
 
 
@@ -153,14 +145,14 @@ def choose_environment(named: str) -> Environment:
         return Environment("python3", image)
     if named:
         raise Mistake(
-            "IMAGE={}: there is no such file ({}); build it (docs/image.md), or unset IMAGE to use "
-            ".venv".format(named, image)
+            f"IMAGE={named}: there is no such file ({image}); build it (docs/image.md), or unset IMAGE to use "
+            ".venv"
         )
     if os.path.lexists(os.path.join(PROJECT, ".venv")):
         return choose_venv()
     raise Mistake(
-        "there is neither an image ({}) nor an environment ({}/.venv); build an image (docs/image.md) "
-        "or make the environment: ./0.create_env.sh".format(image, PROJECT)
+        f"there is neither an image ({image}) nor an environment ({PROJECT}/.venv); build an image (docs/image.md) "
+        "or make the environment: ./0.create_env.sh"
     )
 
 
@@ -171,17 +163,15 @@ def check_image(image: str) -> None:
             superblock = file.read(SUPERBLOCK_BYTES)
     except OSError:
         raise Mistake(
-            "the image {} can't be read by {}: chmod a+r it".format(image, getpass.getuser())
+            f"the image {image} can't be read by {getpass.getuser()}: chmod a+r it"
         ) from None
     if superblock[:4] != b"hsqs":
         raise Mistake(
-            "{} is no squashfs image; make it with enroot import (docs/image.md), or copy it again".format(
-                image
-            )
+            f"{image} is no squashfs image; make it with enroot import (docs/image.md), or copy it again"
         )
     is_short = len(superblock) < SUPERBLOCK_BYTES
     if is_short or os.stat(image).st_size < struct.unpack("<Q", superblock[40:])[0]:
-        raise Mistake("the image {} was cut short; copy it again".format(image))
+        raise Mistake(f"the image {image} was cut short; copy it again")
 
 
 def python_for_settings() -> Optional[str]:

@@ -69,12 +69,12 @@ def await_end_of_container() -> None:
 def containers_processes(job: str) -> List[int]:
     """Returns the processes of a job that see other mounts than this process does, as those in a container."""
     own = os.readlink("/proc/self/ns/mnt")
-    mark = "SLURM_JOB_ID={}".format(job).encode()
+    mark = f"SLURM_JOB_ID={job}".encode()
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            is_inside = os.readlink("/proc/{}/ns/mnt".format(pid)) != own
-            with open("/proc/{}/environ".format(pid), "rb") as environ:
+            is_inside = os.readlink(f"/proc/{pid}/ns/mnt") != own
+            with open(f"/proc/{pid}/environ", "rb") as environ:
                 if is_inside and mark in environ.read().split(b"\0"):
                     found.append(int(pid))
         except OSError:  # another user's, or it has ended
@@ -108,7 +108,7 @@ def work_of(session: int) -> str:
     lines = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open("/proc/{}/stat".format(pid)) as stat:
+            with open(f"/proc/{pid}/stat") as stat:
                 line = stat.read()
         except OSError:
             continue

@@ -63,7 +63,7 @@ class LocalTraining:
         self.plan = plan
         self.profile = profile
         self.supervisor = Supervisor()
-        self.folder = StartFolder(plan.run_folder, "here_{}".format(os.getpid()))
+        self.folder = StartFolder(plan.run_folder, f"here_{os.getpid()}")
         self.status_before = self.status()
         self.interrupts = 0
         self.was_killed = False  # the launcher, since the user did not want to wait
@@ -92,7 +92,7 @@ class LocalTraining:
 
     def reason(self) -> str:
         """Returns why the ranks are asked to stop: status.json keeps it."""
-        return "SIG{}\n".format(self.supervisor.asked)
+        return f"SIG{self.supervisor.asked}\n"
 
     def make_data(self) -> int:
         """Makes the built-in data if the training needs it. Returns an exit code."""
@@ -128,7 +128,7 @@ class LocalTraining:
     def run_launcher(self, command: List[str]) -> int:
         """Returns the launcher's exit code, after removing what it leaves if it is killed."""
         code = self.supervisor.run_training(command, self.ask)
-        left = "mamba-train-{}-*".format(self.supervisor.last_pid)
+        left = f"mamba-train-{self.supervisor.last_pid}-*"
         for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), left)):
             shutil.rmtree(folder, ignore_errors=True)
         return code

@@ -22,5 +22,5 @@ def launcher_of(python: str, run_folder: str, profile: str, start: str) -> List[
         return launcher
     folder = os.path.join(run_folder, PROFILE)
     os.makedirs(folder, exist_ok=True)
-    output = "--output={}/nsys_{}_%h".format(folder, start)
+    output = f"--output={folder}/nsys_{start}_%h"
     return ["nsys", "profile", "--trace=cuda,nvtx", output, *launcher]

@@ -32,9 +32,7 @@ class Answer(NamedTuple):
 def read_plan(python: str, words: List[str]) -> Answer:
     """Returns what the settings in `words` mean, as this Python finds out. stdout is the user's: of a help page."""
     reading, writing = os.pipe()
-    process = subprocess.Popen(
-        [python, *MODULE, "/dev/fd/{}".format(writing), *words], pass_fds=[writing]
-    )
+    process = subprocess.Popen([python, *MODULE, f"/dev/fd/{writing}", *words], pass_fds=[writing])
     os.close(writing)
     try:
         with open(reading) as answer:

@@ -31,7 +31,7 @@ class Job(NamedTuple):
     @property
     def start(self) -> str:
         """Names this start of the job, as in 77.0."""
-        return "{}.{}".format(self.number, self.restart)
+        return f"{self.number}.{self.restart}"
 
 
 def is_in_job() -> bool:
@@ -67,8 +67,8 @@ def check_gpus(job: Job) -> None:
     if len({gpus for _, gpus in assigned}) > 1:
         listed = ", ".join(" ".join(pair) for pair in assigned)
         raise Mistake(
-            "the nodes have different GPUs ({}); choose one kind: --partition, --constraint, "
-            "--exclude".format(listed)
+            f"the nodes have different GPUs ({listed}); choose one kind: --partition, --constraint, "
+            "--exclude"
         )
 
 
@@ -77,7 +77,7 @@ def check_images_run(image: str) -> None:
     if "--container-image" not in answer_of("srun", "--help"):
         raise Mistake(
             "this Slurm runs no images, since its plugin Pyxis is not switched on: docs/image.md says how; "
-            "without an image: rename {}, then ./0.create_env.sh".format(image)
+            f"without an image: rename {image}, then ./0.create_env.sh"
         )
 
 
@@ -88,7 +88,7 @@ def on_all_nodes(job: Job) -> List[str]:
     # A step sees no GPU unless it asks, even where --exclusive gave the job all of them.
     gpus = os.environ.get("SLURM_GPUS_ON_NODE")
     if gpus:
-        srun.append("--gpus-per-node={}".format(gpus))
+        srun.append(f"--gpus-per-node={gpus}")
     if os.path.isdir(HYPERPOD_FOLDER):
         srun.append("--auto-resume=1")  # HyperPod replaces a broken node and starts this step again
     return srun
@@ -96,7 +96,7 @@ def on_all_nodes(job: Job) -> List[str]:
 
 def on_first_node(job: Job) -> List[str]:
     """Returns the srun that starts a command on the job's first node."""
-    return _srun(1) + ["--nodelist={}".format(job.nodes[0])]
+    return _srun(1) + [f"--nodelist={job.nodes[0]}"]
 
 
 def beside_all(job: Job) -> List[str]:
@@ -106,7 +106,7 @@ def beside_all(job: Job) -> List[str]:
 
 def _srun(count: int, overlap: bool = False) -> List[str]:
     # --cpu-bind=none: Slurm would pin the node's only task, and all ranks in it, to one core.
-    srun = ["srun", "--nodes={}".format(count), "--ntasks={}".format(count)]
+    srun = ["srun", f"--nodes={count}", f"--ntasks={count}"]
     srun += ["--export=ALL", "--cpu-bind=none"]
     own_step = os.environ.get("SLURM_STEP_ID", "")
     if overlap or (own_step.isdigit() and int(own_step) < LAST_STEP_OF_A_USER):
@@ -117,7 +117,7 @@ def _srun(count: int, overlap: bool = False) -> List[str]:
 def meeting_place(job: Job) -> str:
     """Returns where the launchers of all nodes meet. A host name, never an address: a replaced node keeps
     its name."""
-    return "{}:{}".format(job.nodes[0], FIRST_PORT + int(job.number) % PORTS)
+    return f"{job.nodes[0]}:{FIRST_PORT + int(job.number) % PORTS}"
 
 
 def state(job: Job) -> str:
@@ -131,7 +131,7 @@ def state(job: Job) -> str:
 
 def jobs_of_this_user(states: str) -> Optional[Set[str]]:
     """Returns the numbers of this user's jobs in these states; None if a busy controller does not answer."""
-    me = "--user={}".format(os.getuid())
+    me = f"--user={os.getuid()}"
     answer = answer_of("squeue", "--noheader", me, "--states=" + states, "--format=%A")
     numbers = set(answer.split())
     return numbers or None  # this job at least is one of them
@@ -152,7 +152,7 @@ def seconds_run(job: Job) -> float:
 
 
 def _time(name: str, shown: str) -> Optional[float]:
-    found = re.search(r"\b{}=(\d+-\d+-\d+T\d+:\d+:\d+)".format(name), shown)
+    found = re.search(rf"\b{name}=(\d+-\d+-\d+T\d+:\d+:\d+)", shown)
     if not found:
         return None
     return datetime.strptime(found.group(1), "%Y-%m-%dT%H:%M:%S").timestamp()
@@ -179,7 +179,7 @@ def queue_again(job: Job) -> bool:
 
 def requeue(name: str) -> bool:
     """Returns whether Slurm has taken the job back into its queue."""
-    return os.system("scontrol requeue {}".format(name)) == 0
+    return os.system(f"scontrol requeue {name}") == 0
 
 
 def warn_of_little_memory(job: Job) -> None:
@@ -197,7 +197,5 @@ def warn_of_little_memory(job: Job) -> None:
     of_each = megabytes / len(job.nodes)
     if of_each < 0.9 * int(has.group(1)):
         say(
-            "warning: Slurm gives this job {:,.0f} MB of the {:,} that {} has; sbatch --mem=0 takes all".format(
-                of_each, int(has.group(1)), job.nodes[0]
-            )
+            f"warning: Slurm gives this job {of_each:,.0f} MB of the {int(has.group(1)):,} that {job.nodes[0]} has; sbatch --mem=0 takes all"
         )

@@ -62,7 +62,7 @@ def train_in_slurm(words: List[str], variables: Variables) -> int:
         with keeper(training.job, training.environment.image, training.seconds_for_removal):
             decision = training.run()
     except Mistake:
-        training.restarts.forget()
+        training.forget()
         raise
     if decision.action is Action.END or slurm.queue_again(training.job):
         return decision.exit_code
@@ -133,7 +133,7 @@ class SlurmTraining:
             ending = self.ending(ENDED)
         except GiveWay as trouble:
             if str(trouble):
-                say("error: {}".format(trouble))
+                say(f"error: {trouble}")
             ending = self.ending(trouble.code)
         return self.conclude(ending)
 
@@ -147,7 +147,7 @@ class SlurmTraining:
             return ENDED
         except GiveWay as trouble:
             if str(trouble):
-                say("error: {}".format(trouble))
+                say(f"error: {trouble}")
             return trouble.code
         finally:
             if self.folder:
@@ -235,9 +235,7 @@ class SlurmTraining:
             say(said.rstrip("\n"))
             raise SystemExit(answer.code)
         raise GiveWay(
-            "the settings could not be read on {}, though no mistake in them was found; see above".format(
-                self.job.nodes[0]
-            )
+            f"the settings could not be read on {self.job.nodes[0]}, though no mistake in them was found; see above"
         )
 
     def folders_of(self, plan: Plan) -> List[str]:
@@ -258,7 +256,7 @@ class SlurmTraining:
     def fail_to_write(self, plan: Plan) -> None:
         """Raises the error of a run folder that can't be written: at first a user's mistake, later trouble of the
         storage that may pass."""
-        sentence = "can't write to {} on {}".format(plan.run_folder, self.job.nodes[0])
+        sentence = f"can't write to {plan.run_folder} on {self.job.nodes[0]}"
         if self.job.restart == 0:
             raise Mistake("save_ckpt_path: " + sentence)
         raise GiveWay(sentence + ", as an earlier start of this job could")
@@ -316,7 +314,7 @@ class SlurmTraining:
         lines = [line for line in said.splitlines() if not line.startswith("srun: ")]
         last = lines[-1] if lines else "it says nothing"
         raise GiveWay(
-            "the tokenizer fails on {}: {}".format(self.job.nodes[0], last),
+            f"the tokenizer fails on {self.job.nodes[0]}: {last}",
             self.supervisor.last_code,
         )
 
@@ -350,7 +348,7 @@ class SlurmTraining:
             self.environment.python, plan.run_folder, self.variables.profile, self.job.start
         )
         launcher += [
-            "--nnodes={}".format(len(self.job.nodes)),
+            f"--nnodes={len(self.job.nodes)}",
             "--rdzv-backend=c10d",
             "--rdzv-id=" + self.job.start,
             "--rdzv-endpoint=" + slurm.meeting_place(self.job),
@@ -360,14 +358,12 @@ class SlurmTraining:
             "training.py",
             "--resolved=" + folder.settings,
         ]
-        bounds = ["--kill-on-bad-exit=1", "--wait={}".format(SECONDS_BEHIND)]
+        bounds = ["--kill-on-bad-exit=1", f"--wait={SECONDS_BEHIND}"]
         try:
             return self.supervisor.run_training(self.on_all_nodes(launcher, bounds), ask)
         except TooLate:
             say(
-                "{} s before the time limit: the training has not ended, and the job does not wait for it".format(
-                    LAST_SECONDS
-                )
+                f"{LAST_SECONDS} s before the time limit: the training has not ended, and the job does not wait for it"
             )
             return ENDED
 
@@ -417,7 +413,7 @@ class SlurmTraining:
 
     def reason(self) -> str:
         """Returns why the ranks are asked to stop: status.json keeps it."""
-        return "SIG{}\n".format(self.supervisor.asked)
+        return f"SIG{self.supervisor.asked}\n"
 
     # ------------------------------------------------------------------------------------------------ at the end
 
@@ -451,13 +447,17 @@ class SlurmTraining:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
         if decision.forgets:
-            self.restarts.forget()
-            if self.folder and decision.exit_code in (0, ENDED):
-                self.folder.remove()
+            self.forget()
         say(decision.sentence)
         if decision.shows_error:
             self.show_first_error(ending)
         return decision
+
+    def forget(self) -> None:
+        """Removes what the job keeps for its next start, and its folder in the run's."""
+        self.restarts.forget()
+        if self.folder:
+            self.folder.remove()
 
     def show_first_error(self, ending: Ending) -> None:
         """Prints the first error of all nodes, last, where a person looks first. After the loss of a node others fail
@@ -508,7 +508,7 @@ class RestartCount:
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self.file), exist_ok=True)
             with open(self.file, "w") as file:
-                file.write("{} {}\n".format(self.restarts, newest))
+                file.write(f"{self.restarts} {newest}\n")
 
     def forget(self) -> None:
         """Removes the file, after the job's last start."""

@@ -141,8 +141,8 @@ def processes_below(pid: int) -> List[int]:
     """Returns the processes that a process has started and that have not ended."""
     children = []
     with contextlib.suppress(OSError):
-        for task in os.listdir("/proc/{}/task".format(pid)):
-            with open("/proc/{}/task/{}/children".format(pid, task)) as file:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
                 children += [int(word) for word in file.read().split()]
     return children
 

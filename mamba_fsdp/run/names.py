@@ -82,4 +82,4 @@ def stop_mark(run: str) -> str:
         found = os.stat(os.path.join(run, STOP))
     except OSError:
         return ""
-    return "{}-{}".format(found.st_ino, found.st_mtime_ns)
+    return f"{found.st_ino}-{found.st_mtime_ns}"

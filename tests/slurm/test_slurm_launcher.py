@@ -207,7 +207,7 @@ def test_a_finished_job_does_not_wait_for_a_node_whose_step_was_killed(start_clu
 
 
 def test_ranks_start_again_in_place_after_a_launcher_was_killed(start_cluster, project):
-    """It can't say why; the job keeps its nodes and containers."""
+    """It can't say why; the job keeps its nodes and containers. When they do is held in test_decision.py."""
     cluster = start_cluster()
     job = cluster.submit(project, RUN, FOR_EVER)
     checkpoint = project / "runs/a/checkpoints/step_00000005/COMMIT"
@@ -218,11 +218,6 @@ def test_ranks_start_again_in_place_after_a_launcher_was_killed(start_cluster, p
     cluster.wait_until(lambda: said in log(project, job), said)
     cluster.wait_until(lambda: len(steps_of_starts(project)) == 2, "rank 0 has begun again")
     assert cluster.state(job) == "RUNNING" and cluster.restarts(job) == 0
-    subprocess.run(cluster.command(*kill, on="node2"), check=True)
-    said = "queued again, to resume from step_00000005\nerror: a launcher was killed by SIGKILL"
-    cluster.wait_until(
-        lambda: said in re.sub(r"step_\d+", "step_00000005", log(project, job)), said
-    )
 
 
 @pytest.mark.parametrize("node", ["node1", "node2"])
@@ -231,7 +226,7 @@ def test_a_node_that_shuts_down_in_good_order_does_not_end_the_run(start_cluster
     cluster = start_cluster()
     job = cluster.submit(project, RUN, "--num_steps=20", env={"FAKE": "held"})
     wait_for_training(cluster, project)
-    kill = ["pkill", "-TERM", "-f", "mamba_fsdp.launch.node"]
+    kill = ["pkill", "-TERM", "-f", "^/.*/python -m mamba_fsdp.launch.node"]
     subprocess.run(cluster.command(*kill, on=node), check=True)
     assert cluster.wait_for_end(job) == "COMPLETED", log(project, job)
     assert cluster.restarts(job) == 1 and "STOP" not in log(project, job)
