@@ -6,8 +6,7 @@ from pathlib import Path
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.charts import make_figure
-from mamba_fsdp.report.run_summary import name_runs, summarise_run
-from mamba_fsdp.report.tables import make_tables
+from mamba_fsdp.report.run_summary import RunSummary, name_runs, summarise_run
 from mamba_fsdp.storage.formats import timestamp
 
 PAGE = Path(__file__).with_name("page.html")
@@ -20,14 +19,22 @@ def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
     except ImportError:
         raise UserError("the report needs plotly: python -m pip install plotly") from None
     runs = [summarise_run(folder, name) for name, folder in zip(name_runs(folders), folders)]
+    records = [
+        {"name": run.name, "settings": run.settings, "events": run.events, **run.others}
+        for run in runs
+    ]
     content = {
         "made": timestamp(),
-        "runs": [run.name for run in runs],
+        "runs": records,
+        "differing": differing_settings(runs),
         "figure": make_figure(runs, tokenizers_differ),
-        "tables": make_tables(runs),
     }
     before, between, after = PAGE.read_text(encoding="utf-8").split("__CUT__")
-    no_tags = json.dumps(content, default=str).replace(
-        "<", "\\u003c"
-    )  # a text must not end <script>
+    no_tags = json.dumps(content, default=str).replace("<", "\\u003c")  # none may end <script>
     return before + get_plotlyjs() + between + no_tags + after
+
+
+def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
+    """Returns the names of the settings that are not the same in all of the runs."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    return [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]

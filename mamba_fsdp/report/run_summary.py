@@ -18,26 +18,15 @@ from mamba_fsdp.run.records import numbers_of, read, read_events, read_status
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a run was after each of some steps, the first of which is 0."""
-
-    steps: np.ndarray
-    tokens: np.ndarray
-    hours: np.ndarray  # of training, without validations and saves
-
-
-@dataclass(frozen=True)
 class RunSummary:
     """What the files of a run say. Of a run that still trains, or that was killed, some of it may be empty."""
 
     name: str
     metrics: dict[str, dict[int, float]]  # {metric: {step: value}}; NaN if it is not finite
-    last: dict[str, Any]  # the step of the last entry, and the latest value of each metric
-    samples: dict[int, Any]  # {step: the texts that the model wrote}
-    settings: dict[str, Any]  # by section.name
-    status: dict[str, Any]
+    settings: dict[str, Any]  # {section.name: value}
     events: list[dict]
-    checkpoints: list[int]  # steps
+    # status; last: the latest value of each metric; samples: {step: texts}; checkpoints: steps
+    others: dict[str, Any]
 
     def restarts(self) -> list[dict]:
         """Returns the events of all starts except the first."""
@@ -45,14 +34,16 @@ class RunSummary:
         return starts[1:]
 
     @cached_property
-    def progress(self) -> Progress:
-        """Returns the run's progress by its reports. It is computed once."""
+    def progress(self) -> dict[str, np.ndarray]:
+        """Returns {steps, tokens, hours}: how far the run was after each report; 0 comes first. The hours are those of
+        training, without validations and saves."""
         tokens = self.metrics.get("tokens", {})
         speeds = self.metrics.get("tokens_per_second", {})
-        counts = np.array([0.0, *tokens.values()])
-        hourly = [3600 * (speeds.get(step) or math.inf) for step in tokens]
-        hours = np.cumsum([0.0, *np.diff(counts) / hourly])
-        return Progress(np.array([0, *tokens]), counts, hours)
+        counts = np.array([0, *tokens.values()])
+        with np.errstate(all="ignore"):  # the file may hold any numbers
+            seconds = np.diff(counts) / [speeds.get(step, math.nan) for step in tokens]
+        hours = np.cumsum([0, *np.nan_to_num(seconds, posinf=0, neginf=0)]) / 3600
+        return {"steps": np.array([0, *tokens]), "tokens": counts, "hours": hours}
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
@@ -80,17 +71,14 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
         for metric, value in numbers_of(entry).items():
             column = metrics.setdefault(metric, {})
             column[entry["step"]] = math.nan if value is None else value
-    steps = [step_of(path.name) for path in committed(folder / CHECKPOINTS)]
-    return RunSummary(
-        name=name,
-        metrics=metrics,
-        last={"step": latest["step"], **numbers_of(latest)},
-        samples={entry["step"]: entry["samples"] for entry in entries if "samples" in entry},
-        settings=_read_settings(folder / SETTINGS),
-        status=read_status(folder),
-        events=read_events(folder),
-        checkpoints=[step for step in steps if step is not None],
-    )
+    others = {
+        "status": read_status(folder),
+        "last": {"step": latest["step"], **numbers_of(latest)},
+        "samples": {entry["step"]: entry["samples"] for entry in entries if "samples" in entry},
+        "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
+    }
+    settings = _read_settings(folder / SETTINGS)
+    return RunSummary(name, metrics, settings, read_events(folder), others)
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

@@ -51,11 +51,11 @@ def page_of(*runs, out):
 
 
 def content_of(page):
-    """What the page's script gets: {made, runs, figure, tables}."""
+    """What the page's script gets: {made, runs, differing, figure}."""
     return json.loads(re.search(r"^const \{.*\} = (\{.*\});$", page, re.MULTILINE)[1])
 
 
-def curves_of(content, run=0):
+def curves_of(content):
     """{a chart's title: {steps: values} of its curves}, without bands and restarts."""
     figure = content["figure"]
     curves = {}
@@ -65,7 +65,7 @@ def curves_of(content, run=0):
             dict(zip(trace["meta"]["steps"], trace["y"]))
             for trace in figure["data"]
             if f"{trace['yaxis']} domain" == title["yref"]
-            and trace["meta"]["run"] == run
+            and trace["meta"]["run"] == content["runs"][0]["name"]
             and "fill" not in trace
         ]
     return curves
@@ -92,7 +92,7 @@ def test_restarts_are_lines_over_the_first_chart(tmp_path):
     runs = [write_run(tmp_path / name, [4.0, 3.0]) for name in "ab"]
     data = content_of(page_of(*runs, out=tmp_path / "page.html"))["figure"]["data"]
     lines = [trace for trace in data if trace["yaxis"] == "y99"]
-    assert [trace["meta"]["run"] for trace in lines] == [0, 1]
+    assert [trace["meta"]["run"] for trace in lines] == ["a", "b"]
     for trace in lines:
         assert trace["meta"]["steps"] == [None, 20, 20, None] and trace["y"] == [None, 0, 1, None]
         assert trace["meta"]["tokens"][1] == 1280
@@ -102,36 +102,31 @@ def test_restarts_are_lines_over_the_first_chart(tmp_path):
         )
 
 
-def test_tables_say_what_differs_and_what_happened(tmp_path):
+def test_records_reach_the_page_and_settings_that_differ_are_named(tmp_path):
     runs = [write_run(tmp_path / f"run{seed}", [4.0, 3.0], seed) for seed in (1, 2)]
-    tables = content_of(page_of(*runs, out=tmp_path / "page.html"))["tables"]
-    assert tables["Settings that differ"] == [
-        {"setting": "training.seed", "run1": "1", "run2": "2"}
-    ]
-    assert {"setting": "data.dataset_path", "run1": EVIL, "run2": EVIL} in tables["All settings"]
+    content = content_of(page_of(*runs, out=tmp_path / "page.html"))
+    assert content["differing"] == ["training.seed"]
+    read = {"training.seed": 1, "training.kernels": "auto", "data.dataset_path": EVIL}
+    first = content["runs"][0]
+    assert first["name"] == "run1" and first["settings"] == read
+    assert first["status"] == {"status": "stopped", "step": 0}
     latest = {
-        "run": "run1",
-        "status": "stopped",
         "step": 20,
         "tokens": 1280,
         "loss": 3.0,
-        "restarts": 1,
+        "val_loss": 3.5,
+        f"source_epochs/{EVIL}": 0.25,
     }
-    assert latest.items() <= tables["Runs"][0].items()
-    assert [row["text"] for row in tables["Samples"][:2]] == [EVIL, "one\n  two"]
-    read = {"run": "run1", "source": EVIL, "tokens": 1280, "share": 1.0, "epochs": 0.25}
-    assert tables["Data"][0] == read
-    happened = tables["Starts, stops and what happened"]
-    assert [row["event"] for row in happened] == ["started"] * 4 and happened[1]["from"] == EVIL
-    kept = {"run": "run1", "step": 20, "bytes": 2500000, "seconds": 1.5}
-    assert kept.items() <= tables["Checkpoints"][0].items()
+    assert latest.items() <= first["last"].items()
+    assert first["samples"] == {"20": [EVIL, "one\n  two"]} and first["checkpoints"] == [20]
+    assert [event["event"] for event in first["events"]] == ["started", "started", "checkpoint"]
 
 
 def test_what_files_say_ends_no_script_of_the_page(tmp_path):
     name = EVIL.replace("/", "|")
     run = write_run(tmp_path / name, [4.0])
     page = page_of(run, out=tmp_path / "page.html")
-    assert content_of(page)["runs"] == [name] and "owned" in page
+    assert content_of(page)["runs"][0]["name"] == name
     assert not re.search(r"<[^>]*owned", page) and "<img" not in page.split("const { made")[1]
     assert page.count("</script>") == 2 and not re.search("(src|href)=", page.split("<script>")[0])
 
@@ -144,14 +139,17 @@ def test_a_long_curve_keeps_its_spikes_beside_its_means(tmp_path):
         "figure"
     ]
     band, means = [trace for trace in figure["data"] if trace["yaxis"] == "y"][:2]
-    assert len(means["y"]) == 500 and band["fill"] == "toself" and len(band["y"]) == 1000
-    assert means["meta"]["steps"][0] == 200 and means["meta"]["steps"][-1] == 100_000
+    size = 17  # 10,000 values in at most 600 points
+    assert len(means["y"]) == 589 and band["fill"] == "toself" and len(band["y"]) == 2 * 589
+    assert means["meta"]["steps"][0] == 10 * size and means["meta"]["steps"][-1] == 100_000
+    bucket = 3_141 // size
+    assert means["y"][bucket] == pytest.approx(np.mean(losses[bucket * size : (bucket + 1) * size]))
     at = band["y"].index(50.0)
-    assert band["meta"]["steps"][at] == 31_600  # the end of the bucket with step 31,420
-    assert means["y"][157] == pytest.approx(np.mean(losses[3140:3160]))
-    known = [loss for loss in losses[:20] if loss is not None]
+    assert band["meta"]["steps"][at] == means["meta"]["steps"][bucket]
+    known = [loss for loss in losses[:size] if loss is not None]
     assert means["y"][0] == pytest.approx(np.mean(known))
-    assert band["y"][0] == pytest.approx(losses[19])
+    assert band["y"][0] == pytest.approx(min(known))
+    assert means["y"][-1] == pytest.approx(np.mean(losses[588 * size :]))
     assert figure["layout"]["yaxis"]["range"][1] < 6  # the spike is not in the first view
 
 
