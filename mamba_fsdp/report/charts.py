@@ -45,8 +45,8 @@ def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> 
             text += "  per token of different tokenizers: not comparable"
         title = {"text": text, "xref": f"x{axis} domain", "yref": f"y{axis} domain"}
         layout["annotations"].append(title)
-        layout[f"xaxis{axis}"] = {"matches": "x"}  # the reader zooms all charts at once
-        layout[f"yaxis{axis}"] = {"range": usual_range(values)}
+        layout[f"xaxis{axis}"] = {"matches": "x"} if axis else {}  # all charts are zoomed together
+        layout[f"yaxis{axis}"] = first_view(values)
     return {"data": data, "layout": layout}
 
 
@@ -117,12 +117,12 @@ def as_text(text: str) -> str:
     return escape(text[-80:], quote=False)
 
 
-def usual_range(values: list[float]) -> list[float] | None:
-    """Returns the range of all but the most extreme 1 % at each end; None if that differs little from the whole."""
+def first_view(values: list[float]) -> dict[str, list[float]]:
+    """Returns {range}: all but the most extreme 1 % at each end; {} if that differs little from the whole."""
     known = np.ma.masked_invalid(values).compressed()
     if not len(known):
-        return None
+        return {}
     low, high = np.quantile(known, [0.01, 0.99]).tolist()
     margin = 0.06 * (high - low)
     is_narrow = np.ptp(known) > 1.5 * (high - low) > 0
-    return [low - margin, high + margin] if is_narrow else None
+    return {"range": [low - margin, high + margin]} if is_narrow else {}

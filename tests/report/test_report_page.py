@@ -86,6 +86,10 @@ def test_plotly_knows_every_part_of_the_figure(tmp_path):
     runs = [write_run(tmp_path / name, [*np.linspace(4, 2, 1500)]) for name in "ab"]
     figure = content_of(page_of(*runs, out=tmp_path / "page.html"))["figure"]
     plotly.graph_objects.Figure(figure)  # raises ValueError
+    axes = [part for name, part in figure["layout"].items() if name.startswith(("xaxis", "yaxis"))]
+    assert axes and not any(
+        None in axis.values() for axis in axes
+    )  # plotly.js can't draw these again
 
 
 def test_restarts_are_lines_over_the_first_chart(tmp_path):
