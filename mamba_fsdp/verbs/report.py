@@ -1,8 +1,8 @@
 """python -m mamba_fsdp report RUN [RUN ...] [--out=FILE.html]
 
 Show one or more runs, finished or still training, in one HTML file that needs
-no network: curves by steps or tokens, settings and their differences, the
-mixture of the data, restarts, checkpoints (docs/watching.md).
+no network: curves by steps, tokens or time, settings and their differences,
+the mixture of the data, restarts, checkpoints (docs/watching.md).
 """
 
 from dataclasses import dataclass

@@ -1,22 +1,20 @@
-"""python -m mamba_fsdp report: the numbers of a run's files, in a page that a browser draws."""
+"""python -m mamba_fsdp report: the numbers of a run's files, in a page whose curves plotly draws."""
 
 import json
-import math
 import re
-import shutil
-import subprocess
-from pathlib import Path
+import sys
 
 import numpy as np
+import plotly.graph_objects
 import pytest
 from tokenizers import Tokenizer, models
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.curves import curve, name_runs, summarise_run
+from mamba_fsdp.report.run_summary import name_runs
 from mamba_fsdp.verbs import report
 from tests.support.checkpoints import commit_empty
 
-EVIL = "<script>document.title = 'owned'</script>"
+EVIL = "</script><script>document.title = 'owned'</script>"
 
 
 REPORT = """{"step": %d, "tokens": %d, "loss": %s, "learning_rate": %f, "grad_norm": 0.5, "tokens_per_second": 100.0,
@@ -47,38 +45,128 @@ def write_run(folder, losses, seed=1):
     return folder
 
 
+def page_of(*runs, out):
+    report.main(*map(str, runs), options=report.Options(str(out)))
+    return out.read_text()
+
+
+def content_of(page):
+    """What the page's script gets: {made, runs, differing, figure}."""
+    return json.loads(re.search(r"^const \{.*\} = (\{.*\});$", page, re.MULTILINE)[1])
+
+
+def curves_of(content):
+    """{a chart's title: {steps: values} of its curves}, without bands and restarts."""
+    figure = content["figure"]
+    curves = {}
+    for axis, title in enumerate(figure["layout"]["annotations"], 1):
+        assert title["yref"] == f"y{axis if axis > 1 else ''} domain"
+        curves[re.sub("<.*?>", "", title["text"])] = [
+            dict(zip(trace["meta"]["steps"], trace["y"]))
+            for trace in figure["data"]
+            if f"{trace['yaxis']} domain" == title["yref"]
+            and trace["meta"]["run"] == content["runs"][0]["name"]
+            and "fill" not in trace
+        ]
+    return curves
+
+
 def test_a_run_is_read_while_it_is_written(tmp_path):
-    run = summarise_run(write_run(tmp_path / "run", [4.0, None, 2.0]))
-    curves = {metric: (curve["steps"], curve["mean"]) for metric, curve in run["curves"].items()}
-    assert curves["loss"] == ([10, 20, 30], [4.0, None, 2.0]) and curves["val_loss"] == (
-        [20],
-        [3.5],
-    )
-    assert run["axes"] == {"step": [0, 10, 20, 30], "tokens": [0, 640, 1280, 1920]}
+    run = write_run(tmp_path / "run", [4.0, None, 2.0])
+    content = content_of(page_of(run, out=tmp_path / "page.html"))
+    curves = curves_of(content)
+    assert curves["loss"] == [{10: 4.0, 20: None, 30: 2.0}, {20: 3.5}]
+    assert [*curves] == ["loss", "learning rate", "grad norm", "tokens per second"]
+    meta = content["figure"]["data"][1]["meta"]
+    hours = [640 / 100 / 3600 * reports for reports in (1, 2, 3)]
+    assert meta["tokens"] == [640, 1280, 1920] and meta["hours"] == pytest.approx(hours)
+
+
+def test_plotly_knows_every_part_of_the_figure(tmp_path):
+    runs = [write_run(tmp_path / name, [*np.linspace(4, 2, 1500)]) for name in "ab"]
+    figure = content_of(page_of(*runs, out=tmp_path / "page.html"))["figure"]
+    plotly.graph_objects.Figure(figure)  # raises ValueError
+    axes = [part for name, part in figure["layout"].items() if name.startswith(("xaxis", "yaxis"))]
+    assert axes and not any(
+        None in axis.values() for axis in axes
+    )  # plotly.js can't draw these again
+
+
+def test_restarts_are_lines_over_the_first_chart(tmp_path):
+    runs = [write_run(tmp_path / name, [4.0, 3.0]) for name in "ab"]
+    data = content_of(page_of(*runs, out=tmp_path / "page.html"))["figure"]["data"]
+    lines = [trace for trace in data if trace["yaxis"] == "y99"]
+    assert [trace["meta"]["run"] for trace in lines] == ["a", "b"]
+    for trace in lines:
+        assert trace["meta"]["steps"] == [None, 20, 20, None] and trace["y"] == [None, 0, 1, None]
+        assert trace["meta"]["tokens"][1] == 1280
+        assert (
+            trace["text"][1]
+            == "restart from &lt;/script&gt;&lt;script&gt;document.title = 'owned'&lt;/script&gt;"
+        )
+
+
+def test_records_reach_the_page_and_settings_that_differ_are_named(tmp_path):
+    runs = [write_run(tmp_path / f"run{seed}", [4.0, 3.0], seed) for seed in (1, 2)]
+    content = content_of(page_of(*runs, out=tmp_path / "page.html"))
+    assert content["differing"] == ["training.seed"]
     read = {"training.seed": 1, "training.kernels": "auto", "data.dataset_path": EVIL}
-    assert run["settings"] == read
-    assert (
-        run["checkpoints"] == [20]
-        and run["last"]["step"] == 30
-        and run["last"][f"source_epochs/{EVIL}"] == 3 / 8
-    )
-    assert not {"step", "tokens", "val_share", "delaying_rank"} & curves.keys()
+    first = content["runs"][0]
+    assert first["name"] == "run1" and first["settings"] == read
+    assert first["status"] == {"status": "stopped", "step": 0}
+    latest = {
+        "step": 20,
+        "tokens": 1280,
+        "loss": 3.0,
+        "val_loss": 3.5,
+        f"source_epochs/{EVIL}": 0.25,
+    }
+    assert latest.items() <= first["last"].items()
+    assert first["samples"] == {"20": [EVIL, "one\n  two"]} and first["checkpoints"] == [20]
+    assert [event["event"] for event in first["events"]] == ["started", "started", "checkpoint"]
 
 
-def test_a_long_curve_keeps_its_spikes_beside_its_means():
-    values = np.linspace(5, 2, 100_000)
-    values[31_415], values[50] = 50.0, math.nan
-    found = curve(range(1, 100_001), values)
-    assert {len(column) for column in found.values()} == {500}
-    assert found["steps"][0] == 200 and found["steps"][-1] == 100_000
-    at = found["high"].index(50.0)
-    assert found["steps"][at - 1] < 31_416 <= found["steps"][at]
-    assert found["mean"][at] == pytest.approx(np.mean(values[200 * at : 200 * at + 200]))
-    assert found["low"][0] == values[199] and found["mean"][0] == pytest.approx(
-        np.nanmean(values[:200])
-    )
-    lost = curve(range(2000), [math.nan] * 2000)
-    assert lost["mean"] == lost["high"] == [None] * 500
+def test_what_files_say_ends_no_script_of_the_page(tmp_path):
+    name = EVIL.replace("/", "|")
+    run = write_run(tmp_path / name, [4.0])
+    page = page_of(run, out=tmp_path / "page.html")
+    assert content_of(page)["runs"][0]["name"] == name
+    assert not re.search(r"<[^>]*owned", page) and "<img" not in page.split("const { made")[1]
+    assert page.count("</script>") == 2 and not re.search("(src|href)=", page.split("<script>")[0])
+
+
+def test_a_long_curve_keeps_its_spikes_beside_its_means(tmp_path):
+    losses = np.linspace(5, 2, 10_000)
+    losses[3_141] = 50.0
+    losses = [None if step == 5 else loss for step, loss in enumerate(losses)]
+    figure = content_of(page_of(write_run(tmp_path / "run", losses), out=tmp_path / "p.html"))[
+        "figure"
+    ]
+    band, means = [trace for trace in figure["data"] if trace["yaxis"] == "y"][:2]
+    size = 17  # 10,000 values in at most 600 points
+    assert len(means["y"]) == 589 and band["fill"] == "toself" and len(band["y"]) == 2 * 589
+    assert means["meta"]["steps"][0] == 10 * size and means["meta"]["steps"][-1] == 100_000
+    bucket = 3_141 // size
+    assert means["y"][bucket] == pytest.approx(np.mean(losses[bucket * size : (bucket + 1) * size]))
+    at = band["y"].index(50.0)
+    assert band["meta"]["steps"][at] == means["meta"]["steps"][bucket]
+    known = [loss for loss in losses[:size] if loss is not None]
+    assert means["y"][0] == pytest.approx(np.mean(known))
+    assert band["y"][0] == pytest.approx(min(known))
+    assert means["y"][-1] == pytest.approx(np.mean(losses[588 * size :]))
+    assert figure["layout"]["yaxis"]["range"][1] < 6  # the spike is not in the first view
+
+
+def test_numbers_that_are_never_finite_are_gaps(tmp_path):
+    run = write_run(tmp_path / "run", [None] * 1500)
+    curves = curves_of(content_of(page_of(run, out=tmp_path / "page.html")))
+    assert set(curves["loss"][0].values()) == {None}
+
+
+def test_without_plotly_a_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UserError, match="pip install plotly"):
+        page_of(write_run(tmp_path / "run", [4.0]), out=tmp_path / "page.html")
 
 
 @pytest.mark.parametrize(
@@ -116,103 +204,13 @@ def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path):
     for run in runs:
         with open(run / "metrics.jsonl", "a") as file:
             file.write('\n{"step": 10, "val_loss": 3, "val_bits_per_byte": 1.5}\n')
-    for letter, names in (
-        ("x", ["Loss", "Perplexity", "Bits per byte"]),
-        ("y", ["Bits per byte", "Loss"]),
+    for letter, first, loss in (
+        ("x", "loss", "loss"),
+        ("y", "bits per byte", "loss  per token of different tokenizers: not comparable"),
     ):
         for run, words in zip(runs, ("x", letter)):
             (run / "tokenizer").mkdir(exist_ok=True)
             words = Tokenizer(models.WordLevel({words: 0}, unk_token=words))
             words.save(str(run / "tokenizer/tokenizer.json"))
-        page = tmp_path / "report.html"
-        report.main(*map(str, runs), options=report.Options(str(page)))
-        charts = re.findall('"title": "(.*?)", "unit": "(.*?)"', page.read_text())
-        assert [title for title, _ in charts][: len(names)] == names
-        assert (letter == "y") == any("not comparable" in unit for _, unit in charts)
-
-
-@pytest.mark.slow
-def test_a_browser_draws_the_page_without_a_network(tmp_path, browse):
-    long = EVIL.replace("/", "|") + "n" * 150
-    runs = [
-        write_run(tmp_path / "a" / long, [4.0, None, 3.0, 2.0], seed=1),
-        write_run(tmp_path / "b/train", [5.0, *np.linspace(3.5, 3, 1400), 80.0], seed=2),
-    ]
-    report.main(*map(str, runs), options=report.Options(str(tmp_path)))
-    found = browse(tmp_path / "report.html", (Path(__file__).parent / "try_page.js").read_text())
-    names = [f"a/{long}", "b/train"]
-    assert found["errors"] == found["network"] == [] and found["title"] == "Training report: 2 runs"
-    assert found["charts"] == [
-        "Loss, nats per token",
-        "Perplexity",
-        "Learning rate",
-        "Gradient norm",
-        "Throughput, tokens/s",
-    ]
-    assert all(found["drawn"]) and found["wide"] <= 0 and not found["over"]
-    assert found["steps"][0] == [names[0], "loss", [10, 20, 30, 40], [4.0, None, 3.0, 2.0]]
-    assert found["steps"][1] == [names[0], "val_loss", [20], [3.5]] and found["text"] == [
-        "4",
-        "",
-        "3",
-        "2",
-    ]
-    assert max(found["steps"][3][3]) == pytest.approx((80 + 2 * 3) / 3, rel=1e-3)  # a bucket's mean
-    assert found["range"][1] < 6 and found["note"] == "up to 80; a double click shows all"
-    assert found["restarts"] == [20, 20]
-    runs_, samples, differing, mixture, events, checkpoints = found["tables"]
-    assert re.search(rf"\s20\s+{re.escape(EVIL)}\s+one\n  two", samples)
-    assert names[0] in runs_ and re.search(
-        r"stopped\s+40\s+2,560\s+2\s+3\.5\s+33\.1\s+100\s+1\b", runs_
-    )
-    assert re.search(r"training\.seed\s+1\s+2", differing) and "kernels" not in differing
-    assert re.search(re.escape(EVIL) + r"\s+2,560\s+100\.0 %\s+0\.5", mixture)
-    assert f"2026-01-02 03:04:05\tstarted\t20\tranks: 2, from: {EVIL}" in events
-    assert re.search(r"20\s+1\s+2\.5 MB\s+1\.5$", checkpoints)
-    assert found["tokens"] == [640, 1280, 1920, 2560]
-    assert found["log"] == "log" and found["left"] == names[1:]
-    assert found["smooth"] == [
-        4.0,
-        None,
-        pytest.approx((0.25 * 4 + 0.5 * 3) / 0.75),
-        pytest.approx((0.125 * 4 + 0.25 * 3 + 0.5 * 2) / 0.875),
-    ]
-    assert found["theme"] in ("rgb(18, 22, 28)", "rgb(246, 247, 249)")
-
-
-HEADLESS = """--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --dump-dom --window-size=500,900
---virtual-time-budget=20000"""
-
-
-@pytest.fixture
-def browse(tmp_path):
-    """browse(page, script) -> what the script, which runs in the page, leaves between FOUND and END."""
-    browser = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
-    if not browser:
-        pytest.skip("there is no browser: apt-get install chromium")
-
-    def run(page, script):
-        tried = tmp_path / "tried.html"
-        tried.write_text(
-            page.read_text().replace("<title>", f"<script>{script}</script><title>", 1)
-        )
-        for attempt in range(3):  # a browser may fail to start
-            done = subprocess.run(
-                [
-                    browser,
-                    *HEADLESS.split(),
-                    f"--user-data-dir={tmp_path / f'profile{attempt}'}",
-                    f"file://{tried}",
-                ],
-                capture_output=True,
-                text=True,
-                timeout=280,
-            )
-            if told := re.search("<pre>FOUND(.*)END</pre>", done.stdout, re.DOTALL):
-                break
-        assert told, (done.stdout[-500:], done.stderr[-500:])
-        return json.loads(told[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-
-    return run
+        titles = [*curves_of(content_of(page_of(*runs, out=tmp_path / "page.html")))]
+        assert titles[0] == first and loss in titles

@@ -1,0 +1,128 @@
+"""Describes the curves of runs as a figure of plotly. How it looks is the page's own (page.html)."""
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from mamba_fsdp.report.run_summary import RunSummary
+
+POINTS = 600  # of a curve; those of a longer one are means
+RESTARTS = "y99"  # the axis of the lines at restarts
+VALIDATION = "val_"
+NOT_DRAWN = {
+    "delaying_rank",
+    "perplexity",  # it would draw the loss again
+    "tokens",
+    "val_perplexity",
+    "val_share",
+    "val_tokens",
+}
+
+
+def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> dict[str, Any]:
+    """Returns {data, layout}: a chart of each metric, with the curves of all runs, those of validations dashed.
+
+    The page takes a trace's x from its meta: {run: name, steps, tokens, hours: its places on each x axis}.
+    """
+    charts = name_charts(runs)
+    if tokenizers_differ:
+        charts.sort(key=lambda chart: chart != "bits_per_byte")
+    data = [_restarts(run) for run in runs]
+    layout: dict[str, Any] = {"annotations": []}
+    for place, chart in enumerate(charts, 1):
+        axis = str(place) if place > 1 else ""  # plotly's axes are x, x2, x3, ...
+        values: list[float] = []
+        for run in runs:
+            for metric in (chart, VALIDATION + chart):
+                values += run.metrics.get(metric, {}).values()
+                for trace in _curve(run, metric):
+                    data.append(trace | {"xaxis": f"x{axis}", "yaxis": f"y{axis}"})
+        text = f"<b>{as_text(chart.replace('_', ' '))}</b>"
+        if tokenizers_differ and chart == "loss":
+            text += "  per token of different tokenizers: not comparable"
+        title = {"text": text, "xref": f"x{axis} domain", "yref": f"y{axis} domain"}
+        layout["annotations"].append(title)
+        layout[f"xaxis{axis}"] = {"matches": "x"} if axis else {}  # all charts are zoomed together
+        layout[f"yaxis{axis}"] = first_view(values)
+    return {"data": data, "layout": layout}
+
+
+def name_charts(runs: Iterable[RunSummary]) -> list[str]:
+    """Returns the metrics to draw, without those that are always 0. A metric and its validation share a chart."""
+    charts = []
+    for run in runs:
+        for metric, column in run.metrics.items():
+            is_drawn = metric not in NOT_DRAWN and not metric.startswith("source_")
+            if is_drawn and any(column.values()):
+                charts.append(metric.removeprefix(VALIDATION))
+    return list(dict.fromkeys(charts))
+
+
+def _restarts(run: RunSummary) -> dict[str, Any]:
+    """Returns a line at each restart, from 0 to 1 on an axis of its own; the legend shows it for the run."""
+    steps = [math.nan]
+    heights = [math.nan]
+    texts = [""]
+    for event in run.restarts():
+        steps += [event["step"], event["step"], math.nan]
+        heights += [0, 1, math.nan]
+        texts += [as_text(f"restart from {event.get('from')}")] * 3
+    look = {"name": as_text(run.name), "text": texts, "yaxis": RESTARTS}
+    return _trace(run, np.array(steps), np.array(heights)) | look
+
+
+def _curve(run: RunSummary, metric: str) -> list[dict[str, Any]]:
+    """Returns the curve of a metric; a long one as means, with a band from the least to the greatest values."""
+    column = run.metrics.get(metric)
+    if not column:
+        return []
+    size = math.ceil(len(column) / POINTS)
+    steps = _in_rows([*column], size).max(axis=1)
+    values = _in_rows([*column.values()], size)
+    curve = _trace(run, steps, values.mean(axis=1)) | {"name": as_text(run.name), "line": {}}
+    if metric.startswith(VALIDATION):
+        curve |= {"name": as_text(f"{run.name} validation"), "line": {"dash": "dash"}}
+    if size == 1:
+        return [curve]
+    known = values.count(axis=1) > 0
+    around = [values.min(axis=1)[known], values.max(axis=1)[known][::-1]]
+    there_and_back = [steps[known], steps[known][::-1]]
+    band = _trace(run, np.ma.concatenate(there_and_back), np.ma.concatenate(around))
+    return [band | {"fill": "toself"}, curve]
+
+
+def _in_rows(values: list[float], size: int) -> np.ma.MaskedArray:
+    """Returns the values in rows of `size`; what is not finite, or fills the last row, is masked."""
+    filled = np.pad(np.array(values, float), (0, -len(values) % size), constant_values=math.nan)
+    return np.ma.masked_invalid(filled.reshape(-1, size))
+
+
+def _trace(run: RunSummary, steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+    places: dict[str, Any] = {"run": run.name, "steps": _plain(steps)}
+    for axis in ("tokens", "hours"):
+        places[axis] = _plain(np.interp(steps, run.progress["steps"], run.progress[axis]))
+    return {"meta": places, "y": _plain(np.ma.filled(values, math.nan))}
+
+
+def _plain(values: Iterable[float]) -> list[float | None]:
+    """Returns the values for JSON, in seven digits, more than a chart shows."""
+    return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
+
+
+def as_text(text: str) -> str:
+    """Returns the end of the text for plotly, which reads some tags of HTML."""
+    return escape(text[-80:], quote=False)
+
+
+def first_view(values: list[float]) -> dict[str, list[float]]:
+    """Returns {range}: all but the most extreme 1 % at each end; {} if that differs little from the whole."""
+    known = np.ma.masked_invalid(values).compressed()
+    if not len(known):
+        return {}
+    low, high = np.quantile(known, [0.01, 0.99]).tolist()
+    margin = 0.06 * (high - low)
+    is_narrow = np.ptp(known) > 1.5 * (high - low) > 0
+    return {"range": [low - margin, high + margin]} if is_narrow else {}

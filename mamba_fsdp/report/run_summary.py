@@ -1,0 +1,98 @@
+"""Reads all records of a run's folder: its metrics, samples, settings, status, events, checkpoints."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.run.layout import committed, step_of
+from mamba_fsdp.run.names import CHECKPOINTS, METRICS, SETTINGS
+from mamba_fsdp.run.records import numbers_of, read, read_events, read_status
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What the files of a run say. Of a run that still trains, or that was killed, some of it may be empty."""
+
+    name: str
+    metrics: dict[str, dict[int, float]]  # {metric: {step: value}}; NaN if it is not finite
+    settings: dict[str, Any]  # {section.name: value}
+    events: list[dict]
+    # status; last: the latest value of each metric; samples: {step: texts}; checkpoints: steps
+    others: dict[str, Any]
+
+    def restarts(self) -> list[dict]:
+        """Returns the events of all starts except the first."""
+        starts = [event for event in self.events if event.get("event") == "started"]
+        return starts[1:]
+
+    @cached_property
+    def progress(self) -> dict[str, np.ndarray]:
+        """Returns {steps, tokens, hours}: how far the run was after each report; 0 comes first. The hours are those of
+        training, without validations and saves."""
+        tokens = self.metrics.get("tokens", {})
+        speeds = self.metrics.get("tokens_per_second", {})
+        counts = np.array([0, *tokens.values()])
+        with np.errstate(all="ignore"):  # the file may hold any numbers
+            seconds = np.diff(counts) / [speeds.get(step, math.nan) for step in tokens]
+        hours = np.cumsum([0, *np.nan_to_num(seconds, posinf=0, neginf=0)]) / 3600
+        return {"steps": np.array([0, *tokens]), "tokens": counts, "hours": hours}
+
+
+def name_runs(folders: Sequence[Path]) -> list[str]:
+    """Returns the paths of the runs relative to the deepest folder that contains all of them."""
+    paths = [folder.resolve() for folder in folders]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(common)) for path in paths]
+
+
+def summarise_run(folder: Path, name: str) -> RunSummary:
+    """Returns the records of a run. Raises UserError if nothing is recorded."""
+    if not folder.exists():
+        raise UserError(f"{folder}: there is no such folder")
+    if not (folder / METRICS).exists() and not (folder / CHECKPOINTS).exists():
+        raise UserError(f"{folder}: holds no {METRICS}; is it a run folder?")
+    entries = read(folder / METRICS)
+    if not entries:
+        raise UserError(
+            f"{folder}: nothing is recorded yet; {METRICS} begins with the first report"
+        )
+    metrics: dict[str, dict[int, float]] = {}
+    latest: dict[str, Any] = {}
+    for entry in entries:
+        latest |= entry
+        for metric, value in numbers_of(entry).items():
+            column = metrics.setdefault(metric, {})
+            column[entry["step"]] = math.nan if value is None else value
+    others = {
+        "status": read_status(folder),
+        "last": {"step": latest["step"], **numbers_of(latest)},
+        "samples": {entry["step"]: entry["samples"] for entry in entries if "samples" in entry},
+        "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
+    }
+    settings = _read_settings(folder / SETTINGS)
+    return RunSummary(name, metrics, settings, read_events(folder), others)
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    """Returns {section.name: value}, or {} if the file can't be read. Only plain values and lists of them are returned:
+    with YAML's aliases, other values could grow without limit."""
+    settings = {}
+    try:
+        content = yaml.safe_load(file.read_text())
+        content.pop("version", None)
+        for section, part in content.items():
+            for name, value in part.items():
+                items = value if isinstance(value, list) else [value]
+                if not any(isinstance(item, (dict, list, tuple)) for item in items):
+                    settings[f"{section}.{name}"] = value
+    except Exception:  # PyYAML raises many kinds of error
+        return {}
+    return settings
