@@ -47,6 +47,15 @@ if os.environ.get("HELD") and not os.environ.get("SLURM_RESTART_COUNT"):
         return look(request)
 
     StopRequest.look = look_or_wait
+
+if os.environ.get("SLOW") and not os.environ.get("SLURM_RESTART_COUNT"):
+    usual = StopRequest.look
+
+    def look_slowly(request):
+        time.sleep(0.3)
+        return usual(request)
+
+    StopRequest.look = look_slowly
 """
 DEMO_STEPS = 20
 DEMO_FILES = 250
@@ -69,7 +78,7 @@ def new_project(tmp_path):
 @pytest.fixture
 def training_project(tmp_path):
     """The checkout with its own training program, a .venv and a link to a small token store. With HELD=1 in its environment
-    a run waits in its first start, after some steps, until it is asked to stop."""
+    a run waits in its first start, after some steps, until it is asked to stop; with SLOW=1 its steps take time there."""
     project = projects.make_project(tmp_path / "the project", training=None)
     stopping = project / "mamba_fsdp/trainer/stopping.py"
     stopping.write_text(stopping.read_text() + HOLD)
@@ -158,6 +167,28 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
     assert not (run / "STOP").exists()
     assert losses(run) == losses(training_project / "runs/unbroken")
     assert weights(run) == weights(training_project / "runs/unbroken") and len(weights(run)) == 1
+
+
+@pytest.mark.parametrize("node", ["node1", "node2"])
+def test_a_node_that_shuts_down_in_good_order_does_not_end_the_run(
+    start_cluster, training_project, node
+):
+    """Its launcher gets SIGTERM, all ranks stop with a checkpoint, and the job is queued again: nobody has asked for the
+    run's end."""
+    cluster = start_cluster()
+    words = [*SETTINGS, "--save_ckpt_path=runs/a", "--num_steps=60"]
+    job = cluster.submit(training_project, *words, env={"SLOW": "1"})
+    run = training_project / "runs/a"
+    metrics = run / "metrics.jsonl"
+    cluster.wait_until(lambda: metrics.exists() and len(read_metrics(run)) > 3, "some steps")
+    kill = ["pkill", "-TERM", "-f", "^/.*/python -m mamba_fsdp.launch.node"]
+    subprocess.run(cluster.command(*kill, on=node), check=True)
+    assert cluster.wait_for_end(job) == "COMPLETED", log(training_project, job)
+    text = log(training_project, job)
+    assert cluster.restarts(job) == 1 and "STOP" not in text, text
+    assert text.splitlines()[-1] == f"finished: {run}"
+    steps = [step for step, *_ in losses(run)]
+    assert steps == list(range(1, 61)), "no gap, no step twice"
 
 
 def kill_rank(cluster, node):
