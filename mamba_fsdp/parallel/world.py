@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import sys
 import threading
@@ -205,6 +206,18 @@ class World:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             self.barrier()
             dist.destroy_process_group()
+
+
+def lost_rank(error: BaseException, rank: int) -> Accident | None:
+    """Returns the Accident of a rank whose exchange with another failed because that one has ended or can't be reached;
+    None for any other error."""
+    is_of_exchange = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    if not isinstance(error, RuntimeError) or not is_of_exchange:
+        return None
+    reason = re.sub(r"^\[\S+\] |\. This is typically .*", "", first_line(error))
+    return Accident(
+        f"rank {rank} lost another rank, which has failed or can't be reached: {reason[:200]}"
+    )
 
 
 def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | None]:

@@ -16,8 +16,7 @@ from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, counted, first_line
 from mamba_fsdp.interop.places import Origin, find_origin
 from mamba_fsdp.ops import cpp
-from mamba_fsdp.parallel.compat import use_deterministic_algorithms
-from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.parallel.world import lost_rank, start_world
 from mamba_fsdp.report.console import Console
 from mamba_fsdp.run.layout import step_of
 from mamba_fsdp.run.names import CHECKPOINTS, MODELS, SETTINGS
@@ -28,6 +27,7 @@ from mamba_fsdp.storage.patience import write_for_user
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
+from mamba_fsdp.trainer.process import training_process
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.setup import TAKES_LESS, TrainContext, set_up
 from mamba_fsdp.trainer.start import starting_weights
@@ -60,7 +60,13 @@ def run_training(
 
     write_model: writes the finished model from the last checkpoint. on_record: see StopRequest.
     """
-    use_deterministic_algorithms(settings.training.deterministic)
+    with training_process(settings.training.deterministic):
+        return _run_training(settings, write_model, on_record)
+
+
+def _run_training(
+    settings: TrainConfig, write_model: WriteModel | None, on_record: OnRecord | None
+) -> Trained:
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     cpp.tune_process(world.device.type)
@@ -101,11 +107,9 @@ def run_training(
                 write_model = None
             finish(folder, checkpoint, write_model, console)
     except BaseException as raised:
-        error = raised
-        if not stop.has_stepped:
-            error = explained(raised, world.rank)
-            if isinstance(error, KeyboardInterrupt):
-                console.line("stopped    before the first step of this start: nothing was lost")
+        error = explained(raised, world.rank, stop.has_stepped)
+        if isinstance(error, KeyboardInterrupt) and not stop.has_stepped:
+            console.line("stopped    before the first step of this start: nothing was lost")
         folder.write_failure(state.step, error)
         if error is raised:
             raise
@@ -115,16 +119,20 @@ def run_training(
     return Trained(folder.path, stopped, last)
 
 
-def explained(error: BaseException, rank: int) -> BaseException:
-    """Returns a UserError in place of PyTorch's out-of-memory error, and any other error as it is.
+def explained(error: BaseException, rank: int, has_stepped: bool) -> BaseException:
+    """Returns an Accident in place of the error of an exchange with a rank that is gone, a UserError in place of
+    PyTorch's out-of-memory error, and any other error as it is.
 
-    Call it for errors before the first step is done: then the settings ask for too much memory.
-    Later, memory may run out by accident, and a restart helps."""
+    Before the first step is done, too little memory means that the settings ask for too much. Later, memory may run
+    out by accident, and a restart helps."""
+    accident = lost_rank(error, rank)
+    if accident:
+        return accident
     is_out_of_memory = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError)
         and re.search("can't allocate memory|Storage size calculation overflowed", str(error))
     )
-    if not is_out_of_memory:
+    if not is_out_of_memory or has_stepped:
         return error
     return UserError(f"rank {rank} has too little memory: {TAKES_LESS} ({first_line(error)[:200]})")
 
@@ -186,11 +194,12 @@ def finish(
 def measure_pace(settings: TrainConfig) -> float:
     """Returns the tokens a second of training steps on this process's device, without validation and checkpoints.
     Nothing of the steps is kept. Raises UserError as training does."""
-    world = start_world()
-    cpp.tune_process(world.device.type)
-    settings.training.settle_precision(world.device.type)
+    deterministic = settings.training.deterministic
     seconds: list[float] = []
-    with tempfile.TemporaryDirectory() as place:
+    with training_process(deterministic), tempfile.TemporaryDirectory() as place:
+        world = start_world()
+        cpp.tune_process(world.device.type)
+        settings.training.settle_precision(world.device.type)
         folder = RunFolder(Path(place, "run"))
         (folder.path / CHECKPOINTS).mkdir(parents=True)
         context = set_up(settings, world, folder, Origin(), None, Console(enabled=False).line)
