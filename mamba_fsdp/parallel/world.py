@@ -181,14 +181,16 @@ class World:
         return result
 
     def on_all_ranks(self, work: Callable[..., T], *inputs: Any) -> T:
-        """Returns the result of `work(*inputs)` on this rank, see run_local. Raises the UserErrors of all ranks as one
-        error on all ranks."""
+        """Returns the result of `work(*inputs)` on this rank, see run_local. Raises the UserErrors of all ranks, and what
+        storage refuses them, as one error on all ranks."""
 
         def try_work() -> tuple[Any, list[UserError]]:
             try:
                 return work(*inputs), []
             except UserError as error:
                 return None, [error]
+            except OSError as error:
+                return None, [refused(error)]
 
         result, failure = self.run_local(try_work)
         failures = self.gather_unique(failure)
@@ -227,10 +229,15 @@ def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | 
     except UserError as error:
         return None, error
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        return None, storage_error(error, f"{place}{error.strerror or error}")
+        return None, refused(error)
     except Exception as error:
         return None, UserError(f"{type(error).__name__}: {error}")
+
+
+def refused(error: OSError) -> UserError:
+    """Returns the UserError of what storage refuses."""
+    place = f"{error.filename}: " if error.filename else ""
+    return storage_error(error, f"{place}{error.strerror or error}")
 
 
 def allow_many_files() -> None:

@@ -176,7 +176,7 @@ def finish_step(
     logger.clock.meet(stats.seconds_per_rank)
     overflow_expected = context.loss_scale.record(state, stats)
     state.advance(
-        schedule.batch_shape.global_batch,
+        schedule.global_batch,
         schedule.tokens_per_step,
         stats.loss,
         applied=stats.applied,

@@ -6,8 +6,6 @@ import os
 import resource
 from collections.abc import Iterator
 
-import torch
-
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import deterministic_algorithms
 

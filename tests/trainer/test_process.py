@@ -64,9 +64,7 @@ def test_a_training_leaves_the_process_as_it_was(project, corpus, tmp_path):
     words = {**TINY, "dataset_path": str(corpus), "save_ckpt_path": str(tmp_path / "run")}
     del words["num_steps"]
     environment = {"OMP_NUM_THREADS": "2"}
-    done = run_program(
-        sys.executable, "-c", PROGRAM, json.dumps(words), cwd=project, **environment
-    )
+    done = run_program(sys.executable, "-c", PROGRAM, json.dumps(words), cwd=project, **environment)
     assert done.returncode == 0, done.stderr
     changed = [line for line in done.stdout.splitlines() if line.startswith("changed")]
     assert changed == ["changed {}"] * 3
