@@ -505,10 +505,6 @@ def fitting_headdim(settings: TrainConfig) -> int:
     return math.gcd(model.headdim, per_group)
 
 
-def fitting_ngroups(settings: TrainConfig) -> int:
-    return math.gcd(settings.model.ngroups, settings.model.n_ssm_head)
-
-
 def fitting_n_head(settings: TrainConfig) -> int:
     model = settings.model
     return model.n_head if model.head_dim else math.gcd(model.n_head, model.d_model)
@@ -524,10 +520,6 @@ def fitting_rotary_dim(settings: TrainConfig) -> int:
     return -1 if model.rotary_dim > model.resolved_head_dim else model.rotary_dim
 
 
-def fitting_multipliers(settings: TrainConfig) -> str:
-    return settings.model.multipliers_it_has()
-
-
 def fitting_batch_size(settings: TrainConfig) -> int:
     return math.gcd(settings.training.batch_size, settings.training.global_batch_size)
 
@@ -538,11 +530,11 @@ def fitting_global_batch_size(settings: TrainConfig) -> int:
 
 FITTING: dict[str, Callable[[TrainConfig], Any]] = {
     "headdim": fitting_headdim,
-    "ngroups": fitting_ngroups,
+    "ngroups": lambda settings: math.gcd(settings.model.ngroups, settings.model.n_ssm_head),
     "n_head": fitting_n_head,
     "n_kv_head": fitting_n_kv_head,
     "rotary_dim": fitting_rotary_dim,
-    "multipliers": fitting_multipliers,
+    "multipliers": lambda settings: settings.model.multipliers_it_has(),
     "batch_size": fitting_batch_size,
     "global_batch_size": fitting_global_batch_size,
 }

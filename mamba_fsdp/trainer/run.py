@@ -29,7 +29,7 @@ from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.process import training_process
 from mamba_fsdp.trainer.run_folder import RunFolder
-from mamba_fsdp.trainer.setup import TAKES_LESS, TrainContext, set_up, show
+from mamba_fsdp.trainer.setup import TAKES_LESS, SetUp, TrainContext
 from mamba_fsdp.trainer.starting_point import StartingPoint, find_start
 from mamba_fsdp.trainer.stopping import OnRecord, StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
@@ -83,10 +83,11 @@ def _run_training(
             for note in start.notes:
                 console.line(f"settings   {note}")
             with stop:
+                set_up = SetUp(start, world, folder, console.line)
                 if is_dry:
-                    show(start, world, folder, console.line)
+                    set_up.show()
                     return Trained(folder.path, "dry run", {})
-                context = set_up(start, world, folder, console.line)
+                context = set_up.context()
                 state = context.state
                 stopped = train(context, folder, stop, console)
                 checkpoint = context.checkpointer.last
@@ -205,7 +206,7 @@ def measure_pace(settings: TrainConfig) -> float:
         run = str(folder.path)
         of_random = settings.changed(save_ckpt_path=run, load_ckpt_path="", init_from="")
         start = find_start(of_random, folder.path, world, say)
-        context = set_up(start, world, folder, say)
+        context = SetUp(start, world, folder, say).context()
         stop = StopRequest(folder.path, on_rank0=False)
         clock = Clock(0)
         with context.loader:

@@ -62,100 +62,132 @@ class TrainContext:
         return self.start.data
 
 
-def show(start: StartingPoint, world: World, folder: RunFolder, say: Say) -> None:
-    """Prints what a run that starts from `start` would do. Verifies the checkpoint. All ranks call it. Raises UserError
-    where the run would."""
-    choose_backends(start.settings, world, folder, say)
-    if start.checkpoint:
-        path = start.origin.path
-        whole = find_checkpoint(path, world, say, found=start.checkpoint)
-        start = whole_start(start, whole.path, world, folder, say)
-    for line in start.lines:
-        say(line)
+@dataclass
+class SetUp:
+    """The set-up of a run from its starting point. All ranks call each method at the same point. Raises UserError where
+    the machine can't train so, or the checkpoint or the weights don't fit the model."""
 
+    start: StartingPoint
+    world: World
+    folder: RunFolder
+    say: Say
 
-def set_up(start: StartingPoint, world: World, folder: RunFolder, say: Say) -> TrainContext:
-    """Returns what the loop needs. All ranks call it. Raises UserError where the machine can't train so, and where model
-    and checkpoint don't fit together."""
-    settings = start.settings
-    batch_shape = split_step(settings, world.rank, world.size)
-    tokens_per_step = batch_shape.global_batch * settings.data.seq_length
-    backends = choose_backends(settings, world, folder, say)
-    checkpointer = Checkpointer(
-        folder.path,
-        world,
-        folder.lease,
-        keep=settings.checkpoint.keep_checkpoints,
-        keep_every=settings.checkpoint.keep_every.steps(tokens_per_step),
-        asynchronous=settings.checkpoint.async_checkpoint,
-        report=say,
-    )
-    parallel = build_model(settings, world, backends)
-    dtype = DTYPES[settings.training.precision(world.device.type)]
-    optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
-    start = fill(start, parallel, optimizer, checkpointer, folder, say)
-    assert start.schedule
-    for line in start.lines:
-        say(line)
-    state = replace(start.state)
-    loader = Loader(
-        start.data.sources,
-        start.data.sampler(settings, state),
-        settings.data,
-        batch_shape,
-        vocab_size=settings.model.vocab_size,
-        first_step=state.step,
-        pin_memory=world.device.type == "cuda",
-    )
-    return TrainContext(
-        start=start,
-        world=world,
-        parallel=parallel,
-        optimizer=optimizer,
-        state=state,
-        loss_scale=LossScale(state, world.device, dynamic=dtype == torch.float16),
-        schedule=start.schedule,
-        loader=loader,
-        checkpointer=checkpointer,
-    )
+    def show(self) -> None:
+        """Prints what the run would do, with its checkpoint verified."""
+        self.choose_backends()
+        found = self.start.checkpoint
+        if found:
+            path = self.start.origin.path
+            self.take(find_checkpoint(path, self.world, self.say, found=found).path)
+        self.say_start()
 
+    def context(self) -> TrainContext:
+        """Returns what the loop needs."""
+        settings = self.start.settings
+        world = self.world
+        batch_shape = split_step(settings, world.rank, world.size)
+        tokens_per_step = batch_shape.global_batch * settings.data.seq_length
+        parallel = build_model(settings, world, self.choose_backends())
+        dtype = DTYPES[settings.training.precision(world.device.type)]
+        optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
+        checkpointer = Checkpointer(
+            self.folder.path,
+            world,
+            self.folder.lease,
+            keep=settings.checkpoint.keep_checkpoints,
+            keep_every=settings.checkpoint.keep_every.steps(tokens_per_step),
+            asynchronous=settings.checkpoint.async_checkpoint,
+            report=self.say,
+        )
+        self.fill(parallel, optimizer, checkpointer)
+        self.say_start()
+        start = self.start
+        assert start.schedule
+        state = replace(start.state)
+        loader = Loader(
+            start.data.sources,
+            start.data.sampler(settings, state),
+            settings.data,
+            batch_shape,
+            vocab_size=settings.model.vocab_size,
+            first_step=state.step,
+            pin_memory=world.device.type == "cuda",
+        )
+        return TrainContext(
+            start=start,
+            world=world,
+            parallel=parallel,
+            optimizer=optimizer,
+            state=state,
+            loss_scale=LossScale(state, world.device, dynamic=dtype == torch.float16),
+            schedule=start.schedule,
+            loader=loader,
+            checkpointer=checkpointer,
+        )
 
-def fill(
-    start: StartingPoint,
-    parallel: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    checkpointer: Checkpointer,
-    folder: RunFolder,
-    say: Say,
-) -> StartingPoint:
-    """Fills the shards of model and optimiser. Returns the StartingPoint that they have: `start`, or that of an older
-    checkpoint if the newest turned out to be broken."""
-    world = parallel.world
-    path = start.origin.path
-    if start.checkpoint:
-        shards = parallel.shards(optimizer)
-        if start.origin.is_own:
-            restored = checkpointer.resume(shards, start.checkpoint)
+    def choose_backends(self) -> dict[str, str]:
+        """Returns the backend of each operator of the model. Prints the model, the kernels and the expected memory."""
+        settings = self.start.settings
+        model = settings.model
+        world = self.world
+        device = world.device.type
+        precision = settings.training.precision(device)
+        strategy = choose_strategy(settings.parallel, world).replace("none", "no sharding")
+        self.say(
+            f"model      {title(model)}: {parameter_count(model):,} parameters, {counted(model.n_layer, 'layer')}, "
+            f"{precision}, {strategy} on {world.size} x {device}"
+        )
+        is_dry = settings.training.dry_run
+        if device in first_use.DEVICES and not is_dry:
+            choice, origin = first_use.choose(settings, world, self.folder.path)
+            self.say(f"kernels    {choice}; {origin}")
         else:
-            whole = find_checkpoint(path, world, say, shards=shards, found=start.checkpoint)
-            restored = load(whole, shards, world)
-        start = whole_start(start, restored.path, world, folder, say)
-    elif start.weights:
-        opened = start.weights.open(world)
-        world.on_all_ranks(fill_parts, parallel.shards(), opened.slice)
-    else:
-        fill_at_random(start.settings, parallel)
-    parallel.set_optimizer_steps(optimizer, start.state.optimizer_steps)
-    return start
+            uses = settings.operator_uses(device)
+            choice = resolve_backends(settings.training.kernels, device, uses)
+            self.say(f"kernels    {choice}")
+        work = Workload(settings, world, choice.backends)
+        if device == "cuda" or is_dry:
+            memory = world.on_rank0(expected_memory, work)
+        else:  # nothing is refused on a CPU, so the estimate is not worth its seconds
+            memory = state_memory(work)
+        rows = ", ".join(f"{name} {with_unit(size, 'B')}" for name, size in memory.items() if size)
+        self.say(f"memory     at least {with_unit(sum(memory.values()), 'B')} a device: {rows}")
+        check_memory(memory, world, self.say)
+        return choice.backends
 
+    def fill(
+        self,
+        parallel: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        checkpointer: Checkpointer,
+    ) -> None:
+        """Fills the shards of model and optimiser."""
+        start = self.start
+        found = start.checkpoint
+        shards = parallel.shards(optimizer)
+        if found and start.origin.is_own:
+            self.take(checkpointer.resume(shards, found).path)
+        elif found:
+            path = start.origin.path
+            whole = find_checkpoint(path, self.world, self.say, shards=shards, found=found)
+            self.take(load(whole, shards, self.world).path)
+        elif start.weights:
+            opened = start.weights.open(self.world)
+            self.world.on_all_ranks(fill_parts, parallel.shards(), opened.slice)
+        else:
+            fill_at_random(start.settings, parallel)
+        parallel.set_optimizer_steps(optimizer, self.start.state.optimizer_steps)
 
-def whole_start(
-    start: StartingPoint, path: Path, world: World, folder: RunFolder, say: Say
-) -> StartingPoint:
-    """Returns `start`, or the StartingPoint of the checkpoint `path`, if that of `start` turned out to be broken."""
-    if start.checkpoint and start.checkpoint.path == path:
-        return start
-    return world.on_rank0(find_start, start.settings, folder.path, world, say, path)
+    def take(self, path: Path) -> None:
+        """Takes the checkpoint `path` as the one to start from: an older one, if that of the starting point turned out to
+        be broken."""
+        if self.start.checkpoint and self.start.checkpoint.path != path:
+            inputs = (self.start.settings, self.folder.path, self.world, self.say, path)
+            self.start = self.world.on_rank0(find_start, *inputs)
+
+    def say_start(self) -> None:
+        for line in self.start.lines:
+            self.say(line)
 
 
 def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
@@ -168,36 +200,6 @@ def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
         return initial_part(name, spec[name], seed, start, stop)
 
     parallel.world.run_local(fill_parts, parallel.shards(), initial)
-
-
-def choose_backends(
-    settings: TrainConfig, world: World, folder: RunFolder, say: Say
-) -> dict[str, str]:
-    """Returns the backend of each operator of the model. Prints the model, the kernels and the
-    expected memory."""
-    model = settings.model
-    training = settings.training
-    strategy = choose_strategy(settings.parallel, world).replace("none", "no sharding")
-    say(
-        f"model      {title(model)}: {parameter_count(model):,} parameters, {counted(model.n_layer, 'layer')}, "
-        f"{training.precision(world.device.type)}, {strategy} on {world.size} x {world.device.type}"
-    )
-    if world.device.type in first_use.DEVICES and not training.dry_run:
-        choice, origin = first_use.choose(settings, world, folder.path)
-        say(f"kernels    {choice}; {origin}")
-    else:
-        uses = settings.operator_uses(world.device.type)
-        choice = resolve_backends(training.kernels, world.device.type, uses)
-        say(f"kernels    {choice}")
-    work = Workload(settings, world, choice.backends)
-    if world.device.type == "cuda" or training.dry_run:
-        memory = world.on_rank0(expected_memory, work)
-    else:  # nothing is refused on a CPU, so the estimate is not worth its seconds
-        memory = state_memory(work)
-    rows = ", ".join(f"{name} {with_unit(size, 'B')}" for name, size in memory.items() if size)
-    say(f"memory     at least {with_unit(sum(memory.values()), 'B')} a device: {rows}")
-    check_memory(memory, world, say)
-    return choice.backends
 
 
 def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
