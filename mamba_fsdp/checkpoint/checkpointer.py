@@ -25,7 +25,7 @@ from mamba_fsdp.checkpoint.contents import Commit, Contents, FileChecksum, Found
 from mamba_fsdp.checkpoint.files import DTYPE_NAMES, NamedPiece, checksum_of, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, stored_name
 from mamba_fsdp.checkpoint.ranges import find_ranges, pack, part_to_write
-from mamba_fsdp.checkpoint.restore import Restored, find_checkpoint, load
+from mamba_fsdp.checkpoint.restore import WholeCheckpoint, find_checkpoint, load
 from mamba_fsdp.checkpoint.retention import Retention
 from mamba_fsdp.errors import UserError, first_line, joined
 from mamba_fsdp.parallel.model import Shard
@@ -104,14 +104,15 @@ class Checkpointer:
         self.buffer = torch.empty(0, dtype=torch.uint8)  # for the copies, reused by each save
         self.stalled = 0.0  # seconds, see stall_seconds
 
-    def resume(self, shards: Sequence[Shard], found: Found | None = None) -> Restored:
-        """Fills the shards from the newest whole checkpoint, which it verifies in the same pass. found: see
+    def resume(self, shards: Sequence[Shard], found: Found | None = None) -> WholeCheckpoint:
+        """Fills the shards from the newest whole checkpoint, which it verifies in the same pass and returns. found: see
         `find_checkpoint`. Raises UserError as that and `load` do."""
         run = self.folder.parent
         newest = find_checkpoint(run, self.world, self.report, shards=shards, found=found)
         self.retention.broken.update(newest.broken)
         self.last = newest.path
-        return load(newest, shards, self.world)
+        load(newest, shards, self.world)
+        return newest
 
     def make_room(self, shards: Sequence[Shard]) -> None:
         """Makes room for saves: in host memory, which is allocated once, and on the disk, see _free_disk. Each rank calls

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mamba_fsdp.checkpoint.contents import (
     Checksum,
@@ -35,14 +34,6 @@ class WholeCheckpoint:
     contents: Contents
     broken: Sequence[str] = ()  # names of newer ones that were passed over
     filled: Filled = field(default_factory=dict)  # what verifying put into this rank's shards
-
-
-@dataclass
-class Restored:
-    """A checkpoint that is in the shards."""
-
-    path: Path
-    state: dict[str, Any]  # what the training loop saved with it
 
 
 def verify(checkpoint: Path, world: World) -> list[str]:
@@ -132,7 +123,7 @@ def find_checkpoint(
         found = world.on_rank0(pass_over, path, report, found.broken, found.path, why)
 
 
-def load(whole: WholeCheckpoint, shards: Sequence[Shard], world: World) -> Restored:
+def load(whole: WholeCheckpoint, shards: Sequence[Shard], world: World) -> None:
     """Fills `shards`, of any strategy and world size, from a checkpoint, except what verifying it has filled already.
 
     The checkpoint must hold exactly these tensors of the model, and of the optimiser if its shards are among them.
@@ -150,7 +141,6 @@ def load(whole: WholeCheckpoint, shards: Sequence[Shard], world: World) -> Resto
                 target.copy_(reader.read(name, start, stop))
 
     world.on_all_ranks(fill)
-    return Restored(whole.path, whole.contents.state)
 
 
 def _check_tensors(whole: WholeCheckpoint, shards: Sequence[Shard]) -> None:

@@ -64,8 +64,8 @@ class TrainContext:
 
 @dataclass
 class SetUp:
-    """The set-up of a run from its starting point. All ranks call each method at the same point. Raises UserError where
-    the machine can't train so, or the checkpoint or the weights don't fit the model."""
+    """The set-up of a run from its starting point. All ranks call each method at the same point. Raises UserError if the
+    machine can't train so, or if the checkpoint or the weights don't fit the model."""
 
     start: StartingPoint
     world: World
@@ -170,7 +170,8 @@ class SetUp:
         elif found:
             path = start.origin.path
             whole = find_checkpoint(path, self.world, self.say, shards=shards, found=found)
-            self.take(load(whole, shards, self.world).path)
+            load(whole, shards, self.world)
+            self.take(whole.path)
         elif start.weights:
             opened = start.weights.open(self.world)
             self.world.on_all_ranks(fill_parts, parallel.shards(), opened.slice)

@@ -1,5 +1,5 @@
-"""What files say at the start of a run, as one value. Rank 0 finds and checks it, all ranks get it, and training looks at
-the disk for no further decision. A dry run prints it."""
+"""What files say at the start of a run, as one value. Rank 0 finds and checks it and all ranks get it; then training
+needs no other look at the disk to decide anything. A dry run prints it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,31 +54,29 @@ class Data:
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """What a run starts from. A run whose checkpoint turns out to be broken gets another one, of an older checkpoint."""
+    """What a run starts from. If the checkpoint turns out to be broken, the run gets another value, of an older one."""
 
     settings: TrainConfig  # with the model of the weights and the precision of the device
     origin: Origin
     checkpoint: Found | None  # it fills model and optimiser
-    weights: (
-        Weights | None
-    )  # they fill the model; random numbers do, without them and without a checkpoint
-    begins: str  # the same in words
+    weights: Weights | None  # they fill the model; with neither of both, random numbers do
+    begins: str  # what it starts from, in words
     data: Data
     state: TrainState  # the run before the first step of this start; training has a copy
     schedule: RunSchedule | None  # None if the run makes its data first
     validation_due: bool  # before the first step
-    notes: list[str]  # lines for the log: on the settings
-    lines: list[str]  # and on all else
+    notes: tuple[str, ...]  # lines for the log, on the settings
+    lines: tuple[str, ...]  # lines for the log, on the rest
 
 
 def find_start(
     settings: TrainConfig, folder: Path, world: World, say: Say, path: str | Path = ""
 ) -> StartingPoint:
     """Returns what a run in `folder` starts from: its newest checkpoint, else the weights or checkpoint that the settings
-    name, else random weights. Rank 0 calls it, alone, when it has acquired the folder.
+    name, else random weights. Only rank 0 calls it, after it has acquired the folder.
 
-    path: the checkpoint to take after newer ones turned out to be broken. say: prints which checkpoints are passed
-    over. Raises UserError where settings, data, model and checkpoint don't fit together.
+    path: the checkpoint to take if newer ones turned out to be broken. say: prints which checkpoints are passed over.
+    Raises UserError if settings, data, model and checkpoint don't fit together.
     """
     precision = settings.training.precision(world.device.type)
     settings = settings.changed(mixed_precision=precision)
@@ -109,8 +107,8 @@ def find_start(
         state=state,
         schedule=schedule,
         validation_due=validation_due,
-        notes=notes_on(settings),
-        lines=lines,
+        notes=tuple(notes_on(settings)),
+        lines=tuple(lines),
     )
 
 

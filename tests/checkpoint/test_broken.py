@@ -98,9 +98,9 @@ def test_no_damage_goes_unnoticed(run, file):
         said = []
         target = shards_of(0)
         found = find_checkpoint(run, WORLD, said.append, shards=target)
-        found = load(found, target, WORLD)
+        load(found, target, WORLD)
         outcomes[found.path.name] += 1
-        step = found.state["step"]
+        step = found.contents.state["step"]
         for filled, saved in zip(target, shards_of(step), strict=True):
             assert torch.equal(filled.data, saved.data), how
         if found.path == newest:
@@ -126,7 +126,7 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype, monkeypa
     checkpointer = open_run(run)
     with monkeypatch.context() as patched:
         patched.setattr(Reader, "read", None)
-        assert checkpointer.resume(target).state == {"step": 1}
+        assert checkpointer.resume(target).contents.state == {"step": 1}
     for again in (False, True):
         if again:  # what may have changed since is read
             target[0].data.zero_()

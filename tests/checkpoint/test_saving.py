@@ -88,7 +88,9 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
     checkpointer.wait()
     assert len(kept) and checkpointer.buffer is kept
     target = shards_of(0)
-    assert load(whole(checkpointer.last), target, WORLD).state == {"list": [1]}
+    saved = whole(checkpointer.last)
+    load(saved, target, WORLD)
+    assert saved.contents.state == {"list": [1]}
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 
