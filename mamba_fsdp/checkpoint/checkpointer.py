@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from mamba_fsdp.checkpoint.contents import Commit, Contents, FileChecksum, Found, StoredTensor
+from mamba_fsdp.checkpoint.contents import Commit, Contents, FileChecksum, StoredTensor
 from mamba_fsdp.checkpoint.files import DTYPE_NAMES, NamedPiece, checksum_of, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, stored_name
 from mamba_fsdp.checkpoint.ranges import find_ranges, pack, part_to_write
-from mamba_fsdp.checkpoint.restore import WholeCheckpoint, find_checkpoint, load
+from mamba_fsdp.checkpoint.restore import Found, WholeCheckpoint, find_checkpoint, load
 from mamba_fsdp.checkpoint.retention import Retention
 from mamba_fsdp.errors import UserError, first_line, joined
 from mamba_fsdp.parallel.model import Shard

@@ -2,20 +2,19 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.checkpoint.ranges import TensorRanges, is_cut
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run.layout import committed, no_checkpoint, removed, step_of
-from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
+from mamba_fsdp.run.layout import removed, step_of
+from mamba_fsdp.run.names import COMMIT, STATE
 from mamba_fsdp.storage.formats import CHECKPOINT
 from mamba_fsdp.storage.patience import exists, retry_io
 from mamba_fsdp.storage.typed_json import FileName, from_json, parse_object
 
-Report = Callable[[str], Any]
 DTYPES = {"F64", "F32", "F16", "BF16"}  # keys of conventions.SAFETENSORS_DTYPES
 # Exceptions that damaged content can raise.
 BAD_CONTENT = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
@@ -130,75 +129,17 @@ def _check_step(checkpoint: Path, name: str, step: int) -> None:
 
 def read_contents(checkpoint: Path) -> Contents:
     """Returns the content of a checkpoint's state.json. Raises BrokenError, and UserError for another version."""
+    path = checkpoint / STATE
     try:
-        return _read_state(checkpoint)
+        with _broken_where_odd(STATE):
+            contents = from_json(Contents, CHECKPOINT.body(path, _read(path)))
+            contents.check()
+            _check_step(checkpoint, STATE, contents.step)
     except BrokenError as error:
         if not exists(checkpoint):
             raise removed(checkpoint) from None
         raise BrokenError(f"checkpoint {checkpoint} is broken: {error}") from None
-
-
-def _read_state(checkpoint: Path) -> Contents:
-    path = checkpoint / STATE
-    with _broken_where_odd(STATE):
-        contents = from_json(Contents, CHECKPOINT.body(path, _read(path)))
-        contents.check()
-        _check_step(checkpoint, STATE, contents.step)
     return contents
-
-
-@dataclass(frozen=True)
-class Found:
-    """A committed checkpoint, as COMMIT and state.json tell; its other files may yet be broken."""
-
-    path: Path
-    checksums: dict[FileName, FileChecksum]
-    contents: Contents
-    broken: Mapping[str, str]  # {name: why} of newer ones that were passed over
-
-
-def find_newest(path: Path, report: Report, broken: Mapping[str, str] = {}) -> Found:
-    """Returns the checkpoint that `path` names: itself, or the newest of a run folder that is not among the `broken`
-    ones, {name: why}. Reports those that it passes over.
-
-    Raises UserError if there is none, or if all are broken: a new start must be the user's decision.
-    """
-    checkpoint = _newest_candidate(path, broken)
-    try:
-        commit = read_commit(checkpoint)
-        return Found(checkpoint, commit.files, _read_state(checkpoint), broken)
-    except BrokenError as error:
-        return pass_over(path, report, broken, checkpoint, str(error))
-
-
-def _newest_candidate(path: Path, broken: Mapping[str, str]) -> Path:
-    if exists(path / COMMIT):
-        return path
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    candidates = committed(folder)
-    left = [checkpoint for checkpoint in candidates if checkpoint.name not in broken]
-    if left:
-        return left[-1]
-    if not candidates:
-        raise no_checkpoint(path)
-    raise UserError(
-        f"none of the checkpoints in {folder} ({len(candidates)}) is whole, the oldest: "
-        f"{broken[candidates[0].name]}; repair one, or move the folder away to start from scratch"
-    )
-
-
-def pass_over(
-    path: Path, report: Report, broken: Mapping[str, str], checkpoint: Path, problem: str
-) -> Found:
-    """Returns what `find_newest` does of `path` without this checkpoint, which it reports as broken. Raises UserError if
-    `path` names just this one."""
-    is_gone = not exists(checkpoint)
-    if checkpoint == path:
-        raise removed(path) if is_gone else UserError(f"checkpoint {path} is broken: {problem}")
-    if is_gone:  # its run has removed it meanwhile, and has newer ones
-        return find_newest(path, report, broken)
-    report(f"warning: checkpoint {checkpoint} is broken and is skipped: {problem}")
-    return find_newest(path, report, {**broken, checkpoint.name: problem})
 
 
 def checksums_or_problem(checkpoint: Path) -> tuple[dict[FileName, FileChecksum], list[str]]:

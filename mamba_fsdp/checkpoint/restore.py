@@ -1,29 +1,43 @@
 """Finds the newest whole checkpoint, and loads it into the shards of a model and its optimiser."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mamba_fsdp.checkpoint.contents import (
+    BrokenError,
     Checksum,
     Contents,
     FileChecksum,
-    Found,
-    Report,
     check_size,
     checksums_or_problem,
-    find_newest,
-    pass_over,
+    read_commit,
+    read_contents,
 )
 from mamba_fsdp.checkpoint.files import Filled, hash_file
 from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors, stored_name
 from mamba_fsdp.checkpoint.ranges import gaps
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run.names import STATE
-from mamba_fsdp.storage.patience import retry_io
+from mamba_fsdp.run.layout import committed, no_checkpoint, removed
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
+from mamba_fsdp.storage.patience import exists, retry_io
 from mamba_fsdp.storage.typed_json import FileName
+
+Report = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A committed checkpoint whose COMMIT and state.json are whole; its other files may yet be broken."""
+
+    path: Path
+    checksums: dict[FileName, FileChecksum]
+    contents: Contents
+    broken: Mapping[str, str]  # {name: why} of newer ones that were passed over
 
 
 @dataclass
@@ -96,6 +110,53 @@ def _verify_file(
     for name, ranges in result.filled.items():
         filled.setdefault(name, []).extend(ranges)
     return ""
+
+
+def find_newest(path: Path, report: Report, broken: Mapping[str, str] = {}) -> Found:
+    """Returns the checkpoint that `path` names: itself, or the newest of a run folder that is not among the `broken`
+    ones, {name: why}. One process calls it. Reports those that it passes over.
+
+    Raises UserError if there is none, or if all are broken: a new start must be the user's decision.
+    """
+    checkpoint = _newest_candidate(path, broken)
+    try:
+        checksums = read_commit(checkpoint).files
+        problem = _verify_file(checkpoint / STATE, checksums[FileName(STATE)], "all", {}, {})
+    except BrokenError as error:
+        problem = str(error)
+    if problem:
+        return pass_over(path, report, broken, checkpoint, problem)
+    return Found(checkpoint, checksums, read_contents(checkpoint), broken)
+
+
+def _newest_candidate(path: Path, broken: Mapping[str, str]) -> Path:
+    if exists(path / COMMIT):
+        return path
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    candidates = committed(folder)
+    left = [checkpoint for checkpoint in candidates if checkpoint.name not in broken]
+    if left:
+        return left[-1]
+    if not candidates:
+        raise no_checkpoint(path)
+    raise UserError(
+        f"none of the checkpoints in {folder} ({len(candidates)}) is whole, the oldest: "
+        f"{broken[candidates[0].name]}; repair one, or move the folder away to start from scratch"
+    )
+
+
+def pass_over(
+    path: Path, report: Report, broken: Mapping[str, str], checkpoint: Path, problem: str
+) -> Found:
+    """Returns what `find_newest` does of `path` without this checkpoint, which it reports as broken. Raises UserError if
+    `path` names just this one."""
+    is_gone = not exists(checkpoint)
+    if checkpoint == path:
+        raise removed(path) if is_gone else UserError(f"checkpoint {path} is broken: {problem}")
+    if is_gone:  # its run has removed it meanwhile, and has newer ones
+        return find_newest(path, report, broken)
+    report(f"warning: checkpoint {checkpoint} is broken and is skipped: {problem}")
+    return find_newest(path, report, {**broken, checkpoint.name: problem})
 
 
 def find_checkpoint(

@@ -4,7 +4,7 @@ needs no other look at the disk to decide anything. A dry run prints it."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from mamba_fsdp.checkpoint.contents import Found, find_newest
+from mamba_fsdp.checkpoint.restore import Found, find_newest
 from mamba_fsdp.checkpoint.saved_run import SavedRun, TrainState
 from mamba_fsdp.data.builtin import missing_builtin
 from mamba_fsdp.data.loader import split_step

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from mamba_fsdp.checkpoint import contents
+from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import find_checkpoint, load
@@ -83,12 +83,12 @@ def test_a_reader_whose_checkpoint_is_removed_while_it_verifies(run, monkeypatch
     """One that was named is gone; of a run the newest is taken."""
     path = make_checkpoints(run, [1]).last
 
-    def removed_first(checkpoint, real=contents.read_commit):
+    def removed_first(checkpoint, real=restore.read_commit):
         if checkpoint == path and path.exists():
             make_checkpoints(run, [2], keep=1)
         return real(checkpoint)
 
-    monkeypatch.setattr(contents, "read_commit", removed_first)
+    monkeypatch.setattr(restore, "read_commit", removed_first)
     with pytest.raises(UserError, match="step_00000001 is gone"):
         find_checkpoint(path, WORLD)
     shutil.rmtree(run)

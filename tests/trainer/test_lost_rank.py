@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mamba_fsdp.report import records
+from mamba_fsdp.run import records
 from tests.support.forked import start_ranks
 from tests.support.tiny import TINY, as_words
 
