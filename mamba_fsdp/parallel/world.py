@@ -23,6 +23,8 @@ from mamba_fsdp.storage.patience import storage_error
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
 CPU = torch.device("cpu")
+# In the errors of gloo, NCCL and the store, if the cause is another rank.
+OF_A_LOSS = re.compile("onnection|peer|remote process|network|imeout|imed out")
 # In the environment: how many ranks the launchers of all nodes start.
 ALL_RANKS = "MAMBA_FSDP_RANKS"
 
@@ -214,7 +216,7 @@ def lost_rank(error: BaseException, rank: int) -> Accident | None:
     """Returns the Accident of a rank whose exchange with another failed because that one has ended or can't be reached;
     None for any other error."""
     is_of_exchange = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-    if not isinstance(error, RuntimeError) or not is_of_exchange:
+    if not is_of_exchange or not OF_A_LOSS.search(str(error)):
         return None
     reason = re.sub(r"^\[\S+\] |\. This is typically .*", "", first_line(error))
     return Accident(

@@ -44,9 +44,8 @@ def train(
     state = context.state
     saver = Saver(context, logger)
     steps = StepQueue(context, logger, saver, stop)
-    if validation_due and not validate(context, logger, saver, stop):
-        return stop.reason or ELSEWHERE
-    if stop.agreed(context.world):
+    must_stop = validation_due and not validate(context, logger, saver, stop)
+    if must_stop or stop.agreed(context.world):
         return stop.reason or ELSEWHERE
     while state.step < schedule.total_steps:
         must_stop = steps.advance()
@@ -85,9 +84,9 @@ class StepQueue:
         self.steps: deque[StepUnderWay] = deque()
 
     def advance(self) -> bool:
-        """Takes a step, and further ones until the numbers of all are read: on a CPU after each step, on a GPU before
-        a validation or a save, after the last step, and once a rank is asked to stop. Returns whether to stop
-        before the last step."""
+        """Takes steps until the numbers of all of them are read: on a CPU after each step, on a GPU before a
+        validation or a save, after the last step, and once a rank is asked to stop. Returns whether to stop before
+        the last step."""
         while True:
             step = take_step(self.context, self.logger.clock, self.stop, ahead=len(self.steps))
             self.steps.append(step)
@@ -99,12 +98,10 @@ class StepQueue:
                 return is_asked and not is_last
 
     def _is_something_due(self) -> bool:
-        """Returns whether something that needs all numbers comes after the newest step."""
+        """Returns whether a validation or a save, which need all numbers, comes after the newest step."""
         schedule = self.context.schedule
         newest = self.context.state.step + len(self.steps)
-        is_last = newest == schedule.total_steps
-        eval_due = schedule.is_due(schedule.eval_steps, newest)
-        return is_last or eval_due or self.saver.is_due(newest)
+        return schedule.is_due(schedule.eval_steps, newest) or self.saver.is_due(newest)
 
     def _finish(self, most: int) -> bool:
         """Finishes the oldest steps, until at most `most` are under way. Returns whether a rank was asked to stop."""
