@@ -134,7 +134,7 @@ def measure(config, ranks):
         calls.clear()
         began = time.perf_counter()
         with mock.patch.object(restore, "hash_file", lambda *_: FileRead(XXH3, {})):
-            restore.newest_whole(checkpointer.folder, world, report=print)
+            restore.find_checkpoint(checkpointer.folder.parent, world)
         folder.lease.close()
         contents = read_contents(newest)
         return found | {

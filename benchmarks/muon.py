@@ -24,8 +24,7 @@ from mamba_fsdp.run.names import METRICS
 from mamba_fsdp.run.records import read
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.trainer.optimizer import make_optimizer
-from mamba_fsdp.trainer.setup import build_model
-from mamba_fsdp.trainer.start import fill_at_random
+from mamba_fsdp.trainer.setup import build_model, fill_at_random
 
 DEMO = "config/demo.yaml"
 RATES = (3e-3, 6e-3, 1.2e-2)
@@ -36,8 +35,7 @@ def step_of(optimizer):
     """Returns a function that takes a step of the demo."""
     settings = resolve.resolve_settings({"optimizer": optimizer}, DEMO)
     training = settings.training
-    training.settle_precision("cpu")
-    dtype = DTYPES[training.mixed_precision]
+    dtype = DTYPES[training.precision("cpu")]
     backends = resolve_backends("auto", "cpu", operator_uses(settings.model, dtype)).backends
     parallel = build_model(settings, World.alone(), backends)
     fill_at_random(settings, parallel)

@@ -71,14 +71,16 @@ PUBLISHED = [
 
 
 def expected(row: Published) -> Estimate:
-    settings = TrainConfig()
-    settings.model = ModelConfig(**preset(row.model))
-    settings.data.seq_length = row.length or recipe(row.model)["seq_length"]
-    settings.training.batch_size = row.batch
-    settings.parallel.sharding_strategy = row.strategy
+    settings = TrainConfig(ModelConfig(**preset(row.model)))
+    settings = settings.changed(
+        seq_length=row.length or recipe(row.model)["seq_length"],
+        batch_size=row.batch,
+        sharding_strategy=row.strategy,
+    )
     if row.recompute:
-        settings.parallel.fsdp_activation_checkpointing = True
-        settings.parallel.selective_checkpointing = row.recompute
+        settings = settings.changed(
+            fsdp_activation_checkpointing=True, selective_checkpointing=row.recompute
+        )
     machine = replace(row.machine, devices=min(row.machine.devices, row.devices))
     return estimate(settings, row.devices // machine.devices, machine)
 

@@ -70,10 +70,9 @@ def simulate(
     Triton's if they exist. device: the fake tensors' device. inside: count what Triton's backends hold while they run,
     too. A step that asks for a number raises. Not for sharding_strategy=ddp, nor within a process group."""
     training, data = settings.training, settings.data
-    training.settle_precision("cuda")
-    dtype, documents = DTYPES[training.mixed_precision], data.reset_at_documents
+    dtype, documents = DTYPES[training.precision("cuda")], data.reset_at_documents
     sharing = settings.parallel.context_parallel
-    uses = settings.operator_uses()
+    uses = settings.operator_uses("cuda")
     backends = resolve_backends(training.kernels, "cuda", uses, assumed=("triton",)).backends
     world = _World(rank, size, min(size, local_size), device)
     assert choose_strategy(settings.parallel, world) != "ddp", "its reducer reads what it sends"
@@ -110,7 +109,7 @@ def simulate(
             parallel=parallel,
             optimizer=optimizer,
             state=state,
-            loss_scale=LossScale(state, device, dynamic=training.mixed_precision == "fp16"),
+            loss_scale=LossScale(state, device, dynamic=dtype == torch.float16),
             schedule=SimpleNamespace(
                 tokens_per_step=batch_shape.global_batch * data.seq_length, lr=schedule
             ),
@@ -259,12 +258,13 @@ def main():
     words.add_argument("--context", type=int, default=1, help="ranks that share each sample")
     words.add_argument("--recompute", action="store_true", help="activations in the backward pass")
     given = words.parse_args()
-    settings = TrainConfig()
-    settings.model = ModelConfig(**preset(given.preset))
-    settings.data.seq_length = given.length
-    settings.training.batch_size = given.batch
-    settings.parallel.context_parallel = given.context
-    settings.parallel.fsdp_activation_checkpointing = given.recompute
+    settings = TrainConfig(ModelConfig(**preset(given.preset)))
+    settings = settings.changed(
+        seq_length=given.length,
+        batch_size=given.batch,
+        context_parallel=given.context,
+        fsdp_activation_checkpointing=given.recompute,
+    )
     found = simulate(settings, given.ranks, inside=True)
     for part, size in found.peak.items():
         print(f"{part:<24}{size / 1e9:>12.3f} GB")

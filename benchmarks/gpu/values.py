@@ -31,8 +31,7 @@ SMALL = {"layers": "mamba1,mamba2", "d_model": 64, "d_state": 16, "headdim": 32,
 
 def use_of(model: ModelConfig, length: int, device: torch.device) -> FirstUse:
     settings = TrainConfig(model)
-    settings.training.mixed_precision = "bf16"
-    settings.data.seq_length = length
+    settings = settings.changed(mixed_precision="bf16", seq_length=length)
     return FirstUse(settings, device)
 
 

@@ -157,13 +157,13 @@ def floor(kernel: str) -> float:
 
 def milliseconds(name: str, stack: str) -> dict[str, float]:
     settings = TrainConfig(ModelConfig(**preset(name)))
-    settings.training.mixed_precision = "bf16"
+    settings = settings.changed(mixed_precision="bf16")
     config = settings.model
     uses = operator_uses(config, torch.bfloat16)
     first = dict.fromkeys(uses, "triton")
     backends = resolve_backends("auto", "cuda", uses, ("triton",), preferred=first).backends
     with META:
-        network = make_network(settings, backends, is_sharded=False)
+        network = make_network(settings, backends, False, "cuda")
     layers = config.n_layer
     flops = flops_per_token(config, LENGTH) - 3 * layers * recurrence_flops(config, LENGTH)
     of_sums = TOKENS * config.d_model * (layers + 1)

@@ -25,7 +25,7 @@ from mamba_fsdp.checkpoint.contents import Commit, Contents, FileChecksum, Store
 from mamba_fsdp.checkpoint.files import DTYPE_NAMES, NamedPiece, checksum_of, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, stored_name
 from mamba_fsdp.checkpoint.ranges import find_ranges, pack, part_to_write
-from mamba_fsdp.checkpoint.restore import Check, Restored, load, newest_whole
+from mamba_fsdp.checkpoint.restore import Found, WholeCheckpoint, find_checkpoint, load
 from mamba_fsdp.checkpoint.retention import Retention
 from mamba_fsdp.errors import UserError, first_line, joined
 from mamba_fsdp.parallel.model import Shard
@@ -104,22 +104,22 @@ class Checkpointer:
         self.buffer = torch.empty(0, dtype=torch.uint8)  # for the copies, reused by each save
         self.stalled = 0.0  # seconds, see stall_seconds
 
-    def resume(self, shards: Sequence[Shard], check: Check | None = None) -> Restored | None:
-        """Fills the shards from the newest whole checkpoint, which it verifies in the same pass. Returns None if there
-        is none. check: see `load`. Raises UserError as `newest_whole` and `load` do."""
-        newest = newest_whole(self.folder, self.world, self.report, shards=shards)
-        if newest is None:
-            return None
+    def resume(self, shards: Sequence[Shard], found: Found | None = None) -> WholeCheckpoint:
+        """Fills the shards from the newest whole checkpoint, which it verifies in the same pass and returns. found: see
+        `find_checkpoint`. Raises UserError as that and `load` do."""
+        run = self.folder.parent
+        newest = find_checkpoint(run, self.world, self.report, shards=shards, found=found)
         self.retention.broken.update(newest.broken)
         self.last = newest.path
-        return load(newest, shards, self.world, check)
+        load(newest, shards, self.world)
+        return newest
 
     def make_room(self, shards: Sequence[Shard]) -> None:
-        """Makes room for saves: in host memory, which is allocated once, and on the disk, see _free_disk. Raises UserError
-        on all ranks if there is too little."""
-        self.world.on_rank0(self._free_disk, shards)
-        written = [shard.data[start:stop] for shard, start, stop in self._parts(shards)]
-        self.world.on_all_ranks(self._host_memory, written)
+        """Makes room for saves: in host memory, which is allocated once, and on the disk, see _free_disk. Each rank calls
+        it by itself. Raises UserError if there is too little."""
+        if self.world.rank == 0:
+            self._free_disk(shards)
+        self._host_memory([shard.data[start:stop] for shard, start, stop in self._parts(shards)])
 
     def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
         """Saves `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.

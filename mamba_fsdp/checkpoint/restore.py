@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.checkpoint.contents import (
+    BrokenError,
     Checksum,
     Contents,
     FileChecksum,
     check_size,
     checksums_or_problem,
+    read_commit,
     read_contents,
 )
 from mamba_fsdp.checkpoint.files import Filled, hash_file
@@ -23,9 +25,19 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.layout import committed, no_checkpoint, removed
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
 from mamba_fsdp.storage.patience import exists, retry_io
+from mamba_fsdp.storage.typed_json import FileName
 
-# Raises UserError for the state of a checkpoint that must not be loaded.
-Check = Callable[[dict[str, Any], Path], None]
+Report = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A committed checkpoint whose COMMIT and state.json are whole; its other files may yet be broken."""
+
+    path: Path
+    checksums: dict[FileName, FileChecksum]
+    contents: Contents
+    broken: Mapping[str, str]  # {name: why} of newer ones that were passed over
 
 
 @dataclass
@@ -33,38 +45,39 @@ class WholeCheckpoint:
     """A checkpoint that was verified."""
 
     path: Path
-    broken: list[str] = field(default_factory=list)  # names of newer ones that were passed over
+    contents: Contents
+    broken: Sequence[str] = ()  # names of newer ones that were passed over
     filled: Filled = field(default_factory=dict)  # what verifying put into this rank's shards
 
 
-@dataclass
-class Restored:
-    """A checkpoint that is in the shards."""
+def verify(checkpoint: Path, world: World) -> list[str]:
+    """Returns what is wrong with a committed checkpoint, see `verify_files`. Raises UserError on all ranks for one of
+    another version."""
+    checksums, problems = world.on_rank0(checksums_or_problem, checkpoint)
+    return problems or verify_files(checkpoint, checksums, world)
 
-    path: Path
-    state: dict[str, Any]  # what the training loop saved with it
 
-
-def verify(
+def verify_files(
     checkpoint: Path,
+    checksums: Mapping[FileName, FileChecksum],
     world: World,
     part: str = "all",
     shards: Sequence[Shard] = (),
     filled: Filled | None = None,
 ) -> list[str]:
-    """Returns on all ranks what is wrong with a committed checkpoint, in sentences: compares its files with the sizes
-    and checksums in COMMIT. All ranks call it and share the files, so that one of them reads each byte.
+    """Returns on all ranks what is wrong with the files of a checkpoint, in sentences: compares them with the sizes and
+    checksums in COMMIT. All ranks call it and share the files, so that one of them reads each byte.
 
     part: "all", or only "model", its weights, or "state", state.json. shards: a rank fills in its own elements while it
     reads, whatever the result, and notes them in `filled`, so that `load` need not read them again; if as many ranks
-    saved the checkpoint, they are all. Raises UserError on all ranks for another version.
+    saved the checkpoint, they are all.
     """
-    checksums, problems = world.on_rank0(checksums_or_problem, checkpoint)
     names = sorted(name for name in checksums if part != "state" or name == STATE)
     first = len(names) * world.rank // world.size
     stop = len(names) * (world.rank + 1) // world.size
     shards_by_name = {stored_name(shard.name): shard for shard in shards}
     ranges_by_name: Filled = {} if filled is None else filled
+    problems = []
 
     def verify_share() -> None:
         for name in names[first:stop]:
@@ -99,79 +112,86 @@ def _verify_file(
     return ""
 
 
-def newest_whole(
-    checkpoints: Path,
-    world: World,
-    report: Callable[[str], Any],
-    part: str = "all",
-    shards: Sequence[Shard] = (),
-) -> WholeCheckpoint | None:
-    """Returns the newest checkpoint with a whole `part`; reports and skips broken ones. part, shards: see
-    verify.
+def find_newest(path: Path, report: Report, broken: Mapping[str, str] = {}) -> Found:
+    """Returns the checkpoint that `path` names: itself, or the newest of a run folder that is not among the `broken`
+    ones, {name: why}. One process calls it. Reports those that it passes over.
 
-    Raises UserError if there are committed checkpoints but none is whole: a new start must be the user's decision.
+    Raises UserError if there is none, or if all are broken: a new start must be the user's decision.
     """
-    broken: list[str] = []
-    problems: list[str] = []
-    candidates = world.on_rank0(committed, checkpoints)
-    for checkpoint in reversed(candidates):
-        whole = WholeCheckpoint(checkpoint, broken)
-        problems = verify(checkpoint, world, part, shards, whole.filled)
-        if not problems:
-            return whole
-        if not world.on_rank0(exists, checkpoint):
-            # The checkpoint's run has removed it since, and has newer ones.
-            return newest_whole(checkpoints, world, report, part, shards)
-        broken.append(checkpoint.name)
-        if world.rank == 0:
-            report(
-                f"warning: checkpoint {checkpoint} is broken and is skipped: {'; '.join(problems)}"
-            )
-    if candidates:
-        raise UserError(
-            f"none of the checkpoints in {checkpoints} ({len(candidates)}) is whole, the oldest: "
-            f"{'; '.join(problems)}; repair one, or move the folder away to start from scratch"
-        )
-    return None
+    checkpoint = _newest_candidate(path, broken)
+    try:
+        checksums = read_commit(checkpoint).files
+        problem = _verify_file(checkpoint / STATE, checksums[FileName(STATE)], "all", {}, {})
+    except BrokenError as error:
+        problem = str(error)
+    if problem:
+        return pass_over(path, report, broken, checkpoint, problem)
+    return Found(checkpoint, checksums, read_contents(checkpoint), broken)
+
+
+def _newest_candidate(path: Path, broken: Mapping[str, str]) -> Path:
+    if exists(path / COMMIT):
+        return path
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    candidates = committed(folder)
+    left = [checkpoint for checkpoint in candidates if checkpoint.name not in broken]
+    if left:
+        return left[-1]
+    if not candidates:
+        raise no_checkpoint(path)
+    raise UserError(
+        f"none of the checkpoints in {folder} ({len(candidates)}) is whole, the oldest: "
+        f"{broken[candidates[0].name]}; repair one, or move the folder away to start from scratch"
+    )
+
+
+def pass_over(
+    path: Path, report: Report, broken: Mapping[str, str], checkpoint: Path, problem: str
+) -> Found:
+    """Returns what `find_newest` does of `path` without this checkpoint, which it reports as broken. Raises UserError if
+    `path` names just this one."""
+    is_gone = not exists(checkpoint)
+    if checkpoint == path:
+        raise removed(path) if is_gone else UserError(f"checkpoint {path} is broken: {problem}")
+    if is_gone:  # its run has removed it meanwhile, and has newer ones
+        return find_newest(path, report, broken)
+    report(f"warning: checkpoint {checkpoint} is broken and is skipped: {problem}")
+    return find_newest(path, report, {**broken, checkpoint.name: problem})
 
 
 def find_checkpoint(
     path: str | Path,
     world: World,
-    report: Callable[[str], Any] = print,
+    report: Report = print,
     part: str = "all",
     shards: Sequence[Shard] = (),
+    found: Found | None = None,
 ) -> WholeCheckpoint:
     """Returns the checkpoint that `path` names, the same on all ranks: itself, or the newest whole one of a run folder.
 
-    Raises UserError if there is none, or if the one that `path` names is broken. part, shards: see `verify`.
+    found: what `find_newest` returned on rank 0, if it was asked already. Raises UserError if there is none, or if the
+    one that `path` names is broken. part, shards: see `verify_files`.
     """
     path = Path(path)
-    if world.on_rank0(exists, path / COMMIT):
-        named = WholeCheckpoint(path)
-        problems = verify(path, world, part, shards, named.filled)
-        if problems and not world.on_rank0(exists, path):
-            raise removed(path)
-        if problems:
-            raise UserError(f"checkpoint {path} is broken: {'; '.join(problems)}")
-        return named
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    newest = newest_whole(folder, world, report, part, shards)
-    if newest is None:
-        raise no_checkpoint(path)
-    return newest
+    if not found:
+        found = world.on_rank0(find_newest, path, report)
+    while True:
+        filled: Filled = {}
+        problems = verify_files(found.path, found.checksums, world, part, shards, filled)
+        if not problems:
+            return WholeCheckpoint(found.path, found.contents, list(found.broken), filled)
+        why = "; ".join(problems)
+        found = world.on_rank0(pass_over, path, report, found.broken, found.path, why)
 
 
-def load(
-    whole: WholeCheckpoint, shards: Sequence[Shard], world: World, check: Check | None = None
-) -> Restored:
+def load(whole: WholeCheckpoint, shards: Sequence[Shard], world: World) -> None:
     """Fills `shards`, of any strategy and world size, from a checkpoint, except what verifying it has filled already.
 
     The checkpoint must hold exactly these tensors of the model, and of the optimiser if its shards are among them.
-    check(state, checkpoint) may refuse first, on rank 0. Raises UserError on all ranks if any can't load.
+    Raises UserError on all ranks if any can't load.
     """
-    contents = world.on_rank0(_read_checked, whole.path, shards, check)
-    reader = Reader(whole.path, contents)
+    _check_tensors(whole, shards)
+    reader = Reader(whole.path, whole.contents)
 
     def fill() -> None:
         for shard in shards:
@@ -182,20 +202,15 @@ def load(
                 target.copy_(reader.read(name, start, stop))
 
     world.on_all_ranks(fill)
-    return Restored(whole.path, contents.state)
 
 
-def _read_checked(checkpoint: Path, shards: Sequence[Shard], check: Check | None) -> Contents:
-    """Returns the contents of a checkpoint that fits the shards. Raises UserError if it does not."""
-    contents = read_contents(checkpoint)
-    if check:
-        check(contents.state, checkpoint)
+def _check_tensors(whole: WholeCheckpoint, shards: Sequence[Shard]) -> None:
+    """Raises UserError, the same on each rank, if a checkpoint does not fit the shards."""
     wanted = {stored_name(shard.name): shard.shape for shard in shards}
     kinds = {name.split("/")[0] for name in wanted}
     stored = {
         name: tensor.shape
-        for name, tensor in contents.tensors.items()
+        for name, tensor in whole.contents.tensors.items()
         if name.split("/")[0] in kinds
     }
-    check_same_tensors(checkpoint, wanted, stored)
-    return contents
+    check_same_tensors(whole.path, wanted, stored)

@@ -44,9 +44,7 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
     world = World.alone(device=inference_world().device)
     cpp.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)
-    settings = TrainConfig(weights.config)
-    settings.data.reset_at_documents = reset_at_documents
-    settings.training.settle_precision(world.device.type)
+    settings = TrainConfig(weights.config).changed(reset_at_documents=reset_at_documents)
     choice = choose_for_answers(settings, world.device)
     parallel = build_model(settings, world, choice.backends)
     fill_parts(parallel.shards(), weights.slice)

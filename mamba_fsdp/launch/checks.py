@@ -161,7 +161,6 @@ def find_operators() -> str:
 
     settings = TrainConfig(ModelConfig(layers="mamba1,mamba2,attention", d_model=256))
     device = inference_world().device
-    settings.training.settle_precision(device.type)
     return f"{device}: {choose_for_answers(settings, device)}"
 
 

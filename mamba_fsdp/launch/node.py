@@ -44,6 +44,8 @@ def main(run: Path, words: list[str]) -> int:
     """Runs this node's ranks to their end. Returns the exit code of the rank that failed first."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     end_with_launcher(signal.SIGQUIT)
+    # torch would say many times that an address has no name; it reads this once, when it is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Late, since it imports torch: libraries start threads, and these inherit which signals are blocked.
     from mamba_fsdp.launch import agent
 

@@ -46,7 +46,7 @@ class Layer:
         return self.mixer.split("/")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelConfig:
     """The model's structure. A preset fills it; any field can be overridden."""
 

@@ -179,6 +179,23 @@ def as_rows(*activations: Tensor | None) -> list[Tensor]:
     return rows
 
 
+def flushes_denormals() -> bool:
+    """Returns whether denormal numbers count as 0 in this thread."""
+    smallest = torch.full((), 1e-310, dtype=torch.float64)
+    return not (smallest * 0.5).item()
+
+
+def flush_denormals(asked: bool) -> None:
+    """Has denormal numbers count as 0, or not, in this thread and in those that share its operations: each processor
+    core has a mode of its own, which new threads take from the thread that makes them."""
+    torch.set_flush_denormal(asked)
+    threads = torch.get_num_threads()
+    run_on_each = getattr(ctypes.CDLL(None), "GOMP_parallel", None)  # of PyTorch's OpenMP
+    if threads > 1 and run_on_each:
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        run_on_each(kind(lambda _: torch.set_flush_denormal(asked) and None), None, threads, 0)
+
+
 def tune_process(device_type: str) -> None:
     """Makes training on a CPU faster, for the whole process; call it once, before the first step. It does nothing for a
     process with a GPU, where the memory of copies for checkpoints has to go back to the system.
@@ -189,7 +206,7 @@ def tune_process(device_type: str) -> None:
     """
     if device_type != "cpu":
         return
-    torch.set_flush_denormal(True)
+    flush_denormals(True)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD

@@ -1,7 +1,8 @@
 """Holds all code that depends on the version of torch."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 
 import torch
@@ -18,18 +19,29 @@ def load_shard() -> Callable[..., ParallelModel]:
     return import_module(f"mamba_fsdp.parallel.{name}").shard
 
 
-def use_deterministic_algorithms(asked: bool) -> None:
-    """If asked, makes torch refuse operations whose results differ between equal runs. Call it before the first
-    operation."""
-    if asked:
-        # Without this setting, torch refuses matrix products on a GPU.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # torch would fill every new empty tensor with NaN; our operators write tensors before they read them.
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        if torch.cuda.is_available() and not HAS_FSDP2:
-            # torch 2.2's flash attention adds with atomics, and torch does not refuse it.
-            torch.backends.cuda.enable_flash_sdp(False)
-    torch.use_deterministic_algorithms(asked)
+@contextlib.contextmanager
+def deterministic_algorithms(asked: bool) -> Iterator[None]:
+    """If asked, makes torch refuse operations whose results differ between equal runs, until the block ends. Enter it
+    before the first operation."""
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    had_flash = torch.backends.cuda.flash_sdp_enabled()
+    try:
+        if asked:
+            # Without this setting, torch refuses matrix products on a GPU.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            # torch would fill every new empty tensor with NaN; our operators write tensors before they read them.
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            if torch.cuda.is_available() and not HAS_FSDP2:
+                # torch 2.2's flash attention adds with atomics, and torch does not refuse it.
+                torch.backends.cuda.enable_flash_sdp(False)
+        torch.use_deterministic_algorithms(asked)
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+        torch.backends.cuda.enable_flash_sdp(had_flash)
 
 
 def step_unless(optimizer: torch.optim.AdamW, refused: torch.Tensor) -> None:

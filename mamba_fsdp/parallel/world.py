@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import sys
 import threading
@@ -22,6 +23,8 @@ from mamba_fsdp.storage.patience import storage_error
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
 CPU = torch.device("cpu")
+# In the errors of gloo, NCCL and the store, if the cause is another rank.
+OF_A_LOSS = re.compile("onnection|peer|remote process|network|imeout|imed out")
 # In the environment: how many ranks the launchers of all nodes start.
 ALL_RANKS = "MAMBA_FSDP_RANKS"
 
@@ -180,14 +183,16 @@ class World:
         return result
 
     def on_all_ranks(self, work: Callable[..., T], *inputs: Any) -> T:
-        """Returns the result of `work(*inputs)` on this rank, see run_local. Raises the UserErrors of all ranks as one
-        error on all ranks."""
+        """Returns the result of `work(*inputs)` on this rank, see run_local. Raises the UserErrors of all ranks, and what
+        storage refuses them, as one error on all ranks."""
 
         def try_work() -> tuple[Any, list[UserError]]:
             try:
                 return work(*inputs), []
             except UserError as error:
                 return None, [error]
+            except OSError as error:
+                return None, [refused(error)]
 
         result, failure = self.run_local(try_work)
         failures = self.gather_unique(failure)
@@ -207,6 +212,18 @@ class World:
             dist.destroy_process_group()
 
 
+def lost_rank(error: BaseException, rank: int) -> Accident | None:
+    """Returns the Accident of a rank whose exchange with another failed because that one has ended or can't be reached;
+    None for any other error."""
+    is_of_exchange = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    if not is_of_exchange or not OF_A_LOSS.search(str(error)):
+        return None
+    reason = re.sub(r"^\[\S+\] |\. This is typically .*", "", first_line(error))
+    return Accident(
+        f"rank {rank} lost another rank, which has failed or can't be reached: {reason[:200]}"
+    )
+
+
 def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | None]:
     """Returns (the result of `action(*inputs)`, None), or (None, the UserError that says why it failed)."""
     try:
@@ -214,10 +231,15 @@ def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | 
     except UserError as error:
         return None, error
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        return None, storage_error(error, f"{place}{error.strerror or error}")
+        return None, refused(error)
     except Exception as error:
         return None, UserError(f"{type(error).__name__}: {error}")
+
+
+def refused(error: OSError) -> UserError:
+    """Returns the UserError of what storage refuses."""
+    place = f"{error.filename}: " if error.filename else ""
+    return storage_error(error, f"{place}{error.strerror or error}")
 
 
 def allow_many_files() -> None:

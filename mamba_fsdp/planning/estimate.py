@@ -1,6 +1,5 @@
 """Estimates a training run on given machines, and the settings that would fit best."""
 
-import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,8 +54,7 @@ def _workload(
 ) -> Workload:
     device_type = "cpu" if machine.device == "cpu" else "cuda"
     world = World(0, nodes * machine.devices, machine.devices, torch.device(device_type))
-    settings.training.settle_precision(device_type)
-    uses = settings.operator_uses()
+    uses = settings.operator_uses(device_type)
     choice = resolve_backends(settings.training.kernels, device_type, uses, ("triton",))
     return Workload(settings, world, choice.backends, measured)
 
@@ -134,10 +132,11 @@ def _others(settings: TrainConfig, nodes: int, machine: Instance) -> Iterator[Es
             continue
         measured = None  # the passes are the same for each share
         for share in TRIED_SHARES:
-            other = copy.deepcopy(settings)
-            other.training.batch_size = size
-            other.parallel.selective_checkpointing = share
-            other.parallel.fsdp_activation_checkpointing = share != "0"
+            other = settings.changed(
+                batch_size=size,
+                selective_checkpointing=share,
+                fsdp_activation_checkpointing=share != "0",
+            )
             work = _workload(other, nodes, machine, measured)
             expected = _estimate(work, machine)
             measured = work.passes

@@ -39,7 +39,7 @@ class Workload:
     @property
     def width(self) -> int:
         """Returns the bytes of an element in the compute dtype."""
-        return DTYPES[self.settings.training.mixed_precision].itemsize
+        return DTYPES[self.settings.training.precision(self.world.device.type)].itemsize
 
     @property
     def tokens(self) -> int:

@@ -135,7 +135,7 @@ def measure(
     layers = settings.model.layer_list()
     first_of_kind = sorted({layers.index(layer) for layer in layers})
     with META, no_kernels():
-        network = make_network(settings, backends, is_sharded)
+        network = make_network(settings, backends, is_sharded, device_type)
         blocks = network.backbone.layers
         of_kind = {}
         for index in first_of_kind:
@@ -146,10 +146,12 @@ def measure(
     return PassBytes([of_kind[layer] for layer in layers], loss)
 
 
-def make_network(settings: TrainConfig, backends: dict[str, str], is_sharded: bool) -> MambaLM:
+def make_network(
+    settings: TrainConfig, backends: dict[str, str], is_sharded: bool, device_type: str
+) -> MambaLM:
     """Returns the model with its weights and gradients in the state at the start of a pass."""
     model = settings.model
-    dtype = DTYPES[settings.training.mixed_precision]
+    dtype = DTYPES[settings.training.precision(device_type)]
     sharing = settings.parallel.context_parallel
     network = MambaLM(
         model,

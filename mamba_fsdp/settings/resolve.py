@@ -7,6 +7,7 @@ then the defaults. The type of a field decides how its value is read: a run id 0
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,12 @@ def resolve_settings(
     chosen = implied | chosen
     settings = _build(chosen)
     settings.check()
-    settings.notes = [*in_file.notes, *on_line.notes, *settings.notes]
-    drop_pointless(settings, chosen, on_line, in_file)
-    settings.training.read_prompts()
+    notes = (*in_file.notes, *on_line.notes, *settings.notes)
+    settings = drop_pointless(replace(settings, notes=notes), chosen, on_line, in_file)
+    settings = settings.changed(eval_prompts=settings.training.read_prompts())
     names_data = {"dataset_path", "datasets", "use_dummy_dataset"} & on_line.values.keys()
-    settings.names_folder = "save_ckpt_path" in (on_line.values if names_data else chosen)
-    return settings
+    names_folder = "save_ckpt_path" in (on_line.values if names_data else chosen)
+    return replace(settings, names_folder=names_folder)
 
 
 # ---------------------------------------------------------------- files
@@ -229,9 +230,9 @@ def _gives(place: Mapping[str, Any], name: str) -> bool:
 
 def drop_pointless(
     settings: TrainConfig, chosen: Mapping[str, Any], on_line: Written, in_file: Written
-) -> None:
-    """Resets chosen settings that have no effect to their usual value, with a note for words of other launchers and for
-    settings of the model, since one command line may serve several models.
+) -> TrainConfig:
+    """Returns the settings with the usual value in place of chosen ones that have no effect, with a note for words of
+    other launchers and for settings of the model, since one command line may serve several models.
 
     Raises UserError for any other such setting that the user gave. A run's own file may hold such settings, and so may
     another file if only the command line makes them pointless.
@@ -240,21 +241,24 @@ def drop_pointless(
     in_others_words = on_line.in_others_words()
     in_others_words |= in_file.in_others_words() - on_line.values.keys()
     mistakes = []
+    notes = []
+    dropped = {}
     for name, sentence in pointless(settings, chosen, usual).items():
         if settings.checkpoint.init_from and name in vars(settings.model):
             continue  # the weights decide the layers: see adopt_model
-        settings.assign(name, usual[name])
-        settings.explicit.remove(name)
+        dropped[name] = usual[name]
         where = in_file.where
         if name in on_line.values:
             where = on_line.where
         elif in_file.is_of_run or not _is_pointless_alone(name, in_file.values):
             where = ""
         if name in in_others_words or (where and name in vars(settings.model)):
-            settings.notes.append(sentence)
+            notes.append(sentence)
         elif where:
             mistakes.append(f"{sentence}; leave it out ({where})")
     check_none(mistakes)
+    explicit = settings.explicit - dropped.keys()
+    return replace(settings.changed(**dropped), explicit=explicit, notes=(*settings.notes, *notes))
 
 
 def _is_pointless_alone(name: str, values: Mapping[str, Any]) -> bool:
@@ -285,12 +289,8 @@ def needs_of(name: str) -> Needs | None:
 
 def _build(chosen: Mapping[str, Any]) -> TrainConfig:
     """Returns the TrainConfig of these values on top of the preset and the defaults."""
-    settings = TrainConfig()
-    for name, value in {**_usual(chosen), **chosen}.items():
-        settings.assign(name, value)
-    settings.explicit = set(chosen)
-    settings.fit()
-    return settings
+    settings = TrainConfig(explicit=frozenset(chosen))
+    return settings.changed(**{**_usual(chosen), **chosen}).fitted()
 
 
 def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,18 +326,20 @@ def default(name: str) -> Any:
 # ---------------------------------------------------------------- the model of weights
 
 
-def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> None:
-    """Sets the model of `settings` to `model`, the shape of the weights in `source`, such as init_from FOLDER. Raises
+def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> TrainConfig:
+    """Returns the settings with the shape of `model`, that of the weights in `source`, such as init_from FOLDER. Raises
     UserError if model settings that the user gave disagree with this shape. A note tells those that do nothing."""
     shape = vars(model)
     explicit = shape.keys() & settings.explicit
     if "model_name" not in explicit:
-        for name in shape.keys() - explicit:
-            settings.assign(name, shape[name])
+        adopted = {name: shape[name] for name in shape.keys() - explicit}
+        settings = settings.changed(**adopted)
         if "seq_length" not in settings.explicit:
-            settings.data.seq_length = recipe(settings.model.model_name)["seq_length"]
+            length = recipe(settings.model.model_name)["seq_length"]
+            settings = settings.changed(seq_length=length)
     check_same_model(settings, model, source)
-    settings.notes += pointless(settings, explicit, shape).values()
+    notes = pointless(settings, explicit, shape).values()
+    return replace(settings, notes=(*settings.notes, *notes))
 
 
 def check_same_model(
@@ -409,11 +411,10 @@ def as_plain(settings: TrainConfig) -> dict[str, Any]:
 def read_resolved(path: Path) -> TrainConfig:
     """Returns the settings that the launcher of this start resolved and wrote into the file `path`."""
     content = json.loads(retry_io(path.read_text, path))
-    settings = TrainConfig()
-    for values in content["settings"].values():
-        for name, value in values.items():
+    values = {}
+    for section in content["settings"].values():
+        for name, value in section.items():
             _, leaf = all_settings()[name]
-            settings.assign(name, parse(leaf.type, value))
-    settings.explicit = set(content["explicit"])
-    settings.notes = content["notes"]
-    return settings
+            values[name] = parse(leaf.type, value)
+    settings = TrainConfig(explicit=frozenset(content["explicit"]), notes=tuple(content["notes"]))
+    return settings.changed(**values)

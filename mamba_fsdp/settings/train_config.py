@@ -12,6 +12,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -101,7 +102,7 @@ def wandb(settings: "TrainConfig") -> bool:
     return "wandb" in settings.report.tracker
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     """The data, and the order in which it is read."""
 
@@ -160,7 +161,7 @@ class DataConfig:
             )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerConfig:
     """How the weights are updated. Weight decay applies to matrices only, not to norms, biases, A_log, D or dt_bias."""
 
@@ -182,7 +183,7 @@ class OptimizerConfig:
     """Gradient clipping: gradients are scaled down to this global norm. 0: no clipping."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScheduleConfig:
     """The learning rate over the run. Durations are steps, or tokens when written as in 2Btok."""
 
@@ -210,7 +211,7 @@ class ScheduleConfig:
     """Floor of the schedules that decay to a floor, as a share of learning_rate."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingConfig:
     """The loop: length, batch, precision, validation."""
 
@@ -257,19 +258,21 @@ class TrainingConfig:
     line each; or the path of a file of such lines. The log, the metrics, the trackers and the report show
     what it writes."""
 
-    def read_prompts(self) -> None:
-        """Replaces a file's name in eval_prompts by the lines in it, so that no rank needs the file. Raises
+    def read_prompts(self) -> str:
+        """Returns eval_prompts with the lines of a file in place of its name, so that no rank needs the file. Raises
         UserError if it can't be read or is a folder, and for text that is not UTF-8 or blank."""
         given = self.eval_prompts
+        prompts = given
         try:
             given.encode()
             if given.endswith(".txt") or os.path.exists(given):
-                self.eval_prompts = Path(given).read_text("utf-8") + "\n"
+                prompts = Path(given).read_text("utf-8") + "\n"
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", error)
             raise UserError(f"eval_prompts={given}: can't be read: {reason}") from None
-        if given and not self.eval_prompts.strip():
+        if given and not prompts.strip():
             raise UserError(f"eval_prompts={given}: no prompt is there; write one in each line")
+        return prompts
 
     def check(self) -> None:
         """Raises UserError for a global batch that can't be split, and for unknown names in
@@ -281,13 +284,14 @@ class TrainingConfig:
             )
         demands(self.kernels)
 
-    def settle_precision(self, device_type: str) -> None:
-        """Replaces mixed_precision=auto by the precision for this type of device."""
-        if self.mixed_precision == "auto":
-            self.mixed_precision = "fp32" if device_type == "cpu" else "bf16"
+    def precision(self, device_type: str) -> str:
+        """Returns the precision of the matrix products on this type of device: bf16, fp16 or fp32."""
+        if self.mixed_precision != "auto":
+            return self.mixed_precision
+        return "fp32" if device_type == "cpu" else "bf16"
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointConfig:
     """The run folder, its checkpoints, and what the run starts from."""
 
@@ -341,7 +345,7 @@ class CheckpointConfig:
             )
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelConfig:
     """How the model is spread over the devices."""
 
@@ -380,7 +384,7 @@ class ParallelConfig:
         return share
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReportConfig:
     """What the run shows and records."""
 
@@ -398,11 +402,14 @@ class ReportConfig:
     folder, and print a summary."""
 
 
-@dataclass
+def command_began() -> float:
+    """Returns when the command was started, which 1.train.sbatch says, or the time now."""
+    return float(os.environ.get("COMMAND_BEGAN") or time.time())
+
+
+@dataclass(frozen=True)
 class TrainConfig:
-    """All settings of a run. `explicit`: the names of the settings that the user gave. `notes`: lines for the run's log
-    about words of other launchers, and about values that follow from others or do nothing. `names_folder`: whether save_ckpt_path was given for this model and data. `began`: when the command was started, seconds since the
-    epoch."""
+    """All settings of a run. They never change: `changed` returns others."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -412,46 +419,44 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
-
-    def __post_init__(self) -> None:
-        self.explicit: set[str] = set()
-        self.notes: list[str] = []
-        self.names_folder = False
-        self.began = float(os.environ.get("COMMAND_BEGAN") or time.time())  # 1.train.sbatch says it
+    # The names of the settings that the user gave.
+    explicit: frozenset[str] = field(default=frozenset(), compare=False)
+    # Lines for the run's log about words of other launchers, and about values that follow from others or do nothing.
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    # Whether save_ckpt_path was given for this model and data.
+    names_folder: bool = field(default=False, compare=False)
+    # When the command was started, in seconds since the epoch.
+    began: float = field(default_factory=command_began, compare=False)
 
     def value(self, name: str) -> Any:
         """Returns the value of the setting `name`."""
         section, _ = all_settings()[name]
         return getattr(getattr(self, section), name)
 
-    def assign(self, name: str, value: Any) -> None:
-        """Gives the setting `name` this value."""
-        section, _ = all_settings()[name]
-        setattr(getattr(self, section), name, value)
+    def changed(self, **values: Any) -> "TrainConfig":
+        """Returns these settings with other values, by the settings' names."""
+        by_section: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            section, _ = all_settings()[name]
+            by_section.setdefault(section, {})[name] = value
+        sections = {
+            section: dataclasses.replace(getattr(self, section), **changes)
+            for section, changes in by_section.items()
+        }
+        return dataclasses.replace(self, **sections)
 
-    def fit(self) -> None:
-        """Replaces the values that the user did not give where they can't go with the others; `notes` say so."""
-        model = self.model
-        training = self.training
-        per_group = model.d_inner // math.gcd(model.d_inner, model.ngroups)
-        self._fit("headdim", math.gcd(model.headdim, per_group))
-        self._fit("ngroups", math.gcd(model.ngroups, model.n_ssm_head))
-        if not model.head_dim:
-            self._fit("n_head", math.gcd(model.n_head, model.d_model))
-        if model.n_head % model.n_kv_head:
-            self._fit("n_kv_head", model.n_head)
-        if model.rotary_dim > model.resolved_head_dim:
-            self._fit("rotary_dim", -1)
-        self._fit("multipliers", model.multipliers_it_has())
-        self._fit("batch_size", math.gcd(training.batch_size, training.global_batch_size))
-        samples = rounded_up(training.global_batch_size, training.batch_size)
-        self._fit("global_batch_size", samples)
-
-    def _fit(self, name: str, value: Any) -> None:
-        usual = self.value(name)
-        if name not in self.explicit and value != usual and self.model.reads(name):
-            self.notes.append(f"{name}={value} instead of {usual}, to fit the other settings")
-            self.assign(name, value)
+    def fitted(self) -> "TrainConfig":
+        """Returns these settings with other values for those that the user did not give, if they can't go with the
+        rest; `notes` say so."""
+        settings = self
+        for name, value_that_fits in FITTING.items():
+            usual = settings.value(name)
+            value = value_that_fits(settings)
+            if name not in self.explicit and value != usual and settings.model.reads(name):
+                note = f"{name}={value} instead of {usual}, to fit the other settings"
+                settings = settings.changed(**{name: value})
+                settings = dataclasses.replace(settings, notes=(*settings.notes, note))
+        return settings
 
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU
@@ -478,21 +483,66 @@ class TrainConfig:
                 "between ranks; leave it at 1"
             )
 
-    def operator_uses(self) -> dict[str, list[Use]]:
-        """Returns the uses of each operator in the training; call it after settle_precision."""
+    def operator_uses(self, device_type: str) -> dict[str, list[Use]]:
+        """Returns the uses of each operator in the training on this type of device."""
         from mamba_fsdp.conventions import DTYPES  # needs torch, which a command line does not
 
         return spec.operator_uses(
             self.model,
-            DTYPES[self.training.mixed_precision],
+            DTYPES[self.training.precision(device_type)],
             self.data.reset_at_documents,
             self.training.deterministic,
             self.parallel.context_parallel > 1,
         )
 
 
+# How `fitted` adapts settings, in this order.
+
+
+def fitting_headdim(settings: TrainConfig) -> int:
+    model = settings.model
+    per_group = model.d_inner // math.gcd(model.d_inner, model.ngroups)
+    return math.gcd(model.headdim, per_group)
+
+
+def fitting_n_head(settings: TrainConfig) -> int:
+    model = settings.model
+    return model.n_head if model.head_dim else math.gcd(model.n_head, model.d_model)
+
+
+def fitting_n_kv_head(settings: TrainConfig) -> int:
+    model = settings.model
+    return model.n_head if model.n_head % model.n_kv_head else model.n_kv_head
+
+
+def fitting_rotary_dim(settings: TrainConfig) -> int:
+    model = settings.model
+    return -1 if model.rotary_dim > model.resolved_head_dim else model.rotary_dim
+
+
+def fitting_batch_size(settings: TrainConfig) -> int:
+    return math.gcd(settings.training.batch_size, settings.training.global_batch_size)
+
+
+def fitting_global_batch_size(settings: TrainConfig) -> int:
+    return rounded_up(settings.training.global_batch_size, settings.training.batch_size)
+
+
+FITTING: dict[str, Callable[[TrainConfig], Any]] = {
+    "headdim": fitting_headdim,
+    "ngroups": lambda settings: math.gcd(settings.model.ngroups, settings.model.n_ssm_head),
+    "n_head": fitting_n_head,
+    "n_kv_head": fitting_n_kv_head,
+    "rotary_dim": fitting_rotary_dim,
+    "multipliers": lambda settings: settings.model.multipliers_it_has(),
+    "batch_size": fitting_batch_size,
+    "global_batch_size": fitting_global_batch_size,
+}
+
 SECTIONS: dict[str, Any] = {
-    section.name: section.default_factory for section in dataclasses.fields(TrainConfig)
+    section.name: section.default_factory
+    for section in dataclasses.fields(TrainConfig)
+    if dataclasses.is_dataclass(section.default_factory)
 }
 
 

@@ -106,7 +106,7 @@ class FirstUse:
     def __init__(self, settings: TrainConfig, device: torch.device) -> None:
         self.device = device.type
         self.kernels = settings.training.kernels
-        self.uses = settings.operator_uses()
+        self.uses = settings.operator_uses(device.type)
         self.asked = f"kernels={self.kernels} for {self.uses}"
         self.demanded = known.demands(self.kernels, self.uses)
         self.layers = LayerCheck(settings, device)

@@ -76,7 +76,7 @@ class LayerCheck:
         own = own_positions(settings)
         self.model = settings.model
         self.device = device
-        self.dtype = DTYPES[training.mixed_precision]
+        self.dtype = DTYPES[training.precision(device.type)]
         self.deterministic = training.deterministic
         self.seq_idx = settings.data.reset_at_documents
         kinds = [layer.mixer + "+mlp" * layer.mlp for layer in self.model.layer_list()]

@@ -43,34 +43,19 @@ def train(
     schedule = context.schedule
     state = context.state
     saver = Saver(context, logger)
-    under_way: deque[StepUnderWay] = deque()
-    broken_off = validation_due and not validate(context, logger, saver, stop)
-    if broken_off or stop.agreed(context.world):
+    steps = StepQueue(context, logger, saver, stop)
+    must_stop = validation_due and not validate(context, logger, saver, stop)
+    if must_stop or stop.agreed(context.world):
         return stop.reason or ELSEWHERE
     while state.step < schedule.total_steps:
-        under_way.append(take_step(context, logger.clock, stop, ahead=len(under_way)))
-
-        newest = state.step + len(under_way)
-        eval_due = schedule.is_due(schedule.eval_steps, newest)
-        may_run_ahead = AHEAD[context.world.device.type]
-        if eval_due or saver.is_due(newest) or newest == schedule.total_steps:
-            may_run_ahead = 0
-        stop_requested = False
-        while len(under_way) > may_run_ahead:
-            stats = finish_step(context, logger, saver, under_way.popleft())
-            stop.has_stepped = True
-            if stats.stop_requested:
-                stop_requested = True
-                may_run_ahead = 0
-        if under_way:
-            continue
-
+        must_stop = steps.advance()
+        if schedule.is_due(schedule.eval_steps, state.step):
+            is_validated = validate(context, logger, saver, stop)
+            must_stop = must_stop or not is_validated
         is_last = state.step == schedule.total_steps
-        eval_broken_off = eval_due and not validate(context, logger, saver, stop)
-        must_stop = stop_requested or eval_broken_off
         if must_stop or saver.is_due(state.step):
-            saver.save(final=is_last or must_stop)
-        if eval_broken_off or (must_stop and not is_last):
+            saver.save(final=must_stop or is_last)
+        if must_stop:
             return stop.reason or ELSEWHERE
     return ""
 
@@ -83,6 +68,49 @@ class StepUnderWay:
     learning_rate: float
     save_stage: tuple[int, Phase] | None  # of the save under way when the step began
     read_numbers: Callable[[], list[float]]  # waits for the device
+
+
+class StepQueue:
+    """The steps that the device may still be computing while the host runs ahead of it."""
+
+    def __init__(
+        self, context: TrainContext, logger: MetricsLogger, saver: Saver, stop: StopRequest
+    ) -> None:
+        self.context = context
+        self.logger = logger
+        self.saver = saver
+        self.stop = stop
+        self.most = AHEAD[context.world.device.type]
+        self.steps: deque[StepUnderWay] = deque()
+
+    def advance(self) -> bool:
+        """Takes steps until the numbers of all of them are read: on a CPU after each step, on a GPU before a
+        validation or a save, after the last step, and once a rank is asked to stop. Returns whether to stop before
+        the last step."""
+        while True:
+            step = take_step(self.context, self.logger.clock, self.stop, ahead=len(self.steps))
+            self.steps.append(step)
+            is_asked = self._finish(0 if self._is_something_due() else self.most)
+            if is_asked:
+                self._finish(0)
+            if not self.steps:
+                is_last = self.context.state.step == self.context.schedule.total_steps
+                return is_asked and not is_last
+
+    def _is_something_due(self) -> bool:
+        """Returns whether a validation or a save, which need all numbers, comes after the newest step."""
+        schedule = self.context.schedule
+        newest = self.context.state.step + len(self.steps)
+        return schedule.is_due(schedule.eval_steps, newest) or self.saver.is_due(newest)
+
+    def _finish(self, most: int) -> bool:
+        """Finishes the oldest steps, until at most `most` are under way. Returns whether a rank was asked to stop."""
+        is_asked = False
+        while len(self.steps) > most:
+            stats = finish_step(self.context, self.logger, self.saver, self.steps.popleft())
+            self.stop.has_stepped = True
+            is_asked = is_asked or stats.stop_requested
+        return is_asked
 
 
 def take_step(
@@ -145,7 +173,7 @@ def finish_step(
     logger.clock.meet(stats.seconds_per_rank)
     overflow_expected = context.loss_scale.record(state, stats)
     state.advance(
-        schedule.batch_shape.global_batch,
+        schedule.global_batch,
         schedule.tokens_per_step,
         stats.loss,
         applied=stats.applied,

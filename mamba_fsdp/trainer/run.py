@@ -5,7 +5,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,23 +14,23 @@ import torch
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, counted, first_line
-from mamba_fsdp.interop.places import Origin, find_origin
 from mamba_fsdp.ops import cpp
-from mamba_fsdp.parallel.compat import use_deterministic_algorithms
-from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.parallel.model import Shard
+from mamba_fsdp.parallel.world import World, lost_rank, start_world
+from mamba_fsdp.report.console import Console, Say
 from mamba_fsdp.run.layout import step_of
 from mamba_fsdp.run.names import CHECKPOINTS, MODELS, SETTINGS
-from mamba_fsdp.run.records import add_event, latest, was_validated
+from mamba_fsdp.run.records import add_event, latest
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.patience import write_for_user
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
+from mamba_fsdp.trainer.process import training_process
 from mamba_fsdp.trainer.run_folder import RunFolder
-from mamba_fsdp.trainer.setup import TAKES_LESS, TrainContext, set_up
-from mamba_fsdp.trainer.start import starting_weights
+from mamba_fsdp.trainer.setup import TAKES_LESS, SetUp, TrainContext
+from mamba_fsdp.trainer.starting_point import StartingPoint, find_start
 from mamba_fsdp.trainer.stopping import OnRecord, StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
 
@@ -60,11 +60,16 @@ def run_training(
 
     write_model: writes the finished model from the last checkpoint. on_record: see StopRequest.
     """
-    use_deterministic_algorithms(settings.training.deterministic)
+    with training_process(settings.training.deterministic):
+        return _run_training(settings, write_model, on_record)
+
+
+def _run_training(
+    settings: TrainConfig, write_model: WriteModel | None, on_record: OnRecord | None
+) -> Trained:
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     cpp.tune_process(world.device.type)
-    settings.training.settle_precision(world.device.type)
     console = Console(enabled=world.rank == 0)
     state = TrainState()
     is_dry = settings.training.dry_run
@@ -74,23 +79,15 @@ def run_training(
             contextlib.closing(world),
             watchdog(settings.parallel.timeout_minutes, world.rank),
         ):
-            origin = world.on_rank0(find_origin, settings.checkpoint)
-            weights = world.on_all_ranks(starting_weights, settings, origin)
-            for note in [*settings.notes, *resolve.note_on_recipe(settings)]:
+            start = world.on_rank0(begin, settings, folder, world, console.line)
+            for note in start.notes:
                 console.line(f"settings   {note}")
-            changed = world.on_rank0(resolve.changed_settings, settings)
-            if changed:
-                console.line(f"settings   changed since the last start: {changed}")
-            if not is_dry:
-                world.on_rank0(folder.acquire)
-                found = world.on_rank0(find_origin, settings.checkpoint)
-                if found != origin:  # whoever had the folder has left the run's first checkpoint
-                    origin = found
-                    weights = world.on_all_ranks(starting_weights, settings, origin)
             with stop:
-                context = set_up(settings, world, folder, origin, weights, console.line)
-                if not context:
+                set_up = SetUp(start, world, folder, console.line)
+                if is_dry:
+                    set_up.show()
                     return Trained(folder.path, "dry run", {})
+                context = set_up.context()
                 state = context.state
                 stopped = train(context, folder, stop, console)
                 checkpoint = context.checkpointer.last
@@ -101,11 +98,9 @@ def run_training(
                 write_model = None
             finish(folder, checkpoint, write_model, console)
     except BaseException as raised:
-        error = raised
-        if not stop.has_stepped:
-            error = explained(raised, world.rank)
-            if isinstance(error, KeyboardInterrupt):
-                console.line("stopped    before the first step of this start: nothing was lost")
+        error = explained(raised, world.rank, stop.has_stepped)
+        if isinstance(error, KeyboardInterrupt) and not stop.has_stepped:
+            console.line("stopped    before the first step of this start: nothing was lost")
         folder.write_failure(state.step, error)
         if error is raised:
             raise
@@ -115,16 +110,28 @@ def run_training(
     return Trained(folder.path, stopped, last)
 
 
-def explained(error: BaseException, rank: int) -> BaseException:
-    """Returns a UserError in place of PyTorch's out-of-memory error, and any other error as it is.
+def begin(settings: TrainConfig, folder: RunFolder, world: World, say: Say) -> StartingPoint:
+    """Acquires the run folder, unless for a dry run, and returns what the run starts from. In this order: whoever had the
+    folder may have left the run's first checkpoint. Rank 0 calls it."""
+    if not settings.training.dry_run:
+        folder.acquire()
+    return find_start(settings, folder.path, world, say)
 
-    Call it for errors before the first step is done: then the settings ask for too much memory.
-    Later, memory may run out by accident, and a restart helps."""
+
+def explained(error: BaseException, rank: int, has_stepped: bool) -> BaseException:
+    """Returns an Accident in place of the error of an exchange with a rank that is gone, a UserError in place of
+    PyTorch's out-of-memory error, and any other error as it is.
+
+    Before the first step is done, too little memory means that the settings ask for too much. Later, memory may run
+    out by accident, and a restart helps."""
+    accident = lost_rank(error, rank)
+    if accident:
+        return accident
     is_out_of_memory = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError)
         and re.search("can't allocate memory|Storage size calculation overflowed", str(error))
     )
-    if not is_out_of_memory:
+    if not is_out_of_memory or has_stepped:
         return error
     return UserError(f"rank {rank} has too little memory: {TAKES_LESS} ({first_line(error)[:200]})")
 
@@ -137,17 +144,16 @@ def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: 
     schedule = context.schedule
     if not state.first_started:
         state.first_started = context.settings.began
-    validation_due = schedule.is_due(schedule.eval_steps, state.step)
-    if validation_due and state.step:
-        was_done = world.on_rank0(was_validated, folder.path, state.step)
-        validation_due = not was_done
-    if state.step >= schedule.total_steps and not validation_due:
+    validation_due = context.start.validation_due
+    is_over = state.step >= schedule.total_steps
+    if is_over and not validation_due:
         what = f"already has all its {counted(state.step, 'step')}"
         if state.step > schedule.total_steps:
             what = f"is already past {schedule.total_steps}: it has {counted(state.step, 'step')}"
         console.line(f"over       {folder.path} {what}; raise num_steps to train on")
         return ""
-    world.on_rank0(record_start, context, folder)
+    shards = [] if is_over else context.parallel.shards(context.optimizer)
+    world.on_all_ranks(prepare, context, folder, shards)
     with context.loader, MetricsLogger(context, folder, console, stop.hear) as logger:
         console.passing("the first step ...")
         reason = world.broadcast_object(loop.train(context, logger, stop, validation_due))
@@ -162,12 +168,15 @@ def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: 
     return reason
 
 
-def record_start(context: TrainContext, folder: RunFolder) -> None:
-    """Writes the settings, the tokenizer and the start into the run folder. Rank 0 calls it."""
-    write_for_user(folder.path / SETTINGS, resolve.as_yaml(context.settings))
-    folder.copy_tokenizer(one_for_all(context.data.sources.values()))
-    facts = {"ranks": context.world.size, "from": context.begins}
-    add_event(folder.path, "started", context.state.step, **facts)
+def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -> None:
+    """Makes room for saves of the shards. Writes the settings, the tokenizer and the start into the run folder, on rank
+    0. All ranks call it."""
+    context.checkpointer.make_room(shards)
+    if context.world.rank == 0:
+        write_for_user(folder.path / SETTINGS, resolve.as_yaml(context.settings))
+        folder.copy_tokenizer(one_for_all(context.data.sources.values()))
+        facts = {"ranks": context.world.size, "from": context.start.begins}
+        add_event(folder.path, "started", context.state.step, **facts)
 
 
 def finish(
@@ -186,15 +195,18 @@ def finish(
 def measure_pace(settings: TrainConfig) -> float:
     """Returns the tokens a second of training steps on this process's device, without validation and checkpoints.
     Nothing of the steps is kept. Raises UserError as training does."""
-    world = start_world()
-    cpp.tune_process(world.device.type)
-    settings.training.settle_precision(world.device.type)
+    deterministic = settings.training.deterministic
     seconds: list[float] = []
-    with tempfile.TemporaryDirectory() as place:
+    with training_process(deterministic), tempfile.TemporaryDirectory() as place:
+        world = start_world()
+        cpp.tune_process(world.device.type)
+        say = Console(enabled=False).line
         folder = RunFolder(Path(place, "run"))
         (folder.path / CHECKPOINTS).mkdir(parents=True)
-        context = set_up(settings, world, folder, Origin(), None, Console(enabled=False).line)
-        assert context
+        run = str(folder.path)
+        of_random = settings.changed(save_ckpt_path=run, load_ckpt_path="", init_from="")
+        start = find_start(of_random, folder.path, world, say)
+        context = SetUp(start, world, folder, say).context()
         stop = StopRequest(folder.path, on_rank0=False)
         clock = Clock(0)
         with context.loader:

@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
-from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.errors import UserError, counted, with_unit
 from mamba_fsdp.fields import Duration
@@ -14,6 +13,7 @@ from mamba_fsdp.report.console import Say
 from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
 from mamba_fsdp.trainer.schedule import Schedule, schedule_of
 
+MOST_PASSES = 100  # over the data without a warning
 FORWARDS_OF_A_STEP = 3  # in time: a backward pass takes twice as long as a forward pass
 
 
@@ -21,7 +21,7 @@ FORWARDS_OF_A_STEP = 3  # in time: a backward pass takes twice as long as a forw
 class RunSchedule:
     """The durations of the settings, converted to steps."""
 
-    batch_shape: BatchShape
+    global_batch: int  # samples of a step
     tokens_per_step: int
     total_steps: int
     eval_steps: int  # 0: never
@@ -49,7 +49,7 @@ def run_length(settings: TrainConfig, sampler: Sampler) -> Duration:
 
 def schedule_run(
     settings: TrainConfig,
-    batch_shape: BatchShape,
+    global_batch: int,
     state: TrainState,
     length: Duration,
     stores: int,
@@ -58,12 +58,12 @@ def schedule_run(
     """Returns the schedule of the run from `state` on. A `length` in tokens includes the tokens seen
     so far. stores: how many stores the run validates on."""
     training = settings.training
-    tokens_per_step = batch_shape.global_batch * settings.data.seq_length
+    tokens_per_step = global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:
         state.first_tokens_per_step = tokens_per_step
-    if state.global_batch not in (0, batch_shape.global_batch):
+    if state.global_batch not in (0, global_batch):
         say(
-            f"batch      {counted(batch_shape.global_batch, 'sample')} per step from here on, {state.global_batch} before; "
+            f"batch      {counted(global_batch, 'sample')} per step from here on, {state.global_batch} before; "
             "global_batch_size keeps it the same on any number of ranks"
         )
     total_steps = length.count
@@ -78,7 +78,7 @@ def schedule_run(
         forwards = FORWARDS_OF_A_STEP * eval_steps
         eval_batches = math.ceil(VALIDATION_SHARE * forwards / max(1, stores))
     return RunSchedule(
-        batch_shape,
+        global_batch,
         tokens_per_step,
         total_steps,
         eval_steps=eval_steps,
@@ -88,12 +88,18 @@ def schedule_run(
     )
 
 
-def say_length(settings: TrainConfig, schedule: RunSchedule, say: Say) -> None:
-    """Prints the number of steps and the tokens and FLOPs of each."""
+def say_length(settings: TrainConfig, schedule: RunSchedule, epoch_windows: int, say: Say) -> None:
+    """Prints the number of steps and the tokens and FLOPs of each, with a warning for a run that reads its data very
+    often. epoch_windows: samples of an epoch."""
     seq_length = settings.data.seq_length
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step
     say(
-        f"steps      {schedule.total_steps:,} of {schedule.batch_shape.global_batch:,} x {seq_length:,} = "
+        f"steps      {schedule.total_steps:,} of {schedule.global_batch:,} x {seq_length:,} = "
         f"{schedule.tokens_per_step:,} tokens; {with_unit(flops, 'FLOP')} each, "
         f"{with_unit(flops * schedule.total_steps, 'FLOP')} in all"
     )
+    passes = schedule.total_steps * schedule.global_batch / epoch_windows
+    if passes > MOST_PASSES and not settings.training.num_epochs:
+        say(
+            f"warning    the run would read the data {passes:,.0f} times; set a lower num_steps, or num_epochs=10"
+        )

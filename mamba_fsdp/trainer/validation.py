@@ -17,7 +17,8 @@ from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.saver import Saver
-from mamba_fsdp.trainer.setup import SAMPLE_LENGTH, TrainContext
+from mamba_fsdp.trainer.setup import TrainContext
+from mamba_fsdp.trainer.starting_point import SAMPLE_LENGTH
 from mamba_fsdp.trainer.stopping import StopRequest
 
 MOST_DECODED = 1 << 22  # tokens, which takes seconds
@@ -31,7 +32,7 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
     step = context.state.step
     seq_length = context.settings.data.seq_length
     began = time.perf_counter()
-    limit = context.schedule.eval_batches * context.schedule.batch_shape.global_batch
+    limit = context.schedule.eval_batches * context.schedule.global_batch
     labels = [store.token_count - 1 for store in context.data.validation]
     wanted = sum(labels)
     if limit:
@@ -48,10 +49,9 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
         if not tokens:
             return False
         seconds = time.perf_counter() - began
-        if context.data.validation_bytes is None:
-            size = world.on_rank0(_bytes_predicted, context, limit)
-            context.data.validation_bytes = size
-        bits = bits_per_byte(loss, tokens, context.data.validation_bytes)
+        if context.validation_bytes is None:
+            context.validation_bytes = world.on_rank0(_bytes_predicted, context, limit)
+        bits = bits_per_byte(loss, tokens, context.validation_bytes)
         share = tokens / sum(labels)
         logger.validated(step, loss, bits, tokens, share, seconds, write_samples(context))
     if not math.isfinite(loss):
@@ -87,7 +87,7 @@ def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
             store,
             str(store.path),
             context.settings.data,
-            context.schedule.batch_shape,
+            context.loader.batch_shape,
             vocab_size=context.settings.model.vocab_size,
             limit=limit,
         )

@@ -64,14 +64,13 @@ def report(folder: Path, settings_file: Path) -> None:
 
 def first_mistake(settings: TrainConfig) -> str:
     """Returns a sentence, or "", on what a start would refuse on this node: weights that are missing or of another model,
-    data that is not there, a file system without room for the next checkpoint, or for all that a new run keeps. With
-    init_from, the model in `settings` takes the shape of the weights. Raises StorageError for trouble that may pass: then
+    data that is not there, a file system without room for the next checkpoint, or for all that a new run keeps. Raises StorageError for trouble that may pass: then
     judge sees no answer of this node."""
     try:
         if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
-            from mamba_fsdp.trainer.start import starting_weights
+            from mamba_fsdp.trainer.starting_point import adopt_weights
 
-            starting_weights(settings, find_origin(settings.checkpoint))
+            settings, _ = adopt_weights(settings, find_origin(settings.checkpoint))
         path = os.path.abspath(settings.data.dataset_path)
         if not settings.data.use_dummy_dataset and not os.path.exists(path):
             raise UserError(

@@ -12,7 +12,7 @@ import torch
 from mamba_fsdp.checkpoint import files
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader
-from mamba_fsdp.checkpoint.restore import WholeCheckpoint, find_checkpoint, load
+from mamba_fsdp.checkpoint.restore import find_checkpoint, load
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import Shard
 from tests.support.checkpoints import (
@@ -25,6 +25,7 @@ from tests.support.checkpoints import (
     problems,
     shards_of,
     steps_in,
+    whole,
 )
 
 OTHERS_FILE = {"state.json": {"bytes": 1, "xxh3": ""}, "../../x": {"bytes": 1, "xxh3": ""}}
@@ -97,9 +98,9 @@ def test_no_damage_goes_unnoticed(run, file):
         said = []
         target = shards_of(0)
         found = find_checkpoint(run, WORLD, said.append, shards=target)
-        found = load(found, target, WORLD)
+        load(found, target, WORLD)
         outcomes[found.path.name] += 1
-        step = found.state["step"]
+        step = found.contents.state["step"]
         for filled, saved in zip(target, shards_of(step), strict=True):
             assert torch.equal(filled.data, saved.data), how
         if found.path == newest:
@@ -125,11 +126,11 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype, monkeypa
     checkpointer = open_run(run)
     with monkeypatch.context() as patched:
         patched.setattr(Reader, "read", None)
-        assert checkpointer.resume(target).state == {"step": 1}
+        assert checkpointer.resume(target).contents.state == {"step": 1}
     for again in (False, True):
         if again:  # what may have changed since is read
             target[0].data.zero_()
-            load(WholeCheckpoint(checkpointer.last), target, WORLD)
+            load(whole(checkpointer.last), target, WORLD)
         for filled, saved in zip(target, shards_of(1), strict=True):
             part = saved.data[filled.start : filled.start + len(filled.data)]
             assert torch.equal(filled.data, part.to(dtype))
@@ -154,7 +155,7 @@ def test_what_can_t_be_a_header_fills_nothing_and_is_broken(run, monkeypatch, ch
     target = {f"model/{shard.name}": shard for shard in shards_of(0)}
     assert not files.hash_file(path, path.stat().st_size, target).filled
     with pytest.raises(UserError, match="rank_00000.safetensors is broken"):
-        load(WholeCheckpoint(path.parent), shards_of(0), WORLD)
+        load(whole(path.parent), shards_of(0), WORLD)
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
@@ -212,14 +213,4 @@ def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run):
 def test_tensors_that_don_t_fit_are_refused_by_name(run, wanted, words):
     target = [Shard(name, shape, 0, torch.zeros(shape).view(-1)) for name, shape in wanted.items()]
     with pytest.raises(UserError, match=words):
-        load(WholeCheckpoint(make_checkpoints(run, [1]).last), target, WORLD)
-
-
-def test_a_check_may_refuse_before_anything_is_loaded(run):
-    def refuse(state, path):
-        raise UserError(f"no {state['step']}")
-
-    target = shards_of(0)
-    with pytest.raises(UserError, match="no 1"):
-        load(WholeCheckpoint(make_checkpoints(run, [1]).last), target, WORLD, check=refuse)
-    assert not target[0].data.any()
+        load(whole(make_checkpoints(run, [1]).last), target, WORLD)

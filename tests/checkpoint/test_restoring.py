@@ -42,7 +42,7 @@ def read(world, run, how):
     shards = parallel.shards(optimizer)
     for shard in shards:
         shard.data.fill_(-1.0)
-    state = open_run(run, world).resume(shards).state
+    state = open_run(run, world).resume(shards).contents.state
     parallel.set_optimizer_steps(optimizer, state["step"])
     tensors = whole(world, shards)
     return state, tensors, train(world, parallel, optimizer, range(2, 4))

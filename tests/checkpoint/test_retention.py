@@ -83,12 +83,12 @@ def test_a_reader_whose_checkpoint_is_removed_while_it_verifies(run, monkeypatch
     """One that was named is gone; of a run the newest is taken."""
     path = make_checkpoints(run, [1]).last
 
-    def removed_first(checkpoint, real=restore.checksums_or_problem):
+    def removed_first(checkpoint, real=restore.read_commit):
         if checkpoint == path and path.exists():
             make_checkpoints(run, [2], keep=1)
         return real(checkpoint)
 
-    monkeypatch.setattr(restore, "checksums_or_problem", removed_first)
+    monkeypatch.setattr(restore, "read_commit", removed_first)
     with pytest.raises(UserError, match="step_00000001 is gone"):
         find_checkpoint(path, WORLD)
     shutil.rmtree(run)

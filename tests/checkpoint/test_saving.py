@@ -14,7 +14,7 @@ import torch
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import files
 from mamba_fsdp.checkpoint.contents import read_contents
-from mamba_fsdp.checkpoint.restore import WholeCheckpoint, load
+from mamba_fsdp.checkpoint.restore import load
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.run.records import read_events
 from mamba_fsdp.storage import patience
@@ -27,6 +27,7 @@ from tests.support.checkpoints import (
     problems,
     shards_of,
     steps_in,
+    whole,
 )
 from tests.support.ranks import build, run_ranks
 
@@ -87,7 +88,9 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
     checkpointer.wait()
     assert len(kept) and checkpointer.buffer is kept
     target = shards_of(0)
-    assert load(WholeCheckpoint(checkpointer.last), target, WORLD).state == {"list": [1]}
+    saved = whole(checkpointer.last)
+    load(saved, target, WORLD)
+    assert saved.contents.state == {"list": [1]}
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 
@@ -144,7 +147,7 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     assert in_training == ["after training", "aside", True, "record", "wait"]
     assert ("synchronize", False) in calls and len(pinned) == 1
     target = shards_of(0)
-    load(WholeCheckpoint(checkpointer.last), target, WORLD)
+    load(whole(checkpointer.last), target, WORLD)
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 

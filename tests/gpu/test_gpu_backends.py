@@ -28,8 +28,7 @@ def test_all_that_is_there_is_right(kind, bounded, precision):
     if precision == "fp32" and kind != "mamba1":
         pytest.skip("mamba-ssm's products in TF32 are skipped")
     settings = TrainConfig(CONFIGS[kind])
-    settings.data.reset_at_documents = bounded
-    settings.training.mixed_precision = precision
+    settings = settings.changed(reset_at_documents=bounded, mixed_precision=precision)
     use = FirstUse(settings, torch.device("cuda"))
     use.prove()
     assert use.record.candidates and use.record.passed_over() == {}

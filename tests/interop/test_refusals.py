@@ -19,7 +19,7 @@ from mamba_fsdp.interop.weights import read_description
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.resolve import resolve_settings, shown
-from mamba_fsdp.trainer.start import starting_weights
+from mamba_fsdp.trainer.starting_point import adopt_weights
 from tests.support.small_models import (
     CONFIGS,
     assert_same,
@@ -287,7 +287,8 @@ def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(
         resolved = resolve_settings(
             {**settings, "load_ckpt_path": str(folder / "consolidated.00.pth")}
         )
-        return starting_weights(resolved, find_origin(resolved.checkpoint))
+        _, weights = adopt_weights(resolved, find_origin(resolved.checkpoint))
+        return weights
 
     same = starts_from(write_ours(tmp_path / "same", config))
     assert_same(same.open(World.alone()), config, random_state(config))

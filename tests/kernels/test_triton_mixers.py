@@ -98,9 +98,7 @@ def test_equals_float64(kind):
 def test_the_first_minute_finds_them_right(kind, batch, length):
     """In bf16 with documents, by the bounds that hold on a GPU."""
     settings = TrainConfig(ModelConfig(layers=kind, **SIZES[kind] | {"headdim": 6}))
-    settings.training.mixed_precision = "bf16"
-    settings.training.batch_size = batch
-    settings.data.reset_at_documents = True
+    settings = settings.changed(mixed_precision="bf16", batch_size=batch, reset_at_documents=True)
     layers = LayerCheck(settings, torch.device("cpu"))
     layers.tests = [Rows(batch, length)]
     wrong, _ = layers.check(WHOLES)

@@ -127,8 +127,6 @@ def test_torch_compile_compiles_the_loss_of_a_gpu(monkeypatch):
 def test_a_gpu_has_larger_chunks_which_the_plan_counts():
     """Four times the logits exist at a time, in fp32 and in bf16."""
     settings = TrainConfig(ModelConfig(layers="mamba2", d_model=16, headdim=16, vocab_size=5000))
-    settings.training.mixed_precision = "bf16"
-    settings.training.batch_size = 5
-    settings.data.seq_length = 1000
+    settings = settings.changed(mixed_precision="bf16", batch_size=5, seq_length=1000)
     on_cpu, on_gpu = (measure(settings, REFERENCE, False, kind).loss for kind in ("cpu", "cuda"))
     assert on_gpu - on_cpu == pytest.approx((4096 - 1024) * 5000 * 6, rel=0.05)

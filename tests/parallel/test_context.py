@@ -64,12 +64,12 @@ def loss_and_gradients(model, batch):
 def errors(world, cases):
     """The largest relative error of each case."""
     settings = TrainConfig()
-    settings.parallel.context_parallel = world.size
+    settings = settings.changed(context_parallel=world.size)
     context = ContextGroup.of(world, world.size)
     error_of = {}
     for case in cases:
         family, length, documents, how = case
-        settings.data.seq_length = length
+        settings = settings.changed(seq_length=length)
         batch = whole_batch(length, documents)
         whole_model = double_model(family, documents)
         model = double_model(family, documents)
@@ -96,8 +96,7 @@ def errors(world, cases):
 def sharded_norms(world):
     """The gradient's norm under FSDP, and under HSDP over pairs, of ranks that share sequences in pairs."""
     settings = TrainConfig()
-    settings.parallel.context_parallel = 2
-    settings.data.seq_length = 37
+    settings = settings.changed(context_parallel=2, seq_length=37)
     batch_shape = split_step(settings, world.rank, world.size)
     batch = whole_batch(37, documents=True)
     one_row = Batch(*(field[batch_shape.rank : batch_shape.rank + 1] for field in batch[:3]))

@@ -6,9 +6,10 @@ import sys
 import pytest
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.places import Origin
+from mamba_fsdp.trainer.run import begin
 from mamba_fsdp.trainer.run_folder import RunFolder
-from mamba_fsdp.trainer.setup import set_up
+from mamba_fsdp.trainer.setup import SetUp
+from tests.support.checkpoints import quiet
 from tests.support.corpora import write_store
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TINY, resolved
@@ -44,8 +45,8 @@ def start_and_read(world, settings, cut_later=None):
     )
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     try:
-        world.on_rank0(folder.acquire)
-        context = set_up(settings, world, folder, Origin(), None, lambda text: None)
+        start = world.on_rank0(begin, settings, folder, world, quiet)
+        context = SetUp(start, world, folder, quiet).context()
         seen, opened[:] = sorted(opened), []
         if cut_later:
             os.truncate(cut_later, os.path.getsize(cut_later) - 1)

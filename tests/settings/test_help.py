@@ -16,7 +16,7 @@ from mamba_fsdp.fields import default, takes
 from mamba_fsdp.fields import shown as shown_value
 from mamba_fsdp.settings.help import asked_for, meanings_in
 from mamba_fsdp.settings.settings_page import USUAL, settings_page
-from mamba_fsdp.settings.train_config import SECTIONS, TrainConfig, all_settings
+from mamba_fsdp.settings.train_config import SECTIONS, all_settings
 from tests.support.terminal import Terminal
 
 
@@ -32,9 +32,9 @@ def shown(asked):
 
 def test_all_has_every_setting_with_its_meaning_and_bounds():
     page = "".join(settings_page().text("all").split())
-    for section in dataclasses.fields(TrainConfig):
-        for leaf in dataclasses.fields(section.default_factory):
-            told = f"{meanings_in(section.default_factory)[leaf.name]} ({takes(leaf)})"
+    for section in SECTIONS.values():
+        for leaf in dataclasses.fields(section):
+            told = f"{meanings_in(section)[leaf.name]} ({takes(leaf)})"
             told = f"--{leaf.name}={shown_value(default(leaf))} {told}"
             assert "".join(told.split()) in page
 

@@ -13,8 +13,7 @@ THERE = ModelConfig(d_model=48, n_layer=3, layers="mamba2", headdim=16, vocab_si
 def take(**given):
     words = {key: str(value) for key, value in given.items()}
     config = resolve.resolve_settings({"init_from": "there", **words})
-    resolve.adopt_model(config, THERE, "init_from there")
-    return config.model
+    return resolve.adopt_model(config, THERE, "init_from there").model
 
 
 def test_the_weights_give_the_shape():
@@ -43,5 +42,6 @@ def test_other_settings_are_refused(given, message):
 
 def test_a_setting_that_the_layers_of_the_weights_make_pointless():
     config = resolve.resolve_settings({"init_from": "there", "chunk_size": "32"})
-    resolve.adopt_model(config, ModelConfig(d_model=48), "init_from there")
-    assert config.notes == ["chunk_size=32 does nothing without a mamba2 or mamba3 layer"]
+    adopted = resolve.adopt_model(config, ModelConfig(d_model=48), "init_from there")
+    assert adopted.notes == ("chunk_size=32 does nothing without a mamba2 or mamba3 layer",)
+    assert not config.notes and config.model.d_model == 128

@@ -7,12 +7,13 @@ from dataclasses import asdict
 import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.files import checksum_of
-from mamba_fsdp.checkpoint.restore import newest_whole, verify
+from mamba_fsdp.checkpoint.restore import WholeCheckpoint, find_checkpoint, verify
 from mamba_fsdp.checkpoint.saved_run import SavedRun
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run.layout import step_name
+from mamba_fsdp.run.layout import committed, step_name
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, LEASE
 
@@ -58,8 +59,14 @@ def saved_state(model, progress, seq_length=32):
 
 def newest(run, report=quiet):
     """The path of the newest whole checkpoint, or None."""
-    choice = newest_whole(run / "checkpoints", WORLD, report)
-    return choice and choice.path
+    if not committed(run / CHECKPOINTS):
+        return None
+    return find_checkpoint(run, WORLD, report).path
+
+
+def whole(checkpoint):
+    """The WholeCheckpoint of this path, without a look at its files."""
+    return WholeCheckpoint(checkpoint, read_contents(checkpoint))
 
 
 def flip(path, at=-5):

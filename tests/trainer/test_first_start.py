@@ -7,6 +7,7 @@ import pytest
 from mamba_fsdp.data import tokenize
 from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.run.records import read_status
 from mamba_fsdp.settings.train_config import DataConfig
 from mamba_fsdp.trainer.run_folder import RunFolder
 
@@ -73,7 +74,7 @@ def test_what_the_shape_of_the_weights_rules_out_is_refused(train, tmp_path):
     train(tmp_path / "gdn", num_steps=1, layers="gdn", headdim=8)
     with pytest.raises(UserError, match="context_parallel=2: Gated DeltaNet .* leave it at 1"):
         train(tmp_path / "run", init_from=tmp_path / "gdn", context_parallel=2)
-    assert not (tmp_path / "run").exists()
+    assert read_status(tmp_path / "run")["status"] == "failed"
 
 
 def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The first minute on a GPU, as it goes on a CPU whose backends have to prove themselves too."""
 
+import dataclasses
 import inspect
 import json
 import re
@@ -106,12 +107,14 @@ def fail(function, arguments):
 
 def settings_of(layers="mamba1", kernels="auto", precision="fp32", **more):
     settings = TrainConfig(ModelConfig(layers=layers, d_model=16, d_state=8, headdim=8, n_layer=2))
-    settings.data.seq_length = 64
-    settings.training.batch_size = 1
-    settings.training.mixed_precision = precision
-    settings.training.kernels = kernels
-    settings.training.deterministic = more.get("deterministic", False)
-    settings.data.reset_at_documents = more.get("documents", True)
+    settings = settings.changed(
+        seq_length=64,
+        batch_size=1,
+        mixed_precision=precision,
+        kernels=kernels,
+        deterministic=more.get("deterministic", False),
+        reset_at_documents=more.get("documents", True),
+    )
     return settings
 
 
@@ -155,9 +158,7 @@ def test_a_wrong_sign_is_found(monkeypatch, operator):
 def test_rows_are_cut_as_in_the_run(batch, d_model, cut):
     """The scan has other kernels for cut rows."""
     settings = settings_of()
-    settings.model.d_model = d_model
-    settings.training.batch_size = batch
-    settings.data.seq_length = 2048
+    settings = settings.changed(d_model=d_model, batch_size=batch, seq_length=2048)
     layers = LayerCheck(settings, CPU)
     for rows in (layers.shape, layers.tests[0]):
         programs = rows.batch * settings.model.d_inner // scan_triton.CHANNELS
@@ -170,8 +171,7 @@ def test_triton_compiles_the_same_code_as_in_training(monkeypatch, seq_length, r
     """It specialises what 16 divides: so every row has the run's length modulo 16, or that of a rank's part; one has the
     length itself."""
     settings = settings_of(documents=False)
-    settings.data.seq_length = seq_length
-    settings.parallel.context_parallel = ranks
+    settings = settings.changed(seq_length=seq_length, context_parallel=ranks)
     layers = LayerCheck(settings, CPU)
     lengths = []
 
@@ -197,7 +197,7 @@ def within(limit):
 @pytest.mark.usefixtures("few_positions")
 def test_the_runs_own_length_is_left_out_where_it_does_not_fit(monkeypatch):
     settings = settings_of()
-    settings.data.seq_length = 100
+    settings = settings.changed(seq_length=100)
     layers = LayerCheck(settings, CPU)
     monkeypatch.setitem(scan.BACKENDS, "reference", changed("scan", within(99)))
     assert layers.measure("mamba1", REFERENCE).share < 1
@@ -217,8 +217,10 @@ def test_bits_are_of_bytes_in_their_order(monkeypatch):
 def test_many_rows_do_not_loosen_the_bounds(monkeypatch):
     """Among thousands of gradients one that bf16 gets wrong by a fifth is rare; alone it would allow half a tensor's size."""
     settings = settings_of("mamba2", precision="bf16", documents=False)
-    settings.model = ModelConfig(layers="mamba2", d_model=64, d_state=16, headdim=32)
-    settings.training.batch_size = 8
+    settings = dataclasses.replace(
+        settings, model=ModelConfig(layers="mamba2", d_model=64, d_state=16, headdim=32)
+    )
+    settings = settings.changed(batch_size=8)
     layers = LayerCheck(settings, CPU)
     enlarge = change_of(tensors_of("ssd")["A"], lambda A: Rescaled.apply(A, 1.25))
     assert measure_with(monkeypatch, layers, "ssd", enlarge).share > 1
@@ -235,7 +237,7 @@ def test_a_wrong_state_is_found_where_one_is_handed_on(monkeypatch, operator, ki
     assert found.share < 1, "a training alone hands on no state"
     alone.tests = [Rows(1, 1, before=POSITIONS)]
     alone.expected.clear()
-    settings.parallel.context_parallel = 2
+    settings = settings.changed(context_parallel=2)
     sharing = LayerCheck(settings, CPU)
     for layers, change in ((alone, torch.neg), (sharing, negate_gradient)):
         assert layers.measure(kind, REFERENCE).share < 0.5

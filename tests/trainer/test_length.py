@@ -3,7 +3,6 @@
 import pytest
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
-from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.run_schedule import schedule_run
@@ -13,8 +12,7 @@ def test_another_global_batch_is_told_once():
     said = []
     state = TrainState()
     for samples in (4, 2, 2):
-        shape = BatchShape(0, 1, samples)
-        schedule_run(TrainConfig(), shape, state, Duration(100, "steps"), 0, said.append)
+        schedule_run(TrainConfig(), samples, state, Duration(100, "steps"), 0, said.append)
         state.advance(samples, 256 * samples, 1.0, applied=True, excused=False)
     (line,) = said
     assert line.startswith("batch      2 samples per step from here on, 4 before; ")

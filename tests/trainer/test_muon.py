@@ -206,13 +206,12 @@ def test_what_a_rank_holds_sends_and_multiplies_is_what_plan_expects(size, monke
         return step
 
     monkeypatch.setattr(muon_module, "_step_of", counted)
-    settings = TrainConfig()
-    settings.model = ModelConfig(layers="mamba2+mlp", n_layer=2, d_model=512, vocab_size=512)
-    settings.data.seq_length = 64
-    settings.training.batch_size = 1
-    settings.optimizer.optimizer = "muon"
+    settings = TrainConfig(ModelConfig(layers="mamba2+mlp", n_layer=2, d_model=512, vocab_size=512))
+    settings = settings.changed(
+        seq_length=64, batch_size=1, optimizer="muon", mixed_precision="bf16"
+    )
     found = simulate(settings, size)
-    uses = settings.operator_uses()
+    uses = settings.operator_uses("cuda")
     backends = resolve_backends("auto", "cuda", uses, assumed=("triton",)).backends
     work = Workload(settings, World(0, size, min(8, size), CPU), backends)
     expected = expected_memory(work)

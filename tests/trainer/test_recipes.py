@@ -99,6 +99,4 @@ def test_given_weights_are_not_trained_at_the_rate_of_a_start_from_scratch():
 
 def test_auto_is_fp32_on_a_cpu_and_bf16_on_a_gpu():
     for device, precision in (("cpu", "fp32"), ("cuda", "bf16")):
-        settings = resolve_settings({})
-        settings.training.settle_precision(device)
-        assert settings.training.mixed_precision == precision
+        assert resolve_settings({}).training.precision(device) == precision

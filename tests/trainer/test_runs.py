@@ -102,7 +102,7 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     with pytest.raises(UserError, match="d_model=32 .there 16.; .* another load_ckpt_path"):
         train(tmp_path / "new", d_model=32, dry_run=True, load_ckpt_path=tmp_path / "run")
-    assert f"starting   from {newest}" in train(
+    assert f"starting   from model and optimiser in {newest}, the data from its start" in train(
         tmp_path / "new", dry_run=True, load_ckpt_path=tmp_path / "run"
     )
     flip(newest / "rank_00000.safetensors")

@@ -8,7 +8,6 @@ import torch
 from transformers import optimization, trainer_utils
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
-from mamba_fsdp.data.loader import BatchShape
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Duration
 from mamba_fsdp.settings.resolve import resolve_settings
@@ -116,15 +115,11 @@ def test_every_type_of_the_trainer_is_taken_or_refused_by_name():
 def resumed(state, num_steps, until=None, **more):
     """The learning rates of a run on from `state`, to its end or `until`, and what is said."""
     settings = TrainConfig()
-    settings.data.seq_length = 16
-    settings.optimizer.learning_rate = 1.0
-    settings.training.num_steps = Duration.parse(str(num_steps))
-    for name, value in more.items():
-        setattr(settings.lr_schedule, name, value)
-    said, rates = [], []
-    run = schedule_run(
-        settings, BatchShape(0, 1, 2), state, settings.training.num_steps, 0, said.append
+    settings = settings.changed(
+        seq_length=16, learning_rate=1.0, num_steps=Duration.parse(str(num_steps)), **more
     )
+    said, rates = [], []
+    run = schedule_run(settings, 2, state, settings.training.num_steps, 0, said.append)
     while state.step < (until or run.total_steps):
         rates.append(run.lr.next_factor(state, run.tokens_per_step))
         state.advance(2, run.tokens_per_step, 1.0, applied=True, excused=False)

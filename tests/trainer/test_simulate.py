@@ -28,23 +28,28 @@ pytestmark = pytest.mark.slow
 def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, sharing):
     """Within 3 %, of weights, gradients and moments, and of what comes and goes, most of which are activations. Two
     micro-batches: the gradients of the first are there while the second has its activations."""
-    settings = TrainConfig()
-    settings.model = ModelConfig(
-        layers=layers,
-        n_layer=5,
-        d_model=512,
-        vocab_size=4096,
-        n_head=8,
-        n_kv_head=4,
-        d_state=128,
+    settings = TrainConfig(
+        ModelConfig(
+            layers=layers,
+            n_layer=5,
+            d_model=512,
+            vocab_size=4096,
+            n_head=8,
+            n_kv_head=4,
+            d_state=128,
+        )
     )
-    settings.data.seq_length = 2048 * sharing
-    settings.parallel.context_parallel = sharing
-    settings.training.batch_size = 8
-    settings.training.global_batch_size = 16 * size // sharing
+    settings = settings.changed(
+        seq_length=2048 * sharing,
+        mixed_precision="bf16",
+        context_parallel=sharing,
+        batch_size=8,
+        global_batch_size=16 * size // sharing,
+    )
     if recompute:
-        settings.parallel.fsdp_activation_checkpointing = True
-        settings.parallel.selective_checkpointing = recompute
+        settings = settings.changed(
+            fsdp_activation_checkpointing=True, selective_checkpointing=recompute
+        )
     found = simulate(settings, size, rank=sharing - 1, inside=True).peak
     uses = operator_uses(settings.model, torch.bfloat16, in_parts=sharing > 1)
     backends = resolve_backends("auto", "cuda", uses, assumed=("triton",)).backends
@@ -58,18 +63,17 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, shari
 def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
     """And nothing else, whatever the length but for the keys: once forward, their gradients once backward."""
     sharing = 4
-    settings = TrainConfig()
-    settings.model = ModelConfig(
-        layers="mamba1,mamba2,attention",
-        n_layer=3,
-        d_model=128,
-        vocab_size=512,
-        n_head=4,
-        n_kv_head=2,
+    settings = TrainConfig(
+        ModelConfig(
+            layers="mamba1,mamba2,attention",
+            n_layer=3,
+            d_model=128,
+            vocab_size=512,
+            n_head=4,
+            n_kv_head=2,
+        )
     )
-    settings.data.seq_length = 1024
-    settings.training.batch_size = 2
-    settings.parallel.context_parallel = sharing
+    settings = settings.changed(seq_length=1024, batch_size=2, context_parallel=sharing)
     found = simulate(settings, 8, rank=1).collectives
     sent = Counter((each.name, each.dtype, each.numel) for each in found if each.ranks == sharing)
     rows = 2
@@ -97,11 +101,14 @@ def test_activations_fall_with_the_ranks_that_share_a_sequence():
     """With recomputing, of 131,072 positions. What stays is gathered weights, the states and a chunk of the loss."""
     passing = {}
     for sharing in (1, 16):
-        settings = TrainConfig()
-        settings.model = ModelConfig(layers="mamba1,mamba2", n_layer=2, d_model=256, vocab_size=512)
-        settings.data.seq_length = 131_072
-        settings.training.batch_size = 1
-        settings.parallel.fsdp_activation_checkpointing = True
-        settings.parallel.context_parallel = sharing
+        settings = TrainConfig(
+            ModelConfig(layers="mamba1,mamba2", n_layer=2, d_model=256, vocab_size=512)
+        )
+        settings = settings.changed(
+            seq_length=131_072,
+            batch_size=1,
+            fsdp_activation_checkpointing=True,
+            context_parallel=sharing,
+        )
         passing[sharing] = simulate(settings, 16, inside=True).peak["passing"]
     assert passing[16] < passing[1] / 9

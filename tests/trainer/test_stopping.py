@@ -7,7 +7,7 @@ import pytest
 
 from mamba_fsdp.launch.machine import LAUNCHER
 from mamba_fsdp.run.records import read_status
-from mamba_fsdp.trainer import run, stopping
+from mamba_fsdp.trainer import setup, stopping
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
@@ -74,10 +74,10 @@ def while_it_sets_up(monkeypatch):
         def asked(*given):
             monkeypatch.undo()
             request()
-            return set_up(*given)
+            return context(*given)
 
-        set_up = run.set_up
-        monkeypatch.setattr(run, "set_up", asked)
+        context = setup.SetUp.context
+        monkeypatch.setattr(setup.SetUp, "context", asked)
 
     return change
 

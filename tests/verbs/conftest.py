@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import torch
 
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from tests.support.tiny import TINY, resolved
@@ -25,7 +24,6 @@ def used(tmp_path_factory):
     given["dataset_path"] = folder / "data" / "builtin"
     given["save_ckpt_path"] = folder / "runs" / "demo"
     run_training(resolved(**given), write_model=publish)
-    torch.set_flush_denormal(False)
     write_model(folder / "runs" / "demo", folder / "exported" / "demo")
     return folder
 

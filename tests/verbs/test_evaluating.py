@@ -1,5 +1,6 @@
 """What `evaluate` measures: sliding windows, words and bytes, several ranks, JSON."""
 
+import dataclasses
 import json
 import math
 from functools import partial
@@ -121,7 +122,7 @@ def test_mistakes_are_a_line(run, words, message):
 
 
 def test_a_store_of_another_vocabulary_is_refused(model):
-    model.weights.config.vocab_size = 9
+    model.weights.config = dataclasses.replace(model.weights.config, vocab_size=9)
     with pytest.raises(UserError, match="import the data with the model's tokenizer"):
         mamba_fsdp.evaluate(model, STORE)
 

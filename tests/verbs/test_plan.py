@@ -5,7 +5,6 @@ import re
 import shlex
 
 import pytest
-import torch
 
 from benchmarks import published
 from mamba_fsdp.model.spec import parameter_count
@@ -128,7 +127,6 @@ def test_sizes_for_a_time_here_are_timed_and_their_commands_run(told, call, ther
     monkeypatch.setattr(run, "LEAST_STEPS", 3)
     monkeypatch.setattr(run, "TIMED_SECONDS", 0)
     code, said = told("data/builtin --hours=0.001 --batch_size=1")
-    torch.set_flush_denormal(False)
     assert code == 0 and "timed" in said and "smaller          2 x 64" in said
     assert "The time is too short" in said
     program, verb, *words = shlex.split(said.splitlines()[-1])

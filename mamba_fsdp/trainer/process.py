@@ -1,0 +1,33 @@
+"""What a training changes in its process, and puts back at its end: a notebook or a program of the caller goes on
+afterwards."""
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.parallel.compat import deterministic_algorithms
+
+
+@contextlib.contextmanager
+def training_process(deterministic: bool) -> Iterator[None]:
+    """Lets the block train in this process, with deterministic operations if asked. At its end puts back what it found:
+    torch's modes, the treatment of denormal numbers (cpp.tune_process), the limit of open files (start_world), and the
+    environment, which libraries change too.
+
+    Enter it before the first operation. StopRequest puts back the handlers of signals by itself. What stays is glibc's
+    use of freed memory, since glibc does not tell how it was.
+    """
+    environment = dict(os.environ)
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    flushes = cpp.flushes_denormals()
+    try:
+        with deterministic_algorithms(deterministic):
+            yield
+    finally:
+        cpp.flush_denormals(flushes)
+        resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)

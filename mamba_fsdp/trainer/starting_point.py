@@ -1,0 +1,293 @@
+"""What files say at the start of a run, as one value. Rank 0 finds and checks it and all ranks get it; then training
+needs no other look at the disk to decide anything. A dry run prints it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mamba_fsdp.checkpoint.restore import Found, find_newest
+from mamba_fsdp.checkpoint.saved_run import SavedRun, TrainState
+from mamba_fsdp.data.builtin import missing_builtin
+from mamba_fsdp.data.loader import split_step
+from mamba_fsdp.data.sampler import Sampler
+from mamba_fsdp.data.selection import (
+    check_tokenizers_agree,
+    one_for_all,
+    training_sources,
+    validation_sources,
+)
+from mamba_fsdp.data.source import DummySource, Source
+from mamba_fsdp.data.tokenizer import TextTokenizer, check_tokenizer, import_with, load_words
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.places import Origin, find_origin
+from mamba_fsdp.interop.weights import Weights, find_weights
+from mamba_fsdp.model.config import checked_model
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.report.console import Say
+from mamba_fsdp.run.records import was_validated
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
+
+SAMPLE_LENGTH = 50  # tokens behind a prompt of eval_prompts
+MOST_SAMPLED = 1 << 14  # tokens of a forward pass
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data that a run reads."""
+
+    sources: dict[str, Source]  # empty before a dry run has made data/builtin
+    shares: dict[str, float]  # share of each source in the samples
+    validation: list[Source]
+    prompts: list[list[int]]  # the tokens of each line of eval_prompts
+
+    def sampler(self, settings: TrainConfig, state: TrainState) -> Sampler:
+        """Returns the order of samples from `state` on."""
+        return Sampler(
+            self.sources,
+            self.shares,
+            settings.data.seq_length,
+            settings.training.seed,
+            state=state.data or None,
+        )
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """What a run starts from. If the checkpoint turns out to be broken, the run gets another value, of an older one."""
+
+    settings: TrainConfig  # with the model of the weights and the precision of the device
+    origin: Origin
+    checkpoint: Found | None  # it fills model and optimiser
+    weights: Weights | None  # they fill the model; with neither of both, random numbers do
+    begins: str  # what it starts from, in words
+    data: Data
+    state: TrainState  # the run before the first step of this start; training has a copy
+    schedule: RunSchedule | None  # None if the run makes its data first
+    validation_due: bool  # before the first step
+    notes: tuple[str, ...]  # lines for the log, on the settings
+    lines: tuple[str, ...]  # lines for the log, on the rest
+
+
+def find_start(
+    settings: TrainConfig, folder: Path, world: World, say: Say, path: str | Path = ""
+) -> StartingPoint:
+    """Returns what a run in `folder` starts from: its newest checkpoint, else the weights or checkpoint that the settings
+    name, else random weights. Only rank 0 calls it, after it has acquired the folder.
+
+    path: the checkpoint to take if newer ones turned out to be broken. say: prints which checkpoints are passed over.
+    Raises UserError if settings, data, model and checkpoint don't fit together.
+    """
+    precision = settings.training.precision(world.device.type)
+    settings = settings.changed(mixed_precision=precision)
+    origin = find_origin(settings.checkpoint)
+    settings, weights = adopt_weights(settings, origin)
+    checkpoint = None
+    if origin.is_checkpoint:
+        checkpoint = find_newest(Path(path or origin.path), say)
+    data = open_data(settings, origin, weights)
+    lines: list[str] = []
+    say_data(settings, data, origin, lines.append)
+    state, begins = first_state(settings, origin, checkpoint, weights, data)
+    say_origin(settings, origin, checkpoint, begins, lines.append)
+    schedule = None
+    validation_due = False
+    if data.sources:
+        schedule = plan_steps(settings, data, state, world.size, lines.append)
+        validation_due = schedule.is_due(schedule.eval_steps, state.step)
+        if validation_due and state.step:
+            validation_due = not was_validated(folder, state.step)
+    return StartingPoint(
+        settings=settings,
+        origin=origin,
+        checkpoint=checkpoint,
+        weights=weights,
+        begins=begins,
+        data=data,
+        state=state,
+        schedule=schedule,
+        validation_due=validation_due,
+        notes=tuple(notes_on(settings)),
+        lines=tuple(lines),
+    )
+
+
+def notes_on(settings: TrainConfig) -> list[str]:
+    """Returns lines on where settings come from, and on those that an earlier start of the run did not have."""
+    notes = [*settings.notes, *resolve.note_on_recipe(settings)]
+    changed = resolve.changed_settings(settings)
+    if changed:
+        notes.append(f"changed since the last start: {changed}")
+    return notes
+
+
+def adopt_weights(settings: TrainConfig, origin: Origin) -> tuple[TrainConfig, Weights | None]:
+    """Returns the settings and the weights of `origin`, not yet open, or None if it is a checkpoint or means random
+    weights.
+
+    With init_from, the model takes the shape of these weights or of the run's own checkpoint. Raises UserError if the
+    weights are of another model than the settings ask for.
+    """
+    source = f"{origin.setting} {origin.path}"
+    if settings.checkpoint.init_from:
+        names_a_model = settings.explicit & vars(settings.model).keys()
+        weights = find_weights(origin.path, settings.model if names_a_model else None)
+        settings = resolve.adopt_model(settings, weights.config, source)
+        settings.check_model()
+        return settings, None if origin.is_checkpoint else weights
+    if origin.is_checkpoint or not origin.setting:
+        return settings, None
+    weights = find_weights(origin.path, settings.model)
+    resolve.check_same_model(settings, weights.config, source)
+    return settings, weights
+
+
+def first_state(
+    settings: TrainConfig,
+    origin: Origin,
+    checkpoint: Found | None,
+    weights: Weights | None,
+    data: Data,
+) -> tuple[TrainState, str]:
+    """Returns the train state that the run starts with, and in words what it starts from. Raises UserError for a
+    checkpoint of another model or optimiser, and if the model is known to have been trained with another tokenizer than
+    that of the data."""
+    state = TrainState()
+    source: str | Path = origin.path
+    learnt: list[str] = []
+    begins = "the start"
+    if weights:
+        learnt = list(weights.tokenizer_identities())
+        begins = f"the weights in {source}"
+    elif checkpoint:
+        source = checkpoint.path
+        saved = saved_run(settings, origin, checkpoint)
+        learnt = [saved.tokenizer]
+        begins = f"checkpoint {source.name}"
+        if origin.is_own:
+            state = saved
+        else:
+            state.optimizer_steps = saved.optimizer_steps
+            begins = f"model and optimiser in {source}, the data from its start"
+            if settings.checkpoint.resuming_dataset:
+                state.data = saved.data
+                begins = f"model and optimiser in {source}, the data's position"
+    if data.sources:
+        tokens = one_for_all(data.sources.values())
+        if not settings.data.allow_other_tokenizer:
+            check_tokenizer(tokens.path, tokens.tokenizer, source, learnt)
+        state.tokenizer = tokens.tokenizer
+    return state, begins
+
+
+def saved_run(settings: TrainConfig, origin: Origin, checkpoint: Found) -> TrainState:
+    """Returns the train state in a checkpoint. Raises UserError if it holds another model than that of the settings, or
+    the state of another optimiser."""
+    path = checkpoint.path
+    saved = SavedRun.from_state(checkpoint.contents.state, path)
+    remedy = f"; give these settings again, or another {origin.setting}"
+    model = checked_model(path, saved.model)
+    resolve.check_same_model(settings, model, str(path), remedy)
+    if saved.optimizer != settings.optimizer.optimizer:
+        raise UserError(
+            f"{path} holds the state of optimizer={saved.optimizer}; give this optimizer again, or begin another run "
+            f"with its weights: init_from={path}"
+        )
+    return saved.progress
+
+
+def say_origin(
+    settings: TrainConfig, origin: Origin, checkpoint: Found | None, begins: str, say: Say
+) -> None:
+    """Prints what the run starts from, unless that is random weights as usual."""
+    config = settings.checkpoint
+    first = config.init_from or config.load_ckpt_path
+    if origin.is_own and checkpoint:
+        other = ""
+        if first and not config.loads_own_folder():
+            other = f"; {first} applied to its first start only"
+        say(f"resumes    from {checkpoint.path}, step {checkpoint.contents.step}{other}")
+    elif origin.setting:
+        say(f"starting   from {begins}")
+    elif first:
+        say(
+            f"starting   anew: load_ckpt_path {first} is the run folder and holds no checkpoint yet"
+        )
+
+
+def plan_steps(
+    settings: TrainConfig, data: Data, state: TrainState, ranks: int, say: Say
+) -> RunSchedule:
+    """Returns the schedule of the run from `state` on. Prints the number of steps."""
+    sampler = data.sampler(settings, state)
+    length = run_length(settings, sampler)
+    global_batch = split_step(settings, 0, ranks).global_batch
+    schedule = schedule_run(settings, global_batch, state, length, len(data.validation), say)
+    say_length(settings, schedule, sampler.epoch_windows, say)
+    if settings.training.eval_prompts and not schedule.eval_steps:
+        raise UserError("eval_prompts: there is no data to validate on; name a validation_path")
+    return schedule
+
+
+def open_data(settings: TrainConfig, origin: Origin, weights: Weights | None) -> Data:
+    """Returns the data that the settings name. Raises UserError for a store that is missing or doesn't fit the model."""
+    vocab_size = settings.model.vocab_size
+    if settings.data.use_dummy_dataset:
+        dummy = DummySource(vocab_size)
+        name = dummy.path.name
+        return Data({name: dummy}, {name: 1.0}, [], [])
+    if settings.training.dry_run and missing_builtin(settings.data):
+        return Data({}, {}, [], [])
+    sources, shares = training_sources(settings.data)
+    validation = validation_sources(settings.data)
+    stores = [*sources.values(), *validation]
+    if not settings.data.allow_other_tokenizer:
+        check_tokenizers_agree(stores)
+    for store in stores:
+        if store.vocab_size > vocab_size:
+            remedy = f"set vocab_size={store.vocab_size}"
+            if origin.setting:
+                model = weights or find_weights(origin.path, settings.model)
+                remedy = import_with(model.tokenizer_path)
+            raise UserError(
+                f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; {remedy}"
+            )
+    prompts = []
+    if settings.training.eval_prompts:
+        tokenizer = load_words(one_for_all(sources.values()).tokenizer_path)
+        prompts = encode_prompts(settings.training.eval_prompts, tokenizer)
+    return Data(sources, shares, validation, prompts)
+
+
+def encode_prompts(text: str, tokenizer: TextTokenizer) -> list[list[int]]:
+    """Returns the tokens of each line of eval_prompts that is not empty. Raises UserError for more than one forward pass
+    should read."""
+    prompts = [*filter(None, map(tokenizer.encode, text.splitlines()))]
+    longest = max(map(len, prompts), default=0)
+    tokens = len(prompts) * (longest + SAMPLE_LENGTH)
+    if tokens > MOST_SAMPLED:
+        raise UserError(
+            f"eval_prompts: {len(prompts):,} prompts of up to {longest:,} tokens, with {SAMPLE_LENGTH} behind each, are "
+            f"{tokens:,} tokens; at most {MOST_SAMPLED:,} are written at a validation: give fewer or shorter ones"
+        )
+    return prompts
+
+
+def say_data(settings: TrainConfig, data: Data, origin: Origin, say: Say) -> None:
+    """Prints the data, with a warning if a model that starts at random has far more tokens than the data."""
+    config = settings.data
+    if config.use_dummy_dataset:
+        say("data       made-up tokens, for benchmarks; no validation")
+    elif not data.sources:
+        say(f"data       {config.dataset_path}, which the run makes first")
+    else:
+        stores = data.sources.values()
+        read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in stores)
+        validated = ", ".join(str(store.path) for store in data.validation) or "none"
+        say(f"data       {read}; validation: {validated}")
+        known = max(store.vocab_size for store in stores)
+        if not origin.setting and 2 * known < settings.model.vocab_size:
+            say(
+                f"warning    the model has {settings.model.vocab_size:,} tokens, the data only {known:,} of them: "
+                f"set vocab_size={known}"
+            )
