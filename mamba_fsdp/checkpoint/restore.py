@@ -155,7 +155,9 @@ def find_checkpoint(
         if problems:
             raise UserError(f"checkpoint {path} is broken: {'; '.join(problems)}")
         return named
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    folder = path
+    if exists(path / CHECKPOINTS):
+        folder = path / CHECKPOINTS
     newest = newest_whole(folder, world, report, part, shards)
     if newest is None:
         raise no_checkpoint(path)
