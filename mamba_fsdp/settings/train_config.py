@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import Duration, Needs, condition, setting, shown
+from mamba_fsdp.fields import Duration, Needs, condition, has_effect, setting, shown
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.config import ModelConfig, rounded_up
 from mamba_fsdp.ops.backends import Use, demands
@@ -429,6 +429,11 @@ class TrainConfig:
         section, _ = all_settings()[name]
         setattr(getattr(self, section), name, value)
 
+    def has_effect(self, name: str) -> bool:
+        """Returns whether the setting `name` has an effect with the others."""
+        section, leaf = all_settings()[name]
+        return has_effect(leaf, self.model if section == "model" else self)
+
     def fit(self) -> None:
         """Replaces the values that the user did not give where they can't go with the others; `notes` say so."""
         model = self.model
@@ -449,7 +454,7 @@ class TrainConfig:
 
     def _fit(self, name: str, value: Any) -> None:
         usual = self.value(name)
-        if name not in self.explicit and value != usual and self.model.reads(name):
+        if name not in self.explicit and value != usual and self.has_effect(name):
             self.notes.append(f"{name}={value} instead of {usual}, to fit the other settings")
             self.assign(name, value)
 
