@@ -162,7 +162,7 @@ class ModelConfig:
 
     def reads(self, name: str) -> bool:
         """Returns whether a setting has an effect on this model."""
-        return has_effect(self.__dataclass_fields__[name], self)
+        return has_effect(FIELDS[name], self)
 
     def multiplier(self, name: str) -> float:
         return named_numbers("multipliers", self.multipliers).get(name, 1.0)
@@ -254,6 +254,9 @@ class ModelConfig:
                 raise UserError(f"multipliers: there is no {name!r} in this model; {hint}")
 
 
+FIELDS = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
+
+
 def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -261,11 +264,10 @@ def rounded_up(number: int, multiple: int) -> int:
 def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of the `values` read from `path`; missing settings take their defaults. Raises UserError
     for an unknown name, a wrong type or a value out of bounds."""
-    leaves = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
     for name, value in values.items():
-        if name not in leaves:
+        if name not in FIELDS:
             raise UserError(f"{path}: {name} is no setting of this program's models")
-        leaf = leaves[name]
+        leaf = FIELDS[name]
         try:
             if type(value) is not leaf.type:
                 raise ValueError(f"this program's models need: {takes(leaf)}")
