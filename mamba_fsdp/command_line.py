@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import mamba_fsdp
 from mamba_fsdp.errors import StorageError, UserError, leave_for_torchrun, near_name
-from mamba_fsdp.fields import default, read_field, shown
+from mamba_fsdp.fields import default, does_nothing, has_effect, read_field, shown
 from mamba_fsdp.report.console import Console, fit_for
 from mamba_fsdp.settings.help import Page, asked_for, meanings_in
 
@@ -121,8 +121,8 @@ def invoke(
     """Calls the function, whose parameter `options` is made of the arguments that are its fields.
 
     Raises UserError for what does not fit: too many, missing, unknown (with the nearest name); of a
-    field also the wrong type, or out of bounds. dashes: what stands before a name. see: where names
-    are explained.
+    field also the wrong type, out of bounds, or without effect. dashes: what stands before a name.
+    see: where names are explained.
     """
     options = options_of(function)
     leaves = {leaf.name: leaf for leaf in dataclasses.fields(options)} if options else {}
@@ -145,9 +145,13 @@ def invoke(
         value = bound.arguments.pop(name, None)
         if value is not None:
             values[name] = read_field(f"{dashes}{name}", leaf, shown(value))
-    if options:
-        return function(*bound.args, **bound.kwargs, options=options(**values))
-    return function(*bound.args, **bound.kwargs)
+    if not options:
+        return function(*bound.args, **bound.kwargs)
+    made = options(**values)
+    for name, value in values.items():
+        if value != default(leaves[name]) and not has_effect(leaves[name], made):
+            raise UserError(f"{dashes}{does_nothing(leaves[name], value)}; leave it out")
+    return function(*bound.args, **bound.kwargs, options=made)
 
 
 def options_of(function: Callable[..., Any]) -> Any:

@@ -41,11 +41,11 @@ LIMITS = {
 
 
 class Needs(NamedTuple):
-    """The condition under which a setting has an effect. A setting that is given but has no effect
-    is refused, or told if it is of the model."""
+    """The condition under which an option has an effect. An option that is given but has no effect is refused, or told
+    if it is of the model."""
 
     words: str  # as in "does nothing without a mamba2 layer"
-    met: Callable[[Any], bool]  # of the TrainConfig
+    met: Callable[[Any], bool]  # of the TrainConfig, the ModelConfig or a verb's options
 
 
 def condition(words: str) -> Callable[[Callable[[Any], bool]], Needs]:
@@ -111,6 +111,17 @@ def setting(
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def has_effect(leaf: dataclasses.Field, options: Any) -> bool:
+    """Returns whether an option has an effect among these options."""
+    needs = leaf.metadata["needs"]
+    return needs is None or needs.met(options)
+
+
+def does_nothing(leaf: dataclasses.Field, value: Any) -> str:
+    """Returns the sentence that tells of an option without effect."""
+    return f"{leaf.name}={shown(value)} does nothing without {leaf.metadata['needs'].words}"
 
 
 def default(leaf: dataclasses.Field) -> Any:

@@ -7,13 +7,14 @@ that could be chosen. A process that reads a checkpoint while it is removed gets
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import LostError, UserError, with_unit
 from mamba_fsdp.run.layout import committed, step_of
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import KEPT
-from mamba_fsdp.storage.patience import exists, size_of, sync_folder
+from mamba_fsdp.storage.patience import exists, retry_io, size_of, sync_folder
 
 
 def removable(whole: Sequence[Path], keep: int) -> list[Path]:
@@ -25,7 +26,7 @@ def removable(whole: Sequence[Path], keep: int) -> list[Path]:
 def check_room(folder: Path, whole: Sequence[Path], needed: int, count: int = 1) -> None:
     """Raises UserError if the disk of `folder` has no room for `count` checkpoints of `needed` bytes each, even after
     old ones of the `whole` checkpoints are removed."""
-    usage = shutil.disk_usage(folder)
+    usage = retry_io(partial(shutil.disk_usage, folder), folder)
     free = usage.free
     if free < count * needed:
         free += sum(map(size_of, removable(whole, 1)))
@@ -56,7 +57,7 @@ class Retention:
         Raises LostError, and OSError."""
         final = self.folder / whole.name
         if self._is_to_stay(final):
-            (whole / KEPT).touch()
+            retry_io((whole / KEPT).touch, whole / KEPT)
         if exists(final):  # it is broken, or the run would have resumed from it
             self.lease.remove(final)
         self.lease.move(whole, final)
@@ -87,7 +88,8 @@ class Retention:
         whole = self._whole()
         check_room(self.folder, whole, needed)
         for keep in range(min(self.keep, len(whole)), 0, -1):
-            if shutil.disk_usage(self.folder).free < needed:
+            usage = retry_io(partial(shutil.disk_usage, self.folder), self.folder)
+            if usage.free < needed:
                 self.prune(keep)
 
     def prune(self, keep: int) -> None:

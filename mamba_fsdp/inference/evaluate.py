@@ -4,13 +4,13 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
 from mamba_fsdp.data.tokenizer import check_tokenizer, import_with
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import setting
+from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.report.console import Console
 from mamba_fsdp.settings.train_config import DataConfig
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from mamba_fsdp.inference.loading import Loaded
 
 POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # of a forward pass, unless one window has more
+
+
+@condition("DATA instead of --tasks")
+def by_data(options: Any) -> bool:
+    return not getattr(options, "tasks", [])  # which the command alone has
 
 
 @dataclass
@@ -28,7 +33,7 @@ class EvaluationConfig:
         2048, at_least=1, elsewhere="max_seq_length max_length seq_len block_size context_length"
     )
     """Tokens per window: more context, lower loss, more memory. A longer context of a task loses its beginning."""
-    stride: int = setting(0, at_least=0, elsewhere="doc_stride")
+    stride: int = setting(0, at_least=0, needs=by_data, elsewhere="doc_stride")
     """Tokens from the start of one window to the start of the next; 0: seq_length, without overlap. With a
     smaller stride, each token has at least seq_length - stride tokens before it, and the work grows by a
     factor of seq_length / stride."""
@@ -36,9 +41,9 @@ class EvaluationConfig:
     """Windows per forward pass, fewer if they are long; the most texts of a task."""
     limit: int = setting(0, at_least=0, elsewhere="max_eval_samples num_samples eval_batches")
     """Number of windows, spread evenly over the data, or of the first questions of each task; 0: all."""
-    reset_at_documents: bool = setting(False)
+    reset_at_documents: bool = setting(False, needs=by_data)
     """Keep state, convolution and attention within a document: none crosses the start of a document."""
-    allow_other_tokenizer: bool = setting(False)
+    allow_other_tokenizer: bool = setting(False, needs=by_data)
     """Accept data with another tokenizer than the model's."""
 
 

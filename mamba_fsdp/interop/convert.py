@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, Weights, read_w
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD
 from mamba_fsdp.run.lease import new_folder
 from mamba_fsdp.run.names import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
+from mamba_fsdp.storage.patience import exists, retry_io
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION_CONFIG = "generation_config.json"
@@ -43,7 +45,7 @@ def write_model(
     or the disk refuses.
     """
     out = Path(out)
-    if out.exists():
+    if exists(out):
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     weights = read_weights(source, model_name=model_name)
     if tokenizer:
@@ -53,13 +55,13 @@ def write_model(
         _write_object(unfinished / MODEL_CONFIG, fields)
         if weights.tokenizer_path:
             folder = unfinished / TOKENIZER if format == "pth" else unfinished
-            _copy_tokenizer(weights.tokenizer_path, folder)
+            retry_io(partial(_copy_tokenizer, weights.tokenizer_path, folder), folder)
     return out
 
 
 def publish(source: str | Path, out: Path) -> None:
     """Writes `source` as pth, unless `out` exists."""
-    if not out.exists():
+    if not exists(out):
         write_model(source, out, "pth")
 
 
@@ -135,7 +137,7 @@ def _read_as(dtype: str, weights: Weights, name: str, shift: float = 0.0) -> Ten
 
 
 def _write_object(path: Path, fields: Table) -> None:
-    path.write_text(json.dumps(fields, indent=2) + "\n")
+    retry_io(partial(path.write_text, json.dumps(fields, indent=2) + "\n"), path)
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

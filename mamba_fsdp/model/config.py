@@ -8,32 +8,35 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError, near_name
-from mamba_fsdp.fields import Needs, condition, named_numbers, setting, takes
+from mamba_fsdp.fields import Needs, condition, has_effect, named_numbers, setting, takes
 from mamba_fsdp.model import spec
 
 
-def read_by_layers(name: str) -> Needs | None:
-    """Returns what the model's setting `name` needs to have an effect: a layer that reads it. Returns None for a
-    setting of the whole model."""
-    readers = spec.parts_that_read(name)
-    if not readers:
-        return None
-    kind = f"a {' or '.join(readers)} layer"
-    if readers == ["mlp"]:
-        kind = "a layer with +mlp"
-    if readers == ["attention"]:
-        kind = "an attention layer"
+def layer_with(*mixers: str) -> Needs:
+    """Returns the condition that a model has a layer with one of these mixers, which read the setting."""
+    words = f"a {' or '.join(mixers)} layer"
+    if mixers == ("mlp",):
+        words = "a layer with +mlp"
+    if mixers == ("attention",):
+        words = "an attention layer"
+    readers = [spec.MIXERS[name] for name in mixers]
 
-    @condition(kind)
-    def is_read(settings: Any) -> bool:
-        return settings.model.reads(name)
+    @condition(words)
+    def is_read(model: "ModelConfig") -> bool:
+        return any(part in readers for part in model.parts())
 
     return is_read
 
 
+ssm = layer_with("mamba1", "mamba2", "mamba3", "gdn")
+ssm_with_heads = layer_with("mamba2", "mamba3", "gdn")
+attention = layer_with("attention")
+mlp = layer_with("mlp")
+
+
 @condition("an attention layer with rotary_dim other than 0")
-def rotation(settings: Any) -> bool:
-    return settings.model.has("attention") and settings.model.rotary_dim != 0
+def rotation(model: "ModelConfig") -> bool:
+    return model.has("attention") and model.rotary_dim != 0
 
 
 @dataclass(frozen=True)
@@ -70,50 +73,54 @@ class ModelConfig:
     """Use the embedding as the output layer too."""
     norm_eps: float = setting(1e-5, above=0)
     """Epsilon of every RMSNorm."""
-    d_state: int = setting(16, at_least=1)
+    d_state: int = setting(16, at_least=1, needs=ssm)
     """State size per channel (Mamba-1) or per head (Mamba-2 and -3); Gated DeltaNet: channels per head
     of queries and keys."""
-    d_conv: int = setting(4, at_least=2, at_most=4)
+    d_conv: int = setting(4, at_least=2, at_most=4, needs=layer_with("mamba1", "mamba2", "gdn"))
     """Width of the causal convolution."""
-    expand: int = setting(2, at_least=1)
+    expand: int = setting(2, at_least=1, needs=ssm)
     """Inner width of an SSM layer as a multiple of d_model."""
-    d_ssm: int = setting(0, at_least=0, instead_of="expand")
+    d_ssm: int = setting(0, at_least=0, instead_of="expand", needs=ssm)
     """Inner width of an SSM layer; 0 means expand * d_model."""
-    dt_rank: int = setting(0, at_least=0)
+    dt_rank: int = setting(0, at_least=0, needs=layer_with("mamba1"))
     """Mamba-1: rank of the dt projection; 0 means ceil(d_model / 16)."""
-    bcdt_norm_eps: float = setting(0.0, at_least=0)
+    bcdt_norm_eps: float = setting(0.0, at_least=0, needs=layer_with("mamba1"))
     """Mamba-1: epsilon of RMSNorms without weights on B, C and dt, as in Falcon-Mamba; 0 means no such
     norms."""
-    headdim: int = setting(64, at_least=1)
+    headdim: int = setting(64, at_least=1, needs=ssm_with_heads)
     """Mamba-2 and -3: channels per head; Gated DeltaNet: of values."""
-    ngroups: int = setting(1, at_least=1)
+    ngroups: int = setting(1, at_least=1, needs=ssm_with_heads)
     """Mamba-2 and -3: groups of heads that share B and C; Gated DeltaNet: heads of queries and keys."""
-    chunk_size: int = setting(256, at_least=1)
+    chunk_size: int = setting(256, at_least=1, needs=layer_with("mamba2", "mamba3"))
     """Mamba-2 and -3: positions per chunk of the fused scan (the result does not depend on it)."""
-    decay_activation: str = setting("heavy_tail", choices=("heavy_tail", "softplus"))
+    decay_activation: str = setting(
+        "heavy_tail", choices=("heavy_tail", "softplus"), needs=layer_with("mamba3")
+    )
     """Mamba-3: function that makes A positive. heavy_tail: 1 + x or 1 / (1 - x), as in mamba-ssm since
     June 2026 and in the published weights; softplus: as in mamba-ssm before."""
-    ssm_norm: str = setting("after", choices=("after", "before", "none"))
+    ssm_norm: str = setting(
+        "after", choices=("after", "before", "none"), needs=layer_with("mamba2")
+    )
     """Mamba-2: whether the RMSNorm of the output stands after the gate, before it, or is left out."""
-    allow_neg_eigval: bool = setting(False)
+    allow_neg_eigval: bool = setting(False, needs=layer_with("gdn"))
     """Gated DeltaNet: beta is up to 2 instead of 1, so that a state may change its sign (negative
     eigenvalues)."""
-    gdn_norm_eps: float = setting(0.0, at_least=0)
+    gdn_norm_eps: float = setting(0.0, at_least=0, needs=layer_with("gdn"))
     """Gated DeltaNet: epsilon of the RMSNorm of the output; 0 means norm_eps."""
-    n_head: int = setting(8, at_least=1)
+    n_head: int = setting(8, at_least=1, needs=attention)
     """Attention: query heads."""
-    n_kv_head: int = setting(8, at_least=1)
+    n_kv_head: int = setting(8, at_least=1, needs=attention)
     """Attention: key and value heads (fewer than n_head: grouped-query attention)."""
-    attention_gate: bool = setting(False)
+    attention_gate: bool = setting(False, needs=attention)
     """Attention: the output is multiplied by the sigmoid of a gate per channel, as in Qwen3.5."""
-    qk_norm: str = setting("none", choices=("none", "head", "whole"))
+    qk_norm: str = setting("none", choices=("none", "head", "whole"), needs=attention)
     """Attention: an RMSNorm of queries and of keys, over each head or over all heads' channels."""
-    norm_position: str = setting("before", choices=("before", "after_attention"))
+    norm_position: str = setting("before", choices=("before", "after_attention"), needs=attention)
     """Where a layer's norms stand: before mixer and MLP; after_attention: of their outputs in
     attention layers, as in Olmo Hybrid."""
-    head_dim: int = setting(0, at_least=0)
+    head_dim: int = setting(0, at_least=0, needs=attention)
     """Attention: channels per head; 0 means d_model / n_head."""
-    rotary_dim: int = setting(-1, at_least=-1)
+    rotary_dim: int = setting(-1, at_least=-1, needs=attention)
     """Attention: number of channels of each head, from the first, that are rotated by position. 0: none.
     -1: all (of an odd number: all but the last)."""
     rope_theta: float = setting(10000.0, above=0, needs=rotation)
@@ -122,10 +129,10 @@ class ModelConfig:
     """Attention: slower rotation for longer texts, as in transformers: linear,factor=2, or dynamic,
     llama3, yarn with their numbers, as in
     llama3,factor=8,low_freq_factor=1,high_freq_factor=4,original_max_position_embeddings=8192."""
-    d_intermediate: int = setting(0, at_least=0)
+    d_intermediate: int = setting(0, at_least=0, needs=mlp)
     """Width of the MLP in layers mlp or +mlp; 0 means 8/3 of d_model, rounded up to a multiple of
     128."""
-    mlp_activation: str = setting("swiglu", choices=("swiglu", "relu2"))
+    mlp_activation: str = setting("swiglu", choices=("swiglu", "relu2"), needs=mlp)
     """MLP: SwiGLU, with a gate, or squared ReLU, without a gate."""
     multipliers: str = setting("")
     """Constant factors, as in embedding=12,residual=0.22,logits=0.125. embedding, logits: of these;
@@ -154,11 +161,8 @@ class ModelConfig:
         return any(mixer in layer.mixers for layer in self.layer_list())
 
     def reads(self, name: str) -> bool:
-        """Returns whether a setting has an effect: on a layer of the model, or on the whole model."""
-        parts = self.parts()
-        if spec.parts_that_read(name):
-            return any(name in part.settings for part in parts)
-        return True
+        """Returns whether a setting has an effect on this model."""
+        return has_effect(FIELDS[name], self)
 
     def multiplier(self, name: str) -> float:
         return named_numbers("multipliers", self.multipliers).get(name, 1.0)
@@ -250,6 +254,9 @@ class ModelConfig:
                 raise UserError(f"multipliers: there is no {name!r} in this model; {hint}")
 
 
+FIELDS = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
+
+
 def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -257,11 +264,10 @@ def rounded_up(number: int, multiple: int) -> int:
 def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of the `values` read from `path`; missing settings take their defaults. Raises UserError
     for an unknown name, a wrong type or a value out of bounds."""
-    leaves = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
     for name, value in values.items():
-        if name not in leaves:
+        if name not in FIELDS:
             raise UserError(f"{path}: {name} is no setting of this program's models")
-        leaf = leaves[name]
+        leaf = FIELDS[name]
         try:
             if type(value) is not leaf.type:
                 raise ValueError(f"this program's models need: {takes(leaf)}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from mamba_fsdp.errors import UserError, near_name
 from mamba_fsdp.fields import read_field
-from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.config import FIELDS, ModelConfig
 from mamba_fsdp.storage.text_yaml import load_yaml
 
 
@@ -26,7 +26,6 @@ def plain(name: str) -> str:
     return name.replace("-", "").replace("_", "")
 
 
-FIELDS = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
 MODELS = read_table(Path(__file__).with_name("models.yaml"), FIELDS)
 PRESETS = {names.split()[0]: values for names, values in MODELS.items()}
 SPELLINGS = {plain(name): names.split()[0] for names in MODELS for name in names.split()}

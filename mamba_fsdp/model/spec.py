@@ -1,8 +1,8 @@
 """The parameters and costs of a model's layers: the one description that all other code reads. This file does not need
 torch.
 
-Initialisation, counting, weight decay, fp32 parameters, the modules, other libraries' formats and the settings that
-have an effect all follow from it. A new mixer is an entry in MIXERS here and a class in layers.py. `config` is a
+Initialisation, counting, weight decay, fp32 parameters, the modules and other libraries' formats all follow from it. A
+new mixer is an entry in MIXERS here and a class in layers.py; config.py says which settings it reads. `config` is a
 ModelConfig.
 """
 
@@ -82,7 +82,6 @@ def _no_operators(config: "ModelConfig") -> Operators:
 class Spec:
     """One kind of mixer, or the MLP.
 
-    settings                   the fields of ModelConfig that it depends on, besides d_model and n_layer
     parameters(config)         the parameters of one layer by name, in the order of named_parameters()
     flops(config, seq_length)  FLOPs of a forward pass per token, without the products with its parameters
     check(config)              raises UserError for impossible shapes
@@ -91,7 +90,6 @@ class Spec:
                                STEM_NAME for each matrix of its first stacked projection
     """
 
-    settings: tuple[str, ...]
     parameters: Callable[..., Parameters]
     flops: Callable[..., float] = _no_flops
     check: Callable[..., None] = _no_check
@@ -302,44 +300,23 @@ def _mlp(config: "ModelConfig") -> Parameters:
 
 MIXERS = {
     "mamba1": Spec(
-        ("d_state", "d_conv", "expand", "d_ssm", "dt_rank", "bcdt_norm_eps"),
         _mamba1,
         recurrence_flops,
         operators=_mamba1_operators,
     ),
     "mamba2": Spec(
-        ("d_state", "d_conv", "expand", "d_ssm", "headdim", "ngroups", "chunk_size", "ssm_norm"),
         _mamba2,
         recurrence_flops,
         _check_mamba2,
         _mamba2_operators,
     ),
     "mamba3": Spec(
-        (
-            "d_state",
-            "expand",
-            "d_ssm",
-            "headdim",
-            "ngroups",
-            "chunk_size",
-            "decay_activation",
-        ),
         _mamba3,
         recurrence_flops,
         _check_mamba2,
         lambda config: {"ssd": {}},
     ),
     "gdn": Spec(
-        (
-            "d_state",
-            "d_conv",
-            "expand",
-            "d_ssm",
-            "headdim",
-            "ngroups",
-            "allow_neg_eigval",
-            "gdn_norm_eps",
-        ),
         _gdn,
         _gdn_flops,
         _check_mamba2,
@@ -350,17 +327,6 @@ MIXERS = {
         },
     ),
     "attention": Spec(
-        (
-            "n_head",
-            "n_kv_head",
-            "head_dim",
-            "rotary_dim",
-            "rope_theta",
-            "rope_scaling",
-            "attention_gate",
-            "qk_norm",
-            "norm_position",
-        ),
         _attention,
         _attention_flops,
         _check_attention,
@@ -368,7 +334,6 @@ MIXERS = {
         "attention",
     ),
     "mlp": Spec(
-        ("d_intermediate", "mlp_activation"),
         _mlp,
         stem="mlp",
     ),
@@ -429,11 +394,6 @@ def flops_per_token(config: "ModelConfig", seq_length: int) -> float:
     )
     parts = [part for layer in config.layer_list() for part in layer_parts(layer).values()]
     return 3 * (2 * products + sum(part.flops(config, seq_length) for part in parts))
-
-
-def parts_that_read(setting: str) -> list[str]:
-    """Returns the mixers on which a setting of ModelConfig has an effect."""
-    return [name for name, part in MIXERS.items() if setting in part.settings]
 
 
 def multipliers_of(config: "ModelConfig") -> list[str]:

@@ -1,8 +1,6 @@
 """The layout of a run folder: which folder is one, and which of its checkpoints count. names.py has the names in it.
 Without torch."""
 
-import os
-from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
@@ -18,7 +16,7 @@ from mamba_fsdp.run.names import (
     committed_names,
     step_of,
 )
-from mamba_fsdp.storage.patience import exists, retry_io
+from mamba_fsdp.storage.patience import exists, names_in
 
 IN_USE = "stop that run first, or give this one another save_ckpt_path"
 # In a checkpoint, for each parameter: the weight and AdamW's two moments, all fp32. Muon's has fewer.
@@ -41,8 +39,8 @@ def rank_file(rank: int) -> str:
 def check_is_run_folder(folder: str | Path) -> None:
     """Raises UserError if the folder that is to be a run folder holds something else, a token store for example."""
     try:
-        names = set(os.listdir(folder))
-    except OSError:  # there is none yet; any other error comes up when it is written to
+        names = set(names_in(folder))
+    except OSError:  # it comes up when the folder is written to
         return
     foreign = sorted(
         name
@@ -60,13 +58,7 @@ def check_is_run_folder(folder: str | Path) -> None:
 def committed(checkpoints: str | Path) -> list[Path]:
     """Returns the committed checkpoints in the folder `checkpoints`, oldest first, whole or not."""
     folder = Path(checkpoints)
-
-    def list_names(
-        path: str,
-    ) -> list[str]:  # not by glob, which takes a failure for an empty folder
-        return retry_io(partial(os.listdir, path), folder)
-
-    return [folder / name for name in committed_names(str(folder), list_names, exists)]
+    return [folder / name for name in committed_names(str(folder), names_in, exists)]
 
 
 def newest_step(run: str | Path) -> int:

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.errors import LostError, UserError, with_unit
+from mamba_fsdp.errors import LostError, StorageError, UserError, with_unit
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage.formats import timestamp
 from mamba_fsdp.storage.patience import (
@@ -34,6 +34,7 @@ from mamba_fsdp.storage.patience import (
     hidden_beside,
     list_hidden_beside,
     move,
+    names_in,
     retry_io,
     size_of,
     storage_error,
@@ -151,9 +152,8 @@ class Lease:
             retry_io(self._take_away, self.file)
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
         size = size_of(self.own)
-        with contextlib.suppress(FileNotFoundError):  # it has lost the lease already
-            for path in self.own.iterdir():
-                delete(path)
+        for name in names_in(self.own):  # none if the lease is lost already
+            delete(self.own / name)
         if size:
             report(
                 f"cleaned    {with_unit(size, 'B')}, which a killed process left unfinished, removed from {self.place}"
@@ -214,8 +214,7 @@ class Lease:
         """Raises LostError where this process no longer holds the lease, UserError where that can't be known. For what
         can't be renamed into place; a process that stands still after this may yet write once."""
         try:
-            seen = trying(self._look, self.file)
-            os.stat(self.file.parent)
+            seen = trying(self._look_in_folder, self.file)
         except OSError as error:
             raise storage_error(
                 error, f"{self.file}: can't be read ({error.strerror}); fix that and run again"
@@ -268,6 +267,11 @@ class Lease:
             return Look(file.read(), os.fstat(file.fileno()).st_mtime_ns)
         return None
 
+    def _look_in_folder(self) -> Look | None:
+        """As `_look`, but raises OSError if there is not even a folder for the file."""
+        os.stat(self.file.parent)
+        return self._look()
+
     def _renew(self) -> None:
         while not self.closed.wait(SECONDS_BETWEEN_RENEWALS):
             with contextlib.suppress(OSError):  # the next renewal may succeed
@@ -279,10 +283,13 @@ class Lease:
         self.closed.set()
         if self.content is None:
             return
-        with contextlib.suppress(OSError):
-            if self.is_held():
-                self._take_away()
+        with contextlib.suppress(OSError, StorageError):
+            retry_io(self._give_back, self.file)
         delete(self.own)
+
+    def _give_back(self) -> None:
+        if self.is_held():
+            self._take_away()
 
 
 @contextlib.contextmanager
@@ -292,22 +299,30 @@ def new_folder(out: Path) -> Iterator[Path]:
     lease = Lease(out.with_name(f".{out.name}.lease"), out)
     unfinished = lease.own / out.name
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        retry_io(partial(out.parent.mkdir, parents=True, exist_ok=True), out.parent)
         lease.take(partial(print, file=sys.stderr), "wait for it, or name another folder")
-        unfinished.mkdir()
+        retry_io(partial(unfinished.mkdir, exist_ok=True), unfinished)
         yield unfinished
-        for path in (*unfinished.rglob("*"), unfinished):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-            else:
-                sync_folder(path)
+        _sync_all(unfinished)
         lease.move(unfinished, out)
         sync_folder(out.parent)
     except OSError as error:
         raise storage_error(error, f"can't write {out}: {error.strerror or error}") from None
     finally:
         lease.close()
+
+
+def _sync_all(folder: Path) -> None:
+    """Flushes the files in a folder, and its entries. Raises OSError, and StorageError."""
+    for name in names_in(folder):
+        path = folder / name
+        if retry_io(path.is_dir, path):
+            _sync_all(path)
+            continue
+        with retry_io(partial(open, path, "rb"), path) as file:
+            # Not retried: a second fsync succeeds even if the first one lost data.
+            os.fsync(file.fileno())
+    sync_folder(folder)
 
 
 def _machine() -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mamba_fsdp.errors import LostError, UserError
+from mamba_fsdp.errors import LostError, StorageError, UserError
 from mamba_fsdp.run.layout import newest_step
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import EVENTS, LEASE, METRICS, STATUS
@@ -252,11 +252,16 @@ def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
     """Adds a line to events.jsonl: the event after `step`, its time (UTC) and its `facts`. The caller holds the lease
     of the run folder. If the disk refuses, the line is lost, because an event is no reason to stop a run."""
     line = _line({"time": timestamp(), "event": event, "step": step, **facts}).encode()
-    with contextlib.suppress(OSError), open(run_folder / EVENTS, "a+b", buffering=0) as file:
-        file.seek(max(0, file.tell() - 1))
-        if file.read(1) not in (b"", b"\n"):  # a crash has cut the last line short
-            line = b"\n" + line
-        file.write(line)
+    path = run_folder / EVENTS
+
+    def append() -> None:
+        with open(path, "a+b", buffering=0) as file:
+            file.seek(max(0, file.tell() - 1))
+            is_cut = file.read(1) not in (b"", b"\n")  # a crash has cut the last line short
+            file.write(b"\n" * is_cut + line)
+
+    with contextlib.suppress(OSError, StorageError):
+        retry_io(append, path)
 
 
 def read_events(run_folder: Path) -> list[dict]:

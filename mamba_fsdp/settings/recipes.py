@@ -7,10 +7,10 @@ from mamba_fsdp.model.presets import plain, read_table
 from mamba_fsdp.settings.train_config import all_settings
 
 RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
-FIELDS = {name: leaf for name, (_, leaf) in all_settings().items()}
+LEAVES = {name: leaf for name, (_, leaf) in all_settings().items()}
 RECIPES = {
     plain(name): values
-    for names, values in read_table(RECIPES_FILE, FIELDS).items()
+    for names, values in read_table(RECIPES_FILE, LEAVES).items()
     for name in names.split()
 }
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from mamba_fsdp import fields
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import Duration, Needs, parse, shown
-from mamba_fsdp.model.config import ModelConfig, read_by_layers
+from mamba_fsdp.fields import Duration, parse, shown
+from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import SPELLINGS, plain, preset
 from mamba_fsdp.run.layout import check_is_run_folder, committed
 from mamba_fsdp.run.names import CHECKPOINTS, SETTINGS
@@ -275,16 +275,10 @@ def pointless(
     sentences = {}
     for name in names:
         value = settings.value(name)
-        needs = needs_of(name)
-        if value != usual[name] and needs and not needs.met(settings):
-            sentences[name] = f"{name}={shown(value)} does nothing without {needs.words}"
+        if value != usual[name] and not settings.has_effect(name):
+            _, leaf = all_settings()[name]
+            sentences[name] = fields.does_nothing(leaf, value)
     return sentences
-
-
-def needs_of(name: str) -> Needs | None:
-    """Returns what the setting `name` needs to have an effect."""
-    _, leaf = all_settings()[name]
-    return leaf.metadata["needs"] or read_by_layers(name)
 
 
 def _build(chosen: Mapping[str, Any]) -> TrainConfig:
@@ -370,8 +364,7 @@ def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tupl
     for name, held in model.structure().items():
         asked_text = shown(settings.value(name))
         held_text = shown(getattr(model, name))
-        needs = needs_of(name)
-        works = needs is None or needs.met(settings)
+        works = settings.has_effect(name)
         if asked_structure.get(name) != held and asked_text != held_text and works:
             differing[name] = (asked_text, held_text)
     return differing

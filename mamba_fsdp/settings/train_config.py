@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import Duration, Needs, condition, setting, shown
+from mamba_fsdp.fields import Duration, Needs, condition, has_effect, setting, shown
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.config import ModelConfig, rounded_up
 from mamba_fsdp.ops.backends import Use, demands
@@ -445,6 +445,11 @@ class TrainConfig:
         }
         return dataclasses.replace(self, **sections)
 
+    def has_effect(self, name: str) -> bool:
+        """Returns whether the setting `name` has an effect with the others."""
+        section, leaf = all_settings()[name]
+        return has_effect(leaf, self.model if section == "model" else self)
+
     def fitted(self) -> "TrainConfig":
         """Returns these settings with other values for those that the user did not give, if they can't go with the
         rest; `notes` say so."""
@@ -452,7 +457,7 @@ class TrainConfig:
         for name, value_that_fits in FITTING.items():
             usual = settings.value(name)
             value = value_that_fits(settings)
-            if name not in self.explicit and value != usual and settings.model.reads(name):
+            if name not in self.explicit and value != usual and settings.has_effect(name):
                 note = f"{name}={value} instead of {usual}, to fit the other settings"
                 settings = settings.changed(**{name: value})
                 settings = dataclasses.replace(settings, notes=(*settings.notes, note))

@@ -5,8 +5,8 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 import socket
+import stat
 import sys
 import time
 import uuid
@@ -88,6 +88,14 @@ def exists(path: str | Path) -> bool:
     return True
 
 
+def names_in(folder: str | Path) -> list[str]:
+    """Returns the names in a folder; none if there is no such folder. A glob would take a failure for an empty folder."""
+    try:
+        return retry_io(partial(os.listdir, folder), folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 # Writing
 
 
@@ -112,31 +120,49 @@ def list_hidden_beside(path: Path) -> list[Path]:
     return [path.with_name(name) for name in os.listdir(path.parent) if wanted.fullmatch(name)]
 
 
-def size_of(folder: Path) -> int:
-    """Returns the bytes of the files in a folder, which may be vanishing."""
-    total = 0
-    for path in _files_in(folder):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
-    return total
+def size_of(path: Path) -> int:
+    """Returns the bytes of a file, or of the files in a folder, which may be vanishing. Raises StorageError."""
+    return retry_io(partial(_size, path), path)
 
 
-def delete(folder: Path) -> None:
-    """Removes a folder, which may be vanishing, as far as the disk allows. Of a link only the link goes."""
-    if folder.is_symlink():
-        folder.unlink()
-        return
-    for path in _files_in(folder):
-        with contextlib.suppress(OSError):
-            path.unlink()
-        heart.beat()
-    shutil.rmtree(folder, ignore_errors=True)
+def _size(path: Path) -> int:
+    with _only_what_may_pass():
+        if _is_folder(path):
+            return sum(_size(path / name) for name in os.listdir(path))
+        return os.stat(path).st_size
+    return 0
 
 
-def _files_in(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):  # which skips a folder that is gone by then
-        for name in names:
-            yield Path(parent, name)
+def delete(path: Path) -> None:
+    """Removes a file or a folder, which may be vanishing, as far as the disk allows. Of a link only the link goes."""
+    with contextlib.suppress(StorageError):
+        retry_io(partial(_remove, path), path)
+
+
+def _remove(path: Path) -> None:
+    with _only_what_may_pass():
+        if _is_folder(path):
+            for name in os.listdir(path):
+                _remove(path / name)
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+    heart.beat()
+
+
+def _is_folder(path: Path) -> bool:
+    """Returns whether this is a folder, which a link to one is not. Raises OSError."""
+    return stat.S_ISDIR(os.lstat(path).st_mode)
+
+
+@contextlib.contextmanager
+def _only_what_may_pass() -> Iterator[None]:
+    """Suppresses an OSError inside, unless it may pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in MAY_PASS:
+            raise
 
 
 def write_atomically(path: str | Path, data: str, own: Path | None = None) -> None:

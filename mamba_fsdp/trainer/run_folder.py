@@ -13,7 +13,7 @@ from mamba_fsdp.run import records
 from mamba_fsdp.run.layout import IN_USE, check_is_run_folder, newest_step
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, LEASE, MODELS, TOKENIZER
-from mamba_fsdp.storage.patience import exists, retry_io, storage_error
+from mamba_fsdp.storage.patience import exists, names_in, retry_io, storage_error
 
 
 class RunFolder:
@@ -30,18 +30,20 @@ class RunFolder:
         checkpoints = self.path / CHECKPOINTS
         try:
             retry_io(partial(checkpoints.mkdir, parents=True, exist_ok=True), self.path)
-            if os.stat(checkpoints).st_dev != os.stat(self.path).st_dev:
+            if device_of(checkpoints) != device_of(self.path):
                 raise UserError(
                     f"save_ckpt_path {self.path}: {CHECKPOINTS} lies on another disk, to which nothing can be moved; "
                     "name a folder on that disk as save_ckpt_path"
                 )
             report = partial(print, flush=True)
             self.lease.take(report, IN_USE)
-            for file in (self.path / MODELS).glob(".*.lease"):
-                model = Lease(file)
-                model.shows_life()
-                model.try_take(report)  # False while another process writes it
-                model.close()
+            models = self.path / MODELS
+            for name in names_in(models):
+                if name.startswith(".") and name.endswith(".lease"):
+                    model = Lease(models / name)
+                    model.shows_life()
+                    model.try_take(report)  # False while another process writes it
+                    model.close()
         except OSError as error:
             raise storage_error(
                 error,
@@ -77,11 +79,27 @@ class RunFolder:
             source = data.tokenizer_path
         except UserError:  # the source has no tokenizer
             return
-        names = [path.name for path in source.iterdir()]
+        names = names_in(source)
         same, _, _ = filecmp.cmpfiles(source, target, names, shallow=False)
         if len(same) == len(names):
             return
-        shutil.copytree(source, unfinished)
+        with self.lease.guard():
+            retry_io(partial(_copy, source, unfinished), unfinished)
         if exists(target):
             self.lease.remove(target)
         self.lease.move(unfinished, target)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a folder, over what an attempt that failed has left. Raises OSError; shutil.copytree's would not say which."""
+    target.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        if path.is_dir():
+            _copy(path, target / path.name)
+        else:
+            shutil.copyfile(path, target / path.name)
+
+
+def device_of(path: Path) -> int:
+    """Returns the number of the disk on which a file or folder lies."""
+    return retry_io(partial(os.stat, path), path).st_dev

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from mamba_fsdp.errors import StorageError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.names import OLD_STOP, START, STOP, stop_mark
+from mamba_fsdp.storage.patience import retry_io
 
 OnRecord = Callable[[dict], object]
 SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: each look is a round trip to a shared disk
@@ -63,8 +65,8 @@ class StopRequest:
 
     def _remove_users_file(self) -> None:
         if self.files:
-            with contextlib.suppress(OSError):
-                self.files[0].unlink()
+            with contextlib.suppress(OSError, StorageError):
+                retry_io(self.files[0].unlink, self.files[0])
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:

@@ -21,16 +21,17 @@ from pathlib import Path
 
 from mamba_fsdp.data.store import SPLITS, is_store, near_path
 from mamba_fsdp.errors import UserError, import_command
-from mamba_fsdp.fields import setting
+from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import Console, as_json, say
 from mamba_fsdp.run.names import CHECKPOINTS, TASK_RESULTS, TOKENIZER
 from mamba_fsdp.storage.patience import write_for_user
 
-# Options that only one of the two ways of measuring has.
-OF_DATA = ("stride", "reset_at_documents", "allow_other_tokenizer")
-OF_TASKS = ("num_fewshot", "include_path", "tokenizer")
+
+@condition("--tasks")
+def by_tasks(options: "CommandConfig") -> bool:
+    return bool(options.tasks)
 
 
 @dataclass
@@ -39,11 +40,11 @@ class CommandConfig(EvaluationConfig):
 
     tasks: list[str] = setting([], elsewhere="task")
     """Tasks and groups of lm-evaluation-harness, as in lambada_openai,hellaswag; lm_eval ls tasks lists them."""
-    num_fewshot: int = setting(-1, at_least=-1)
+    num_fewshot: int = setting(-1, at_least=-1, needs=by_tasks)
     """Solved questions before each question of a task; -1: the task's own number."""
-    include_path: str = setting("", is_path=True)
+    include_path: str = setting("", needs=by_tasks, is_path=True)
     """Folder of further task files, your own."""
-    tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
+    tokenizer: str = setting("", needs=by_tasks, elsewhere="tokenizer_path tokenizer_name")
     """Folder of a tokenizer for tasks, if MODEL has none."""
     json: bool = setting(False)
     """Print the numbers as JSON on stdout, everything else on stderr."""
@@ -55,9 +56,6 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     check_place(model)
     if bool(data) == bool(options.tasks):
         raise UserError("measure the model either by DATA or by --tasks=NAME,...")
-    for name in OF_TASKS if data else OF_DATA:
-        if getattr(options, name) != getattr(CommandConfig, name):
-            raise UserError(f"--{name} does nothing by {'DATA' if data else '--tasks'}")
     # Both ways import torch; a missing path is reported earlier.
     if options.tasks:
         if importlib.util.find_spec("lm_eval") is None:

@@ -185,8 +185,11 @@ def test_what_is_told_and_kept(run, call, task_files):
         (["--tasks=ours_beams"], "a task asks for num_beams"),
         (["--tasks=ours_until", "--include_path=gone"], "--include_path=gone: there is no such"),
         (["--tasks=ours_choice", "--seq_length=4"], "tokens, a window 4"),
-        (["--tasks=ours_until", "--stride=8"], "--stride does nothing by --tasks"),
-        (["data/builtin", "--num_fewshot=2"], "--num_fewshot does nothing by DATA"),
+        (
+            ["--tasks=ours_until", "--stride=8"],
+            "--stride=8 does nothing without DATA instead of --tasks",
+        ),
+        (["data/builtin", "--num_fewshot=2"], "--num_fewshot=2 does nothing without --tasks"),
         (["data/builtin", "--tasks=ours_until"], "either by DATA or by --tasks"),
         ([], "either by DATA or by --tasks"),
         (["--tasks=ours_until", "--tokenizer=large"], "more than the model"),

@@ -1,0 +1,130 @@
+"""A call to the operating system that fails once, whichever it is, changes nothing: storage is tried again."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from mamba_fsdp.checkpoint.restore import find_checkpoint
+from mamba_fsdp.data.tokenizer import train
+from mamba_fsdp.run.lease import new_folder
+from mamba_fsdp.run.names import LEASE
+from mamba_fsdp.settings.resolve import check_run_folder, resolve_settings
+from mamba_fsdp.storage import patience
+from mamba_fsdp.trainer.run_folder import RunFolder
+from mamba_fsdp.trainer.stopping import StopRequest
+from tests.support.checkpoints import WORLD, make_checkpoints, shards_of
+from tests.support.disk import Disk
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "disk"
+
+
+@pytest.fixture(autouse=True)
+def withstand(place, monkeypatch):
+    """withstand(scenario, prepare=nothing): what the scenario does, and returns, is the same whichever call fails."""
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.0)
+    disk = Disk(monkeypatch, place)
+
+    def check(scenario, prepare=lambda: None):
+        def outcome(failing=None):
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            prepared = prepare()
+            with disk.counting(failing):
+                answer = scenario(prepared)
+            files = sorted(str(path.relative_to(place)) for path in place.rglob("*"))
+            return answer, files
+
+        wanted = outcome()
+        calls = list(disk.calls)
+        assert calls
+        for number in range(len(calls)):
+            try:
+                found = outcome(number)
+            except Exception as error:
+                raise AssertionError(f"{disk.calls[number]} fails once") from error
+            assert found == wanted, f"{disk.calls[number]} fails once"
+
+    return check
+
+
+def test_a_run_folder_is_taken_written_and_given_back(place, tmp_path, withstand):
+    """With the tokenizer in it, and nothing of the lease left."""
+    train(["aaa"], 257).save(tmp_path / "tokenizer")
+    source = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer")
+
+    def scenario(_):
+        folder = RunFolder(place)
+        folder.acquire()
+        folder.copy_tokenizer(source)
+        folder.copy_tokenizer(source)
+        folder.lease.check()
+        folder.write_status("finished", 1)
+        folder.lease.close()
+
+    withstand(scenario)
+
+
+@pytest.mark.slow
+def test_what_a_killed_run_left_is_removed(place, withstand):
+    def kill():
+        killed = make_checkpoints(place, [3]).lease
+        killed.closed.set()
+        (killed.own / "step_00000004").mkdir()
+        (killed.own / "step_00000004" / "part").write_bytes(bytes(10))
+        holder = json.loads((place / LEASE).read_text())
+        (place / LEASE).write_text(json.dumps({**holder, "started": 1}))
+
+    def scenario(_):
+        folder = RunFolder(place)
+        folder.acquire()
+        folder.lease.close()
+
+    withstand(scenario, kill)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_saved_kept_pruned_and_found(place, withstand):
+    """Those that keep_every is to keep too."""
+
+    def prepare():
+        return make_checkpoints(place, [6, 9], keep=1, keep_every=10, asynchronous=False)
+
+    def scenario(checkpointer):
+        checkpointer.make_room(shards_of(0))
+        for step in (12, 15):
+            checkpointer.save(step, shards_of(step), {})
+        checkpointer.lease.close()
+        return find_checkpoint(place, WORLD, report=pytest.fail).path.name
+
+    withstand(scenario, prepare)
+
+
+def test_a_run_folder_is_found_to_be_one(place, withstand):
+    def prepare():
+        make_checkpoints(place / "run", [3]).lease.close()
+
+    def scenario(_):
+        check_run_folder(resolve_settings({"save_ckpt_path": str(place / "run")}))
+
+    withstand(scenario, prepare)
+
+
+def test_a_new_folder_is_made_whole(place, withstand):
+    def scenario(_):
+        with new_folder(place / "models" / "out") as unfinished:
+            patience.retry_io((unfinished / "part").touch, unfinished)
+
+    withstand(scenario)
+
+
+def test_a_stop_file_is_used_up(place, withstand):
+    def scenario(_):
+        with StopRequest(place, on_rank0=True) as stop:
+            stop.reason = "STOP file"
+
+    withstand(scenario, (place / "STOP").touch)
