@@ -33,5 +33,4 @@ def make_missing_builtin(data: DataConfig) -> None:
         return
     from mamba_fsdp.data.tokenize import make_dataset  # late: most runs don't need it
 
-    print(f"making {BUILTIN} from the source of a Python library, for a first try", flush=True)
     make_dataset("builtin", BUILTIN, DatasetConfig())

@@ -78,7 +78,11 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     settings["input"] = describe(files)
     try:
         _prepare(out, options.overwrite)
-        return _is_complete(out, settings) or _Part(out, files, options, settings).run()
+        if _is_complete(out, settings):
+            return True
+        if input == "builtin":
+            print(f"making {out} from the source of a Python library, for a first try", flush=True)
+        return _Part(out, files, options, settings).run()
     except UnreadableFile as error:
         raise name_unreadable(error, files, options) from error
     except OSError as error:

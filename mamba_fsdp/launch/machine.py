@@ -116,6 +116,12 @@ def begin_rank() -> None:
     end_with_launcher(signal.SIGKILL)
 
 
+def say_loading() -> None:
+    """Says what takes the next seconds, unless this process has PyTorch already."""
+    if "torch" not in sys.modules:
+        print("loading    PyTorch", flush=True)
+
+
 def processes_per_node() -> int:
     """Returns how many ranks a node has: as PROCESSES_PER_NODE or torchrun's variable says, else one a GPU, or one on a
     CPU."""

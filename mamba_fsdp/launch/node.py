@@ -28,6 +28,7 @@ from mamba_fsdp.launch.machine import (
     end_with_launcher,
     node_name,
     processes_per_node,
+    say_loading,
     set_environment,
 )
 from mamba_fsdp.launch.watcher import WATCHED, Watcher
@@ -44,6 +45,8 @@ def main(run: Path, words: list[str]) -> int:
     """Runs this node's ranks to their end. Returns the exit code of the rank that failed first."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     end_with_launcher(signal.SIGQUIT)
+    if is_first_node():
+        say_loading()
     # torch would say many times that an address has no name; it reads this once, when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Late, since it imports torch: libraries start threads, and these inherit which signals are blocked.

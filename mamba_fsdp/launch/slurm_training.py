@@ -247,6 +247,8 @@ class SlurmTraining:
         # What a run began with may be gone: its own checkpoint wins.
         paths = [path for path in plan.paths if os.path.exists(path) or not has_begun]
         folders = paths + folders_behind_links(paths)
+        if plan.dry_run:
+            return folders
         caches = os.path.join(os.path.dirname(plan.run_folder), CACHES)
         with contextlib.suppress(OSError):
             os.makedirs(caches, exist_ok=True)
@@ -266,12 +268,8 @@ class SlurmTraining:
         if not plan.missing_data or self.is_check:
             return
         builtin = os.path.relpath(plan.missing_data)
-        words = [
-            self.environment.python,
-            os.path.join(PROJECT, "get_dataset.py"),
-            "builtin",
-            builtin,
-        ]
+        program = os.path.join(PROJECT, "get_dataset.py")
+        words = [self.environment.python, program, "builtin", builtin]
         code = self.supervisor.run(self.on_first_node(words))
         if code != 0:
             raise GiveWay(code=code)
@@ -320,7 +318,7 @@ class SlurmTraining:
 
     def dry_run(self, plan: Plan) -> Decision:
         """Says what would be trained."""
-        self.use_container(self.folders_of(plan) if self.environment.image else [])
+        self.use_container([path for path in self.folders_of(plan) if os.path.exists(path)])
         python = self.on_first_node([self.environment.python], with_network=False)
         code = dry_run(python, plan.settings, len(self.job.nodes))
         return Decision(Action.END, code, "")

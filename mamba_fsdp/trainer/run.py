@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,20 +56,28 @@ def run_training(
     settings: TrainConfig,
     write_model: WriteModel | None = None,
     on_record: OnRecord | None = None,
+    planned: tuple[int, int] | None = None,
 ) -> Trained:
     """Trains as the settings say, from the newest checkpoint of the run folder or from the start.
 
-    write_model: writes the finished model from the last checkpoint. on_record: see StopRequest.
+    write_model: writes the finished model from the last checkpoint. on_record: see StopRequest. planned: the number of
+    ranks, and of ranks on a node, for which a dry run by a single process says what they would do.
     """
     with training_process(settings.training.deterministic):
-        return _run_training(settings, write_model, on_record)
+        return _run_training(settings, write_model, on_record, planned)
 
 
 def _run_training(
-    settings: TrainConfig, write_model: WriteModel | None, on_record: OnRecord | None
+    settings: TrainConfig,
+    write_model: WriteModel | None,
+    on_record: OnRecord | None,
+    planned: tuple[int, int] | None,
 ) -> Trained:
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
+    shape = world  # of all ranks
+    if planned:
+        shape = replace(world, size=planned[0], local_size=planned[1])
     cpp.tune_process(world.device.type)
     console = Console(enabled=world.rank == 0)
     state = TrainState()
@@ -79,13 +88,15 @@ def _run_training(
             contextlib.closing(world),
             watchdog(settings.parallel.timeout_minutes, world.rank),
         ):
-            start = world.on_rank0(begin, settings, folder, world, console.line)
+            start = world.on_rank0(begin, settings, folder, shape, console.line)
+            if not is_dry:
+                console.line(f"run        {folder.path}")
             for note in start.notes:
                 console.line(f"settings   {note}")
             with stop:
                 set_up = SetUp(start, world, folder, console.line)
                 if is_dry:
-                    set_up.show()
+                    set_up.show(shape)
                     return Trained(folder.path, "dry run", {})
                 context = set_up.context()
                 state = context.state
@@ -110,12 +121,12 @@ def _run_training(
     return Trained(folder.path, stopped, last)
 
 
-def begin(settings: TrainConfig, folder: RunFolder, world: World, say: Say) -> StartingPoint:
+def begin(settings: TrainConfig, folder: RunFolder, shape: World, say: Say) -> StartingPoint:
     """Acquires the run folder, unless for a dry run, and returns what the run starts from. In this order: whoever had the
-    folder may have left the run's first checkpoint. Rank 0 calls it."""
+    folder may have left the run's first checkpoint. Rank 0 calls it. shape: the number of all ranks, and their device."""
     if not settings.training.dry_run:
         folder.acquire()
-    return find_start(settings, folder.path, world, say)
+    return find_start(settings, folder.path, shape, say)
 
 
 def explained(error: BaseException, rank: int, has_stepped: bool) -> BaseException:

@@ -72,9 +72,9 @@ class SetUp:
     folder: RunFolder
     say: Say
 
-    def show(self) -> None:
-        """Prints what the run would do, with its checkpoint verified."""
-        self.choose_backends()
+    def show(self, shape: World) -> None:
+        """Prints what the run would do on the ranks of `shape`, with its checkpoint verified."""
+        self.choose_backends(shape)
         found = self.start.checkpoint
         if found:
             path = self.start.origin.path
@@ -87,7 +87,7 @@ class SetUp:
         world = self.world
         batch_shape = split_step(settings, world.rank, world.size)
         tokens_per_step = batch_shape.global_batch * settings.data.seq_length
-        parallel = build_model(settings, world, self.choose_backends())
+        parallel = build_model(settings, world, self.choose_backends(world))
         dtype = DTYPES[settings.training.precision(world.device.type)]
         optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
         checkpointer = Checkpointer(
@@ -125,17 +125,18 @@ class SetUp:
             checkpointer=checkpointer,
         )
 
-    def choose_backends(self) -> dict[str, str]:
-        """Returns the backend of each operator of the model. Prints the model, the kernels and the expected memory."""
+    def choose_backends(self, shape: World) -> dict[str, str]:
+        """Returns the backend of each operator of the model. Prints the model, the kernels and the expected memory on the
+        ranks of `shape`."""
         settings = self.start.settings
         model = settings.model
         world = self.world
         device = world.device.type
         precision = settings.training.precision(device)
-        strategy = choose_strategy(settings.parallel, world).replace("none", "no sharding")
+        strategy = choose_strategy(settings.parallel, shape).replace("none", "no sharding")
         self.say(
             f"model      {title(model)}: {parameter_count(model):,} parameters, {counted(model.n_layer, 'layer')}, "
-            f"{precision}, {strategy} on {world.size} x {device}"
+            f"{precision}, {strategy} on {shape.size} x {device}"
         )
         is_dry = settings.training.dry_run
         if device in first_use.DEVICES and not is_dry:
@@ -145,14 +146,14 @@ class SetUp:
             uses = settings.operator_uses(device)
             choice = resolve_backends(settings.training.kernels, device, uses)
             self.say(f"kernels    {choice}")
-        work = Workload(settings, world, choice.backends)
+        work = Workload(settings, shape, choice.backends)
         if device == "cuda" or is_dry:
             memory = world.on_rank0(expected_memory, work)
         else:  # nothing is refused on a CPU, so the estimate is not worth its seconds
             memory = state_memory(work)
         rows = ", ".join(f"{name} {with_unit(size, 'B')}" for name, size in memory.items() if size)
         self.say(f"memory     at least {with_unit(sum(memory.values()), 'B')} a device: {rows}")
-        check_memory(memory, world, self.say)
+        check_memory(memory, shape, self.say)
         return choice.backends
 
     def fill(

@@ -1,8 +1,7 @@
 """Training in this process, for training.py and for `mamba_fsdp.train`."""
 
-import contextlib
 import os
-import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import shown
-from mamba_fsdp.launch.machine import LAUNCHER, begin_rank
+from mamba_fsdp.launch.machine import LAUNCHER, begin_rank, processes_per_node, say_loading
 from mamba_fsdp.launch.plan import check_folder, check_inputs
 from mamba_fsdp.report.console import let_output_fail
-from mamba_fsdp.run.names import STOP
 from mamba_fsdp.settings.resolve import read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -35,7 +33,21 @@ def main(*stray: str, config: str | None = None, resolved: str | None = None, **
         except KeyboardInterrupt:  # the work of the threads that make data/builtin is of no use
             os._exit(130)
     let_output_fail()
-    run(settings)
+    if settings.training.dry_run:
+        with tempfile.TemporaryDirectory() as scratch:
+            tempfile.tempdir = os.environ["TMPDIR"] = scratch  # torch leaves folders there
+            run(settings, planned=planned_ranks())
+    else:
+        run(settings)
+
+
+def planned_ranks() -> tuple[int, int] | None:
+    """Returns (ranks, ranks of a node) that 1.train.sbatch would start, if it asks this process alone for a dry run."""
+    nodes = os.environ.get("MAMBA_FSDP_NODES")
+    if not nodes:
+        return None
+    ranks_per_node = processes_per_node()
+    return int(nodes) * ranks_per_node, ranks_per_node
 
 
 def train(
@@ -70,17 +82,16 @@ def prepare(settings: TrainConfig) -> None:
     check_folder(settings)
     if not settings.training.dry_run:
         make_missing_builtin(settings.data)
-        # A file STOP was meant for an earlier start; a launcher removes it before the ranks start.
-        if LAUNCHER not in os.environ:
-            with contextlib.suppress(OSError):
-                Path(settings.checkpoint.save_ckpt_path, STOP).unlink()
-        print(f"run        {settings.checkpoint.save_ckpt_path}", flush=True)
-    if "torch" not in sys.modules:
-        print("loading    PyTorch", flush=True)
+    if LAUNCHER not in os.environ:  # else the launcher has said it
+        say_loading()
 
 
-def run(settings: TrainConfig, on_record: "OnRecord | None" = None) -> "Trained":
+def run(
+    settings: TrainConfig,
+    on_record: "OnRecord | None" = None,
+    planned: tuple[int, int] | None = None,
+) -> "Trained":
     from mamba_fsdp.interop.convert import publish
     from mamba_fsdp.trainer.run import run_training
 
-    return run_training(settings, publish, on_record)
+    return run_training(settings, publish, on_record, planned)

@@ -79,9 +79,8 @@ def test_two_nodes_make_one_run_of_a_rank_for_each_gpu_in_the_shared_venv(
         "each node's lines have its prefix"
     )
     assert text.splitlines()[-1] == f"finished: {project}/runs/a"
-    assert not list((project / "logs").glob("restarts_*")) and not list(
-        project.glob("runs/a/starts*")
-    )
+    assert not list((project / "logs").glob("restarts_*"))
+    assert not (project / "runs/a/starts").exists()
 
 
 def test_nodes_with_different_gpus_are_refused(start_cluster, project):
@@ -245,7 +244,7 @@ def test_jobs_that_cannot_train_are_told_why(start_cluster, project):
 @pytest.mark.parametrize("option", ["--mem=1000", "--mem-per-cpu=100", "--mem-per-gpu=100"])
 def test_memory_may_be_asked_for_in_any_way(start_cluster, project, option):
     cluster = start_cluster(gpus=1)
-    cluster.submit(project, RUN, options=["--test-only", option])
+    cluster.submit(project, RUN, options=["--test-only", "--gpus-per-node=1", option])
 
 
 def test_two_jobs_of_one_run_that_start_together_do_not_disturb_each_other(start_cluster, project):
