@@ -24,7 +24,7 @@ from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.layout import committed, no_checkpoint, removed
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
-from mamba_fsdp.storage.patience import exists, retry_io
+from mamba_fsdp.storage.patience import exists, is_folder, retry_io
 from mamba_fsdp.storage.typed_json import FileName
 
 Report = Callable[[str], Any]
@@ -132,7 +132,7 @@ def find_newest(path: Path, report: Report, broken: Mapping[str, str] = {}) -> F
 def _newest_candidate(path: Path, broken: Mapping[str, str]) -> Path:
     if exists(path / COMMIT):
         return path
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    folder = path / CHECKPOINTS if is_folder(path / CHECKPOINTS) else path
     candidates = committed(folder)
     left = [checkpoint for checkpoint in candidates if checkpoint.name not in broken]
     if left:

@@ -8,7 +8,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.layout import committed, no_checkpoint
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, MODEL_CONFIG
 from mamba_fsdp.settings.train_config import CheckpointConfig
-from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.patience import exists, is_file, is_folder
 
 DCP_INDEX = ".metadata"  # of torch.distributed.checkpoint
 DCP_CONVERSION = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"
@@ -40,7 +40,7 @@ def find_origin(config: CheckpointConfig) -> Origin:
         return Origin()
     path = Path(config.load_ckpt_path)
     if not (
-        path.is_file() or exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)
+        is_file(path) or exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)
     ):
         raise no_checkpoint(path)
     return Origin("load_ckpt_path", str(path), is_checkpoint=not config.names_a_file())
@@ -49,17 +49,17 @@ def find_origin(config: CheckpointConfig) -> Origin:
 def check_place(source: str | Path) -> None:
     """Raises UserError if `source` does not name a model."""
     path = Path(source)
-    if not path.exists():
+    if not exists(path):
         raise UserError(
             f"{source}: there is no such file or folder; a model of the Hugging Face hub has to be downloaded "
             "first: hf download NAME --local-dir FOLDER"
         )
-    if path.is_file() or (path / COMMIT).is_file():
+    if is_file(path) or is_file(path / COMMIT):
         return
-    if (path / CHECKPOINTS).is_dir():
+    if is_folder(path / CHECKPOINTS):
         if not committed(path / CHECKPOINTS):
             raise no_checkpoint(path)
-    elif not (path / MODEL_CONFIG).is_file():
+    elif not is_file(path / MODEL_CONFIG):
         refuse_dcp(path)
         raise UserError(
             f"{path} holds no model: it is neither a run folder ({CHECKPOINTS}/) nor a checkpoint "

@@ -32,6 +32,7 @@ from mamba_fsdp.storage.formats import timestamp
 from mamba_fsdp.storage.patience import (
     delete,
     hidden_beside,
+    is_folder,
     list_hidden_beside,
     move,
     names_in,
@@ -316,7 +317,7 @@ def _sync_all(folder: Path) -> None:
     """Flushes the files in a folder, and its entries. Raises OSError, and StorageError."""
     for name in names_in(folder):
         path = folder / name
-        if retry_io(path.is_dir, path):
+        if is_folder(path):
             _sync_all(path)
             continue
         with retry_io(partial(open, path, "rb"), path) as file:

@@ -78,14 +78,28 @@ def _print_line(text: str) -> None:
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is such a file or folder. For Path.exists of Python 3.14 storage that fails is a no."""
+    """Returns whether there is such a file or folder. For Path.exists of Python 3.14 storage that fails is a no."""
+    return _mode(path) != 0
+
+
+def is_file(path: str | Path) -> bool:
+    """Returns whether there is such a file, which a link may lead to."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: str | Path) -> bool:
+    """Returns whether there is such a folder, which a link may lead to."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: str | Path) -> int:
+    """Returns the type and the permissions of a file or folder; 0 if there is none."""
     try:
-        retry_io(partial(os.stat, path), path)
+        return retry_io(partial(os.stat, path), path).st_mode
     except OSError as error:
         if error.errno not in NOT_THERE:
             raise
-        return False
-    return True
+        return 0
 
 
 def names_in(folder: str | Path) -> list[str]:
@@ -127,7 +141,7 @@ def size_of(path: Path) -> int:
 
 def _size(path: Path) -> int:
     with _only_what_may_pass():
-        if _is_folder(path):
+        if _is_own_folder(path):
             return sum(_size(path / name) for name in os.listdir(path))
         return os.stat(path).st_size
     return 0
@@ -141,7 +155,7 @@ def delete(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     with _only_what_may_pass():
-        if _is_folder(path):
+        if _is_own_folder(path):
             for name in os.listdir(path):
                 _remove(path / name)
             os.rmdir(path)
@@ -150,7 +164,7 @@ def _remove(path: Path) -> None:
     heart.beat()
 
 
-def _is_folder(path: Path) -> bool:
+def _is_own_folder(path: Path) -> bool:
     """Returns whether this is a folder, which a link to one is not. Raises OSError."""
     return stat.S_ISDIR(os.lstat(path).st_mode)
 

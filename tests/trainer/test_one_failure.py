@@ -8,6 +8,7 @@ import pytest
 
 from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.data.tokenizer import train
+from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.run.lease import new_folder
 from mamba_fsdp.run.names import LEASE
 from mamba_fsdp.settings.resolve import check_run_folder, resolve_settings
@@ -104,12 +105,16 @@ def test_checkpoints_are_saved_kept_pruned_and_found(place, withstand):
     withstand(scenario, prepare)
 
 
-def test_a_run_folder_is_found_to_be_one(place, withstand):
+@pytest.mark.parametrize("name", ["save_ckpt_path", "load_ckpt_path", "init_from"])
+def test_what_a_run_starts_from_is_found(place, withstand, name):
     def prepare():
         make_checkpoints(place / "run", [3]).lease.close()
 
     def scenario(_):
-        check_run_folder(resolve_settings({"save_ckpt_path": str(place / "run")}))
+        words = {"save_ckpt_path": str(place / "new"), name: str(place / "run")}
+        settings = resolve_settings(words)
+        check_run_folder(settings)
+        return find_origin(settings.checkpoint)
 
     withstand(scenario, prepare)
 
