@@ -17,6 +17,7 @@ from ctypes.util import find_library
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch.host import say
 from mamba_fsdp.launch.watcher import WATCHED
 from mamba_fsdp.run.names import CACHES
 
@@ -70,6 +71,12 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def is_first_node() -> bool:
+    """Returns whether this node speaks for all, or is the only one."""
+    number = os.environ.get("SLURM_NODEID") or os.environ.get("PET_NODE_RANK")
+    return (number or "0") == "0"
+
+
 def check_version(environment: str | Path = sys.prefix) -> None:
     """Raises UserError unless `environment` (.venv, or the image's own) was made from this checkout's requirements.
 
@@ -119,7 +126,7 @@ def begin_rank() -> None:
 def say_loading() -> None:
     """Says what takes the next seconds, unless this process has PyTorch already."""
     if "torch" not in sys.modules:
-        print("loading    PyTorch", flush=True)
+        say("loading    PyTorch")
 
 
 def processes_per_node() -> int:

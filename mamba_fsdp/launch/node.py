@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import StorageError, UserError, first_line
@@ -26,6 +27,7 @@ from mamba_fsdp.launch.decision import Outcome
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import (
     end_with_launcher,
+    is_first_node,
     node_name,
     processes_per_node,
     say_loading,
@@ -34,7 +36,7 @@ from mamba_fsdp.launch.machine import (
 from mamba_fsdp.launch.watcher import WATCHED, Watcher
 from mamba_fsdp.run.names import OLD_STOP, OUTCOME, RESOLVED, START, STARTS, STOP, stop_mark
 from mamba_fsdp.run.records import ELSEWHERE, correct_status
-from mamba_fsdp.storage.patience import sync_folder, write_atomically
+from mamba_fsdp.storage.patience import retry_io, sync_folder, write_atomically
 
 # Slurm ends the job with the first node that exits: it waits, so that the other nodes can write their failures.
 SECONDS_FOR_OTHERS = 3
@@ -57,7 +59,7 @@ def main(run: Path, words: list[str]) -> int:
     folder = Path(run, STARTS, options.rdzv_id)
     forget_earlier_start(folder)
     os.environ[START] = str(folder)
-    os.environ.setdefault(OLD_STOP, stop_mark(str(run)))
+    os.environ.setdefault(OLD_STOP, retry_io(partial(stop_mark, str(run)), run))
     # job.py removes a folder of this name when this process was killed.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
         first_node = options.rdzv_endpoint.rpartition(":")[0] or options.master_addr
@@ -79,12 +81,6 @@ def main(run: Path, words: list[str]) -> int:
     if folder.name == NO_ID:
         return print_outcome(outcome)
     return publish_outcome(folder, outcome, failure)
-
-
-def is_first_node() -> bool:
-    """Returns whether this node's launcher speaks for all."""
-    number = os.environ.get("SLURM_NODEID") or os.environ.get("PET_NODE_RANK")
-    return (number or "0") == "0"
 
 
 def forget_earlier_start(folder: Path) -> None:

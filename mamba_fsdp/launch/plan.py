@@ -1,6 +1,6 @@
-"""Resolves the settings of a start: `python -m mamba_fsdp.launch.plan ANSWER [--SETTING=VALUE ...]`.
+"""Resolves the settings of a start: `python -m mamba_fsdp.launch.plan [ANSWER] [--SETTING=VALUE ...]`.
 
-Writes into the file ANSWER what a job has to know of them, as one JSON object:
+Writes into the file ANSWER, or prints, what a job has to know of them, as one JSON object:
 
     run_folder    the whole path of save_ckpt_path
     dry_run       whether nothing is to be trained
@@ -38,7 +38,7 @@ from mamba_fsdp.run.names import CHECKPOINTS, LEASE
 from mamba_fsdp.settings.resolve import as_plain, check_run_folder, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page
 from mamba_fsdp.settings.train_config import TrainConfig, all_settings
-from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.patience import exists, is_folder
 
 
 def plan(answer: Path, *stray: str, config: str | None = None, **words: str) -> None:
@@ -80,7 +80,7 @@ def check_folder(settings: TrainConfig) -> None:
         return
     folder = Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
     place = _place_of(folder)
-    if not (place.is_dir() and os.access(place, os.W_OK)):
+    if not (is_folder(place) and os.access(place, os.W_OK)):
         raise UserError(f"save_ckpt_path: can't write to {folder}")
     lease = Lease(folder / LEASE)
     look = lease.look()
@@ -118,7 +118,9 @@ def named_paths(settings: TrainConfig) -> list[str]:
 
 
 if __name__ == "__main__":
+    names_file = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
+    answer = sys.argv.pop(1) if names_file else "/dev/stdout"
     try:
-        command_line.run(partial(plan, Path(sys.argv.pop(1))), settings_page)
+        command_line.run(partial(plan, Path(answer)), settings_page)
     except ModuleNotFoundError:  # fire, which the image has
         raise SystemExit(1) from None

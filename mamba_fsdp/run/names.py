@@ -77,9 +77,10 @@ def newest_checkpoint(run: str) -> str:
 
 
 def stop_mark(run: str) -> str:
-    """Returns what tells the file STOP that lies in a run folder now from a later one; "" without one."""
+    """Returns what tells the file STOP that lies in a run folder now from a later one; "" without one. Raises OSError of
+    failing storage."""
     try:
         found = os.stat(os.path.join(run, STOP))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
     return f"{found.st_ino}-{found.st_mtime_ns}"

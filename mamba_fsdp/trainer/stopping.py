@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,10 +45,10 @@ class StopRequest:
             self.files.append(run_folder / STOP)
             if START in os.environ:
                 self.files.append(Path(os.environ[START], STOP))
-        self.old = os.environ.get(OLD_STOP, stop_mark(str(run_folder)))
+        self.old = os.environ[OLD_STOP] if OLD_STOP in os.environ else self._mark()
 
     def __enter__(self) -> "StopRequest":
-        if self.old and stop_mark(str(self.run_folder)) == self.old:
+        if self.old and self._mark() == self.old:
             self._remove_users_file()
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -62,6 +63,14 @@ class StopRequest:
             signal.signal(number, handler)
         if kind is None:  # after a failure, it keeps the launcher from restarting
             self._remove_users_file()
+
+    def _mark(self) -> str:
+        """Returns what tells the user's STOP file of now from a later one. Only rank 0 looks."""
+        return (
+            retry_io(partial(stop_mark, str(self.run_folder)), self.run_folder)
+            if self.files
+            else ""
+        )
 
     def _remove_users_file(self) -> None:
         if self.files:

@@ -20,7 +20,7 @@ from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch import machine
 from mamba_fsdp.launch.checks import CHECKS
-from mamba_fsdp.launch.plan import check_space
+from mamba_fsdp.launch.plan import check_inputs, check_space
 from mamba_fsdp.settings.resolve import read_resolved
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.typed_json import write_object
@@ -64,8 +64,9 @@ def report(folder: Path, settings_file: Path) -> None:
 
 def first_mistake(settings: TrainConfig) -> str:
     """Returns a sentence, or "", on what a start would refuse on this node: weights that are missing or of another model,
-    data that is not there, a file system without room for the next checkpoint, or for all that a new run keeps. Raises StorageError for trouble that may pass: then
-    judge sees no answer of this node."""
+    data that is not there or, as the first node looks, not what training reads, a file system without room for the next
+    checkpoint, or for all that a new run keeps. Raises StorageError for trouble that may pass: then judge sees no answer
+    of this node."""
     try:
         if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
             from mamba_fsdp.trainer.starting_point import adopt_weights
@@ -77,6 +78,8 @@ def first_mistake(settings: TrainConfig) -> str:
                 f"there is no {path}; mount the shared file system there, correct the setting, or make it with "
                 "get_dataset.py (with an image: sbatch 2.tokenize.sbatch INPUT OUT)"
             )
+        if machine.is_first_node():  # what all would read, one reads
+            check_inputs(settings)
         # The oldest of a new run is removed once the newest is committed.
         check_space(settings, settings.checkpoint.keep_checkpoints + 1)
     except StorageError:

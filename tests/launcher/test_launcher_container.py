@@ -12,6 +12,7 @@ import pytest
 from mamba_fsdp.launch.slurm_training import seconds_for_removal
 from tests.support import projects
 from tests.support.checkpoints import commit_empty
+from tests.support.corpora import write_store
 from tests.support.processes import write_program
 from tests.support.pyxis import OLDEST_PYXIS, PYXIS_OPTIONS, SQUASHFS, make_cluster
 
@@ -59,8 +60,8 @@ def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_pa
     store.mkdir(parents=True)
     disk = store.with_name("disk")
     deep = store.with_name("deep")
-    for folder in (disk, deep):
-        folder.mkdir()
+    write_store(disk, [range(1, 60)] * 9, vocab_size=64, eos=0, tokenizer="none")
+    deep.mkdir()
     (store / "train").symlink_to(disk)
     (disk / "more").symlink_to(deep)
     (disk / "loop").symlink_to("loop")

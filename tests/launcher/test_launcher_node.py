@@ -94,7 +94,7 @@ def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     (project / "run").mkdir(exist_ok=True)
     (project / "run/status.json").write_text('{"status": "running", "step": 1}')
     process.send_signal(signal.SIGTERM)
-    assert finish(process) == (143, "")
+    assert finish(process) == (143, "loading    PyTorch\n")
     assert '"failed"' in (project / "run/status.json").read_text(), "nothing runs any longer"
 
 

@@ -12,6 +12,7 @@ from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.settings.resolve import as_plain
 from mamba_fsdp.verbs import preflight
 from tests.support.checkpoints import commit_empty
+from tests.support.corpora import write_store
 from tests.support.tiny import resolved
 
 GPU = "NVIDIA A100"
@@ -21,7 +22,7 @@ GPU = "NVIDIA A100"
 def folder(tmp_path):
     """A run folder's preflight folder, as the launcher makes it."""
     (tmp_path / "run/preflight").mkdir(parents=True)
-    (tmp_path / "store").mkdir()
+    write_store(tmp_path / "store", [range(1, 60)] * 99, vocab_size=64, eos=0, tokenizer="none")
     return tmp_path / "run/preflight"
 
 
@@ -152,13 +153,29 @@ def test_a_folder_that_is_not_shared(folder, monkeypatch):
 
 def test_data_is_there_on_all_nodes(report, judge, tmp_path):
     report("a")
-    (tmp_path / "store").rmdir()
+    shutil.rmtree(tmp_path / "store")
     report("b", use_dummy_dataset=True)
     assert judge("a", "b") == (0, ANY, "")
     report("b")
     code, _, wrong = judge("a", "b")
     assert code == 2 and wrong.startswith(f"error: b: there is no {tmp_path}/store; mount")
     assert len(wrong.splitlines()) == 1
+
+
+def test_data_that_training_cannot_read_is_told_by_the_first_node(
+    report, judge, tmp_path, monkeypatch
+):
+    """AWS's own dataset_path is a save_to_disk folder. The remedy is one that the user of an image has."""
+    (tmp_path / "wikitext/train").mkdir(parents=True)
+    (tmp_path / "wikitext/dataset_dict.json").touch()
+    monkeypatch.setenv("IMAGE", "/fsx/mamba-train.sqsh")
+    for node, number in (("a", "0"), ("b", "1")):
+        monkeypatch.setenv("SLURM_NODEID", number)
+        report(node, dataset_path=tmp_path / "wikitext")
+    code, _, wrong = judge("a", "b")
+    assert code == 2 and len(wrong.splitlines()) == 1
+    assert wrong.startswith(f"error: a: {tmp_path}/wikitext: not a token store")
+    assert wrong.endswith(f"with: sbatch 2.tokenize.sbatch {tmp_path}/wikitext OUT\n")
 
 
 @pytest.mark.parametrize("stamp", [None, "cpu\n0123\n", "other\n0123\n", ""])

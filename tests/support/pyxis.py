@@ -80,7 +80,7 @@ def start_container(node):
     return 0
 
 def run(node):
-    environment = {{**os.environ, "SLURMD_NODENAME": node}}
+    environment = {{**os.environ, "SLURMD_NODENAME": node, "SLURM_NODEID": str(nodes.index(node))}}
     if not image:
         return subprocess.run(command, env=environment).returncode
     if code := start_container(node):

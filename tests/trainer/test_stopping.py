@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from mamba_fsdp.launch.machine import LAUNCHER
+from mamba_fsdp.run.names import OLD_STOP, START, stop_mark
 from mamba_fsdp.run.records import read_status
 from mamba_fsdp.trainer import setup, stopping
 
@@ -111,9 +111,16 @@ def test_ctrl_c_while_a_run_sets_up_is_no_failure(train, tmp_path, capsys, while
     assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
 
 
-def test_ranks_of_a_launcher_keep_the_request(train, tmp_path, monkeypatch):
-    """Also when they start again in place."""
-    monkeypatch.setenv(LAUNCHER, "1")
+def test_ranks_of_a_launcher_keep_a_request_for_their_start(train, tmp_path, monkeypatch):
+    """Also when they start again in place. The launcher knows which STOP is of before, and may ask by one of its own."""
+    monkeypatch.setenv(OLD_STOP, "")
     (tmp_path / "STOP").touch()
     assert "before the first step of this start (STOP file)" in train(tmp_path)
-    assert not list(tmp_path.glob("checkpoints/step_*"))
+    (tmp_path / "STOP").touch()
+    monkeypatch.setenv(OLD_STOP, stop_mark(str(tmp_path)))
+    train(tmp_path, num_steps=1)
+    assert not (tmp_path / "STOP").exists()
+    monkeypatch.setenv(START, str(tmp_path / "starts/1.0"))
+    (tmp_path / "starts/1.0").mkdir(parents=True)
+    (tmp_path / "starts/1.0/STOP").write_text("SIGUSR1\n")
+    assert "before the first step of this start (SIGUSR1)" in train(tmp_path, num_steps=2)
