@@ -68,7 +68,7 @@ def test_what_a_job_asks_of_containers(submit, cluster, launcher_project, tmp_pa
     (launcher_project / "corpus").symlink_to(store)
     run = tmp_path / "runs/mine"
     commit_empty(run, 5)
-    words = [f"--save_ckpt_path={run}", "--validation_path=/nowhere/old", "--num_steps=6"]
+    words = [f"--save_ckpt_path={run}", "--load_ckpt_path=/nowhere/old", "--num_steps=6"]
     done, asked = submit(*words, "--dataset_path=corpus", HIDDEN=str(store.parent), PROFILE="nsys")
     assert done.returncode == 0 and done.stdout.endswith(f"finished: {run}\n"), done.stdout
     assert done.stdout.count(f"follow {disk}/loop -> {disk}/loop: this leads nowhere") == 1
