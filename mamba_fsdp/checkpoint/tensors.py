@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader, is_model, stored_name
+from mamba_fsdp.checkpoint.restore import WholeCheckpoint
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.parallel.world import World
 
 
 class Tensors(ABC):
@@ -43,10 +42,9 @@ class Tensors(ABC):
 class CheckpointTensors(Tensors):
     """The model's tensors in a checkpoint."""
 
-    def __init__(self, path: Path, world: World) -> None:
-        """Opens the checkpoint; called by all ranks. Raises UserError of any rank on all ranks."""
-        self.source = path
-        self.reader = Reader(path, world.on_rank0(read_contents, path))
+    def __init__(self, whole: WholeCheckpoint) -> None:
+        self.source = whole.path
+        self.reader = Reader(whole.path, whole.contents)
         self.shapes = {}
         for stored, tensor in self.reader.contents.tensors.items():
             if is_model(stored):

@@ -22,7 +22,7 @@ import torch
 
 from mamba_fsdp.checkpoint.folder import check_same_tensors
 from mamba_fsdp.checkpoint.ranges import overlaps
-from mamba_fsdp.checkpoint.restore import find_checkpoint
+from mamba_fsdp.checkpoint.restore import WholeCheckpoint, find_checkpoint
 from mamba_fsdp.checkpoint.saved_run import read_run
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors, Tensors
 from mamba_fsdp.data.tokenizer import identities_in
@@ -94,15 +94,21 @@ class Weights(Tensors):
     def open(self, world: World) -> "Weights":
         """Opens the weights on all ranks together and returns them. Raises UserError on all ranks if they can't be
         read, are broken, or belong to another model."""
-        if self.path.is_file():
-            self.tensors = open_file(self.path, world, self.config)
+        whole = None
+        if not self.path.is_file():
+            whole = find_checkpoint(self.path, world, part="model")
+        world.on_all_ranks(self._open, whole, world.rank)
+        return self
+
+    def _open(self, whole: WholeCheckpoint | None, rank: int) -> None:
+        if whole:
+            self.tensors: Tensors = CheckpointTensors(whole)
         else:
-            checkpoint = find_checkpoint(self.path, world, part="model").path
-            self.tensors = CheckpointTensors(checkpoint, world)
+            self.tensors = open_file(self.path, self.config)
         self.source = self.tensors.source
         self.stored = {name: self._in_file(stored) for name, stored in self.stored.items()}
-        world.on_rank0(self._check)  # only there: it may have to compare two whole tensors
-        return self
+        if rank == 0:  # only there: it may have to compare two whole tensors
+            self._check()
 
     def _in_file(self, stored: list[StoredTensor]) -> list[StoredTensor]:
         """Returns the tensors that make up a parameter, named and cut as in the file: transformers saves the three
@@ -212,7 +218,7 @@ def _find_file(file: Path, model: ModelConfig | None) -> Weights:
     elif model:
         description = Description(model)
     else:
-        open_file(file, World.alone())  # refuses a file without weights
+        open_file(file)  # refuses a file without weights
         raise UserError(
             f"{file}: there is no {MODEL_CONFIG} next to it to say what model this is; name its preset, as in "
             f"model_name=mamba-130m; python -m mamba_fsdp inspect {file} lists its tensors"
@@ -240,9 +246,9 @@ def _from_file(file: Path, description: Description) -> Weights:
     return Weights(file, description, tokenizer_path)
 
 
-def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Tensors:
-    """Returns the model's tensors in a file, with fms' names turned into ours. config: see FmsTensors. Called by all
-    ranks. Raises UserError."""
+def open_file(path: Path, config: ModelConfig | None = None) -> Tensors:
+    """Returns the model's tensors in a file, with fms' names turned into ours. config: see FmsTensors. Raises
+    UserError."""
     if path.suffix == DCP_PART:
         refuse_dcp(path.parent)
     if (path.parent / COMMIT).is_file():
@@ -252,7 +258,7 @@ def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Te
     kind: type[PthTensors | SafetensorsTensors] = PthTensors
     if path.suffix == ".safetensors" or path.name == INDEX:
         kind = SafetensorsTensors
-    tensors = world.on_all_ranks(kind, path)
+    tensors = kind(path)
     if FMS_EMBEDDINGS & tensors.shapes.keys():
         return FmsTensors(tensors, config)
     return tensors

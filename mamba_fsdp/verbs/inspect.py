@@ -126,9 +126,8 @@ def show_model(path: Path) -> None:
 def show_tensors(path: Path) -> None:
     """Prints the tensors of a file that has no config.json beside it."""
     from mamba_fsdp.interop.weights import open_file
-    from mamba_fsdp.parallel.world import World
 
-    shapes = open_file(path, World.alone()).shapes
+    shapes = open_file(path).shapes
     numbers = sum(math.prod(shape) for shape in shapes.values())
     say("tensors", f"{path}: {len(shapes)}, {numbers:,} numbers")
     say(

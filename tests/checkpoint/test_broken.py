@@ -17,6 +17,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import Shard
 from tests.support.checkpoints import (
     WORLD,
+    as_whole,
     edit,
     flip,
     make_checkpoints,
@@ -25,7 +26,6 @@ from tests.support.checkpoints import (
     problems,
     shards_of,
     steps_in,
-    whole,
 )
 
 OTHERS_FILE = {"state.json": {"bytes": 1, "xxh3": ""}, "../../x": {"bytes": 1, "xxh3": ""}}
@@ -130,7 +130,7 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype, monkeypa
     for again in (False, True):
         if again:  # what may have changed since is read
             target[0].data.zero_()
-            load(whole(checkpointer.last), target, WORLD)
+            load(as_whole(checkpointer.last), target, WORLD)
         for filled, saved in zip(target, shards_of(1), strict=True):
             part = saved.data[filled.start : filled.start + len(filled.data)]
             assert torch.equal(filled.data, part.to(dtype))
@@ -155,7 +155,7 @@ def test_what_can_t_be_a_header_fills_nothing_and_is_broken(run, monkeypatch, ch
     target = {f"model/{shard.name}": shard for shard in shards_of(0)}
     assert not files.hash_file(path, path.stat().st_size, target).filled
     with pytest.raises(UserError, match="rank_00000.safetensors is broken"):
-        load(whole(path.parent), shards_of(0), WORLD)
+        load(as_whole(path.parent), shards_of(0), WORLD)
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
@@ -213,4 +213,4 @@ def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run):
 def test_tensors_that_don_t_fit_are_refused_by_name(run, wanted, words):
     target = [Shard(name, shape, 0, torch.zeros(shape).view(-1)) for name, shape in wanted.items()]
     with pytest.raises(UserError, match=words):
-        load(whole(make_checkpoints(run, [1]).last), target, WORLD)
+        load(as_whole(make_checkpoints(run, [1]).last), target, WORLD)

@@ -20,6 +20,7 @@ from mamba_fsdp.run.records import read_events
 from mamba_fsdp.storage import patience
 from tests.support.checkpoints import (
     WORLD,
+    as_whole,
     make_checkpoints,
     names_in,
     newest,
@@ -27,7 +28,6 @@ from tests.support.checkpoints import (
     problems,
     shards_of,
     steps_in,
-    whole,
 )
 from tests.support.ranks import build, run_ranks
 
@@ -88,7 +88,7 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
     checkpointer.wait()
     assert len(kept) and checkpointer.buffer is kept
     target = shards_of(0)
-    saved = whole(checkpointer.last)
+    saved = as_whole(checkpointer.last)
     load(saved, target, WORLD)
     assert saved.contents.state == {"list": [1]}
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
@@ -147,7 +147,7 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     assert in_training == ["after training", "aside", True, "record", "wait"]
     assert ("synchronize", False) in calls and len(pinned) == 1
     target = shards_of(0)
-    load(whole(checkpointer.last), target, WORLD)
+    load(as_whole(checkpointer.last), target, WORLD)
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 

@@ -9,8 +9,8 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import pth_files
 from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.parallel.model import fill_parts
-from mamba_fsdp.parallel.world import World, start_world
-from tests.support.checkpoints import open_run
+from mamba_fsdp.parallel.world import start_world
+from tests.support.checkpoints import as_whole, open_run
 from tests.support.ranks import build, value_of
 
 pytestmark = pytest.mark.torch22
@@ -45,7 +45,7 @@ def test_each_form_gives_the_model_back(saved, kind):
     """Every parameter by name, tied ones by each of their names, whole or sliced; the optimiser is not among them."""
     parallel, folder, file = saved
     if kind == "folder":
-        tensors = CheckpointTensors(folder, World.alone())
+        tensors = CheckpointTensors(as_whole(folder))
     else:
         tensors = PthTensors(compressed(file) if kind == "compressed" else file)
     for name, parameter in parallel.parameters().items():

@@ -99,12 +99,12 @@ def seal_checkpoint(folder):
 
 
 def read_checkpoint(folder):
-    checkpoint = find_checkpoint(folder, World.alone(), lambda text: None).path
-    tensors = CheckpointTensors(checkpoint, World.alone())
+    checkpoint = find_checkpoint(folder, World.alone(), lambda text: None)
+    tensors = CheckpointTensors(checkpoint)
     for name, shape in tensors.shapes.items():
         if math.prod(shape) < 1 << 20:  # as who reads it has seen that these are the model's shapes
             tensors.get(name)
-    read_run(checkpoint)
+    read_run(checkpoint.path)
 
 
 def make_model(folder):

@@ -64,7 +64,7 @@ def newest(run, report=quiet):
     return find_checkpoint(run, WORLD, report).path
 
 
-def whole(checkpoint):
+def as_whole(checkpoint):
     """The WholeCheckpoint of this path, without a look at its files."""
     return WholeCheckpoint(checkpoint, read_contents(checkpoint))
 

@@ -8,6 +8,7 @@ import pytest
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.trainer import loop, run, starting_point
 from mamba_fsdp.trainer.run_folder import RunFolder
+from tests.support.checkpoints import equal, flip
 
 MOST_ENTRIES = 4
 
@@ -76,6 +77,20 @@ def test_it_is_found_once_and_never_changes(train, tmp_path, monkeypatch):
     assert resumed.schedule.total_steps == 4 and not resumed.validation_due
     with pytest.raises(dataclasses.FrozenInstanceError):
         resumed.begins = "elsewhere"
+
+
+@pytest.mark.torch22
+def test_a_broken_checkpoint_makes_another_start(train, tmp_path, weights_of):
+    """Of the older one, with its step and its position in the data: the run ends as an unbroken one does."""
+    for name in ("whole", "broken"):
+        train(tmp_path / name, num_steps=6, schedule="constant")
+    flip(tmp_path / "broken/checkpoints/step_00000006/rank_00000.safetensors")
+    for name in ("whole", "broken"):
+        said = train(tmp_path / name, num_steps=8, schedule="constant")
+    older = tmp_path / "broken/checkpoints/step_00000004"
+    assert "step_00000006 is broken and is skipped" in said
+    assert said.count("resumes    from ") == 1 and f"resumes    from {older}, step 4\n" in said
+    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "broken"))
 
 
 def test_the_folder_is_acquired_before_the_start_is_found(train, tmp_path, monkeypatch):
