@@ -78,7 +78,7 @@ class SetUp:
         found = self.start.checkpoint
         if found:
             path = self.start.origin.path
-            self.take(find_checkpoint(path, self.world, self.say, found=found).path)
+            self.take(find_checkpoint(path, self.world, self.say, found=found).path, shape)
         self.say_start()
 
     def context(self) -> TrainContext:
@@ -167,12 +167,12 @@ class SetUp:
         found = start.checkpoint
         shards = parallel.shards(optimizer)
         if found and start.origin.is_own:
-            self.take(checkpointer.resume(shards, found).path)
+            self.take(checkpointer.resume(shards, found).path, self.world)
         elif found:
             path = start.origin.path
             whole = find_checkpoint(path, self.world, self.say, shards=shards, found=found)
             load(whole, shards, self.world)
-            self.take(whole.path)
+            self.take(whole.path, self.world)
         elif start.weights:
             opened = start.weights.open(self.world)
             self.world.on_all_ranks(fill_parts, parallel.shards(), opened.slice)
@@ -180,11 +180,11 @@ class SetUp:
             fill_at_random(start.settings, parallel)
         parallel.set_optimizer_steps(optimizer, self.start.state.optimizer_steps)
 
-    def take(self, path: Path) -> None:
+    def take(self, path: Path, shape: World) -> None:
         """Takes the checkpoint `path` as the one to start from: an older one, if that of the starting point turned out to
         be broken."""
         if self.start.checkpoint and self.start.checkpoint.path != path:
-            inputs = (self.start.settings, self.folder.path, self.world, self.say, path)
+            inputs = (self.start.settings, self.folder.path, shape, self.say, path)
             self.start = self.world.on_rank0(find_start, *inputs)
 
     def say_start(self) -> None:
