@@ -16,7 +16,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 __version__ = "1.0"
 PUBLIC = {
-    "train": "verbs.train",
+    "train": "launch.in_process",
     "load": "inference.loading",
     "generate": "inference.generate",
     "evaluate": "inference.evaluate",
