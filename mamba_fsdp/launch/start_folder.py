@@ -43,7 +43,7 @@ class StartFolder:
         os.environ[OLD_STOP] = stop_mark(self.run_folder)
         os.makedirs(self.path, exist_ok=True)
         with open(self.settings, "w") as file:
-            json.dump(settings, file)
+            file.write(json.dumps(settings) + "\n")
 
     def outcome(self) -> Outcome:
         """Returns what the launchers have left; an empty Outcome if they were killed."""

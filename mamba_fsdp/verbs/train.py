@@ -1,7 +1,9 @@
 """The command line of training.py, which a launcher starts for each rank, and of `mamba-fsdp train`."""
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from mamba_fsdp.launch.in_process import prepare, run
@@ -25,11 +27,26 @@ def main(*stray: str, config: str | None = None, resolved: str | None = None, **
             os._exit(130)
     let_output_fail()
     if settings.training.dry_run:
-        with tempfile.TemporaryDirectory() as scratch:
-            tempfile.tempdir = os.environ["TMPDIR"] = scratch  # torch leaves folders there
+        with scratch_folder():
             run(settings, planned=planned_ranks())
     else:
         run(settings)
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[None]:
+    """Gives libraries a temporary folder of the block's own: torch leaves others behind."""
+    before = os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["TMPDIR"] = scratch
+        tempfile.tempdir = None  # so that Python looks again
+        try:
+            yield
+        finally:
+            tempfile.tempdir = None
+            del os.environ["TMPDIR"]
+            if before is not None:
+                os.environ["TMPDIR"] = before
 
 
 def planned_ranks() -> tuple[int, int] | None:

@@ -110,7 +110,7 @@ def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, launcher_
     done, asked, unpacked = cluster.submit(SCOPE="global", PROFILE="torch")
     assert done.returncode == 0, done.stdout
     made = launcher_project / "data/builtin"
-    assert (made / "train/index.json").read_text() == "builtin data/builtin"
+    assert (made / "asked").read_text() == "builtin data/builtin"
     assert sum(f"{launcher_project}/get_dataset.py" in words for words in asked) == 1
     assert sorted(unpacked) == ["node1", "node2"], "each node unpacks the image once"
     assert len([words for words in asked if "77.0" in words]) == 1, "the keeper's step"
@@ -378,7 +378,7 @@ def test_tokenizing_with_nothing_but_the_image(cluster, launcher_project, tmp_pa
     words = [f"{fsx}/texts/*/*.txt", f"{tmp_path}/stores/mine", "--tokenizer=gpt2"]
     done, asked, unpacked = cluster.submit(*words, script="2.tokenize.sbatch", SCOPE="global")
     assert done.returncode == 0, done.stdout
-    assert (tmp_path / "stores/mine/train/index.json").read_text() == " ".join(words)
+    assert (tmp_path / "stores/mine/asked").read_text() == " ".join(words)
     (step,) = [words for words in asked if "get_dataset.py" in words]
     at = step.index(f"{launcher_project}/1.train.sbatch")
     assert step[at + 1 :] == ["python3", "get_dataset.py", *words]

@@ -249,7 +249,7 @@ def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, 
     (start,) = starts(tmp_path / "runs/a")
     assert start["cwd"] == str(tmp_path)
     made = tmp_path / "data/builtin"
-    assert (made / "train/index.json").read_text() == "builtin data/builtin"
+    assert (made / "asked").read_text() == "builtin data/builtin"
     assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
 
 

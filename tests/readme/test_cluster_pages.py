@@ -95,7 +95,7 @@ def test_a_cluster_with_the_image_is_checked_makes_tokens_and_trains(here, tmp_p
     cluster = make_cluster(tmp_path / "cluster", here)
     said = run_script(script_of(submit, here), here, cluster)
     assert said.startswith("Train") and "\nfit to train\n" in said
-    made = (fsx / "data/mine/train/index.json").read_text()
+    made = (fsx / "data/mine/asked").read_text()
     assert made == f"{fsx}/texts/*.jsonl {fsx}/data/mine"
     assert trainings(cluster) == [
         ("demo", "data/builtin", "runs/demo"),

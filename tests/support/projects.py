@@ -100,14 +100,17 @@ status("finished" if step == steps else "stopped", step)
 """
 
 
-# Writes down what it was asked for where the real one tokenizes.
+# Makes a tiny store, and writes down what it was asked for, where the real one tokenizes.
 FAKE_GET_DATASET = """
 import sys
 from pathlib import Path
+from mamba_fsdp.data.store import StoreWriter
 
-store = Path(sys.argv[2]) / "train"
-store.mkdir(parents=True)
-(store / "index.json").write_text(" ".join(sys.argv[1:]))
+out = Path(sys.argv[2])
+writer = StoreWriter(out / "train", vocab_size=64, eos=0, tokenizer="none")
+writer.append([*range(1, 60), 0] * 9)
+writer.finish()
+(out / "asked").write_text(" ".join(sys.argv[1:]))
 """
 
 FOR_EVER = "--num_steps=1000000"

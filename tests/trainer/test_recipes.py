@@ -58,7 +58,10 @@ def test_a_word_means_the_same_as_model_name_and_as_config():
 def test_the_lines_that_the_demo_and_readme_print_train_as_the_demo_does(project):
     """But for what they say themselves: data, folder, shape and length."""
     demo = resolve_settings({}, "demo")
-    text = "".join((project / file).read_text() for file in ("1.train.sbatch", "README.md"))
+    text = "".join(
+        (project / file).read_text()
+        for file in ("mamba_fsdp/launch/local_training.py", "README.md")
+    )
     lines = re.findall(r"^.*\./1\.train\.sbatch (--dataset_path=[^\n\"]*)", text, flags=re.M)
     assert len(lines) == 2
     for line in lines:
