@@ -5,7 +5,7 @@ Are the nodes of a job fit for this training? 1.train.sbatch runs `report` on
 every node, in the training's own environment, then `judge` once, which prints
 what each NODE has and what is wrong with it. FOLDER is a fresh folder in the
 run folder, SETTINGS the file there with the settings of this start. Exit codes
-of judge: 0 all nodes are fit, 1 a later start may succeed, 2 you have to fix it.
+of judge: 0 all nodes are fit, 1 it may be transient, 2 you have to fix it.
 """
 
 import json
