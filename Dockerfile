@@ -6,12 +6,12 @@
 #   STACK                torch2.2 or current: which requirements/*.txt
 #   BASE_IMAGE           another Debian or Ubuntu with Python 3.10 or 3.11 to build on
 #   INSTALL_KERNELS      1: mamba-ssm's and causal-conv1d's kernels, compiled by nvcc in a stage of their own (an hour on two
-#                        cores), beside the project's own in Triton; 0: the latter alone, without nvcc
-#   CUDA_ARCHITECTURES   the GPUs to compile the latter for (see requirements/build_kernels.sh)
+#                        cores), besides the project's own in Triton; 0: only the project's own, without nvcc
+#   CUDA_ARCHITECTURES   the GPUs to compile these libraries for (see requirements/build_kernels.sh)
 #   INSTALL_EFA          1: libfabric and aws-ofi-nccl for AWS's network; 0: without
-#   PRUNE                1: without what no rank loads (requirements/prune.sh); 0: with it
+#   PRUNE                1: remove what no rank loads (requirements/prune.sh); 0: keep it
 #
-# Steps stand in the order in which they change, rarest first: a change of the project's code repeats only the last two.
+# Steps are ordered by how often they change, rarest first: a change of the project's code repeats only the last two.
 ARG STACK=torch2.2
 ARG BASE_IMAGE
 ARG INSTALL_KERNELS=1
@@ -20,8 +20,9 @@ FROM docker.io/nvidia/cuda:12.1.1-base-ubuntu22.04 AS base-torch2.2
 FROM docker.io/nvidia/cuda:13.0.2-devel-ubuntu22.04 AS devel-current
 FROM docker.io/nvidia/cuda:13.0.2-base-ubuntu22.04 AS base-current
 
-# Where they are wanted, the libraries' kernels are compiled in a stage of their own: the CUDA toolkit and the compilers
-# stay behind. Defaults stand here again for buildah 1.28, which else does not see which stages are used.
+# If they are wanted, the libraries' kernels are compiled in a stage of their own, so that the CUDA toolkit and the
+# compilers stay out of the image. Defaults are repeated here for buildah 1.28, which otherwise does not see which stages
+# are used.
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE:-base-${STACK:-torch2.2}} AS kernels-0
 RUN mkdir /wheels && echo "without mamba-ssm and causal-conv1d: INSTALL_KERNELS=0, the project's own kernels serve"
@@ -98,9 +99,9 @@ RUN /usr/local/bin/python3 /opt/mamba-train/patches/apply.py && rm -rf /tmp/requ
 ENV TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     XDG_CACHE_HOME=/tmp/cache LNAME=mamba-train
-# By NVIDIA's variables Enroot's hook and Docker's runtime bring the driver in, whatever the base. /tmp is what can be
-# written where the root is read-only, as it is under Enroot. Torch's compiler names its cache folder after the user, whom
-# the image may not know: Python takes LNAME where neither LOGNAME nor USER is set. The folder itself is the launcher's choice.
+# By NVIDIA's variables Enroot's hook and Docker's runtime bring the driver in, whatever the base. /tmp can be
+# written even if the root is read-only, as it is under Enroot. Torch's compiler names its cache folder after the user, whom
+# the image may not know: Python takes LNAME if neither LOGNAME nor USER is set. The launcher chooses the folder itself.
 
 WORKDIR /opt/mamba-train
 COPY . .

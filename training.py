@@ -1,4 +1,4 @@
-"""Train a Mamba language model: `python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]`, or
+"""Trains a Mamba language model: `python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]`, or
 the same under torchrun.
 
 Run again after a stop or a crash, it resumes from the newest committed checkpoint. `--help` shows

@@ -1,4 +1,4 @@
-"""Pretrain Mamba language models with FSDP. README.md says how to use it, docs/architecture.md what
+"""Pretrains Mamba language models with FSDP. README.md says how to use it, docs/architecture.md what
 lies where.
 
 From Python: `train` a model or `load` one, let it `generate`, `evaluate` it, read training `batches`; README.md shows
@@ -9,7 +9,7 @@ import os
 from importlib import import_module
 
 # How long a thread spins while it waits for the others of a step, before it sleeps: about a millisecond. Without spinning
-# a step on a CPU takes up to twice as long; threads that spin for longer take the cores from other programs
+# a step on a CPU takes up to twice as long; longer spinning takes the cores from other programs
 # (`python -m benchmarks.threads`). Torch reads it when it is imported, ranks inherit it, and the user's own choice stays.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")

@@ -1,4 +1,4 @@
-"""The command mamba-fsdp: `python -m mamba_fsdp VERB ...` is the same. --help after a verb explains it."""
+"""Runs the command mamba-fsdp: `python -m mamba_fsdp VERB ...` is the same. --help after a verb explains it."""
 
 import importlib
 import inspect
@@ -45,7 +45,7 @@ mamba-fsdp VERB ...      or: python -m mamba_fsdp VERB ...
 
   {verbs}
 
-VERB --help lists a verb's options, VERB --help=WORD those about a word.
+VERB --help lists a verb's options, VERB --help=WORD the ones about a word.
 Training on all devices of a machine or a cluster: ./1.train.sbatch --help.
 Completion for bash: source mamba_fsdp/launch/completion.bash
 """
@@ -78,7 +78,7 @@ def overview() -> Page:
 
 
 def page_of(module: ModuleType) -> Page:
-    """The help page of a verb. Where it takes the settings of training too, --help=all has them."""
+    """Returns the help page of a verb. If it takes the settings of training too, --help=all has them."""
     if hasattr(module, "page"):
         return module.page()
     options = command_line.options_of(module.main)

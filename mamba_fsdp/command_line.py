@@ -1,5 +1,5 @@
-"""What all verbs share, and the functions of the package: Fire splits words, dataclasses of options give their types,
-a mistake is a line and no traceback."""
+"""Runs verbs and the functions of the package: Fire splits words, dataclasses of options give their types, and a mistake
+becomes one line without a traceback."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ def run(
 
 
 def show_help(page: Callable[[], Page], arguments: Sequence[str]) -> bool:
-    """Prints the part of the help page that the words ask for. Returns False where they ask for none."""
+    """Prints the part of the help page that the words ask for. Returns False if they don't ask for help."""
     topic = asked_for(arguments)
     if topic is not None:
         Console().line(page().text(topic))
@@ -49,10 +49,10 @@ def show_help(page: Callable[[], Page], arguments: Sequence[str]) -> bool:
 
 @contextlib.contextmanager
 def mistakes_in_a_line() -> Iterator[None]:
-    """Ends the process with one line after Ctrl-C or what a user can mend, and without one where nobody reads any longer."""
+    """Turns Ctrl-C and user errors into one line; exits silently if stdout's reader has gone."""
     try:
         yield
-        if sys.stdout:  # None where it is closed
+        if sys.stdout:  # None if it is closed
             sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
@@ -62,8 +62,8 @@ def mistakes_in_a_line() -> Iterator[None]:
         raise SystemExit(0) from None
     except OSError as error:
         if error.filename and error.errno in (errno.EACCES, errno.ENAMETOOLONG):
-            _fail(UserError(f"{error.filename}: {error.strerror}"))  # wherever a path is used
-        if error.errno == errno.ENOSPC:  # of the output, say
+            _fail(UserError(f"{error.filename}: {error.strerror}"))  # whatever used the path
+        if error.errno == errno.ENOSPC:  # such as that of the output
             drop_output()
             _fail(StorageError(f"can't write {error.filename or 'any more'}: {error.strerror}"))
         leave_for_torchrun(error)
@@ -76,7 +76,7 @@ def mistakes_in_a_line() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Sends stdout nowhere, or Python would complain at its exit that it can't be written."""
+    """Points stdout to /dev/null, so that Python does not complain at exit that it can't be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -90,7 +90,7 @@ def _fail(error: UserError) -> NoReturn:
 
 def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     """Calls the verb with the words as the values of its parameters, see `invoke`."""
-    if "--" in arguments:  # behind which Fire takes flags of its own
+    if "--" in arguments:  # Fire takes flags of its own after it
         raise UserError("nothing is expected after --; see --help")
     positional, named = split(arguments)
     return invoke(verb, positional, named, "--", "see --help")
@@ -118,10 +118,10 @@ def invoke(
     dashes: str,
     see: str,
 ) -> Any:
-    """Calls the function, whose parameter `options` is made of the arguments that are its fields.
+    """Calls the function; arguments that are fields of its `options` dataclass are collected into it.
 
-    Raises UserError for what does not fit: too many, missing, unknown (with the nearest name); of a
-    field also the wrong type, out of bounds, or without effect. dashes: what stands before a name.
+    Raises UserError for arguments that are too many, missing or unknown (with the nearest name), and
+    for fields of a wrong type, out of bounds, or without effect. dashes: what is written before a name.
     see: where names are explained.
     """
     options = options_of(function)
@@ -155,7 +155,7 @@ def invoke(
 
 
 def options_of(function: Callable[..., Any]) -> Any:
-    """Returns the dataclass that the parameter `options` is, None without such a parameter."""
+    """Returns the dataclass of the parameter `options`; None if there is no such parameter."""
     parameter = inspect.signature(function).parameters.get("options")
     return parameter and parameter.annotation
 
@@ -175,11 +175,11 @@ def with_options(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Returns (positional, named) words, by Fire's rules but none of them guessed into a type: 0123 stays 0123."""
+    """Returns (positional, named) words, by Fire's rules, but without its guesses of types: 0123 stays 0123."""
     if all(word.startswith("--") and "=" in word for word in arguments):
         parts = [word[2:].partition("=") for word in arguments]
         return (), {name.replace("-", "_"): text for name, _, text in parts}
-    import fire  # takes longer than all that a help page needs, and not every host has it
+    import fire  # slower than all that a help page needs, and not every host has it
 
     words: list[tuple[tuple[str, ...], dict[str, Any]]] = []
 

@@ -1,4 +1,4 @@
-"""Conventions of the whole program: the label that the loss ignores, the names of dtypes, and which torch is the pinned
+"""Defines conventions of the whole program: the label that the loss ignores, the names of dtypes, and which torch is the pinned
 one."""
 
 import torch
@@ -23,5 +23,5 @@ def compute_type(tensor: torch.Tensor) -> torch.dtype:
 
 
 def is_torch_2_2() -> bool:
-    """Returns whether this is the torch of the pinned stack, whose Triton is 2.2 too."""
+    """Returns whether this is the torch of the pinned stack, which has Triton 2.2 too."""
     return torch.__version__.startswith("2.2.")

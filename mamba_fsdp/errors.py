@@ -1,4 +1,4 @@
-"""Errors: the exceptions for what a user can fix, the words of their messages, and the error file that
+"""Defines the exceptions for what a user can fix, the words of their messages, and the error file that
 torchrun reads."""
 
 import difflib
@@ -18,27 +18,27 @@ class UserError(Exception):
     Verbs print it as `error: ...` without a traceback and exit with its `exit_code`.
     """
 
-    exit_code = 2  # no restart mends it: 1.train.sbatch does not queue the job again
+    exit_code = 2  # no restart fixes it: 1.train.sbatch does not queue the job again
 
 
 class LostError(UserError):
-    """Another process has taken over what this one wrote to, which must not write there any more."""
+    """Another process has taken over what this one wrote to; this one must not write there any more."""
 
 
 class Accident(UserError):
-    """A failure of the moment or of one node, such as a full GPU: the launcher starts the ranks again."""
+    """A transient failure, or one of a single node, such as a full GPU: the launcher starts the ranks again."""
 
     exit_code = 1
 
 
 class StorageError(UserError):
-    """Storage that failed, and went on failing; a later start may find it well."""
+    """Storage that kept failing; a later start may succeed."""
 
     exit_code = 74  # EX_IOERR of sysexits.h
 
 
 def joined(errors: Sequence[UserError], before: str = "") -> UserError:
-    """Returns one error with `before` and the first messages of `errors`; a StorageError or an Accident where any of them
+    """Returns one error with `before` and the first messages of `errors`; a StorageError or an Accident if any of them
     is one."""
     messages = list(dict.fromkeys(map(str, errors)))
     shown = messages[:4]
@@ -73,8 +73,8 @@ def near_name(
     dashes: str = "",
     elsewhere: Mapping[str, str] = {},
 ) -> str:
-    """Returns a hint for an unknown `name`: the nearest of the candidates, or what other programs
-    call like it (elsewhere: {their name: candidate}), if it may be meant; else `otherwise`."""
+    """Returns a hint for an unknown `name`: the candidate that is probably meant, by its own
+    name or by that of other programs (elsewhere: {their name: candidate}); else `otherwise`."""
     near = difflib.get_close_matches(name, [*candidates, *elsewhere], n=1, cutoff=0.75)
     if not near:
         return otherwise

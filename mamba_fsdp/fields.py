@@ -1,4 +1,4 @@
-"""Options: how an option is described (`name: int = setting(8, at_least=1)`, with its meaning in the
+"""Defines how an option is described (`name: int = setting(8, at_least=1)`, with its meaning in the
 string below), and how its text becomes a value. The settings of training and the options of
 get_dataset.py and of the verbs are described this way; mamba_fsdp/settings/help.py shows them."""
 
@@ -21,8 +21,8 @@ FALSE = ("false", "no", "off", "0")
 BOOLEANS = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, in either case
 NUMBER = r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?"
-# The largest number of each type, and of each unit of a Duration, where a setting names no other: beyond it, sizes and
-# times can't be computed with.
+# The largest number of each type, and of each unit of a Duration, unless a setting names another: beyond it, sizes and
+# times overflow.
 MOST: dict[object, float] = {
     int: 2**24,
     float: sys.float_info.max,
@@ -41,15 +41,15 @@ LIMITS = {
 
 
 class Needs(NamedTuple):
-    """The condition under which an option has an effect. An option that is given but has no effect is refused, or told
-    if it is of the model."""
+    """The condition under which an option has an effect. An option that is given but has no effect is refused; if it
+    belongs to the model, a line only says so."""
 
-    words: str  # as in "does nothing without a mamba2 layer"
-    met: Callable[[Any], bool]  # of the TrainConfig, the ModelConfig or a verb's options
+    words: str  # as in "has no effect without a mamba2 layer"
+    met: Callable[[Any], bool]  # takes the TrainConfig, the ModelConfig or a verb's options
 
 
 def condition(words: str) -> Callable[[Callable[[Any], bool]], Needs]:
-    """Returns a decorator that makes Needs, described by `words`, of the function that tests them."""
+    """Returns a decorator that makes Needs, described by `words`, from the function that tests them."""
 
     def needs(met: Callable[[Any], bool]) -> Needs:
         return Needs(words, met)
@@ -120,8 +120,8 @@ def has_effect(leaf: dataclasses.Field, options: Any) -> bool:
 
 
 def does_nothing(leaf: dataclasses.Field, value: Any) -> str:
-    """Returns the sentence that tells of an option without effect."""
-    return f"{leaf.name}={shown(value)} does nothing without {leaf.metadata['needs'].words}"
+    """Returns the sentence about an option without effect."""
+    return f"{leaf.name}={shown(value)} has no effect without {leaf.metadata['needs'].words}"
 
 
 def default(leaf: dataclasses.Field) -> Any:
@@ -182,7 +182,7 @@ def boolean(text: str) -> bool:
 
 def whole_number(text: str) -> int:
     """Returns the exact value of a text such as 2000, 2_000, 2e3, 10k, 1.5M or 2B. Raises ValueError
-    for text that is no whole number."""
+    for text that is not a whole number."""
     match = re.fullmatch(f"({NUMBER})([kmbgt]?)", text.lower())
     if not match:
         raise ValueError("expected a whole number")

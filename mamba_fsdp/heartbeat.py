@@ -1,4 +1,4 @@
-"""Signs of life: long work reports its progress now and then, so that the watchdog does not take it for stuck."""
+"""Keeps signs of life: long work reports its progress now and then, so that the watchdog does not take it for stuck."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from collections.abc import Callable
 class Heart:
     """Counts the progress of this process.
 
-    work: how often it made progress. last: the time.monotonic() when it, or a rank that it waits for, did. if_stuck: is
+    work: how often it made progress. last: the time.monotonic() at which it, or a rank that it waits for, last did. if_stuck: is
     called before the watchdog ends the process.
     """
 

@@ -1,5 +1,5 @@
-"""Can this Python run the command? Asked before the command imports more, in words that any Python
-3 reads. Its annotations are strings for the same reason."""
+"""Checks whether this Python can run the command, before the command imports more. Any Python 3 reads this
+file; its annotations are strings for the same reason."""
 
 import importlib.util
 import os
@@ -11,8 +11,8 @@ OLDEST = (3, 10)
 
 
 def need(*packages: str) -> None:
-    """Ends the process with exit code 2 and says which Python to use, where this one is too old or
-    lacks one of `packages`. From here on Ctrl-C is one line, also while modules are imported."""
+    """Ends the process with exit code 2 and says which Python to use, if this one is too old or
+    lacks one of `packages`. From here on Ctrl-C prints one line, even while modules are imported."""
     sys.excepthook = _report_stop
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
@@ -29,7 +29,7 @@ def need(*packages: str) -> None:
 
 def _stop(number: int, frame: "types.FrameType | None") -> None:
     """Handles Ctrl-C. While a module is imported it ends the process: some modules swallow the
-    exception, and go on half imported."""
+    exception, and stay half imported."""
     while frame:
         if frame.f_code.co_name == "_find_and_load":  # Python's own, of each import
             os.write(2, b"\nstopped by Ctrl-C\n")

@@ -1,1 +1,1 @@
-"""The Python interface of trained models: load, generate, evaluate, answer lm-eval's tasks."""
+"""Offers trained models to Python: load, generate, evaluate, run lm-eval's tasks."""

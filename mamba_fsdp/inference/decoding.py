@@ -1,4 +1,4 @@
-"""Generation of text, token by token, with a recurrent state: SSM layers take constant time and memory per token."""
+"""Generates text, token by token, with a recurrent state: SSM layers take constant time and memory per token."""
 
 from collections.abc import Iterator
 
@@ -21,10 +21,10 @@ def generate(
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """Yields tokens, each (batch,) int64, that continue the prompts (batch, at least 1): `length` of them after the
-    longest.
+    longest prompt.
 
-    A prompt shorter than the others is followed by -1. The first tokens that are yielded follow the shortest prompt;
-    while another prompt lasts, its own tokens are: so no mixer reads padding. temperature, top_k and top_p are as in
+    -1 fills the end of a prompt shorter than the others. The first tokens that are yielded follow the shortest prompt;
+    for a longer prompt they are its own tokens, until it ends: so no mixer reads padding. temperature, top_k and top_p are as in
     `draw`; generator is the torch.Generator to draw from, on the model's device. Tokens that only pad the vocabulary
     are never drawn.
     """

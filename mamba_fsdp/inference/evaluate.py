@@ -1,4 +1,4 @@
-"""The evaluation of a trained model over a token store: token loss, perplexities, bits per byte."""
+"""Evaluates a trained model over a token store: token loss, perplexities, bits per byte."""
 
 import math
 import time
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # of a forward pass, unless one window has more
 
 
-@condition("DATA instead of --tasks")
+@condition("DATA (instead of --tasks)")
 def by_data(options: Any) -> bool:
-    return not getattr(options, "tasks", [])  # which the command alone has
+    return not getattr(options, "tasks", [])  # only the command has this option
 
 
 @dataclass

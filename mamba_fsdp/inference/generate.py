@@ -1,4 +1,4 @@
-"""The text with which a trained model continues a prompt, as it is generated."""
+"""Continues a prompt with a trained model, and yields the text as it is generated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class GenerationConfig:
     tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
     """Folder of a tokenizer, if MODEL has none."""
     model_name: str = setting("", elsewhere="model_variant")
-    """MODEL's preset, if there is no config.json beside it."""
+    """MODEL's preset, if there is no config.json next to it."""
 
 
 def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
@@ -77,6 +77,6 @@ def check_valid(prompt: str) -> None:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"--prompt: invalid UTF-8 behind {prompt[: error.start][-20:]!r}; write it in UTF-8, a file's "
-            "by iconv -f ISO-8859-1 -t UTF-8 FILE"
+            f"--prompt: invalid UTF-8 after {prompt[: error.start][-20:]!r}; convert it, for example "
+            "with iconv -f ISO-8859-1 -t UTF-8 FILE"
         ) from None

@@ -1,6 +1,6 @@
-"""Our models in lm-evaluation-harness (lm-eval), which has to be installed.
+"""Runs our models in lm-evaluation-harness (lm-eval), which has to be installed.
 
-pyproject.toml declares MambaFSDP as a plugin of lm-eval: a release that finds plugins takes
+pyproject.toml declares MambaFSDP as a plugin of lm-eval: a release that looks for plugins takes
 `lm_eval --model mamba_fsdp --model_args pretrained=RUN`.
 """
 
@@ -23,7 +23,7 @@ from mamba_fsdp.errors import UserError, first_line, near_name
 from mamba_fsdp.inference.decoding import generate
 from mamba_fsdp.inference.loading import inference_world, load
 
-TAIL = 64  # newest tokens of an answer in which the texts that end it are looked for
+TAIL = 64  # newest tokens of an answer, in which the texts that end it are searched
 
 
 class MambaFSDP(TemplateLM):
@@ -43,9 +43,9 @@ class MambaFSDP(TemplateLM):
         device: str = "",
         **others: Any,
     ) -> None:
-        """The arguments have the names of lm-eval's hf model. pretrained, model_name: as of `load`. tokenizer: its path,
-        if the model has none. batch_size: the most texts in a forward pass. device: if given, the kind of device that
-        `load` takes. Raises UserError, also for others."""
+        """Loads the model. The arguments have the names of lm-eval's hf model. pretrained, model_name: as for `load`.
+        tokenizer: its path, if the model has none. batch_size: the most texts in a forward pass. device: if given, the
+        kind of device that `load` takes. Raises UserError, also for other arguments."""
         super().__init__()
         here = inference_world().device.type
         if others or not str(batch_size).isdecimal() or not (device or here).startswith(here):
@@ -70,7 +70,7 @@ class MambaFSDP(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
+        """Returns the token before a text without context."""
         if self.tokenizer.bos_token is None:
             return self.eot_token_id
         return self.tokenizer.bos_token_id
@@ -81,7 +81,7 @@ class MambaFSDP(TemplateLM):
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: list[tuple], **_: Any) -> list[tuple[float, bool]]:
         """Returns (log-probability in nats, whether each token is the likeliest) of each continuation. requests:
-        (anything, context ids, continuation ids). What several of them read is read once."""
+        (anything, context ids, continuation ids). A context that several of them share is read once."""
         collator = Collator(
             requests,
             lambda ask: -len(ask[1] + ask[2]),  # the longest first
@@ -124,7 +124,7 @@ class MambaFSDP(TemplateLM):
     def continued(
         self, prompts: list, until: list, max_gen_toks: int, do_sample: bool, **settings: Any
     ) -> list[str]:
-        """Returns the texts of at most max_gen_toks tokens. settings: as of `generate`. Raises UserError for others."""
+        """Returns the texts of at most max_gen_toks tokens. settings: as for `generate`. Raises UserError for others."""
         unknown = settings.keys() - {"temperature", "top_k", "top_p"}
         if unknown:
             raise UserError(
@@ -186,7 +186,7 @@ def find_tasks(names: list[str], include_path: str) -> TaskManager:
     UserError for an unknown task."""
     if inference_world().size > 1:
         raise UserError("--tasks runs in one process: leave torchrun out")
-    if not Path(include_path).is_dir():  # an empty path is the folder one is in
+    if not Path(include_path).is_dir():  # an empty path is the current folder
         raise UserError(f"--include_path={include_path}: there is no such folder")
     with mistakes_of_tasks():
         manager = TaskManager(include_path=include_path)
@@ -217,8 +217,8 @@ def run_tasks(
 
 @contextlib.contextmanager
 def mistakes_of_tasks() -> Iterator[None]:
-    """Raises UserError for what lm-eval stops at: data that can't be had, a task that needs more, a wrong file of one's
-    own, which can raise any exception. A RuntimeError is torch's and stays one."""
+    """Raises UserError if lm-eval stops: data that can't be downloaded, a task that needs a further package, or a wrong
+    file of the user's own, which can raise any exception. A RuntimeError is torch's and is not changed."""
     try:
         yield
     except (UserError, RuntimeError):

@@ -1,4 +1,4 @@
-"""A trained model with its tokenizer, from a run, a checkpoint, a .pth file or another library's folder."""
+"""Loads a trained model with its tokenizer from a run, a checkpoint, a .pth file or another library's folder."""
 
 import functools
 from pathlib import Path

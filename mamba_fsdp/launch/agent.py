@@ -1,4 +1,5 @@
-"""torchrun's agent, as torch.distributed offers it: it meets those of other nodes, numbers the ranks and starts them."""
+"""Runs torchrun's agent, as torch.distributed offers it: it meets the other nodes' agents, numbers the ranks and starts
+them."""
 
 import logging
 import os
@@ -29,7 +30,7 @@ def read_options(words: list[str]) -> Namespace:
 
 def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
     """Runs the ranks to their end. Returns this node's first failure."""
-    logging.disable(logging.ERROR)  # torch's own account of a failure: ours says more, at the end
+    logging.disable(logging.ERROR)  # torch's own report of a failure: ours, at the end, says more
     allow_many_files()
     config, command, arguments = torchrun.config_from_args(options)
     os.environ[ALL_RANKS] = str(config.max_nodes * config.nproc_per_node)

@@ -1,5 +1,5 @@
-"""The checks of a machine's fitness to train. doctor makes all of them on this machine; preflight makes those that can
-spoil a job, on each of its nodes. Only the checks that need torch import it: without GPUs, preflight takes a second."""
+"""Checks whether a machine is fit to train. doctor makes all checks on this machine; preflight makes, on each node of a
+job, the checks that can spoil it. Only the checks that need torch import it: without GPUs, preflight takes a second."""
 
 import importlib
 import importlib.util
@@ -38,7 +38,7 @@ class Check:
     name: str
     find: Callable[[], str]
     exit_code: int | None = (
-        None  # of preflight if it fails: 2 the user has to fix it, 1 it may pass, 0 it is a warning
+        None  # of preflight if it fails: 2 the user has to fix it, 1 it may be transient, 0 it is a warning
     )
     if_nodes_differ: str = ""  # what to do if nodes differ; "": they may differ
 
@@ -116,7 +116,7 @@ def find_torch_code() -> str:
 
     if not torch.cuda.is_available():
         raise Absent("no GPU to run it")
-    architectures = torch.cuda.get_arch_list()  # sm_90, and with features of its own sm_90a
+    architectures = torch.cuda.get_arch_list()  # sm_90, and sm_90a with features of its own
     about = torch.cuda.get_device_properties(0)
     numbers = [int(re.sub(r"\D", "", name)) for name in architectures]
     if not any(n // 10 == about.major and n % 10 <= about.minor for n in numbers):

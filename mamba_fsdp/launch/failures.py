@@ -1,4 +1,4 @@
-"""What a node leaves of its first failure, and which of all nodes' failures was the first."""
+"""Records each node's first failure, and finds the earliest over all nodes."""
 
 import contextlib
 import json
@@ -24,10 +24,10 @@ USUAL_REASONS = {
 
 @dataclass
 class Failure:
-    """The failure of one rank, or of a node that has no ranks yet; `reason` is its error, or what its exit code tells."""
+    """The failure of one rank, or of a node that has no ranks yet; `reason` is its error, or what its exit code says."""
 
     node: str
-    rank: int | None  # None of a node without ranks
+    rank: int | None  # None for a node without ranks
     exit_code: int  # as a shell has it: 128 and the signal's number for a rank that was killed
     was_killed: bool
     time: float  # in seconds since the epoch
@@ -50,13 +50,13 @@ class Failure:
         return cls(node_name(), None, 1, False, time.time(), reason)
 
     def text(self) -> str:
-        """These lines end the log."""
+        """Returns the lines that end the log."""
         if self.rank is None:
             return f"{self.reason}\n"
         return f"rank {self.rank} on {self.node} failed first.\n{self.reason}\n"
 
     def summary(self) -> str:
-        """Names the rank, or a node without ranks, and the reason if one sentence says it."""
+        """Returns one line: the rank, or the node if it has no ranks, and the reason if that is a single line."""
         reason = self.reason
         if "\n" in reason:
             reason = f"It exited with code {self.exit_code}; its output is above."
@@ -66,19 +66,19 @@ class Failure:
 
 
 def first_failure(folder: Path) -> Failure | None:
-    """The first failure of all that nodes have left in the folder; None if there is none."""
+    """Returns the first of the failures that nodes have left in the folder; None if there is none."""
     failures = []
     for path in folder.glob("*.json"):
-        # It may be gone since, another version's, or a file of another kind.
+        # It may have been removed meanwhile, be of another version, or not be a failure at all.
         with contextlib.suppress(OSError, ValueError, TypeError):
             failures.append(Failure(**json.loads(path.read_text())))
     return min(failures, key=order, default=None)
 
 
 def order(failure: Failure) -> tuple[bool, bool, float]:
-    """Failures sort by this. A killed rank can't say when it died, and others complain of its end
-    before anyone has looked at it: it comes first. A node without ranks comes last, whatever its clock says: it misses
-    a node whose ranks have failed."""
+    """Returns the key by which failures sort. A killed rank can't say when it died, and others report its end before the
+    launcher looks at it: it comes first. A node without ranks comes last, whatever its clock says: it failed because it
+    misses a node with failed ranks."""
     return (not failure.was_killed, failure.rank is None, failure.time)
 
 

@@ -20,18 +20,20 @@ def train(
     config: str | None = None, on_record: "OnRecord | None" = None, **settings: Any
 ) -> "Trained":
     """Trains in this process and returns how that ended: `folder`, the run's; `stopped`, why it stopped before its last
-    step, else ""; `last`, the latest value of each key of metrics.jsonl, such as val_loss. Where a path is expected, as
-    in mamba_fsdp.load, the result stands for the folder. The same call again resumes.
+    step, else ""; `last`, the latest value of each key of metrics.jsonl, such as val_loss. The result can be used as
+    a path, as in mamba_fsdp.load: it means the folder. The same call again resumes.
 
-    settings: as training.py takes them: num_steps=100, dataset_path="data/mine". config: a YAML file
+    settings: as training.py takes them, such as num_steps=100, dataset_path="data/mine". config: a YAML file
     or a ready run. on_record: rank 0 calls it with each entry of metrics.jsonl, a dict, once that is written; if it
     returns something true, all ranks stop as after a signal, within two steps and with a checkpoint. Raises UserError
     for mistakes in the settings and for runs that can't continue.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise UserError("train: call it in the main thread, which gets the signals that stop it")
+        raise UserError(
+            "train: call it from the main thread: only that can handle the signals that stop a run"
+        )
     if on_record is not None and not callable(on_record):
-        raise UserError(f"train: on_record={on_record} is no function")
+        raise UserError(f"train: on_record={on_record} is not a function")
     words = {name: shown(value) for name, value in settings.items() if value is not None}
     resolved = resolve_settings(words, config, where="in the call")
     prepare(resolved)
@@ -39,8 +41,8 @@ def train(
 
 
 def prepare(settings: TrainConfig) -> None:
-    """Checks the inputs and makes the built-in data if it is needed and missing, before libraries that take seconds to
-    import. Only rank 0 does so; the other ranks wait where the ranks first meet. Raises UserError for missing
+    """Checks the inputs and makes the built-in data if it is needed and missing, before the import of libraries
+    that take seconds. Only rank 0 does so; the other ranks wait for it when they connect. Raises UserError for missing
     inputs."""
     if os.environ.get("RANK", "0") != "0":
         return
@@ -48,7 +50,7 @@ def prepare(settings: TrainConfig) -> None:
     check_folder(settings)
     if not settings.training.dry_run:
         make_missing_builtin(settings.data)
-    if LAUNCHER not in os.environ:  # else the launcher has said it
+    if LAUNCHER not in os.environ:  # otherwise the launcher has said it
         say_loading()
 
 

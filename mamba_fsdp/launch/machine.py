@@ -1,4 +1,4 @@
-"""What a node has: its GPUs, its network interfaces, and the environment that Python runs in."""
+"""Finds what a node has: its GPUs, its network interfaces, and the environment that Python runs in."""
 
 import contextlib
 import ctypes
@@ -44,12 +44,12 @@ def driver_gpus() -> list[str]:
 
 
 def efa_plugin() -> str | None:
-    """Returns the library by which NCCL uses EFA (aws-ofi-nccl), None where there is none."""
+    """Returns the library by which NCCL uses EFA (aws-ofi-nccl); None if there is none."""
     return find_library("nccl-net") or find_library("nccl-net-ofi")
 
 
 def interface_towards(hosts: Iterable[str]) -> str:
-    """Returns the network interface on the way to the first host name that has one; "" for none or IPv6."""
+    """Returns the network interface that leads to the first host for which there is one; "" if there is none, or for IPv6."""
     for host in hosts:
         with (
             contextlib.suppress(OSError),
@@ -67,7 +67,7 @@ def interface_towards(hosts: Iterable[str]) -> str:
 
 
 def node_name() -> str:
-    """Returns what Slurm, or else the machine itself, calls this node."""
+    """Returns this node's name: Slurm's, or else the machine's own."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -95,7 +95,7 @@ def check_version(environment: str | Path = sys.prefix) -> None:
 
 
 def code_digest() -> str:
-    """Returns a digest of this checkout's package, the same where the code is the same."""
+    """Returns a digest of this checkout's package, the same for the same code."""
     digest = hashlib.sha256()
     for path in sorted(PROJECT.glob("mamba_fsdp/**/*.*")):
         if path.suffix != ".pyc":
@@ -104,21 +104,21 @@ def code_digest() -> str:
 
 
 def end_with_launcher(number: signal.Signals) -> None:
-    """Has Linux send this process the signal when the one that has started it dies, also by kill -9.
+    """Has Linux send this process the signal when its parent dies, even by kill -9.
 
-    A rank that lived on would hold the run folder and its GPU for hours. This does nothing where the
-    parent is no launcher: a shell, or Slurm, which ends the processes of a step itself.
+    A rank that survived would hold the run folder and its GPU for hours. This does nothing if the
+    parent is not a launcher but a shell, or Slurm, which ends the processes of a step itself.
     """
     launcher = os.environ.get(LAUNCHER)
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ
     if sys.platform == "linux" and (launcher or is_rank):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-        if launcher and str(os.getppid()) != launcher:  # it is dead already
+        if launcher and str(os.getppid()) != launcher:  # the launcher is dead already
             os.kill(os.getpid(), number)
 
 
 def begin_rank() -> None:
-    """Lets this process, a rank, get the signals that its launcher blocks, and ends it with the launcher."""
+    """Unblocks, in this process, a rank, the signals that its launcher blocks, and ends it when the launcher ends."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     end_with_launcher(signal.SIGKILL)
 
@@ -153,7 +153,7 @@ def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
         "TRITON_DUMP_DIR": str(scratch / "triton-dump"),
     }
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # Else gaps of the wrong sizes take gigabytes of a GPU. Torch 2.2 reads the old name, newer versions both.
+        # Otherwise fragmentation takes gigabytes of a GPU. Torch 2.2 reads the old name, newer versions both.
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if processes > 1:  # torchrun would give each rank one thread
@@ -167,7 +167,7 @@ def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
         wanted["GLOO_SOCKET_IFNAME"] = interface
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
-    os.environ["TMPDIR"] = str(scratch)  # what killed ranks leave there goes with it
+    os.environ["TMPDIR"] = str(scratch)  # removed with what killed ranks leave there
     os.environ[LAUNCHER] = str(os.getpid())
 
 

@@ -1,7 +1,7 @@
-"""The thread that takes a node's signals, beside torchrun's agent, which gets none.
+"""Handles a node's signals in a thread next to torchrun's agent, which gets none of them.
 
-By itself the agent would kill ranks 30 s after a request to stop, be they in the middle of a
-checkpoint; and beside a rank that failed, others could wait for it as long.
+By itself the agent would kill the ranks 30 s after a request to stop, even in the middle of a
+checkpoint; and when one rank fails, the others may wait just as long for it.
 """
 
 import contextlib
@@ -12,19 +12,19 @@ import threading
 from pathlib import Path
 
 REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}  # to stop
-WATCHED = REQUESTS | {signal.SIGQUIT, signal.SIGCHLD}  # SIGQUIT: from those who don't want to wait
+WATCHED = REQUESTS | {signal.SIGQUIT, signal.SIGCHLD}  # SIGQUIT: the user does not want to wait
 FAILED = (os.CLD_KILLED, os.CLD_DUMPED)
 
 
 class Watcher(threading.Thread):
-    """Passes the first request to stop on to the ranks, and kills the ranks beside one that failed.
+    """Passes the first request to stop on to the ranks, and kills the other ranks if one fails.
 
     WATCHED must be blocked in all threads. request: the signal that asked to stop, or 0. killed: the
     process ids of ranks that this thread killed because another one failed.
     """
 
     def __init__(self, scratch: str) -> None:
-        """scratch: the folder to remove where the process exits without ranks."""
+        """Makes the thread. scratch: the folder to remove if the process exits without ranks."""
         super().__init__(daemon=True)
         self.scratch = scratch
         self.request = 0
@@ -37,10 +37,10 @@ class Watcher(threading.Thread):
                 has_failed = event.si_code in FAILED or (
                     event.si_code == os.CLD_EXITED and event.si_status
                 )
-                if has_failed and not self.killed:  # else it is one of those that this has killed
+                if has_failed and not self.killed:  # otherwise this thread has killed it
                     self.killed = set(child_pids()) - {event.si_pid}
                     send(signal.SIGKILL)
-            elif not child_pids():  # not yet, or not any more
+            elif not child_pids():  # none yet, or none any more
                 first = self.request or event.si_signo
                 shutil.rmtree(self.scratch, ignore_errors=True)
                 os._exit(128 + first)

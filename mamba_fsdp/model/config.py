@@ -1,4 +1,4 @@
-"""The settings that every model is built from: widths, sizes and a pattern of layers."""
+"""Describes the settings that every model is built from: widths, sizes and a pattern of layers."""
 
 import dataclasses
 import re
@@ -101,7 +101,7 @@ class ModelConfig:
     ssm_norm: str = setting(
         "after", choices=("after", "before", "none"), needs=layer_with("mamba2")
     )
-    """Mamba-2: whether the RMSNorm of the output stands after the gate, before it, or is left out."""
+    """Mamba-2: whether the RMSNorm of the output comes after the gate, before it, or is left out."""
     allow_neg_eigval: bool = setting(False, needs=layer_with("gdn"))
     """Gated DeltaNet: beta is up to 2 instead of 1, so that a state may change its sign (negative
     eigenvalues)."""
@@ -116,8 +116,8 @@ class ModelConfig:
     qk_norm: str = setting("none", choices=("none", "head", "whole"), needs=attention)
     """Attention: an RMSNorm of queries and of keys, over each head or over all heads' channels."""
     norm_position: str = setting("before", choices=("before", "after_attention"), needs=attention)
-    """Where a layer's norms stand: before mixer and MLP; after_attention: of their outputs in
-    attention layers, as in Olmo Hybrid."""
+    """The place of a layer's norms. before: at the input of mixer and MLP; after_attention: in attention
+    layers at their output, as in Olmo Hybrid."""
     head_dim: int = setting(0, at_least=0, needs=attention)
     """Attention: channels per head; 0 means d_model / n_head."""
     rotary_dim: int = setting(-1, at_least=-1, needs=attention)
@@ -203,7 +203,7 @@ class ModelConfig:
 
     @property
     def resolved_d_intermediate(self) -> int:
-        """Returns the MLP's width: by default that of mamba_ssm's GatedMLP; 0 for a model without MLP."""
+        """Returns the MLP's width, by default as in mamba_ssm's GatedMLP; 0 for a model without MLP."""
         if spec.MLP not in self.parts():
             return 0
         return self.d_intermediate or rounded_up(8 * self.d_model // 3, 128)
@@ -238,7 +238,7 @@ class ModelConfig:
         return list(parts)
 
     def multipliers_it_has(self) -> str:
-        """Returns `multipliers` without those of parts that the model does not have."""
+        """Returns `multipliers` without the factors of parts that the model does not have."""
         names = spec.multipliers_of(self)
         items = self.multipliers.split(",")
         return ",".join(item for item in items if item.partition("=")[0].strip() in names)
@@ -266,7 +266,7 @@ def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
     for an unknown name, a wrong type or a value out of bounds."""
     for name, value in values.items():
         if name not in FIELDS:
-            raise UserError(f"{path}: {name} is no setting of this program's models")
+            raise UserError(f"{path}: {name} is not a setting of this program's models")
         leaf = FIELDS[name]
         try:
             if type(value) is not leaf.type:

@@ -1,4 +1,4 @@
-"""The initial values of every parameter: the distributions that the code of state-spaces/mamba draws, as spec.py names
+"""Draws the initial values of every parameter, from the distributions of state-spaces/mamba's code, as spec.py names
 them.
 
 ones            1

@@ -1,4 +1,4 @@
-"""The layers: Mamba-1, Mamba-2, Mamba-3, Gated DeltaNet, attention and MLP. spec.py describes their parameters.
+"""Computes the layers: Mamba-1, Mamba-2, Mamba-3, Gated DeltaNet, attention and MLP. spec.py describes their parameters.
 
 Each mixer maps x (batch, length, d_model) to the same shape. It is called in one of three ways:
 
@@ -538,7 +538,7 @@ class Attention(Sublayer):
         if config.attention_gate:
             q, gate = q.unflatten(2, (-1, 2)).unbind(3)
         if config.qk_norm != "none":
-            # over as many channels as there are weights: those of a head or of all heads
+            # over as many channels as there are weights: one head's or all heads'
             q = rms_norm(q, self.q_norm.weight, config.norm_eps, q.dtype)
             k = rms_norm(k, self.k_norm.weight, config.norm_eps, k.dtype)
         places = positions_in_document(end, seq_idx, x.device)[..., position:]

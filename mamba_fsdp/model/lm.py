@@ -1,4 +1,4 @@
-"""The language model of every preset: embedding, blocks on an fp32 residual stream, norm, output layer."""
+"""Builds the language model of every preset: embedding, blocks on an fp32 residual stream, norm, output layer."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -142,7 +142,7 @@ class MambaLM(nn.Module):
         ends: Tensor | None = None,
     ) -> Tensor:
         """Returns logits (batch, length, padded vocabulary) in the compute dtype for tokens (batch, length) int64. With
-        ends (batch,), returns those of these positions alone, (batch, padded vocabulary). With labels, returns the sum of
+        ends (batch,), returns the logits of these positions only, (batch, padded vocabulary). With labels, returns the sum of
         the token losses in nats, an fp32 scalar.
 
         labels (batch, length): the token after each position, or -100 for a position that does not count. weights

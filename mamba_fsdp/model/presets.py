@@ -1,4 +1,4 @@
-"""The published models by name, from models.yaml."""
+"""Looks up the published models by name, in models.yaml."""
 
 import dataclasses
 from collections.abc import Mapping

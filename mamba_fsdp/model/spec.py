@@ -1,5 +1,4 @@
-"""The parameters and costs of a model's layers: the one description that all other code reads. This file does not need
-torch.
+"""Describes the parameters and costs of a model's layers, once, for all other code. This file does not need torch.
 
 Initialisation, counting, weight decay, fp32 parameters, the modules and other libraries' formats all follow from it. A
 new mixer is an entry in MIXERS here and a class in layers.py; config.py says which settings it reads. `config` is a
@@ -223,7 +222,7 @@ def _gdn(config: "ModelConfig") -> Parameters:
     keys = config.ngroups * config.d_state
     return {
         "dt_bias": Parameter((heads,), DT, fp32=True),
-        # Published code draws A from 0 on, whose logarithm may be infinite.
+        # Published code draws A from 0 up, so that its logarithm may be infinite.
         "A_log": Parameter((heads,), Init("log_uniform", 0.01, 16.0), fp32=True),
         "in_proj.weight": stacked(
             config.d_model, q=keys, k=keys, v=d_inner, z=d_inner, b=heads, a=heads
@@ -235,7 +234,7 @@ def _gdn(config: "ModelConfig") -> Parameters:
 
 
 def _gdn_flops(config: "ModelConfig", seq_length: int) -> float:
-    """Returns the FLOPs of each state's decay, of what it holds for the key, of its input and its share of the
+    """Returns the FLOPs of each state's decay, of reading it by the key, of its input and of its share of the
     output."""
     return 2 * 4 * config.d_inner * config.d_state
 
@@ -248,7 +247,7 @@ def _attention(config: "ModelConfig") -> Parameters:
         norms = dict.fromkeys(("q_norm.weight", "k_norm.weight"), norm(config.resolved_head_dim))
     if config.qk_norm == "whole":
         norms = {"q_norm.weight": norm(queries), "k_norm.weight": norm(keys)}
-    gated = 2 if config.attention_gate else 1  # each head's queries stand above its gates
+    gated = 2 if config.attention_gate else 1  # each head's queries lie above its gates
     return {
         "in_proj.weight": stacked(config.d_model, q=gated * queries, k=keys, v=keys),
         **norms,

@@ -1,1 +1,1 @@
-"""Progress, tables and metrics, for people to look at."""
+"""Shows a run to people: the terminal, trackers, the HTML report."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from mamba_fsdp.report.run_summary import RunSummary
 
-POINTS = 600  # of a curve; those of a longer one are means
+POINTS = 600  # of a curve; a longer curve is drawn by means
 RESTARTS = "y99"  # the axis of the lines at restarts
 VALIDATION = "val_"
 NOT_DRAWN = {
@@ -23,7 +23,7 @@ NOT_DRAWN = {
 
 
 def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> dict[str, Any]:
-    """Returns {data, layout}: a chart of each metric, with the curves of all runs, those of validations dashed.
+    """Returns {data, layout}: a chart of each metric, with the curves of all runs; validations are dashed.
 
     The page takes a trace's x from its meta: {run: name, steps, tokens, hours: its places on each x axis}.
     """
@@ -95,7 +95,7 @@ def _curve(run: RunSummary, metric: str) -> list[dict[str, Any]]:
 
 
 def _in_rows(values: list[float], size: int) -> np.ma.MaskedArray:
-    """Returns the values in rows of `size`; what is not finite, or fills the last row, is masked."""
+    """Returns the values in rows of `size`, with the padding of the last row and values that are not finite masked."""
     filled = np.pad(np.array(values, float), (0, -len(values) % size), constant_values=math.nan)
     return np.ma.masked_invalid(filled.reshape(-1, size))
 

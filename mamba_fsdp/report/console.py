@@ -1,4 +1,4 @@
-"""The output of a run: lines that stay and, on a terminal, a live line below them, cut to the terminal's width."""
+"""Prints the output of a run: lines that stay and, on a terminal, a live line below them, cut to the terminal's width."""
 
 import contextlib
 import io
@@ -86,7 +86,7 @@ class Output(io.FileIO):
 
 
 def let_output_fail() -> None:
-    """Makes later prints of this process never raise: training continues if its reader is gone or the disk is full."""
+    """Makes later prints of this process never raise: training continues if their reader is gone or the disk is full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with contextlib.suppress(

@@ -35,8 +35,8 @@ class RunSummary:
 
     @cached_property
     def progress(self) -> dict[str, np.ndarray]:
-        """Returns {steps, tokens, hours}: how far the run was after each report; 0 comes first. The hours are those of
-        training, without validations and saves."""
+        """Returns {steps, tokens, hours}: how far the run was after each report; 0 comes first. The hours are of training
+        alone, without validations and saves."""
         tokens = self.metrics.get("tokens", {})
         speeds = self.metrics.get("tokens_per_second", {})
         counts = np.array([0, *tokens.values()])

@@ -1,5 +1,4 @@
-"""Trackers, which get the metrics besides metrics.jsonl: TensorBoard's files in the run folder, and Weights &
-Biases."""
+"""Sends the metrics to trackers too: TensorBoard's files in the run folder, and Weights & Biases."""
 
 import os
 import textwrap

@@ -1,2 +1,2 @@
-"""The run folder: the names in it, its layout, the lease that says which process may write there, and the run's
+"""Keeps the run folder: the names in it, its layout, the lease that says which process may write there, and the run's
 records."""

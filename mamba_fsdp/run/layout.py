@@ -1,5 +1,5 @@
-"""The layout of a run folder: which folder is one, and which of its checkpoints count. names.py has the names in it.
-Without torch."""
+"""Defines the layout of a run folder: which folder is one, and which of its checkpoints count. names.py has the names
+in it. Without torch."""
 
 from pathlib import Path
 
@@ -23,7 +23,11 @@ IN_USE = "stop that run first, or give this one another save_ckpt_path"
 CHECKPOINT_BYTES = 12
 # What may lie in the folder before a run has begun there.
 BEFORE_A_RUN = {SETTINGS, STOP, STARTS, PROFILE}
-LOGS = (".log", ".out", ".err")  # which a job begins, and users like to have there
+LOGS = (
+    ".log",
+    ".out",
+    ".err",
+)  # a job may begin them before the run; users like to have them there
 
 
 def step_name(step: int) -> str:
@@ -40,7 +44,7 @@ def check_is_run_folder(folder: str | Path) -> None:
     """Raises UserError if the folder that is to be a run folder holds something else, a token store for example."""
     try:
         names = set(names_in(folder))
-    except OSError:  # it comes up when the folder is written to
+    except OSError:  # writing to the folder will report it
         return
     foreign = sorted(
         name
@@ -62,7 +66,7 @@ def committed(checkpoints: str | Path) -> list[Path]:
 
 
 def newest_step(run: str | Path) -> int:
-    """Returns the step of a run's newest committed checkpoint, whole or not; 0 where there is none."""
+    """Returns the step of a run's newest committed checkpoint, whole or not; 0 if there is none."""
     checkpoints = committed(Path(run, CHECKPOINTS))
     if not checkpoints:
         return 0
@@ -75,7 +79,7 @@ def unfinished(run: Path) -> list[Path]:
 
 
 def removed(checkpoint: Path) -> UserError:
-    """Returns the error that a checkpoint's run has removed it while it was read."""
+    """Returns the error for a checkpoint that its run removed while it was read."""
     return UserError(
         f"{checkpoint} is gone: its run has newer checkpoints and removed this one while it was read; run the command "
         "again on the run folder, which takes the newest"
@@ -83,7 +87,7 @@ def removed(checkpoint: Path) -> UserError:
 
 
 def no_checkpoint(path: str | Path) -> UserError:
-    """Returns the error that this path names no checkpoint."""
+    """Returns the error for a path that does not name a checkpoint."""
     if not exists(path):
         return UserError(f"{path}: there is no such file or folder")
     hint = ""

@@ -1,15 +1,16 @@
-"""One process at a time may write something: it holds a lease, a file that it renews for as long as it lives.
+"""Lets one process at a time write something: the one that holds a lease, a file that it renews as long as it lives.
 
-A lease is no lock of the operating system: on a shared file system the mount options decide whether other hosts see
-one. A lease that is no longer renewed expires, so that no crash needs a clean-up by hand.
+A lease is not a lock of the operating system: on a shared file system the mount options decide whether other hosts see
+a lock. A lease that is no longer renewed expires, so that no crash needs a clean-up by hand.
 
-A process may stand still at any moment, also between a check and the write that the check allows, and wake when another
-has taken its lease over. Therefore what must not mix is never written in place. The holder of a lease has a folder of
-its own beside it (.<lease>.<unique>.partial); it writes there, and changes what others read by renaming into and out of
-this folder. Who takes a lease first moves all other own folders into its own: from then on every such rename of an
-earlier holder fails. What a killed process left unfinished lies in its own folder and is removed with it.
+A process may be suspended at any moment, even between a check and the write that the check allows, and continue when
+another has taken its lease over. Therefore nothing that the two must not mix is written in place. The holder of a lease
+has a folder of its own next to it (.<lease>.<unique>.partial); it writes there, and changes what others read by renaming
+into and out of this folder. A process that takes a lease first moves all other own folders into its own: from then on
+every such rename of an earlier holder fails. What a killed process left unfinished is in its own folder and is removed
+with it.
 
-A run holds its run folder, an export the folder that it makes, tokenising a part of the input.
+A run holds its run folder, an export the folder that it makes, and a tokenising process its part of the input.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ from mamba_fsdp.storage.typed_json import from_json, parse_object
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
-# Without renewal, after which a holder on another machine counts as dead.
+# A holder on another machine counts as dead after this long without a renewal.
 SECONDS_OF_SILENCE = 30.0
 
 Report = Callable[[str], object]
@@ -79,7 +80,7 @@ class Holder:
         )
 
     def is_alive(self) -> bool | None:
-        """Returns whether the process lives; None where that can't be known."""
+        """Returns whether the process lives; None if that can't be known."""
         if self.machine is None or self.machine != _machine():
             return None
         return _start_of(self.pid) == self.started
@@ -97,13 +98,13 @@ class Look:
     renewed: int  # ns since the epoch, by the clock of the file server
 
     def holder(self) -> Holder | None:
-        """Returns None where the file is still being written, was cut short by a crash, or is damaged."""
+        """Returns the holder; None if the file is still being written, was cut short by a crash, or is damaged."""
         with contextlib.suppress(ValueError):
             return from_json(Holder, parse_object(self.content))
         return None
 
     def is_alive(self) -> bool | None:
-        """Returns whether the holder lives; None where that can't be known."""
+        """Returns whether the holder lives; None if that can't be known."""
         holder = self.holder()
         return None if holder is None else holder.is_alive()
 
@@ -112,9 +113,9 @@ class Look:
 
 
 class Lease:
-    """The right of this process to write `place`, for which `file` stands. A closed lease can't be taken again.
+    """The right of this process to write `place`, as `file` records it. A closed lease can't be taken again.
 
-    own: the folder of this process alone. It is there, and empty at first, once the lease is taken.
+    own: the folder of this process alone. It exists, empty at first, once the lease is taken.
     """
 
     def __init__(self, file: Path, place: Path | None = None) -> None:
@@ -126,21 +127,21 @@ class Lease:
         self.closed = threading.Event()
 
     def take(self, report: Report, remedy: str) -> None:
-        """Takes the lease, and waits where only time tells whether its holder is dead. Raises UserError, which ends in
-        `remedy`, where a living process holds it, StorageError after patient trying, and OSError."""
+        """Takes the lease; waits if only time can tell whether its holder is dead. Raises UserError, which ends in
+        `remedy`, if a living process holds it, StorageError after a minute of retries, and OSError."""
         while not self.try_take(report):
             report(f"waiting    to see whether {self.look()} is still alive: it held {self.place}")
             self.check_unused(remedy)
 
     def check_unused(self, remedy: str) -> None:
-        """Raises UserError, which ends in `remedy`, where a holder shows life."""
+        """Raises UserError, which ends in `remedy`, if a holder shows life."""
         holder = self.look()
         if self.shows_life():
             raise UserError(f"{self.place} is in use by {holder}; {remedy}")
 
     def try_take(self, report: Report = print) -> bool:
-        """Returns whether this process holds the lease now. False where another holds it that is not known to be dead.
-        Says what a killed holder had left. Raises as `take` does."""
+        """Returns whether this process holds the lease now. It is False if the holder is another one that is not known
+        to be dead. Reports what a killed holder left. Raises as `take` does."""
         content = json.dumps(asdict(Holder.this_process()), indent=1).encode()
         self.content = content
         while not retry_io(partial(self._claim, content), self.file):
@@ -164,8 +165,8 @@ class Lease:
     def _claim(self, content: bytes) -> bool:
         """Makes the file if there is none. Returns whether this process holds the lease and has moved away all other
         own folders."""
-        # The own folder comes before any look at the file: who takes the lease after the look finds the folder, and
-        # then a rename into it that follows from the look fails.
+        # Make the own folder before any look at the file: whoever takes the lease later moves the folder away, and our
+        # rename into it, based on a stale look, fails.
         with contextlib.suppress(FileExistsError):
             self.own.mkdir()
         with contextlib.suppress(FileExistsError), open(self.file, "xb") as file:
@@ -184,7 +185,7 @@ class Lease:
         return self.is_held() and self.own.is_dir()
 
     def _take_away(self) -> None:
-        """Moves the file into the own folder; does nothing where another process was faster."""
+        """Moves the file into the own folder; does nothing if another process was faster."""
         with contextlib.suppress(FileNotFoundError):
             self.file.rename(self.own / "lease")
             (self.own / "lease").unlink()
@@ -192,7 +193,7 @@ class Lease:
     def shows_life(self) -> bool:
         """Returns whether the holder renews the lease within SECONDS_OF_SILENCE. If it does not, `try_take` takes it."""
         before = self.look()
-        # By this machine's clock: that of another host may be wrong.
+        # By this machine's clock: another host's may be wrong.
         end = time.monotonic() + SECONDS_OF_SILENCE
         while True:
             now = self.look()
@@ -212,8 +213,8 @@ class Lease:
         return seen is not None and seen.content == self.content
 
     def check(self, trying: Callable[..., Any] = retry_io) -> None:
-        """Raises LostError where this process no longer holds the lease, UserError where that can't be known. For what
-        can't be renamed into place; a process that stands still after this may yet write once."""
+        """Raises LostError if this process no longer holds the lease, UserError if that can't be known. It is for what
+        can't be renamed into place; a process that is suspended after this check may still write once."""
         try:
             seen = trying(self._look_in_folder, self.file)
         except OSError as error:
@@ -232,7 +233,7 @@ class Lease:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Raises LostError for what fails inside because another process has moved the own folder away."""
+        """Raises LostError if something inside fails because another process has moved the own folder away."""
         try:
             yield
         except FileNotFoundError:
@@ -251,7 +252,7 @@ class Lease:
         delete(hidden)
 
     def write(self, path: Path, data: str) -> None:
-        """Writes a file, of which readers see the old content or all of `data`. Raises LostError, and UserError."""
+        """Writes a file; readers see the old content or all of `data`. Raises LostError, and UserError."""
         try:
             write_for_user(path, data, self.own)
         except UserError:
@@ -259,7 +260,7 @@ class Lease:
             raise
 
     def look(self) -> Look | None:
-        """Returns what the file says now; None without one. Raises StorageError after patient trying, and OSError."""
+        """Returns what the file says now; None if there is none. Raises StorageError after a minute of retries, and OSError."""
         return retry_io(self._look, self.file)
 
     def _look(self) -> Look | None:
@@ -269,7 +270,7 @@ class Lease:
         return None
 
     def _look_in_folder(self) -> Look | None:
-        """As `_look`, but raises OSError if there is not even a folder for the file."""
+        """Does as `_look`, but raises OSError if there is not even a folder for the file."""
         os.stat(self.file.parent)
         return self._look()
 
@@ -296,7 +297,7 @@ class Lease:
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields a folder to write in. It becomes `out` once the block has ended and all is on the disk, and is removed
-    where the block fails. Raises UserError where `out` is not free, another process writes it, or the disk refuses."""
+    if the block fails. Raises UserError if `out` is not free, another process writes it, or the disk refuses."""
     lease = Lease(out.with_name(f".{out.name}.lease"), out)
     unfinished = lease.own / out.name
     try:
@@ -327,7 +328,7 @@ def _sync_all(folder: Path) -> None:
 
 
 def _machine() -> str | None:
-    """Returns the same for processes that see each other's process ids; None where Linux's /proc is missing."""
+    """Returns a name that is the same for processes that see each other's process ids; None without Linux's /proc."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot + os.readlink("/proc/self/ns/pid")
@@ -335,7 +336,7 @@ def _machine() -> str | None:
 
 
 def _start_of(pid: int) -> int | None:
-    """Returns when a process started, in clock ticks since boot, which tells it from others of its id; None when it has
+    """Returns when a process started, in clock ticks since boot: it tells processes with the same id apart. None if it has
     ended."""
     with contextlib.suppress(OSError, ValueError):
         _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")

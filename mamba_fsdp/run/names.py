@@ -1,4 +1,4 @@
-"""The names of what lies in a run folder, and which checkpoints there count. For the cluster's own Python too, which may
+"""Names what lies in a run folder, and tells which checkpoints there count. For the cluster's own Python too, which may
 be 3.6.
 
     config.yaml  metrics.jsonl  events.jsonl  status.json  lease.json  kernels.json  STOP  tokenizer/
@@ -17,12 +17,12 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # starts, ends, checkpoints, faults, over all restarts
 # The backends that the run was begun with on a GPU, see trainer/first_use.py.
 KERNELS = "kernels.json"
-CACHES = ".cache"  # beside the run folders
+CACHES = ".cache"  # next to the run folders
 STATUS = "status.json"
 LEASE = "lease.json"
 STOP = "STOP"  # whoever makes this file asks the run to stop
-TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
-# Of one start, in a folder that bears its name: what it resolved for its ranks, the nodes' reports, and how it ended.
+TOKENIZER = "tokenizer"  # of the data, next to the model that was trained on it
+# Files of one start, in a folder with its name: the settings for its ranks, the nodes' reports, and how it ended.
 STARTS = "starts"
 RESOLVED = "settings.json"
 PREFLIGHT = "preflight"
@@ -55,7 +55,7 @@ def committed_names(
     list_names: Callable[[str], List[str]] = os.listdir,
     is_there: Callable[[str], bool] = os.path.exists,
 ) -> List[str]:
-    """Returns the names of the committed checkpoints in a folder, oldest first, whole or not; [] without the folder.
+    """Returns the names of the committed checkpoints in a folder, oldest first, whole or not; [] if there is no folder.
 
     list_names, is_there: how a folder is listed, and a file found. Raises OSError as they do.
     """
@@ -71,14 +71,14 @@ def newest_checkpoint(run: str) -> str:
     """Returns the name of a run's newest committed checkpoint, whole or not; "" without one."""
     try:
         names = committed_names(os.path.join(run, CHECKPOINTS))
-    except OSError:  # of storage that fails for a moment
+    except OSError:  # a transient error of the storage
         return ""
     return names[-1] if names else ""
 
 
 def stop_mark(run: str) -> str:
-    """Returns what tells the file STOP that lies in a run folder now from a later one; "" without one. Raises OSError of
-    failing storage."""
+    """Returns a mark of the file STOP in a run folder, by which a later one differs; "" if there is none. Raises OSError
+    if the storage fails."""
     try:
         found = os.stat(os.path.join(run, STOP))
     except (FileNotFoundError, NotADirectoryError):

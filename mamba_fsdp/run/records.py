@@ -1,4 +1,4 @@
-"""The records that rank 0 writes of a run: files of JSON lines such as metrics.jsonl, one object per line, and
+"""Writes and reads rank 0's records of a run: files of JSON lines such as metrics.jsonl, one object per line, and
 status.json."""
 
 import contextlib
@@ -63,7 +63,8 @@ class Log:
             self.failing = True
 
     def sync(self) -> None:
-        """Returns when all entries are on the disk. Raises UserError if that fails, StorageError if it may pass."""
+        """Returns when all entries are on the disk. Raises UserError if that fails, StorageError for a transient
+        error."""
         try:
             self._append(sync=True)
         except OSError as error:
@@ -79,8 +80,8 @@ class Log:
             with open(self.path, "ab", buffering=0) as file:
                 end = file.tell()
                 if end != self.size:
-                    # A failed attempt has left part of a line, or the file was cut short, in which case it is not
-                    # made longer again. Or another run has taken the file since the check: then it stays as it is.
+                    # A failed attempt has left part of a line: remove it. Or the file was cut short: do not make it
+                    # longer again. Or another run has taken the file since the check: leave it alone.
                     if self.check:
                         self.check(trying)
                     end = min(end, self.size)
@@ -220,8 +221,8 @@ def read_status(run_folder: Path) -> dict[str, Any]:
     have ended without writing its status, for example after kill -9 or on a full disk."""
     status: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, UserError):
-        # The lease is looked at first: a run writes its last status before it gives its lease back. And again: a start
-        # has its lease before it writes its first.
+        # Look at the lease first, since a run writes its last status before it gives its lease back; and again after
+        # the status, since a start takes its lease before it writes its first status.
         lease = Lease(run_folder / LEASE)
         before = lease.look()
         status = parse_object((run_folder / STATUS).read_text())

@@ -1,1 +1,2 @@
-"""Every setting, presets and recipes, the words of other launchers, and their resolution to one checked TrainConfig."""
+"""Describes every setting, and resolves what the user writes, with recipes and other launchers' words, to one checked
+TrainConfig."""

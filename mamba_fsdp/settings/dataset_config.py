@@ -1,4 +1,4 @@
-"""Every option of get_dataset.py: name, type, default, bounds and meaning (the string below each field)."""
+"""Describes every option of get_dataset.py: name, type, default, bounds and meaning (the string below each field)."""
 
 import re
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ class DatasetConfig:
     format: str = setting("auto", choices=("auto", "text", "json", "csv", "parquet", "arrow"))
     """Format of the files. auto: the names of the files tell the format."""
     delimiter: str = setting("")
-    """The character between the fields of CSV files. Empty: that of comma, semicolon, tab and bar which the header holds
-    most often."""
+    """The character between the fields of CSV files. Empty: whichever of comma, semicolon, tab and bar occurs most
+    often in the header."""
     config: str = setting("", elsewhere="dataset_config dataset_config_name subset")
     """Configuration of a dataset on the Hub."""
     split: str = setting("")
@@ -58,8 +58,8 @@ class DatasetConfig:
     shard_tokens: int = setting(1 << 28, at_least=1, at_most=1 << 40)
     """A store begins its next file after this many tokens."""
     skip_unreadable: bool = setting(False)
-    """Leave out what can't be read of the input's files, from a file's first fault on, instead of stopping there. The
-    end tells how many there were."""
+    """Skip what can't be read, each file from its first fault on, instead of stopping there. The last lines tell how many
+    there were."""
     overwrite: bool = setting(False, elsewhere="overwrite_cache force")
     """Replace the output of an earlier run in OUT."""
 

@@ -1,4 +1,4 @@
-"""Help pages: --help shows the usual options, --help=all every option, --help=WORD the options about
+"""Prints help pages: --help shows the usual options, --help=all every option, --help=WORD the options about
 a word. The text on an option comes from the dataclass that describes it."""
 
 import ast
@@ -87,7 +87,10 @@ class Page:
             for option in here:
                 lines += option.lines(is_brief)
         if is_brief:
-            lines += ["", *wrapped("--help=all shows all options, --help=WORD those about a word.")]
+            lines += [
+                "",
+                *wrapped("--help=all shows all options, --help=WORD the options about a word."),
+            ]
         return "\n".join(lines)
 
     def matching(self, asked: str) -> list[str]:
@@ -97,7 +100,7 @@ class Page:
         entries = self.words()
         entry = entries.get("_".join(asked.split()))
         if entry and not entry.setting:
-            return wrapped(f"{asked} is no setting here: {entry.why}")
+            return wrapped(f"{asked} is not a setting here: {entry.why}")
         options = [
             option for kind in self.sections.values() for option in self.options(kind, entries)
         ]

@@ -31,7 +31,7 @@ def composer_duration(text: str) -> str:
 
 
 def seconds(text: str) -> str:
-    """Returns a timeout in seconds converted to minutes. Raises ValueError for text that is no
+    """Returns a timeout in seconds converted to minutes. Raises ValueError for text that is not a
     number."""
     if not text.replace(".", "", 1).isdigit():
         raise ValueError("expected a number of seconds")
@@ -47,7 +47,7 @@ CONVERSIONS: dict[str, Callable[[str], str]] = {
 
 @dataclass
 class Entry:
-    """An entry of other_launchers.yaml, whose comments explain the fields."""
+    """An entry of other_launchers.yaml; the comments there explain the fields."""
 
     words: str
     of: str = ""

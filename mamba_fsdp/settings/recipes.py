@@ -1,4 +1,4 @@
-"""The settings that models are trained with by default, from recipes.yaml."""
+"""Looks up the settings that a model is trained with by default, in recipes.yaml."""
 
 from pathlib import Path
 from typing import Any

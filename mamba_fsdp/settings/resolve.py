@@ -46,10 +46,10 @@ def resolve_settings(
     """Returns the TrainConfig of `words` ({name: text}) over `config_file`, the preset and the defaults.
 
     A launch calls this once; preflight and the ranks read the settings that it wrote, see `read_resolved`. A setting of
-    the file that does nothing only because of the command line is dropped. Words of other launchers that mean the same
+    the file that has no effect only because of the command line is dropped. Words of other launchers that mean the same
     are taken (mamba_fsdp/settings/other_launchers.yaml); the settings' `notes` say what they became. Raises one
     UserError for all unknown names (with the nearest name) and values of the wrong type or out of bounds. Also raises
-    UserError for settings that do nothing, impossible combinations, and `stray` words, which name no setting. where: as
+    UserError for settings without effect, impossible combinations, and `stray` words, which name no setting. where: as
     in "on the command line".
     """
     if stray:
@@ -76,8 +76,8 @@ def resolve_settings(
 
 
 def read_file(name: str | None) -> Written:
-    """Returns the settings of the file `name`, which is a path or a ready run, or of the model of that name; no
-    settings without a name. Raises UserError if the file can't be read."""
+    """Returns the settings of `name`: a path, a ready run or a model; none if it is empty. Raises UserError if the file
+    can't be read."""
     if not name:
         return Written({}, "")
     path = find_config_file(name)
@@ -125,8 +125,8 @@ def check_run_folder(settings: TrainConfig) -> None:
 
 
 def changed_settings(settings: TrainConfig) -> str:
-    """Returns the settings that differ from those of the run's last start, old and new, or "" if none does. Those that
-    only a first start heeds don't count."""
+    """Returns the settings that differ from those of the run's last start, old and new, or "" if none does. Settings
+    that matter only to a first start don't count."""
     run = read_run(Path(settings.checkpoint.save_ckpt_path))
     if run is None:
         return ""
@@ -188,7 +188,7 @@ def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return flat
 
 
-# ---------------------------------------------------------------- what can't be
+# ---------------------------------------------------------------- impossible combinations
 
 
 def check_none(mistakes: Sequence[str]) -> None:
@@ -225,7 +225,7 @@ def _gives(place: Mapping[str, Any], name: str) -> bool:
     return name in place and place[name] != default(name)
 
 
-# ---------------------------------------------------------------- what does nothing
+# ---------------------------------------------------------------- settings without effect
 
 
 def drop_pointless(
@@ -321,8 +321,8 @@ def default(name: str) -> Any:
 
 
 def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> TrainConfig:
-    """Returns the settings with the shape of `model`, that of the weights in `source`, such as init_from FOLDER. Raises
-    UserError if model settings that the user gave disagree with this shape. A note tells those that do nothing."""
+    """Returns the settings with the shape of `model`, found with the weights in `source`, such as init_from FOLDER. Raises
+    UserError if model settings that the user gave disagree with this shape. A note names settings without effect."""
     shape = vars(model)
     explicit = shape.keys() & settings.explicit
     if "model_name" not in explicit:

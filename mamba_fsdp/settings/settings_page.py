@@ -1,4 +1,4 @@
-"""The help page of training.py and of the other programs that take its settings."""
+"""Makes the help page of training.py and of the other programs that take its settings."""
 
 from mamba_fsdp.settings import other_launchers
 from mamba_fsdp.settings.help import Page
@@ -13,7 +13,7 @@ Train a Mamba language model. The same command again resumes it after a stop.
 --config takes a file or a ready run: demo, wikitext103, mambaoutai, bamba-9b.
 --dry_run says what would be trained and what memory it takes, and stops.
 The command line wins over --config, --config over the recipe of --model_name,
-the recipe over the defaults, which stand after the = below. Numbers may be
+the recipe over the defaults, shown after the = below. Numbers may be
 written 10k, 1.5M, 2B; a length is in steps (10k) or tokens (2Btok).
 In YAML, write name: value.
 """

@@ -1,5 +1,5 @@
-"""Every setting of a training run: name, type, default, bounds and meaning (the string below each
-field).
+"""Describes every setting of a training run: name, type, default, bounds and meaning (the string below
+each field).
 
 Leaf names are unique over the sections, so `--learning_rate=3e-4`, `--optimizer.learning_rate=3e-4`
 and the YAML forms `learning_rate: 3e-4` and `optimizer: {learning_rate: 3e-4}` give the same
@@ -115,7 +115,7 @@ class DataConfig:
     weights: list[float] = setting([])
     """Share of each dataset in the samples, on any scale. Empty: in proportion to their tokens."""
     validation_path: str = setting("auto", needs=interval_or_no_store, is_path=True)
-    """The token store to validate on. auto: the one named validation beside the training data.
+    """The token store to validate on. auto: the one named validation next to the training data.
     none: no validation."""
     allow_other_tokenizer: bool = setting(False)
     """Accept different tokenizers for the datasets, the validation data and the model to start from."""
@@ -254,7 +254,7 @@ class TrainingConfig:
     """Global batches per validation, spread evenly over each store. 0: all data. -1: as many as take a
     twentieth of the time of training between two validations."""
     eval_prompts: str = setting("", needs=validation)
-    """A text that the model continues at each validation by 50 tokens, each the likeliest, or several, a
+    """A text that the model continues at each validation by 50 tokens, each the likeliest; or several, a
     line each; or the path of a file of such lines. The log, the metrics, the trackers and the report show
     what it writes."""
 
@@ -373,7 +373,7 @@ class ParallelConfig:
         """Returns selective_checkpointing as a number in [0, 1]. Raises UserError for other text."""
         text = self.selective_checkpointing
         share = Fraction(-1)
-        if re.fullmatch(r"[\d./]{1,20}(e-\d)?", text):  # a huge exponent would take for ever
+        if re.fullmatch(r"[\d./]{1,20}(e-\d)?", text):  # a huge exponent would never end
             with contextlib.suppress(ValueError, ZeroDivisionError):
                 share = Fraction(text)
         if not 0 <= share <= 1:
@@ -421,7 +421,7 @@ class TrainConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
     # The names of the settings that the user gave.
     explicit: frozenset[str] = field(default=frozenset(), compare=False)
-    # Lines for the run's log about words of other launchers, and about values that follow from others or do nothing.
+    # Lines for the run's log about words of other launchers, and about values that follow from others or have no effect.
     notes: tuple[str, ...] = field(default=(), compare=False)
     # Whether save_ckpt_path was given for this model and data.
     names_folder: bool = field(default=False, compare=False)

@@ -14,8 +14,8 @@ class Written:
     reported at once."""
 
     def __init__(self, content: Mapping[str, Any], where: str, is_of_run: bool = False) -> None:
-        """content: {word: text, or a list or mapping from YAML}. where: as in "on the command line". is_of_run: whether
-        the file is a config.yaml that a run wrote."""
+        """Reads the settings. content: {word: text, or a list or mapping from YAML}. where: as in "on the command line".
+        is_of_run: whether the file is a config.yaml that a run wrote."""
         self.where = where
         self.is_of_run = is_of_run
         self.values: dict[str, Any] = {}  # by setting

@@ -1,2 +1,2 @@
-"""Files on storage that fails now and then (patience.py), and that anyone may have written: as typed JSON, as YAML of
-texts, with formats and versions."""
+"""Reads and writes files on unreliable storage (patience.py), and files that we can't trust: typed JSON, YAML of texts,
+formats and versions."""

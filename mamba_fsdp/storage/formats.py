@@ -1,5 +1,4 @@
-"""What our own files say of themselves: which format and version they are. Those that this program can't read are
-refused."""
+"""Marks our own files with their format and version, and refuses files that this program can't read."""
 
 import datetime
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from mamba_fsdp.errors import UserError
 
 
 def timestamp() -> str:
-    """The moment, in UTC."""
+    """Returns the time now, in UTC."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
@@ -19,10 +18,10 @@ class Format:
     """A kind of file that this program writes."""
 
     name: str
-    version: int  # raised whenever the program before the change would misread a file
+    version: int  # raised if the program before a change would misread the new files
 
     def header(self) -> dict[str, str | int]:
-        """The fields that a file of this format begins with."""
+        """Returns the fields that a file of this format begins with."""
         return {"format": self.name, "version": self.version}
 
     def reads(self, content: dict) -> bool:

@@ -1,5 +1,5 @@
-"""Files on unreliable storage: what fails as a file server restarts is tried again for a minute, and a small file is
-the old one or the new one, whatever happens in between."""
+"""Reads and writes files on unreliable storage: retries transient errors for a minute, as when a file server restarts,
+and replaces a small file whole or not at all."""
 
 import contextlib
 import errno
@@ -25,13 +25,13 @@ NAMES = (
     "EIO ESTALE ETIMEDOUT ENOTCONN ECONNRESET ECONNABORTED EHOSTDOWN EHOSTUNREACH ENETDOWN "
     "ENETUNREACH EREMOTEIO ENOLINK ESHUTDOWN EAGAIN EINTR"
 )
-# Numbers of errors; not every system knows all names.
+# Numbers of transient errors; not every system knows all names.
 MAY_PASS = {getattr(errno, name, errno.EIO) for name in NAMES.split()}
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: links that lead in a circle
 
 
 def retry_io(action: Callable[[], T], what: str | Path) -> T:
-    """What `action()` returns; called again while it raises an OSError that may pass, so it must begin anew each time.
+    """Returns what `action()` returns; calls it again after a transient OSError, so it must be repeatable.
 
     what: the file or folder, for the log. Raises StorageError after SECONDS_OF_TRYING, and other OSErrors at once.
     """
@@ -61,13 +61,13 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
 
 
 def storage_error(error: OSError, text: str) -> UserError:
-    """Returns an error with this text for one of the disk's: a StorageError if a later start may find it well."""
+    """Returns an error with this text for an error of the disk: a StorageError if a later start may succeed."""
     kind = StorageError if error.errno in MAY_PASS else UserError
     return kind(text)
 
 
 def this_rank() -> str:
-    """Returns what messages call this process."""
+    """Returns the name of this process in messages."""
     return f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
 
 
@@ -78,17 +78,17 @@ def _print_line(text: str) -> None:
 
 
 def exists(path: str | Path) -> bool:
-    """Returns whether there is such a file or folder. For Path.exists of Python 3.14 storage that fails is a no."""
+    """Returns whether there is such a file or folder. Path.exists of Python 3.14 says no if the storage fails."""
     return _mode(path) != 0
 
 
 def is_file(path: str | Path) -> bool:
-    """Returns whether there is such a file, which a link may lead to."""
+    """Returns whether there is such a file; links are followed."""
     return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: str | Path) -> bool:
-    """Returns whether there is such a folder, which a link may lead to."""
+    """Returns whether there is such a folder; links are followed."""
     return stat.S_ISDIR(_mode(path))
 
 
@@ -103,7 +103,7 @@ def _mode(path: str | Path) -> int:
 
 
 def names_in(folder: str | Path) -> list[str]:
-    """Returns the names in a folder; none if there is no such folder. A glob would take a failure for an empty folder."""
+    """Returns the names in a folder; none if there is no such folder. A glob would take an error for an empty folder."""
     try:
         return retry_io(partial(os.listdir, folder), folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -114,7 +114,7 @@ def names_in(folder: str | Path) -> list[str]:
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Flushes a folder's entries, so that a rename in it survives a power cut, where the file system can do that."""
+    """Flushes a folder's entries, so that a rename in it survives a power cut, if the file system can do that."""
     with contextlib.suppress(OSError):  # some network file systems refuse fsync on a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -124,18 +124,18 @@ def sync_folder(folder: str | Path) -> None:
 
 
 def hidden_beside(path: Path) -> Path:
-    """A new name beside `path`, for what is not yet whole or no longer: .<name>.<unique>.partial."""
+    """Returns a new name next to `path`, for what is not yet or no longer whole: .<name>.<unique>.partial."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
 def list_hidden_beside(path: Path) -> list[Path]:
-    """Returns what lies beside `path` under names that hidden_beside gives. Raises OSError."""
+    """Returns what lies next to `path` under names that hidden_beside gives. Raises OSError."""
     wanted = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.partial")
     return [path.with_name(name) for name in os.listdir(path.parent) if wanted.fullmatch(name)]
 
 
 def size_of(path: Path) -> int:
-    """Returns the bytes of a file, or of the files in a folder, which may be vanishing. Raises StorageError."""
+    """Returns the bytes of a file, or of the files in a folder, which may disappear meanwhile. Raises StorageError."""
     return retry_io(partial(_size, path), path)
 
 
@@ -148,7 +148,7 @@ def _size(path: Path) -> int:
 
 
 def delete(path: Path) -> None:
-    """Removes a file or a folder, which may be vanishing, as far as the disk allows. Of a link only the link goes."""
+    """Removes a file or a folder as far as the disk allows; parts may disappear meanwhile. Links are not followed."""
     with contextlib.suppress(StorageError):
         retry_io(partial(_remove, path), path)
 
@@ -165,13 +165,13 @@ def _remove(path: Path) -> None:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Returns whether this is a folder, which a link to one is not. Raises OSError."""
+    """Returns whether this is a folder and not a link to one. Raises OSError."""
     return stat.S_ISDIR(os.lstat(path).st_mode)
 
 
 @contextlib.contextmanager
 def _only_what_may_pass() -> Iterator[None]:
-    """Suppresses an OSError inside, unless it may pass."""
+    """Suppresses an OSError inside, unless it is transient."""
     try:
         yield
     except OSError as error:
@@ -180,9 +180,10 @@ def _only_what_may_pass() -> Iterator[None]:
 
 
 def write_atomically(path: str | Path, data: str, own: Path | None = None) -> None:
-    """Readers of `path` see the old content or all of `data`. Raises StorageError after patient trying, and OSError.
+    """Writes a file; its readers see the old content or all of `data`. Raises StorageError after a minute of retries, and
+    other OSErrors at once.
 
-    own: the folder in which the data lies until it is whole, see run/lease.py; otherwise it lies beside `path`.
+    own: the folder in which the data lies until it is whole, see run/lease.py; otherwise it lies next to `path`.
     """
     final = Path(path)
 
@@ -204,7 +205,7 @@ def write_atomically(path: str | Path, data: str, own: Path | None = None) -> No
 
 
 def write_for_user(path: str | Path, data: str, own: Path | None = None) -> None:
-    """As write_atomically, but raises UserError where the path can't be written."""
+    """Writes as write_atomically does, but raises UserError if the path can't be written."""
     try:
         write_atomically(path, data, own)
     except OSError as error:
@@ -218,7 +219,7 @@ def move(old: Path, new: Path) -> None:
         try:
             old.rename(new)
         except FileNotFoundError:
-            if not new.exists():  # else an attempt that was told to have failed was made
+            if not new.exists():  # otherwise an attempt that reported an error has succeeded
                 raise
 
     retry_io(rename, new)

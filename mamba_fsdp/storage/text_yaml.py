@@ -9,9 +9,9 @@ from mamba_fsdp.errors import UserError
 
 def load_yaml(path: Path, is_own: bool = False) -> dict[str, Any]:
     """Returns the content of a YAML file, with every scalar as text; {} for an empty file. Raises
-    UserError for a file that can't be read, is no mapping, or gives a name twice.
+    UserError for a file that can't be read, is not a mapping, or gives a name twice.
 
-    is_own: whether the file belongs to this program. The C reader is then used, which is ten times as
+    is_own: whether the file belongs to this program. Then the C reader is used: it is ten times as
     fast but crashes on deep nesting.
     """
     import yaml

@@ -1,5 +1,5 @@
-"""JSON that anyone may have written, as the types that it should hold. Whatever is wrong with what a file says is a
-ValueError, no other exception."""
+"""Reads untrusted JSON as the types that it should hold. Whatever is wrong with the content raises ValueError, never
+another exception."""
 
 import json
 import reprlib
@@ -27,17 +27,17 @@ KINDS: dict[Any, str] = {
 
 
 def at_least(least: int) -> Any:
-    """Returns a field of a dataclass for whole numbers from `least` on; those of other fields begin at 0."""
+    """Returns a field of a dataclass for whole numbers of at least `least`; in other fields they are at least 0."""
     return field(metadata={"least": least})
 
 
 def from_json(kind: Callable[..., T], value: Any, name: str = "the content", least: int = 0) -> T:
-    """Returns `value`, which JSON gave, once it is found to be of this kind.
+    """Returns `value`, which JSON gave, if it is of this kind.
 
     kind: int, float, str, bool, FileName, Any; `X | None`, list[X] or dict[str, X] of another kind X; or a dataclass with
-    fields of these kinds. An object becomes such a dataclass if it lacks no field without a default, and has no other
-    fields, which are passed over where the class has HAS_OTHER_FIELDS. Raises ValueError, whose message begins with
-    `name` or with that of the field.
+    fields of these kinds. An object becomes such a dataclass if it has every field without a default and no unknown
+    field; if the class has HAS_OTHER_FIELDS, unknown fields are ignored. Raises ValueError; its message begins with
+    `name` or with the name of the field.
     """
     if kind is Any:
         return value
@@ -98,8 +98,8 @@ def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
 
 
 def read_object(path: Path, kind: Any, remedy: str, file_format: Format | None = None) -> Any:
-    """Returns the JSON object in a file as a `kind`, see from_json. Raises UserError, which ends in `remedy`, where it is
-    none or of another format, StorageError after patient trying, and FileNotFoundError."""
+    """Returns the JSON object in a file as a `kind`, see from_json. Raises UserError, which ends in `remedy`, if it is
+    not one or of another format, StorageError after a minute of retries, and FileNotFoundError."""
     try:
         content = parse_object(retry_io(path.read_bytes, path))
         if file_format:
@@ -113,5 +113,5 @@ def read_object(path: Path, kind: Any, remedy: str, file_format: Format | None =
 
 
 def write_object(path: Path, content: dict) -> None:
-    """Writes JSON, which read_object reads, as write_atomically does."""
+    """Writes JSON for read_object, as write_atomically does."""
     write_atomically(path, json.dumps(content, indent=1) + "\n")

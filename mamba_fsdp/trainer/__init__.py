@@ -1,1 +1,1 @@
-"""A training run from its settings to its last checkpoint: set-up, loop, schedule, optimiser, stopping, metrics."""
+"""Runs a training from its settings to its last checkpoint: set-up, loop, schedule, optimiser, stopping, metrics."""

@@ -1,4 +1,4 @@
-"""Seconds per training step since the last report, and how the ranks compare."""
+"""Measures seconds per training step since the last report, and compares the ranks."""
 
 import contextlib
 import resource
@@ -12,8 +12,8 @@ import torch
 class Clock:
     """A timer of training steps from `step` on. Validation and saving checkpoints do not count.
 
-    A rank's own seconds are those between the moment at which all ranks know a step's sums and its
-    next forward pass. The rank spends them on reports and on data."""
+    A rank's own seconds run from the moment at which all ranks know a step's sums to its next forward
+    pass. The rank spends them on reports and on data."""
 
     def __init__(self, step: int, ranks: int = 1) -> None:
         now = time.perf_counter()

@@ -1,16 +1,15 @@
-"""The choice of backends in the first minute on a GPU: the candidates are tested there, and the fastest of those that
-are right is taken.
+"""Selects kernels in the first minute on a GPU: tests the candidate backends there, and takes the fastest correct ones.
 
 1. The candidates are the backends that this machine has for the model's operators. Rank 0 tests each (layer_check.py) and
    gives it a verdict.
 2. A candidate that gives wrong results, does not compile or raises an error is passed over, with a message. If only the
    reference is left for a scan, the run stops. A candidate that hangs until the watchdog ends the process is passed over
    at the next start. If the process ends in another way while a candidate is tried, it is passed over at the third start:
-   a time limit or a person may have ended the process. A full memory or storage that fails is no verdict: the run ends,
-   and its next start tries the candidate again.
+   a time limit or a person may have ended the process. If memory is full or storage
+   fails, there is no verdict: the run ends, and its next start tries the candidate again.
 3. The first right candidate of each operator is taken. Every other right one is timed in its place, at the run's shape,
    and kept there if that is faster. With deterministic=true nothing is timed, and results must repeat.
-4. The run keeps the choice for all its starts, until it asks for something else. The choice is also stored beside the
+4. The run keeps the choice for all its starts, until it asks for something else. The choice is also stored next to the
    runs, for later runs with the same GPU and software.
 5. At every start, each rank tests the chosen backends. An error names the rank whose results are wrong or differ in
    bits.
@@ -193,7 +192,7 @@ class FirstUse:
     def fastest(self) -> tuple[BackendChoice, str]:
         """Returns the choice and, in words, what was timed for it. Raises UserError if only plain PyTorch is left for a
         scan and the settings do not demand it: a step would take minutes. SSD in fp32 is excepted: it is matrix products,
-        which PyTorch computes well. So is Gated DeltaNet, whose kernels not every stack and GPU can have."""
+        which PyTorch computes well. So is Gated DeltaNet: not every stack and GPU can have kernels for it."""
         best = self.resolve()
         slow = {"scan"} if self.layers.dtype == torch.float32 else {"scan", "ssd"}
         for operator in slow - self.demanded.keys():

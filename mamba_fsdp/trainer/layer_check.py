@@ -1,8 +1,8 @@
-"""The test of a model's layers: their results with some backends beside the reference in float64, on the device itself.
+"""Tests a model's layers: compares their results with some backends to the reference in float64, on the device itself.
 
 One layer of each kind of the model, between an embedding and a loss, goes forward and backward in the run's precision,
-over rows of which Triton compiles the same code as of the run's. One row has the run's own length, if it fits the memory.
-If the model hands states to the next rank, positions behind a state are tested too.
+over rows for which Triton compiles the same code as for the run's. One row has the run's own length, if it fits the memory.
+If the model hands states to the next rank, positions after a state are tested too.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The comparison of a layer's results with those in float64: of the tensor with the largest share."""
+    """The comparison of a layer's results with float64: for the tensor with the largest share."""
 
     share: float  # of the error in what is allowed
     tensor: str
@@ -209,7 +209,7 @@ class LayerCheck:
             raise LostGpu(f"{this_rank()}: {message}, and the GPU is lost: start again") from error
         if isinstance(error, (OSError, MemoryError)) or "out of memory" in message:
             raise Accident(
-                f"{this_rank()}: {message}; no fault of the kernels: start again"
+                f"{this_rank()}: {message}; not the fault of the kernels: start again"
             ) from error
         return message
 

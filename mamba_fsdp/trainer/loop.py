@@ -1,4 +1,4 @@
-"""The training loop: sample a batch, accumulate its gradients, run one small collective, clip,
+"""Runs the training loop: sample a batch, accumulate its gradients, run one small collective, clip,
 step; now and then report, validate, save.
 
 On a GPU the host runs ahead: it reads a step's numbers when the next step is under way, and nothing
@@ -200,7 +200,7 @@ def accumulate_gradients(
     scale: torch.Tensor,
 ) -> torch.Tensor:
     """Returns the sum of the token losses of this rank's micro-batches, after their forward and
-    backward passes. The gradients are those of the token losses times `scale`."""
+    backward passes. They leave the gradients of the token losses times `scale`."""
     optimizer.zero_grad(set_to_none=True)
     scale = scale.float()
     loss_sum = torch.zeros((), device=parallel.world.device)
@@ -217,7 +217,7 @@ def mean_loss_and_norm(
     sums: StepSums, multiple: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (mean loss per label that counts, norm of the gradient of this mean, factor), each
-    0-dim fp64. The present gradients are those of the loss sum divided by `multiple`; times the
+    0-dim fp64. The present gradients belong to the loss sum divided by `multiple`; times the
     factor, they are the gradient of the mean."""
     counted = sums.counted + (sums.counted == 0)
     factor = multiple / counted
@@ -252,7 +252,7 @@ def update_weights(
 
 
 def describe_bad_samples(context: TrainContext, batches: list[Batch]) -> str:
-    """Returns the message that names the samples of the step whose loss or gradient is not
+    """Returns the message that names the samples of the step, if its loss or gradient is not
     finite."""
     own = [f"{name} window {window}" for batch in batches for name, window in batch.samples]
     samples = context.world.gather_unique(own)

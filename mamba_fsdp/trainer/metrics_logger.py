@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl and trackers, the live line, the profile."""
+"""Reports on a run while it trains: metrics.jsonl and trackers, the live line, the profile."""
 
 import contextlib
 import datetime

@@ -1,4 +1,4 @@
-"""Muon: the matrices of mixers and MLPs step along their orthogonalised momentum, all other parameters by AdamW.
+"""Updates the matrices of mixers and MLPs along their orthogonalised momentum (Muon), all other parameters by AdamW.
 
 Jordan et al. 2024, kellerjordan.github.io/posts/muon. A step is scaled as in Liu et al. 2025, Muon is
 Scalable for LLM Training (arXiv 2502.16982): its elements are as large as AdamW's, so that one

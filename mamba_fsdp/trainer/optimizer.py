@@ -1,4 +1,4 @@
-"""AdamW or Muon, with weight decay on matrices only, and the loss scale of fp16."""
+"""Makes the optimiser, AdamW or Muon with weight decay on matrices only, and keeps the loss scale of fp16."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,4 @@
-"""What a training changes in its process, and puts back at its end: a notebook or a program of the caller goes on
-afterwards."""
+"""Prepares a process for training, and restores it at the end: a notebook or a caller's program continues after it."""
 
 import contextlib
 import os
@@ -12,12 +11,12 @@ from mamba_fsdp.parallel.compat import deterministic_algorithms
 
 @contextlib.contextmanager
 def training_process(deterministic: bool) -> Iterator[None]:
-    """Lets the block train in this process, with deterministic operations if asked. At its end puts back what it found:
+    """Lets the block train in this process, with deterministic operations if asked. At its end it restores
     torch's modes, the treatment of denormal numbers (cpp.tune_process), the limit of open files (start_world), and the
     environment, which libraries change too.
 
-    Enter it before the first operation. StopRequest puts back the handlers of signals by itself. What stays is glibc's
-    use of freed memory, since glibc does not tell how it was.
+    Enter it before the first operation. StopRequest restores the signal handlers by itself. glibc's way of reusing freed
+    memory stays changed, since glibc does not tell how it was.
     """
     environment = dict(os.environ)
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)

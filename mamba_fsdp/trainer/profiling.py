@@ -1,5 +1,5 @@
-"""The profile of a few steps: a Chrome trace in the run folder, and torch's table of the operators
-that took most time."""
+"""Profiles a few steps: a Chrome trace in the run folder, and torch's table of the operators that
+took most time."""
 
 import os
 from pathlib import Path

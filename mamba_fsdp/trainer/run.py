@@ -1,4 +1,4 @@
-"""One run: its start, its end, and the status that it leaves when it fails."""
+"""Runs one training: its start, its end, and the status that it leaves when it fails."""
 
 import contextlib
 import re
@@ -42,7 +42,7 @@ WriteModel = Callable[[Path, Path], object]  # (checkpoint, folder to write, whi
 
 
 class Trained(NamedTuple):
-    """How a training ended, the same on all ranks. It may stand where a path is expected."""
+    """How a training ended, the same on all ranks. It can be used as a path."""
 
     folder: Path  # of the run
     stopped: str  # why it stopped before its last step; "" if it has all its steps
@@ -61,7 +61,7 @@ def run_training(
     """Trains as the settings say, from the newest checkpoint of the run folder or from the start.
 
     write_model: writes the finished model from the last checkpoint. on_record: see StopRequest. planned: the number of
-    ranks, and of ranks on a node, for which a dry run by a single process says what they would do.
+    ranks, and of ranks on a node, if a dry run in a single process stands for them.
     """
     with training_process(settings.training.deterministic):
         return _run_training(settings, write_model, on_record, planned)
@@ -122,15 +122,16 @@ def _run_training(
 
 
 def begin(settings: TrainConfig, folder: RunFolder, shape: World, say: Say) -> StartingPoint:
-    """Acquires the run folder, unless for a dry run, and returns what the run starts from. In this order: whoever had the
-    folder may have left the run's first checkpoint. Rank 0 calls it. shape: the number of all ranks, and their device."""
+    """Acquires the run folder, except for a dry run, then returns what the run starts from. The order matters: the former
+    holder of the folder may have left the run's first checkpoint. Rank 0 calls it. shape: the number of all ranks, and
+    their device."""
     if not settings.training.dry_run:
         folder.acquire()
     return find_start(settings, folder.path, shape, say)
 
 
 def explained(error: BaseException, rank: int, has_stepped: bool) -> BaseException:
-    """Returns an Accident in place of the error of an exchange with a rank that is gone, a UserError in place of
+    """Returns an Accident in place of the error of communicating with a rank that is gone, a UserError in place of
     PyTorch's out-of-memory error, and any other error as it is.
 
     Before the first step is done, too little memory means that the settings ask for too much. Later, memory may run
@@ -226,5 +227,5 @@ def measure_pace(settings: TrainConfig) -> float:
                 step = loop.take_step(context, clock, stop, ahead=len(seconds))
                 step.read_numbers()
                 seconds.append(time.perf_counter() - began)
-    # As a run shows it: the mean, in which steps count that other programs slow down.
+    # The mean, as a run shows it: it includes steps that other programs slow down.
     return context.schedule.tokens_per_step / statistics.mean(seconds[UNTIMED_STEPS:])

@@ -1,4 +1,4 @@
-"""The run folder: its lease, and the files that rank 0 writes there besides checkpoints and metrics."""
+"""Acquires the run folder, and writes the files that rank 0 leaves there besides checkpoints and metrics."""
 
 import filecmp
 import os
@@ -91,7 +91,7 @@ class RunFolder:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a folder, over what an attempt that failed has left. Raises OSError; shutil.copytree's would not say which."""
+    """Copies a folder, and overwrites what a failed attempt left. Raises OSError; shutil.copytree's error has no errno."""
     target.mkdir(exist_ok=True)
     for path in source.iterdir():
         if path.is_dir():

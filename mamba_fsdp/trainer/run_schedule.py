@@ -1,4 +1,4 @@
-"""The run in steps: how many there are, how each is split, and after which steps a validation or a checkpoint is
+"""Plans the run in steps: how many there are, how each is split, and after which ones a validation or a checkpoint is
 due."""
 
 import math
@@ -89,7 +89,7 @@ def schedule_run(
 
 
 def say_length(settings: TrainConfig, schedule: RunSchedule, epoch_windows: int, say: Say) -> None:
-    """Prints the number of steps and the tokens and FLOPs of each, with a warning for a run that reads its data very
+    """Prints the number of steps and the tokens and FLOPs of each, with a warning if the run reads its data very
     often. epoch_windows: samples of an epoch."""
     seq_length = settings.data.seq_length
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step

@@ -1,4 +1,4 @@
-"""When a run saves checkpoints. If a save fails, training continues, and the run tries again later."""
+"""Saves checkpoints when they are due. If a save fails, training continues, and the run tries again later."""
 
 import contextlib
 import math

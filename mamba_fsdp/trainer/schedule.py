@@ -1,5 +1,5 @@
-"""The learning rate's factor over the run: one formula for each `schedule`, and what happens when
-num_steps changes."""
+"""Computes the learning rate's factor over the run: one formula for each `schedule`, and what happens
+when num_steps changes."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Schedule:
     formulas use x, so that the first factor is not 0.
 
     The warm-up rises as x/W. Most schedules then fall to the floor at N, as one of SHAPES. The fall
-    starts at W; that of wsd_cosine and wsd_sqrt at N - decay. fms_cosine (fms-fsdp) rises as
+    starts at W; for wsd_cosine and wsd_sqrt at N - decay. fms_cosine (fms-fsdp) rises as
     1 - (1 - x/W)^2 and falls from 0 on. wsd (Composer) falls as (N - x)/decay, never below the
     floor; annealing (fms-fsdp) is 1 - before/N; inverse_sqrt is sqrt(T/(x - W + T)), where T is W,
     or 10,000 steps without warm-up.

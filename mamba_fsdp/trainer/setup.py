@@ -1,4 +1,4 @@
-"""The set-up of a run from its starting point: its model, optimiser and loader."""
+"""Sets up a run from its starting point: its model, optimiser and loader."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,7 +181,7 @@ class SetUp:
         parallel.set_optimizer_steps(optimizer, self.start.state.optimizer_steps)
 
     def take(self, path: Path, shape: World) -> None:
-        """Takes the checkpoint `path` as the one to start from: an older one, if that of the starting point turned out to
+        """Takes the checkpoint `path` as the one to start from: an older one, if the starting point's own turned out to
         be broken."""
         if self.start.checkpoint and self.start.checkpoint.path != path:
             inputs = (self.start.settings, self.folder.path, shape, self.say, path)

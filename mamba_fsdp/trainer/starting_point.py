@@ -1,5 +1,5 @@
-"""What files say at the start of a run, as one value. Rank 0 finds and checks it and all ranks get it; then training
-needs no other look at the disk to decide anything. A dry run prints it."""
+"""Finds what files say at the start of a run, as one value. Rank 0 finds and checks it and all ranks get it; after that
+training looks at the disk for no further decision. A dry run prints it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
 
-SAMPLE_LENGTH = 50  # tokens behind a prompt of eval_prompts
+SAMPLE_LENGTH = 50  # tokens after a prompt of eval_prompts
 MOST_SAMPLED = 1 << 14  # tokens of a forward pass
 
 
@@ -59,7 +59,9 @@ class StartingPoint:
     settings: TrainConfig  # with the model of the weights and the precision of the device
     origin: Origin
     checkpoint: Found | None  # it fills model and optimiser
-    weights: Weights | None  # they fill the model; with neither of both, random numbers do
+    weights: (
+        Weights | None
+    )  # they fill the model; without checkpoint and weights, random numbers do
     begins: str  # what it starts from, in words
     data: Data
     state: TrainState  # the run before the first step of this start; training has a copy
@@ -113,7 +115,7 @@ def find_start(
 
 
 def notes_on(settings: TrainConfig) -> list[str]:
-    """Returns lines on where settings come from, and on those that an earlier start of the run did not have."""
+    """Returns lines on where settings come from, and on settings that have changed since the run's last start."""
     notes = [*settings.notes, *resolve.note_on_recipe(settings)]
     changed = resolve.changed_settings(settings)
     if changed:
@@ -151,7 +153,7 @@ def first_state(
 ) -> tuple[TrainState, str]:
     """Returns the train state that the run starts with, and in words what it starts from. Raises UserError for a
     checkpoint of another model or optimiser, and if the model is known to have been trained with another tokenizer than
-    that of the data."""
+    the data."""
     state = TrainState()
     source: str | Path = origin.path
     learnt: list[str] = []
@@ -181,8 +183,8 @@ def first_state(
 
 
 def saved_run(settings: TrainConfig, origin: Origin, checkpoint: Found) -> TrainState:
-    """Returns the train state in a checkpoint. Raises UserError if it holds another model than that of the settings, or
-    the state of another optimiser."""
+    """Returns the train state in a checkpoint. Raises UserError if it holds another model than the settings describe,
+    or the state of another optimiser."""
     path = checkpoint.path
     saved = SavedRun.from_state(checkpoint.contents.state, path)
     remedy = f"; give these settings again, or another {origin.setting}"
@@ -211,7 +213,7 @@ def say_origin(
         say(f"starting   from {begins}")
     elif first:
         say(
-            f"starting   anew: load_ckpt_path {first} is the run folder and holds no checkpoint yet"
+            f"starting   afresh: load_ckpt_path {first} is the run folder and holds no checkpoint yet"
         )
 
 
@@ -267,7 +269,7 @@ def encode_prompts(text: str, tokenizer: TextTokenizer) -> list[list[int]]:
     tokens = len(prompts) * (longest + SAMPLE_LENGTH)
     if tokens > MOST_SAMPLED:
         raise UserError(
-            f"eval_prompts: {len(prompts):,} prompts of up to {longest:,} tokens, with {SAMPLE_LENGTH} behind each, are "
+            f"eval_prompts: {len(prompts):,} prompts of up to {longest:,} tokens, with {SAMPLE_LENGTH} after each, are "
             f"{tokens:,} tokens; at most {MOST_SAMPLED:,} are written at a validation: give fewer or shorter ones"
         )
     return prompts

@@ -1,5 +1,5 @@
-"""The numbers of a step: the sums over ranks from its one collective, and the numbers that the host
-reads afterwards."""
+"""Defines the numbers of a step: the sums over ranks from its one collective, and the numbers that the
+host reads afterwards."""
 
 from dataclasses import dataclass
 

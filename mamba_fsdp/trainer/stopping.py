@@ -1,6 +1,6 @@
-"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, a file STOP in the run folder or in that of this
-start, or the caller's function that gets its records. The run ends its step, commits a checkpoint and
-exits. Under nohup, SIGHUP (the terminal closed) is ignored and training continues. A STOP file from before
+"""Receives requests to stop a run: SIGTERM, SIGINT, SIGUSR1, SIGHUP, a file STOP in the run folder or in the
+folder of this start, or the answer of the caller's function that gets the records. The run then ends its
+step, commits a checkpoint and exits. Under nohup, SIGHUP (the terminal closed) is ignored and training continues. A STOP file from before
 a start was meant for an earlier one; rank 0 removes it once it holds the run folder."""
 
 import contextlib
@@ -25,7 +25,7 @@ SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: each look is a round trip to a 
 
 class StopRequest:
     """The requests to stop that reach this rank. `reason` is "" until there is one. Only rank 0
-    looks for STOP files, whose text is the reason: the user's in the run folder, and the launcher's in the
+    looks for STOP files; their text is the reason: the user's in the run folder, and the launcher's in the
     folder of this start. Enter it as the holder of the run folder.
 
     on_record: the caller's function, which gets each record of the metrics and asks the run to stop by
@@ -61,11 +61,11 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        if kind is None:  # after a failure, it keeps the launcher from restarting
+        if kind is None:  # after a failure, the file keeps the launcher from restarting
             self._remove_users_file()
 
     def _mark(self) -> str:
-        """Returns what tells the user's STOP file of now from a later one. Only rank 0 looks."""
+        """Returns a mark of the user's STOP file, by which a later one differs. Only rank 0 looks."""
         return (
             retry_io(partial(stop_mark, str(self.run_folder)), self.run_folder)
             if self.files
@@ -115,5 +115,5 @@ def _why(file: Path) -> str:
         return " ".join(file.read_text(errors="replace").split())[:80] or "STOP file"
     except (PermissionError, IsADirectoryError):
         return "STOP file"
-    except OSError:  # there is no file, or the storage fails for a moment
+    except OSError:  # there is no file, or a transient error of the storage
         return ""

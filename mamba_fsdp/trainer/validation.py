@@ -1,4 +1,4 @@
-"""The validation of the model in training: its loss, and texts that it writes."""
+"""Validates the model in training: its loss, and texts that it writes."""
 
 import math
 import time
@@ -64,8 +64,8 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
 
 
 def _bytes_predicted(context: TrainContext, limit: int) -> float:
-    """Returns the bytes of the text that a validation predicts, of a store from at most MOST_DECODED tokens: 0 if a
-    store has no tokenizer, or if the loss is weighted. limit: windows of each store; 0: all."""
+    """Returns the bytes of the text that a validation predicts, estimated for each store from at most MOST_DECODED tokens;
+    0 if a store has no tokenizer, or if the loss is weighted. limit: windows of each store; 0: all."""
     data = context.settings.data
     length = data.seq_length
     total = 0.0
@@ -95,12 +95,12 @@ def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
 
 @torch.no_grad()
 def write_samples(context: TrainContext) -> list[str]:
-    """Returns, on rank 0, each prompt with the text that the model writes behind it, always its likeliest token. Other
+    """Returns, on rank 0, each prompt with the text that the model writes after it, always its likeliest token. Other
     ranks get an empty list.
 
     All ranks call it and compute the same. The number of forward passes is fixed, because each of them gathers weights
     from all ranks. Nothing is drawn at random. The tokens keep their shape, so that compiled code is made for it once;
-    the zeros behind a text have no influence on its next token.
+    the zeros after a text have no influence on its next token.
     """
     prompts = context.data.prompts
     if not prompts:

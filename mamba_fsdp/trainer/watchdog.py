@@ -1,4 +1,4 @@
-"""The watchdog: a rank that makes no progress prints its stacks and ends the job, instead of hanging
+"""Watches a rank: one that makes no progress prints its stacks and ends the job, instead of hanging
 until the time limit."""
 
 import contextlib

@@ -1,1 +1,1 @@
-"""The verbs of `python -m mamba_fsdp`, one module each: the docstring is the help page, `main` runs the verb."""
+"""Holds the verbs of `python -m mamba_fsdp`, a module each: the docstring opens the help page, `main` runs the verb."""

@@ -4,12 +4,12 @@ python -m mamba_fsdp evaluate MODEL --tasks=NAME,... [--OPTION=VALUE ...]
 Measure a model. MODEL is a run folder, a checkpoint, a consolidated.00.pth,
 or a transformers or state-spaces folder (docs/evaluating.md).
 
-By DATA: token loss, perplexity per token and per word, and bits per byte.
+With DATA: token loss, perplexity per token and per word, and bits per byte.
 Every token is predicted once, from the tokens before it in its window. DATA is
 a token store, or a folder with stores in validation/ or test/; get_dataset.py
 makes stores from text. Under torchrun, the ranks share the work.
 
-By --tasks: what lm-evaluation-harness measures, where lm-eval is installed.
+With --tasks: what lm-evaluation-harness measures, if lm-eval is installed.
 Its results are printed, and kept as lm_eval_TIME.json if MODEL is a run folder.
 """
 
@@ -49,13 +49,13 @@ class CommandConfig(EvaluationConfig):
     json: bool = setting(False)
     """Print the numbers as JSON on stdout, everything else on stderr."""
     model_name: str = setting("", elsewhere="model_variant")
-    """MODEL's preset, if there is no config.json beside it."""
+    """MODEL's preset, if there is no config.json next to it."""
 
 
 def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     check_place(model)
     if bool(data) == bool(options.tasks):
-        raise UserError("measure the model either by DATA or by --tasks=NAME,...")
+        raise UserError("measure the model with either DATA or --tasks=NAME,...")
     # Both ways import torch; a missing path is reported earlier.
     if options.tasks:
         if importlib.util.find_spec("lm_eval") is None:
@@ -87,7 +87,7 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
 
 
 def measure_by_tasks(model: str, options: CommandConfig) -> None:
-    """Prints lm-eval's tables of the model, and writes its results into the run folder that `model` may be."""
+    """Prints lm-eval's tables of the model, and writes its results into the run folder if `model` is one."""
     from lm_eval.utils import make_table
 
     from mamba_fsdp.inference import harness

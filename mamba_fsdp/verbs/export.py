@@ -20,7 +20,7 @@ class ImportConfig:
     tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
     """Folder of a tokenizer to write instead of MODEL's own."""
     model_name: str = setting("", elsewhere="model_variant")
-    """MODEL's preset, if there is no config.json beside it."""
+    """MODEL's preset, if there is no config.json next to it."""
 
 
 @dataclass

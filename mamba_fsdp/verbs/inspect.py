@@ -124,7 +124,7 @@ def show_model(path: Path) -> None:
 
 
 def show_tensors(path: Path) -> None:
-    """Prints the tensors of a file that has no config.json beside it."""
+    """Prints the tensors of a file without a config.json next to it."""
     from mamba_fsdp.interop.weights import open_file
 
     shapes = open_file(path).shapes
@@ -132,7 +132,7 @@ def show_tensors(path: Path) -> None:
     say("tensors", f"{path}: {len(shapes)}, {numbers:,} numbers")
     say(
         "to use it",
-        f"there is no {MODEL_CONFIG} beside it, so name its preset, as in --model_name=mamba-130m",
+        f"there is no {MODEL_CONFIG} next to it, so name its preset, as in --model_name=mamba-130m",
     )
     for name, shape in shapes.items():
         say("", f"{name:<64} {shape}")

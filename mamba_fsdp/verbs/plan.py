@@ -55,7 +55,7 @@ class PlanConfig:
     """Number of machines."""
     instance: str = setting("", elsewhere="instance_type machine")
     """Kind of machine: a name in mamba_fsdp/planning/devices.py, as p4d.24xlarge. Without it: this
-    machine, whose speed is unknown."""
+    machine, with unknown speed."""
     devices: int = setting(0, at_least=0, elsewhere="gpus gpus_per_node num_gpus")
     """Number of devices of a machine."""
     memory: float = setting(0.0, at_least=0, at_most=1_000_000)

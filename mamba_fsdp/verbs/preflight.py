@@ -5,7 +5,7 @@ Are the nodes of a job fit for this training? 1.train.sbatch runs `report` on
 every node, in the training's own environment, then `judge` once, which prints
 what each NODE has and what is wrong with it. FOLDER is a fresh folder in the
 run folder, SETTINGS the file there with the settings of this start. Exit codes
-of judge: 0 all nodes are fit, 1 the trouble may pass, 2 you have to fix it.
+of judge: 0 all nodes are fit, 1 it may be transient, 2 you have to fix it.
 """
 
 import json
@@ -63,10 +63,10 @@ def report(folder: Path, settings_file: Path) -> None:
 
 
 def first_mistake(settings: TrainConfig) -> str:
-    """Returns a sentence, or "", on what a start would refuse on this node: weights that are missing or of another model,
-    data that is not there or, as the first node looks, not what training reads, a file system without room for the next
-    checkpoint, or for all that a new run keeps. Raises StorageError for trouble that may pass: then judge sees no answer
-    of this node."""
+    """Returns a sentence on what a start would refuse on this node, or "". It would refuse weights that are missing or of
+    another model; data that is missing or, which only the first node checks, not what training reads; and a file system
+    without room for the next checkpoint, or for all that a new run keeps. Raises StorageError for a transient error: then
+    judge sees no answer of this node."""
     try:
         if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
             from mamba_fsdp.trainer.starting_point import adopt_weights
@@ -78,7 +78,7 @@ def first_mistake(settings: TrainConfig) -> str:
                 f"there is no {path}; mount the shared file system there, correct the setting, or make it with "
                 "get_dataset.py (with an image: sbatch 2.tokenize.sbatch INPUT OUT)"
             )
-        if machine.is_first_node():  # what all would read, one reads
+        if machine.is_first_node():  # one node reads what is the same for all
             check_inputs(settings)
         # The oldest of a new run is removed once the newest is committed.
         check_space(settings, settings.checkpoint.keep_checkpoints + 1)
@@ -108,7 +108,7 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
                 f"node is down: scontrol show node {node}, and submit again with --exclude={node}"
             )
             problems.append(Problem(1, f"{node}: {sentence}"))
-        elif content.get("code") != own_code:  # None of an older version
+        elif content.get("code") != own_code:  # None: from an older version
             sentence = (
                 f"its {machine.PROJECT} holds other code than that of {nodes[0]}; mount the shared file system there, "
                 f"or submit again with --exclude={node}"

@@ -1,4 +1,4 @@
-"""The command line of training.py, which a launcher starts for each rank, and of `mamba-fsdp train`."""
+"""Runs the command line of training.py, which a launcher starts for each rank, and of `mamba-fsdp train`."""
 
 import contextlib
 import os

@@ -258,7 +258,7 @@ def test_a_config_of_ours_that_was_edited_wrongly(tmp_path):
     change_config(ours, d_model="64")
     refused(ours, "d_model is '64', but this program's models need: whole number, at l", tmp_path)
     change_config(ours, d_model=64, width=3)
-    refused(ours, "width is no setting of this program's models", tmp_path)
+    refused(ours, "width is not a setting of this program's models", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,9 @@ WORDS = {
 def test_a_word_finds_its_setting_or_why_there_is_none():
     for asked, first in WORDS.items():
         assert first in shown(asked)[:2], asked
-    assert settings_page().text("logical shards").startswith("logical shards is no setting here: ")
+    assert (
+        settings_page().text("logical shards").startswith("logical shards is not a setting here: ")
+    )
 
 
 @pytest.mark.parametrize(

@@ -43,5 +43,5 @@ def test_other_settings_are_refused(given, message):
 def test_a_setting_that_the_layers_of_the_weights_make_pointless():
     config = resolve.resolve_settings({"init_from": "there", "chunk_size": "32"})
     adopted = resolve.adopt_model(config, ModelConfig(d_model=48), "init_from there")
-    assert adopted.notes == ("chunk_size=32 does nothing without a mamba2 or mamba3 layer",)
+    assert adopted.notes == ("chunk_size=32 has no effect without a mamba2 or mamba3 layer",)
     assert not config.notes and config.model.d_model == 128

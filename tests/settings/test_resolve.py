@@ -114,7 +114,7 @@ def test_mistakes_are_refused_with_the_reason(given):
     assert MISTAKES[given] in refused(**words(given))
 
 
-# Every setting that needs another, with a value: where it does nothing, where it does something.
+# Every setting that needs another, with a value: settings without which it has no effect, settings with which it has one.
 POINTLESS = {
     "d_state=8": ("layers=attention", ""),
     "d_conv=3": ("layers=attention", ""),
@@ -177,11 +177,11 @@ def test_a_setting_that_does_nothing_is_refused(given, tmp_path):
             return "".join(resolve(*arguments, **given_words).notes)
         return refused(*arguments, **given_words)
 
-    assert f"{given} does nothing without " in told(**where_not, **words(given))
+    assert f"{given} has no effect without " in told(**where_not, **words(given))
     file = tmp_path / "own.yaml"
     lines = [f"{key}: {value}\n" for key, value in {**where_not, **words(given)}.items()]
     file.write_text("".join(lines))
-    assert re.search(f"{name}=.* does nothing without ", told(str(file)))
+    assert re.search(f"{name}=.* has no effect without ", told(str(file)))
 
 
 FITTING = {
@@ -219,7 +219,7 @@ def test_what_the_command_line_makes_pointless_in_a_file_is_forgotten(tmp_path):
     file.write_text(module.as_yaml(changed))
     assert resolve(str(file)) == changed
     message = refused("mambaoutai", eval_interval="0", eval_batches="2")
-    assert "eval_batches=2 does nothing" in message
+    assert "eval_batches=2 has no effect" in message
 
 
 def test_what_does_nothing_in_the_file_of_a_run_is_passed_over(tmp_path):

@@ -18,7 +18,7 @@ def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("run")
     given = {"load_ckpt_path": f"../{tmp_path.name}/link/", "resuming_dataset": True}
     assert "steps " in train("run", dry_run=True, **given) and not (tmp_path / "run").exists()
-    assert "starting   anew" in train("run", num_steps=2, **given)
+    assert "starting   afresh" in train("run", num_steps=2, **given)
     said = train("run", num_steps=3, **given)
     assert "resumes    from run/checkpoints/step_00000002, step 2\n" in said
     assert "starting" not in said

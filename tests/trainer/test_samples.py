@@ -100,11 +100,11 @@ def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, sett
         ({"eval_prompts": "/dev/null/.txt"}, "can't be read: Not a directory"),
         ({"eval_prompts": "caf\udce9"}, "can't be read: .*surrogates not allowed"),
         ({"eval_prompts": "{tmp_path}/blank.txt"}, "blank.txt: no prompt is there"),
-        ({"eval_prompts": "w1 w2\n" * 400}, "400 prompts of up to 2 tokens, with 50 behind"),
+        ({"eval_prompts": "w1 w2\n" * 400}, "400 prompts of up to 2 tokens, with 50 after"),
         ({"context_parallel": 2}, r"share sequences \(context_parallel=2\) can't"),
         ({"use_dummy_dataset": True}, "there is no data to validate on"),
         ({"dataset_path": "{corpus}"}, "the store has no tokenizer"),
-        ({"on_record": "print"}, "on_record=print is no function"),
+        ({"on_record": "print"}, "on_record=print is not a function"),
     ],
 )
 def test_a_mistake_is_a_line(train, given, tmp_path, corpus, wrong, told):

@@ -73,7 +73,7 @@ def test_an_error_before_the_text_is_one_line(run, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *given, **more: model)
     for word, message in (
         ("--prompt=def", "the model's answer is not finite"),
-        ("--prompt=na\udcefve", "--prompt: invalid UTF-8 behind 'na'; write it in "),
+        ("--prompt=na\udcefve", "--prompt: invalid UTF-8 after 'na'; convert it, "),
     ):
         code, out, err = run("runs/demo", word)
         assert (code, out) == (2, "") and err.startswith(f"error: {message}")

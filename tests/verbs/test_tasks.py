@@ -187,11 +187,11 @@ def test_what_is_told_and_kept(run, call, task_files):
         (["--tasks=ours_choice", "--seq_length=4"], "tokens, a window 4"),
         (
             ["--tasks=ours_until", "--stride=8"],
-            "--stride=8 does nothing without DATA instead of --tasks",
+            "--stride=8 has no effect without DATA (instead of --tasks)",
         ),
-        (["data/builtin", "--num_fewshot=2"], "--num_fewshot=2 does nothing without --tasks"),
-        (["data/builtin", "--tasks=ours_until"], "either by DATA or by --tasks"),
-        ([], "either by DATA or by --tasks"),
+        (["data/builtin", "--num_fewshot=2"], "--num_fewshot=2 has no effect without --tasks"),
+        (["data/builtin", "--tasks=ours_until"], "with either DATA or --tasks"),
+        ([], "with either DATA or --tasks"),
         (["--tasks=ours_until", "--tokenizer=large"], "more than the model"),
     ],
 )
