@@ -87,8 +87,8 @@ class SlurmTraining:
         self.variables = variables
         self.is_check = is_check
         self.supervisor = Supervisor()
-        self.listen()
         self.job = slurm.this_job()
+        self.listen()
         slurm.check_gpus(self.job)
         self.environment = choose_environment(variables.image)
         if self.environment.image:
@@ -129,7 +129,7 @@ class SlurmTraining:
                 return self.dry_run(plan)
             self.preflight(plan, folder)
             ending = self.train(plan, folder)
-        except StopAsked:
+        except (StopAsked, TooLate):
             ending = self.ending(ENDED)
         except GiveWay as trouble:
             if str(trouble):
@@ -143,7 +143,7 @@ class SlurmTraining:
             plan, start = self.prepare()
             self.preflight(plan, start)
             self.try_tokenizer(start)
-        except StopAsked:
+        except (StopAsked, TooLate):
             return ENDED
         except GiveWay as trouble:
             if str(trouble):
