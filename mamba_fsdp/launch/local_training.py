@@ -121,7 +121,7 @@ class LocalTraining:
             if self.stopped_at_once or not starts_again_in_place(ending, restarted_from, False):
                 break
             restarted_from = ending.newest
-            say("restarts   the ranks after the loss of " + ending.outcome.lost_rank)
+            say("restarts   the ranks after the loss of " + ending.lost)
             self.folder.forget_failures()
         return self.say_end(ending)
 

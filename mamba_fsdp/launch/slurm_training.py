@@ -335,8 +335,7 @@ class SlurmTraining:
                 if not starts_again_in_place(ending, restarted_from, bool(lost)):
                     return ending
                 restarted_from = ending.newest
-                lost_rank = ending.outcome.lost_rank or "a launcher, which was killed"
-                say("restarts   the ranks after the loss of " + lost_rank)
+                say("restarts   the ranks after the loss of " + ending.lost)
                 folder.forget_failures()
 
     def run_ranks(self, plan: Plan, folder: StartFolder, ask: Callable[[], None]) -> int:
