@@ -81,6 +81,7 @@ class LocalTraining:
         try:
             self.folder.make(self.plan.settings)
         except OSError:
+            self.folder.remove()
             raise Mistake("save_ckpt_path: can't write to " + self.plan.run_folder) from None
         self.listen()
         try:

@@ -444,7 +444,9 @@ class SlurmTraining:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
         if decision.forgets:
-            self.forget()
+            self.restarts.forget()
+        if self.folder:
+            self.folder.remove()
         say(decision.sentence)
         if decision.shows_error:
             self.show_first_error(ending)
