@@ -36,6 +36,11 @@ class Ending(NamedTuple):
     seconds_run: float = float("inf")  # of this start, when it was asked to stop
     seconds_left: float = float("inf")  # until the time limit, then
 
+    @property
+    def lost(self) -> str:
+        """Names what failed first: a rank, or a launcher that could leave nothing."""
+        return self.outcome.lost_rank or "a launcher, which was killed"
+
 
 class Action(Enum):
     """What the job does next."""

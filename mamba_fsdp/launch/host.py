@@ -74,6 +74,7 @@ def answer_of(*command: str) -> str:
 def set_up_python() -> None:
     """Sets the environment of every Python that this job starts: this project's code, and no other packages than those
     of its environment."""
+    os.environ.pop("PYTHONHOME", None)
     os.environ["PYTHONPATH"] = PROJECT
     os.environ["PYTHONNOUSERSITE"] = "1"
     os.environ["PYTHONUNBUFFERED"] = "1"

@@ -7,6 +7,12 @@ standard library alone, since an image's Python is there only once the image is 
 environment that trains, knows the settings.
 """
 
+import signal
+
+interrupt = signal.getsignal(signal.SIGINT)
+if interrupt == signal.default_int_handler:  # not under nohup, say
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # or Ctrl-C would print a traceback of imports
+
 import os
 import sys
 
@@ -89,6 +95,7 @@ def check_in_a_job(words: List[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupt)
     try:
         sys.exit(main(sys.argv[1], sys.argv[2:]))
     except Mistake as mistake:

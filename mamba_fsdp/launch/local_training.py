@@ -39,6 +39,7 @@ def train_here(called: str, words: List[str], profile: str, is_demo: bool) -> in
             newest = newest_checkpoint(answer.plan.run_folder) or "start"
             say("to resume from {}: {}".format(newest, " ".join(map(shlex.quote, command))))
         if code == 0 and is_demo:
+            training.give_back_signals()
             show_demo(python)
         return code
     return INTERRUPTED
@@ -69,6 +70,7 @@ class LocalTraining:
         self.was_killed = False  # the launcher, since the user did not want to wait
         self.stopped_at_once = False  # before the first step
         self.ask: Callable[[], None] = lambda: None  # the ranks to stop
+        self.handlers_before: Dict[int, Any] = {}
         self.hurries = signal.SIGTERM  # what ends the command that runs now at once
 
     @property
@@ -81,6 +83,7 @@ class LocalTraining:
         try:
             self.folder.make(self.plan.settings)
         except OSError:
+            self.folder.remove()
             raise Mistake("save_ckpt_path: can't write to " + self.plan.run_folder) from None
         self.listen()
         try:
@@ -121,7 +124,7 @@ class LocalTraining:
             if self.stopped_at_once or not starts_again_in_place(ending, restarted_from, False):
                 break
             restarted_from = ending.newest
-            say("restarts   the ranks after the loss of " + ending.outcome.lost_rank)
+            say("restarts   the ranks after the loss of " + ending.lost)
             self.folder.forget_failures()
         return self.say_end(ending)
 
@@ -173,7 +176,13 @@ class LocalTraining:
         }
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             handlers[signal.SIGHUP] = self.stop
+        self.handlers_before = {number: signal.getsignal(number) for number in handlers}
         self.supervisor.listen(handlers)
+
+    def give_back_signals(self) -> None:
+        """Lets signals do what they did before the training: Ctrl-C ends what runs."""
+        for number, handler in self.handlers_before.items():
+            signal.signal(number, handler)
 
     def ignore_signals(self) -> None:
         """Lets no signal disturb the last words."""

@@ -12,7 +12,8 @@ ON_NODE = "MAMBA_TRAIN_NODE"  # in the environment: 1.train.sbatch sets the netw
 
 def on_node(command: List[str]) -> List[str]:
     """Returns what starts the command with the network settings of its node, inside its container if there is one."""
-    return ["env", ON_NODE + "=1", os.path.join(PROJECT, "1.train.sbatch"), *command]
+    # By bash: a copy from a ZIP file, or a file system mounted with noexec, makes no file executable.
+    return ["env", ON_NODE + "=1", "bash", os.path.join(PROJECT, "1.train.sbatch"), *command]
 
 
 def launcher_of(python: str, run_folder: str, profile: str, start: str) -> List[str]:

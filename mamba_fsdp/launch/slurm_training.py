@@ -87,8 +87,8 @@ class SlurmTraining:
         self.variables = variables
         self.is_check = is_check
         self.supervisor = Supervisor()
-        self.listen()
         self.job = slurm.this_job()
+        self.listen()
         slurm.check_gpus(self.job)
         self.environment = choose_environment(variables.image)
         if self.environment.image:
@@ -129,7 +129,7 @@ class SlurmTraining:
                 return self.dry_run(plan)
             self.preflight(plan, folder)
             ending = self.train(plan, folder)
-        except StopAsked:
+        except (StopAsked, TooLate):
             ending = self.ending(ENDED)
         except GiveWay as trouble:
             if str(trouble):
@@ -143,7 +143,7 @@ class SlurmTraining:
             plan, start = self.prepare()
             self.preflight(plan, start)
             self.try_tokenizer(start)
-        except StopAsked:
+        except (StopAsked, TooLate):
             return ENDED
         except GiveWay as trouble:
             if str(trouble):
@@ -335,8 +335,7 @@ class SlurmTraining:
                 if not starts_again_in_place(ending, restarted_from, bool(lost)):
                     return ending
                 restarted_from = ending.newest
-                lost_rank = ending.outcome.lost_rank or "a launcher, which was killed"
-                say("restarts   the ranks after the loss of " + lost_rank)
+                say("restarts   the ranks after the loss of " + ending.lost)
                 folder.forget_failures()
 
     def run_ranks(self, plan: Plan, folder: StartFolder, ask: Callable[[], None]) -> int:
@@ -445,7 +444,9 @@ class SlurmTraining:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
         if decision.forgets:
-            self.forget()
+            self.restarts.forget()
+        if self.folder:
+            self.folder.remove()
         say(decision.sentence)
         if decision.shows_error:
             self.show_first_error(ending)

@@ -9,6 +9,7 @@ take what is the other's. For the cluster's own Python, see host.py.
 """
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ class StartFolder:
     def __init__(self, run_folder: str, name: str) -> None:
         self.run_folder = run_folder
         self.starts = os.path.join(run_folder, STARTS)
+        self.job = name.rpartition(".")[0]  # "" without a job
         self.path = os.path.join(self.starts, name)
         self.settings = os.path.join(self.path, RESOLVED)
         self.stop = os.path.join(self.path, STOP)
@@ -59,7 +61,12 @@ class StartFolder:
                 os.unlink(os.path.join(self.path, name))
 
     def remove(self) -> None:
-        """Removes the folder, and the one of all starts if it is empty then."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Removes the folder, those of the job's starts before, which were killed, and the one of all starts if it is
+        empty then."""
+        folders = [self.path]
+        if self.job:
+            folders += glob.glob(os.path.join(glob.escape(self.starts), self.job + ".*"))
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.rmdir(self.starts)

@@ -61,7 +61,7 @@ class Supervisor:
 
     def run(self, command: Sequence[str]) -> int:
         """Returns the exit code of a command, which SIGTERM ends if a signal asks to stop. Raises StopAsked then,
-        and if a signal has asked before."""
+        and if a signal has asked before, and TooLate as run_training does."""
         self.check_asked()
         self._start(command, self.terminate)
         code = self._end_of_child()
@@ -73,7 +73,8 @@ class Supervisor:
         self.check_asked()
         stderr = subprocess.STDOUT if with_errors else None
         child = self._start(command, self.terminate, stdout=subprocess.PIPE, stderr=stderr)
-        output, _ = child.communicate()
+        with self._waiting():
+            output, _ = child.communicate()
         self._end_of_child()
         self.check_asked()
         return output
@@ -108,16 +109,22 @@ class Supervisor:
 
     def _end_of_child(self) -> int:
         assert self.child
+        with self._waiting():
+            code = self.child.wait()
+        self.child = None
+        self.last_code = code if code >= 0 else 128 - code
+        return self.last_code
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Has `give_up_waiting` end the block with TooLate."""
         try:
             self.waits = True
             if self.is_too_late:
                 raise TooLate
-            code = self.child.wait()
+            yield
         finally:
             self.waits = False
-        self.child = None
-        self.last_code = code if code >= 0 else 128 - code
-        return self.last_code
 
     def terminate(self) -> None:
         """Ends the command that runs now, and what it has started."""

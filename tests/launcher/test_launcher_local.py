@@ -75,6 +75,22 @@ def test_ctrl_c_while_the_settings_are_read_ends_at_once(launcher_project):
     assert "Traceback" not in output and not (launcher_project / "runs").exists()
 
 
+@pytest.mark.slow
+def test_it_needs_no_executable_file_and_no_other_pythons_home(launcher_project):
+    """ZIP files keep no permissions, and module files of a cluster's Python may set PYTHONHOME."""
+    script = launcher_project / "1.train.sbatch"
+    script.chmod(0o644)
+    done = subprocess.run(
+        ["bash", script, RUN, "--num_steps=3"],
+        env={**os.environ, "PYTHONHOME": "/nonsense"},
+        cwd=launcher_project,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert starts(launcher_project / "runs/a")
+
+
 # It starts no rank until the script has done something about the signal: asked for a stop, or ended it.
 TELLS = """
 import os, sys, time

@@ -98,6 +98,13 @@ def test_a_training_that_does_not_end_is_not_waited_for(supervisor):
         supervisor.run_training(SLEEPS, lambda: None)
 
 
+def test_neither_is_a_command_that_only_prints(supervisor):
+    """One that does not end when it is asked to may cost the job its place in the queue."""
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(TooLate):
+        supervisor.output_of(SLEEPS)
+
+
 def test_no_signal_of_the_terminal_reaches_a_command(supervisor):
     session = supervisor.output_of([sys.executable, "-c", "import os; print(os.getsid(0))"])
     assert int(session) == supervisor.last_pid != os.getsid(0)
