@@ -41,17 +41,19 @@ class Environment(NamedTuple):
 
 
 def say(text: str = "") -> None:
-    """Prints a line, even if its reader has gone: then it is lost, and no more."""
-    try:
-        os.write(1, os.fsencode(text + "\n"))
-    except OSError:
-        pass
+    """Prints a line."""
+    write(1, text + "\n")
 
 
 def say_error(text: str) -> None:
     """Prints an error's line to stderr."""
+    write(2, f"error: {text}\n")
+
+
+def write(stream: int, text: str) -> None:
+    """Writes to stdout (1) or stderr (2), even if its reader has gone: then it is lost, and no more."""
     try:
-        os.write(2, os.fsencode(f"error: {text}\n"))
+        os.write(stream, os.fsencode(text))
     except OSError:
         pass
 

@@ -12,7 +12,7 @@ import tempfile
 from typing import Any, Callable, Dict, List
 
 from mamba_fsdp.launch.decision import KILLED, Ending, starts_again_in_place
-from mamba_fsdp.launch.host import PROJECT, Mistake, choose_venv, say
+from mamba_fsdp.launch.host import PROJECT, Mistake, choose_venv, say, write
 from mamba_fsdp.launch.node_command import launcher_of, on_node
 from mamba_fsdp.launch.plan_reader import Plan, read_plan
 from mamba_fsdp.launch.start_folder import StartFolder
@@ -154,7 +154,7 @@ class LocalTraining:
     def say_end(self, ending: Ending) -> int:
         """Says the first error of the ranks, or that nothing was lost. Returns the exit code."""
         if ending.outcome.error:
-            os.write(2, os.fsencode(ending.outcome.error))
+            write(2, ending.outcome.error)
         elif ending.code == KILLED and not self.was_killed:
             say(KILLED_LAUNCHER)
         if self.stopped_at_once:

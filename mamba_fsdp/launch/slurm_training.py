@@ -130,6 +130,7 @@ class SlurmTraining:
             self.preflight(plan, folder)
             ending = self.train(plan, folder)
         except (StopAsked, TooLate):
+            self.supervisor.send(signal.SIGKILL)  # to a command that heeds no SIGTERM
             ending = self.ending(ENDED)
         except GiveWay as trouble:
             if str(trouble):
@@ -247,7 +248,7 @@ class SlurmTraining:
         # What a run began with may be gone: its own checkpoint wins.
         paths = [path for path in plan.paths if os.path.exists(path) or not has_begun]
         folders = paths + folders_behind_links(paths)
-        if plan.dry_run:
+        if plan.dry_run or self.is_check:
             return folders
         caches = os.path.join(os.path.dirname(plan.run_folder), CACHES)
         with contextlib.suppress(OSError):
