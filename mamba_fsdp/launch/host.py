@@ -180,7 +180,11 @@ def check_image(image: str) -> None:
 def python_for_settings() -> Optional[str]:
     """Returns a Python of this host that can read settings, before an image is unpacked; None if there
     is none."""
-    for python in (os.path.join(PROJECT, ".venv", "bin", "python"), "python3"):
+    venv = os.path.join(PROJECT, ".venv")
+    own = os.path.join(venv, "bin", "python")
+    if os.access(own, os.X_OK) and os.path.isfile(os.path.join(venv, ".complete")):
+        return own
+    for python in (own, "python3"):
         can = "import sys, yaml; print(sys.version_info >= (3, 10))"
         if answer_of(python, "-c", can).strip() == "True":
             return python
