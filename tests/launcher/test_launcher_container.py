@@ -358,6 +358,17 @@ def test_a_node_that_cannot_start_the_container_is_named_and_the_job_queued_agai
     assert done.returncode == 1 and given_up in done.stdout
 
 
+def test_an_image_that_starts_on_no_node_ends_the_job_at_once(submit, launcher_project):
+    """It is damaged, or Enroot's disk is full: three more starts would find the same."""
+    done, _ = submit("--save_ckpt_path=runs/a", BROKEN_NODES="node1 node2")
+    assert done.returncode == 2, done.stdout
+    assert (
+        "error: the container started on no node; see above. If the image is damaged" in done.stdout
+    )
+    assert done.stdout.endswith("not queued again, since no restart can fix this\n")
+    assert not list((launcher_project / "logs").glob("restarts_*"))
+
+
 def test_without_gpus_nvidias_driver_is_not_asked_for(cluster, launcher_project):
     """The image's own variables ask for it, and Enroot fails on a node without NVIDIA's tools."""
     done, words = container(launcher_project)

@@ -211,6 +211,14 @@ def test_it_trains_where_its_reader_is_gone_from_the_start(launcher_project):
     assert done.returncode == 0 and (launcher_project / "trained").exists()
 
 
+@pytest.mark.slow
+def test_a_folder_for_temporary_files_that_is_not_there_is_no_hindrance(launcher_project, tmp_path):
+    (launcher_project / "training.py").write_text("open('trained', 'w')")
+    words = [RUN, "--use_dummy_dataset=true"]
+    code, output = train(launcher_project, *words, TMPDIR=str(tmp_path / "nowhere"))
+    assert code == 0 and (launcher_project / "trained").exists(), output
+
+
 MISTAKES = {  # what is typed before and behind ./1.train.sbatch: what is said
     "--save_ckpt_path=/proc/nowhere": "error: save_ckpt_path",
     "--save_ckpt_path=training.py": "error: save_ckpt_path",
