@@ -65,7 +65,7 @@ def main(called: str, words: List[str]) -> int:
         return check_in_a_job(settings)
     if is_demo:
         os.chdir(PROJECT)
-    return train_here(called, settings or DEMO, variables.profile, is_demo)
+    return train_here(called, settings or DEMO, variables, is_demo)
 
 
 def show_help(words: List[str]) -> int:

@@ -15,14 +15,9 @@ STATES = "RUNNING,SUSPENDED,STOPPED,COMPLETING"  # of jobs that may still use th
 MOST_SECONDS = 3600.0  # for a removal; a node that makes no progress ends earlier by itself
 
 
-def most_seconds() -> float:
-    """Returns how long a job that nothing presses waits for the removal."""
-    return MOST_SECONDS
-
-
 @contextlib.contextmanager
 def keeper(
-    job: slurm.Job, image: str, seconds: Callable[[], float] = most_seconds
+    job: slurm.Job, image: str, seconds: Callable[[], float] = lambda: MOST_SECONDS
 ) -> Iterator[None]:
     """Has keeper.py wait on all nodes for the block's end, or the job's: then it removes what this start has unpacked.
 

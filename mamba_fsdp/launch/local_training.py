@@ -12,7 +12,7 @@ import tempfile
 from typing import Any, Callable, Dict, List
 
 from mamba_fsdp.launch.decision import KILLED, Ending, starts_again_in_place
-from mamba_fsdp.launch.host import PROJECT, Mistake, choose_venv, say, write
+from mamba_fsdp.launch.host import PROJECT, Mistake, Variables, choose_venv, say, write
 from mamba_fsdp.launch.node_command import launcher_of, on_node
 from mamba_fsdp.launch.plan_reader import Plan, read_plan
 from mamba_fsdp.launch.start_folder import StartFolder
@@ -23,7 +23,7 @@ INTERRUPTED = 130
 KILLED_LAUNCHER = "error: a launcher was killed by SIGKILL, and all ranks with it; the kernel does so when memory runs out (dmesg)"
 
 
-def train_here(called: str, words: List[str], profile: str, is_demo: bool) -> int:
+def train_here(called: str, words: List[str], variables: Variables, is_demo: bool) -> int:
     """Trains on this machine. Returns the exit code. called: the command's name, to resume by."""
     python = choose_venv().python
     with contextlib.suppress(KeyboardInterrupt):
@@ -32,7 +32,7 @@ def train_here(called: str, words: List[str], profile: str, is_demo: bool) -> in
             return answer.code
         if answer.plan.dry_run:
             return dry_run([python], answer.plan.settings, nodes=1)
-        training = LocalTraining(python, answer.plan, profile)
+        training = LocalTraining(python, answer.plan, variables)
         code = training.run()
         if training.is_resumable:
             command = [called] + ([] if is_demo else words)
@@ -59,10 +59,10 @@ def dry_run(python: List[str], settings: Dict[str, Any], nodes: int) -> int:
 class LocalTraining:
     """A training under way on this machine."""
 
-    def __init__(self, python: str, plan: Plan, profile: str) -> None:
+    def __init__(self, python: str, plan: Plan, variables: Variables) -> None:
         self.python = python
         self.plan = plan
-        self.profile = profile
+        self.variables = variables
         self.supervisor = Supervisor()
         self.folder = StartFolder(plan.run_folder, f"here_{os.getpid()}")
         self.status_before = self.status()
@@ -87,15 +87,11 @@ class LocalTraining:
             raise Mistake("save_ckpt_path: can't write to " + self.plan.run_folder) from None
         self.listen()
         try:
-            with written_until(self.folder.stop, self.reason) as self.ask:
+            with written_until(self.folder.stop, self.supervisor.reason) as self.ask:
                 return self.make_data() or self.train()
         finally:
             self.ignore_signals()
             self.folder.remove()
-
-    def reason(self) -> str:
-        """Returns why the ranks are asked to stop: status.json keeps it."""
-        return f"SIG{self.supervisor.asked}\n"
 
     def make_data(self) -> int:
         """Makes the built-in data if the training needs it. Returns an exit code."""
@@ -114,8 +110,10 @@ class LocalTraining:
         words = ["--standalone", "--rdzv-id=" + os.path.basename(self.folder.path)]
         words += [os.path.join(PROJECT, "training.py"), "--resolved=" + self.folder.settings]
         self.hurries = signal.SIGQUIT  # at which a launcher kills its ranks
-        launcher = launcher_of(self.python, self.plan.run_folder, self.profile, str(os.getpid()))
-        if self.profile != "nsys":  # whose process would be in between
+        launcher = launcher_of(
+            self.python, self.plan.run_folder, self.variables.profile, str(os.getpid())
+        )
+        if self.variables.profile != "nsys":  # whose process would be in between
             os.environ["LAUNCHER_PID"] = str(os.getpid())  # it and its ranks end with this process
         restarted_from = ""
         while True:
@@ -147,7 +145,7 @@ class LocalTraining:
             newest=newest,
             newest_before=newest,
             restarts=0,
-            max_restarts=int(os.environ.get("MAX_RESTARTS") or 3),
+            max_restarts=self.variables.max_restarts,
             asked=self.supervisor.asked,
         )
 

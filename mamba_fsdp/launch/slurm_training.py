@@ -31,7 +31,7 @@ from mamba_fsdp.launch.host import (
     choose_environment,
     say,
 )
-from mamba_fsdp.launch.keeper_step import keeper, most_seconds
+from mamba_fsdp.launch.keeper_step import MOST_SECONDS, keeper
 from mamba_fsdp.launch.local_training import KILLED_LAUNCHER, dry_run
 from mamba_fsdp.launch.node_command import launcher_of, on_node
 from mamba_fsdp.launch.plan_reader import MODULE, Plan, parse_answer, read_plan_on_host
@@ -329,7 +329,7 @@ class SlurmTraining:
     def train(self, plan: Plan, folder: StartFolder) -> Ending:
         """Runs the ranks, again in place after a failure that a restart may fix. Returns how that ended."""
         restarted_from = ""
-        with written_until(folder.stop, self.reason) as ask:
+        with written_until(folder.stop, self.supervisor.reason) as ask:
             while True:
                 ending = self.ending(self.run_ranks(plan, folder, ask))
                 lost = slurm.lost_nodes() if ending.code != 0 else ""
@@ -409,10 +409,6 @@ class SlurmTraining:
                 self.seconds_left = left
                 signal.alarm(max(1, int(left - LAST_SECONDS)))
 
-    def reason(self) -> str:
-        """Returns why the ranks are asked to stop: status.json keeps it."""
-        return f"SIG{self.supervisor.asked}\n"
-
     # ------------------------------------------------------------------------------------------------ at the end
 
     def newest(self) -> str:
@@ -479,7 +475,7 @@ def seconds_for_removal(asked: str, seconds_left: Optional[float]) -> float:
     """Returns for how long a job waits for its containers to be removed. asked: the signal that ended it.
     seconds_left: until the time limit; None if a busy controller does not say."""
     if not asked:
-        return most_seconds()
+        return MOST_SECONDS
     if asked != "USR1" or seconds_left is None:
         return SHORT_REMOVAL_SECONDS
     return max(SHORT_REMOVAL_SECONDS, seconds_left - LAST_SECONDS)

@@ -54,6 +54,10 @@ class Supervisor:
             if self.child:
                 self.ask_child()
 
+    def reason(self) -> str:
+        """Returns why the ranks are asked to stop: status.json keeps it."""
+        return f"SIG{self.asked}\n"
+
     def check_asked(self) -> None:
         """Raises StopAsked if a signal has asked to stop."""
         if self.asked:
