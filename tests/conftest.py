@@ -73,7 +73,7 @@ LONGEST_FIRST = [
     "tests/parallel/test_context.py",
     "tests/kernels/test_compiled.py",
     "tests/kernels/test_triton_mixers.py",
-    "tests/launcher/test_launcher_node.py",
+    "tests/launch/test_launcher_node.py",
 ]
 
 

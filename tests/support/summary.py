@@ -21,7 +21,7 @@ EMPTY = 5
 # CI's machine (CI=true) has all that these tests need. There a skipped one is a failure.
 MUST_RUN_ON_CI = [
     "cpu: tests/container/",
-    "cpu: tests/launcher/",
+    "cpu: tests/launch/",
     "cpu: kernels",
     "torch2.2: ",
 ]
