@@ -102,6 +102,7 @@ class Checkpointer:
         self.pending: Save | None = None
         self.last: Path | None = None  # the checkpoint that was resumed from or committed last
         self.buffer = torch.empty(0, dtype=torch.uint8)  # for the copies, reused by each save
+        self.is_pinned = False  # the buffer, for a GPU
         self.stalled = 0.0  # seconds, see stall_seconds
 
     def resume(self, shards: Sequence[Shard], found: Found | None = None) -> WholeCheckpoint:
@@ -120,6 +121,12 @@ class Checkpointer:
         if self.world.rank == 0:
             self._free_disk(shards)
         self._host_memory([shard.data[start:stop] for shard, start, stop in self._parts(shards)])
+
+    def close(self) -> None:
+        """Gives the pinned memory back. Nothing is saved afterwards; a save under way is given up."""
+        if self.is_pinned:
+            self.is_pinned = False
+            _unpin(self.buffer)
 
     def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
         """Saves `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
@@ -205,6 +212,7 @@ class Checkpointer:
             self.buffer = torch.empty(sum(sizes), dtype=torch.uint8)
             if self.world.device.type == "cuda" and len(self.buffer):
                 _pin(self.buffer)
+                self.is_pinned = True
         places = self.buffer.split(sizes)
         return [place[: tensor.nbytes].view(tensor.dtype) for place, tensor in zip(places, tensors)]
 
@@ -335,11 +343,27 @@ class Checkpointer:
 
 
 def _pin(buffer: torch.Tensor) -> None:
+    """Pins the buffer where it lies. Raises UserError if the driver refuses."""
+    cuda = torch.cuda.cudart()
     try:
-        cuda = torch.cuda.cudart()
         torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
     except RuntimeError as error:
+        _forget_last_error()
         raise UserError(
             f"{len(buffer):,} bytes of host memory for saves can't be pinned ({first_line(error)}); "
             "give the job more memory"
         ) from None
+
+
+def _unpin(buffer: torch.Tensor) -> None:
+    """Undoes _pin, once no copy is under way. A lost GPU refuses; its process ends."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
+
+
+def _forget_last_error() -> None:
+    """Has CUDA forget the last error of this thread, which it keeps until a launch asks for it; else that would be a
+    launch that has done nothing wrong."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

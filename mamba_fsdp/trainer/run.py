@@ -100,7 +100,8 @@ def _run_training(
                     return Trained(folder.path, "dry run", {})
                 context = set_up.context()
                 state = context.state
-                stopped = train(context, folder, stop, console)
+                with contextlib.closing(context.checkpointer):
+                    stopped = train(context, folder, stop, console)
                 checkpoint = context.checkpointer.last
                 del context  # model and optimizer, before the world is closed
                 last = world.on_rank0(latest, folder.path)
