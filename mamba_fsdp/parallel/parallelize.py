@@ -22,9 +22,14 @@ from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.train_config import ParallelConfig
 
+SHARDING = (
+    "fsdp",
+    "hsdp",
+)  # the strategies that hand weights to the operators in the run's precision
+
 
 def choose_strategy(settings: ParallelConfig, world: World) -> str:
-    """Returns none (one process), ddp (replicate), fsdp (shard over all ranks) or hsdp (shard within groups, replicate
+    """Returns none (one process), ddp (replicate), fsdp (shard over all ranks) or hsdp (shard within nodes, replicate
     across them).
 
     Raises UserError if sharding_strategy does not fit the number of ranks.
@@ -36,6 +41,8 @@ def choose_strategy(settings: ParallelConfig, world: World) -> str:
         raise UserError(
             f"sharding_strategy=none is for one process, not {world.size}; choose ddp, fsdp or hsdp"
         )
+    if strategy == "hsdp" and world.local_size == 1:
+        return "ddp"  # the same here, but FSDP1 would not sum over groups of one rank
     return strategy
 
 
@@ -61,8 +68,6 @@ def parallelize(
             f"sharding_strategy=hsdp: {world.size} ranks can't be cut into groups of {shard_size}; "
             "start the same number of processes on every node"
         )
-    if strategy == "hsdp" and shard_size == 1:
-        strategy = "ddp"  # the same as hsdp here, but FSDP1 would not sum over groups of one rank
     slots = find_slots(model)
 
     blocks = model.backbone.layers
@@ -72,7 +77,7 @@ def parallelize(
         compile_blocks(blocks, world.device)
 
     whole = slots
-    if strategy in ("fsdp", "hsdp"):
+    if strategy in SHARDING:
         fp32 = model.fp32_parameter_names()
         whole = [slot for slot in slots if slot.name in fp32]
     for slot in whole:

@@ -35,6 +35,7 @@ from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.ops import backends as known
 from mamba_fsdp.ops.backends import REFERENCE, BackendChoice, resolve_backends
 from mamba_fsdp.ops.fused import VARIES
+from mamba_fsdp.parallel.parallelize import SHARDING, choose_strategy
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.run.names import CACHES, KERNELS
@@ -102,13 +103,15 @@ class Record:
 class FirstUse:
     """The choice of backends for the settings of a run, on a device."""
 
-    def __init__(self, settings: TrainConfig, device: torch.device) -> None:
+    def __init__(
+        self, settings: TrainConfig, device: torch.device, is_sharded: bool = False
+    ) -> None:
         self.device = device.type
         self.kernels = settings.training.kernels
         self.uses = settings.operator_uses(device.type)
         self.asked = f"kernels={self.kernels} for {self.uses}"
         self.demanded = known.demands(self.kernels, self.uses)
-        self.layers = LayerCheck(settings, device)
+        self.layers = LayerCheck(settings, device, is_sharded)
         self.record = Record()
         self.path: Path | None = None  # of the run's kernels.json
 
@@ -118,6 +121,7 @@ class FirstUse:
             self.asked,
             str(self.layers.model),
             str(self.layers.shape),
+            f"sharded: {self.layers.is_sharded}",
             machine_at_hand().device,
             os.environ.get("TRITON_PTXAS_PATH", ""),
         ]
@@ -281,7 +285,8 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendCh
     """Returns the same choice on all ranks and, in words, where it comes from. Raises UserError on all ranks if there
     is no choice or it fails on any rank."""
     began = time.perf_counter()
-    use = FirstUse(settings, world.device)
+    is_sharded = choose_strategy(settings.parallel, world) in SHARDING
+    use = FirstUse(settings, world.device, is_sharded)
     record, origin = world.on_rank0(use.choose, folder)
 
     def compare() -> None:

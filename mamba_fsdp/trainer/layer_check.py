@@ -69,14 +69,18 @@ class Measured(NamedTuple):
 class LayerCheck:
     """The check of the layers of a run's model on a device.
 
-    kinds: of the layers. shape: the run's own rows. tests: the rows of the check."""
+    kinds: of the layers. shape: the run's own rows. tests: the rows of the check. is_sharded: whether sharding hands the
+    weights to the operators in the run's precision; without it they come in fp32, for which Triton compiles other code."""
 
-    def __init__(self, settings: TrainConfig, device: torch.device) -> None:
+    def __init__(
+        self, settings: TrainConfig, device: torch.device, is_sharded: bool = False
+    ) -> None:
         training = settings.training
         own = own_positions(settings)
         self.model = settings.model
         self.device = device
         self.dtype = DTYPES[training.precision(device.type)]
+        self.is_sharded = is_sharded
         self.deterministic = training.deterministic
         self.seq_idx = settings.data.reset_at_documents
         kinds = [layer.mixer + "+mlp" * layer.mlp for layer in self.model.layer_list()]
@@ -86,9 +90,10 @@ class LayerCheck:
         batch = min(training.batch_size, 1 + FULL // self.model.d_inner)
         self.positions = POSITIONS + own % 16
         self.short = [Rows(batch, self.positions)]
-        if settings.parallel.context_parallel > 1:
-            self.short.append(Rows(1, self.positions, before=self.positions))
         self.tests = [*self.short, Rows(1, own)]
+        if settings.parallel.context_parallel > 1:
+            self.short.append(Rows(batch, self.positions, before=self.positions))
+            self.tests = [*self.short, Rows(1, own), Rows(1, own, before=own)]
         # For each kind of layer: the reference's results in float64, and in the run's precision.
         self.expected: dict[str, tuple[Results, Results]] = {}
 
@@ -118,7 +123,7 @@ class LayerCheck:
                 value /= math.sqrt(value.shape[1])
             if name.endswith(("dt_bias", "dt_proj.bias")):
                 value -= 3  # states live for dozens of positions
-            if name not in model.fp32_parameter_names():
+            if self.is_sharded and name not in model.fp32_parameter_names():
                 value = value.to(self.dtype)
             parameter.data = value.double() if exact else value
         return model
