@@ -44,7 +44,15 @@ def chunk_loss(
     if not want_gradient:
         return loss, None
     gradient = exponentials.mul_(counted / total)
-    return loss, gradient.scatter_add_(1, picked, -counted.to(gradient.dtype)).to(dtype)
+    if (
+        torch.are_deterministic_algorithms_enabled()
+    ):  # on a GPU, scatter_add_ would then make the host wait
+        of_label = gradient.gather(1, picked) - counted.to(gradient.dtype)
+        tokens = torch.arange(logits.shape[1], device=logits.device)
+        torch.where(picked == tokens, of_label, gradient, out=gradient)
+    else:
+        gradient.scatter_add_(1, picked, -counted.to(gradient.dtype))
+    return loss, gradient.to(dtype)
 
 
 def _in_chunks(
