@@ -25,20 +25,26 @@ PACKAGES = {
 
 def write_wheels(folder):
     """Write a wheel of each package to `folder`, of the version that requirements/torch2.2.txt pins."""
-    listed = Path(__file__).with_name("cuda_functions.txt").read_text()
-    functions = {}
-    for section in listed.split("[")[1:]:
-        library, names = section.split("]")
-        functions[library] = names.split()
+    of_library = functions()
     requirements = (PROJECT / "requirements/torch2.2.txt").read_text()
     for name, libraries in PACKAGES.items():
         (version,) = re.findall(rf"^nvidia-{name}-cu12==(\S+)", requirements, re.MULTILINE)
         files = {}
         for library in libraries:
-            compile_library(folder / library, functions.get(library, ()))
+            compile_library(folder / library, of_library.get(library, ()))
             files[f"nvidia/{name}/lib/{library}"] = (folder / library).read_bytes()
             (folder / library).unlink()
         write_wheel(folder, f"nvidia_{name}_cu12", f"{version}+none", files)
+
+
+def functions():
+    """{library: the functions of it that torch's own libraries name}."""
+    listed = Path(__file__).with_name("cuda_functions.txt").read_text()
+    of_library = {}
+    for section in listed.split("[")[1:]:
+        library, names = section.split("]")
+        of_library[library] = names.split()
+    return of_library
 
 
 def compile_library(path, functions):

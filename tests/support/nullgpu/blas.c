@@ -1,0 +1,46 @@
+/* cuBLAS and cublasLt for a GPU that computes nothing: the functions that answer something. The others, products and
+   solutions, count as a call and do nothing; build.py writes them by their names. */
+#include "device.h"
+
+static int handle; /* stands for all handles and descriptions */
+
+#define MAKES_A_HANDLE(name)                                                                                           \
+    int name(void **made) {                                                                                            \
+        *made = &handle;                                                                                               \
+        return 0;                                                                                                      \
+    }
+
+#define READS_A_ZERO(name)                                                                                             \
+    int name(void *of, int *value) {                                                                                   \
+        *value = 0;                                                                                                    \
+        return 0;                                                                                                      \
+    }
+
+#define DOES_NOTHING(name)                                                                                             \
+    int name(void) { return 0; }
+
+MAKES_A_HANDLE(cublasCreate_v2)
+MAKES_A_HANDLE(cublasLtMatmulDescCreate)
+MAKES_A_HANDLE(cublasLtMatmulPreferenceCreate)
+MAKES_A_HANDLE(cublasLtMatrixLayoutCreate)
+
+READS_A_ZERO(cublasGetMathMode)
+READS_A_ZERO(cublasGetPointerMode_v2)
+
+DOES_NOTHING(cublasDestroy_v2)
+DOES_NOTHING(cublasSetMathMode)
+DOES_NOTHING(cublasSetPointerMode_v2)
+DOES_NOTHING(cublasSetStream_v2)
+DOES_NOTHING(cublasSetWorkspace_v2)
+DOES_NOTHING(cublasLtMatmulDescDestroy)
+DOES_NOTHING(cublasLtMatmulDescSetAttribute)
+DOES_NOTHING(cublasLtMatmulPreferenceDestroy)
+DOES_NOTHING(cublasLtMatmulPreferenceSetAttribute)
+DOES_NOTHING(cublasLtMatrixLayoutDestroy)
+
+/* The one choice of an algorithm: there is one. */
+int cublasLtMatmulAlgoGetHeuristic(void *lt, void *operation, void *a, void *b, void *c, void *d, void *preference,
+                                   int wanted, void *results, int *found) {
+    *found = 1;
+    return 0;
+}

@@ -1,0 +1,138 @@
+"""NCCL's part on the null device: tensors of the device are exchanged by gloo, over copies on the CPU."""
+
+import contextlib
+import datetime
+
+import torch
+import torch.distributed as dist
+
+NAME = "over_gloo"
+
+
+class Done(dist._Work):
+    """A collective that has ended."""
+
+    every: list[
+        "Done"
+    ] = []  # torch 2.2 keeps no reference to it, and would wait for good on what is left
+
+    def __init__(self, result):
+        super().__init__()
+        self.every.append(self)
+        self.future = torch.futures.Future(devices=[torch.cuda.current_device()])
+        self.future.set_result(result)
+
+    def wait(self, timeout=None):
+        return True
+
+    def is_completed(self):
+        return True
+
+    def get_future(self):
+        return self.future
+
+
+@contextlib.contextmanager
+def unreported():
+    """Lets the host wait for the device, which NCCL would not: no fault of a step."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    yield
+    torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextlib.contextmanager
+def on_cpu(*lists):
+    """Copies of the tensors of each list, written back at the block's end."""
+    with unreported():
+        copies = [[tensor.cpu() for tensor in tensors] for tensors in lists]
+        yield copies
+        for tensors, of_them in zip(lists, copies):
+            for tensor, copy in zip(tensors, of_them):
+                tensor.copy_(copy)
+
+
+def as_bytes(tensor):
+    """The flat bytes of a tensor: gloo does not know every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+class OverGloo(dist.ProcessGroup):
+    """A process group for tensors of the device."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+        self.exchanges = []  # under way: (gloo's work, tensors to fill or [], copies)
+
+    def getBackendName(self):
+        return NAME
+
+    def broadcast(self, tensors, options):
+        with on_cpu(tensors) as (copies,):
+            self.gloo.broadcast(copies, options).wait()
+        return Done(tensors)
+
+    def allreduce(self, tensors, options):
+        with on_cpu(tensors) as (copies,):
+            self.gloo.allreduce(copies, options).wait()
+        return Done(tensors)
+
+    def allgather(self, gathered, own, options):
+        with on_cpu(*gathered, own) as copies:
+            self.gloo.allgather(copies[:-1], copies[-1], options).wait()
+        return Done(gathered)
+
+    def _allgather_base(self, gathered, own, options):
+        with on_cpu([gathered], [own]) as ((into,), (part,)):
+            parts = list(as_bytes(into).chunk(self.size()))
+            self.gloo.allgather([parts], [as_bytes(part)]).wait()
+        return Done(gathered)
+
+    def _reduce_scatter_base(self, own, parts, options):
+        with on_cpu([own], [parts]) as ((into,), (whole,)):
+            summed = whole.float().view(-1)
+            self.gloo.allreduce([summed]).wait()
+            into.view(-1).copy_(summed.chunk(self.size())[self.rank()])
+        return Done(own)
+
+    def _start_coalescing(self, device):
+        pass
+
+    def send(self, tensors, to, tag):
+        with unreported():
+            copies = [tensor.cpu() for tensor in tensors]
+        self.exchanges.append((self.gloo.send(copies, to, tag), [], copies))
+
+    def recv(self, tensors, of, tag):
+        copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        self.exchanges.append((self.gloo.recv(copies, of, tag), tensors, copies))
+
+    def _end_coalescing(self, device):
+        with unreported():
+            for work, tensors, copies in self.exchanges:
+                work.wait()
+                for tensor, copy in zip(tensors, copies):
+                    tensor.copy_(copy)
+        self.exchanges.clear()
+        return Done([])
+
+    def barrier(self, options):
+        self.gloo.barrier(options).wait()
+        return Done([])
+
+
+def make(store, rank, size, timeout):
+    return OverGloo(store, rank, size, timeout or datetime.timedelta(minutes=30))
+
+
+def stand_for_nccl():
+    """From now on, a process group over nccl is one over gloo."""
+    dist.Backend.register_backend(NAME, make, devices=["cuda"])
+    of_torch = dist.init_process_group
+
+    def init_process_group(backend=None, *given, **named):
+        return of_torch(NAME if backend == "nccl" else backend, *given, **named)
+
+    dist.init_process_group = init_process_group

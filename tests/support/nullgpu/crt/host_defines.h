@@ -1,0 +1,15 @@
+/* NVIDIA ships this header apart from the runtime's own. Those need these words of it, which say nothing to a C compiler. */
+#define CUDARTAPI
+#define CUDARTAPI_CDECL
+#define CUDART_CB
+#define __annotate__(a)
+#define __location__(a)
+#define __align__(n) __attribute__((aligned(n)))
+#define __builtin_align__(n) __attribute__((aligned(n)))
+#define __host__
+#define __device__
+#define __device_builtin__
+#define __device_builtin_texture_type__
+#define __device_builtin_surface_type__
+#define __cudart_builtin__
+#define __inline_hint__
