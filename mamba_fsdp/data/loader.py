@@ -119,15 +119,6 @@ class BatchShape:
         return self.world_size * self.grad_accumulation_steps * self.batch_size
 
 
-def own_positions(settings: TrainConfig) -> int:
-    """Returns how many positions of each sequence a rank computes."""
-    sharing = settings.parallel.context_parallel
-    if sharing == 1:
-        return settings.data.seq_length
-    least = settings.model.d_conv - 1  # the next rank's convolution reads so many positions
-    return max(-(-settings.data.seq_length // sharing), least)
-
-
 def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
     """Returns which samples of a step this rank computes. Raises UserError if the ranks or the
     global batch can't be split evenly."""
@@ -140,7 +131,7 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
     sequence_slice = None
     who = "ranks"
     if sharing > 1:
-        sequence_slice = SequenceSlice(rank % sharing, sharing, own_positions(settings))
+        sequence_slice = SequenceSlice(rank % sharing, sharing, settings.own_positions())
         who = f"groups of {sharing} ranks"
     rank = rank // sharing
     ranks = ranks // sharing

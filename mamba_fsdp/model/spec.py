@@ -410,17 +410,36 @@ def operator_uses(
     seq_idx: bool = False,
     deterministic: bool = False,
     in_parts: bool = False,
+    tokens: int = 0,
 ) -> dict[str, list[Use]]:
-    """Returns the Uses of each operator in the model. dtype: the torch.dtype of the activations; the other arguments
-    are as in Use. If ranks share sequences, no mixer is computed in one call."""
+    """Returns the Uses of each operator in the model. dtype: the torch.dtype of the activations; tokens: of a batch, if
+    it is known; the other arguments are as in Use. If ranks share sequences, no mixer is computed in one call."""
     uses: dict[str, list[Use]] = {}
     always: Operators = {"norm": {}, "loss": {}}
+    elements = tokens * widest_projection(config)
     for operators in (always, *(part.operators(config) for part in config.parts())):
         for operator, sizes in operators.items():
             if in_parts and operator in MIXER_PARTS:
                 continue
             use = Use(
-                operator, dtype, seq_idx, deterministic=deterministic, in_parts=in_parts, **sizes
+                operator,
+                dtype,
+                seq_idx,
+                deterministic=deterministic,
+                in_parts=in_parts,
+                elements=elements,
+                **sizes,
             )
             uses.setdefault(operator, []).append(use)
     return uses
+
+
+def widest_projection(config: "ModelConfig") -> int:
+    """Returns the rows of the largest matrix that a layer multiplies its input by: the channels of a token there."""
+    matrices = [
+        parameter
+        for part in config.parts()
+        for parameter in part.parameters(config).values()
+        if parameter.rows
+    ]
+    return max((parameter.shape[0] for parameter in matrices), default=0)

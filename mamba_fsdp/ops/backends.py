@@ -58,6 +58,7 @@ class Use:
     channels: int = 0  # of the convolution, or of a head's keys
     rows: int = 0  # of a mixer's input projection
     deterministic: bool = False  # whether equal runs must be equal bit for bit
+    elements: int = 0  # of the largest tensor that a batch makes, as far as it is known
     in_parts: bool = False  # whether ranks share sequences and pass states to the next rank
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import attention
 from mamba_fsdp.ops.backends import Use
 
@@ -18,6 +19,8 @@ FUNCTIONS = (  # of this module, that call the libraries
     "mamba1_mixer",
     "mamba2_mixer",
 )
+# The libraries compute addresses in 32 bits (state-spaces/mamba #1015): an element behind this one is another one.
+REACH = 1 << 31
 # Why the results of equal runs may differ in bits.
 VARIES = {
     "conv": "causal-conv1d before 1.6 adds with atomics, and later versions are not measured",
@@ -31,6 +34,10 @@ VARIES = {
 def why_not(use: Use) -> str | None:
     if use.deterministic and use.operator in VARIES:
         return f"deterministic=true, and {VARIES[use.operator]}"
+    if use.elements >= REACH:
+        return (
+            f"its kernels reach 2^31 elements, and a batch has {use.elements:,}: lower batch_size"
+        )
     if use.operator == "conv" and use.channels % 8:
         return f"causal-conv1d takes multiples of 8 channels, not {use.channels}"
     if use.operator == "gdn" and use.channels > 256:
@@ -45,9 +52,21 @@ def why_not(use: Use) -> str | None:
     return None
 
 
+def check_reach(*tensors: Tensor) -> None:
+    """Raises UserError if the libraries' addresses don't reach all elements of a tensor, as with a very long prompt."""
+    for tensor in tensors:
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+        if last >= REACH:
+            raise UserError(
+                f"a batch of {tensor.shape[0]} x {tensor.shape[1]:,} tokens has an element {last:,}, and mamba-ssm's kernels "
+                "reach 2^31: take fewer tokens at a time"
+            )
+
+
 def causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None) -> Tensor:
     from causal_conv1d import causal_conv1d_fn
 
+    check_reach(x)
     if x.stride(1) % 8:  # the distance of positions must be a multiple of 8 elements
         x = x.contiguous()
     out = causal_conv1d_fn(
@@ -80,6 +99,8 @@ def selective_scan(
         "mamba-ssm's scan has no gradient through its state"
     )
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    check_reach(u, dt, B, C, z)
 
     def channels_first(value: Tensor) -> Tensor:
         return value.transpose(1, 2).contiguous()
@@ -117,6 +138,7 @@ def ssd(
 ) -> Tensor | tuple[Tensor, Tensor]:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
+    check_reach(x, B, C)
     return mamba_chunk_scan_combined(
         x,
         dt,
@@ -168,6 +190,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
 
+    check_reach(x)
     normed, residual = rms_norm_fn(
         x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True
     )
@@ -179,6 +202,7 @@ def gated_rms_norm(
 ) -> Tensor:
     from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
 
+    check_reach(x, z)
     return rmsnorm_fn(
         x, weight, None, z=z, eps=eps, group_size=group_size, norm_before_gate=norm_first
     )
@@ -199,6 +223,7 @@ def mamba1_mixer(
     assert seq_idx is None, "mamba-ssm's scan has no boundaries"
     from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn
 
+    check_reach(xz)
     weights = [w.to(xz.dtype) for w in (conv_weight, conv_bias, x_proj, dt_proj, out_proj)]
     return mamba_inner_fn(
         xz.transpose(1, 2).contiguous(),
@@ -228,6 +253,7 @@ def mamba2_mixer(
 ) -> Tensor:
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
+    check_reach(zxbcdt)
     return mamba_split_conv1d_scan_combined(
         zxbcdt,
         weight.squeeze(1).to(zxbcdt.dtype),

@@ -11,7 +11,6 @@ from fractions import Fraction
 from functools import cached_property
 
 from mamba_fsdp.conventions import DTYPES
-from mamba_fsdp.data.loader import own_positions
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy
@@ -44,7 +43,7 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Returns the tokens of a micro-batch that a device computes."""
-        return self.settings.training.batch_size * own_positions(self.settings)
+        return self.settings.training.batch_size * self.settings.own_positions()
 
     @property
     def sharing(self) -> int:

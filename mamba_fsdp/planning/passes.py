@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from mamba_fsdp.conventions import DTYPES
-from mamba_fsdp.data.loader import own_positions
 from mamba_fsdp.model.lm import Block, MambaLM
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import OPERATORS
@@ -131,7 +130,7 @@ def measure(
 ) -> PassBytes:
     """Returns the bytes that the passes of a micro-batch hold. Weights do not count; unsharded gradients, which exist
     before the passes, do not count either. Copies of weights in the compute dtype count."""
-    tokens = settings.training.batch_size * own_positions(settings)
+    tokens = settings.training.batch_size * settings.own_positions()
     layers = settings.model.layer_list()
     first_of_kind = sorted({layers.index(layer) for layer in layers})
     with META, no_kernels():
@@ -209,7 +208,7 @@ def block_bytes(network: MambaLM, block: Block, settings: TrainConfig, longest: 
             torch.autograd.backward([hidden, residual], gradients)
         return [kept, held.most - hidden.nbytes - kept]
 
-    return BlockBytes(*extrapolated(run, own_positions(settings), longest, longest // 2))
+    return BlockBytes(*extrapolated(run, settings.own_positions(), longest, longest // 2))
 
 
 def loss_bytes(network: MambaLM, tokens: int, chunk: int) -> int:

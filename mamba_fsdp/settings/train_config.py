@@ -498,7 +498,16 @@ class TrainConfig:
             self.data.reset_at_documents,
             self.training.deterministic,
             self.parallel.context_parallel > 1,
+            tokens=self.training.batch_size * self.own_positions(),
         )
+
+    def own_positions(self) -> int:
+        """Returns how many positions of each sequence a rank computes."""
+        sharing = self.parallel.context_parallel
+        if sharing == 1:
+            return self.data.seq_length
+        least = self.model.d_conv - 1  # the next rank's convolution reads so many positions
+        return max(-(-self.data.seq_length // sharing), least)
 
 
 # How `fitted` adapts settings, in this order.

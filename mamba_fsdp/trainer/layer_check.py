@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from mamba_fsdp.conventions import DTYPES
-from mamba_fsdp.data.loader import own_positions
 from mamba_fsdp.errors import Accident, first_line
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.model.lm import MambaLM
@@ -76,7 +75,7 @@ class LayerCheck:
         self, settings: TrainConfig, device: torch.device, is_sharded: bool = False
     ) -> None:
         training = settings.training
-        own = own_positions(settings)
+        own = settings.own_positions()
         self.model = settings.model
         self.device = device
         self.dtype = DTYPES[training.precision(device.type)]

@@ -7,6 +7,7 @@ import pytest
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 MOST_SECONDS = 200
+LAUNCHES_OF_THREE_STEPS = 350
 SETTINGS = {
     "use_dummy_dataset": "true",
     "layers": "mamba2",
@@ -24,14 +25,16 @@ SETTINGS = {
 
 
 @pytest.fixture
-def run(start, tmp_path):
-    """run(NULLGPU_...=value, setting=value ...) -> (exit code, stderr), of training.py in tmp_path."""
+def run(start):
+    """run(run folder, NULLGPU_... or setting=value ...) -> (exit code, stderr) of training.py."""
 
-    def run(variables=None, **settings):
-        words = ["-m", "tests.support.nullgpu.program", "training.py"]
-        settings = SETTINGS | {"save_ckpt_path": tmp_path / "run"} | settings
-        words += [f"--{name}={value}" for name, value in settings.items()]
-        process = start(*words, **(variables or {}))
+    def run(folder, **more):
+        variables = {name: value for name, value in more.items() if name.startswith("NULLGPU")}
+        settings = {name: value for name, value in more.items() if name not in variables}
+        settings = SETTINGS | {"save_ckpt_path": folder} | settings
+        words = [f"--{name}={value}" for name, value in settings.items()]
+        program = ["-m", "tests.support.nullgpu.program", "training.py"]
+        process = start(*program, *words, **variables)
         _, stderr = process.communicate(timeout=MOST_SECONDS)
         return process.returncode, stderr
 
@@ -40,39 +43,40 @@ def run(start, tmp_path):
 
 def whole_checkpoints(folder):
     """The names of a run's checkpoints, each of which is committed."""
-    found = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
-    assert all((folder / "run/checkpoints" / name / "COMMIT").exists() for name in found)
-    return found
+    found = sorted((folder / "checkpoints").iterdir())
+    assert all((path / "COMMIT").exists() for path in found)
+    return [path.name for path in found]
 
 
-def test_a_lost_gpu_costs_the_steps_since_the_last_checkpoint(run, tmp_path):
-    """Whether it is lost while kernels are tested or while steps are taken."""
+def test_a_gpu_lost_in_the_first_minute_is_told(run, tmp_path):
+    code, stderr = run(tmp_path / "run", NULLGPU_LOST=200)
+    assert code == 1 and "the GPU is lost: start again" in stderr
+    assert whole_checkpoints(tmp_path / "run") == []
+
+
+def test_a_gpu_lost_in_mid_run_costs_the_steps_since_the_last_checkpoint(run, tmp_path):
+    """The runs lie in folders of their own, so that each chooses its kernels and launches as many."""
     report = tmp_path / "report.json"
-    whole = {"save_ckpt_path": tmp_path / "whole"}
-    assert run({"NULLGPU_REPORT": report}, **whole)[0] == 0
+    assert run(tmp_path / "whole/run", NULLGPU_REPORT=report)[0] == 0
     counted = json.loads(report.read_text())
     launches = counted["torch_launches"] + counted["triton_launches"]
-    code, stderr = run({"NULLGPU_LOST": launches // 20})
-    assert code == 1 and "the GPU is lost: start again" in stderr
-    assert whole_checkpoints(tmp_path) == []
-    # The kernels of this run are tested but not chosen again, so that there are fewer launches.
-    code, stderr = run({"NULLGPU_LOST": launches - 100})
+    folder = tmp_path / "lost/run"
+    code, stderr = run(folder, NULLGPU_LOST=launches - LAUNCHES_OF_THREE_STEPS)
     assert code == 1 and "CUDA error" in stderr
-    before = whole_checkpoints(tmp_path)
-    assert run()[0] == 0
-    assert set(before) <= set(whole_checkpoints(tmp_path))
-    assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "finished"
+    before = whole_checkpoints(folder)
+    assert before and before[-1] < "step_00000008"
+    assert run(folder)[0] == 0
+    assert "step_00000008" in whole_checkpoints(folder)
 
 
 def test_a_stuck_kernel_ends_the_rank_with_its_stacks(run, tmp_path):
-    """Where kernels are tested, as in the steps, the watchdog sees it."""
-    code, stderr = run({"NULLGPU_HANG": 500}, timeout_minutes=0.1)
+    code, stderr = run(tmp_path / "run", NULLGPU_HANG=500, timeout_minutes=0.1)
     assert code == 1
     assert "rank 0 made no progress for 0.1 minutes" in stderr and "Thread 0x" in stderr
-    assert whole_checkpoints(tmp_path) == []
+    assert whole_checkpoints(tmp_path / "run") == []
 
 
 def test_a_full_gpu_is_told(run, tmp_path):
-    code, stderr = run({"NULLGPU_MEMORY": 30 << 20})
+    code, stderr = run(tmp_path / "run", NULLGPU_MEMORY=30 << 20)
     assert code == 1 and "CUDA out of memory" in stderr
-    assert whole_checkpoints(tmp_path) == []
+    assert whole_checkpoints(tmp_path / "run") == []
