@@ -28,7 +28,7 @@ CUresult cuDriverGetVersion(int *version) {
 }
 
 CUresult cuGetErrorString(CUresult error, const char **text) {
-    *text = "an error of the null device";
+    *text = error == CUDA_ERROR_LAUNCH_FAILED ? "unspecified launch failure" : "an error of the null device";
     return CUDA_SUCCESS;
 }
 
