@@ -14,7 +14,7 @@ from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.passes import measure
 from mamba_fsdp.settings.train_config import ParallelConfig, TrainConfig
-from tests.kernels.compare import assert_like, double, evaluate
+from tests.support.compare import assert_like, double, evaluate
 from tests.support.memory import LargestTensor
 
 

@@ -10,7 +10,7 @@ import torch
 
 from mamba_fsdp.ops.gdn import gated_delta_rule
 from mamba_fsdp.ops.gdn.reference import CHUNK
-from tests.kernels.compare import assert_like, double, evaluate
+from tests.support.compare import assert_like, double, evaluate
 from tests.support.definitions import assert_no_leak, delta_recurrence, random_documents
 
 pytestmark = pytest.mark.torch22

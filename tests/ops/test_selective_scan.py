@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_fsdp.ops.scan import selective_scan
-from tests.kernels.compare import assert_like, assert_same_bits, double, evaluate
+from tests.support.compare import assert_like, assert_same_bits, double, evaluate
 from tests.support.definitions import assert_no_leak, loop, random_documents
 from tests.support.memory import LargestTensor
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mamba_fsdp.ops.ssd import reference, ssd
-from tests.kernels.compare import assert_like, double, evaluate, relative_error
+from tests.support.compare import assert_like, double, evaluate, relative_error
 from tests.support.definitions import assert_no_leak, random_documents, recurrence, ssd_values
 from tests.support.memory import LargestTensor
 
