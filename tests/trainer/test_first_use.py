@@ -64,6 +64,24 @@ def negate_gradient(x):
     return Rescaled.apply(x, -1.0)
 
 
+class Clock:
+    """Stands in for time.perf_counter: it goes on only while a backend computes."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def at_pace(self, seconds):
+        """A change: the reference's results, after so many seconds."""
+
+        def compute(function, arguments):
+            self.now += seconds
+            return function(*arguments)
+
+        return compute
+
+
 def changed(operator, change):
     """The reference backend of an operator, but that change(function, arguments) answers."""
     package, name = FUNCTIONS[operator]
@@ -204,16 +222,6 @@ def test_the_runs_own_length_is_left_out_where_it_does_not_fit(monkeypatch):
     assert layers.tests == [Rows(1, 32 + 100 % 16)]
 
 
-def test_bits_are_of_bytes_in_their_order(monkeypatch):
-    layers = LayerCheck(settings_of(), CPU)
-    exact = {"output": torch.arange(8.0)}
-    layers.expected["mamba1"] = (exact, exact)
-    found = [exact["output"], exact["output"].flip(0)]
-    monkeypatch.setattr(layers, "results", lambda kind, backends: {"output": found.pop()})
-    one, other = (layers.measure("mamba1", REFERENCE).bits for _ in range(2))
-    assert one != other
-
-
 def test_many_rows_do_not_loosen_the_bounds(monkeypatch):
     """Among thousands of gradients one that bf16 gets wrong by a fifth is rare; alone it would allow half a tensor's size."""
     settings = settings_of("mamba2", precision="bf16", documents=False)
@@ -329,27 +337,38 @@ def test_an_accident_is_no_verdict(tmp_path, monkeypatch, accident):
     assert ended.value.exit_code == 1 and "--exclude" not in str(ended.value)
 
 
-@pytest.mark.usefixtures("few_positions")
-def test_the_fastest_is_taken_and_kept(tmp_path, monkeypatch):
-    """Of each operator. In this run, which stays with it, and beside it for the next; another form of it is asked anew."""
+@pytest.fixture
+def rivals(monkeypatch):
+    """A CPU on which conv and scan have two backends each, which differ in pace alone. Returns {(operator, backend): set
+    its seconds}."""
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
     monkeypatch.setitem(BACKENDS, "triton", "cpu")
-    for operator, package in (("conv", conv), ("scan", scan)):
-        monkeypatch.setitem(OPERATORS, operator, ("cpp", "triton", "reference"))
-        monkeypatch.setitem(package.BACKENDS, "triton", package.BACKENDS["reference"])
     monkeypatch.setitem(OPERATORS, "mamba1", ("fused",))
     monkeypatch.setitem(OPERATORS, "norm", ("reference",))
-    times = {("cpp", "cpp"): 3.0, ("triton", "cpp"): 4.0, ("cpp", "triton"): 2.0}
-    monkeypatch.setattr(
-        LayerCheck, "milliseconds", lambda self, chosen: times[chosen["conv"], chosen["scan"]]
-    )
+
+    def set_pace(operator, backend, seconds):
+        backends = FUNCTIONS[operator][0].BACKENDS
+        monkeypatch.setitem(backends, backend, changed(operator, clock.at_pace(seconds)))
+
+    for operator in ("conv", "scan"):
+        monkeypatch.setitem(OPERATORS, operator, ("cpp", "triton", "reference"))
+        for backend, seconds in (("cpp", 2.0), ("triton", 3.0 - 2 * (operator == "scan"))):
+            set_pace(operator, backend, seconds)
+    return set_pace
+
+
+@pytest.mark.usefixtures("few_positions")
+def test_the_fastest_is_taken_and_kept(tmp_path, monkeypatch, rivals):
+    """Of each operator. In this run, which stays with it, and beside it for the next; another form of it is asked anew."""
     choice, origin = choose(tmp_path / "run")
     fastest = {**REFERENCE_OF_MAMBA1, "conv": "cpp", "scan": "triton"}
     assert choice.backends == fastest
     assert origin.startswith("tested, and the fastest of 3 combinations; correct on 1 rank,")
     found = [(each["verdict"], each["milliseconds"]) for each in candidates_of(tmp_path / "run")]
-    assert found == [("right", None), ("right", 4.0)] + [("right", None), ("right", 2.0)]
-    times["cpp", "triton"] = 5.0
+    assert found == [("right", None), ("right", 5000.0), ("right", None), ("right", 3000.0)]
+    rivals("scan", "triton", 9.0)
     choice, origin = choose(tmp_path / "run")
     assert choice.backends == fastest and origin.startswith("chosen when this run began; correct")
     choice, origin = choose(tmp_path / "next")
@@ -363,11 +382,15 @@ def test_the_fastest_is_taken_and_kept(tmp_path, monkeypatch):
     assert failed.value.exit_code == 2
 
 
-def hang(folder):
+def hang(function, arguments):
+    with watchdog(0.001, 0):
+        time.sleep(1000)
+
+
+def start_that_hangs(folder):
     """A start of a run that hangs while a backend is tried, until the watchdog ends it."""
-    conv.BACKENDS["cpp"] = changed("conv", lambda function, arguments: time.sleep(1000))
-    with watchdog(0.05, 0):
-        choose(folder)
+    conv.BACKENDS["cpp"] = changed("conv", hang)
+    choose(folder)
 
 
 def lose_device(self):
@@ -378,7 +401,7 @@ def lose_device(self):
 @pytest.mark.slow
 def test_what_hangs_or_ends_two_starts_is_passed_over(tmp_path, monkeypatch):
     run = tmp_path / "hanging" / "run"
-    start = PROCESSES.Process(target=hang, args=(run,))
+    start = PROCESSES.Process(target=start_that_hangs, args=(run,))
     start.start()
     start.join()
     assert start.exitcode == 1
