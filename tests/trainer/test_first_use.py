@@ -1,6 +1,5 @@
 """The first minute on a GPU, as it goes on a CPU whose backends have to prove themselves too."""
 
-import dataclasses
 import inspect
 import json
 import re
@@ -123,17 +122,18 @@ def fail(function, arguments):
     raise RuntimeError("out of resources: shared memory\nmore of it")
 
 
-def settings_of(layers="mamba1", kernels="auto", precision="fp32", **more):
+def settings_of(
+    layers="mamba1", kernels="auto", precision="fp32", deterministic=False, documents=True
+):
     settings = TrainConfig(ModelConfig(layers=layers, d_model=16, d_state=8, headdim=8, n_layer=2))
-    settings = settings.changed(
+    return settings.changed(
         seq_length=64,
         batch_size=1,
         mixed_precision=precision,
         kernels=kernels,
-        deterministic=more.get("deterministic", False),
-        reset_at_documents=more.get("documents", True),
+        deterministic=deterministic,
+        reset_at_documents=documents,
     )
-    return settings
 
 
 def choose(folder, world=None, **given):
@@ -175,8 +175,7 @@ def test_a_wrong_sign_is_found(monkeypatch, operator):
 @pytest.mark.parametrize("batch, d_model, cut", [(8, 2048, False), (9, 64, True)])
 def test_rows_are_cut_as_in_the_run(batch, d_model, cut):
     """The scan has other kernels for cut rows."""
-    settings = settings_of()
-    settings = settings.changed(d_model=d_model, batch_size=batch, seq_length=2048)
+    settings = settings_of().changed(d_model=d_model, batch_size=batch, seq_length=2048)
     layers = LayerCheck(settings, CPU)
     for rows in (layers.shape, layers.tests[0]):
         programs = rows.batch * settings.model.d_inner // scan_triton.CHANNELS
@@ -189,8 +188,7 @@ def test_triton_compiles_the_same_code_as_in_training(monkeypatch, seq_length, r
     """It specialises what 16 divides: so every row has the run's length modulo 16, or that of a rank's part; one has the
     length itself."""
     settings = settings_of(documents=False)
-    settings = settings.changed(seq_length=seq_length, context_parallel=ranks)
-    layers = LayerCheck(settings, CPU)
+    layers = LayerCheck(settings.changed(seq_length=seq_length, context_parallel=ranks), CPU)
     lengths = []
 
     def note(function, arguments):
@@ -201,23 +199,17 @@ def test_triton_compiles_the_same_code_as_in_training(monkeypatch, seq_length, r
     assert own in lengths and {length % 16 for length in lengths} == {own % 16}
 
 
-def within(limit):
-    """A change: there is memory for so many positions in float64."""
+@pytest.mark.usefixtures("few_positions")
+def test_the_runs_own_length_is_left_out_where_it_does_not_fit(monkeypatch):
+    """In float64, as the reference needs it."""
+    layers = LayerCheck(settings_of().changed(seq_length=100), CPU)
 
-    def answer(function, arguments):
-        if arguments[0].dtype == torch.float64 and arguments[0].shape[1] > limit:
+    def compute(function, arguments):
+        if arguments[0].dtype == torch.float64 and arguments[0].shape[1] == 100:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return function(*arguments)
 
-    return answer
-
-
-@pytest.mark.usefixtures("few_positions")
-def test_the_runs_own_length_is_left_out_where_it_does_not_fit(monkeypatch):
-    settings = settings_of()
-    settings = settings.changed(seq_length=100)
-    layers = LayerCheck(settings, CPU)
-    monkeypatch.setitem(scan.BACKENDS, "reference", changed("scan", within(99)))
+    monkeypatch.setitem(scan.BACKENDS, "reference", changed("scan", compute))
     assert layers.measure("mamba1", REFERENCE).share < 1
     assert layers.tests == [Rows(1, 32 + 100 % 16)]
 
@@ -225,10 +217,7 @@ def test_the_runs_own_length_is_left_out_where_it_does_not_fit(monkeypatch):
 def test_many_rows_do_not_loosen_the_bounds(monkeypatch):
     """Among thousands of gradients one that bf16 gets wrong by a fifth is rare; alone it would allow half a tensor's size."""
     settings = settings_of("mamba2", precision="bf16", documents=False)
-    settings = dataclasses.replace(
-        settings, model=ModelConfig(layers="mamba2", d_model=64, d_state=16, headdim=32)
-    )
-    settings = settings.changed(batch_size=8)
+    settings = settings.changed(d_model=64, d_state=16, headdim=32, batch_size=8)
     layers = LayerCheck(settings, CPU)
     enlarge = change_of(tensors_of("ssd")["A"], lambda A: Rescaled.apply(A, 1.25))
     assert measure_with(monkeypatch, layers, "ssd", enlarge).share > 1
@@ -319,19 +308,20 @@ def test_an_accident_is_no_verdict(tmp_path, monkeypatch, accident):
     def meet(function, arguments):
         raise accident
 
-    with monkeypatch.context() as full:
-        full.setitem(conv.BACKENDS, "cpp", changed("conv", meet))
-        for _ in range(3):
-            with pytest.raises(Accident, match=re.escape(str(accident))) as ended:
-                choose(tmp_path / "run")
-            assert ended.value.exit_code == 1
-            found = [
-                (each["verdict"], each["ended_starts"]) for each in candidates_of(tmp_path / "run")
-            ]
-            assert found == [("", 0)] * 2 and not (tmp_path / ".cache").exists()
+    full = changed("conv", meet)
+    right = conv.BACKENDS["cpp"]
+    monkeypatch.setitem(conv.BACKENDS, "cpp", full)
+    for _ in range(3):
+        with pytest.raises(Accident, match=re.escape(str(accident))) as ended:
+            choose(tmp_path / "run")
+        assert ended.value.exit_code == 1
+        tried = candidates_of(tmp_path / "run")
+        assert [(each["verdict"], each["ended_starts"]) for each in tried] == [("", 0)] * 2
+    assert not (tmp_path / ".cache").exists()
+    conv.BACKENDS["cpp"] = right
     choice, origin = choose(tmp_path / "run")
     assert choice.backends["conv"] == "cpp" and origin.startswith("tested, ")
-    monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", meet))
+    conv.BACKENDS["cpp"] = full
     with pytest.raises(Accident) as ended:  # on a rank that tests what was chosen
         choose(tmp_path / "run")
     assert ended.value.exit_code == 1 and "--exclude" not in str(ended.value)
