@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import time
 from functools import partial
 
 import pytest
@@ -47,6 +48,18 @@ def test_ncu_looks_at_every_kernel_that_is_launched(project):
         source = operator.with_name("triton_kernels.py")
         if source.exists():
             assert any(f"def {name}(" in source.read_text() for name in everything.kernels())
+
+
+def test_a_model_without_its_kernels_does_not_take_the_others_time(monkeypatch):
+    monkeypatch.setattr(models, "LONGEST", 0.01)
+    slow = iter([0.0, 0.05])
+
+    def step(tokens):
+        time.sleep(next(slow))
+        return 1.0
+
+    with pytest.raises(models.UserError, match="a step takes 0 s"):
+        models.time_steps(step, torch.zeros(1))
 
 
 def test_a_form_lasts_as_long_as_it_is_measured():
