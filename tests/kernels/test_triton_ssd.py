@@ -148,3 +148,6 @@ def test_what_is_copied_ahead(monkeypatch, launched, capability, torch_version, 
         found = [kernels[name].stages for name in ("sweep", "near", "far")]
         assert sum(found, []) == expected
         triton.use_simpler_form()
+    # wgmma and tcgen05 take four warps and 64 rows.
+    assert all(form["num_warps"] < 4 for form in (*triton.SWEEP.values(), *triton.NEAR.values()))
+    assert all(form["ROWS"] < 64 for form in triton.FAR.values())
