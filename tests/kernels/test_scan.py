@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from compare import assert_like_reference
 
 from mamba_fsdp.ops.scan import selective_scan
 from mamba_fsdp.ops.scan import triton as backend
+from tests.support.compare import assert_like_reference
 
 scan, reference = (
     partial(selective_scan, return_last_state=True, backend=name)

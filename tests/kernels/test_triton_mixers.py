@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from compare import assert_like, double, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +16,7 @@ from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.ops.ssd import triton as ssd_triton
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.layer_check import LayerCheck, Rows
+from tests.support.compare import assert_like, double, evaluate
 
 PARTS = REFERENCE | {
     operator: "triton" for operator in REFERENCE if "triton" in OPERATORS[operator]

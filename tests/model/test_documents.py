@@ -7,8 +7,8 @@ from mamba_fsdp.ops import cpp
 from tests.support.models import BACKENDS, FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
-# tokens of three documents in a row; no chunk's length
-A = 23
+# tokens of three documents in a row: the second begins with a chunk of every operator, the third within one
+A = 64
 B = 31
 C = 17
 DOCUMENTS = torch.repeat_interleave(

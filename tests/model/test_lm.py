@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops import fused
+from mamba_fsdp.ops import fused, loss
 from mamba_fsdp.ops.ssd import reference as ssd
-from mamba_fsdp.parallel.parallelize import compile_blocks, leave_uncompiled
+from mamba_fsdp.parallel.parallelize import compile_blocks
 from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
@@ -100,13 +100,19 @@ def test_compiled_blocks_compute_the_same(monkeypatch):
     assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
 
 
-def test_torch_compile_leaves_the_libraries_kernels_alone(monkeypatch):
-    """Every function that calls them; tracing through their autograd functions breaks graphs or fails."""
+def test_torch_compile_gets_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatch):
+    """Tracing through the autograd functions of libraries breaks graphs or fails."""
+    plain = loss.chunk_loss
     functions = dict(inspect.getmembers(fused, inspect.isfunction))
     names = {name for name in functions if name[0] != "_" and name != "why_not"}
     for name in names:
         monkeypatch.setattr(fused, name, functions[name])  # as it is again at the end
-    leave_uncompiled()
+    monkeypatch.setattr(loss, "chunk_loss", plain)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: ("compiled", function))
+    compile_blocks([], torch.device("cpu"))
+    assert loss.chunk_loss is plain
+    compile_blocks([], torch.device("cuda"))
+    assert loss.chunk_loss == ("compiled", plain)
     assert all(getattr(fused, name)._torchdynamo_disable for name in names)
 
 

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba_fsdp.ops.attention import BACKENDS, Documents, attention, rotary
 from mamba_fsdp.ops.backends import Use
-from tests.kernels.compare import assert_like, evaluate
+from tests.support.compare import assert_like, evaluate
 from tests.support.memory import LargestTensor
 
 FLASH = BACKENDS["flash"]

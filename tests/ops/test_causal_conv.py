@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_fsdp.ops.conv import causal_conv_silu
-from tests.kernels.compare import assert_like, evaluate
+from tests.support.compare import assert_like, evaluate
 
 
 def inputs(batch=2, length=70, channels=5, width=4, dtype=torch.float64):

@@ -5,16 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.ops import loss
 from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.loss import linear_cross_entropy
-from mamba_fsdp.parallel.model import ParameterSlot
-from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.passes import measure
-from mamba_fsdp.settings.train_config import ParallelConfig, TrainConfig
-from tests.kernels.compare import assert_like, double, evaluate
+from mamba_fsdp.settings.train_config import TrainConfig
+from tests.support.compare import assert_like, double, evaluate
 from tests.support.memory import LargestTensor
 
 
@@ -103,25 +98,6 @@ def test_logits_of_one_chunk_at_a_time():
     with LargestTensor() as largest:
         linear_cross_entropy(hidden, weight, labels, chunk=16).backward()
     assert largest.bytes <= 16 * 300 * 8
-
-
-def test_torch_compile_compiles_the_loss_of_a_gpu(monkeypatch):
-    """Though the model is still on the meta device when it is made parallel."""
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function))
-    monkeypatch.setattr(ParameterSlot, "materialize", lambda slot, device: None)
-    plain = loss.chunk_loss
-    monkeypatch.setattr(loss, "chunk_loss", plain)
-    for device in ("cpu", "cuda"):
-        with torch.device("meta"):
-            model = MambaLM(ModelConfig(d_model=16, n_layer=1, vocab_size=32))
-        parallelize(
-            model,
-            ParallelConfig(use_torch_compile=True),
-            world=World.alone(device=torch.device(device)),
-            compute_dtype=torch.bfloat16,
-        )
-        assert (plain in compiled) == (device == "cuda")
 
 
 def test_a_gpu_has_larger_chunks_which_the_plan_counts():

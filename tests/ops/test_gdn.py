@@ -3,15 +3,13 @@ flash-linear-attention's kernel."""
 
 import sys
 import types
-from functools import partial
 
 import pytest
 import torch
 
 from mamba_fsdp.ops.gdn import gated_delta_rule
-from mamba_fsdp.ops.gdn.reference import CHUNK
-from tests.kernels.compare import assert_like, double, evaluate
-from tests.support.definitions import assert_no_leak, delta_recurrence, random_documents
+from tests.support.compare import assert_like, double, evaluate
+from tests.support.definitions import delta_recurrence, random_documents
 
 pytestmark = pytest.mark.torch22
 
@@ -38,16 +36,6 @@ def test_equals_the_recurrence(length, groups, bounded):
     seq_idx = random_documents(2, length) if bounded else None
     found = evaluate(gated_delta_rule, values, seq_idx=seq_idx, return_last_state=True)
     assert_like(found, evaluate(delta_recurrence, values, seq_idx=seq_idx), 1e-12)
-
-
-@pytest.mark.parametrize("boundary", [1, CHUNK, 100])
-def test_no_leak_between_documents(boundary):
-    values = inputs(150, dtype=torch.float32)
-    del values["initial_state"]
-    operator = partial(
-        gated_delta_rule, seq_idx=(torch.arange(150) >= boundary).int().expand(2, -1)
-    )
-    assert_no_leak(operator, values, boundary, names=("q", "k", "v"))
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from mamba_fsdp.ops.norm import add_rms_norm, gated_rms_norm
 from mamba_fsdp.ops.norm.reference import rms_norm
-from tests.kernels.compare import assert_like, evaluate
+from tests.support.compare import assert_like, evaluate
 
 
 def randn(*shape, dtype=torch.float64, seed=0):

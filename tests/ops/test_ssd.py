@@ -1,13 +1,11 @@
 """The SSD against the plain recurrence in float64, forward and gradients, and at the edges."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from mamba_fsdp.ops.ssd import reference, ssd
-from tests.kernels.compare import assert_like, double, evaluate, relative_error
-from tests.support.definitions import assert_no_leak, random_documents, recurrence, ssd_values
+from tests.support.compare import assert_like, double, evaluate, relative_error
+from tests.support.definitions import random_documents, recurrence, ssd_values
 from tests.support.memory import LargestTensor
 
 pytestmark = pytest.mark.torch22
@@ -37,14 +35,6 @@ def test_the_sums_of_a_deterministic_run_on_a_gpu(monkeypatch):
     """Without torch's cumsum, which a GPU refuses then, it is the same recurrence."""
     monkeypatch.setattr(reference, "_cumsum_repeats", lambda values: False)
     test_equals_the_recurrence(150, 2, False)
-
-
-@pytest.mark.parametrize("boundary", [1, 64])
-def test_no_leak_between_documents(boundary):
-    seq_idx = (torch.arange(150) >= boundary).int().expand(2, 150)
-    operator = partial(ssd, chunk_size=64, seq_idx=seq_idx)
-    values = inputs(length=150, dtype=torch.float32)
-    assert_no_leak(operator, values, boundary, names=("x", "dt", "B", "C"))
 
 
 @pytest.mark.parametrize("bias", [-60.0, 0.0, 5.0, 300.0, 20000.0])

@@ -2,7 +2,6 @@
 touching it."""
 
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -36,19 +35,6 @@ def test_patch_is_applied_once(pristine):
     assert apply(pristine, "--check")[0] == 0
     status, words = apply(pristine)
     assert status == 0 and "already in place" in words and snapshot(pristine) == patched
-
-
-def test_the_patch_is_one_that_patch_understands(pristine):
-    """patch(1) makes the same cache.py of it as apply.py."""
-    if shutil.which("patch") is None:
-        pytest.skip("patch(1) is not installed")
-    own = bare_triton_2_2(pristine.parent / "own")
-    apply(own)
-    with open(PATCHES / "triton-2.2.0-rank0-cache.patch") as patch:
-        subprocess.run(["patch", "-p1", "--quiet"], stdin=patch, cwd=pristine, check=True)
-    assert (pristine / "triton/runtime/cache.py").read_bytes() == (
-        own / "triton/runtime/cache.py"
-    ).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from mamba_fsdp.model.config import ModelConfig  # noqa: E402
 from mamba_fsdp.model.layers import Mamba2  # noqa: E402
 from mamba_fsdp.ops.backends import REFERENCE  # noqa: E402
 from mamba_fsdp.ops.ssd import ssd  # noqa: E402
-from tests.kernels.compare import assert_like, evaluate  # noqa: E402
+from tests.support.compare import assert_like, evaluate  # noqa: E402
 from tests.support.definitions import ssd_values  # noqa: E402
 
 calls = []

@@ -1,57 +1,28 @@
-"""Generation: a prompt at once and one token at a time are the full forward, and drawing obeys its settings."""
+"""Generation: prompts of several lengths are continued by what the full forward finds likeliest, and drawing obeys its
+settings."""
 
 import pytest
 import torch
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference.decoding import draw, generate
-from tests.support.models import FAMILIES, small_model, some_tokens
+from tests.support.models import FAMILIES, small_model
 
 pytestmark = pytest.mark.torch22
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("prompt", [0, 1, 2, 33])
-@torch.no_grad()
-def test_prompt_and_steps_equal_the_full_forward(family, prompt):
-    """Whether a prompt is shorter than the convolution's width or not, and without one."""
-    model = small_model(family, compute_dtype=torch.float64).double()
-    tokens = some_tokens(2, 41)
-    state = model.allocate_state(2, 41)
-    logits = [model.prefill(tokens[:, :prompt], state)] if prompt else []
-    logits += [model.step(tokens[:, position], state) for position in range(prompt, 41)]
-    expected = model(tokens)[:, prompt - 1 if prompt else 0 :]
-    # Rotary angles are fp32 in every precision, hence not 1e-12.
-    torch.testing.assert_close(torch.stack(logits, dim=1), expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_generation_is_the_likeliest_continuation(family):
-    model = small_model(family)
-    row = prompt = torch.tensor([[3, 1, 4]])
-    for token in generate(model, prompt, length=8, temperature=0):
-        assert token.item() == model(row)[0, -1, :50].argmax().item()
-        row = torch.cat([row, token[:, None]], dim=1)
-    assert row.shape == (1, 11)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_of_several_lengths_share_a_batch(family):
+    """Of each prompt in a batch, whatever the others' lengths."""
     model = small_model(family)
     prompts = torch.tensor([[3, 1, 4, 1, 5], [9, 2, -1, -1, -1], [6, 5, 3, 5, -1]])
     steps = torch.stack(list(generate(model, prompts, length=4, temperature=0)), dim=1)
     assert steps.shape == (3, 7)
-    for row, length in enumerate((5, 2, 4)):
-        alone = generate(model, prompts[row : row + 1, :length], length=4, temperature=0)
-        assert steps[row, length - 2 :][:4].tolist() == [int(token) for token in alone]
-
-
-def test_a_full_cache_is_refused_and_never_overwritten():
-    model = small_model("llama")
-    state = model.allocate_state(1, 3)
-    model.prefill(torch.tensor([[1, 2, 3]]), state)
-    with pytest.raises(AssertionError, match="3 positions"):
-        model.step(torch.tensor([4]), state)
+    for prompt, length, tokens in zip(prompts, (5, 2, 4), steps):
+        text = prompt[:length]
+        for token in tokens[length - 2 : length + 2]:
+            assert token == model(text[None])[0, -1, :50].argmax()
+            text = torch.cat([text, token[None]])
 
 
 def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities():

@@ -1,0 +1,89 @@
+"""A model's description: its layers, the sizes that follow from others, and what can't be built, which is said."""
+
+from pathlib import Path
+
+import pytest
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.config import Layer, ModelConfig, checked_model
+
+
+@pytest.mark.parametrize(
+    "pattern, count, layers",
+    [
+        ("mamba1", 2, ["mamba1", "mamba1"]),
+        ("2*mamba2+mlp, attention", 5, ["mamba2+mlp", "mamba2+mlp", "attention"] * 2),
+        ("mamba2/attention+mlp,mlp", 3, ["mamba2/attention+mlp", "mlp", "mamba2/attention+mlp"]),
+        ("999999999*gdn", 2, ["gdn", "gdn"]),
+    ],
+)
+def test_a_pattern_is_repeated_or_cut(pattern, count, layers):
+    found = ModelConfig(layers=pattern, n_layer=count).layer_list()
+    assert [layer.mixer + "+mlp" * layer.mlp for layer in found] == layers[:count]
+    assert found[0] == Layer(layers[0].removesuffix("+mlp"), layers[0].endswith("+mlp"))
+
+
+ATTENTION = {"layers": "attention", "n_head": 4, "n_kv_head": 2}
+REFUSED = [
+    ({"layers": "mamba9"}, "can't read 'mamba9'"),
+    ({"layers": "mamba2/"}, "can't read 'mamba2/'"),
+    ({"layers": "0*mamba1"}, "names no layer"),
+    ({"layers": "mamba2", "headdim": 48}, "headdim 48 does not divide expand * d_model = 256"),
+    ({"layers": "gdn", "d_ssm": 96}, "headdim 64 does not divide d_ssm = 96"),
+    ({"layers": "mamba3", "ngroups": 3}, "ngroups 3 does not divide the 4 SSM heads"),
+    ({"layers": "attention", "n_head": 6}, "n_head 6 does not divide d_model 128"),
+    (ATTENTION | {"n_kv_head": 3}, "n_kv_head 3 does not divide n_head 4"),
+    (ATTENTION | {"rotary_dim": 34}, "rotary_dim 34 must be even and at most head_dim 32"),
+    (ATTENTION | {"rotary_dim": 7}, "rotary_dim 7 must be even"),
+    (ATTENTION | {"rope_scaling": "liner,factor=2"}, "a number is unknown or missing"),
+    (ATTENTION | {"rope_scaling": "dynamic,factor=2"}, "a number is unknown or missing"),
+    (ATTENTION | {"rope_scaling": "linear,factor=0"}, "all its numbers must be above 0"),
+    ({"multipliers": "ssm_q=2"}, "there is no 'ssm_q' in this model"),
+    ({"multipliers": "ssm_inn=2"}, "did you mean ssm_in"),
+    ({"d_modle": 64}, "d_modle is not a setting"),
+    ({"d_model": "64"}, "d_model is '64', but this program's models need"),
+    ({"d_model": 0}, "d_model is 0, but"),
+    ({"tie_embeddings": 1}, "tie_embeddings is 1, but this program's models need"),
+]
+
+
+@pytest.mark.parametrize("values, said", REFUSED, ids=str)
+def test_what_can_not_be_built_is_refused_with_its_file(values, said):
+    with pytest.raises(UserError) as refused:
+        checked_model(Path("config.json"), values)
+    assert str(refused.value).startswith("config.json: ") and said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ATTENTION | {"rotary_dim": 32, "rope_scaling": "linear,factor=2"},
+        ATTENTION | {"d_model": 130, "head_dim": 33},
+        {"layers": "mamba2", "d_ssm": 192, "headdim": 48, "ngroups": 2},
+        {"multipliers": "embedding=2,ssm_in=1.5,ssm_dt=3", "layers": "mamba2"},
+    ],
+    ids=str,
+)
+def test_what_can_be_built_is_taken(values):
+    assert checked_model(Path("config.json"), values) == ModelConfig(**values)
+
+
+def test_sizes_that_follow_from_others():
+    """However they are written, equal models have equal structures."""
+    short = ModelConfig(layers="mamba1+mlp,attention", d_model=200, vocab_size=4090, n_head=10)
+    sizes = dict(dt_rank=13, d_ssm=400, d_intermediate=640, vocab_size=4096)
+    rotation = dict(head_dim=20, rotary_dim=20)
+    explicit = dict(layers="1*mamba1+mlp,attention", d_model=200, n_head=10, **sizes, **rotation)
+    written_out = ModelConfig(**explicit)
+    assert short.structure() == written_out.structure()
+    for name, value in {"dt_rank": 12, "d_ssm": 384, "tie_embeddings": False, "n_layer": 5}.items():
+        other = ModelConfig(**explicit | {name: value})
+        assert other.structure() != short.structure(), name
+    assert "chunk_size" not in short.structure() and short.resolved_head_dim == 20
+    assert ModelConfig(n_head=8, d_model=104, layers="attention").resolved_rotary_dim == 12
+
+
+def test_factors_are_one_unless_they_are_given():
+    model = ModelConfig(layers="mamba1", multipliers="embedding=12,mlp_in=3, ssm_out=0.5")
+    assert model.multiplier("embedding") == 12 and model.multiplier("logits") == 1
+    assert model.multipliers_it_has() == "embedding=12, ssm_out=0.5"
