@@ -1,17 +1,21 @@
 """A step: batches are read, gradients summed, weights updated; its numbers are read when the next is under way, and
-nothing else changes."""
+nothing else changes. What ranks tell each other in it besides weights and gradients is one small collective."""
 
 import itertools
 import json
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.trainer import loop
+from mamba_fsdp.run.records import read
+from mamba_fsdp.trainer import clock, loop, run
 from mamba_fsdp.trainer.stopping import StopRequest
+from tests.support.checkpoints import steps_in
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 AT_ONCE, A_STEP_LATE = 0, 1
@@ -118,7 +122,7 @@ def test_a_stop_is_heard_with_a_step_under_way(
     stop_at_look(look)
     said = train(tmp_path, eval_interval=0, checkpoint_interval=3)
     assert f"stopped    at step {stopped}" in said and metrics_of(tmp_path)[-1]["step"] == stopped
-    assert [path.name[-1] for path in tmp_path.glob("checkpoints/step_*")] == [str(stopped)]
+    assert steps_in(tmp_path) == [stopped]
 
 
 @pytest.mark.parametrize("late", [AT_ONCE, A_STEP_LATE])
@@ -154,3 +158,54 @@ def test_a_step_that_was_not_applied_counts_without_its_loss():
     state.advance(4, 128, 3.0, applied=True, excused=False)
     assert state.skipped_in_a_row == 0 and state.take_mean_loss() == 2.5
     assert state.take_mean_loss() != state.take_mean_loss(), "nan where no step was applied"
+
+
+class SmallCollectives(TorchDispatchMode):
+    """Notes by step the collectives that carry neither weights nor gradients, which are fp32 here."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        leaves, _ = torch.utils._pytree.tree_flatten(args)
+        dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if self.steps and function.namespace == "c10d" and torch.float32 not in dtypes:
+            self.steps[-1].append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def steps_of(world, settings):
+    """The small collectives of each step of a whole run, which rank 1 is asked to stop in step 5."""
+    collectives = SmallCollectives()
+    read_batches = Loader.step
+
+    def step(loader, number):
+        collectives.steps.append([])
+        return read_batches(loader, number)
+
+    Loader.step = step
+    StopRequest.look = lambda request: world.rank == 1 and len(collectives.steps) == 5
+    clock.Clock.own_seconds = lambda self: 1.0 + world.rank
+    run.start_world = lambda **_: world
+    with collectives:
+        run.run_training(settings)
+    return collectives.steps
+
+
+@pytest.mark.slow
+def test_a_step_has_one_small_collective(settings_of, tmp_path):
+    """It tells the loss, a slow rank, and that one was asked to stop. Step 2 reports; the last one saves."""
+    settings = settings_of(
+        sharding_strategy="fsdp",
+        global_batch_size=8,
+        checkpoint_interval=9,
+        report_interval=2,
+        eval_interval=0,
+    )
+    for steps in run_ranks(2, steps_of, settings):
+        assert steps[:4] == [["allreduce_"]] * 4 and len(steps) == 5
+    assert steps_in(tmp_path / "run") == [5]
+    for entry in read(tmp_path / "run/metrics.jsonl"):
+        assert (entry["delaying_rank"], entry["largest_delay_seconds"]) == (1, 2.0)
+        assert entry["median_delay_seconds"] == 1.5
