@@ -20,15 +20,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "size, layers, recompute, sharing",
+    "size, layers, recompute, sharing, length",
     [
-        (1, "mamba1,mamba3,gdn", "", 1),
-        (8, "attention+mlp", "1", 1),
-        (128, "2*mamba1,mamba2+mlp,mamba2,attention", "1/2", 1),
-        (16, "mamba1,mamba2,attention+mlp", "", 8),
+        (1, "mamba1,mamba3,gdn", "", 1, 1024),
+        (8, "attention+mlp", "1", 1, 2048),
+        (128, "2*mamba1,mamba2+mlp,mamba2,attention", "1/2", 1, 1024),
+        (16, "mamba1,mamba2,attention+mlp", "", 8, 8192),
     ],
 )
-def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, sharing):
+def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, sharing, length):
     """Within 3 %, of weights, gradients and moments, and of what comes and goes, most of which are activations. Two
     micro-batches: the gradients of the first are there while the second has its activations."""
     settings = TrainConfig(
@@ -43,7 +43,7 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, shari
         )
     )
     settings = settings.changed(
-        seq_length=1024 * sharing,
+        seq_length=length,
         mixed_precision="bf16",
         context_parallel=sharing,
         batch_size=8,

@@ -14,11 +14,10 @@ from mamba_fsdp.trainer.run_folder import RunFolder
 
 
 @pytest.mark.parametrize("setting", ["save_ckpt_path", "load_ckpt_path"])
-@pytest.mark.torch22
-def test_ranks_meet_four_times_before_the_first_step(
+def test_ranks_meet_at_most_five_times_before_the_first_step(
     train, tmp_path, change_loss, monkeypatch, setting
 ):
-    """In a fresh run, in one that resumes, and in one that goes on from another's checkpoint."""
+    """In one that resumes, and in one that goes on from another's checkpoint; in a fresh run twice."""
     given = {"eval_interval": 0, "publish": False}
     words = []
     before_the_first_step = []
@@ -33,7 +32,7 @@ def test_ranks_meet_four_times_before_the_first_step(
     words.clear()
     train(tmp_path / "other", num_steps=2, **{**given, setting: tmp_path / "run"})
     fresh, later, *_ = before_the_first_step
-    assert 0 < fresh <= 4 and 0 < later <= 4
+    assert 0 < fresh <= 2 and 0 < later <= 5
 
 
 def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
