@@ -143,8 +143,9 @@ def layout(world, how):
 )
 def test_each_rank_holds_its_share_and_knows_who_else_does(ranks, how, group):
     """Evenly but for rows; replicas are numbered, tied weights stay tied."""
-    for rank, (replicas, whole, held, wanted, tied) in enumerate(run_ranks(ranks, layout, how)):
-        assert replicas == {(ranks // group, rank // group)} and whole == {ranks} and tied
+    for rank, found in enumerate(run_ranks(ranks, layout, how)):
+        replicas, everywhere, held, wanted, tied = found
+        assert replicas == {(ranks // group, rank // group)} and everywhere == {ranks} and tied
         assert held <= wanted / group + 24 * 12
 
 
