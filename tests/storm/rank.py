@@ -82,7 +82,9 @@ def launch(task):
 
 
 def be_rank(task, number, port):
-    per_node = 2 if task["strategy"] == "hsdp" else task["ranks"]
+    per_node = task["ranks"]
+    if task["strategy"] == "hsdp":
+        per_node = 2
     os.environ.update(
         rank_environment(number, task["ranks"], port, per_node),
         TORCHELASTIC_RUN_ID="storm",

@@ -18,7 +18,7 @@ from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.settings.train_config import OptimizerConfig, ParallelConfig
-from mamba_fsdp.trainer import loop
+from mamba_fsdp.trainer import loop, run
 from mamba_fsdp.trainer.optimizer import make_optimizer
 from mamba_fsdp.trainer.step_stats import sum_over_ranks
 from tests.support.double import Double
@@ -101,6 +101,16 @@ def _rank(sender, rank, count, port, function, arguments):
         world.close()
     except BaseException:
         sender.send_bytes(pickle.dumps((None, traceback.format_exc())))
+
+
+def train_whole(world, settings, **how):
+    """A run of run_training on this rank, in the world that it has."""
+
+    def start_world(timeout_minutes):
+        return world
+
+    run.start_world = start_world
+    return run.run_training(settings, **how)
 
 
 def value_of(name, shape):

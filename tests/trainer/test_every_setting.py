@@ -3,7 +3,7 @@
 import re
 import shutil
 import sys
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,17 +179,17 @@ def effects(train, metrics_of, tmp_path, change_loss, monkeypatch):
         return true_loss()
 
     change_loss(loss)
-    monkeypatch.setattr(
-        "mamba_fsdp.parallel.parallelize.compile_blocks",
-        lambda blocks, device: others.append("compiled"),
-    )
-    wandb = SimpleNamespace(log=lambda values, step: None, finish=lambda: None, resumed=False)
-    wandb.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline"))
-    wandb.init = lambda project, name, **_: others.append((project, name)) or wandb
+    compile_blocks = Mock()
+    monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", compile_blocks)
+    wandb = Mock()
+    wandb.setup.return_value.settings.mode = "offline"
+    wandb.init.return_value.resumed = False
     monkeypatch.setitem(sys.modules, "wandb", wandb)
 
     def run_with(given):
         others.clear()
+        wandb.init.reset_mock()
+        compile_blocks.reset_mock()
         folder = tmp_path / "run"
         shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -202,7 +202,9 @@ def effects(train, metrics_of, tmp_path, change_loss, monkeypatch):
         ]
         files = {re.sub("tfevents.*", "tfevents", path.name) for path in folder.rglob("[!.]*")}
         lines = [line for line in said.splitlines() if not line.startswith("step")]
-        return losses, files, [entries, lines, *others]
+        for call in wandb.init.call_args_list:
+            others.append((call.kwargs["project"], call.kwargs["name"]))
+        return losses, files, [entries, lines, compile_blocks.called, *others]
 
     return run_with
 

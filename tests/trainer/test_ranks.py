@@ -1,20 +1,17 @@
 """The same run on any number of ranks: equal losses, a checkpoint resumes on other ranks and strategies, and what ranks
-do when one of them is stuck, slow or gone."""
+do when one of them is stuck or gone."""
 
 import os
 import time
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch.distributed as dist
-from xxhash import xxh3_64
 
-from mamba_fsdp.checkpoint import files
 from mamba_fsdp.run.records import read
-from mamba_fsdp.trainer import loop, run
+from mamba_fsdp.trainer import loop
 from tests.support.forked import said_by, start_ranks
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, train_whole
 from tests.support.tiny import TINY, as_words
 
 # Something of each family of hybrids whose ranks can share sequences.
@@ -79,75 +76,31 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(corpus,
     ]
 
 
-@pytest.fixture
-def run_changed(settings_of, tmp_path):
-    """run_changed(change, **settings): a run of two ranks, with six seconds of patience, after change(rank). Returns what
-    each of them writes to stderr, and whether both end well."""
-
-    def run_changed(change, **given):
-        settings = settings_of(**given, timeout_minutes=0.1)
-        files = [tmp_path / f"stderr-{rank}" for rank in range(2)]
-        try:
-            run_ranks(2, train_changed, change, settings, files)
-            ended_well = True
-        except AssertionError:
-            ended_well = False
-        return [file.read_text() for file in files], ended_well
-
-    return run_changed
-
-
-def train_changed(world, change, settings, files):
-    os.dup2(os.open(files[world.rank], os.O_WRONLY | os.O_CREAT), 2)
-    world.barrier()
+def train_stuck(world, settings, folder):
+    """A run with six seconds of patience, of which rank 1 never comes to step 2. Its stderr goes to a file."""
+    os.dup2(os.open(folder / f"stderr-{world.rank}", os.O_WRONLY | os.O_CREAT), 2)
     dist.distributed_c10d._set_pg_timeout(timedelta(minutes=0.1), dist.group.WORLD)
-    run.start_world = lambda **_: world
-    change(world.rank)
-    run.run_training(settings)
-
-
-def stick_in_step_2(rank, batch_loss=loop.batch_loss):
-    steps = []
+    batch_loss = loop.batch_loss
+    batches = []
 
     def stuck(module, batch):
-        if rank == 1 and len(steps) == 1:
+        if world.rank == 1 and batches:
             time.sleep(300)
-        steps.append(batch)
+        batches.append(batch)
         return batch_loss(module, batch)
 
     loop.batch_loss = stuck
-
-
-def slow_disk(seconds, rank):
-    """Rank 1 waits at each piece that it hashes: twenty when it writes, eighteen when it verifies."""
-
-    class Slow:
-        def __init__(self):
-            self.hash = xxh3_64()
-            self.hexdigest = self.hash.hexdigest
-
-        def update(self, data):
-            if rank == 1 and len(data) > 1000:
-                time.sleep(seconds)
-            self.hash.update(data)
-
-    files.xxh3_64 = Slow
-    files.BLOCK = files.READ_BLOCK = 8000
+    train_whole(world, settings)
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(run_changed):
+def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(settings_of, tmp_path):
     """One rank never comes to the next step; the watchdog says where it stands, and the job ends."""
-    (_, said), ended_well = run_changed(stick_in_step_2, eval_interval=0)
-    assert not ended_well and "made no progress" in said and "in stuck" in said
-
-
-@pytest.mark.slow
-def test_one_slow_disk_is_no_hang(run_changed):
-    """Writing, and verifying at the next start, takes one rank longer than timeout_minutes; the other waits for it."""
-    for _ in range(2):
-        said, ended_well = run_changed(partial(slow_disk, 0.45), num_steps=1, eval_interval=0)
-        assert ended_well, said
+    settings = settings_of(eval_interval=0, timeout_minutes=0.1)
+    with pytest.raises(AssertionError):
+        run_ranks(2, train_stuck, settings, tmp_path)
+    said = (tmp_path / "stderr-1").read_text()
+    assert "made no progress" in said and "in stuck" in said
 
 
 @pytest.mark.torch22

@@ -6,10 +6,9 @@ import pytest
 
 import mamba_fsdp
 from mamba_fsdp.run.records import read
-from mamba_fsdp.trainer import run
 from mamba_fsdp.trainer.stopping import StopRequest
 from tests.support.checkpoints import equal
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, train_whole
 
 PROMPTS = ["w1 w2 w3", "w4"]
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
@@ -57,14 +56,13 @@ def test_samples_are_what_generate_writes_and_change_nothing(
 
 def train_on_rank(world, settings):
     """How a run ended whose caller asks it to stop at the validation of step 1, and how many records it heard."""
-    run.start_world = lambda **_: world
     heard = []
 
     def hear(record):
         heard.append(record)
         return "val_loss" in record and record["step"] == 1
 
-    return run.run_training(settings, on_record=hear), len(heard)
+    return train_whole(world, settings, on_record=hear), len(heard)
 
 
 def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, settings_of, tmp_path):
@@ -83,8 +81,7 @@ def stopped_at(world, look, settings):
     """A run of which only rank 1 hears that it should stop, at its look of this number."""
     looks = itertools.count(1)
     StopRequest.look = lambda request: world.rank == 1 and next(looks) >= look
-    run.start_world = lambda **_: world
-    run.run_training(settings)
+    train_whole(world, settings)
 
 
 def test_ranks_stop_at_the_same_batch_of_a_validation(settings_of, tmp_path):
