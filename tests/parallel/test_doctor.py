@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mamba_fsdp.errors import Accident
+from mamba_fsdp.errors import Accident, UserError
 from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.launch.checks import Check, Finding
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.verbs import preflight
+from tests.support.ports import rank_environment
 
 pytestmark = pytest.mark.torch22
 
@@ -103,3 +104,16 @@ def test_no_visible_device_is_a_wish_for_the_cpu(monkeypatch, visible):
     monkeypatch.delenv("RANK", raising=False)
     assert start_world().device.type == "cpu"
     assert Check("GPUs", checks.find_torch_gpus).make() == Finding("-", "0 GPUs")
+
+
+def test_a_process_has_the_gpu_of_its_number(monkeypatch):
+    """Or there is none for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("RANK", raising=False)
+    assert start_world().device == torch.device("cuda", 0)
+    for name, value in rank_environment(1, 2, 0).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="process 1 of this node has no GPU: there are 1;"):
+        start_world()

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -223,6 +224,14 @@ def test_the_chosen_share_of_blocks_recomputes(share, expected):
     trained, calls = recomputed(start_world(), share)
     assert trained == expected
     assert calls == 6 + sum(expected) + 6
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_blocks_are_compiled_if_asked(monkeypatch, asked):
+    compile_blocks = Mock()
+    monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", compile_blocks)
+    build(start_world(), strategy="none", use_torch_compile=asked)
+    assert compile_blocks.called == asked
 
 
 def refusal(world, how):

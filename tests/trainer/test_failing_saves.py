@@ -13,6 +13,7 @@ from mamba_fsdp.run.layout import committed, step_of
 from mamba_fsdp.run.records import correct_status, read_events, read_status
 from mamba_fsdp.storage import patience
 from mamba_fsdp.trainer import loop, saver
+from tests.support.checkpoints import steps_in
 
 LONG = {
     "num_steps": 12,
@@ -104,19 +105,22 @@ def test_training_continues_and_saves_when_it_can_again(
     assert read_status(run)["status"] == "finished" and not list(run.rglob(".*.partial"))
 
 
-def test_a_run_that_can_t_save_stops(train, tmp_path, failing):
+@pytest.mark.parametrize(
+    "asynchronous, most, begins", [("false", 3, [4, 6, 8]), ("true", 2, [4, 8])]
+)
+def test_a_run_that_can_t_save_stops(
+    train, tmp_path, failing, wait_for_writing, asynchronous, most, begins
+):
     """With what was saved before, and an exit code with which the launcher queues it again only after what may pass."""
     train(tmp_path, **LONG | {"num_steps": 2})
     begun = failing(10**9, errno.EIO)
-    with pytest.raises(
-        UserError,
-        match="^3 saves in a row failed .max_failed_saves.*the last error: .*step 8 could",
-    ) as told:
-        train(tmp_path, **LONG, max_failed_saves=3)
-    assert begun == [4, 6, 8] and told.value.exit_code == 74
+    said = f"^{most} saves in a row failed .max_failed_saves.*the last error: .*step 8 could"
+    with pytest.raises(UserError, match=said) as told:
+        train(tmp_path, **LONG | {"async_checkpoint": asynchronous}, max_failed_saves=most)
+    assert begun == begins and told.value.exit_code == 74
     status = read_status(tmp_path)
-    assert status["status"] == "failed" and "3 saves in a row failed" in status["reason"]
-    assert [path.name for path in committed(tmp_path / "checkpoints")] == ["step_00000002"]
+    assert status["status"] == "failed" and "saves in a row failed" in status["reason"]
+    assert steps_in(tmp_path) == [2]
 
 
 def test_a_run_that_a_full_disk_ended_is_not_called_running(train, tmp_path, failing, monkeypatch):

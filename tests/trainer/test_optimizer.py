@@ -80,6 +80,7 @@ def test_a_step_is_that_of_torchs_muon_on_each_stacked_matrix(muon):
     parallel, spec, optimizer = muon
     of_muon = {name for name in spec if "_proj.weight" in name or ".fc" in name}
     assert {slot.name for slot in optimizer.rows} == of_muon
+    assert optimizer.param_groups[0]["fused"] == (has_fused_adamw(CPU) or None)
     theirs = {}
     for slot in parallel.slots:
         rows = [*spec[slot.name].rows.values()] if slot.name in of_muon else slot.shape[0]

@@ -1,6 +1,7 @@
 """What a start may find or lack: checkpoint, weights, data, the run folder itself; and that its ranks rarely meet for it."""
 
 import shutil
+import tempfile
 
 import pytest
 
@@ -62,6 +63,15 @@ def test_a_start_that_waited_for_another_of_its_run_goes_on_from_there(
     origin = {setting: tmp_path / "first"} if setting else {}
     said = train(tmp_path / "run", num_steps=2, **origin)
     assert "resumes    from " in said and "run/checkpoints/step_00000002, step 2" in said
+
+
+def test_checkpoints_on_another_disk_than_the_run_are_refused(train, tmp_path):
+    """Nothing could be moved there."""
+    (tmp_path / "run").mkdir()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        (tmp_path / "run/checkpoints").symlink_to(other)
+        with pytest.raises(UserError, match="checkpoints lies on another disk"):
+            train(tmp_path / "run", num_steps=1)
 
 
 def empty(folder):
