@@ -4,6 +4,7 @@ import ctypes
 import re
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_a_process_has_the_gpu_of_its_number(monkeypatch):
     """Or there is none for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", Mock())
     monkeypatch.delenv("RANK", raising=False)
     assert start_world().device == torch.device("cuda", 0)
     for name, value in rank_environment(1, 2, 0).items():
