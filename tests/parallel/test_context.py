@@ -1,6 +1,5 @@
 """Sequences that ranks share: losses and gradients are those of one process with the whole sequences."""
 
-import dataclasses
 from functools import partial
 
 import pytest
@@ -9,10 +8,10 @@ import torch
 from mamba_fsdp.data.loader import Batch, split_step
 from mamba_fsdp.ops.attention import reference
 from mamba_fsdp.parallel.context import ContextGroup
-from mamba_fsdp.parallel.parallelize import checkpoint_blocks, compile_blocks, parallelize
-from mamba_fsdp.settings.train_config import ParallelConfig, TrainConfig
+from mamba_fsdp.parallel.parallelize import checkpoint_blocks, compile_blocks
+from mamba_fsdp.settings.train_config import TrainConfig
 from tests.support.models import FAMILIES, small_model, some_tokens
-from tests.support.ranks import gradient_norm, run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 
@@ -91,39 +90,6 @@ def errors(world, cases):
             error = max(error, float((total - whole).norm() / whole.norm()))
         error_of[case] = error
     return error_of
-
-
-def sharded_norms(world):
-    """The gradient's norm under FSDP, and under HSDP over pairs, of ranks that share sequences in pairs."""
-    settings = TrainConfig()
-    settings = settings.changed(context_parallel=2, seq_length=37)
-    batch_shape = split_step(settings, world.rank, world.size)
-    batch = whole_batch(37, documents=True)
-    one_row = Batch(*(field[batch_shape.rank : batch_shape.rank + 1] for field in batch[:3]))
-    norms = []
-    world = dataclasses.replace(world, local_size=2)
-    for strategy in ("fsdp", "hsdp"):
-        model = small_model("everything", reset_at_documents=True)
-        model.share_sequences(ContextGroup.of(world, 2))
-        how = ParallelConfig(sharding_strategy=strategy)
-        parallel = parallelize(model, how, world=world, compute_dtype=torch.float32)
-        mine = batch_shape.sequence_slice.of(one_row)
-        loss = parallel.module(
-            mine.tokens, labels=mine.labels, seq_idx=mine.seq_idx, documents=mine.documents
-        )
-        loss.backward()
-        parallel.reduce_gradients()
-        norms.append(gradient_norm(world, parallel))
-    return norms
-
-
-@pytest.mark.slow
-def test_sharded_parts_come_to_the_whole():
-    batch = whole_batch(37, documents=True)._replace(weights=None)
-    _, *gradients = loss_and_gradients(double_model("everything", documents=True), batch)
-    expected = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
-    for norms in run_ranks(4, sharded_norms):
-        assert norms == pytest.approx([expected, expected], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -35,27 +35,29 @@ def store(tmp_path):
 
 def start_and_read(world, settings, cut_later=None):
     """(files of the store that were opened at the start, and while everything was read; the error)."""
-    opened, seen = [], []
-    sys.addaudithook(
-        lambda event, args: (
-            event == "open"
-            and str(args[0]).endswith((".bin", ".doc", "index.json"))
-            and opened.append(os.path.basename(args[0]))
-        )
-    )
+    opened = []
+
+    def notice(event, arguments):
+        if event == "open" and str(arguments[0]).endswith((".bin", ".doc", "index.json")):
+            opened.append(os.path.basename(arguments[0]))
+
+    sys.addaudithook(notice)
+    at_start = []
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
+    wrong = ""
     try:
         start = world.on_rank0(begin, settings, folder, world, quiet)
         context = SetUp(start, world, folder, quiet).context()
-        seen, opened[:] = sorted(opened), []
+        at_start = sorted(opened)
+        opened.clear()
         if cut_later:
             os.truncate(cut_later, os.path.getsize(cut_later) - 1)
         with context.loader:
             for step in range(30):
                 context.loader.step(step)
     except UserError as error:
-        return seen, sorted(opened), str(error)
-    return seen, sorted(opened), ""
+        wrong = str(error)
+    return at_start, sorted(opened), wrong
 
 
 @pytest.fixture

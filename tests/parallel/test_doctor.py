@@ -4,32 +4,25 @@ import ctypes
 import re
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from mamba_fsdp.errors import Accident
+from mamba_fsdp.errors import Accident, UserError
 from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.launch.checks import Check, Finding
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.verbs import preflight
-from tests.support.processes import run_program
+from tests.support.ports import rank_environment
 
 pytestmark = pytest.mark.torch22
 
 
-@pytest.mark.slow
-def test_a_broken_environment_is_named_and_the_rest_told(project, tmp_path):
-    """A package that can't be imported fails; all else is told."""
-    (tmp_path / "datasets").mkdir()
-    (tmp_path / "datasets" / "__init__.py").write_text("raise ImportError('broken on purpose')\n")
-    command = [sys.executable, "-m", "mamba_fsdp", "doctor"]
-    done = run_program(*command, cwd=project, PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
-    assert done.returncode == 1 and not done.stderr
-    lines = {line[5:21].strip(): (line[:5].strip(), line[21:]) for line in done.stdout.splitlines()}
-    assert lines["packages"][0] == "FAIL"
-    assert lines["packages"][1].startswith("ImportError: broken on purpose (")
-    assert lines["operators"][0] == "ok" and "scan" in lines["operators"][1]
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    found = Check("packages", checks.find_packages).make()
+    assert found.verdict == "FAIL" and "ModuleNotFoundError: import of datasets" in found.text
 
 
 def test_efa_devices_need_the_library_that_uses_them(monkeypatch):
@@ -112,3 +105,16 @@ def test_no_visible_device_is_a_wish_for_the_cpu(monkeypatch, visible):
     monkeypatch.delenv("RANK", raising=False)
     assert start_world().device.type == "cpu"
     assert Check("GPUs", checks.find_torch_gpus).make() == Finding("-", "0 GPUs")
+
+
+def test_a_process_has_the_gpu_of_its_number(monkeypatch):
+    """Or there is none for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", Mock())
+    monkeypatch.delenv("RANK", raising=False)
+    assert start_world().device == torch.device("cuda", 0)
+    for name, value in rank_environment(1, 2, 0).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="process 1 of this node has no GPU: there are 1;"):
+        start_world()

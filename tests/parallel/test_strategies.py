@@ -1,5 +1,8 @@
+"""Every strategy trains as one process does, and each rank holds, sends and recomputes what it should."""
+
 import functools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,165 +11,143 @@ import torch.distributed as dist
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.parallel.world import start_world
-from tests.support.ranks import build, gradient_norm, run_ranks, train, whole
+from tests.support.checkpoints import equal, open_run
+from tests.support.ranks import build, run_ranks, train, whole
 
 pytestmark = pytest.mark.torch22
-FP32 = (".A_log", ".D")
+
+DDP = {"strategy": "ddp"}
+FSDP = {"strategy": "fsdp"}
+HSDP = {"strategy": "hsdp", "shard_size": 2}
+MUON = {"muon": True}
+RECOMPUTING = {"fsdp_activation_checkpointing": True}
+UNSHARDED = {"accumulate_unsharded": True}
+WHOLE = (".A_log", ".D")  # on every rank
 
 
-def trajectory(world, how, grad_accumulation_steps, dtype=torch.float32):
-    parallel, optimizer = build(world, dtype=dtype, **how)
-    records = train(world, parallel, optimizer, range(4), grad_accumulation_steps)
+def each(world, function, *cases):
+    return [function(world, *case) for case in cases]
+
+
+def trajectory(world, how, micro_batches):
+    parallel, optimizer = build(world, **how)
+    records = train(world, parallel, optimizer, range(4), micro_batches)
     return records, whole(world, parallel.shards(optimizer))
 
 
 @functools.cache
-def one_process(muon=False):
+def one_process(muon):
     return trajectory(start_world(), {"strategy": "none", "muon": muon}, 2)
 
 
-RECOMPUTING = {"fsdp_activation_checkpointing": True}
-FAST = [
-    (2, {"strategy": "ddp"}, 4),
-    (2, {"strategy": "fsdp"}, 4),
-    (2, {"strategy": "hsdp"}, 2),
-    (2, {"strategy": "fsdp", "muon": True}, 2),
+# (how, micro-batches) by the number of ranks.
+TWO = [
+    (DDP, 4),
+    (FSDP, 4),
+    ({"strategy": "hsdp"}, 2),
+    (FSDP | MUON, 2),
+    (DDP | MUON, 2),
+    (DDP | RECOMPUTING, 1),
+    (FSDP | UNSHARDED, 4),
+    (FSDP | RECOMPUTING | {"selective_checkpointing": "1/2"}, 2),
 ]
-SLOW = [
-    (2, {"strategy": "ddp", **RECOMPUTING}, 1),
-    (2, {"strategy": "fsdp", "accumulate_unsharded": True}, 4),
-    (2, {"strategy": "fsdp", **RECOMPUTING, "selective_checkpointing": "1/2"}, 2),
-    (2, {"strategy": "ddp", "muon": True}, 2),
-    (4, {"strategy": "fsdp", "muon": True}, 2),
-    (4, {"strategy": "hsdp", "shard_size": 2, "muon": True}, 3),
-    (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}, 3),
-    (2, {"strategy": "fsdp", "use_torch_compile": True, **RECOMPUTING}, 2),
-]
+FOUR = [(FSDP | MUON, 2), (HSDP | MUON, 3), (HSDP | UNSHARDED, 3)]
+COMPILED = [(FSDP | RECOMPUTING | {"use_torch_compile": True}, 2)]
 
 
 @pytest.mark.parametrize(
-    "ranks, how, grad_accumulation_steps",
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-    ids=str,
+    "ranks, cases",
+    [
+        (2, TWO),
+        pytest.param(4, FOUR, marks=pytest.mark.slow),
+        pytest.param(2, COMPILED, marks=pytest.mark.slow),
+    ],
+    ids=["2 ranks", "4 ranks", "compiled"],
 )
-def test_every_strategy_trains_as_one_process_does(ranks, how, grad_accumulation_steps):
+def test_every_strategy_trains_as_one_process_does(ranks, cases):
     """Losses, gradient norms, weights and optimiser state don't depend on ranks, strategy or micro-batches."""
-    expected, expected_tensors = one_process(how.get("muon", False))
-    for records, tensors in run_ranks(ranks, trajectory, how, grad_accumulation_steps):
-        torch.testing.assert_close(records, expected, rtol=2e-5, atol=2e-5)
-        assert tensors.keys() == expected_tensors.keys()
-        for name, tensor in expected_tensors.items():
+    for results in run_ranks(ranks, each, trajectory, *cases):
+        for (how, _), (records, tensors) in zip(cases, results):
+            expected, expected_tensors = one_process(how.get("muon", False))
+            torch.testing.assert_close(records, expected, rtol=2e-5, atol=2e-5, msg=str(how))
             torch.testing.assert_close(
-                tensors[name],
-                tensor,
-                rtol=1e-3,
-                atol=2e-5,
-                msg=lambda text, name=name: f"{name}: {text}",
+                tensors, expected_tensors, rtol=1e-3, atol=2e-5, msg=str(how)
             )
 
 
-def low_precision(world, how, dtype):
+def poisoned(world, how, dtype):
+    """(whether it was applied, whether weights and moments stayed) of steps of which rank 1's loss is no number in the
+    second, infinite in the third, and has a gradient in the fourth of which the norm is infinite."""
     parallel, optimizer = build(world, dtype=dtype, **how)
-    records = train(world, parallel, optimizer, range(4), 4)
-    copies = {shard.name: shard.data for shard in parallel.shards() if shard.name.endswith(FP32)}
-    seen = set().union(
-        *(module.seen for module in parallel.model.modules() if hasattr(module, "seen"))
-    )
-    everywhere = {shard.data.dtype for shard in parallel.shards()}
-    everywhere |= {
-        parameter.grad.dtype
-        for parameter in parallel.parameters().values()
-        if parameter.grad is not None
-    }
-    return records, seen, everywhere, copies
+    shards = parallel.shards(optimizer)
+    found = []
+    for step, factor in enumerate((1.0, math.nan, math.inf, 1e35, 1.0)):
+        before = whole(world, shards)
+        if world.rank == 1:
+            parallel.model.loss_factor = factor
+        ((_, _, applied),) = train(world, parallel, optimizer, [step])
+        found.append((applied, equal(before, whole(world, shards))))
+    return found
+
+
+def test_what_is_not_finite_on_one_rank_reaches_the_weights_of_none():
+    cases = [(DDP, torch.float32), (FSDP, torch.float32), (HSDP | MUON, torch.float32)]
+    cases.append((FSDP, torch.float16))
+    for results in run_ranks(4, each, poisoned, *cases):
+        for found, case in zip(results, cases):
+            refused = [(False, True)] * 3
+            assert found == [(True, False), *refused, (True, False)], case
+
+
+def broken_off(world, run, how):
+    """Whether the tensors after three steps are those after two and a third one of a resumed run."""
+    parallel, optimizer = build(world, **how)
+    train(world, parallel, optimizer, range(2))
+    checkpointer = open_run(run, world)
+    checkpointer.save(2, parallel.shards(optimizer), {})
+    checkpointer.wait()
+    train(world, parallel, optimizer, [2])
+    unbroken = whole(world, parallel.shards(optimizer))
+
+    parallel, optimizer = build(world, **how)
+    shards = parallel.shards(optimizer)
+    open_run(run, world).resume(shards)
+    parallel.set_optimizer_steps(optimizer, 2)
+    train(world, parallel, optimizer, [2])
+    return equal(unbroken, whole(world, shards))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how, dtype",
-    [
-        ({"strategy": "ddp"}, torch.bfloat16),
-        ({"strategy": "fsdp"}, torch.float16),
-        ({"strategy": "hsdp", "shard_size": 1}, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_sensitive_parameters_stay_fp32_under_low_precision(how, dtype):
-    """A_log and D are fp32 while blocks compute in half precision, and equal on all ranks after steps."""
-    (records, seen, everywhere, copies), (_, _, _, others) = run_ranks(2, low_precision, how, dtype)
-    assert seen == {(torch.float32, torch.float32)}
-    assert everywhere == {torch.float32}
-    assert len(copies) == 6 and all(torch.equal(copies[name], others[name]) for name in copies)
-    torch.testing.assert_close(records, one_process()[0], rtol=1e-2, atol=1e-2)
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path):
+    """On three ranks, where the order of a sum matters: DDP's buckets must be those of later steps."""
+    cases = [(tmp_path / str(number), how) for number, how in enumerate((DDP, FSDP | MUON))]
+    for results in run_ranks(3, each, broken_off, *cases):
+        assert results == [True, True]
 
 
 def layout(world, how):
     parallel, _ = build(world, **how)
-    kept = sum(shard.data.numel() for shard in parallel.shards() if shard.name.endswith(FP32))
-    held = sum(shard.data.numel() for shard in parallel.shards())
-    total = sum(math.prod(shard.shape) for shard in parallel.shards())
-    shards = [
-        (
-            shard.name,
-            shard.start,
-            shard.data.numel(),
-            shard.replicas,
-            shard.replica_index,
-        )
-        for shard in parallel.shards()
-    ]
+    shards = parallel.shards()
+    cut = [shard for shard in shards if not shard.name.endswith(WHOLE)]
+    replicas = [(shard.replicas, shard.replica_index) for shard in cut]
+    held = sum(shard.data.numel() for shard in cut)
+    wanted = sum(math.prod(shard.shape) for shard in cut)
     tied = parallel.model.lm_head.weight is parallel.model.backbone.embedding.weight
-    parallel.shards()[0].data.fill_(3.0)
-    written = parallel.parameters()[shards[0][0]].detach().eq(3.0).all().item()
-    return kept, held, total, shards, tied, written
+    everywhere = {shard.replicas for shard in shards if shard.name.endswith(WHOLE)}
+    return {*replicas}, everywhere, held, wanted, tied
 
 
 @pytest.mark.parametrize(
-    "ranks, shard_size, how",
-    [
-        (3, 3, {"strategy": "fsdp"}),
-        (4, 2, {"strategy": "hsdp", "shard_size": 2}),
-        (2, 1, {"strategy": "ddp"}),
-    ],
-    ids=str,
+    "ranks, how, group",
+    [(3, FSDP, 3), (4, HSDP, 2), (2, DDP, 1)],
+    ids=["fsdp", "hsdp", "ddp"],
 )
-def test_shards_tell_who_holds_what(ranks, shard_size, how):
-    """Shards of one group tile each parameter, replicas are numbered, tied weights stay tied, writing goes through."""
-    results = run_ranks(ranks, layout, how)
-    for rank, (kept, held, total, shards, tied, written) in enumerate(results):
-        assert tied and written
-        assert held - kept <= (total - kept) / shard_size + 24 * len(
-            shards
-        )  # rows don't divide evenly
-        for name, _, _, replicas, replica_index in shards:
-            replicated = name.endswith(FP32)
-            expected = (ranks, rank) if replicated else (ranks // shard_size, rank // shard_size)
-            assert (replicas, replica_index) == expected
-    for index, (name, *_) in enumerate(results[0][3]):
-        ends = {(rank[3][index][1], rank[3][index][1] + rank[3][index][2]) for rank in results}
-        if not name.endswith(FP32):
-            position = 0
-            for start, end in sorted(end for end in ends if end[0] != end[1]):
-                assert start == position
-                position = end
-
-
-def infinite(world):
-    parallel, optimizer = build(world, strategy="fsdp")
-    train(world, parallel, optimizer, range(1))
-    name = "backbone.layers.1.mixer.in_proj.weight"
-    norms = []
-    for value in (math.inf, math.nan):
-        if world.rank == 1:
-            parallel.parameters()[name].grad.view(-1)[0] = value
-        norms.append(gradient_norm(world, parallel))
-    return norms
-
-
-def test_one_bad_element_on_one_rank_reaches_every_norm():
-    """The gradient norm is inf or nan on all ranks when one element of one shard is."""
-    for of_rank in run_ranks(2, infinite):
-        assert not any(map(math.isfinite, of_rank))
+def test_each_rank_holds_its_share_and_knows_who_else_does(ranks, how, group):
+    """Evenly but for rows; replicas are numbered, tied weights stay tied."""
+    for rank, found in enumerate(run_ranks(ranks, layout, how)):
+        replicas, everywhere, held, wanted, tied = found
+        assert replicas == {(ranks // group, rank // group)} and everywhere == {ranks} and tied
+        assert held <= wanted / group + 24 * 12
 
 
 def gradients_sent(world, how):
@@ -199,10 +180,10 @@ def gradients_sent(world, how):
 @pytest.mark.parametrize(
     "ranks, how, at_once",
     [
-        (2, {"strategy": "fsdp"}, True),
-        (4, {"strategy": "hsdp", "shard_size": 2}, True),
-        (2, {"strategy": "ddp"}, False),
-        (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}, False),
+        (2, FSDP, True),
+        (4, HSDP, True),
+        (2, DDP, False),
+        (4, HSDP | UNSHARDED, False),
     ],
     ids=str,
 )
@@ -245,14 +226,19 @@ def test_the_chosen_share_of_blocks_recomputes(share, expected):
     assert calls == 6 + sum(expected) + 6
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_blocks_are_compiled_if_asked(monkeypatch, asked):
+    compile_blocks = Mock()
+    monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", compile_blocks)
+    build(start_world(), strategy="none", use_torch_compile=asked)
+    assert compile_blocks.called == asked
+
+
 def refusal(world, how):
     try:
         build(world, **how)
     except UserError as error:
         return str(error)
-
-
-LOW_AND_UNSHARDED = {"strategy": "fsdp", "accumulate_unsharded": True, "dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +247,7 @@ LOW_AND_UNSHARDED = {"strategy": "fsdp", "accumulate_unsharded": True, "dtype": 
         ({"strategy": "none"}, "choose ddp"),
         ({"strategy": "hsdp", "shard_size": 3}, "groups of 3"),
         pytest.param(
-            LOW_AND_UNSHARDED,
+            FSDP | UNSHARDED | {"dtype": torch.bfloat16},
             "leave out accumulate_unsharded",
             marks=pytest.mark.skipif(HAS_FSDP2, reason="FSDP2 sums in fp32"),
         ),
@@ -274,5 +260,5 @@ def test_what_does_not_fit_is_refused(how, word):
 
 def test_fsdp_needs_no_launcher():
     """One process that no torchrun has started can shard, and trains as without."""
-    [(records, _)] = run_ranks(1, trajectory, {"strategy": "fsdp"}, 2, launched=False)
-    torch.testing.assert_close(records, one_process()[0], rtol=2e-5, atol=2e-5)
+    [(records, _)] = run_ranks(1, trajectory, FSDP, 2, launched=False)
+    torch.testing.assert_close(records, one_process(False)[0], rtol=2e-5, atol=2e-5)

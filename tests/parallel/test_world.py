@@ -1,18 +1,20 @@
+"""What ranks tell each other, and who waits for whom."""
+
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mamba_fsdp.errors import Accident, StorageError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.parallel.world import ALL_RANKS, start_world
+from mamba_fsdp.parallel.world import ALL_RANKS, lost_rank, start_world
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 
 
 def talk(world):
-    import torch
-
     world.barrier()
     return (
         world.broadcast_object(f"from {world.rank}"),
@@ -43,8 +45,6 @@ def test_ranks_tell_each_other():
 
 def test_one_process_needs_no_launcher(monkeypatch):
     """Without torchrun there is a world of one, whose messages are trivial, and no process group."""
-    import torch.distributed as dist
-
     monkeypatch.delenv("RANK", raising=False)
     world = start_world()
     assert talk(world)[1:] == ([0], 0, [1.0, 0.0], [0, 1], (0, 1, 1), ["all"])
@@ -174,3 +174,19 @@ def test_ranks_that_miss_those_of_a_node_do_not_train(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(Accident, match="^only 1 of 2 ranks have met: .* clock"):
         start_world()
+
+
+@pytest.mark.parametrize(
+    "error, is_loss",
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"), True),
+        (dist.DistBackendError("[1] is setting up NCCL: remote process exited"), True),
+        (dist.DistBackendError("NCCL error: invalid usage"), False),
+        (RuntimeError("Connection closed by peer"), False),
+    ],
+)
+def test_only_an_exchange_that_breaks_off_is_a_lost_rank(error, is_loss):
+    found = lost_rank(error, 3)
+    assert (found is not None) == is_loss
+    if is_loss:
+        assert str(found).startswith("rank 3 lost another rank") and "[1]" not in str(found)

@@ -1,12 +1,11 @@
 """A storm: runs that are killed at random moments, started again, and then compared with unbroken ones bit for bit.
 
-    python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp,context] [--busy=2] [--ours] [--folder=F]
+    python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp,context] [--folder=F]
 
 A round is a kill: of one rank, of all, or of their launcher; at the n-th file operation of a kind (saving, committing,
 pruning, consolidating and all else that touches the run folder), after a step, or at any time. The moments follow from
-the seed, those of a time but for the machine's mood. --busy: processes that compute beside the run.
-Ranks are forked from this process, which has imported all they need; with --ours they start as users' do, under this
-launcher, which starts them again in place.
+the seed, those of a time but for the machine's mood. Ranks are forked from this process, which has imported all they
+need.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +24,7 @@ from tests.storm import rank
 
 # DDP: from three on the order of a sum matters. context: fsdp whose ranks share each sequence.
 RANKS = {"ddp": 3, "fsdp": 2, "hsdp": 4, "context": 2}
-STEPS = 12
+STEPS = 8
 SECONDS_TO_END = 400  # for ranks whose launcher or peer is gone, on however busy a machine
 TIMES = ("tokens_per_second", "mfu", "delaying_rank", "seconds", "goodput", "memory_gb", "gpu_")
 
@@ -38,8 +36,6 @@ def main(words):
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--strategies", default=",".join(RANKS))
-    parser.add_argument("--busy", type=int, default=0)
-    parser.add_argument("--ours", action="store_true")
     parser.add_argument("--folder", help="where runs and what their ranks said are left")
     given = parser.parse_args(words)
     strategies = given.strategies.split(",")
@@ -49,28 +45,23 @@ def main(words):
             given.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="storm-"))
         )
         folder.mkdir(parents=True, exist_ok=True)
-        for _ in range(given.busy):
-            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-            stack.callback(process.kill)
         rank.make_data(folder)
-        if not given.ours:
-            rank.import_all()
+        rank.import_all()
         for number, strategy in enumerate(strategies):
-            share = given.rounds * (number + 1) // len(strategies) - given.rounds * number // len(
-                strategies
-            )
-            Storm(
-                folder / strategy, strategy, random.Random(f"{given.seed} {strategy}"), given
-            ).rage(share)
+            begin = given.rounds * number // len(strategies)
+            end = given.rounds * (number + 1) // len(strategies)
+            choose = random.Random(f"{given.seed} {strategy}")
+            Storm(folder / strategy, strategy, choose).rage(end - begin)
     print("all runs ended as the unbroken ones", flush=True)
 
 
 class Storm:
     """Kills of runs under one strategy."""
 
-    def __init__(self, folder, strategy, choose, given):
-        self.folder, self.strategy, self.choose = folder, strategy, choose
-        self.ours = given.ours
+    def __init__(self, folder, strategy, choose):
+        self.folder = folder
+        self.strategy = strategy
+        self.choose = choose
         self.ranks = RANKS[strategy]
         self.starts = 0
         folder.mkdir()
@@ -136,19 +127,7 @@ class Storm:
             "steps": STEPS,
             "async": self.choose.random() < 0.6,
         }
-        if self.ours:
-            words = [sys.executable, "-m", "mamba_fsdp.launch.node", task["run"], "--standalone"]
-            settings = {"PYTHONPATH": os.getcwd(), "PROCESSES_PER_NODE": str(self.ranks)}
-            with open(scratch / "launcher.log", "w") as log:
-                launcher = subprocess.Popen(
-                    [*words, rank.__file__, json.dumps(task)],
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
-                    start_new_session=True,
-                ).pid
-        else:
-            launcher = rank.fork(rank.launch, task)
+        launcher = rank.fork(rank.launch, task)
         _, status = os.waitpid(launcher, 0)
         ended = time.monotonic()
         while rank.living(scratch):

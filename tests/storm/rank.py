@@ -1,9 +1,7 @@
 """A rank of a storm's run, which may kill itself and others at a named moment; and a launcher that forks such ranks."""
 
-import dataclasses
 import faulthandler
 import gc
-import json
 import os
 import signal
 import sys
@@ -18,7 +16,7 @@ SETTINGS = {
     "kernels": "auto",
     "batch_size": 1,
     "global_batch_size": 12,
-    "eval_interval": 8,
+    "eval_interval": 5,
     "eval_batches": 1,
     "checkpoint_interval": 1,
     "keep_checkpoints": 2,
@@ -84,8 +82,11 @@ def launch(task):
 
 
 def be_rank(task, number, port):
+    per_node = task["ranks"]
+    if task["strategy"] == "hsdp":
+        per_node = 2
     os.environ.update(
-        rank_environment(number, task["ranks"], port),
+        rank_environment(number, task["ranks"], port, per_node),
         TORCHELASTIC_RUN_ID="storm",
         OMP_NUM_THREADS="1",
     )
@@ -118,19 +119,7 @@ def run(task):
         words["context_parallel"] = task["ranks"]
     else:  # Gated DeltaNet can't share sequences
         words["layers"] = "mamba1,gdn+mlp"
-    if task["strategy"] == "hsdp":
-        halve_the_node()
     command_line.run(training.main, lambda: "", as_words(words))
-
-
-def halve_the_node():
-    """Let hsdp shard over two ranks of this machine and replicate over two such pairs."""
-    from mamba_fsdp.trainer import setup
-
-    parallelize = setup.parallelize
-    setup.parallelize = lambda *given, world, **more: parallelize(
-        *given, world=dataclasses.replace(world, local_size=2), **more
-    )
 
 
 class Death:
@@ -202,7 +191,3 @@ def living(scratch):
         if state not in "ZX":
             found.append(int(file.stem))
     return found
-
-
-if __name__ == "__main__":
-    run(json.loads(sys.argv[1]))

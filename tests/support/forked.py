@@ -104,14 +104,16 @@ def output_of(process, command):
     return output
 
 
-def start_ranks(count, words, program=("training.py",), folder=PROJECT):
-    """A Training for each rank, as torchrun starts them on one node."""
-    PORTS.append(port := hold_port())
-    environments = [
-        {**os.environ, **rank_environment(rank, count, port.getsockname()[1])}
-        for rank in range(count)
-    ]
-    return [Training(words, each, True, program, folder) for each in environments]
+def start_ranks(count, words, program=("training.py",), folder=PROJECT, per_node=None):
+    """A Training for each rank, as torchrun starts them. per_node: ranks of a node; None: all."""
+    held = hold_port()
+    PORTS.append(held)
+    port = held.getsockname()[1]
+    ranks = []
+    for rank in range(count):
+        environment = os.environ | rank_environment(rank, count, port, per_node)
+        ranks.append(Training(words, environment, True, program, folder))
+    return ranks
 
 
 def said_by(ranks, timeout=800):

@@ -11,14 +11,15 @@ def hold_port() -> socket.socket:
     return held
 
 
-def rank_environment(rank, count, port):
-    """What torchrun sets for a rank of one node."""
+def rank_environment(rank, count, port, per_node=None):
+    """What torchrun sets for a rank. per_node: ranks of a node; None: all."""
+    per_node = per_node or count
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(rank // per_node),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }

@@ -11,15 +11,20 @@ import traceback
 import torch
 from torch.distributed import TCPStore
 
+from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.model.spec import ONES, Parameter
+from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.settings.train_config import OptimizerConfig, ParallelConfig
+from mamba_fsdp.trainer import loop, run
 from mamba_fsdp.trainer.optimizer import make_optimizer
+from mamba_fsdp.trainer.step_stats import sum_over_ranks
 from tests.support.double import Double
 from tests.support.ports import rank_environment
 
+RATE = 0.01
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
 PROCESSES = multiprocessing.get_context(
     "forkserver"
@@ -98,6 +103,16 @@ def _rank(sender, rank, count, port, function, arguments):
         sender.send_bytes(pickle.dumps((None, traceback.format_exc())))
 
 
+def train_whole(world, settings, **how):
+    """A run of run_training on this rank, in the world that it has."""
+
+    def start_world(timeout_minutes):
+        return world
+
+    run.start_world = start_world
+    return run.run_training(settings, **how)
+
+
 def value_of(name, shape):
     """A fixed random value for each parameter."""
     generator = torch.Generator().manual_seed(int(hashlib.md5(name.encode()).hexdigest()[:8], 16))
@@ -121,9 +136,10 @@ def build(
         lambda name, start, stop: value_of(name, shapes[name]).reshape(-1)[start:stop],
     )
     if muon:
-        config = OptimizerConfig(optimizer="muon", learning_rate=1e-2)
+        config = OptimizerConfig(optimizer="muon")
         return parallel, make_optimizer(parallel, spec_of_double(parallel), config, dtype)
-    return parallel, torch.optim.AdamW(parallel.parameters().values(), lr=1e-2)
+    weights = parallel.parameters().values()
+    return parallel, torch.optim.AdamW(weights, fused=has_fused_adamw(world.device) or None)
 
 
 def spec_of_double(parallel):
@@ -141,28 +157,19 @@ def tokens(step):
     return torch.randint(0, 50, (24, 9), generator=torch.Generator().manual_seed(step))
 
 
-def gradient_norm(world, parallel):
-    """The 2-norm of the whole gradient."""
-    return float(world.all_reduce_sum(parallel.gradient_squares()).sqrt())
-
-
-def train(world, parallel, optimizer, steps, grad_accumulation_steps=2):
-    """Steps on the same global batches for any world. Returns [(loss, gradient norm)]."""
+def train(world, parallel, optimizer, steps, micro_batches=2):
+    """The loop's own steps, on the same global batches for any world. Returns [(loss, gradient norm, whether it was
+    applied)]."""
     records = []
     for step in steps:
-        mine = tokens(step).view(world.size, grad_accumulation_steps, -1, 9)[world.rank]
-        optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for index, batch in enumerate(mine):
-            with parallel.accumulate(last=index == grad_accumulation_steps - 1):
-                loss = parallel.module(batch[:, :-1], labels=batch[:, 1:])
-                (loss / 192).backward()
-            total += float(loss.detach())
-        parallel.reduce_gradients()
-        norm = gradient_norm(world, parallel)
-        parallel.scale_gradients(min(1.0, 0.5 / norm))
-        optimizer.step()
-        records.append((world.all_reduce_sum(total) / 192, norm))
+        mine = tokens(step).view(world.size, micro_batches, -1, 9)[world.rank]
+        batches = [Batch(rows[:, :-1], rows[:, 1:]) for rows in mine]
+        loss_sum = loop.accumulate_gradients(parallel, optimizer, batches, torch.tensor(1 / 192))
+        squares = parallel.gradient_squares()
+        sums = sum_over_ranks(world, loss_sum, squares, 192 / world.size, [])
+        loss, norm, factor = loop.mean_loss_and_norm(sums, torch.tensor(192.0))
+        applied = loop.update_weights(parallel, optimizer, loss, norm, factor, clip=0.5, lr=RATE)
+        records.append((float(loss), float(norm), bool(applied)))
     return records
 
 

@@ -1,15 +1,15 @@
-"""A tiny corpus and tiny runs on it: in this process where nothing is killed, else in one of their own."""
-
-import os
+"""A tiny corpus, and tiny runs on it in this process."""
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mamba_fsdp
+from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.run import records
 from tests.support import corpora
-from tests.support.tiny import TINY, as_words, resolved
+from tests.support.tiny import TINY, resolved
 
 
 def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
@@ -34,6 +34,35 @@ def corpus(tmp_path_factory):
     write_store(root / "validation", 1, 20)
     write_store(root / "other" / "train", 2, 50)
     write_store(root / "foreign" / "train", 2, 50, tokenizer="ids:of others")
+    return root
+
+
+END = "<end>"
+WORDS = [END, "?", *(f"w{number}" for number in range(62))]
+OTHER_WORDS = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
+
+
+def word_tokenizer(vocabulary):
+    """A tokenizer of words, as the tokenizers library has it."""
+    numbers = {word: number for number, word in enumerate(vocabulary)}
+    backend = Tokenizer(models.WordLevel(numbers, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([END])
+    return backend
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """A folder with the stores a and b, which hold the same tokens, of different tokenizers; and unknown, which does not
+    say of which."""
+    root = tmp_path_factory.mktemp("texts")
+    for name, vocabulary in (("a", WORDS), ("b", OTHER_WORDS), ("unknown", WORDS)):
+        tokenizer = TextTokenizer(word_tokenizer(vocabulary), END)
+        identity = tokenizer.identity if name != "unknown" else "none"
+        for seed, part in enumerate(("train", "validation")):
+            write_store(root / name / part, seed, 20, tokenizer=identity)
+            if name != "unknown":
+                tokenizer.save(root / name / part / "tokenizer")
     return root
 
 
@@ -87,23 +116,6 @@ def change_loss(monkeypatch):
         monkeypatch.setattr(loop, "train", changed_train)
 
     return change
-
-
-@pytest.fixture
-def start_training(corpus, tiny_file):
-    """start_training(run folder, **settings) -> as a Popen of training.py."""
-    from tests.support.forked import Training
-
-    started = []
-
-    def start(run, **given):
-        words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run, **given}
-        started.append(Training(as_words(words), dict(os.environ)))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
 
 
 @pytest.fixture

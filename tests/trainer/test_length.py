@@ -19,11 +19,12 @@ def test_another_global_batch_is_told_once():
 
 
 @pytest.mark.slow
-def test_a_run_of_epochs_ends_and_is_lengthened(train, tmp_path, metrics_of):
+def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path, metrics_of):
     """An epoch is the windows of all datasets of the mixture."""
     common = {"datasets": "train,other", "batch_size": 64, "eval_interval": 0, "publish": False}
     train(tmp_path, num_epochs=0.9, **common)
-    last = metrics_of(tmp_path)[-1]
+    first, *_, last = metrics_of(tmp_path)
+    assert last["loss"] < first["loss"] - 0.1
     assert last["source_epochs"] == pytest.approx({"train": 0.9, "other": 0.9}, abs=0.15)
     assert "over " in train(tmp_path, num_epochs=0.9, **common)
     assert "follows the former schedule" in train(tmp_path, num_epochs=1.8, **common)

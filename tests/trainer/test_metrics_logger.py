@@ -34,6 +34,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
     said = train(tmp_path / "run", report_interval="128tok", **given)
     validation, report, *_ = read(tmp_path / "run/metrics.jsonl")
     assert validation["step"] == 0 and 0 < validation["val_share"] < 1
+    assert "val_bits_per_byte" not in validation  # the store has no tokenizer
     assert validation["val_perplexity"] == pytest.approx(math.exp(validation["val_loss"]))
     assert (report["step"], report["tokens"], report["learning_rate"]) == (2, 128, 0.01)
     assert report["loss"] == pytest.approx(sum(losses[:2]) / 2)

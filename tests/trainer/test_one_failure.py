@@ -54,18 +54,20 @@ def withstand(place, monkeypatch):
 
 
 def test_a_run_folder_is_taken_written_and_given_back(place, tmp_path, withstand):
-    """With the tokenizer in it, and nothing of the lease left."""
-    train(["aaa"], 257).save(tmp_path / "tokenizer")
-    source = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer")
+    """With the newest tokenizer in it, and nothing of the lease left."""
+    train(["aaa"], 257).save(tmp_path / "old")
+    train(["bbb"], 257).save(tmp_path / "new")
 
     def scenario(_):
         folder = RunFolder(place)
         folder.acquire()
-        folder.copy_tokenizer(source)
-        folder.copy_tokenizer(source)
+        for name in ("old", "new", "new"):
+            folder.copy_tokenizer(SimpleNamespace(tokenizer_path=tmp_path / name))
         folder.lease.check()
         folder.write_status("finished", 1)
         folder.lease.close()
+        copied = (place / "tokenizer/tokenizer.json").read_bytes()
+        assert copied == (tmp_path / "new/tokenizer.json").read_bytes()
 
     withstand(scenario)
 
@@ -97,8 +99,7 @@ def test_checkpoints_are_saved_kept_pruned_and_found(place, withstand):
 
     def scenario(checkpointer):
         checkpointer.make_room(shards_of(0))
-        for step in (12, 15):
-            checkpointer.save(step, shards_of(step), {})
+        checkpointer.save(12, shards_of(12), {})
         checkpointer.lease.close()
         return find_checkpoint(place, WORLD, report=pytest.fail).path.name
 

@@ -1,6 +1,8 @@
 """Where a step's time goes; what is said of too little memory."""
 
 import json
+import re
+import time
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.devices import Instance
+from mamba_fsdp.trainer import run
 from mamba_fsdp.trainer.profiling import DATA
 from mamba_fsdp.trainer.setup import check_memory
 
@@ -18,6 +21,15 @@ def test_a_run_says_where_its_time_goes(train, tmp_path):
     assert "profile    3 steps, by time of the device:" in printed and "aten::" in printed
     events = json.loads((tmp_path / "run/profile/rank_0.json").read_text())["traceEvents"]
     assert sum(each["name"] == DATA for each in events) == 3
+
+
+def test_the_pace_of_training_is_measured_and_nothing_is_kept(settings_of, tmp_path, monkeypatch):
+    """At least three steps of 64 tokens are timed, after two that are not."""
+    monkeypatch.setattr(run, "TIMED_SECONDS", 0.0)
+    began = time.perf_counter()
+    pace = run.measure_pace(settings_of())
+    assert pace > 3 * 64 / (time.perf_counter() - began)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -39,12 +51,21 @@ def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, told):
         assert "".join(said).startswith(told) and len(said) == bool(told)
 
 
-@pytest.mark.slow
-def test_too_little_memory_on_a_gpu_says_what_helps(train, tmp_path, change_loss, monkeypatch):
-    def fail(state, true_loss):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
-
-    change_loss(fail)
-    with pytest.raises(Exception, match="rank 0 has too little memory: .* `mamba-fsdp plan`"):
-        train(tmp_path / "run", eval_interval=0)
+@pytest.mark.parametrize(
+    "error, is_told",
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (MemoryError(), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_too_little_memory_before_the_first_step_says_what_helps(error, is_told):
+    """Later it may be an accident, after which a restart helps."""
+    found = run.explained(error, rank=3, has_stepped=False)
+    assert isinstance(found, UserError) == is_told
+    assert is_told == bool(
+        re.match("rank 3 has too little memory: .* `mamba-fsdp plan`", str(found))
+    )
+    assert run.explained(error, rank=3, has_stepped=True) is error

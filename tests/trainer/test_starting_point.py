@@ -1,108 +1,141 @@
-"""A start is one value: rank 0 finds it, and nothing is looked up again."""
+"""What a start may find or lack: checkpoint, weights, data, the run folder itself; and that its ranks rarely meet for it."""
 
-import dataclasses
-import pickle
+import shutil
+import tempfile
 
 import pytest
 
+from mamba_fsdp.data import tokenize
+from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.trainer import loop, run, starting_point
+from mamba_fsdp.run.records import read_status
+from mamba_fsdp.settings.train_config import DataConfig
 from mamba_fsdp.trainer.run_folder import RunFolder
-from tests.support.checkpoints import equal, flip
-
-MOST_ENTRIES = 4
 
 
-@pytest.fixture
-def entries(monkeypatch):
-    """What ranks have done together before the first step, by name."""
-    entries = []
-    is_counting = [True]
+@pytest.mark.parametrize("setting", ["save_ckpt_path", "load_ckpt_path"])
+def test_ranks_meet_at_most_five_times_before_the_first_step(
+    train, tmp_path, change_loss, monkeypatch, setting
+):
+    """In one that resumes, and in one that goes on from another's checkpoint; in a fresh run twice."""
+    given = {"eval_interval": 0, "publish": False}
+    words = []
+    before_the_first_step = []
+    monkeypatch.setattr(World, "broadcast_object", lambda world, word: words.append(word) or word)
 
-    def count(name, real):
-        def counted(world, work, *inputs):
-            if is_counting[0]:
-                entries.append(f"{name} {work.__qualname__}")
-            return real(world, work, *inputs)
+    def loss(state, true_loss):
+        before_the_first_step.append(len(words))
+        return true_loss()
 
-        monkeypatch.setattr(World, name, counted)
+    change_loss(loss)
+    train(tmp_path / "run", num_steps=1, **given)
+    words.clear()
+    train(tmp_path / "other", num_steps=2, **{**given, setting: tmp_path / "run"})
+    fresh, later, *_ = before_the_first_step
+    assert 0 < fresh <= 2 and 0 < later <= 5
 
-    def first_step(*given, real=loop.take_step, **named):
-        is_counting[0] = False
-        return real(*given, **named)
 
-    count("on_rank0", World.on_rank0)
-    count("on_all_ranks", World.on_all_ranks)
-    monkeypatch.setattr(loop, "take_step", first_step)
+def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
+    """As many launchers write it, also with resuming_dataset: resume if there is something, else start."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("run")
+    given = {"load_ckpt_path": f"../{tmp_path.name}/link/", "resuming_dataset": True}
+    assert "steps " in train("run", dry_run=True, **given) and not (tmp_path / "run").exists()
+    assert "starting   afresh" in train("run", num_steps=1, **given)
+    said = train("run", num_steps=2, **given)
+    assert "resumes    from run/checkpoints/step_00000001, step 1\n" in said
+    assert "starting" not in said
 
-    def take():
-        found = list(entries)
-        entries.clear()
-        is_counting[0] = True
-        return found
 
-    return take
+@pytest.mark.parametrize("setting", [None, "init_from"])
+def test_a_start_that_waited_for_another_of_its_run_goes_on_from_there(
+    train, tmp_path, monkeypatch, setting
+):
+    """Two starts at once: the second found no checkpoint, and waits while the first trains to its end."""
+    train(tmp_path / "first", num_steps=2)
+
+    def acquire(folder, real=RunFolder.acquire):
+        shutil.copytree(tmp_path / "first/checkpoints", folder.path / "checkpoints")
+        real(folder)
+
+    monkeypatch.setattr(RunFolder, "acquire", acquire)
+    origin = {setting: tmp_path / "first"} if setting else {}
+    said = train(tmp_path / "run", num_steps=2, **origin)
+    assert "resumes    from " in said and "run/checkpoints/step_00000002, step 2" in said
+
+
+def test_checkpoints_on_another_disk_than_the_run_are_refused(train, tmp_path):
+    """Nothing could be moved there."""
+    (tmp_path / "run").mkdir()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        (tmp_path / "run/checkpoints").symlink_to(other)
+        with pytest.raises(UserError, match="checkpoints lies on another disk"):
+            train(tmp_path / "run", num_steps=1)
+
+
+def empty(folder):
+    """As those leave it that clear a scratch disk."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("setting", "remove"), [("init_from", shutil.rmtree), ("load_ckpt_path", empty)]
+)
+def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
+    """Its own checkpoint wins, whose model it is then; another one is refused as ever."""
+    train(tmp_path / "first", num_steps=1, expand=4)
+    origin = tmp_path / "first"
+    model = {"expand": 4}
+    if setting == "init_from":
+        origin = next((tmp_path / "first/pth").iterdir())
+        model = {}
+    train(tmp_path / "run", num_steps=1, **{setting: origin}, **model)
+    remove(origin)
+    said = train(tmp_path / "run", num_steps=2, **{setting: origin}, **model)
+    assert f"step_00000001, step 1; {origin} applied to its first start only" in said
+    with pytest.raises(UserError, match=rf"{tmp_path}/run.* another model .*expand=1 \(there 4\)"):
+        train(tmp_path / "run", num_steps=3, **{setting: origin}, expand=1)
+    with pytest.raises(UserError, match=str(origin)):
+        train(tmp_path / "other", num_steps=2, **{setting: origin}, **model)
+    assert not (tmp_path / "other").exists()
+
+
+def test_other_words_for_the_same_model_are_no_other_model(train, tmp_path):
+    """A model is the same by its structure, however its settings are written, wherever a run gets it from."""
+    heads = {"n_head": 2, "n_kv_head": 2, "eval_interval": 0}
+    before = {"layers": "mamba1,attention", "rotary_dim": 8, **heads}
+    after = {"layers": "1*mamba1,attention,mamba1", "head_dim": 8, **heads}
+    first = tmp_path / "first"
+    train(first, num_steps=1, **before)
+    pth = first / "pth/step_00000001/consolidated.00.pth"
+    said = train(tmp_path / "pth", num_steps=2, load_ckpt_path=pth, **after)
+    assert "starting " in said and "step 2/2" in said
+    said = train(first, num_steps=2, **after)
+    assert "resumes " in said and "step 2/2" in said
 
 
 @pytest.mark.torch22
-def test_ranks_meet_four_times_before_the_first_step(train, tmp_path, entries):
-    """A fresh run, one that resumes, and one that goes on from another's checkpoint."""
-    train(tmp_path / "run", num_steps=2, eval_interval=2)
-    fresh = entries()
-    train(tmp_path / "run", num_steps=4, eval_interval=2)
-    resumed = entries()
-    train(tmp_path / "other", num_steps=1, eval_interval=0, load_ckpt_path=tmp_path / "run")
-    from_other = entries()
-    for found in (fresh, resumed, from_other):
-        assert 0 < len(found) <= MOST_ENTRIES, found
+def test_what_the_shape_of_the_weights_rules_out_is_refused(train, tmp_path):
+    """Though the settings alone, without the weights, would be a model that can be trained so."""
+    train(tmp_path / "gdn", num_steps=1, layers="gdn", headdim=8)
+    with pytest.raises(UserError, match="context_parallel=2: Gated DeltaNet .* leave it at 1"):
+        train(tmp_path / "run", init_from=tmp_path / "gdn", context_parallel=2)
+    assert read_status(tmp_path / "run")["status"] == "failed"
 
 
-@pytest.mark.torch22
-def test_it_is_found_once_and_never_changes(train, tmp_path, monkeypatch):
-    """It goes to the ranks as a message; training has a train state of its own."""
-    found = []
-
-    def find(*given, real=starting_point.find_start):
-        start = real(*given)
-        found.append((start, pickle.dumps(start.state)))
-        return pickle.loads(pickle.dumps(start))
-
-    monkeypatch.setattr(run, "find_start", find)
-    train(tmp_path, num_steps=2)
-    train(tmp_path, num_steps=4)
-    (fresh, _), (resumed, before) = found
-    assert fresh.begins == "the start" and not fresh.checkpoint and fresh.state.step == 0
-    assert resumed.checkpoint.path.name == "step_00000002" and resumed.state.step == 2
-    assert pickle.dumps(resumed.state) == before
-    assert resumed.schedule.total_steps == 4 and not resumed.validation_due
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        resumed.begins = "elsewhere"
-
-
-@pytest.mark.torch22
-def test_a_broken_checkpoint_makes_another_start(train, tmp_path, weights_of):
-    """Of the older one, with its step and its position in the data: the run ends as an unbroken one does."""
-    for name in ("whole", "broken"):
-        train(tmp_path / name, num_steps=6, schedule="constant")
-    flip(tmp_path / "broken/checkpoints/step_00000006/rank_00000.safetensors")
-    for name in ("whole", "broken"):
-        said = train(tmp_path / name, num_steps=8, schedule="constant")
-    older = tmp_path / "broken/checkpoints/step_00000004"
-    assert "step_00000006 is broken and is skipped" in said
-    assert said.count("resumes    from ") == 1 and f"resumes    from {older}, step 4\n" in said
-    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "broken"))
-
-
-def test_the_folder_is_acquired_before_the_start_is_found(train, tmp_path, monkeypatch):
-    order = []
-    for owner, name in ((RunFolder, "acquire"), (run, "find_start")):
-        real = getattr(owner, name)
-
-        def noted(*given, name=name, real=real):
-            order.append(name)
-            return real(*given)
-
-        monkeypatch.setattr(owner, name, noted)
-    train(tmp_path / "dry", dry_run=True)
-    train(tmp_path / "run", num_steps=1)
-    assert order == ["find_start", "acquire", "find_start"]
+def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tokenize, "make_dataset", lambda *given: made.append(given[:2]))
+    for path in ("data/mine", "builtin", "data/builtin/"):
+        make_missing_builtin(DataConfig(path))
+    assert made == [("builtin", "data/builtin")]
+    store = tmp_path / "data/builtin"
+    (store / "train").mkdir(parents=True)
+    assert missing_builtin(DataConfig(str(store))) == store, "an empty folder"
+    (store / "train/index.json").touch()
+    assert not missing_builtin(DataConfig("data/builtin"))
+    (store / ".progress.json").touch()
+    assert missing_builtin(DataConfig("data/builtin")) == store, "a part of it"

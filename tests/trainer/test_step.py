@@ -1,17 +1,22 @@
 """A step: batches are read, gradients summed, weights updated; its numbers are read when the next is under way, and
-nothing else changes."""
+nothing else changes. What ranks tell each other in it besides weights and gradients is one small collective."""
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.trainer import loop
+from mamba_fsdp.run.records import read
+from mamba_fsdp.trainer import clock, loop
 from mamba_fsdp.trainer.stopping import StopRequest
+from tests.support.checkpoints import steps_in
+from tests.support.ranks import run_ranks, train_whole
 
 pytestmark = pytest.mark.torch22
 AT_ONCE, A_STEP_LATE = 0, 1
@@ -25,15 +30,17 @@ def read_numbers(monkeypatch):
 
 @pytest.fixture
 def lose(monkeypatch):
-    """lose(factor): the loss of step n (from 1) of a run of one micro-batch a step is multiplied by factor(n)."""
+    """lose(factors): the loss of step n (from 1) of a run of one micro-batch a step is multiplied by factors[n]."""
     true_loss = loop.batch_loss
 
-    def change(factor):
+    def change(factors):
         steps = itertools.count(1)
 
         def loss(module, batch):
             loss = true_loss(module, batch)
-            return loss * factor(next(steps)) if torch.is_grad_enabled() else loss
+            if torch.is_grad_enabled():
+                loss = loss * factors.get(next(steps), 1.0)
+            return loss
 
         monkeypatch.setattr(loop, "batch_loss", loss)
 
@@ -68,24 +75,24 @@ def left_by(metrics_of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "precision, factor",
+    "precision, length, factors",
     [
-        ("fp32", lambda step: float("nan") if step in (3, 4, 7) else 1.0),
-        ("fp16", lambda step: 1e4 if step < 3 or step == 7 else 1.0),
+        ("fp32", "8", {3: math.nan, 4: math.nan, 7: math.nan}),
+        ("fp16", "512tok", {1: 1e4, 2: 1e4, 7: 1e4}),
     ],
     ids=["fp32", "fp16"],
 )
 def test_reading_late_leaves_the_same_run(
-    train, tmp_path, read_numbers, lose, stop_at_look, left_by, precision, factor
+    train, tmp_path, read_numbers, lose, stop_at_look, left_by, precision, length, factors
 ):
     """Losses, gradient norms, skips and the scale of fp16 are those of the steps they are told for; checkpoints and
     validations see the steps up to theirs, and a run that is asked to stop in between resumes as the unbroken one."""
-    given = {"num_steps": 8, "mixed_precision": precision, "keep_checkpoints": 9}
+    given = {"num_steps": length, "mixed_precision": precision, "keep_checkpoints": 9}
     given |= {"checkpoint_interval": 4, "publish": False}
     skips = []
     for late in (AT_ONCE, A_STEP_LATE):
         read_numbers(late)
-        lose(factor)
+        lose(factors)
         said = train(tmp_path / str(late), **given)
         skips.append([line for line in said.splitlines() if "skipped:" in line])
     assert skips[0] == skips[1] and skips[0]
@@ -93,14 +100,16 @@ def test_reading_late_leaves_the_same_run(
         assert [int(line.split()[1]) for line in skips[0]] == [3, 4, 7]
     whole = left_by(tmp_path / "0")
     assert left_by(tmp_path / "1") == whole
+    progress, _ = whole[1][-1]
+    assert progress["step"] == 8 and (progress["loss_scale"] > 1) == (precision == "fp16")
 
-    lose(factor)
+    lose(factors)
     stop_at_look(10)
     assert "stopped    at step" in train(tmp_path / "parts", **given)
     _, checkpoints = left_by(tmp_path / "parts")
     stopped = checkpoints[-1][0]["step"]
     assert 4 < stopped < 8
-    lose(lambda step: factor(step + stopped))
+    lose({step - stopped: factor for step, factor in factors.items()})
     stop_at_look(10**6)
     train(tmp_path / "parts", **given)
     metrics, checkpoints = left_by(tmp_path / "parts")
@@ -118,14 +127,14 @@ def test_a_stop_is_heard_with_a_step_under_way(
     stop_at_look(look)
     said = train(tmp_path, eval_interval=0, checkpoint_interval=3)
     assert f"stopped    at step {stopped}" in said and metrics_of(tmp_path)[-1]["step"] == stopped
-    assert [path.name[-1] for path in tmp_path.glob("checkpoints/step_*")] == [str(stopped)]
+    assert steps_in(tmp_path) == [stopped]
 
 
 @pytest.mark.parametrize("late", [AT_ONCE, A_STEP_LATE])
 def test_bad_samples_are_those_of_the_last_bad_step(
     train, tmp_path, read_numbers, lose, monkeypatch, late
 ):
-    """Also where the next step is good and has been taken by then."""
+    """The first eight, also where the next step is good and has been taken by then."""
     drawn = {}
 
     def noted(loader, step, _step=Loader.step):
@@ -135,12 +144,12 @@ def test_bad_samples_are_those_of_the_last_bad_step(
 
     monkeypatch.setattr(Loader, "step", noted)
     read_numbers(late)
-    lose(lambda step: float("nan") if step in (2, 3) else 1.0)
-    said = "of 2 steps in a row was not finite; the last is step 3, of the samples (.*?)\\. "
+    lose({2: math.nan, 3: math.nan})
+    said = "of 2 steps in a row was not finite; the last is step 3, of the samples "
     with pytest.raises(UserError, match=said) as told:
-        train(tmp_path, eval_interval=0, checkpoint_interval=6, max_skipped_steps=2)
-    named = ", ".join(f"{name} window {window}" for name, window in drawn[3])
-    assert max(drawn) == 3 + late and f"samples {named}. " in str(told.value)
+        train(tmp_path, eval_interval=0, checkpoint_interval=6, max_skipped_steps=2, batch_size=9)
+    named = ", ".join(f"{name} window {window}" for name, window in drawn[3][:8])
+    assert max(drawn) == 3 + late and f"samples {named}, .... " in str(told.value)
 
 
 def test_a_step_that_was_not_applied_counts_without_its_loss():
@@ -154,3 +163,53 @@ def test_a_step_that_was_not_applied_counts_without_its_loss():
     state.advance(4, 128, 3.0, applied=True, excused=False)
     assert state.skipped_in_a_row == 0 and state.take_mean_loss() == 2.5
     assert state.take_mean_loss() != state.take_mean_loss(), "nan where no step was applied"
+
+
+class SmallCollectives(TorchDispatchMode):
+    """Notes by step the collectives that carry neither weights nor gradients, which are fp32 here."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        leaves, _ = torch.utils._pytree.tree_flatten(args)
+        dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if self.steps and function.namespace == "c10d" and torch.float32 not in dtypes:
+            self.steps[-1].append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def steps_of(world, settings):
+    """The small collectives of each step of a whole run, which rank 1 is asked to stop in step 5."""
+    collectives = SmallCollectives()
+    read_batches = Loader.step
+
+    def step(loader, number):
+        collectives.steps.append([])
+        return read_batches(loader, number)
+
+    Loader.step = step
+    StopRequest.look = lambda request: world.rank == 1 and len(collectives.steps) == 5
+    clock.Clock.own_seconds = lambda self: 1.0 + world.rank
+    with collectives:
+        train_whole(world, settings)
+    return collectives.steps
+
+
+@pytest.mark.slow
+def test_a_step_has_one_small_collective(settings_of, tmp_path):
+    """It tells the loss, a slow rank, and that one was asked to stop. Step 2 reports; the last one saves."""
+    settings = settings_of(
+        sharding_strategy="fsdp",
+        global_batch_size=8,
+        checkpoint_interval=9,
+        report_interval=2,
+        eval_interval=0,
+    )
+    for steps in run_ranks(2, steps_of, settings):
+        assert steps[:4] == [["allreduce_"]] * 4 and len(steps) == 5
+    assert steps_in(tmp_path / "run") == [5]
+    for entry in read(tmp_path / "run/metrics.jsonl"):
+        assert (entry["delaying_rank"], entry["largest_delay_seconds"]) == (1, 2.0)
+        assert entry["median_delay_seconds"] == 1.5

@@ -1,4 +1,4 @@
-"""Requests to stop, and a rank that stands still."""
+"""Requests to stop: signals, STOP files, and a caller who hears the records of a run."""
 
 import os
 import signal
@@ -6,8 +6,9 @@ import signal
 import pytest
 
 from mamba_fsdp.run.names import OLD_STOP, START, stop_mark
-from mamba_fsdp.run.records import read_status
+from mamba_fsdp.run.records import read, read_status
 from mamba_fsdp.trainer import setup, stopping
+from tests.support.checkpoints import equal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
@@ -64,6 +65,28 @@ def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path
         (tmp_path / "STOP").touch()
         raise ConnectionError
     assert stopping.StopRequest(tmp_path, True).look()
+
+
+@pytest.mark.torch22
+def test_a_caller_hears_the_records_and_stops_a_run_that_resumes_to_the_bit(
+    train, tmp_path, weights_of
+):
+    given = {"num_steps": 4, "eval_interval": 2, "schedule": "constant"}
+    heard = []
+
+    def listen(record):
+        heard.append(record)
+        return "val_loss" in record and record["step"] == 2
+
+    train(tmp_path / "whole", **given)
+    said = train(tmp_path / "run", **given, on_record=listen)
+    assert "stopped    at step 3 (on_record); the same command resumes from here" in said
+    assert heard == read(tmp_path / "run/metrics.jsonl")
+    status = read_status(tmp_path / "run")
+    assert (status["status"], status["step"], status["reason"]) == ("stopped", 3, "on_record")
+    train(tmp_path / "run", **given, on_record=heard.append)
+    assert heard == read(tmp_path / "run/metrics.jsonl") and heard[-1]["step"] == 4
+    assert equal(weights_of(tmp_path / "run"), weights_of(tmp_path / "whole"))
 
 
 @pytest.fixture
