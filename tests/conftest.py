@@ -68,12 +68,11 @@ LONGEST_FIRST = [
     "tests/readme/",
     "tests/user/",
     "tests/slurm/",
+    "tests/launch/",
     "tests/storm/test_storm.py",
-    "tests/model/test_lm.py",
-    "tests/parallel/test_context.py",
+    "tests/env/",
     "tests/kernels/test_compiled.py",
     "tests/kernels/test_triton_mixers.py",
-    "tests/launch/test_launcher_node.py",
 ]
 
 
