@@ -24,8 +24,8 @@ def told(call):
 @pytest.mark.slow
 def test_published_rates_are_met_within_a_third(project):
     for row in published.PUBLISHED:
-        there, expected = published.rates(row)
-        assert expected == pytest.approx(there, rel=0.35), row
+        in_user_folder, expected = published.rates(row)
+        assert expected == pytest.approx(in_user_folder, rel=0.35), row
     assert published.table() in (project / "benchmarks/RESULTS.md").read_text()
 
 
@@ -86,7 +86,7 @@ def test_numbers_agree_with_each_other(told):
     ],
 )
 @pytest.mark.torch22
-def test_a_mistake_is_a_line(words, said, told, there):
+def test_a_mistake_is_a_line(words, said, told, in_user_folder):
     code, printed = told(words)
     assert code == 2 and said in printed and len(printed.splitlines()) == 1, printed
 
@@ -123,7 +123,7 @@ def test_sizes_for_a_time_on_given_machines(told):
 
 
 @pytest.mark.torch22
-def test_sizes_for_a_time_here_are_timed_and_their_commands_run(told, call, there, monkeypatch):
+def test_sizes_for_a_time_here_are_timed_and_their_commands_run(told, call, in_user_folder, monkeypatch):
     monkeypatch.setattr(run, "LEAST_STEPS", 3)
     monkeypatch.setattr(run, "TIMED_SECONDS", 0)
     code, said = told("data/builtin --hours=0.001 --batch_size=1")

@@ -35,7 +35,7 @@ def test_a_character_of_several_tokens_waits_until_it_is_whole(monkeypatch, tmp_
 
 
 @pytest.fixture
-def run(there, answer):
+def run(in_user_folder, answer):
     """run(*words) -> (exit code, stdout, stderr) of generate."""
     return partial(answer, generate)
 
@@ -80,7 +80,7 @@ def test_an_error_before_the_text_is_one_line(run, monkeypatch):
         assert err.count("\n") == 1
 
 
-def test_words_without_transformers_are_those_of_transformers(there):
+def test_words_without_transformers_are_those_of_transformers(in_user_folder):
     from transformers import AutoTokenizer
 
     text = "def naïve 日本<|endoftext|>x"
@@ -93,7 +93,7 @@ def test_words_without_transformers_are_those_of_transformers(there):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_with_its_text_and_speed(there, project):
+def test_ctrl_c_ends_it_with_its_text_and_speed(in_user_folder, project):
     code = """
 import os, signal
 from mamba_fsdp import command_line
@@ -117,7 +117,7 @@ WHOLE, decoders.DecodeStream = decoders.DecodeStream, Interrupted
 words = ["runs/demo", "--prompt=def", "--length=100000", "--temperature=2"]
 command_line.run(generate.main, str, words)
 """
-    done = run_program(sys.executable, "-c", code, cwd=there, PYTHONPATH=str(project))
+    done = run_program(sys.executable, "-c", code, cwd=in_user_folder, PYTHONPATH=str(project))
     assert done.returncode == 130, done.stderr
     assert done.stdout.startswith("def") and done.stdout.endswith("\n")
     assert "8 tokens in" in done.stderr and "stopped by Ctrl-C" in done.stderr

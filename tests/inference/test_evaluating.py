@@ -24,13 +24,13 @@ pytestmark = pytest.mark.torch22
 
 
 @pytest.fixture
-def run(there, answer):
+def run(in_user_folder, answer):
     """run(*words) -> (exit code, stdout, stderr) of evaluate."""
     return partial(answer, evaluate)
 
 
 @pytest.fixture
-def model(there):
+def model(in_user_folder):
     return loading.load("runs/demo")
 
 
@@ -128,8 +128,8 @@ def test_a_store_of_another_vocabulary_is_refused(model):
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_numbers_of_one(there, run):
-    words = [str(there / "runs/demo"), str(there / STORE)]
+def test_two_ranks_give_the_numbers_of_one(in_user_folder, run):
+    words = [str(in_user_folder / "runs/demo"), str(in_user_folder / STORE)]
     words += ["--seq_length=16", "--stride=5", "--batch_size=2", "--limit=40", "--json"]
     _, alone, _ = run(*words)
     together = said_by(start_ranks(2, ["evaluate", *words], program=("-m", "mamba_fsdp")))

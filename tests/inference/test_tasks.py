@@ -84,7 +84,7 @@ def task_files(tmp_path_factory):
 
 
 @pytest.fixture
-def run(there, answer, task_files, monkeypatch):
+def run(in_user_folder, answer, task_files, monkeypatch):
     """run(*words) -> (exit code, stdout, stderr) of evaluate, where lm-eval knows the three tasks alone: to read its
     own takes seconds."""
     monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_defaults=False))
@@ -121,7 +121,7 @@ def with_tokenizer(folder, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo", "hybrid"])
-def test_answers_are_those_of_hf_on_the_export(there, task_files, tmp_path, name):
+def test_answers_are_those_of_hf_on_the_export(in_user_folder, task_files, tmp_path, name):
     source, exported = "runs/demo", "exported/demo"
     if name == "hybrid":
         source, exported = with_tokenizer(tmp_path / "ours", CONFIGS[name]), tmp_path / "hf"
@@ -132,7 +132,7 @@ def test_answers_are_those_of_hf_on_the_export(there, task_files, tmp_path, name
 
 
 @pytest.mark.slow
-def test_a_model_that_no_export_holds_answers_alike_in_any_batch(there, task_files, tmp_path):
+def test_a_model_that_no_export_holds_answers_alike_in_any_batch(in_user_folder, task_files, tmp_path):
     source = with_tokenizer(tmp_path / "ours", MAMBA3)
     first, second = (
         answers(MambaFSDP(source, max_length=WINDOW, batch_size=size), task_files)
@@ -142,7 +142,7 @@ def test_a_model_that_no_export_holds_answers_alike_in_any_batch(there, task_fil
 
 
 @pytest.mark.slow
-def test_lm_eval_finds_the_class_by_its_name(there, task_files, project):
+def test_lm_eval_finds_the_class_by_its_name(in_user_folder, task_files, project):
     """As a release with plugins will: by the entry point, which the registry of 0.4.13 takes when it is told."""
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     groups = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"]
