@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place_in_line)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def project():
     """The checkout under test."""
     return PROJECT

@@ -128,28 +128,21 @@ def test_words_are_not_guessed():
     assert command_line.call(verb, ["a", "--nowanted"])[2].wanted is False
 
 
-EXPLAINED = {"": "mamba-fsdp VERB", "report --version": "mamba_fsdp "}
-EXPLAINED["generate --help"] = "python -m mamba_fsdp generate"
-REFUSED = {
-    "genrate": "error: there is no verb 'genrate'",
-    "generate": "error: missing a required argument: 'model'",
-    "generate /nowhere --top_p=2": "error: --top_p=2: must be at most 1",
-    "inspect /nowhere --verify=on": "error: /nowhere: there is no such",
-    "report": "error: name at least one run",
-    "inspect " + "n" * 300: "error: " + "n" * 300,
+EXPLAINED = {
+    "": "mamba-fsdp VERB",
+    "help": "mamba-fsdp VERB",
+    "report --version": "mamba_fsdp ",
+    "generate --help": "python -m mamba_fsdp generate",
+    "help generate": "python -m mamba_fsdp generate",
 }
 
 
-@pytest.mark.parametrize("words, start", [*EXPLAINED.items(), *REFUSED.items()])
-def test_verbs_explain_themselves_and_refuse_in_one_line(monkeypatch, capsys, words, start):
+@pytest.mark.parametrize("words", EXPLAINED)
+def test_verbs_explain_themselves(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["mamba-fsdp", *words.split()])
-    code = 2 * (words in REFUSED)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="^0$"):
         main()
-    told = capsys.readouterr()
-    said = told.err if code else told.out
-    assert (end.value.code, said[: len(start)]) == (code, start), told
-    assert code == 0 or len(said.splitlines()) == 1
+    assert capsys.readouterr().out.startswith(EXPLAINED[words])
 
 
 FULL = "error: can't write any more: No space left on device\n"

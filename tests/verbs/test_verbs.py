@@ -36,15 +36,6 @@ def test_verify_reads_every_byte(place, damaged, said, in_user_folder, tmp_path,
     assert code in (1, 2) and said in told and damaged.rpartition("/")[2][:14] in told, told
 
 
-def test_verify_is_refused_where_it_means_nothing(in_user_folder, verify, tmp_path):
-    for model in ("exported/demo", "runs/demo/pth/step_00000004"):
-        code, told = verify(model)
-        assert code == 2
-        assert "--verify is for token stores, checkpoints and runs; this holds no checksums" in told
-    (tmp_path / "checkpoints").mkdir()
-    assert verify(tmp_path)[0] == 2
-
-
 def test_inspect_says_what_a_run_a_checkpoint_and_models_hold(in_user_folder, capsys):
     for place, words in {
         "runs/demo": (
