@@ -132,7 +132,9 @@ def test_answers_are_those_of_hf_on_the_export(in_user_folder, task_files, tmp_p
 
 
 @pytest.mark.slow
-def test_a_model_that_no_export_holds_answers_alike_in_any_batch(in_user_folder, task_files, tmp_path):
+def test_a_model_that_no_export_holds_answers_alike_in_any_batch(
+    in_user_folder, task_files, tmp_path
+):
     source = with_tokenizer(tmp_path / "ours", MAMBA3)
     first, second = (
         answers(MambaFSDP(source, max_length=WINDOW, batch_size=size), task_files)
