@@ -78,21 +78,6 @@ def test_words_and_bytes_are_those_of_the_predicted_text(model, monkeypatch):
     assert windows.tokens == 32 + 8 * 8 and windows.words < whole.words
 
 
-def test_what_is_told(run):
-    """JSON is all there is on stdout, if it is asked for; else a line for each measure."""
-    model = "runs/demo/checkpoints/step_00000002"
-    words = [model, STORE, "--seq_length=32", "--limit=3"]
-    code, out, err = run(*words)
-    every = TokenStore(STORE).token_count - 1
-    names = [line.split()[0] for line in out.splitlines()]
-    assert (code, err) == (0, "")
-    assert names == "model data tokens windows loss perplexity bits speed".split()
-    assert f"\ntokens         96 of {every:,}\nwindows        32 tokens long, one every 32\n" in out
-    code, numbers, err = run(*words, "--json")
-    loss = json.loads(numbers)["data"][STORE]["loss"]
-    assert f"model          {model}\n" in err and f"\nloss           {loss:.4f} nats" in err
-
-
 def test_json_of_a_diverged_model_parses(model):
     model.network.backbone.norm_f.weight.fill_(float("nan"))
     found = mamba_fsdp.evaluate(model, STORE, seq_length=32, limit=2)

@@ -193,16 +193,6 @@ def test_records_that_cannot_be_read_are_one_line(tmp_path):
         report.main(str(tmp_path), options=report.Options())
 
 
-@pytest.mark.parametrize("out", ["", "folder/", "page.html"])
-def test_the_page_is_written_where_it_is_asked_for(tmp_path, capsys, out):
-    run = write_run(tmp_path / "run", [4.0])
-    report.main(str(run), str(run), options=report.Options(out and f"{tmp_path}/{out}"))
-    places = {"": "run/report.html", "folder/": "folder/report.html"}
-    file = tmp_path / places.get(out, out)
-    assert capsys.readouterr().out == f"{file}\n"
-    assert len(content_of(file.read_text())["runs"]) == 1
-
-
 def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path):
     runs = [write_run(tmp_path / name, [2.0]) for name in "ab"]
     for run in runs:
