@@ -432,13 +432,3 @@ def test_the_ready_runs_are_what_they_say():
         samples = config.training.global_batch_size or config.training.batch_size
         assert samples * config.data.seq_length == tokens
     assert tokens_per_step.keys() == module.ready_runs().keys()
-
-
-def test_mambaoutai_is_the_published_run():
-    outai = resolve("mambaoutai")
-    assert outai.training.num_steps.steps(3_670_016) == 109_003
-    assert outai.lr_schedule.warmup_steps.steps(3_670_016) == 275
-    shares = dict(zip(outai.data.datasets, outai.data.weights))
-    code = [share for name, share in shares.items() if name.startswith("stack-")]
-    assert len(shares) == 14 and sum(shares.values()) == pytest.approx(1, abs=1e-8)
-    assert sum(code) == pytest.approx(0.4108161483724859, abs=1e-8)

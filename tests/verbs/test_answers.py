@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models
 
 from mamba_fsdp import command_line
 from mamba_fsdp.__main__ import VERBS
@@ -127,17 +126,3 @@ def test_the_page_is_written_where_it_is_asked_for(call, in_user_folder, tmp_pat
     expected = file.get(out, f"{tmp_path}/{out}")
     assert (code, said) == (0, f"{expected}\n")
     assert Path(expected).read_text().count('"name": "demo", "settings"') == 1
-
-
-def test_losses_of_different_tokenizers_are_not_compared(call, tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name / "tokenizer").mkdir(parents=True)
-        vocabulary = models.WordLevel({name: 0}, unk_token=name)
-        Tokenizer(vocabulary).save(str(tmp_path / name / "tokenizer/tokenizer.json"))
-        entry = '{"step": 10, "loss": 3, "val_bits_per_byte": 1.5}\n'
-        (tmp_path / name / "metrics.jsonl").write_text(entry)
-    assert call(report, tmp_path / "a", tmp_path / "b")[0] == 0
-    page = (tmp_path / "a/report.html").read_text()
-    assert "per token of different tokenizers: not comparable" in page
-    assert call(report, tmp_path / "a")[0] == 0
-    assert "not comparable" not in (tmp_path / "a/report.html").read_text()

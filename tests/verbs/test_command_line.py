@@ -10,7 +10,6 @@ from mamba_fsdp import command_line
 from mamba_fsdp.__main__ import main
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import setting
-from mamba_fsdp.settings.resolve import resolve_settings
 from tests.support.processes import run_program
 
 
@@ -87,37 +86,6 @@ MISTAKES = {
 def test_mistakes_are_refused_with_the_reason(words):
     with pytest.raises(UserError, match=MISTAKES[words]):
         command_line.call(verb, words.split())
-
-
-@pytest.mark.parametrize(
-    "kind, name, texts",
-    [
-        (bool, "deterministic", "on Off yes no TRUE 0 maybe 2"),
-        (int, "batch_size", "7 2e3 2_000 10k 2B 1.5 0x10 two 1e400 k"),
-        (float, "timeout_minutes", "7 2e3 1e-3 nan inf x"),
-    ],
-)
-def test_settings_and_verbs_read_the_same_words_alike(kind, name, texts):
-    """What one program takes all take, as the same value; what one refuses all refuse, in the same words."""
-
-    Value = dataclasses.make_dataclass("Value", [("value", kind, setting(kind()))])
-
-    def verb(options: Value):
-        return options.value
-
-    for text in ["", *texts.split()]:
-        try:
-            settings = resolve_settings({name: text})
-            as_setting = vars(
-                settings.parallel if name == "timeout_minutes" else settings.training
-            )[name]
-        except UserError as error:
-            as_setting = str(error).removeprefix(name).removesuffix(" (on the command line)")
-        try:
-            as_option = command_line.call(verb, [f"--value={text}"])
-        except UserError as error:
-            as_option = str(error).removeprefix("--value")
-        assert as_option == as_setting and type(as_option) is type(as_setting), text
 
 
 def test_words_are_not_guessed():

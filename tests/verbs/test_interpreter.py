@@ -67,10 +67,3 @@ def test_ctrl_c_ends_an_import_that_would_swallow_it(project, tmp_path):
     code += "interpreter.need('fire')\nimport deaf\nprint('went on')"
     done = run_program(sys.executable, "-c", code, cwd=project)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nstopped by Ctrl-C\n")
-
-
-def test_ctrl_c_is_a_line_before_the_command_begins_too(project):
-    code = "from mamba_fsdp import interpreter\ninterpreter.need('fire')\nraise KeyboardInterrupt"
-    done = run_program(sys.executable, "-c", code, cwd=project)
-    # The code is as Python has it: bash says 130.
-    assert done.stderr == "\nstopped by Ctrl-C\n" and done.returncode
