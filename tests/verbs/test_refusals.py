@@ -1,6 +1,7 @@
 """A mistake is one line that names the remedy, and comes before libraries that take seconds to import."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -8,7 +9,10 @@ import pytest
 
 from mamba_fsdp.checkpoint.contents import DTYPES
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch.plan import check_folder
 from mamba_fsdp.run import lease
+from tests.support.tiny import resolved
 
 P4D = "--instance=p4d.24xlarge"
 NO_SUCH_PLACE = ": there is no such file or folder"
@@ -161,3 +165,9 @@ def test_what_needs_no_torch_is_answered_without_it(answers):
 
 def test_dtypes_of_checkpoints_are_those_that_torch_reads():
     assert DTYPES == SAFETENSORS_DTYPES.keys()
+
+
+def test_a_run_folder_that_is_read_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match=f"save_ckpt_path: can't write to {tmp_path}"):
+        check_folder(resolved(save_ckpt_path=tmp_path))
