@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.terminal import Terminal
+from tests.support.tiny import TINY, resolved
 
 PROJECT = Path(__file__).resolve().parent.parent
 # Equal runs are equal, whatever the machine is busy with: HYPOTHESIS_PROFILE=random tries other examples.
@@ -68,12 +69,11 @@ LONGEST_FIRST = [
     "tests/readme/",
     "tests/user/",
     "tests/slurm/",
+    "tests/launch/",
     "tests/storm/test_storm.py",
-    "tests/model/test_lm.py",
-    "tests/parallel/test_context.py",
+    "tests/env/",
     "tests/kernels/test_compiled.py",
     "tests/kernels/test_triton_mixers.py",
-    "tests/launch/test_launcher_node.py",
 ]
 
 
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place_in_line)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def project():
     """The checkout under test."""
     return PROJECT
@@ -120,6 +120,46 @@ def answer(capsys):
         return end.value.code, told.out, told.err
 
     return answer
+
+
+@pytest.fixture
+def call(answer):
+    """call(verb's module, *words) -> (exit code, what was said)."""
+
+    def call(verb, *words):
+        code, out, err = answer(verb, *words)
+        return code, out + err
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def user_folder(tmp_path_factory):
+    """A folder as a user has it after a first training: data/builtin, runs/demo, exported/demo."""
+    from mamba_fsdp.data.tokenize import make_dataset
+    from mamba_fsdp.interop.convert import publish, write_model
+    from mamba_fsdp.settings.dataset_config import DatasetConfig
+    from mamba_fsdp.trainer.run import run_training
+
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "a.txt").write_text(
+        "".join(f"def line_{n}(x): return {n} * x  # naïve\n" for n in range(600))
+    )
+    options = DatasetConfig(tokenizer="train:300", validation_fraction=0.2)
+    make_dataset(str(folder / "a.txt"), folder / "data/builtin", options)
+    given = {"vocab_size": 300, "num_steps": 4, "eval_interval": 0, "eval_batches": -1}
+    places = {"dataset_path": folder / "data/builtin", "save_ckpt_path": folder / "runs/demo"}
+    run_training(resolved(**TINY | given | places), write_model=publish)
+    write_model(folder / "runs/demo", folder / "exported/demo")
+    return folder
+
+
+@pytest.fixture
+def in_user_folder(user_folder, monkeypatch):
+    """`user_folder`, and this process is in it."""
+    monkeypatch.chdir(user_folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return user_folder
 
 
 @pytest.fixture

@@ -42,7 +42,8 @@ class RunSummary:
         counts = np.array([0, *tokens.values()])
         with np.errstate(all="ignore"):  # the file may hold any numbers
             seconds = np.diff(counts) / [speeds.get(step, math.nan) for step in tokens]
-        hours = np.cumsum([0, *np.nan_to_num(seconds, posinf=0, neginf=0)]) / 3600
+        seconds[~np.isfinite(seconds)] = 0
+        hours = np.cumsum([0, *seconds]) / 3600
         return {"steps": np.array([0, *tokens]), "tokens": counts, "hours": hours}
 
 

@@ -2,10 +2,17 @@
 
 import ast
 import re
+import tokenize
 from pathlib import Path
 
+import pytest
 
-def modules(project):
+MOST_TOKENS = 164_900  # of them 12,400 decide for the launcher, which were 8,500 of bash before
+NOT_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
+
+
+@pytest.fixture(scope="module")
+def files(project):
     """{path in the project: the syntax tree of a Python file}, tests left out."""
     places = ("*.py", "benchmarks/*.py", "mamba_fsdp/**/*.py")
     paths = [path for place in places for path in project.glob(place)]
@@ -59,10 +66,9 @@ def imported(path, nodes, files):
             yield from found
 
 
-def test_imports_run_down_the_floors(project):
+def test_imports_run_down_the_floors(project, files):
     """Also those for types alone."""
     known = floors(project)
-    files = modules(project)
     wrong = []
     for path, tree in files.items():
         for other in set(imported(path, ast.walk(tree), files)):
@@ -72,9 +78,8 @@ def test_imports_run_down_the_floors(project):
     assert not wrong
 
 
-def test_no_file_imports_itself_on_a_round_trip(project):
+def test_no_file_imports_itself_on_a_round_trip(files):
     """But for types: a description and what describes it may name each other."""
-    files = modules(project)
     graph = {
         path: set(imported(path, nodes_that_run(tree), files)) - {path}
         for path, tree in files.items()
@@ -111,8 +116,8 @@ def test_the_architecture_names_files_that_are_there(project):
     assert len(named) > 30 and not missing
 
 
-def test_every_file_says_what_it_is_for(project):
-    for path, tree in modules(project).items():
+def test_every_file_says_what_it_is_for(files):
+    for path, tree in files.items():
         assert ast.get_docstring(tree), f"{path} does not open with what it is for"
 
 
@@ -124,9 +129,9 @@ def test_the_library_has_few_rooms(project):
     assert len(folders) + len(files) <= 22
 
 
-def test_imports_of_our_own_name_files_that_are_there(project):
+def test_imports_of_our_own_name_files_that_are_there(project, files):
     """Also in benchmarks, which no test runs as a whole."""
-    for path, tree in modules(project).items():
+    for path, tree in files.items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
@@ -134,3 +139,14 @@ def test_imports_of_our_own_name_files_that_are_there(project):
             if node.module.split(".")[0] in ("benchmarks", "mamba_fsdp"):
                 is_there = place.is_dir() or place.with_suffix(".py").exists()
                 assert is_there, f"{path} imports {node.module}"
+
+
+def test_the_library_is_small_enough_to_hold_in_ones_head(project):
+    """In tokens without comments and docstrings."""
+    count = 0
+    for path in (project / "mamba_fsdp").rglob("*.py"):
+        with path.open() as file:
+            for token in tokenize.generate_tokens(file.readline):
+                is_docstring = token.string.startswith(('"""', 'r"""'))
+                count += tokenize.tok_name[token.type] not in NOT_CODE and not is_docstring
+    assert count <= MOST_TOKENS

@@ -35,10 +35,16 @@ def test_every_file_is_written_in_the_images_python(project):
         ast.parse("try:\n    f()\nexcept* OSError:\n    pass\n", feature_version=OLDEST)
 
 
+CASES = "<suite><testcase file='a' name='quick' time='1'/><testcase file='a' name='slow' time='9'/></suite>"
+
+
 def test_the_tests_end_with_one_line_over_all_parts(tmp_path, capsys):
+    """Above it stand the slowest tests, and parts that took longer than they may, which is no failure."""
     for name, seconds in (("tests", 30), ("kernels", 3)):
-        (tmp_path / f"cpu-{name}.end").write_text(f"0 {seconds}\n")
-        (tmp_path / f"cpu-{name}.xml").write_text("<suite><testcase file='a' name='b'/></suite>")
+        (tmp_path / f"cpu-{name}.end").write_text(f"0 {seconds} 10\n")
+        (tmp_path / f"cpu-{name}.xml").write_text(CASES)
     parts = [read_part(tmp_path, place, False) for place in ("cpu/tests", "cpu/kernels")]
     assert summarize(parts) == 0
-    assert capsys.readouterr().out.endswith("\n2 passed, 0 failed, 0 skipped in 33 s\n")
+    said = capsys.readouterr().out
+    assert said.endswith("\n4 passed, 0 failed, 0 skipped in 33 s\n")
+    assert "       9 s  cpu: a::slow\nover its budget  cpu: tests: 30 s of 10\n\n4" in said

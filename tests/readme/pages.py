@@ -62,7 +62,7 @@ NOT_RUN = [
         "docs/evaluating.md",
         ".venv/bin/python -m mamba_fsdp evaluate runs/demo --tasks=lambada_openai,hellaswag",
         "its tasks come from the network",
-        "tests/verbs/test_tasks.py",
+        "tests/inference/test_tasks.py",
     ),
     NotRun(
         "docs/evaluating.md",

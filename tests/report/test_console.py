@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mamba_fsdp.report.console import Console, say
+from mamba_fsdp.report.console import Console, read_share, say
 from tests.support.terminal import Terminal, drawings
 
 LONG = "step  123456/1000000  loss  3.2500  lr 3.00e-04  1,214,000 tok/s  MFU 41.2%  left 4 days, 4:02:05"
@@ -91,3 +91,7 @@ print('from a library', file=sys.stderr)
     process.stdout.close()
     process.stdin.close()
     assert (process.wait(300), process.stderr.read()) == (0, b"from a library\n")
+
+
+def test_the_share_that_a_validation_read_is_told_in_words():
+    assert read_share(1) == "all data" and read_share(0.12345) == "12.3% of the data"

@@ -131,6 +131,11 @@ def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, fake):
     for step in (4, 5, 6):
         tracker.write({"step": step, "loss": 1.0 * step})
     assert run.sent == [(5, 5.0), (6, 6.0)] and given[0]["id"] == "older"
+    first = FakeRun()
+    fake("online", first)
+    (tracker,) = make_trackers(tmp_path, settings("wandb"), 0, print)
+    tracker.write({"step": 0, "loss": 9.0})
+    assert first.sent == [(0, 9.0)]
 
 
 def test_a_run_whom_wandb_refuses_does_without_it(tmp_path, fake):

@@ -1,7 +1,8 @@
 """Settings: what is written is what is used, and what can't be is refused with the reason."""
 
+import dataclasses
 import re
-import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.fields import default, shown, takes
 from mamba_fsdp.settings import resolve as module
-from mamba_fsdp.settings.train_config import Duration, TrainConfig, all_settings
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.settings.train_config import SECTIONS, Duration, TrainConfig, all_settings
 from tests.support.checkpoints import commit_empty
-from tests.support.processes import run_program
 
 
 def resolve(config_file=None, **given_words):
@@ -28,6 +30,25 @@ def refused(config_file=None, **given_words):
 def words(text):
     """{name: value} of `name=value name=value`."""
     return dict(word.split("=", 1) for word in text.split())
+
+
+def test_a_default_or_bound_changes_only_on_purpose():
+    """defaults.txt: what users rely on, a line each."""
+    described = [
+        f"{leaf.name}={shown(default(leaf))} ({takes(leaf)})"
+        for section in (*SECTIONS.values(), DatasetConfig)
+        for leaf in dataclasses.fields(section)
+    ]
+    assert described == Path(__file__).with_name("defaults.txt").read_text().splitlines()
+
+
+def test_resolved_settings_never_change():
+    settings = resolve(d_model="64")
+    others = settings.changed(d_model=32, learning_rate=1.0)
+    assert (others.model.d_model, others.optimizer.learning_rate) == (32, 1.0)
+    assert settings.model.d_model == 64 and others.explicit == {"d_model"}
+    for kind in (TrainConfig, *SECTIONS.values()):
+        assert kind.__dataclass_params__.frozen
 
 
 def test_leaf_section_and_synonym_name_the_same_setting(tmp_path):
@@ -58,11 +79,6 @@ def test_text_stays_text(text, tmp_path):
     assert resolve(**given).checkpoint.save_ckpt_path == text
 
 
-def test_false_is_false():
-    assert resolve(tie_embeddings="False").model.tie_embeddings is False
-    assert resolve(mixed_precision="False").training.mixed_precision == "fp32"
-
-
 MISTAKES = {
     "learing_rate=1": "did you mean learning_rate",
     "model.learning_rate=1": "did you mean learning_rate",
@@ -78,6 +94,8 @@ MISTAKES = {
     "num_steps=9e18tok": "must be at most 100000000000000",
     f"layers={'9' * 5000}*mamba1": "can't read",
     "learning_rate=nan": "finite",
+    "min_learning_rate_ratio=0.5 schedule=constant": "decays to a floor",
+    "min_learning_rate_ratio=0.5 schedule=wsd decay_steps=0": "decays to a floor",
     "learning_rate=0": "must be above 0",
     "schedule=cosin": "one of cosine, linear, wsd",
     "num_steps=ten": "num_steps=ten: expected a whole number of steps, as in 2000 or 10k, or of tokens, as in 1000tok",
@@ -204,11 +222,6 @@ def test_what_was_not_given_fits_what_was(given):
     assert not resolve(layers="attention", head_dim="25").notes
 
 
-def test_a_schedule_without_a_floor():
-    for text in ("schedule=constant", "schedule=wsd decay_steps=0"):
-        assert "decays to a floor" in refused(min_learning_rate_ratio="0.5", **words(text))
-
-
 def test_what_the_command_line_makes_pointless_in_a_file_is_forgotten(tmp_path):
     """So the file of a run that was changed so is one that can be given again."""
     changed = resolve("mambaoutai", schedule="constant", eval_interval="0", model_name="llama2_7b")
@@ -310,46 +323,99 @@ def test_a_duration_reads_what_it_writes_and_rounds_up(count, unit, tokens_per_s
         assert (steps - 1) * tokens_per_step < count <= steps * tokens_per_step
 
 
-def test_another_experiment_is_refused_in_the_folder_of_the_first(tmp_path, monkeypatch):
-    """Where the settings name no folder: in one line, which names one."""
+@pytest.fixture
+def first_run(tmp_path, monkeypatch):
+    """The folder that runs/train is in: a run of d_model=64 on data/a, with a checkpoint."""
     monkeypatch.chdir(tmp_path)
-    first = resolve(dataset_path="data/a", d_model="64")
     commit_empty(tmp_path / "runs/train", 1)
-    (tmp_path / "runs/train/config.yaml").write_text(module.as_yaml(first))
-    own = tmp_path / "own.yaml"
-    own.write_text("dataset_path: data/a\nsave_ckpt_path: runs/train\nd_model: 64\n")
-    same = "dataset_path=data/a d_model=64"
-    for text in (
-        same,
-        f"{same} num_steps=5",
-        f"{same} datasets=../a",
-        "init_from=x dataset_path=data/a",
-    ):
+    settings = resolve(dataset_path="data/a", d_model="64")
+    (tmp_path / "runs/train/config.yaml").write_text(module.as_yaml(settings))
+    return tmp_path
+
+
+OTHERS = {
+    "dataset_path=data/b d_model=64": "dataset_path=data/b (there data/a)",
+    "d_model=64 use_dummy_dataset=1": "dataset_path=data/builtin (there data/a)",
+    "dataset_path=data/a": "d_model=128 (there 64)",
+}
+SAME = [
+    "dataset_path=data/a d_model=64 num_steps=5",
+    "dataset_path=data/a d_model=64 datasets=../a",
+    "dataset_path=data/a init_from=x",
+    "dataset_path=b save_ckpt_path=runs/train",
+]
+
+
+def test_another_experiment_is_refused_in_the_folder_of_the_first(first_run):
+    """Unless the settings name this folder."""
+    for text in SAME:
         module.check_run_folder(resolve(**words(text)))
-    module.check_run_folder(resolve(str(own), n_layer="3"))
-    module.check_run_folder(resolve(**words("dataset_path=b save_ckpt_path=runs/train")))
-    for text, file, said in (
-        ("dataset_path=data/b d_model=64", None, "dataset_path=data/b (there data/a)"),
-        ("d_model=64 use_dummy_dataset=1", None, "dataset_path=data/builtin (there data/a)"),
-        ("dataset_path=data/a", None, "d_model=128 (there 64)"),
-        ("dataset_path=data/b", str(own), "dataset_path=data/b (there data/a)"),
-    ):
+    for text, said in OTHERS.items():
         with pytest.raises(UserError) as caught:
-            module.check_run_folder(resolve(file, **words(text)))
+            module.check_run_folder(resolve(**words(text)))
         assert f"runs/train holds another run: {said}; name a folder" in str(caught.value)
 
 
-COMMAND_LINES = {
-    "--learing_rate=1": "learing_rate: there is no such setting (on the command line); did you mean learning_rate?",
-    "--max_sequence_length=1": "max_sequence_length: there is no such setting (on the command line); did you mean max_seq_length?",
-    "stray": "stray: settings are written --name=value",
+def test_a_file_names_the_folder_of_its_own_data_only(first_run):
+    own = first_run / "own.yaml"
+    own.write_text("dataset_path: data/a\nsave_ckpt_path: runs/train\nd_model: 64\n")
+    module.check_run_folder(resolve(str(own), n_layer="3"))
+    with pytest.raises(UserError, match="holds another run: dataset_path=data/b"):
+        module.check_run_folder(resolve(str(own), dataset_path="data/b"))
+
+
+def test_a_resumed_run_is_told_what_has_changed(first_run):
+    """In a part of a line, and not what matters to a first start alone."""
+    given = {"dataset_path": "data/a", "d_model": "64"}
+    assert module.changed_settings(resolve(**given, load_ckpt_path="x")) == ""
+    changed = resolve(**given, seed="1", eval_prompts="a" * 70)
+    assert module.changed_settings(changed) == (
+        f"seed=1 (before 2023), eval_prompts={'a' * 60}... (before )"
+    )
+    assert module.changed_settings(resolve(save_ckpt_path="runs/new")) == ""
+
+
+def test_the_recipe_of_a_named_model_is_told():
+    assert module.note_on_recipe(resolve()) == []
+    (note,) = module.note_on_recipe(resolve(model_name="mamba-130m", batch_size="4"))
+    assert note.startswith("seq_length=2048, global_batch_size=256, num_steps=")
+    assert ": the recipe mamba-130m in " in note and "batch_size=4" not in note
+
+
+DATASET_MISTAKES = {
+    "documents=words": "write file, lines, blank_line or separator:TEXT",
+    "tokenizer=none": "give the token id that ends documents",
+    "tokenizer=none eos_token=x pack=none vocab_size=9": "give the token id that ends documents",
+    "tokenizer=none eos_token=0": "give --vocab_size=N too",
+    "vocab_size=9": "is for --tokenizer=none",
+    "strip_tokens=1,x": "give token ids",
+    "splits=official split=all": "exclude each other",
+    "delimiter=;;": "give one character",
+    "part=4/4": "the parts of 4 are 0/4 to 3/4",
+    "part=half": "the parts of 4 are 0/4 to 3/4",
+    "part=7/6": "the parts of 6 are 0/6 to 5/6",
+    "part=0/2 overwrite=true": "would remove what other parts have done",
 }
+DATASET_OPTIONS = [
+    "documents=separator:x delimiter=; strip_tokens=1,2 split=all overwrite=true",
+    "tokenizer=none eos_token=0 vocab_size=9 splits=official",
+    "tokenizer=none pack=none vocab_size=9 part=2/3",
+]
 
 
-@pytest.mark.parametrize("word", COMMAND_LINES)
-def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(word, project):
-    done = run_program(sys.executable, "training.py", word, cwd=project)
-    assert (done.returncode, done.stderr) == (2, f"error: {COMMAND_LINES[word]}\n")
+def dataset_options(text):
+    def verb(options: DatasetConfig):
+        return options
+
+    return command_line.call(verb, [f"--{word}" for word in text.split()])
+
+
+def test_options_of_get_dataset_that_exclude_each_other_are_refused():
+    for text, message in DATASET_MISTAKES.items():
+        with pytest.raises(UserError, match=message):
+            dataset_options(text).check()
+    for text in DATASET_OPTIONS:
+        dataset_options(text).check()
 
 
 def test_the_ready_runs_are_what_they_say():
@@ -366,15 +432,3 @@ def test_the_ready_runs_are_what_they_say():
         samples = config.training.global_batch_size or config.training.batch_size
         assert samples * config.data.seq_length == tokens
     assert tokens_per_step.keys() == module.ready_runs().keys()
-
-
-def test_mambaoutai_is_the_published_run():
-    outai = resolve("mambaoutai")
-    assert outai.training.num_steps.steps(3_670_016) == 109_003
-    assert outai.lr_schedule.warmup_steps.steps(3_670_016) == 275
-    shares = dict(zip(outai.data.datasets, outai.data.weights))
-    code = [share for name, share in shares.items() if name.startswith("stack-")]
-    assert len(shares) == 14 and len(code) == 8
-    assert sum(shares.values()) == pytest.approx(1, abs=1e-8)
-    assert sum(code) == pytest.approx(0.4108161483724859, abs=1e-8)
-    assert outai.data.position_weighting and outai.data.position_window == 10

@@ -1,9 +1,10 @@
-"""What tests/run.sh and .ci/run end with: a table of their parts, what is skipped with its reason, one line over all.
+"""What tests/run.sh and .ci/run end with: a table of their parts, the slowest tests, what is skipped with its reason, one
+line over all.
 
     python3 tests/support/summary.py FOLDER [--may-be-empty] cpu/tests cpu/kernels torch2.2/tests
 
 A part is one call of pytest. It leaves two files in the folder: `cpu-tests.xml`, which pytest writes (--junitxml), and
-`cpu-tests.end`, the exit status of pytest and the seconds that it took. One that could not begin leaves its reason
+`cpu-tests.end`, the exit status of pytest, the seconds that it took and those that it may take. One that could not begin leaves its reason
 instead, in `cpu-tests.skipped`. A part without these files was killed, and counts as a failure, as does one that ran no
 test; but with --may-be-empty, for words such as `-k tied`, only the parts together must run one.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+SLOWEST = 10
 # Exit statuses of pytest. It is interrupted by Ctrl-C, or where a file can't be collected or an option says so (-x).
 INTERRUPTED = 2
 EMPTY = 5
@@ -43,9 +45,11 @@ class Part:
     stack: str
     name: str
     seconds: int = 0
+    budget: int = 0  # seconds on two quiet cores
     passed: int = 0
     failed: list[str] = field(default_factory=list)  # a line for each
     skipped: list[str] = field(default_factory=list)  # for each its file and the reason
+    times: list[tuple[float, str]] = field(default_factory=list)  # of each test: seconds, name
 
     def skip(self, test: str, reason: str) -> None:
         reason = " ".join(reason.split())
@@ -61,6 +65,7 @@ class Part:
     def count(self, case: ElementTree.Element) -> None:
         """Counts one test of pytest's file. A module that can't be collected stands there like a test."""
         test = f"{case.get('file', '')}::{case.get('name')}"
+        self.times.append((float(case.get("time", 0)), f"{self.stack}: {test}"))
         skip = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             self.failed.append(f"{self.stack}: {test}")
@@ -94,8 +99,8 @@ def read_part(folder: Path, place: str, may_be_empty: bool) -> Part:
         part.skip(name, absence.read_text())
         return part
     try:
-        status, seconds = map(int, stem.with_name(f"{stem.name}.end").read_text().split())
-        part.seconds = seconds
+        end = stem.with_name(f"{stem.name}.end").read_text()
+        status, part.seconds, part.budget = map(int, end.split())
         tree = ElementTree.parse(stem.with_name(f"{stem.name}.xml"))
     except (FileNotFoundError, ElementTree.ParseError):
         part.failed.append(f"{stack}: {name}: it did not run to its end")
@@ -108,12 +113,17 @@ def read_part(folder: Path, place: str, may_be_empty: bool) -> Part:
 
 def summarize(parts: list[Part]) -> int:
     """Prints all and returns the exit status."""
-    row = "{:9} {:9} {:>7} {:>7} {:>8} {:>8}"
+    row = "{:9} {:9} {:>7} {:>7} {:>8} {:>8} {:>8}"
     print()
-    print(row.format("part", "stack", "passed", "failed", "skipped", "seconds"))
+    print(row.format("part", "stack", "passed", "failed", "skipped", "seconds", "budget"))
     for part in parts:
         counts = (part.passed, len(part.failed), len(part.skipped))
-        print(row.format(part.name, part.stack, *counts, part.seconds))
+        print(row.format(part.name, part.stack, *counts, part.seconds, part.budget))
+    for seconds, test in sorted([time for part in parts for time in part.times])[-SLOWEST:]:
+        print(f"slow    {seconds:4.0f} s  {test}")
+    for part in parts:
+        if part.seconds > part.budget:
+            print(f"over its budget  {part.stack}: {part.name}: {part.seconds} s of {part.budget}")
     skipped = [line for part in parts for line in part.skipped]
     failed = [line for part in parts for line in part.failed]
     passed = sum(part.passed for part in parts)

@@ -11,9 +11,9 @@ from mamba_fsdp.verbs import checkpoints, inspect
 
 
 @pytest.fixture
-def run(used, tmp_path):
+def run(user_folder, tmp_path):
     """A run with the checkpoints of steps 2 and 4, and its published model."""
-    return shutil.copytree(used / "runs/demo", tmp_path / "run")
+    return shutil.copytree(user_folder / "runs/demo", tmp_path / "run")
 
 
 def test_the_table_of_a_whole_run(run, call):
@@ -61,13 +61,3 @@ def test_what_its_run_prunes_meanwhile_is_not_broken(run, call, monkeypatch):
     monkeypatch.setattr(restore, "verify", pruned_first)
     code, said = call(checkpoints, run, "--verify")
     assert code == 0 and len(said.splitlines()) == 2 and said.endswith("  whole\n")
-
-
-def test_misuse_of_checkpoints_is_an_error_of_its_own(call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for word, said in {
-        "nowhere": "nowhere: there is no such file or folder",
-        ".": "neither",
-    }.items():
-        code, told = call(checkpoints, word)
-        assert code == 2 and said in told and len(told.splitlines()) <= 2

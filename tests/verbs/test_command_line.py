@@ -10,7 +10,6 @@ from mamba_fsdp import command_line
 from mamba_fsdp.__main__ import main
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import setting
-from mamba_fsdp.settings.resolve import resolve_settings
 from tests.support.processes import run_program
 
 
@@ -89,37 +88,6 @@ def test_mistakes_are_refused_with_the_reason(words):
         command_line.call(verb, words.split())
 
 
-@pytest.mark.parametrize(
-    "kind, name, texts",
-    [
-        (bool, "deterministic", "on Off yes no TRUE 0 maybe 2"),
-        (int, "batch_size", "7 2e3 2_000 10k 2B 1.5 0x10 two 1e400 k"),
-        (float, "timeout_minutes", "7 2e3 1e-3 nan inf x"),
-    ],
-)
-def test_settings_and_verbs_read_the_same_words_alike(kind, name, texts):
-    """What one program takes all take, as the same value; what one refuses all refuse, in the same words."""
-
-    Value = dataclasses.make_dataclass("Value", [("value", kind, setting(kind()))])
-
-    def verb(options: Value):
-        return options.value
-
-    for text in ["", *texts.split()]:
-        try:
-            settings = resolve_settings({name: text})
-            as_setting = vars(
-                settings.parallel if name == "timeout_minutes" else settings.training
-            )[name]
-        except UserError as error:
-            as_setting = str(error).removeprefix(name).removesuffix(" (on the command line)")
-        try:
-            as_option = command_line.call(verb, [f"--value={text}"])
-        except UserError as error:
-            as_option = str(error).removeprefix("--value")
-        assert as_option == as_setting and type(as_option) is type(as_setting), text
-
-
 def test_words_are_not_guessed():
     words = ["0123", "1e3", "--note=true"]
     assert command_line.call(verb, words) == ("0123", ("1e3",), Options(note="true"))
@@ -128,28 +96,21 @@ def test_words_are_not_guessed():
     assert command_line.call(verb, ["a", "--nowanted"])[2].wanted is False
 
 
-EXPLAINED = {"": "mamba-fsdp VERB", "report --version": "mamba_fsdp "}
-EXPLAINED["generate --help"] = "python -m mamba_fsdp generate"
-REFUSED = {
-    "genrate": "error: there is no verb 'genrate'",
-    "generate": "error: missing a required argument: 'model'",
-    "generate /nowhere --top_p=2": "error: --top_p=2: must be at most 1",
-    "inspect /nowhere --verify=on": "error: /nowhere: there is no such",
-    "report": "error: name at least one run",
-    "inspect " + "n" * 300: "error: " + "n" * 300,
+EXPLAINED = {
+    "": "mamba-fsdp VERB",
+    "help": "mamba-fsdp VERB",
+    "report --version": "mamba_fsdp ",
+    "generate --help": "python -m mamba_fsdp generate",
+    "help generate": "python -m mamba_fsdp generate",
 }
 
 
-@pytest.mark.parametrize("words, start", [*EXPLAINED.items(), *REFUSED.items()])
-def test_verbs_explain_themselves_and_refuse_in_one_line(monkeypatch, capsys, words, start):
+@pytest.mark.parametrize("words", EXPLAINED)
+def test_verbs_explain_themselves(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["mamba-fsdp", *words.split()])
-    code = 2 * (words in REFUSED)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="^0$"):
         main()
-    told = capsys.readouterr()
-    said = told.err if code else told.out
-    assert (end.value.code, said[: len(start)]) == (code, start), told
-    assert code == 0 or len(said.splitlines()) == 1
+    assert capsys.readouterr().out.startswith(EXPLAINED[words])
 
 
 FULL = "error: can't write any more: No space left on device\n"

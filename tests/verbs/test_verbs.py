@@ -26,7 +26,7 @@ def verify(call):
         ("data/builtin", "validation/00000.bin", "the content does not match its checksum"),
     ],
 )
-def test_verify_reads_every_byte(place, damaged, said, there, tmp_path, verify):
+def test_verify_reads_every_byte(place, damaged, said, in_user_folder, tmp_path, verify):
     copy = shutil.copytree(place, tmp_path / "copy")
     code, told = verify(copy)
     assert code == 0
@@ -36,16 +36,7 @@ def test_verify_reads_every_byte(place, damaged, said, there, tmp_path, verify):
     assert code in (1, 2) and said in told and damaged.rpartition("/")[2][:14] in told, told
 
 
-def test_verify_is_refused_where_it_means_nothing(there, verify, tmp_path):
-    for model in ("exported/demo", "runs/demo/pth/step_00000004"):
-        code, told = verify(model)
-        assert code == 2
-        assert "--verify is for token stores, checkpoints and runs; this holds no checksums" in told
-    (tmp_path / "checkpoints").mkdir()
-    assert verify(tmp_path)[0] == 2
-
-
-def test_inspect_says_what_a_run_a_checkpoint_and_models_hold(there, capsys):
+def test_inspect_says_what_a_run_a_checkpoint_and_models_hold(in_user_folder, capsys):
     for place, words in {
         "runs/demo": (
             "run            runs/demo",
@@ -65,7 +56,7 @@ def test_inspect_says_what_a_run_a_checkpoint_and_models_hold(there, capsys):
         assert all(word in told for word in words), told
 
 
-def test_an_export_can_be_read_by_others(there, tmp_path):
+def test_an_export_can_be_read_by_others(in_user_folder, tmp_path):
     """Files as the umask says, what transformers' generate needs, nothing of a killed attempt."""
     (tmp_path / "..hf.lease.0123456789ab.partial").mkdir()
     before = os.umask(0o027)
@@ -82,8 +73,8 @@ def test_an_export_can_be_read_by_others(there, tmp_path):
     assert generation == {"pad_token_id": 0, "eos_token_id": 0}
 
 
-def test_an_export_as_pth_is_what_the_run_published(there, tmp_path):
-    published = there / "runs/demo/pth/step_00000004"
+def test_an_export_as_pth_is_what_the_run_published(in_user_folder, tmp_path):
+    published = in_user_folder / "runs/demo/pth/step_00000004"
     pth = export.ExportConfig(format="pth")
     export.main("runs/demo", str(tmp_path / "pth"), pth)
     for path in published.rglob("*"):

@@ -1,10 +1,8 @@
 """evaluate --tasks: lm-eval's tasks on our models, held to lm-eval's own hf model on their exports."""
 
-import dataclasses
 import importlib.metadata
 import json
 import random
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,9 +17,7 @@ from mamba_fsdp.data import tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import harness
 from mamba_fsdp.inference.harness import MambaFSDP
-from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.verbs import evaluate, inspect
-from tests.support.small_models import CONFIGS, MAMBA3, write_ours
 
 pytestmark = pytest.mark.torch22
 WORDS = "def return the line_2 naïve x y \n class of numbers".split(" ")
@@ -72,7 +68,6 @@ def task_files(tmp_path_factory):
     others = {
         "ours_beams": {**TASKS["ours_until"], "generation_kwargs": beams},
         "ours_wrong": {**TASKS["ours_until"], "doc_to_text": "{{nothing.here}}"},
-        "ours_key": {**TASKS["ours_until"], "nothing": 1},
         "ours_cut": {**TASKS["ours_until"], "dataset_kwargs": cut},
     }
     for name, task in (TASKS | others).items():
@@ -84,7 +79,7 @@ def task_files(tmp_path_factory):
 
 
 @pytest.fixture
-def run(there, answer, task_files, monkeypatch):
+def run(in_user_folder, answer, task_files, monkeypatch):
     """run(*words) -> (exit code, stdout, stderr) of evaluate, where lm-eval knows the three tasks alone: to read its
     own takes seconds."""
     monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_defaults=False))
@@ -112,37 +107,16 @@ def assert_same(ours, theirs):
         assert answer == expected, question
 
 
-def with_tokenizer(folder, config):
-    """A folder with a random model, and the tokenizer of runs/demo."""
-    write_ours(folder, dataclasses.replace(config, vocab_size=300, pad_vocab_size_multiple=1))
-    shutil.copytree("runs/demo/tokenizer", folder / "tokenizer")
-    return folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["demo", "hybrid"])
-def test_answers_are_those_of_hf_on_the_export(there, task_files, tmp_path, name):
-    source, exported = "runs/demo", "exported/demo"
-    if name == "hybrid":
-        source, exported = with_tokenizer(tmp_path / "ours", CONFIGS[name]), tmp_path / "hf"
-        write_model(source, exported)
-    ours = answers(MambaFSDP(source, max_length=WINDOW, batch_size=5), task_files)
-    words = f"pretrained={exported},max_length={WINDOW}"
+def test_answers_are_those_of_hf_on_the_export(in_user_folder, task_files):
+    """Whatever the size of a batch."""
+    ours = answers(MambaFSDP("runs/demo", max_length=WINDOW, batch_size=5), task_files)
+    words = f"pretrained=exported/demo,max_length={WINDOW}"
     assert_same(ours, answers("hf", task_files, model_args=words, device="cpu", batch_size=3))
 
 
 @pytest.mark.slow
-def test_a_model_that_no_export_holds_answers_alike_in_any_batch(there, task_files, tmp_path):
-    source = with_tokenizer(tmp_path / "ours", MAMBA3)
-    first, second = (
-        answers(MambaFSDP(source, max_length=WINDOW, batch_size=size), task_files)
-        for size in (1, 7)
-    )
-    assert_same(first, second)
-
-
-@pytest.mark.slow
-def test_lm_eval_finds_the_class_by_its_name(there, task_files, project):
+def test_lm_eval_finds_the_class_by_its_name(in_user_folder, task_files, project):
     """As a release with plugins will: by the entry point, which the registry of 0.4.13 takes when it is told."""
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     groups = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -173,37 +147,30 @@ def test_what_is_told_and_kept(run, call, task_files):
     assert not list(Path("exported/demo").glob("lm_eval_*"))
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--tasks=ours_choise"], "has it; did you mean ours_choice?"),
-        (["--tasks=ours_until", "--seq_length=20"], "a task asks for 20 tokens"),
-        (["--tasks=ours_wrong"], "--tasks: lm-eval stopped at UndefinedError"),
-        (["--tasks=ours_key"], "lm-eval stopped at TypeError: "),
-        (["--tasks=ours_cut"], "lm-eval stopped at DatasetGenerationError"),
-        (["--tasks=5", "--include_path=number"], "lm-eval stopped at TypeError: "),
-        (["--tasks=ours_beams"], "a task asks for num_beams"),
-        (["--tasks=ours_until", "--include_path=gone"], "--include_path=gone: there is no such"),
-        (["--tasks=ours_choice", "--seq_length=4"], "tokens, a window 4"),
-        (
-            ["--tasks=ours_until", "--stride=8"],
-            "--stride=8 has no effect without DATA (instead of --tasks)",
-        ),
-        (["data/builtin", "--num_fewshot=2"], "--num_fewshot=2 has no effect without --tasks"),
-        (["data/builtin", "--tasks=ours_until"], "with either DATA or --tasks"),
-        ([], "with either DATA or --tasks"),
-        (["--tasks=ours_until", "--tokenizer=large"], "more than the model"),
-    ],
-)
-def test_mistakes_are_a_line(run, task_files, words, message):
+MISTAKES = {
+    "--tasks=ours_choise": "has it; did you mean ours_choice?",
+    "--tasks=ours_until --seq_length=20": "a task asks for 20 tokens",
+    "--tasks=ours_wrong": "--tasks: lm-eval stopped at UndefinedError",
+    "--tasks=ours_cut": "lm-eval stopped at DatasetGenerationError",
+    "--tasks=5 --include_path=number": "lm-eval stopped at TypeError: ",
+    "--tasks=ours_beams": "a task asks for num_beams",
+    "--tasks=ours_until --include_path=gone": "--include_path=gone: there is no such",
+    "--tasks=ours_choice --seq_length=4": "tokens, a window 4",
+    "--tasks=ours_until --tokenizer=large": "more than the model",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_are_a_line(run, task_files, words):
     tokenizer.train(map(str, range(3000)), 400).save(Path("large"))
     Path("number").mkdir(exist_ok=True)
     Path("number", "a.yaml").write_text("task: 5")
     Path("number", "b.yaml").write_text("task: name")
-    if any(word.startswith("--tasks") for word in words) and "--include" not in words[-1]:
-        words = [*words, f"--include_path={task_files}"]
-    code, _, err = run("runs/demo", *words)
-    assert code == 2 and message in err.splitlines()[-1]
+    given = words.split()
+    if "--include_path" not in words:
+        given.append(f"--include_path={task_files}")
+    code, _, err = run("runs/demo", *given)
+    assert code == 2 and MISTAKES[words] in err.splitlines()[-1]
 
 
 def test_without_lm_eval_a_line_says_how_to_install_it(run, monkeypatch, project):

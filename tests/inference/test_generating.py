@@ -1,0 +1,40 @@
+"""The text of a model as it comes, in whole characters."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mamba_fsdp.data.tokenizer import load_words, train
+from mamba_fsdp.inference import decoding, generate
+
+pytestmark = pytest.mark.torch22
+
+
+def test_a_character_of_several_tokens_waits_until_it_is_whole(monkeypatch, tmp_path):
+    """The end of a document, and what is cut off within a character, are no text."""
+    train(["aaa"], 257).save(tmp_path)  # its tokens are bytes
+    letters = load_words(tmp_path)
+    model = SimpleNamespace(network=torch.nn.Linear(1, 1), tokenizer_path=tmp_path)
+    for text, pieces in (
+        ("aé日b", ["a", "", "é", "", "", "日", "b"]),
+        ("a<|endoftext|>b", ["a"]),
+        ("日", ["", "", "日"]),
+    ):
+        tokens = letters.encode(text)
+        monkeypatch.setattr(decoding, "generate", lambda *_, tokens=tokens, **__: iter(tokens))
+        assert [*generate.generate(model, generate.GenerationConfig("x"))] == pieces
+    monkeypatch.setattr(decoding, "generate", lambda *_, **__: iter(tokens[:2]))
+    assert "".join(generate.generate(model, generate.GenerationConfig("x"))) == ""
+
+
+def test_words_without_transformers_are_those_of_transformers(in_user_folder):
+    from transformers import AutoTokenizer
+
+    text = "def naïve 日本<|endoftext|>x"
+    for folder in ("runs/demo/tokenizer", "exported/demo"):
+        ours = load_words(folder)
+        theirs = AutoTokenizer.from_pretrained(folder)
+        ids = ours.encode(text)
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids) and ours.eos == theirs.eos_token_id

@@ -1,0 +1,93 @@
+"""What a training is expected to take: memory and time of a step, devices, the best settings that fit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks import published
+from mamba_fsdp.planning.devices import INSTANCES, Instance, device_peak
+from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
+from tests.support.tiny import resolved
+
+ESTIMATES = yaml.safe_load(Path(__file__).with_name("estimates.yaml").read_text())
+SMALL = {"d_model": 2048, "n_layer": 8, "seq_length": 2048, "global_batch_size": 64}
+
+
+def nonzero(parts):
+    return {part: value for part, value in parts.items() if value}
+
+
+@pytest.mark.parametrize("line", ESTIMATES)
+def test_an_estimate_changes_only_on_purpose(line):
+    """Each strategy, mixer, precision and optimiser is in one of them."""
+    name, machine, nodes, *words = line.split()
+    given = dict(word.split("=", 1) for word in words)
+    found = estimate(resolved(model_name=name, **given), int(nodes), INSTANCES[machine])
+    expected = ESTIMATES[line]
+    assert nonzero(found.memory) == pytest.approx(expected["memory"], rel=2e-3)
+    assert nonzero(found.step) == pytest.approx(expected["step"], rel=2e-3, abs=1e-7)
+    assert found.bytes == sum(found.memory.values())
+    assert found.seconds_per_step == sum(found.step.values()) - found.step["hidden"]
+    assert found.tokens_per_step == expected["tokens_per_step"]
+    assert found.checkpoint_bytes == expected["checkpoint_bytes"]
+    assert found.share_of_peak == pytest.approx(expected["share_of_peak"], rel=2e-3)
+
+
+@pytest.mark.slow
+def test_published_rates_are_met_within_a_third(project):
+    for row in published.PUBLISHED:
+        rate, expected = published.rates(row)
+        assert expected == pytest.approx(rate, rel=0.35), row
+    assert published.table() in (project / "benchmarks/RESULTS.md").read_text()
+
+
+def test_longer_sequences_are_extrapolated():
+    """A block is run on at most 8,192 positions: memory grows by the same with each further one."""
+    settings = resolved(layers="mamba2,attention", d_model=256, batch_size=1)
+    machine = INSTANCES["p5.48xlarge"]
+    short, middle, long = (
+        estimate(settings.changed(seq_length=length), 1, machine).memory["activations"]
+        for length in (8192, 12_288, 16_384)
+    )
+    assert long - middle == pytest.approx(middle - short, rel=0.02) and middle > 1.4 * short
+
+
+def test_the_best_settings_are_the_fastest_that_fit():
+    settings = resolved(**SMALL)
+    roomy = best(settings, 1, Instance("H100", 8, 85.0, 3350))
+    assert roomy.fits and (roomy.batch_size, roomy.recompute) == (8, "0")
+    narrow = best(settings, 1, Instance("H100", 8, roomy.bytes / 1e9 - 0.02, 3350))
+    assert narrow.fits and narrow.bytes < roomy.bytes and narrow.global_batch_size == 64
+    assert best(settings, 1, Instance("H100", 8, 1.0, 3350)) is None
+
+
+def test_without_a_speed_the_best_recompute_least_and_fill_the_memory():
+    unknown = best(resolved(**SMALL), 1, Instance("unknown", 1, 85.0))
+    assert (unknown.recompute, unknown.batch_size, unknown.step) == ("0", 64, {})
+
+
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "Tesla T4": None,
+}
+
+
+def test_the_peak_of_a_device_is_known_by_its_name():
+    for name, peak in PEAKS.items():
+        assert device_peak(name) == peak
+    h100 = Instance("H100", 1, 85.0, bandwidth=3350)
+    assert (h100.tflops(), replace(h100, peak=500).tflops()) == (989, 500)
+    assert replace(h100, bandwidth=0).tflops() == 0
+
+
+def test_this_machine_has_the_memory_that_its_system_tells():
+    machine = machine_at_hand()
+    megabytes = int(Path("/proc/meminfo").read_text().split()[1]) * 1024 / 1e6
+    assert (machine.device, machine.devices) == ("cpu", 1)
+    assert machine.memory * 1e3 == pytest.approx(megabytes, rel=0.01)

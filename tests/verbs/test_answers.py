@@ -1,0 +1,128 @@
+"""What evaluate, generate and report say on a terminal and write for programs."""
+
+import dataclasses
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from mamba_fsdp import command_line
+from mamba_fsdp.__main__ import VERBS
+from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.fields import default, shown, takes
+from mamba_fsdp.inference import loading
+from mamba_fsdp.verbs import evaluate, generate, report
+from tests.support.processes import run_program
+
+STORE = "data/builtin/validation"
+
+
+def test_an_option_s_default_or_bound_changes_only_on_purpose():
+    described = []
+    for verb in VERBS:
+        module = importlib.import_module(f"mamba_fsdp.verbs.{verb.replace('import', 'import_')}")
+        options = command_line.options_of(module.main)
+        if options and verb != "tokenize":  # these are in tests/settings/defaults.txt
+            described += [
+                f"{verb} --{leaf.name}={shown(default(leaf))} ({takes(leaf)})"
+                for leaf in dataclasses.fields(options)
+            ]
+    assert described == Path(__file__).with_name("options.txt").read_text().splitlines()
+
+
+@pytest.mark.torch22
+def test_what_is_told(answer, in_user_folder):
+    """JSON is all there is on stdout, if it is asked for; else a line for each measure."""
+    model = "runs/demo/checkpoints/step_00000002"
+    words = [model, STORE, "--seq_length=32", "--limit=3"]
+    code, out, err = answer(evaluate, *words)
+    every = TokenStore(STORE).token_count - 1
+    names = [line.split()[0] for line in out.splitlines()]
+    assert (code, err) == (0, "")
+    assert names == "model data tokens windows loss perplexity bits speed".split()
+    assert f"\ntokens         96 of {every:,}\nwindows        32 tokens long, one every 32\n" in out
+    code, numbers, err = answer(evaluate, *words, "--json")
+    loss = json.loads(numbers)["data"][STORE]["loss"]
+    assert f"model          {model}\n" in err and f"\nloss           {loss:.4f} nats" in err
+
+
+@pytest.mark.torch22
+def test_equal_seeds_give_equal_texts_and_an_export_the_same(answer, in_user_folder):
+    def text(model, *words):
+        code, out, err = answer(generate, model, "--prompt=def naïve", "--length=20", *words)
+        assert code == 0 and err.startswith("20 tokens in ") and err.endswith(" tokens/s\n")
+        return out
+
+    assert text("runs/demo") == text("runs/demo") != text("runs/demo", "--seed=1")
+    likeliest = text("runs/demo", "--temperature=0")
+    assert likeliest == text("exported/demo", "--temperature=0")
+    assert re.match("def naïve.{5}", likeliest, re.S)
+
+
+def test_what_is_generated_does_not_drive_the_terminal(answer, in_user_folder, monkeypatch):
+    monkeypatch.setattr(generate, "generate", lambda *_: iter(["\x1b[2J", "\r"]))
+    assert answer(generate, "runs/demo", "--prompt=a")[1] == "a\x1b[2J\r\n"
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert answer(generate, "runs/demo", "--prompt=\x1b")[1] == r"\x1b\x1b[2J\x0d" + "\n"
+    monkeypatch.setattr(
+        generate, "generate", lambda *_: generate.check_valid("\x07" * 9999 + "\udcef")
+    )
+    code, _, err = answer(generate, "runs/demo", "--tokenizer=\x07" + "x" * 9999)
+    assert code == 2 and "\x07" not in err and len(err) < 3000
+
+
+def test_an_error_before_the_text_is_one_line(answer, in_user_folder, monkeypatch):
+    model = loading.load("runs/demo")
+    model.network.backbone.norm_f.weight.fill_(float("nan"))
+    monkeypatch.setattr(loading, "load", lambda *given, **more: model)
+    code, out, err = answer(generate, "runs/demo", "--prompt=def")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("error: the model's answer is not finite")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_with_its_text_and_speed(in_user_folder, project):
+    code = """
+import os, signal
+from mamba_fsdp import command_line
+from mamba_fsdp.verbs import generate
+
+from tokenizers import decoders
+
+class Interrupted:
+    count = 0
+
+    def __init__(self, **how):
+        self.stream = WHOLE(**how)
+
+    def step(self, *given):
+        self.count += 1
+        if self.count == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.stream.step(*given)
+
+WHOLE, decoders.DecodeStream = decoders.DecodeStream, Interrupted
+words = ["runs/demo", "--prompt=def", "--length=100000", "--temperature=2"]
+command_line.run(generate.main, str, words)
+"""
+    done = run_program(sys.executable, "-c", code, cwd=in_user_folder, PYTHONPATH=str(project))
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.startswith("def") and done.stdout.endswith("\n")
+    assert "8 tokens in" in done.stderr and "stopped by Ctrl-C" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("out", ["", "folder/", "page.html"])
+def test_the_page_is_written_where_it_is_asked_for(call, in_user_folder, tmp_path, out):
+    words = ["runs/demo", "runs/demo"]
+    if out:
+        words.append(f"--out={tmp_path}/{out}")
+    code, said = call(report, *words)
+    file = {"": "runs/demo/report.html", "folder/": f"{tmp_path}/folder/report.html"}
+    expected = file.get(out, f"{tmp_path}/{out}")
+    assert (code, said) == (0, f"{expected}\n")
+    assert Path(expected).read_text().count('"name": "demo", "settings"') == 1

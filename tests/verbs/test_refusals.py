@@ -1,0 +1,173 @@
+"""A mistake is one line that names the remedy, and comes before libraries that take seconds to import."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mamba_fsdp.checkpoint.contents import DTYPES
+from mamba_fsdp.conventions import SAFETENSORS_DTYPES
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch.plan import check_folder
+from mamba_fsdp.run import lease
+from tests.support.tiny import resolved
+
+P4D = "--instance=p4d.24xlarge"
+NO_SUCH_PLACE = ": there is no such file or folder"
+NEITHER_WAY = "measure the model with either DATA or --tasks"
+NAME_DATA = "--hours: name the data, as in plan data/mine --hours=8"
+REFUSED = {
+    "": {
+        "genrate": "there is no verb 'genrate'",
+        "sample": "did you mean generate?",
+    },
+    "train": {
+        "stray": "stray: settings are written --name=value",
+        "--learing_rate=1": "learing_rate: there is no such setting (on the command line); did you mean learning_rate?",
+        "--max_sequence_length=1": "max_sequence_length: there is no such setting (on the command line); did you mean "
+        "max_seq_length?",
+        "--dataset_path=nothing": "nothing: no such folder",
+        "--use_dummy_dataset --init_from=empty": "empty holds no model",
+        "--use_dummy_dataset --save_ckpt_path=taken": "taken is in use by process",
+        "--dataset_path=nothing --save_ckpt_path=taken": "nothing: no such folder",
+        "--use_dummy_dataset --d_model=10M": "GB free",
+    },
+    "plan": {
+        "--instance=p9": "--instance=p9: not known",
+        "mamba-130m --instance=p4d.24xlarg": "did you mean p4d.24xlarge?",
+        "mamba-130m --nods=2": "nods: there is no such setting",
+        f"mamba-130m {P4D} --memory=4GB": "--memory=4GB: expected a number",
+        f"mamba-130m {P4D} --nodes=0": "must be at least 1",
+        "mamba-130m --peak=100": "--peak: it describes a machine that is not named",
+        "--tokens=few": "--tokens=few: expected a whole number",
+        "data/builtin": "is data; to see what to train on it, add the time: --hours=8",
+        "data/bultin --hours=8": "no such folder; did you mean builtin?",
+        "data/builtin --hours=0": "must be above 0",
+        "data/builtin --hours=8 --tokens=2e9": NAME_DATA,
+        "--hours=8": NAME_DATA,
+        "data/builtin --hours=8 --d_model=64": "d_model: with --hours, plan chooses it",
+        "mamba-130m --hours=8": "plan data/mine --model_name=mamba-130m",
+        "data/builtin --hour=8": "did you mean --hours?",
+        "--hours=8 --tokens=2e9 --model_name=olmo-hybrid-7b": "olmo-hybrid-7b has widths of its own",
+    },
+    "evaluate": {
+        "nothing data": f"nothing{NO_SUCH_PLACE}",
+        "run data": "run is neither a committed checkpoint nor",
+        "runs/demo nothing": f"nothing{NO_SUCH_PLACE}",
+        "runs/demo a.txt": "get_dataset.py a.txt OUT --tokenizer=runs/demo/tokenizer ",
+        "exported/demo a.txt": "get_dataset.py a.txt OUT --tokenizer=PATH ",
+        "runs/demo data/builtin --seq_lenght=1": "did you mean --seq_length",
+        "runs/demo data/builtin --num_fewshot=2": "--num_fewshot=2 has no effect without --tasks",
+        "runs/demo --tasks=a --stride=8": "--stride=8 has no effect without DATA (instead of --tasks)",
+        "runs/demo data/builtin --tasks=a": NEITHER_WAY,
+        "runs/demo": NEITHER_WAY,
+    },
+    "generate": {
+        "": "missing a required argument: 'model'",
+        "empty": "empty holds no model",
+        "/nowhere --top_p=2": "--top_p=2: must be at most 1",
+        "runs/demo --prompt=na\udcefve": "--prompt: invalid UTF-8 after 'na'; convert it, ",
+    },
+    "export": {
+        "nothing out": f"nothing{NO_SUCH_PLACE}",
+        "nothing out --format=gguf": "--format=gguf: must be one of hf",
+        "nothing out --dtype=int8": "--dtype=int8: must be one of fp32",
+    },
+    "checkpoints": {
+        "nowhere": f"nowhere{NO_SUCH_PLACE}",
+        "empty": "neither",
+    },
+    "inspect": {
+        "/nowhere --verify=on": f"/nowhere{NO_SUCH_PLACE}",
+        "runs/dem": "did you mean demo?",
+        "n" * 300: "n" * 300,
+        "exported/demo --verify": "--verify is for token stores, checkpoints and runs",
+        "runs/demo/pth/step_00000004 --verify": "--verify is for token stores, checkpoints and runs",
+    },
+    "report": {
+        "": "name at least one run",
+        "nowhere": "nowhere: there is no such folder",
+        "empty": "empty: holds no metrics.jsonl",
+        "run": "nothing is recorded yet",
+        "runs/demo --out=a.txt/report.html": "a.txt: can't be written",
+        "runs/demo --out=/proc/x.html": "/proc/x.html: can't be written",
+    },
+    "preflight": {
+        "report folder": "write `report FOLDER SETTINGS` or `judge FOLDER NODE ...`",
+        "judge folder": "write `report FOLDER SETTINGS` or `judge FOLDER NODE ...`",
+    },
+    "tokenize": {
+        "* ": "give OUT too",
+        "a.txt out --vocab_size=9": "is for --tokenizer=none",
+    },
+}
+LINES = [f"{verb} {words}".strip() for verb, table in REFUSED.items() for words in table]
+FAST = {"checkpoints runs/demo": 3, "inspect runs/demo": 5, "train --version": 1, "": 15}
+
+# Answers each line of stdin as the command mamba-fsdp does, with the exit code and what is said.
+ANSWERS = """
+import contextlib, io, json, shlex, sys
+from mamba_fsdp.__main__ import main
+for line in json.load(sys.stdin):
+    sys.argv = ["mamba-fsdp", *shlex.split(line)]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            main()
+    except SystemExit as end:
+        print(json.dumps([end.code, said.getvalue()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(user_folder, project, tmp_path_factory):
+    """{line: (exit code, what is said)}, of a Python in which no slow library can be imported."""
+    libraries = tmp_path_factory.mktemp("libraries")
+    for name in ("torch", "datasets", "transformers"):
+        (libraries / f"{name}.py").write_text(f"raise SystemExit('imported {name}')\n")
+    (user_folder / "run/checkpoints").mkdir(parents=True)
+    (user_folder / "empty").mkdir()
+    (user_folder / "taken").mkdir()
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(lease, "SECONDS_BETWEEN_RENEWALS", 0.1)
+    holder = lease.Lease(user_folder / "taken/lease.json")
+    holder.take(print, "")
+    lines = [*LINES, *FAST]
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWERS],
+        cwd=user_folder,
+        env={"PYTHONPATH": f"{libraries}:{project}", "PATH": "/usr/bin:/bin", "COLUMNS": "80"},
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+    )
+    holder.close()
+    monkeypatch.undo()
+    assert done.returncode == 0, done.stderr
+    return dict(zip(lines, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("verb", REFUSED)
+def test_mistakes_are_one_line_with_the_reason(answers, verb):
+    for words, reason in REFUSED[verb].items():
+        code, said = answers[f"{verb} {words}".strip()]
+        assert code == 2 and said.startswith("error: ") and reason in said, (words, code, said)
+        assert len(said.splitlines()) == 1, said
+
+
+def test_what_needs_no_torch_is_answered_without_it(answers):
+    for line, lines in FAST.items():
+        code, said = answers[line]
+        assert code == 0 and len(said.splitlines()) >= lines, said
+
+
+def test_dtypes_of_checkpoints_are_those_that_torch_reads():
+    assert DTYPES == SAFETENSORS_DTYPES.keys()
+
+
+def test_a_run_folder_that_is_read_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match=f"save_ckpt_path: can't write to {tmp_path}"):
+        check_folder(resolved(save_ckpt_path=tmp_path))
