@@ -1,9 +1,8 @@
 """Compares Muon with AdamW on the demo, at equal steps and at equal time: `python -m benchmarks.muon [--steps 1000]
 [--seeds 3]`.
 
-Each takes the best of the learning rates for the first seed. The time of a step is taken in turn, in this process, with the
-runs' number of threads; within AdamW's time Muon has so many fewer steps, with a schedule of that length. Validation is on
-the demo's batches, in nats per token.
+Each takes the best of the learning rates for the first seed. The time of a step is taken in turn; within AdamW's time
+Muon has so many fewer steps, with a schedule of that length. Validation is on the demo's batches, in nats per token.
 """
 
 import argparse
@@ -11,50 +10,35 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-import torch
-
-from benchmarks.measure import time_in_turn
-from mamba_fsdp.conventions import DTYPES
-from mamba_fsdp.model.spec import operator_uses, parameters
-from mamba_fsdp.ops.backends import resolve_backends
-from mamba_fsdp.parallel.world import World
+from benchmarks.measure import steps_in_turn, table, times_as_fast
+from benchmarks.scan import our_step
 from mamba_fsdp.run.names import METRICS
 from mamba_fsdp.run.records import read
 from mamba_fsdp.settings import resolve
-from mamba_fsdp.trainer.optimizer import make_optimizer
-from mamba_fsdp.trainer.setup import build_model, fill_at_random
 
 DEMO = "config/demo.yaml"
+OPTIMIZERS = ("adamw", "muon")
 RATES = (3e-3, 6e-3, 1.2e-2)
+FIRST_SEED = 2023
 ROUNDS = 15
 
 
-def step_of(optimizer):
-    """Returns a function that takes a step of the demo."""
-    settings = resolve.resolve_settings({"optimizer": optimizer}, DEMO)
-    training = settings.training
-    dtype = DTYPES[training.precision("cpu")]
-    backends = resolve_backends("auto", "cpu", operator_uses(settings.model, dtype)).backends
-    parallel = build_model(settings, World.alone(), backends)
-    fill_at_random(settings, parallel)
-    own = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
-    tokens = torch.randint(
-        settings.model.vocab_size, (training.batch_size, settings.data.seq_length)
-    )
-
-    def step():
-        parallel.module(tokens, labels=tokens).backward()
-        own.step()
-        own.zero_grad(set_to_none=True)
-
-    return step
+def cost_of_a_step(rounds: int) -> float:
+    """Returns how many times as long as a step of AdamW one of Muon takes."""
+    makers = {}
+    for name in OPTIMIZERS:
+        settings = resolve.resolve_settings({"optimizer": name}, DEMO)
+        makers[name] = partial(our_step, settings)
+    taken = steps_in_turn(makers, rounds)
+    seconds = {name: [step.seconds for step in steps] for name, steps in taken.items()}
+    return times_as_fast(seconds["adamw"], seconds["muon"])
 
 
-def train(optimizer, rate, seed, steps, folder):
+def train(optimizer: str, rate: float, seed: int, steps: int) -> float:
     """Returns the validation loss at the end of a run."""
-    run = folder / f"{optimizer}-{rate}-{seed}-{steps}"
     given = {
         "config": DEMO,
         "optimizer": optimizer,
@@ -65,54 +49,41 @@ def train(optimizer, rate, seed, steps, folder):
         "eval_interval": steps,
         "checkpoint_interval": steps,
         "publish": False,
-        "save_ckpt_path": run,
     }
-    words = [f"--{name}={value}" for name, value in given.items()]
-    subprocess.run([sys.executable, "training.py", *words], check=True, stdout=subprocess.DEVNULL)
-    return [entry["val_loss"] for entry in read(run / METRICS) if "val_loss" in entry][-1]
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"--{name}={value}" for name, value in given.items()]
+        command = [sys.executable, "training.py", *words, f"--save_ckpt_path={folder}/run"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        entries = read(Path(folder, "run", METRICS))
+    return [entry["val_loss"] for entry in entries if "val_loss" in entry][-1]
 
 
-def main():
-    words = argparse.ArgumentParser(
+def main() -> None:
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    words.add_argument("--steps", type=int, default=1000)
-    words.add_argument("--seeds", type=int, default=3)
-    given = words.parse_args()
-    names = ("adamw", "muon")
-    seconds = time_in_turn({name: step_of(name) for name in names}, ROUNDS)
-    ratio = seconds["muon"][0] / seconds["adamw"][0]
-    fewer = round(given.steps / ratio)
-    print(
-        f"a step of muon takes {ratio:.3f} times as long: {fewer} steps in the time of {given.steps}",
-        flush=True,
-    )
-    seeds = range(2023, 2023 + given.seeds)
-    with tempfile.TemporaryDirectory() as folder:
-
-        def run(name, rate, seed, steps=given.steps):
-            return train(name, rate, seed, steps, Path(folder))
-
-        best = {}
-        first = {}
-        for name in names:
-            losses = {rate: run(name, rate, seeds[0]) for rate in RATES}
-            told = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items())
-            print(f"{name:<8}by learning rate {told}", flush=True)
-            best[name] = min(losses, key=losses.get)
-            first[name] = losses[best[name]]
-        rows = {
-            f"{name}, {given.steps} steps": [
-                first[name],
-                *(run(name, best[name], seed) for seed in seeds[1:]),
-            ]
-            for name in names
-        }
-        rows[f"muon, {fewer} steps"] = [run("muon", best["muon"], seed, fewer) for seed in seeds]
-    print(f"{'':<24}{'mean':>8}   seeds")
-    for name, losses in rows.items():
-        each = "  ".join(f"{loss:.4f}" for loss in losses)
-        print(f"{name:<24}{statistics.mean(losses):>8.4f}   {each}")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args()
+    cost = cost_of_a_step(ROUNDS)
+    fewer = round(given.steps / cost)
+    print(f"a step of muon takes {cost:.2f} times as long", flush=True)
+    seeds = range(FIRST_SEED, FIRST_SEED + given.seeds)
+    trials = []
+    best = {}
+    for name in OPTIMIZERS:
+        losses = {rate: train(name, rate, FIRST_SEED, given.steps) for rate in RATES}
+        best[name] = min(losses, key=losses.__getitem__)
+        texts = {f"rate {rate:g}": f"{loss:.4f}" for rate, loss in losses.items()}
+        trials.append({"optimizer": name} | texts)
+    print(table(trials), flush=True)
+    rows = []
+    for name, steps in (("adamw", given.steps), ("muon", given.steps), ("muon", fewer)):
+        losses = [train(name, best[name], seed, steps) for seed in seeds]
+        row = {"optimizer": name, "steps": steps, "mean": f"{statistics.mean(losses):.4f}"}
+        row["seeds"] = ", ".join(f"{loss:.4f}" for loss in losses)
+        rows.append(row)
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Describes Triton kernels to the compiler: benchmarks/kernels/OPERATOR.py has the list of each operator."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,20 +16,13 @@ class Kernel:
     name: str
     function: Callable[[], Any]  # returns the @triton.jit function; imports it only then
     signature: Mapping[str, str]  # argument -> "*bf16", "*fp32", "*i32", "i32", "i64", "fp32" ...
-    constants: Mapping[
-        str, Any
-    ]  # of the arguments that are tl.constexpr (None for absent tensors too)
-    elements: int  # (token, channel, state) or (token, channel) elements that one trip handles, of all warps together
+    constants: Mapping[str, Any]  # of tl.constexpr arguments and, as None, of absent tensors
+    elements: int  # (token, channel) or (token, channel, state), of one trip of all warps
+    aligned: Collection[str]  # arguments that 16 divides
     warps: int = 1
     stages: Mapping[int, int] = field(default_factory=dict)  # by architecture, if above 1
     stages_of_2: int = 0  # with Triton 2, if others
-    trips: int = 0  # of an inner loop within one trip of the loop around it; 0: not worth counting
-    programs: int = 32  # on a multiprocessor, of what a launch at that size has
-    mark: tuple[str, int] | None = (
-        None  # if ptxas unrolls: an opcode ("MUFU.EX2"), how often in a trip as written
-    )
-    aligned: Any = None  # arguments divisible by 16; default: all pointers
-    floor: float = 0.0  # bytes for an element, if each is read or written once; 0: not counted
+    trips: int = 0  # of an inner loop in one trip of the loop around it; 0: not worth counting
     ccs: tuple[int, ...] = (80, 86, 89, 90, 100, 120)  # architectures that it has these sizes on
     # At most, on every architecture and Triton:
     registers: int = 255

@@ -46,7 +46,6 @@ def kernel(
         constants,
         elements=channels,
         warps=warps,
-        programs=64 // warps,
         aligned=signature.keys() - {"eps", "rows"},
         **bounds,
     )
@@ -56,31 +55,25 @@ SUM = FORWARD + " RESIDUAL TOTAL"
 SUM_BACK = BACKWARD + " GRAD_TOTAL GRAD_RESIDUAL"
 GATED = FORWARD + " Z z_row"
 GATED_BACK = BACKWARD + " Z GRAD_Z NORMED z_row grad_z_row"
-# The floors: x, residual, their sum, the output; the three gradients, the sum, two gradients; x, z, the output; the
-# gradient, x, z, two gradients, the output again. What is above them: weights and scales, which caches hold.
 KERNELS = [
-    kernel("sum", "norm", 2048, SUM, "*bf16", floor=12, bytes=16.5, registers=40, instructions=28),
+    kernel("sum", "norm", 2048, SUM, "*bf16", bytes=16.5, registers=40, instructions=28),
     kernel(
         "sum, back",
         "norm_back",
         2048,
         SUM_BACK,
         "*fp32",
-        floor=16,
         bytes=16.5,
         registers=80,
         instructions=24.5,
     ),
-    kernel(
-        "gated", "norm", 4096, GATED, "*bf16", floor=6, bytes=10.5, registers=40, instructions=34
-    ),
+    kernel("gated", "norm", 4096, GATED, "*bf16", bytes=10.5, registers=40, instructions=34),
     kernel(
         "gated, back",
         "norm_back",
         4096,
         GATED_BACK,
         "*bf16",
-        floor=12,
         bytes=12.5,
         registers=128,
         instructions=41.5,
@@ -92,7 +85,6 @@ KERNELS = [
         16384,
         SUM_BACK,
         "*fp32",
-        floor=16,
         bytes=16.5,
         registers=64,
         instructions=34,
@@ -105,7 +97,6 @@ KERNELS = [
         16384,
         GATED_BACK,
         "*bf16",
-        floor=12,
         bytes=12.5,
         registers=64,
         instructions=52,

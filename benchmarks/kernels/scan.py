@@ -34,7 +34,6 @@ def kernel(name, function, arguments, constants, tokens, **more):
         constants,
         elements=tokens * CHANNELS * D_STATE,
         aligned=signature.keys() - ODD,
-        programs=8,  # 1024 on 132
         **more,
     )
 
