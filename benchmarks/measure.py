@@ -100,6 +100,11 @@ def times_as_fast(own: Iterable[float], base: Iterable[float]) -> float:
     return statistics.median(theirs / ours for ours, theirs in zip(own, base))
 
 
+def spread(seconds: list[float]) -> dict[str, str]:
+    figures = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+    return {name: f"{value:.2f}" for name, value in figures.items()}
+
+
 def table(rows: Iterable[Mapping[str, object]]) -> str:
     """Returns Markdown with aligned columns, which are the first row's."""
     rows = list(rows)

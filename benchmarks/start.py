@@ -4,7 +4,6 @@ data/builtin must be there: ./1.train.sbatch makes it.
 """
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks.measure import in_turn, table
+from benchmarks.measure import in_turn, spread, table
 from mamba_fsdp.run.names import METRICS
 
 PROGRAM = [sys.executable, "training.py"]
@@ -52,8 +51,7 @@ def main() -> None:
     }
     rows = []
     for wait, seconds in in_turn(waits, rounds).items():
-        figures = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
-        rows.append({"seconds": wait} | {name: f"{value:.2f}" for name, value in figures.items()})
+        rows.append({"seconds": wait} | spread(seconds))
     print(table(rows))
 
 
