@@ -1,86 +1,77 @@
-"""Compiles the listed kernels for GPUs that need not be here, and counts what matters. Triton 2.2 and 3.3 or newer.
+"""Compiles launches of our kernels for GPUs that need not be here, and counts what matters. Triton 2.2 and 3.3 or newer.
 
-    PYTHONPATH=FOLDER_OF_A_TRITON python -m benchmarks.kernels.compiler < REQUESTS > ANSWERS
+    PYTHONPATH=FOLDER_OF_A_TRITON python -m benchmarks.kernels.compiler CC PART PARTS
 
-One JSON line for each: a request is [operator, kernel's name, compute capability such as 90], an answer the fields of
-Compiled, or {"error": ...}. `compile_all` runs this in a process of its own, since a process has one Triton.
+prints a JSON line for each launch whose number modulo PARTS is PART. `compile_part` runs this in a process of its own,
+since a process has one Triton.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-from benchmarks.kernels import Kernel
+from benchmarks.kernels.launches import Launch, launches_on
 from benchmarks.kernels.machine_code import Loop, loops, resources
 
 PROJECT = Path(__file__).resolve().parents[2]
-Request = tuple[str, str, int]
 
 
 @dataclass
 class Compiled:
-    """A kernel's code for an architecture, or the `error` that kept it from being compiled. instructions and bytes: of
-    a thread, for an element (see Kernel)."""
+    """A launch's code for an architecture, or the `error` that kept it from being compiled.
 
-    operator: str
-    name: str
+    Instructions and bytes are a thread's for an element: a loop's x 32 x warps / elements, summed over the innermost
+    loops (the whole body if there is no loop).
+    """
+
+    title: str
     cc: int
     registers: int = 0
     stack: int = 0  # bytes
     shared: int = 0  # bytes
-    spills: int = 0
+    spills: int = 0  # instructions of innermost loops that read or write the stack
     instructions: float = 0
-    bytes: float = 0
+    bytes: float = 0  # loaded and stored, from caches too
+    copies_ahead: bool = False  # whether there are asynchronous copies
     error: str = ""
 
 
-OPERATORS = ("conv", "norm", "scan", "ssd")  # the modules of this folder that list kernels
-
-
-def operators() -> tuple[str, ...]:
-    return OPERATORS
-
-
-def kernels_of(operator: str) -> dict[str, Kernel]:
-    """Returns {name: kernel} of a module of this folder."""
-    listed = import_module(f"benchmarks.kernels.{operator}").KERNELS
-    return {kernel.name: kernel for kernel in listed}
-
-
-def assembly(kernel: Kernel, cc: int) -> tuple[dict[str, Any], int]:
+def assembly(launch: Launch, cc: int) -> tuple[dict[str, Any], int]:
     """Returns {"ptx": str, "cubin": bytes, ...} and bytes of shared memory, from this process's Triton."""
     import triton
 
-    function = kernel.function()
+    module = import_module(f"mamba_fsdp.ops.{launch.operator}.triton_kernels")
+    function = getattr(module, launch.kernel)
     names = list(function.arg_names)
-    indices = [names.index(name) for name in kernel.aligned]
+    indices = [names.index(name) for name in launch.aligned]
     if triton.__version__.startswith("2."):
-        return _assembly_of_2(function, names, kernel, cc, indices)
+        return _assembly_of_2(function, names, launch, cc, indices)
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     source = ASTSource(
         fn=function,
-        signature={name: kernel.signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in kernel.constants.items()},
+        signature={name: launch.signature.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in launch.constants.items()},
         attrs={(index,): [["tt.divisibility", 16]] for index in indices},
     )
     made = triton.compile(
         source,
         target=GPUTarget("cuda", cc, 32),
-        options=dict(num_warps=kernel.warps, num_stages=kernel.stages.get(cc, 1)),
+        options=dict(num_warps=launch.warps, num_stages=launch.stages),
     )
     return made.asm, made.metadata.shared
 
 
-def _assembly_of_2(function, names, kernel, cc, indices):
+def _assembly_of_2(function, names, launch, cc, indices):
     import triton
     from triton.compiler import compiler
 
@@ -97,45 +88,43 @@ def _assembly_of_2(function, names, kernel, cc, indices):
     )
     # It reads the types in their order, whatever their numbers.
     types = {
-        names.index(name): kernel.signature[name] for name in names if name in kernel.signature
+        names.index(name): launch.signature[name] for name in names if name in launch.signature
     }
     made = triton.compile(
         function,
         signature=types,
-        constants={names.index(name): value for name, value in kernel.constants.items()},
+        constants={names.index(name): value for name, value in launch.constants.items()},
         cc=cc,
-        num_warps=kernel.warps,
-        num_stages=kernel.stages_of_2 or kernel.stages.get(cc, 1),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
         configs=[facts],
     )
     return made.asm, made.shared
 
 
-def of_an_element(kernel: Kernel, found: list[Loop], cost: Callable[[Loop], int]) -> float:
-    """Returns the loops' costs for a thread and an element."""
-    inner = sum(cost(loop) for loop in found if loop.depth == 0)
-    total = inner / kernel.elements
-    if kernel.trips:
-        around = sum(cost(loop) for loop in found if loop.depth == 1)
-        total += around / (kernel.elements * kernel.trips)
-    return 32 * kernel.warps * total
-
-
-def compile_one(operator: str, name: str, cc: int) -> Compiled:
-    kernel = kernels_of(operator)[name]
-    made, shared = assembly(kernel, cc)
+def compile_one(launch: Launch, cc: int) -> Compiled:
+    try:
+        made, shared = assembly(launch, cc)
+    except Exception as error:
+        while error.__cause__:  # Triton tells the line outside first
+            error = error.__cause__
+        return Compiled(launch.title, cc, error=f"{type(error).__name__}: {error}")
     registers, stack = resources(made["cubin"])
-    found = loops(made["cubin"])
+    innermost = [loop for loop in loops(made["cubin"]) if loop.is_innermost]
+
+    def of_an_element(cost: Callable[[Loop], int]) -> float:
+        return 32 * launch.warps * sum(map(cost, innermost)) / launch.elements
+
     return Compiled(
-        operator,
-        name,
+        launch.title,
         cc,
         registers,
         stack,
         shared,
-        sum(loop.spills for loop in found if loop.depth == 0),
-        of_an_element(kernel, found, lambda loop: loop.instructions),
-        of_an_element(kernel, found, lambda loop: loop.bytes),
+        sum(loop.spills for loop in innermost),
+        of_an_element(lambda loop: loop.instructions),
+        of_an_element(lambda loop: loop.bytes),
+        "cp.async" in made["ptx"],
     )
 
 
@@ -150,34 +139,31 @@ def environment(triton_folder: str | Path) -> dict[str, str]:
     }
 
 
-def compile_all(triton_folder: str | Path, requests: Iterable[Request]) -> Iterator[Compiled]:
-    """Compiles in a process of its own. If a kernel fails, `error` says why."""
-    requests = list(requests)
-    lines = "".join(json.dumps(request) + "\n" for request in requests)
+def compile_part(
+    triton_folder: str | Path, cc: int, part: int = 0, parts: int = 1
+) -> Iterator[Compiled]:
+    """Compiles, in a process of its own, the launches whose number modulo `parts` is `part`."""
+    command = [sys.executable, "-m", "benchmarks.kernels.compiler", str(cc), str(part), str(parts)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kernels.compiler"],
-        input=lines,
-        text=True,
-        capture_output=True,
-        env=environment(triton_folder),
-        cwd=PROJECT,
+        command, text=True, capture_output=True, env=environment(triton_folder), cwd=PROJECT
     )
-    answers = [line for line in done.stdout.splitlines() if line.startswith('{"operator"')]
-    for line in answers:
+    for line in done.stdout.splitlines():
         yield Compiled(**json.loads(line))
-    if len(answers) < len(requests):  # the compiler itself can crash
+    if done.returncode:  # the compiler itself can crash
         reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        yield Compiled(*requests[len(answers)], error=f"the compiler ended: {reason}")
+        yield Compiled("the next launch", cc, error=f"the compiler ended: {reason}")
 
 
 def main() -> None:
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer = compile_one(*request)
-        except Exception as error:
-            answer = Compiled(*request, error=f"{type(error).__name__}: {error}")
-        print(json.dumps(asdict(answer)), flush=True)
+    import triton
+
+    from mamba_fsdp.ops import triton as glue
+
+    cc, part, parts = map(int, sys.argv[1:])
+    is_version_2 = triton.__version__.startswith("2.")
+    with mock.patch.object(glue, "is_version_2", lambda: is_version_2):
+        for launch in launches_on(cc)[part::parts]:
+            print(json.dumps(asdict(compile_one(launch, cc))), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ LABEL = r"\s*(\.L\w+):"
 class Loop:
     """A loop: its own instructions, without loops within it."""
 
-    depth: int  # 0: no loop inside
+    is_innermost: bool
     opcodes: list[str]
 
     @property
@@ -79,7 +79,7 @@ def listing(cubin: bytes) -> tuple[list[tuple[str, str]], dict[str, int]]:
 
 
 def loops(cubin: bytes) -> list[Loop]:
-    """Returns the loops, inner ones first, or the whole body if there is none."""
+    """Returns the loops, or the whole body if there is none."""
     code, labels = listing(cubin)
     ends: dict[int, int] = {}  # first instruction of a loop: its last
     for last, (opcode, operands) in enumerate(code):
@@ -89,11 +89,10 @@ def loops(cubin: bytes) -> list[Loop]:
             if first < last:  # the end of the code jumps to itself
                 ends[first] = last  # `continue` jumps to the same start
     spans = list(ends.items()) or [(0, len(code) - 1)]
-    found: dict[tuple[int, int], Loop] = {}
-    for first, last in sorted(spans, key=lambda span: span[1] - span[0]):
-        inside = [span for span in found if first <= span[0] and span[1] <= last]
+    found = []
+    for first, last in spans:
+        inside = [span for span in spans if first <= span[0] < span[1] < last]
         taken = {i for start, end in inside for i in range(start, end + 1)}
         own = [code[i][0] for i in range(first, last + 1) if i not in taken]
-        depth = 1 + max((found[span].depth for span in inside), default=-1)
-        found[first, last] = Loop(depth, own)
-    return list(found.values())
+        found.append(Loop(not inside, own))
+    return found
