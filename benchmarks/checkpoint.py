@@ -6,10 +6,8 @@ State (weights and the optimiser's two moments, as much on each rank) of so many
 turn with what the disk does by itself, on all ranks at once; medians of the rounds, ratios within a round:
 
   save     `dd conv=fsync` of as many bytes, over a synchronous save (written, flushed, read back, committed)
-  cold     reading each rank's file, over finding the newest checkpoint whole and loading it, from an empty cache
-  warm     the same with the files in the kernel's memory
+  load     reading each rank's file, over finding the newest checkpoint whole and loading it, from an empty cache
   stall    seconds for which an asynchronous save held the updates up, over the seconds of a synchronous save
-  bytes    of the checkpoint on the disk, over the bytes of weights and moments
 """
 
 import argparse
@@ -30,7 +28,7 @@ from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.trainer.run_folder import RunFolder
 
 TENSORS = 24  # of weights, on each rank
-COLUMNS = ("save", "cold", "warm", "stall", "bytes")
+COLUMNS = ("save", "load", "stall")
 
 
 def main(words=None):
@@ -85,12 +83,9 @@ class Bench:
         self.lease = folder.lease
         saver = self.checkpointer(asynchronous=False)
         save = self.seconds(lambda: saver.save(1, self.shards, {}))
-        files = sorted(saver.last.iterdir())
         found = {
             "save": dd / save,
-            "bytes": sum(path.stat().st_size for path in files) / self.bytes,
-            "warm": self.read_over_load(files, cold=False),
-            "cold": self.read_over_load(files, cold=True),
+            "load": self.read_over_load(sorted(saver.last.iterdir())),
             "stall": self.stall() / save,
         }
         folder.lease.close()
@@ -112,7 +107,7 @@ class Bench:
         subprocess.run(words, check=True, capture_output=True)
         file.unlink()
 
-    def read_over_load(self, files, cold):
+    def read_over_load(self, files):
         """Returns the ratio of both, five times in turn: a disk's rate may change fivefold within a second."""
         own = files[0].parent / f"rank_{self.world.rank:05}.safetensors"
         buffer = bytearray(own.stat().st_size)
@@ -125,8 +120,7 @@ class Bench:
             self.checkpointer(asynchronous=True).resume(self.shards)
 
         def seconds(work):
-            if cold:
-                self.forget(files)
+            self.forget(files)
             return self.seconds(work)
 
         works = {"read": partial(seconds, read_own), "load": partial(seconds, resume)}

@@ -1,8 +1,7 @@
 """Measures what a checkpoint of very many ranks takes: `python -m benchmarks.checkpoint_scale PRESET [--ranks=1024]`.
 
 Rank 0's own code saves and commits and looks for what to resume from; the other ranks are replaced by what they would
-have told it, computed for fully sharded rows. Files have their sizes and no content. transfer_seconds, of writing or
-reading, are bytes over --throughput (MB/s per TiB; FSx for Lustre offers 125, 250, 500 and 1000) times --tib.
+have told it, computed for fully sharded rows. Files have their sizes and no content.
 """
 
 import argparse
@@ -162,11 +161,8 @@ def main():
     )
     words.add_argument("preset")
     words.add_argument("--ranks", type=int, default=1024)
-    words.add_argument("--throughput", type=int, default=250)
-    words.add_argument("--tib", type=float, default=100.0)
     given = words.parse_args()
     found = measure(ModelConfig(**preset(given.preset)), given.ranks)
-    found["transfer_seconds"] = found["all_bytes"] / (given.throughput * 1e6 * given.tib)
     print(f"{given.preset} on {given.ranks} ranks, fully sharded, in {given.ranks + 2} files")
     print(table({"what": name, "value": f"{value:,.3f}"} for name, value in found.items()))
 

@@ -17,15 +17,10 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.measure import steps_in_turn, table, times_as_fast
-from mamba_fsdp.conventions import DTYPES
+from benchmarks.our_step import our_step
 from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.model.spec import operator_uses, parameters
-from mamba_fsdp.ops import cpp
-from mamba_fsdp.ops.backends import resolve_backends
-from mamba_fsdp.parallel.world import World
+from mamba_fsdp.parallel.world import CPU
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.optimizer import make_optimizer
-from mamba_fsdp.trainer.setup import build_model, fill_at_random
 
 
 class Size(NamedTuple):
@@ -70,45 +65,30 @@ def their_step(size: Size, vocab_size: int, threads: int) -> Callable[[], None]:
     return step
 
 
-def our_step(settings: TrainConfig, kernels: str = "auto", threads: int = 0) -> Callable[[], None]:
-    """Returns a function that takes a step of these settings on made-up tokens. threads: 0 leaves torch's own number."""
+def step_on_tokens(settings: TrainConfig, threads: int = 0) -> Callable[[], float]:
+    """Returns a function that takes our step on made-up tokens. threads: 0 leaves torch's own number."""
     if threads:
         torch.set_num_threads(threads)
-    cpp.tune_process("cpu")
-    training = settings.training
-    dtype = DTYPES[training.precision("cpu")]
-    backends = resolve_backends(kernels, "cpu", operator_uses(settings.model, dtype)).backends
-    parallel = build_model(settings, World.alone(), backends)
-    fill_at_random(settings, parallel)
-    optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
-    shape = (training.batch_size, settings.data.seq_length)
+    shape = (settings.training.batch_size, settings.data.seq_length + 1)
     tokens = torch.randint(settings.model.vocab_size, shape)
-
-    def step() -> None:
-        (parallel.module(tokens, labels=tokens) / tokens.numel()).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    return partial(our_step(settings, CPU), tokens)
 
 
-def settings_of(
-    size: Size, vocab_size: int, layers: str = "mamba1", precision: str = "fp32"
-) -> TrainConfig:
+def settings_of(size: Size, vocab_size: int, layers: str = "mamba1", **others: str) -> TrainConfig:
     model = ModelConfig(
         layers=layers, d_model=size.d_model, n_layer=size.n_layer, vocab_size=vocab_size
     )
     return TrainConfig(model).changed(
-        batch_size=size.batch, seq_length=size.length, mixed_precision=precision
+        batch_size=size.batch, seq_length=size.length, reset_at_documents=False, **others
     )
 
 
 def compare(size: Size, vocab_size: int, rounds: int, threads: int) -> str:
     """Returns a table."""
-    makers = {SHIPPED: partial(their_step, size, vocab_size, threads)}
+    makers: dict[str, Callable] = {SHIPPED: partial(their_step, size, vocab_size, threads)}
     for name, (kernels, precision) in OURS.items():
-        settings = settings_of(size, vocab_size, precision=precision)
-        makers[name] = partial(our_step, settings, kernels, threads)
+        settings = settings_of(size, vocab_size, kernels=kernels, mixed_precision=precision)
+        makers[name] = partial(step_on_tokens, settings, threads)
     taken = steps_in_turn(makers, rounds)
     seconds = {name: [step.seconds for step in steps] for name, steps in taken.items()}
     shipped_peak = taken[SHIPPED][-1].peak

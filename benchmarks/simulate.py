@@ -260,7 +260,7 @@ def main():
         fsdp_activation_checkpointing=given.recompute,
     )
     found = simulate(settings, given.ranks, inside=True)
-    rows = []
+    rows: list[dict[str, object]] = []
     for part, size in found.peak.items():
         rows.append({"holds or sends": part, "GB": f"{size / 1e9:.3f}", "times": ""})
     for each, times in Counter(found.collectives).items():

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from benchmarks.measure import steps_in_turn, table, times_as_fast
-from benchmarks.scan import SIZES, our_step, settings_of
+from benchmarks.scan import SIZES, settings_of, step_on_tokens
 
 USUAL = "30,000 spins, as mamba_fsdp sets"
 WAYS = {  # variables of libgomp; mamba_fsdp sets nothing if the first of them is set
@@ -37,7 +37,7 @@ BUSY = "x = 1.0\nwhile True: x *= 1.0000001"
 def measure(model: str, rounds: int) -> list[dict[str, str]]:
     """Returns a row for each way."""
     layers, vocab_size = MODELS[model]
-    make_step = partial(our_step, settings_of(SIZE, vocab_size, layers))
+    make_step = partial(step_on_tokens, settings_of(SIZE, vocab_size, layers))
     taken = steps_in_turn(dict.fromkeys(WAYS, make_step), rounds, WAYS)
     seconds = {way: [step.seconds for step in steps] for way, steps in taken.items()}
     rows = []

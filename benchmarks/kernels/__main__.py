@@ -16,18 +16,10 @@ def main() -> None:
     rows = []
     for version in TRITONS:
         for made in compile_part(triton_folder(version), 90):
-            row = {
-                "launch": made.title,
-                "Triton": version,
-                "instructions": f"{made.instructions:.1f}",
-            }
-            row |= {
-                "bytes": f"{made.bytes:.1f}",
-                "registers": made.registers,
-                "spills": made.spills,
-            }
-            row |= {"shared": made.shared, "error": made.error}
-            rows.append(row)
+            row: dict[str, object] = {"launch": made.title, "Triton": version}
+            row |= {"instructions": f"{made.instructions:.1f}", "bytes": f"{made.bytes:.1f}"}
+            row |= {"registers": made.registers, "spills": made.spills, "shared": made.shared}
+            rows.append(row | {"error": made.error})
     print(table(rows))
 
 
