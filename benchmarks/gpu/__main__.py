@@ -6,12 +6,12 @@
                             [--out FOLDER] [--rehearse]
 
 tests: tests/gpu. values: each backend of each operator compared with float64, its bits twice, the time of whole layers.
-sanitizer: the same on small sizes under compute-sanitizer. forms: our kernels compared with other forms of them. ncu:
-our kernels in layers of models under ncu. run: two cold starts that must choose the same, a warm one, equal bits of
-equal runs and after a kill, stalls by saves. traces: of training steps. steps: training steps with and without our
-norms, smaller chunks of the loss and use_torch_compile. Other names are presets: their training step compared with
-mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and leaves NAME.log
-in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary. --rehearse: tiny, on the CPU.
+sanitizer: the same on small sizes under compute-sanitizer. ncu: our kernels in layers of models under ncu. run: two cold
+starts that must choose the same, a warm one, equal bits of equal runs and after a kill, stalls by saves. traces: of
+training steps. steps: training steps with and without our norms and use_torch_compile. Other names are presets: their
+training step compared with mamba_ssm's and transformers' model. Each part runs in a process of its own with its own
+time limit, and leaves NAME.log in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary.
+--rehearse: tiny, on the CPU.
 
 Calls that follow each other on one machine share what Triton compiled. If the machine has no git, add the commit.
 """
@@ -44,7 +44,6 @@ LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them,
     "mamba2-1.3b": 270,
     "run": 300,
     "sanitizer": 240,
-    "forms": 160,
     "ncu": 120,
     "traces": 120,
     "mamba2-2.7b": 150,
@@ -54,15 +53,14 @@ CALLS = {
     "1": ("values", "tests"),
     "2": ("mamba-1.4b", "mamba2-1.3b"),
     "3": ("run", "sanitizer"),
-    "4": ("forms", "ncu", "traces", "mamba2-2.7b"),
+    "4": ("ncu", "traces", "mamba2-2.7b"),
     "5": ("steps",),
 }
 ON_DEVICE = {  # called with the device and whether all is small; all others are presets
     "values": values.measure,
     "sanitizer": values.measure,
     "ncu": values.run_triton,
-    "forms": partial(models.measure_forms, models.FORMS_OF_KERNELS),
-    "steps": partial(models.measure_forms, models.STEPS_OF_OURS),
+    "steps": models.measure_steps,
 }
 PROJECT = Path(__file__).resolve().parents[2]
 

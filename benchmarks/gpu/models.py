@@ -1,5 +1,5 @@
-"""Compares a whole training step with mamba_ssm's own model and transformers': tokens/s, MFU and peak memory; and with
-our step in other forms.
+"""Compares a whole training step with mamba_ssm's own model and transformers': tokens/s, MFU and peak memory; and our
+step with other settings.
 
 The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights: ours as training.py takes it, with our
 Triton kernels and with mamba-ssm's, theirs under autocast with mamba-ssm's and causal-conv1d's kernels. All start from
@@ -12,11 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
-from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -42,30 +38,7 @@ LONGEST = 10  # seconds of a compiled step; a slower model would take the others
 
 Row = dict[str, object]
 Step = Callable[[torch.Tensor], float]  # on tokens (batch, length + 1); returns the loss
-Changes = Mapping[str, Mapping[str, Any]]  # of modules: name -> other value
-
-
-class Contender(NamedTuple):
-    """What is compared: a step, and the library's modules in which it is built and run."""
-
-    build: Callable[[TrainConfig, torch.device], Step]
-    changes: Changes = {}
-
-
-@contextmanager
-def changed(changes: Changes) -> Iterator[None]:
-    """Changes names in modules below mamba_fsdp.ops for a while. A dictionary is what is other in each entry of a
-    table."""
-    with ExitStack() as stack:
-        # use_torch_compile replaces it.
-        stack.enter_context(patch.object(loss, "chunk_loss", loss.chunk_loss))
-        for place, others in changes.items():
-            module = import_module(f"mamba_fsdp.ops.{place}")
-            for name, other in others.items():
-                if isinstance(other, dict):
-                    other = {key: entry | other for key, entry in getattr(module, name).items()}
-                stack.enter_context(patch.object(module, name, other))
-        yield
+Build = Callable[[TrainConfig, torch.device], Step]
 
 
 def our_step_in_fused(settings: TrainConfig, device: torch.device) -> Step:
@@ -100,47 +73,18 @@ def transformers_step(settings: TrainConfig, device: torch.device) -> Step:
     return peer_step(model, peer_weights, settings, device)
 
 
-OURS = Contender(partial(our_step, preferred="triton"))
-PEERS = {
+OURS = partial(our_step, preferred="triton")
+PEERS: dict[str, Build] = {
     "ours": OURS,
-    "ours, fused": Contender(our_step_in_fused),
-    "mamba_ssm": Contender(mamba_ssm_step),
-    "transformers": Contender(transformers_step),
+    "ours, fused": our_step_in_fused,
+    "mamba_ssm": mamba_ssm_step,
+    "transformers": transformers_step,
 }
-TABLES = ("SWEEP", "NEAR", "FAR")
-
-
-def ours_with(**settings: Any) -> Contender:
-    return Contender(partial(our_step, preferred="triton", **settings))
-
-
-def changing(module: str, **others: Any) -> Contender:
-    return Contender(OURS.build, {module: others})
-
-
-# Ours in other forms: models, and what is compared in each of them before the next group. The compiled ones are last:
-# torch 2.2 compiles each block again.
-Groups = tuple[tuple[tuple[str, ...], Mapping[str, Contender]], ...]
-BOTH = ("mamba2-1.3b", "mamba-1.4b")
-STEPS_OF_OURS: Groups = (
-    (BOTH, {"ours": OURS, "plain norms": ours_with(kernels="norm=reference")}),
-    (BOTH, {"ours": OURS, "loss of 1,024 tokens": changing("loss", CHUNK_ON_GPU=1024)}),
-    (BOTH, {"ours": OURS, "use_torch_compile": ours_with(use_torch_compile=True)}),
+# Ours with other settings, each with ours in turn. The compiled one is last: torch 2.2 compiles each block again.
+OTHER_SETTINGS: tuple[dict[str, Build], ...] = (
+    {"ours": OURS, "plain norms": partial(OURS, kernels="norm=reference")},
+    {"ours": OURS, "use_torch_compile": partial(OURS, use_torch_compile=True)},
 )
-OF_SCAN = {
-    "ours": OURS,
-    "half as many programs if rows are cut": changing("scan.triton", FILL=512),
-    "twice as many": changing("scan.triton", FILL=2048),
-    "a state kept of every 32 positions": changing("scan.triton", CHUNK=32),
-}
-OF_SSD = {
-    "ours": OURS,
-    "nothing copied ahead": changing("ssd.triton", **dict.fromkeys(TABLES, {"num_stages": 1})),
-    "the sweeps copy nothing ahead": changing("ssd.triton", SWEEP={"num_stages": 1}),
-    "far of 32 positions": changing("ssd.triton", FAR={"ROWS": 32}),
-    "no wgmma in near": changing("ssd.triton", NEAR={"num_warps": 2}),
-}
-FORMS_OF_KERNELS: Groups = ((("mamba-1.4b",), OF_SCAN), (("mamba2-1.3b",), OF_SSD))
 
 
 def need_kernels(device: torch.device) -> None:
@@ -212,21 +156,21 @@ def measure(name: str, device: torch.device, rehearse: bool) -> Iterator[Row]:
         yield from compare(name, shape, PEERS, device, rehearse)
 
 
-def measure_forms(groups: Groups, device: torch.device, rehearse: bool) -> Iterator[Row]:
-    """Yields rows of our step in other forms."""
-    for names, contenders in groups:
-        for name in names:
-            yield from compare(name, SHAPES[0], contenders, device, rehearse)
+def measure_steps(device: torch.device, rehearse: bool) -> Iterator[Row]:
+    """Yields rows of our step with other settings, each in both models before the next."""
+    for builds in OTHER_SETTINGS:
+        for name in ("mamba2-1.3b", "mamba-1.4b"):
+            yield from compare(name, SHAPES[0], builds, device, rehearse)
 
 
 def compare(
     name: str,
     shape: tuple[int, int],
-    contenders: Mapping[str, Contender],
+    builds: Mapping[str, Build],
     device: torch.device,
     rehearse: bool,
 ) -> Iterator[Row]:
-    """Yields a row per contender, of which the first is ours."""
+    """Yields a row per model, of which the first is ours."""
     batch, length = (1, 8) if rehearse else shape
     config = ModelConfig(**(TINY if rehearse else preset(name)))
     settings = TrainConfig(config).changed(
@@ -239,20 +183,21 @@ def compare(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (batch, length + 1), generator=generator).to(device)
     first: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {title: [] for title in contenders}
+    seconds: dict[str, list[float]] = {title: [] for title in builds}
     peaks: dict[str, float] = {}
     notes: dict[str, str] = {}
     for _ in range(ROUNDS):
-        for title, contender in contenders.items():
+        for title, build in builds.items():
+            plain_loss = loss.chunk_loss  # which use_torch_compile replaces
             try:
-                with changed(contender.changes):
-                    first[title], taken = time_steps(contender.build(settings, device), tokens)
+                first[title], taken = time_steps(build(settings, device), tokens)
                 seconds[title] += taken
             except Exception as error:
                 notes[title] = f"{type(error).__name__}: {first_line(error)}"
+            loss.chunk_loss = plain_loss
             gc.collect()  # models and what they saved for the backward pass refer to each other
             peaks[title] = forget_peak(device)
-    for title in contenders:
+    for title in builds:
         row: Row = {"preset": name, "batch": batch, "length": length, "model": title}
         row |= dict.fromkeys(("tokens/s", "x ours", "MFU", "peak GiB", "note"), "-")
         if title in notes:
