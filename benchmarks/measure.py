@@ -101,6 +101,7 @@ def times_as_fast(own: Iterable[float], base: Iterable[float]) -> float:
 
 
 def spread(seconds: list[float]) -> dict[str, str]:
+    """Returns cells of a table."""
     figures = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
     return {name: f"{value:.2f}" for name, value in figures.items()}
 
