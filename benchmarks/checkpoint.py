@@ -6,10 +6,8 @@ State (weights and the optimiser's two moments, as much on each rank) of so many
 turn with what the disk does by itself, on all ranks at once; medians of the rounds, ratios within a round:
 
   save     `dd conv=fsync` of as many bytes, over a synchronous save (written, flushed, read back, committed)
-  cold     reading each rank's file, over finding the newest checkpoint whole and loading it, from an empty cache
-  warm     the same with the files in the kernel's memory
+  load     reading each rank's file, over finding the newest checkpoint whole and loading it, from an empty cache
   stall    seconds for which an asynchronous save held the updates up, over the seconds of a synchronous save
-  bytes    of the checkpoint on the disk, over the bytes of weights and moments
 """
 
 import argparse
@@ -18,17 +16,19 @@ import shutil
 import statistics
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks.measure import in_turn, table
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.trainer.run_folder import RunFolder
 
 TENSORS = 24  # of weights, on each rank
-COLUMNS = ("save", "cold", "warm", "stall", "bytes")
+COLUMNS = ("save", "load", "stall")
 
 
 def main(words=None):
@@ -46,9 +46,8 @@ def main(words=None):
     rounds = [bench.measure() for _ in range(given.rounds)]
     found = {name: statistics.median(one[name] for one in rounds) for name in COLUMNS}
     if world.rank == 0:
-        print(f"{given.gib:g} GiB on {world.size} ranks")
-        for name, share in found.items():
-            print(f"{name:>8} {share:8.1%}")
+        row = {"GiB": f"{given.gib:g}", "ranks": world.size}
+        print(table([row | {name: f"{share:.1%}" for name, share in found.items()}]))
     world.close()
     return found
 
@@ -82,16 +81,11 @@ class Bench:
         folder = RunFolder(self.run)
         self.world.on_rank0(folder.acquire)
         self.lease = folder.lease
-        saver = Checkpointer(
-            self.run, self.world, self.lease, asynchronous=False, report=lambda text: None
-        )
+        saver = self.checkpointer(asynchronous=False)
         save = self.seconds(lambda: saver.save(1, self.shards, {}))
-        files = sorted(saver.last.iterdir())
         found = {
             "save": dd / save,
-            "bytes": sum(path.stat().st_size for path in files) / self.bytes,
-            "warm": self.read_over_load(files, cold=False),
-            "cold": self.read_over_load(files, cold=True),
+            "load": self.read_over_load(sorted(saver.last.iterdir())),
             "stall": self.stall() / save,
         }
         folder.lease.close()
@@ -101,6 +95,11 @@ class Bench:
         self.world.barrier()
         return found
 
+    def checkpointer(self, asynchronous):
+        return Checkpointer(
+            self.run, self.world, self.lease, asynchronous=asynchronous, report=lambda text: None
+        )
+
     def write_with_dd(self):
         file = self.run.with_name(f"{self.run.name}_{self.world.rank}")
         count = max(1, self.bytes // self.world.size >> 20)
@@ -108,11 +107,9 @@ class Bench:
         subprocess.run(words, check=True, capture_output=True)
         file.unlink()
 
-    def read_over_load(self, files, cold):
-        """Returns the medians of both, five times in turn: a disk's rate may change fivefold within a second."""
-        read = []
-        load = []
-        own = next(path for path in files if path.name == f"rank_{self.world.rank:05}.safetensors")
+    def read_over_load(self, files):
+        """Returns the ratio of both, five times in turn: a disk's rate may change fivefold within a second."""
+        own = files[0].parent / f"rank_{self.world.rank:05}.safetensors"
         buffer = bytearray(own.stat().st_size)
 
         def read_own():
@@ -120,15 +117,15 @@ class Bench:
                 file.readinto(buffer)
 
         def resume():
-            saver = Checkpointer(self.run, self.world, self.lease, report=lambda text: None)
-            saver.resume(self.shards)
+            self.checkpointer(asynchronous=True).resume(self.shards)
 
-        for _ in range(5):
-            for work, seconds in ((read_own, read), (resume, load)):
-                if cold:
-                    self.forget(files)
-                seconds.append(self.seconds(work))
-        return statistics.median(read) / statistics.median(load)
+        def seconds(work):
+            self.forget(files)
+            return self.seconds(work)
+
+        works = {"read": partial(seconds, read_own), "load": partial(seconds, resume)}
+        taken = in_turn(works, 5)
+        return statistics.median(taken["read"]) / statistics.median(taken["load"])
 
     def forget(self, files):
         for path in files:
@@ -137,7 +134,7 @@ class Bench:
 
     def stall(self):
         """Returns the seconds for which a save held up concurrent steps: the second save, which finds its buffers."""
-        saver = Checkpointer(self.run, self.world, self.lease, report=lambda text: None)
+        saver = self.checkpointer(asynchronous=True)
         for step in (2, 3):
             saver.wait()
             saver.stall_seconds()

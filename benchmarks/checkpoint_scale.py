@@ -1,8 +1,7 @@
 """Measures what a checkpoint of very many ranks takes: `python -m benchmarks.checkpoint_scale PRESET [--ranks=1024]`.
 
 Rank 0's own code saves and commits and looks for what to resume from; the other ranks are replaced by what they would
-have told it, computed for fully sharded rows. Files have their sizes and no content. The seconds of writing and
-reading are bytes over --throughput (MB/s per TiB; FSx for Lustre offers 125, 250, 500 and 1000) times --tib.
+have told it, computed for fully sharded rows. Files have their sizes and no content.
 """
 
 import argparse
@@ -20,6 +19,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.measure import table
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer, RankFile
@@ -110,8 +110,8 @@ def measure(config, ranks):
             return own.checksum
 
         def count(event, arguments):
-            if threading.current_thread() is not threading.main_thread():
-                return  # the thread that renews the lease
+            if threading.current_thread().name == "lease":
+                return  # renewed now and then, whatever is saved
             if event in ("open", "os.listdir", "os.scandir", "os.rename", "os.mkdir"):
                 calls[event] += str(arguments[0]).startswith(run)
 
@@ -161,16 +161,10 @@ def main():
     )
     words.add_argument("preset")
     words.add_argument("--ranks", type=int, default=1024)
-    words.add_argument("--throughput", type=int, default=250)
-    words.add_argument("--tib", type=float, default=100.0)
     given = words.parse_args()
     found = measure(ModelConfig(**preset(given.preset)), given.ranks)
     print(f"{given.preset} on {given.ranks} ranks, fully sharded, in {given.ranks + 2} files")
-    for name, value in found.items():
-        unit, scale = ("MB", 1e6) if name.endswith("bytes") else ("", 1)
-        print(f"{name.removesuffix('_bytes'):<20}{value / scale:>14,.3f} {unit}")
-    seconds = found["all_bytes"] / (given.throughput * 1e6 * given.tib)
-    print(f"writing, or verifying, takes {seconds:.0f} s")
+    print(table({"what": name, "value": f"{value:,.3f}"} for name, value in found.items()))
 
 
 if __name__ == "__main__":

@@ -2,35 +2,25 @@
 
 Run after ./1.train.sbatch, or it trains the demo first. The bigram model with back-off (interpolated Kneser-Ney, one
 discount from the counts) is estimated on exactly the tokens that the run has drawn, and both are scored on the same
-validation windows. Then steps of the demo are taken in turn with plain matrix products of the same sizes, which no
-code can beat.
+validation windows.
 """
 
 import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from benchmarks.measure import time_in_turn
-from benchmarks.scan import make_step
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import BatchShape, evaluation_batches
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import training_sources, validation_sources
-from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops import cpp
 from mamba_fsdp.run.names import METRICS, SETTINGS
 from mamba_fsdp.run.records import read
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-
-ROUNDS = 20
 
 
 class Bigram:
@@ -99,44 +89,6 @@ def validation_loss(bigram: Bigram, config: TrainConfig) -> float:
     return float(np.mean(losses))
 
 
-def products_of_a_step(model: ModelConfig, tokens: int) -> Callable[[], None]:
-    """Returns a function that computes the matrix products of a step alone: for each weight that multiplies all tokens,
-    the output and the gradients of the input and of the weight."""
-    operands = []
-    for name, described in parameters(model).items():
-        if name.endswith(
-            ("_proj.weight", "embedding.weight")
-        ):  # the embedding is the output layer too
-            outputs, inputs = described.shape
-            weight = torch.randn(outputs, inputs)
-            operands.append((torch.randn(tokens, inputs), weight, torch.randn(tokens, outputs)))
-
-    def compute() -> None:
-        for entering, weight, gradient in operands:
-            entering @ weight.T
-            gradient @ weight
-            gradient.T @ entering
-
-    return compute
-
-
-def print_step_beside_products(config: TrainConfig) -> None:
-    cpp.tune_process("cpu")
-    tokens = config.training.batch_size * config.data.seq_length
-    steps = {
-        "step": make_step("tiny", config.model.vocab_size, "auto"),
-        "products": products_of_a_step(config.model, tokens),
-    }
-    time_in_turn(steps, 3)  # not counted: the first steps take longer
-    seconds = {name: pair[0] for name, pair in time_in_turn(steps, ROUNDS).items()}
-    step = seconds["step"]
-    products = seconds["products"]
-    print(
-        f"a step takes {step / products:.1f} times its matrix products: {1e3 * step:.0f} and {1e3 * products:.0f} ms on "
-        f"{torch.get_num_threads()} threads, {tokens / step:,.0f} tokens/s"
-    )
-
-
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
     config = resolve.resolve_settings({}, "config/demo.yaml")
@@ -157,7 +109,6 @@ def main() -> int:
     print(f"validation perplexity at step 0 {first:,.1f}, at the end {last:,.1f}")
     print(f"of a bigram model with back-off on the same {tokens:,} tokens {baseline:,.1f}")
     print(f"training without validation takes {seconds:,.0f} s")
-    print_step_beside_products(config)
     return 0 if first >= 8 * last and last < baseline else 1
 
 

@@ -1,48 +1,121 @@
-"""Gives the benchmarks of whole training steps what they share: the step, its time in turn, the memory of a process."""
+"""Measures alternatives in turn, within one run, and prints tables: what the benchmarks share.
 
+Only ratios of one run are compared, round by round: other programs on the machine then disturb all alternatives alike.
+"""
+
+import multiprocessing
+import os
 import statistics
 import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest import mock
 
-import torch
-
-
-def training_step(model, loss_of, tokens):
-    """Returns a function that takes one step (forward, loss, backward, AdamW) on `tokens` and returns the loss before
-    it."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step():
-        loss = loss_of(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+WARM_UP = 2  # steps that are not counted
 
 
-def time_in_turn(steps, rounds):
-    """Returns {name: median (seconds, CPU seconds) of a call}, from one call of each per round."""
-    taken = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            began, cpu_began = time.perf_counter(), time.process_time()
-            step()
-            taken[name].append((time.perf_counter() - began, time.process_time() - cpu_began))
-    return {
-        name: tuple(statistics.median(times) for times in zip(*pairs))
-        for name, pairs in taken.items()
-    }
+class Step(NamedTuple):
+    """What one step took."""
+
+    seconds: float
+    cpu_seconds: float  # of all threads of the process
+    before: int  # MB that the process held before its first step
+    peak: int  # MB that it has held at most
 
 
-def print_memory(step, count=3):
-    """Prints what this process holds before the first step, and its peak over `count` steps, in MB."""
-    before = status_megabytes("VmRSS")
-    for _ in range(count):
+class Worker:
+    """A process of its own that takes a step whenever it is asked to."""
+
+    def __init__(
+        self, make_step: Callable[[], Callable[[], Any]], environment: Mapping[str, str]
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, make_step), daemon=True)
+        with mock.patch.dict(os.environ, environment):
+            self.process.start()
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        self.connection.recv()
+
+    def step(self) -> Step:
+        self.connection.send("step")
+        return self.connection.recv()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(connection: Any, make_step: Callable[[], Callable[[], Any]]) -> None:
+    step = make_step()
+    before = _megabytes("VmRSS")
+    for _ in range(WARM_UP):
         step()
-    print(before, status_megabytes("VmHWM"))
+    connection.send("ready")
+    while connection.recv():
+        began = time.perf_counter()
+        cpu_began = time.process_time()
+        step()
+        seconds = time.perf_counter() - began
+        cpu_seconds = time.process_time() - cpu_began
+        connection.send(Step(seconds, cpu_seconds, before, _megabytes("VmHWM")))
 
 
-def status_megabytes(field):
+def _megabytes(field: str) -> int:
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(field + ":")) // 1024
+
+
+def steps_in_turn(
+    makers: Mapping[str, Callable[[], Callable[[], Any]]],
+    rounds: int,
+    environments: Mapping[str, Mapping[str, str]] = {},
+) -> dict[str, list[Step]]:
+    """Returns {name: a step of each round}. Each maker is called in a process of its own and returns a function that
+    takes a step. environments: by name, variables of that process."""
+    with ExitStack() as stack:
+        workers = {}
+        for name, make_step in makers.items():
+            workers[name] = Worker(make_step, environments.get(name, {}))
+            stack.callback(workers[name].end)
+        for worker in workers.values():
+            worker.wait_until_ready()
+        return in_turn({name: worker.step for name, worker in workers.items()}, rounds)
+
+
+def in_turn(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    """Returns {name: what each call returned}, from one call of each in every round."""
+    found: dict[str, list[Any]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            found[name].append(work())
+    return found
+
+
+def times_as_fast(own: Iterable[float], base: Iterable[float]) -> float:
+    """Returns how many times as fast as `base` something is: the median of the rounds' ratios of seconds."""
+    return statistics.median(theirs / ours for ours, theirs in zip(own, base))
+
+
+def spread(seconds: list[float]) -> dict[str, str]:
+    """Returns cells of a table."""
+    figures = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+    return {name: f"{value:.2f}" for name, value in figures.items()}
+
+
+def table(rows: Iterable[Mapping[str, object]]) -> str:
+    """Returns Markdown with aligned columns, which are the first row's."""
+    rows = list(rows)
+    names = list(rows[0])
+    lines = [names]
+    for row in rows:
+        lines.append([str(row.get(name, "")).replace("|", "/") for name in names])
+    widths = [max(len(cell) for cell in column) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    padded = []
+    for cells in lines:
+        padded.append(" | ".join(cell.ljust(width) for cell, width in zip(cells, widths)))
+    return "\n".join(f"| {line} |" for line in padded)

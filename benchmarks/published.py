@@ -14,6 +14,7 @@ import argparse
 from dataclasses import replace
 from typing import NamedTuple
 
+from benchmarks.measure import table
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import preset
 from mamba_fsdp.planning.devices import INSTANCES, PEAK_TFLOPS, Instance
@@ -95,20 +96,19 @@ def rates(row: Published) -> tuple[float, float]:
     return row.rate, rate
 
 
-def table() -> str:
-    lines = [
-        "| source | model | devices | published | expected | difference | share of peak |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def compared() -> str:
+    """Returns the table of benchmarks/RESULTS.md."""
+    rows = []
     for row in PUBLISHED:
         published, rate = rates(row)
-        lines.append(
-            f"| {row.source} | {row.model} | {row.devices} x {row.machine.device} | {published:,.0f} | "
-            f"{rate:,.0f} | {rate / published - 1:+.0%} | {expected(row).share_of_peak:.0%} |"
-        )
-    return "\n".join(lines)
+        cells = {"source": row.source, "model": row.model}
+        cells["devices"] = f"{row.devices} x {row.machine.device}"
+        cells |= {"published": f"{published:,.0f}", "expected": f"{rate:,.0f}"}
+        cells["difference"] = f"{rate / published - 1:+.0%}"
+        rows.append(cells | {"share of peak": f"{expected(row).share_of_peak:.0%}"})
+    return table(rows)
 
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
-    print(table())
+    print(compared())

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from benchmarks.measure import table
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Batch, split_step
@@ -52,29 +53,21 @@ class Collective(NamedTuple):
 
 class Simulated(NamedTuple):
     collectives: list[Collective]  # of a step, in their order
-    peak: dict[
-        str, int
-    ]  # bytes when they are most: weights, gradients, moments, and what passes (the rest)
+    peak: dict[str, int]  # bytes at their most: weights, gradients, moments, passing (the rest)
 
 
-def simulate(
-    settings: TrainConfig,
-    size: int,
-    rank: int = 0,
-    *,
-    local_size: int = 8,
-    device: torch.device = CPU,
-    inside: bool = False,
-) -> Simulated:
-    """Simulates a step of rank `rank` of `size`, `local_size` on a node, with the backends of a GPU's operators:
-    Triton's if they exist. device: the fake tensors' device. inside: count what Triton's backends hold while they run,
-    too. A step that asks for a number raises. Not for sharding_strategy=ddp, nor within a process group."""
-    training, data = settings.training, settings.data
-    dtype, documents = DTYPES[training.precision("cuda")], data.reset_at_documents
+def simulate(settings: TrainConfig, size: int, rank: int = 0, *, inside: bool = False) -> Simulated:
+    """Simulates a step of rank `rank` of `size`, eight on a node, with the backends of a GPU's operators: Triton's if
+    they exist. inside: count what Triton's backends hold while they run, too. A step that asks for a number raises.
+    Not for sharding_strategy=ddp, nor within a process group."""
+    training = settings.training
+    data = settings.data
+    dtype = DTYPES[training.precision("cuda")]
+    documents = data.reset_at_documents
     sharing = settings.parallel.context_parallel
     uses = settings.operator_uses("cuda")
     backends = resolve_backends(training.kernels, "cuda", uses, assumed=("triton",)).backends
-    world = _World(rank, size, min(size, local_size), device)
+    world = _World(rank, size, min(size, 8), CPU)
     assert choose_strategy(settings.parallel, world) != "ddp", "its reducer reads what it sends"
     tokens = torch.zeros(training.batch_size, data.seq_length, dtype=torch.int64)
     batch = Batch(
@@ -87,11 +80,10 @@ def simulate(
     batch_shape = split_step(settings, rank, size)
     if batch_shape.sequence_slice:
         batch = batch_shape.sequence_slice.of(batch)
-    with _process_group(world), FakeTensorMode(), _Watch(device, inside) as watch:
-        with device:
-            network = MambaLM(
-                settings.model, backends=backends, compute_dtype=dtype, reset_at_documents=documents
-            )
+    with _process_group(world), FakeTensorMode(), _Watch(inside) as watch:
+        network = MambaLM(
+            settings.model, backends=backends, compute_dtype=dtype, reset_at_documents=documents
+        )
         if sharing > 1:
             network.share_sequences(ContextGroup.of(world, sharing))
         parallel = parallelize(network, settings.parallel, world=world, compute_dtype=dtype)
@@ -102,16 +94,17 @@ def simulate(
             if shard.name.startswith("optimizer/")
         ]
         batches = [_fake(batch)] * batch_shape.grad_accumulation_steps
-        state, schedule = TrainState(), Schedule("constant", 1)
+        state = TrainState()
         parts: Any = SimpleNamespace(
             settings=settings,
             world=world,
             parallel=parallel,
             optimizer=optimizer,
             state=state,
-            loss_scale=LossScale(state, device, dynamic=dtype == torch.float16),
+            loss_scale=LossScale(state, CPU, dynamic=dtype == torch.float16),
             schedule=SimpleNamespace(
-                tokens_per_step=batch_shape.global_batch * data.seq_length, lr=schedule
+                tokens_per_step=batch_shape.global_batch * data.seq_length,
+                lr=Schedule("constant", 1),
             ),
             loader=SimpleNamespace(step=lambda step: batches),
             checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool, stage=bool),
@@ -175,14 +168,13 @@ def _process_group(world: World) -> Iterator[None]:
 class _Watch(TorchDispatchMode):
     """Records collectives, and each time that storage on the device is made, changes its size or is freed."""
 
-    def __init__(self, device, inside):
+    def __init__(self, inside):
         super().__init__()
-        self.device, self.inside, self.collectives = device, inside, []
+        self.inside = inside
+        self.collectives = []
         self.number_of = {}  # address of a storage that lives -> its number
         self.sizes = []  # (number of a storage, its new size)
-        self.built = (
-            0  # how many of these are before the step, when the model is made whole and then cut
-        )
+        self.built = 0  # sizes before the step, of the model that is made whole and then cut
 
     def __enter__(self):
         def resize(storage, size, resize=torch.UntypedStorage.resize_):
@@ -219,7 +211,7 @@ class _Watch(TorchDispatchMode):
             name = function.overloadpacket.__name__
             self.collectives.append(Collective(name, largest.dtype, largest.numel(), group.size()))
         for tensor in tensors:
-            if tensor.device == self.device:
+            if tensor.device == CPU:
                 self.note(tensor.untyped_storage())
         return result
 
@@ -237,7 +229,9 @@ class _Watch(TorchDispatchMode):
             for part, tensors in parts.items()
             for tensor in tensors
         }
-        now, held, most = {}, dict.fromkeys([*parts, "passing"], 0), {}
+        now = {}
+        held = dict.fromkeys([*parts, "passing"], 0)
+        most = {}
         for turn, (number, size) in enumerate(self.sizes):
             if number >= self.built or number in part_of:
                 held[part_of.get(number, "passing")] += size - now.get(number, 0)
@@ -266,11 +260,14 @@ def main():
         fsdp_activation_checkpointing=given.recompute,
     )
     found = simulate(settings, given.ranks, inside=True)
+    rows: list[dict[str, object]] = []
     for part, size in found.peak.items():
-        print(f"{part:<24}{size / 1e9:>12.3f} GB")
+        rows.append({"holds or sends": part, "GB": f"{size / 1e9:.3f}", "times": ""})
     for each, times in Counter(found.collectives).items():
         size = each.numel * each.dtype.itemsize
-        print(f"{each.name:<24}{size / 1e9:>12.3f} GB  {times} x {each.dtype}")
+        title = f"{each.name}, {each.dtype}"
+        rows.append({"holds or sends": title, "GB": f"{size / 1e9:.3f}", "times": times})
+    print(table(rows))
 
 
 if __name__ == "__main__":

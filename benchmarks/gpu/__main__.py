@@ -6,12 +6,12 @@
                             [--out FOLDER] [--rehearse]
 
 tests: tests/gpu. values: each backend of each operator compared with float64, its bits twice, the time of whole layers.
-sanitizer: the same on small sizes under compute-sanitizer. forms: our kernels compared with other forms of them. ncu:
-our kernels in layers of models under ncu. run: two cold starts that must choose the same, a warm one, equal bits of
-equal runs and after a kill, stalls by saves. traces: of training steps. steps: training steps with and without our
-norms, larger chunks of the loss and use_torch_compile. Other names are presets: their training step compared with
-mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and leaves NAME.log
-in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary. --rehearse: tiny, on the CPU.
+sanitizer: the same on small sizes under compute-sanitizer. ncu: our kernels in layers of models under ncu. run: two cold
+starts that must choose the same, a warm one, equal bits of equal runs and after a kill, stalls by saves. traces: of
+training steps. steps: training steps with and without our norms and use_torch_compile. Other names are presets: their
+training step compared with mamba_ssm's and transformers' model. Each part runs in a process of its own with its own
+time limit, and leaves NAME.log in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary.
+--rehearse: tiny, on the CPU.
 
 Calls that follow each other on one machine share what Triton compiled. If the machine has no git, add the commit.
 """
@@ -27,11 +27,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from benchmarks.gpu import models, runs, values
+from benchmarks.measure import table
 
 LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them, for each dtype
     "values": 300,
@@ -42,7 +46,6 @@ LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them,
     "sanitizer": 240,
     "ncu": 120,
     "traces": 120,
-    "forms": 160,
     "mamba2-2.7b": 150,
     "steps": 540,
 }
@@ -50,8 +53,14 @@ CALLS = {
     "1": ("values", "tests"),
     "2": ("mamba-1.4b", "mamba2-1.3b"),
     "3": ("run", "sanitizer"),
-    "4": ("forms", "ncu", "traces", "mamba2-2.7b"),
+    "4": ("ncu", "traces", "mamba2-2.7b"),
     "5": ("steps",),
+}
+ON_DEVICE = {  # called with the device and whether all is small; all others are presets
+    "values": values.measure,
+    "sanitizer": values.measure,
+    "ncu": values.run_triton,
+    "steps": models.measure_steps,
 }
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -79,15 +88,6 @@ TOOLS = {  # what these parts run under
 ENVIRONMENT = {"sanitizer": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}
 
 
-def table(rows: Iterable[Mapping[str, object]]) -> str:
-    """Returns Markdown; its columns are the first row's."""
-    rows = list(rows)
-    lines = [list(rows[0]), ["---"] * len(rows[0])]
-    for row in rows:
-        lines.append([str(row.get(name, "")).replace("|", "/") for name in rows[0]])
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
-
-
 def provenance(rehearse: bool) -> str:
     """Returns machine, versions and commit, as benchmarks/RESULTS.md wants them."""
     device = f"CPU {platform.machine()}" if rehearse else torch.cuda.get_device_name()
@@ -106,35 +106,15 @@ def provenance(rehearse: bool) -> str:
 
 def rows_of(name: str, out: Path, rehearse: bool) -> Iterator[dict[str, object]]:
     device = torch.device("cpu") if rehearse else torch.device("cuda", 0)
-    with tempfile.TemporaryDirectory() as folder:
-        if name in ("values", "sanitizer"):
-            from benchmarks.gpu import values
-
-            yield from values.measure(device, small=rehearse or name == "sanitizer")
-        elif name == "ncu":
-            from benchmarks.gpu import values
-
-            yield from values.run_triton(device, rehearse)
-        elif name == "forms":
-            from benchmarks.gpu import forms
-
-            yield from forms.measure(device, rehearse)
-        elif name == "steps":
-            from benchmarks.gpu import models
-
-            yield from models.measure_forms(device, rehearse)
-        elif name == "run":
-            from benchmarks.gpu import runs
-
-            yield from runs.measure(Path(folder), rehearse)
-        elif name == "traces":
-            from benchmarks.gpu import runs
-
-            yield from runs.trace(out, Path(folder), rehearse)
-        else:
-            from benchmarks.gpu import models
-
-            yield from models.measure(name, device, rehearse)
+    if name in ("run", "traces"):
+        with tempfile.TemporaryDirectory() as folder:
+            if name == "run":
+                yield from runs.measure(Path(folder), rehearse)
+            else:
+                yield from runs.trace(out, Path(folder), rehearse)
+        return
+    measure = ON_DEVICE.get(name, partial(models.measure, name))
+    yield from measure(device, rehearse or name == "sanitizer")
 
 
 def measure_part(name: str, out: Path, rehearse: bool) -> None:
@@ -142,7 +122,7 @@ def measure_part(name: str, out: Path, rehearse: bool) -> None:
     rows = []
     for row in rows_of(name, out, rehearse):
         rows.append(row)
-        (out / f"{name}.md").write_text(table(rows))
+        (out / f"{name}.md").write_text(table(rows) + "\n")
 
 
 def run_part(name: str, out: Path, rehearse: bool) -> str:
@@ -157,11 +137,11 @@ def run_part(name: str, out: Path, rehearse: bool) -> str:
     elif rehearse:
         command.append("--rehearse")
     elif name in TOOLS:
-        tool, *options = TOOLS[name]
+        tool = TOOLS[name][0]
         found = shutil.which(tool, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
         if not found:
             return f"there is no {tool}"
-        command = [found, *options, *command]
+        command = [found, *TOOLS[name][1:], *command]
     with open(out / f"{name}.log", "wb") as log:
         process = subprocess.Popen(
             command,

@@ -3,7 +3,6 @@ how long a start takes, how long saves hold up the steps, and where a step's tim
 
 import gzip
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -13,9 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from mamba_fsdp.ops.backends import BackendChoice
 from mamba_fsdp.run.layout import committed, rank_file
 from mamba_fsdp.run.names import CHECKPOINTS, KERNELS, METRICS, PROFILE
 from mamba_fsdp.run.records import read
+from mamba_fsdp.trainer.first_use import Record
 
 PROJECT = Path(__file__).resolve().parents[2]
 USUAL = {
@@ -43,16 +44,22 @@ def words_of(folder: Path, settings: dict) -> list[str]:
 
 def train(folder: Path, settings: dict) -> float:
     """Returns the seconds until the first step was reported."""
+    metrics = folder / METRICS
+    before = size_of(metrics)
     began = time.perf_counter()
     process = start(words_of(folder, settings))
     seconds = 0.0
     while process.poll() is None:
-        if not seconds and (folder / METRICS).exists() and (folder / METRICS).stat().st_size:
+        if not seconds and size_of(metrics) > before:
             seconds = time.perf_counter() - began
         time.sleep(0.005)
     if process.returncode:
         raise RuntimeError(f"training.py failed in {folder}")
     return seconds
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def train_and_kill(folder: Path, settings: dict) -> None:
@@ -71,12 +78,15 @@ def bits(folder: Path) -> tuple[list, str]:
     return steps, hashlib.sha256((last / rank_file(0)).read_bytes()).hexdigest()
 
 
-def chosen(folder: Path) -> dict[str, str]:
-    """Returns the backends that a run has chosen on a GPU; {} on a CPU, on which nothing is tried."""
-    try:
-        return json.loads((folder / KERNELS).read_text())["backends"]
-    except FileNotFoundError:
-        return {}
+def choice_of(folder: Path) -> BackendChoice:
+    """Returns the backends that a run has chosen on a GPU; an empty choice on a CPU, on which nothing is tried."""
+    return Record.read(folder / KERNELS).choice
+
+
+def use_caches(folder: Path) -> None:
+    """Makes the runs to come use the compilers' caches in a folder."""
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
 
 
 def measure(folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
@@ -91,46 +101,45 @@ def measure(folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
 
 def compare_cold_starts(folder: Path, settings: dict) -> dict[str, object]:
     """Compares two runs that find no compiled kernels and no choice of backends: each has caches of its own."""
-    runs = []
     seconds = []
+    stalls = []
     for name in ("first", "second"):
-        os.environ["TRITON_CACHE_DIR"] = str(folder / name / "triton")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name / "inductor")
-        runs.append(folder / name / "run")
-        seconds.append(train(runs[-1], settings))
-    first, second = map(chosen, runs)
-    stalls = [entry["checkpoint_stall_seconds"] for run in runs for entry in read(run / METRICS)]
-    return {
-        "start": "cold, twice",
-        "first step": ", ".join(f"{taken:.1f} s" for taken in seconds),
-        "choice": "the same" if first == second else f"differs: {first}, {second}",
-        "bits": "the same" if bits(runs[0]) == bits(runs[1]) else "differ",
-        "longest stall by a save": f"{max(stalls):.3f} s",
-    }
+        use_caches(folder / name)
+        run = folder / name / "run"
+        seconds.append(train(run, settings))
+        stalls += [entry["checkpoint_stall_seconds"] for entry in read(run / METRICS)]
+    row = compared(folder, "first/run") | {"start": "cold, twice"}
+    row["first step"] = ", ".join(f"{taken:.1f} s" for taken in seconds)
+    return row | {"longest stall by a save": f"{max(stalls):.3f} s"}
 
 
 def compare_warm_start(folder: Path, settings: dict) -> dict[str, object]:
     """Compares a run that uses the caches and the choice that the second run of `compare_cold_starts` left."""
-    return compare_with_second(folder, "warm", settings)
+    use_caches(folder / "second")
+    seconds = train(folder / "second/warm", settings)
+    return compared(folder, "second/warm") | {"start": "warm", "first step": f"{seconds:.1f} s"}
 
 
 def compare_killed_run(folder: Path, settings: dict) -> dict[str, object]:
-    train_and_kill(folder / "second/killed, resumed", settings)
-    return compare_with_second(folder, "killed, resumed", settings)
-
-
-def compare_with_second(folder: Path, start: str, settings: dict) -> dict[str, object]:
-    """Trains in a folder next to that of the second cold run and compares the two."""
-    for name, cache in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
-        os.environ[name] = str(folder / "second" / cache)
-    cold = folder / "second/run"
-    run = folder / "second" / start
+    use_caches(folder / "second")
+    run = folder / "second/killed"
+    train_and_kill(run, settings)
     seconds = train(run, settings)
+    row = compared(folder, "second/killed") | {"start": "killed, resumed"}
+    return row | {"first step": f"{seconds:.1f} s"}
+
+
+def compared(folder: Path, name: str) -> dict[str, object]:
+    """Compares a run with the second cold one."""
+    run = folder / name
+    cold = folder / "second/run"
+    same_choice = choice_of(run) == choice_of(cold)
+    same_bits = bits(run) == bits(cold)
     return {
-        "start": start,
-        "first step": f"{seconds:.1f} s",
-        "choice": "the same" if chosen(run) == chosen(cold) else "differs",
-        "bits": "the same" if bits(run) == bits(cold) else "differ",
+        "start": "",
+        "first step": "",
+        "choice": "the same" if same_choice else f"differs: {choice_of(run)}; {choice_of(cold)}",
+        "bits": "the same" if same_bits else "differ",
     }
 
 

@@ -5,20 +5,14 @@ run may take.
 The errors are of rows of 608 positions, for which Triton compiles the code that trains (lengths divisible by 16 are
 other code), in all models, and then of 600."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from mamba_fsdp.errors import first_line
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import preset
-from mamba_fsdp.ops.backends import (
-    OPERATORS,
-    REFERENCE,
-    candidates,
-    parts_with,
-    resolve_backends,
-)
+from mamba_fsdp.ops.backends import OPERATORS, REFERENCE, candidates, parts_with, resolve_backends
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.first_use import FirstUse
 from mamba_fsdp.trainer.layer_check import Rows
@@ -28,32 +22,31 @@ MODELS = ("mamba-1.4b", "mamba2-2.7b", "bamba-9b")
 POSITIONS = (608, 600)
 SMALL = {"layers": "mamba1,mamba2", "d_model": 64, "d_state": 16, "headdim": 32, "vocab_size": 200}
 
-
-def use_of(model: ModelConfig, length: int, device: torch.device) -> FirstUse:
-    settings = TrainConfig(model)
-    settings = settings.changed(mixed_precision="bf16", seq_length=length)
-    return FirstUse(settings, device)
+Row = dict[str, object]
 
 
 def uses_of(device: torch.device, small: bool) -> Iterator[tuple[str, FirstUse]]:
-    if small:
-        yield "small", use_of(ModelConfig(**SMALL), 100, device)
-        return
-    for name in MODELS:
-        yield name, use_of(ModelConfig(**preset(name)), 2048, device)
+    names = ["small"] if small else MODELS
+    for name in names:
+        settings = TrainConfig(ModelConfig(**(SMALL if small else preset(name))))
+        length = 100 if small else 2048
+        yield name, FirstUse(settings.changed(mixed_precision="bf16", seq_length=length), device)
 
 
-def measure(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
+def measure(device: torch.device, small: bool) -> Iterator[Row]:
     for positions in POSITIONS:
         for name, use in uses_of(device, small):
             batch = use.layers.tests[0].batch
             use.layers.tests = [Rows(batch, positions)]
-            yield from measure_model(name, use, positions)
+            for row in errors(use):
+                yield {"model": name, "positions": positions} | row
             if positions == POSITIONS[0]:
-                yield from time_layers(name, use)
+                for title, preferred in (("auto", {}), ("triton", TRITON)):
+                    row = {"model": name, "layer": ", ".join(use.layers.kinds), "operator": title}
+                    yield row | {"note": time_of_layers(use, preferred)}
 
 
-def run_triton(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
+def run_triton(device: torch.device, small: bool) -> Iterator[Row]:
     """Runs our kernels once in a layer of each kind, forward and backward."""
     for name, use in uses_of(device, small):
         choice = resolve_backends("auto", device.type, use.uses, preferred=TRITON)
@@ -62,38 +55,29 @@ def run_triton(device: torch.device, small: bool) -> Iterator[dict[str, object]]
         yield {"model": name, "ran": str(choice)}
 
 
-def measure_model(name: str, use: FirstUse, positions: int) -> Iterator[dict[str, object]]:
-    trials = [("all", "reference"), *candidates({}, use.device, use.uses)]
-    for operator, backend in trials:
-        backends = REFERENCE | dict.fromkeys(parts_with(operator, backend), backend)
-        if operator != "all":
-            backends[operator] = backend
+def errors(use: FirstUse) -> Iterator[Row]:
+    """Yields a row per backend of each operator, and kind of layer; the first are the reference's."""
+    for operator, backend in [("all", "reference"), *candidates({}, use.device, use.uses)]:
+        backends = REFERENCE | dict.fromkeys([operator, *parts_with(operator, backend)], backend)
         for layer in use.layers.kinds:
-            row = {"model": name, "positions": positions, "layer": layer}
-            row |= {"operator": operator, "backend": backend}
+            row: Row = {"layer": layer, "operator": operator, "backend": backend}
             row |= dict.fromkeys(("worst", "error", "right", "same bits", "note"), "")
             try:
                 found = use.layers.measure(layer, backends)
-                repeats = use.layers.measure(layer, backends) == found
+                repeated = use.layers.measure(layer, backends)
             except Exception as error:
                 yield row | {"note": f"{type(error).__name__}: {first_line(error)}"}
                 continue
             row |= {"worst": found.tensor, "error": f"{found.error:.1e}"}
-            row["right"] = "yes" if found.share <= 1 else "NO"
-            row["same bits"] = "yes" if repeats else "no"
+            row |= {"right": found.share <= 1, "same bits": repeated == found}
             yield row
 
 
-def time_layers(name: str, use: FirstUse) -> Iterator[dict[str, object]]:
-    for preferred in ({}, TRITON):
-        row = {"model": name, "layer": ", ".join(use.layers.kinds), "operator": "all"}
-        try:
-            choice = resolve_backends("auto", use.device, use.uses, preferred=preferred)
-            taken = use.layers.milliseconds(choice.backends)
-        except Exception as error:
-            yield row | {
-                "backend": "triton" if preferred else "",
-                "note": f"{type(error).__name__}: {first_line(error)}",
-            }
-            continue
-        yield row | {"backend": str(choice).split("; reference")[0], "note": f"{taken:.2f} ms"}
+def time_of_layers(use: FirstUse, preferred: Mapping[str, str]) -> str:
+    """Returns what a layer of each kind takes, and in which backends; or why it fails."""
+    try:
+        choice = resolve_backends("auto", use.device, use.uses, preferred=preferred)
+        taken = use.layers.milliseconds(choice.backends)
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return f"{taken:.2f} ms; {choice}"

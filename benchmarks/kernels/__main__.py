@@ -1,45 +1,26 @@
-"""Prints what each listed kernel costs on an H100, by compiling it:  python -m benchmarks.kernels [OPERATOR ...]
+"""Prints what each launch of our kernels costs on an H100, by compiling it: python -m benchmarks.kernels
 
-Instructions and cycles are a thread's for an element, so that cycles / instructions is what waiting adds; an element is
-a (token, channel, state) of the scan, else a (token, channel). 1e9 elements x 1 cycle are 0.034 ms. Bytes: what a
-thread loads and stores for an element, from caches too; after the /, the least that memory must pass (norms only).
+Counts, not times. Instructions are a thread's for an element: a (token, channel, state) of the scan, else a (token,
+channel). Bytes: what a thread loads and stores for an element, from caches too.
 """
 
-import sys
+import argparse
 
-from benchmarks.kernels.compiler import compile_all, kernels_of, operators
+from benchmarks.kernels.compiler import compile_part
 from benchmarks.kernels.install import TRITONS, triton_folder
-
-ROW = "{:8} {:26} {:>6} {:>9} {:>6} {:>8} {:>12} {:>8} {:>10}"
+from benchmarks.measure import table
 
 
 def main() -> None:
-    print(
-        ROW.format(
-            "operator",
-            "kernel",
-            "Triton",
-            *"registers shared programs instructions cycles bytes".split(),
-        )
-    )
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
+    rows = []
     for version in TRITONS:
-        asked = [
-            (operator, name, 90)
-            for operator in sys.argv[1:] or operators()
-            for name, kernel in kernels_of(operator).items()
-            if 90 in kernel.ccs
-        ]
-        for made in compile_all(triton_folder(version), asked):
-            floor = kernels_of(made.operator)[made.name].floor
-            figures = (
-                made.registers,
-                made.shared,
-                made.programs,
-                f"{made.instructions:.1f}",
-                f"{made.cycles:.1f}",
-                f"{made.bytes:.1f}" + (f" / {floor:.0f}" if floor else ""),
-            )
-            print(made.error or ROW.format(made.operator, made.name, version, *figures), flush=True)
+        for made in compile_part(triton_folder(version), 90):
+            row: dict[str, object] = {"launch": made.title, "Triton": version}
+            row |= {"instructions": f"{made.instructions:.1f}", "bytes": f"{made.bytes:.1f}"}
+            row |= {"registers": made.registers, "spills": made.spills, "shared": made.shared}
+            rows.append(row | {"error": made.error})
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Installs Tritons and compilers from PyPI, each in a cache folder of its own outside the project and its environments.
+"""Installs Tritons from PyPI, each in a cache folder of its own outside the project and its environments.
 
     python -m benchmarks.kernels.install [3.9.0]     prints the folder of a Triton, for PYTHONPATH; installs it first
 
@@ -51,34 +51,6 @@ def installed(name: str, *requirements: str) -> Path:
     except OSError:
         assert folder.exists(), f"can't rename {fresh} to {folder}"  # another process was faster
     return folder
-
-
-def download(requirement: str) -> Path:
-    """Returns a package's source archive, in a folder of its own in the cache. Raises OSError as `installed` does."""
-    folder = CACHE / f"sources-{requirement}"
-    for _ in range(2):
-        if found := sorted(folder.glob("*.tar.gz")):
-            return found[0]
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--no-binary=:all:",
-            "--no-build-isolation",
-            "--dest",
-            folder,
-            requirement,
-        ]
-        # setup.py makes its metadata, and would look for nvcc.
-        skip = {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
-        done = subprocess.run(pip, env=os.environ | skip, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
-            raise OSError(f"{requirement} can't be downloaded here: {reason}")
-    raise OSError(f"{requirement} has no source archive")
 
 
 def triton_folder(version: str = INTERPRETER) -> Path:

@@ -1,64 +1,73 @@
-"""Every listed kernel compiles for GPUs that are not here, without spilling, within the bounds beside it.
+"""Every kernel that a layer launches compiles for GPUs that are not here, within bounds on what its code costs.
 
-By default each on one pair of architecture and Triton, in turn; KERNEL_GATES=all tests/run.sh
-tests/kernels/test_compiled.py takes all pairs. Triton keeps what it compiled beside itself.
+By default half of the launches on each of six pairs of Triton and architecture; KERNEL_GATES=all tests/run.sh
+tests/kernels/test_compiled.py takes all launches on all pairs. Triton keeps what it compiled beside itself.
 """
 
 import os
+from typing import NamedTuple
 
 import pytest
 
-from benchmarks.kernels.compiler import compile_all, kernels_of, operators
+from benchmarks.kernels.compiler import compile_part
 from benchmarks.kernels.install import TRITONS, triton_folder
 
 pytestmark = pytest.mark.slow
-PAIRS = [(version, cc) for version, ccs in TRITONS.items() for cc in ccs]
+PAIRS = [("2.2.0", 80), ("2.2.0", 90), ("3.6.0", 90), ("3.6.0", 100), ("3.9.0", 86), ("3.9.0", 120)]
+PARTS = 2
+if os.environ.get("KERNEL_GATES") == "all":
+    PAIRS = [(version, cc) for version, ccs in TRITONS.items() for cc in ccs]
+    PARTS = 1
 # KiB of shared memory that a program may have, by compute capability (NVIDIA's CUDA programming guide).
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
-def requests(version):
-    """[operator, kernel, compute capability] to be compiled with this Triton."""
-    chosen = []
-    for operator in operators():
-        for number, kernel in enumerate(kernels_of(operator).values()):
-            pairs = [pair for pair in PAIRS if pair[1] in kernel.ccs]
-            if os.environ.get("KERNEL_GATES") != "all":
-                pairs = [pairs[7 * number % len(pairs)]]
-            for of_version, cc in pairs:
-                if of_version == version and cc in kernel.ccs:
-                    chosen.append((operator, kernel.name, cc))
-    return chosen
+class Bounds(NamedTuple):
+    instructions: float  # of a thread, for an element
+    spills: int = 0  # instructions of innermost loops that read or write the stack
+    stack: int = 0  # bytes
+
+
+BOUNDS = {
+    "conv walk": Bounds(22.5),
+    "conv walk back": Bounds(47),
+    "norm norm": Bounds(34),
+    "norm norm_back": Bounds(41.5),
+    "scan sweep": Bounds(17, stack=32),
+    "scan sweep local": Bounds(11),
+    # What it keeps from tile to tile waits on the stack while it goes through a chunk.
+    "scan backward": Bounds(47, spills=80, stack=700),
+    "ssd add_up": Bounds(2.6),
+    "ssd sweep": Bounds(149, spills=16, stack=64),
+    "ssd sweep local": Bounds(43),
+    "ssd near": Bounds(48, stack=64),
+    "ssd far": Bounds(112, spills=16, stack=80),
+    "ssd finish": Bounds(14),
+}
+VARIANTS = {"reverse", "cut", "masks", "documents"}  # which have no bounds of their own
 
 
 def complaints(made):
-    """What a kernel's code breaks, in words."""
+    """What a launch's code breaks, in words."""
     if made.error:
         return [made.error]
-    kernel = kernels_of(made.operator)[made.name]
-    bounds = {
-        "registers": kernel.registers,
-        "stack": kernel.stack,
-        "shared": min(kernel.shared, SHARED[made.cc] * 1024),
-        "instructions": kernel.instructions,
-        "spills": kernel.spills,
-        "bytes": kernel.bytes,
-    }
-    found = {what: getattr(made, what) for what in bounds}
-    return [
-        f"{what} {found[what]:.6g}, bound {bounds[what]}"
-        for what in bounds
-        if found[what] > bounds[what]
-    ]
+    bounds = BOUNDS[" ".join(word for word in made.title.split() if word not in VARIANTS)]
+    found = {name: getattr(made, name) for name in bounds._fields}
+    broken = [f"{name} {found[name]:.6g}" for name in found if found[name] > getattr(bounds, name)]
+    if made.shared > SHARED[made.cc] * 1024:
+        broken.append(f"shared {made.shared}")
+    if made.cc >= 100 and made.copies_ahead:
+        broken.append("asynchronous copies, which have given wrong results there")
+    return broken
 
 
-@pytest.mark.parametrize("version", TRITONS)
-def test_every_kernel_keeps_its_bounds(version):
-    asked = requests(version)
+@pytest.mark.parametrize("version, cc", PAIRS)
+def test_every_kernel_keeps_its_bounds(version, cc):
     try:
-        made = list(compile_all(triton_folder(version), asked))
+        folder = triton_folder(version)
     except OSError as why:
         pytest.skip(str(why))
-    assert [(one.operator, one.name, one.cc) for one in made] == asked
-    wrong = {(one.operator, one.name, one.cc): complaints(one) for one in made}
-    assert not any(wrong.values()), {of: said for of, said in wrong.items() if said}
+    made = list(compile_part(folder, cc, PAIRS.index((version, cc)) % PARTS, PARTS))
+    assert made
+    wrong = {one.title: complaints(one) for one in made}
+    assert not any(wrong.values()), {title: said for title, said in wrong.items() if said}

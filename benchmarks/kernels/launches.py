@@ -1,0 +1,147 @@
+"""Records how our Triton kernels are launched in layers of real sizes, without a GPU: nothing is run in their place."""
+
+import inspect
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.presets import preset
+from mamba_fsdp.ops import triton as glue
+from mamba_fsdp.ops.backends import OPERATORS
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.layer_check import LayerCheck, Rows
+
+WITH_KERNELS = ("conv", "norm", "scan", "ssd")
+HEADDIM = 64  # of the models with SSD
+MODELS = ("mamba-1.4b", "mamba2-2.7b")
+# Whole rows, then rows that are cut, need masks and have documents: (whether they have them, rows).
+CASES = ((False, Rows(1, 64)), (True, Rows(1, 602)))
+BACKENDS = {
+    name: "triton" if "triton" in known else "reference" for name, known in OPERATORS.items()
+}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+# Factors of a launch's elements: names of constants, and numbers.
+ELEMENTS: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("conv", "walk"): (4, "CHANNELS"),
+    ("norm", "norm"): ("BLOCK",),
+    ("norm", "norm_back"): ("BLOCK",),
+    ("scan", "sweep"): (4, "CHANNELS", "N"),
+    ("scan", "backward"): (4, "CHANNELS", "N"),
+    ("ssd", "add_up"): ("W", "HEADS", HEADDIM),
+    ("ssd", "sweep"): ("Q", "P"),
+    ("ssd", "near"): ("W", "P", "TILES"),
+    ("ssd", "far"): ("ROWS", "P"),
+    ("ssd", "finish"): ("W", HEADDIM),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What Triton's compiler is told of a launch."""
+
+    operator: str
+    kernel: str  # its function's name
+    signature: Mapping[str, str]  # argument -> "*bf16", "*fp32", "*i32", "i32", "i64", "fp32" ...
+    constants: Mapping[
+        str, Any
+    ]  # of tl.constexpr arguments, absent tensors and integers that are 1
+    aligned: tuple[str, ...]  # arguments that 16 divides
+    warps: int
+    stages: int
+
+    @property
+    def title(self) -> str:
+        flags = ["BACK", "REVERSE", "LOCAL", "CUT"]
+        words = [flag.lower() for flag in flags if self.constants.get(flag)]
+        if "length" in self.signature and "length" not in self.aligned:
+            words.append("masks")
+        if {"seq_idx", "SEQ_IDX"} & self.signature.keys():
+            words.append("documents")
+        return " ".join([self.operator, self.kernel, *words])
+
+    @property
+    def elements(self) -> int:
+        """Returns how many elements one trip of the kernel's innermost loop handles: a (token, channel, state) of the
+        scan, else a (token, channel)."""
+        factors = ELEMENTS[self.operator, self.kernel]
+        return math.prod(self.constants.get(factor, factor) for factor in factors)
+
+
+class Recorder:
+    """Stands in for a kernel: a launch is noted."""
+
+    def __init__(self, operator: str, kernel: Any, launches: list[Launch]) -> None:
+        self.operator = operator
+        self.kernel = kernel.__name__
+        self.parameters = inspect.signature(kernel.fn).parameters
+        self.launches = launches
+
+    def __getitem__(self, grid: Any) -> "Recorder":
+        return self
+
+    def __call__(self, *positional: Any, num_warps: int = 4, num_stages: int = 3, **named: Any):
+        values = dict(zip(self.parameters, positional)) | named
+        constants = {}
+        signature = {}
+        aligned = []
+        for name, parameter in self.parameters.items():
+            value = values.get(name, parameter.default)
+            is_constant = "constexpr" in str(parameter.annotation)
+            if is_constant or value is None or (type(value) is int and value == 1):
+                constants[name] = value
+                continue
+            signature[name] = type_of(value)
+            number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+            if isinstance(number, int) and number % 16 == 0:
+                aligned.append(name)
+        launch = Launch(
+            self.operator, self.kernel, signature, constants, tuple(aligned), num_warps, num_stages
+        )
+        if launch not in self.launches:
+            self.launches.append(launch)
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def launches_on(cc: int) -> list[Launch]:
+    """Returns the different launches in the layers of MODELS on a GPU of this compute capability, such as 90."""
+    launches: list[Launch] = []
+
+    def blocks_on(table: Mapping[tuple[int, int], glue.Blocks], device: Any) -> glue.Blocks:
+        return table[max(capability for capability in table if capability <= divmod(cc, 10))]
+
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(glue, "blocks", blocks_on))
+        for operator in WITH_KERNELS:
+            module = import_module(f"mamba_fsdp.ops.{operator}.triton_kernels")
+            for name, kernel in list(vars(module).items()):
+                if hasattr(kernel, "fn"):
+                    recorder = Recorder(operator, kernel, launches)
+                    patched.enter_context(patch.object(module, name, recorder))
+        for name in MODELS:
+            for has_documents, rows in CASES:
+                settings = TrainConfig(ModelConfig(**preset(name)))
+                settings = settings.changed(
+                    mixed_precision="bf16", reset_at_documents=has_documents
+                )
+                check = LayerCheck(settings, torch.device("cpu"))
+                check.run(check.make_model(check.kinds, BACKENDS), rows)
+    return launches

@@ -1,0 +1,62 @@
+"""Takes our training step outside of a run, as training.py takes it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.loader import Batch
+from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.ops.backends import resolve_backends
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.loop import (
+    accumulate_gradients,
+    mean_loss_and_norm,
+    sum_over_ranks,
+    update_weights,
+)
+from mamba_fsdp.trainer.optimizer import make_optimizer
+from mamba_fsdp.trainer.setup import build_model, fill_at_random
+
+
+def our_step(
+    settings: TrainConfig, device: torch.device, preferred: str = "", **others: Any
+) -> Callable[[torch.Tensor], float]:
+    """Returns a function that takes a step (forward, loss, backward, clipping, AdamW) on tokens (batch, length + 1) and
+    returns the loss. preferred: a backend. others: other settings."""
+    settings = settings.changed(**others)
+    options = settings.optimizer
+    dtype = DTYPES[settings.training.precision(device.type)]
+    uses = settings.operator_uses(device.type)
+    first = {}
+    if preferred:
+        first = dict.fromkeys(uses, preferred)
+    choice = resolve_backends(settings.training.kernels, device.type, uses, preferred=first)
+    cpp.tune_process(device.type)
+    world = World.alone(device=device)
+    parallel = build_model(settings, world, choice.backends)
+    fill_at_random(settings, parallel)
+    optimizer = make_optimizer(parallel, parameters(settings.model), options, dtype)
+
+    def step(tokens: torch.Tensor) -> float:
+        batch = Batch(tokens[:, :-1], labels=tokens[:, 1:])
+        counted = batch.labels.numel()
+        multiple = torch.full((), counted, dtype=torch.float64, device=device)
+        loss_sum = accumulate_gradients(parallel, optimizer, [batch], 1 / multiple)
+        sums = sum_over_ranks(world, loss_sum, parallel.gradient_squares(), counted, [])
+        mean_loss, norm, factor = mean_loss_and_norm(sums, multiple)
+        update_weights(
+            parallel,
+            optimizer,
+            mean_loss,
+            norm,
+            factor,
+            clip=options.grad_clip_thresh,
+            lr=options.learning_rate,
+        )
+        return float(mean_loss)
+
+    return step
