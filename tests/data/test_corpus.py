@@ -36,6 +36,18 @@ def test_a_folder_is_walked_links_and_odd_names_too(tmp_path, capsys):
     assert "unknown" in read_input(root, format="text")
 
 
+def test_the_builtin_data_is_pythons_own_library(tmp_path, monkeypatch):
+    """Without others' packages, and what is not UTF-8."""
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(UserError, match="comes without its library's source files; name an INPUT"):
+        find_files("builtin", DatasetConfig())
+    for name, text in (("a.py", "x = 1"), ("site-packages/b.py", "theirs"), ("c.txt", "text")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
+    assert read_input("builtin") == ["x = 1"]
+
+
 # ---------------------------------------------------------------- splits
 
 
@@ -103,7 +115,7 @@ def first_tokens(source, **settings):
     ("name", "pattern"), [*product(TREES, [""]), ("files", "*"), ("folders below", "**/*.*")]
 )
 def test_training_gets_no_other_split(tmp_path, capsys, name, pattern):
-    """But one that is asked for."""
+    """But one that is asked for, or official ones for stores of their names, if each file is of one."""
     tree = make_tree(tmp_path / "in", name) / pattern
     stores = list(TREES[name][1].values())
     assert first_tokens(tree) == [5]
@@ -116,19 +128,9 @@ def test_training_gets_no_other_split(tmp_path, capsys, name, pattern):
     for split in {"validation", "test"}.intersection(stores):
         expected = [token for token, store in zip(every, stores) if store == split]
         assert first_tokens(tree, split=split) == expected
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_official_splits_are_for_stores_of_their_names(tmp_path, name):
-    """Where every file is of one."""
-    tree = make_tree(tmp_path / "in", name)
-    stores = list(TREES[name][1].values())
-    official = DatasetConfig(splits="official")
     if all(stores):
-        assert sorted(file.store for file in find_files(str(tree), official)) == sorted(stores)
-        return
-    with pytest.raises(UserError, match="not all named after"):
-        find_files(str(tree), official)
+        files = find_files(str(tree), DatasetConfig(splits="official"))
+        assert sorted(file.store for file in files) == sorted(stores)
 
 
 def test_what_only_looks_like_a_split_is_read(tmp_path):

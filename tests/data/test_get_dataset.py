@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_fsdp.data import reading, tokenize
-from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenize import for_validation
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
@@ -27,14 +25,6 @@ from tests.support.processes import wait_until
 from tests.support.projects import PROJECT
 
 pytestmark = pytest.mark.torch22
-
-
-def test_a_trained_tokenizer_has_the_eos_that_is_named(prepare, tmp_path):
-    (tmp_path / "a.txt").write_text("some words")
-    prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer="train:300", eos_token="<end>")
-    store = TokenStore(tmp_path / "out/train")
-    assert load_words(store.tokenizer_path).eos_token == "<end>"
-    assert store.read(0, store.token_count).tokens[-1] == store.eos
 
 
 @pytest.mark.parametrize("how", [{}, {"tokenizer": "train:300", "eos_token": ""}])
@@ -214,7 +204,7 @@ def test_parts_merged_hold_the_documents_of_one_process(prepare, tmp_path, files
     """In the order of the input if each part has files of its own."""
     for number in range(files):
         write_records(tmp_path / f"in/{number}.jsonl", make_texts(20, number))
-    how = {"tokenizer": "train:300", "eos_token": ""}
+    how = {"tokenizer": "train:300", "eos_token": "<end>"}
     prepare(tmp_path / "in", tmp_path / "whole", **how)
     out = tmp_path / "parts"
     (out / ".progress").mkdir(parents=True)
@@ -229,6 +219,7 @@ def test_parts_merged_hold_the_documents_of_one_process(prepare, tmp_path, files
         assert sorted(found) == sorted(expected)
     else:
         assert read_back(out / "train") == expected
+    assert load_words(out / "train/tokenizer").eos_token == "<end>"
     assert not (out / ".progress").exists()
 
 
@@ -239,16 +230,9 @@ def test_a_part_that_ends_while_another_puts_all_together_waits_for_that(
     write_records(tmp_path / "a.jsonl", make_texts(20))
     monkeypatch.setattr(lease, "SECONDS_BETWEEN_RENEWALS", 0.05)
     monkeypatch.setattr(lease, "SECONDS_BETWEEN_LOOKS", 0.05)
-    is_merging = threading.Event()
-    may_end = threading.Event()
     merge_lease = tmp_path / "out/.progress/merge.lease"
+    waiting = []
     renewals = set()
-
-    def slow_fsync(file, fsync=os.fsync):
-        if merge_lease.exists():
-            is_merging.set()
-            may_end.wait()
-        fsync(file)
 
     def was_renewed_often():
         renewals.add(merge_lease.stat().st_mtime_ns)
@@ -257,16 +241,17 @@ def test_a_part_that_ends_while_another_puts_all_together_waits_for_that(
     def part(number):
         return prepare(tmp_path / "a.jsonl", tmp_path / "out", part=f"{number}/2")
 
+    def slow_fsync(file, fsync=os.fsync):
+        if merge_lease.exists() and not waiting:
+            waiting.append(threads.submit(part, 0))
+            wait_until(was_renewed_often)
+            assert not waiting[0].done()
+        fsync(file)
+
     assert not part(0)
     monkeypatch.setattr(os, "fsync", slow_fsync)
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(part, 1)
-        is_merging.wait()
-        second = threads.submit(part, 0)
-        wait_until(was_renewed_often)
-        waited = not second.done()
-        may_end.set()
-        assert waited and first.result() and second.result()
+        assert part(1) and waiting[0].result()
     assert not (tmp_path / "out/.progress").exists()
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from mamba_fsdp.data import importers
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.errors import UserError
 from tests.support.corpora import documents_of, write_records
 from tests.support.others_tokens import write_fms, write_layout
 
@@ -111,16 +110,3 @@ def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
     assert hint not in capsys.readouterr().out
     prepare(tmp_path / "in.jsonl", tmp_path / "documents", **IDS)
     assert hint in capsys.readouterr().out
-
-
-def test_a_tokenizer_names_its_ids(prepare, tmp_path):
-    write_records(tmp_path / "in.jsonl", [[5, 6], [299]])
-    prepare(tmp_path / "in.jsonl", tmp_path / "out")
-    store = TokenStore(tmp_path / "out/train")
-    assert store.tokenizer_path.is_dir() and store.vocab_size == 300
-
-
-def test_training_names_the_command_that_imports_others_tokens(tmp_path):
-    write_documents(tmp_path / "in", "fms")
-    with pytest.raises(UserError, match=f"not a token store.* get_dataset.py {tmp_path}/in OUT"):
-        TokenStore(tmp_path / "in")

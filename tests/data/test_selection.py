@@ -44,6 +44,7 @@ def test_training_and_inspect_know_a_store_by_each_name(tmp_path, capsys, valida
     assert [source.path for source in sources.values()] == [tmp_path / "train"]
     assert weights == {"train": 9}
     assert [source.path for source in validation_sources(data)] == [tmp_path / validation]
+    assert validation_sources(DataConfig(str(tmp_path / validation))) == []
     assert inspect.main(str(tmp_path), inspect.Options()) == 0
     told = capsys.readouterr().out
     assert all(f"token store    {tmp_path / name}\n" in told for name in names)
@@ -56,22 +57,12 @@ def test_datasets_are_mixed_by_their_weights_or_sizes(tmp_path):
     data = DataConfig(str(tmp_path), datasets=["a", "b"])
     assert training_sources(data)[1] == {"a": 9, "b": 18}
     assert [each.path.parent.name for each in validation_sources(data)] == ["a", "b"]
-    weighted = replace(data, weights=[0.5, 2.0])
+    weighted = replace(data, weights=[0.5, 2.0], validation_path=str(tmp_path / "a"))
     assert training_sources(weighted)[1] == {"a": 0.5, "b": 2.0}
+    assert [each.path for each in validation_sources(weighted)] == [tmp_path / "a/validation"]
+    assert validation_sources(replace(data, validation_path="none")) == []
     with pytest.raises(UserError, match="datasets a,a names one twice"):
         training_sources(DataConfig(str(tmp_path), datasets=["a", "a"]))
-
-
-def test_validation_is_where_it_is_named(tmp_path):
-    """A store or the folder of one; or nowhere. A store that is trained on is not validated on."""
-    store = make(tmp_path / "a/validation")
-    data = DataConfig(str(store.path))
-    assert validation_sources(data) == []
-    for path in (store.path, store.path.parent):
-        named = replace(data, validation_path=str(path))
-        assert [source.path for source in validation_sources(named)] == [store.path]
-    nowhere = DataConfig(str(tmp_path / "a"), validation_path="none")
-    assert validation_sources(nowhere) == []
 
 
 def test_documents_without_a_known_end_cant_be_kept_apart(tmp_path):
