@@ -26,10 +26,11 @@ def test_a_folder_is_walked_links_and_odd_names_too(tmp_path, capsys):
     (root / "linked" / "back").symlink_to(root)
     (root / "again.txt").symlink_to(root / "linked" / "c.txt")
     (root / ".hidden.txt").write_text("hidden")
+    (root / "state.json").write_text('{"text": "no state of `datasets`"}')
     (root / "sub" / "notes.xyz").write_text("unknown")
     with open(os.fsencode(root) + b"/caf\xe9.TXT", "w") as file:
         file.write("odd name")
-    assert sorted(read_input(root)) == ["linked", "odd name"]
+    assert sorted(read_input(root)) == ["linked", "no state of `datasets`", "odd name"]
     told = capsys.readouterr().out
     assert "left out: 1 file without an ending that tells a format, such as 'notes.xyz'" in told
     assert "left out: 1 file named twice or linked to another, such as '/" in told

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -114,9 +115,9 @@ def dies_after(writes, fsync=os.fsync):
     "how", [{"documents": "lines"}, {"tokenizer": "train:300", "eos_token": ""}]
 )
 def test_killed_at_any_write_and_started_again_the_bytes_are_the_same(
-    prepare, tmp_path, monkeypatch, how
+    prepare, tmp_path, monkeypatch, capsys, how
 ):
-    """However often, also while parts are put together. Nothing else is left."""
+    """However often, also while parts are put together. Nothing else is left; the progress that is told is the same."""
     monkeypatch.setattr(tokenize, "BATCH_SIZE", 300)
     monkeypatch.setattr(tokenize, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(reading, "BLOCK", 200)
@@ -125,6 +126,8 @@ def test_killed_at_any_write_and_started_again_the_bytes_are_the_same(
         (tmp_path / f"in/{number}.txt").write_text("\n".join(make_texts(12, seed=number)))
     how = {**how, "validation_fraction": 0.2, "shard_tokens": 300}
     prepare(tmp_path / "in", tmp_path / "whole", **how)
+    progress = re.compile(r"file \d of 6: .* tokens,")
+    told = progress.findall(capsys.readouterr().out)
     lives = random.Random(0)
     out = tmp_path / "killed"
     kills = 0
@@ -136,6 +139,7 @@ def test_killed_at_any_write_and_started_again_the_bytes_are_the_same(
             kills += 1
             (out / ".dataset.json.0a.tmp").touch()
     assert kills > 4 and content(out) == content(tmp_path / "whole")
+    assert set(progress.findall(capsys.readouterr().out)) <= set(told)
     assert not list(out.rglob(".*"))
 
 

@@ -13,6 +13,8 @@ from tests.support.others_tokens import write_layout
 FILES = {
     "texts/a.txt": b"some text",
     "blank/a.txt": b" \n",
+    "pair/a.txt": b"good",
+    "pair/b.txt": b"bad \xff",
     "bad.txt": b"fine, \xff not",
     "utf16.txt": "text".encode("utf-16"),
     "cut.jsonl": b'{"text": "a"}\n{"text": ',
@@ -69,6 +71,7 @@ MISTAKES = {  # words of the command: what is said
     "texts out --split=test": "no split of that name",
     "texts out --splits=official": "not all named after the splits train, validation and test",
     "bad.txt out": "bad.txt: can't be read as text (its text is not UTF-8; convert it: iconv -f ISO",
+    "pair out": "; --skip_unreadable skips them",
     "utf16.txt out": "not UTF-8; convert it: iconv -f UTF-16 -t",
     "cut.jsonl out": "cut.jsonl: can't be read as json (line 2 is not JSON",
     "nested.jsonl out": "is not JSON",
@@ -104,7 +107,7 @@ MISTAKES = {  # words of the command: what is said
 def inputs(tmp_path_factory):
     """A folder with all that the mistakes are about."""
     folder = tmp_path_factory.mktemp("inputs")
-    for name in ("texts", "blank", "empty", "pipe", "astray"):
+    for name in ("texts", "blank", "pair", "empty", "pipe", "astray"):
         (folder / name).mkdir()
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
