@@ -1,11 +1,9 @@
 """The order of samples: every window once an epoch, weights met, positions that survive a change of anything but the
 data."""
 
-import json
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,24 +52,6 @@ def test_weights_are_met_within_one_part_in_ten_thousand():
         assert abs((index == i).mean() - shares[name]) < 1e-4
     drawn = order.state_after(10**12)["drawn"]
     assert all(abs(drawn[name] / 10**12 - shares[name]) < 1e-4 for name in shares)
-
-
-@settings(max_examples=8)
-@given(
-    stops=st.lists(st.integers(0, 300), min_size=1, max_size=4),
-    weights=st.lists(st.floats(0.01, 10), min_size=3, max_size=3),
-)
-def test_continuing_from_a_state_is_as_if_unbroken(stops, weights):
-    sources = with_windows(40, 13, 1)
-    weights = dict(zip(sources, weights))
-    whole = np.stack(Sampler(sources, weights, 8, 9).samples(0, sum(stops) + 50))
-    state, at = None, 0
-    for stop in stops:
-        state = json.loads(json.dumps(Sampler(sources, weights, 8, 9, state).state_after(stop)))
-        at += stop
-    order = Sampler(sources, weights, 8, 9, state)
-    assert np.array_equal(np.stack(order.samples(0, 50)), whole[:, at : at + 50])
-    assert order.state_after(50) == Sampler(sources, weights, 8, 9).state_after(at + 50)
 
 
 def test_a_changed_mixture_goes_on_with_each_sources_own_draws():

@@ -31,15 +31,10 @@ def clone(tmp_path_factory):
     shorten_the_demo(folder)
     # 0.create_env.sh has made the environment that the tests run in; one download is enough.
     make_venv(folder)
-    texts = folder / "mytexts"
-    texts.mkdir()
+    (folder / "mytexts").mkdir()
     for name in range(150):
-        (texts / f"{name}.txt").write_text(
-            "".join(
-                f"Once there were {n} words in {name}, and they were told {n * n} times.\n"
-                for n in range(400)
-            )
-        )
+        lines = [f"Once {n} words of {name} were told {n * n} times.\n" for n in range(400)]
+        (folder / f"mytexts/{name}.txt").write_text("".join(lines))
     return folder
 
 
@@ -85,20 +80,16 @@ def test_every_command_runs_in_a_fresh_clone(clone):
 
 
 def check_demo(said, clone):
-    """A visibly falling perplexity, a committed checkpoint, a sample of text, and what lies
-    where."""
-    perplexities = [
-        float(number.replace(",", "")) for number in re.findall(r"perplexity ([\d,.]+) ", said)
-    ]
+    """A visibly falling perplexity, a committed checkpoint, a sample of text, and what lies where."""
+    found = re.findall(r"perplexity ([\d,.]+) ", said)
+    perplexities = [float(number.replace(",", "")) for number in found]
     assert perplexities[-1] * 5 < perplexities[0]
-    assert list((clone / "runs" / "demo" / "checkpoints").glob("step_*/COMMIT"))
-    assert (
-        clone / "runs" / "demo" / "pth" / f"step_{DEMO_STEPS:08}" / "consolidated.00.pth"
-    ).exists()
-    last = said.strip().splitlines()
-    assert "def " in said and all(
-        word in "\n".join(last[-6:]) for word in ("runs/demo", "data/", "--help")
-    )
+    run = clone / "runs/demo"
+    assert list(run.glob("checkpoints/step_*/COMMIT"))
+    assert (run / f"pth/step_{DEMO_STEPS:08}/consolidated.00.pth").exists()
+    assert "def " in said
+    last_lines = "\n".join(said.strip().splitlines()[-6:])
+    assert all(word in last_lines for word in ("runs/demo", "data/", "--help"))
 
 
 def test_what_it_names_exists(project):
