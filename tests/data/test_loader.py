@@ -204,13 +204,14 @@ def test_a_token_outside_the_models_vocabulary_is_refused():
         loader.step(0)
 
 
-def evaluated(source, world_size, batch_size, stride=0):
+def evaluated(source, world_size, batch_size, stride):
     """The batches of each rank; sharded models need every rank in every forward."""
     data = DataConfig(seq_length=L)
+    how = {"vocab_size": 10**6, "limit": 0, "stride": stride}
     ranks = []
     for rank in range(world_size):
         shape = BatchShape(rank, world_size, batch_size)
-        found = evaluation_batches(source, "valid", data, shape, vocab_size=10**6, stride=stride)
+        found = evaluation_batches(source, "valid", data, shape, **how)
         ranks.append(list(found))
     assert len({len(batches) for batches in ranks}) == 1
     return [batch for batches in ranks for batch in batches]
@@ -221,7 +222,7 @@ def evaluated(source, world_size, batch_size, stride=0):
     token_count=st.integers(2, 200),
     world_size=st.integers(1, 4),
     batch_size=st.integers(1, 5),
-    stride=st.integers(0, L),
+    stride=st.integers(1, L),
 )
 def test_evaluation_predicts_every_token_once_on_any_world_size(
     token_count, world_size, batch_size, stride
@@ -237,7 +238,7 @@ def test_evaluation_predicts_every_token_once_on_any_world_size(
 
 def test_a_validation_source_without_two_tokens_is_refused():
     with pytest.raises(UserError, match="'valid' has 1 token:"):
-        evaluated(Numbers(1), 1, 1)
+        evaluated(Numbers(1), 1, 1, L)
 
 
 SMALL = {"batch_size": 2, "seq_length": 10, "d_conv": 4}
