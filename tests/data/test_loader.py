@@ -274,6 +274,7 @@ def test_slices_of_sequences_laid_end_to_end_are_the_sequences(count):
     slices = [SequenceSlice(index, count, length).of(whole) for index in range(count)]
     for field in ("tokens", "labels", "weights"):
         end_to_end = torch.cat([getattr(each, field) for each in slices], dim=1)
+        assert end_to_end.shape[1] == count * length
         assert torch.equal(end_to_end[:, :L], getattr(whole, field))
     beyond = slices[-1].labels[:, length - (count * length - L) :]
     assert (beyond == IGNORED_LABEL).all()
