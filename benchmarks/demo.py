@@ -83,6 +83,7 @@ def validation_loss(bigram: Bigram, config: TrainConfig) -> float:
             BatchShape(0, 1, training.batch_size),
             vocab_size=config.model.vocab_size,
             limit=training.eval_batches * global_batch or None,
+            stride=config.data.seq_length,
         ):
             counted = batch.labels.numpy() != IGNORED_LABEL
             losses.append(bigram.loss(batch.tokens.numpy()[counted], batch.labels.numpy()[counted]))

@@ -229,11 +229,10 @@ def evaluation_batches(
     batch_shape: BatchShape,
     *,
     vocab_size: int,
-    limit: int = 0,
-    stride: int = 0,
+    limit: int,
+    stride: int,
 ) -> Iterator[Batch]:
-    """Yields this rank's batches over a source in its own order; limit and stride (0: seq_length)
-    as in evaluation_windows.
+    """Yields this rank's batches over a source in its own order; limit and stride as in evaluation_windows.
 
     The windows are the same for every world size, and each token but the first is a label exactly
     once. All ranks get the same number of full batches, as sharded models need: no label counts in
@@ -242,7 +241,6 @@ def evaluation_batches(
         raise UserError(
             f"source {name!r} has {counted(source.token_count, 'token')}: nothing to evaluate"
         )
-    stride = stride or data.seq_length
     windows = evaluation_windows(source.token_count, data.seq_length, stride, limit).tolist()
     size = batch_shape.batch_size
     for first in range(0, len(windows), batch_shape.world_size * size):

@@ -90,6 +90,7 @@ def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
             context.loader.batch_shape,
             vocab_size=context.settings.model.vocab_size,
             limit=limit,
+            stride=context.settings.data.seq_length,
         )
 
 

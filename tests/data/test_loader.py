@@ -10,12 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_fsdp.conventions import IGNORED_LABEL
-from mamba_fsdp.data.loader import BatchShape, Loader, evaluation_batches
+from mamba_fsdp.data.loader import (
+    BatchShape,
+    Loader,
+    SequenceSlice,
+    evaluation_batches,
+    split_step,
+)
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.train_config import DataConfig
 from tests.support.processes import wait_until
+from tests.support.tiny import resolved
 
 L = 8
 
@@ -44,14 +51,18 @@ def two_sources():
     return {"a": Numbers(50 * L + 3), "b": Numbers(20 * L + 1, first=10_000)}
 
 
+def order_of(sources, seed=0, state=None):
+    weights = {name: number + 1.5 for number, name in enumerate(sources)}
+    return Sampler(sources, weights, L, seed, state)
+
+
 def loader_of(
     sources, *batch_shape, state=None, seed=0, vocab_size=10**6, first_step=0, num_workers=2, **data
 ):
     """batch_shape: as BatchShape has it."""
-    order = Sampler(sources, {name: i + 1.5 for i, name in enumerate(sources)}, L, seed, state)
     return Loader(
         sources,
-        order,
+        order_of(sources, seed, state),
         DataConfig(seq_length=L, num_workers=num_workers, **data),
         BatchShape(*batch_shape),
         vocab_size=vocab_size,
@@ -73,24 +84,32 @@ def rows_of_step(sources, step, split, **settings):
     return samples, torch.cat(tokens), torch.cat(labels)
 
 
-@settings(deadline=None, max_examples=25)
+SPLITS = [(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (12, 1, 1)]
+
+
+@settings(max_examples=25)
 @given(
-    split=st.sampled_from([(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (12, 1, 1)]),
+    split=st.sampled_from(SPLITS),
     workers=st.integers(0, 3),
     prefetch=st.integers(0, 4),
     step=st.integers(0, 40),
     seed=st.integers(0, 9),
 )
-def test_a_step_is_the_same_for_every_world_size_split_and_worker_count(
+def test_a_step_is_its_samples_for_every_world_size_split_and_worker_count(
     split, workers, prefetch, step, seed
 ):
+    """Each row is the window of a sample, its labels the same one token later."""
     sources = two_sources()
     samples, tokens, labels = rows_of_step(
         sources, step, split, num_workers=workers, prefetch=prefetch, seed=seed
     )
-    expected = rows_of_step(sources, step, (1, 12), num_workers=0, seed=seed)
-    assert samples == expected[0]
-    assert torch.equal(tokens, expected[1]) and torch.equal(labels, expected[2])
+    index, windows = order_of(sources, seed).samples(12 * step, 12)
+    names = ["ab"[number] for number in index]
+    assert samples == list(zip(names, windows.tolist()))
+    firsts = np.array([sources[name].first for name in names]) + windows * L
+    expected = torch.from_numpy(firsts[:, None] + np.arange(L))
+    assert torch.equal(tokens, expected) and torch.equal(labels, expected + 1)
+    assert tokens.dtype == labels.dtype == torch.int64
 
 
 @pytest.mark.parametrize("workers, prefetch, steps", [(0, 1, 1), (1, 2, 3), (3, 2, 3), (1, 5, 6)])
@@ -113,22 +132,6 @@ def test_threads_read_as_many_steps_ahead_as_they_are_told(workers, prefetch, st
     assert (threading.current_thread() in threads) == (workers == 0)
 
 
-def test_rows_are_the_windows_and_labels_are_shifted_by_one():
-    sources = two_sources()
-    with loader_of(sources, 0, 1, 6, 2) as loader:
-        for step in range(5):
-            for batch in loader.step(step):
-                assert (
-                    batch.tokens.dtype == batch.labels.dtype == torch.int64
-                    and batch.seq_idx is None
-                )
-                for row, (name, window) in enumerate(batch.samples):
-                    tokens = sources[name].first + window * L + torch.arange(L + 1)
-                    assert torch.equal(batch.tokens[row], tokens[:-1]) and torch.equal(
-                        batch.labels[row], tokens[1:]
-                    )
-
-
 def test_resuming_at_any_step_with_another_split_is_as_if_unbroken():
     """A state taken before step s, continued with other ranks, threads, batch and numbering, gives the same samples
     on."""
@@ -144,47 +147,38 @@ def test_resuming_at_any_step_with_another_split_is_as_if_unbroken():
             assert samples == unbroken[12 * step :][:72]
 
 
-def test_documents_are_counted_from_each_rows_first_token():
-    sources = {"a": Numbers(50 * L + 1, document=3)}
-    with loader_of(sources, 0, 1, 25, reset_at_documents=True) as loader:
-        batch = loader.step(0)[0]
-    assert batch.seq_idx.dtype == torch.int32
-    for row, (_, window) in enumerate(batch.samples):
-        document = (window * L + torch.arange(L)) // 3
-        assert torch.equal(batch.seq_idx[row].long(), document - document[0])
-
-
-def test_labels_weigh_by_what_of_their_document_stands_before_them_in_the_row():
-    """tanh(p / window), p counted from the start of the row or of the document in it; a start itself is ignored."""
-    sources = {"a": Numbers(50 * L + 1, document=5)}
-    with loader_of(sources, 0, 1, 25, position_weighting=True, position_window=3) as loader:
-        batch = loader.step(0)[0]
+def test_documents_of_a_row_are_kept_apart_and_labels_weigh_by_what_precedes_them():
+    """seq_idx counts documents from each row's first token. A weight is tanh(p / window), p counted from the start of
+    the row or of the document in it; a start itself is ignored."""
+    both = {"reset_at_documents": True, "position_weighting": True, "position_window": 3}
+    with loader_of({"a": Numbers(50 * L + 1, document=5)}, 0, 1, 25, **both) as loader:
+        (batch,) = loader.step(0)
     total = 0.0
     for row, (_, window) in enumerate(batch.samples):
-        for place, label in enumerate(range(window * L + 1, window * L + L + 1)):
-            weight = np.tanh(min(label % 5, place + 1) / 3)
-            if label % 5 == 0:
-                assert batch.labels[row, place] == IGNORED_LABEL
-            else:
-                assert batch.labels[row, place] == label
-                assert batch.weights[row, place] == pytest.approx(weight, rel=1e-6)
-                total += weight
-    assert batch.weights.dtype == torch.float32 and batch.total_weight() == pytest.approx(
-        total, rel=1e-6
-    )
+        place = window * L + torch.arange(L)
+        document = place // 5
+        assert torch.equal(batch.seq_idx[row].long(), document - document[0])
+        label = place + 1
+        weight = torch.tanh(torch.minimum(label % 5, torch.arange(1, L + 1)) / 3)
+        is_start = label % 5 == 0
+        assert torch.equal(batch.labels[row], label.masked_fill(is_start, IGNORED_LABEL))
+        assert torch.allclose(batch.weights[row], weight)
+        total += float(weight.sum())
+    assert batch.seq_idx.dtype == torch.int32 and batch.weights.dtype == torch.float32
+    assert batch.total_weight() == pytest.approx(total, rel=1e-6)
+    assert batch._replace(weights=None).total_weight() == float((batch.weights > 0).sum())
+
+
+class Headless(Numbers):
+    def read(self, start, count):
+        return super().read(start, count)._replace(positions=np.array([7, 8, 9, 5, 6, 7, 0, 0, 1]))
 
 
 def test_a_document_without_its_head_is_one_of_its_own():
     """Positions that fall, though not to 0, begin a document: nothing of the one before weighs or reaches in."""
-    source = Numbers(L + 1)
-    read = source.read
-    source.read = lambda start, count: read(start, count)._replace(
-        positions=np.array([7, 8, 9, 5, 6, 7, 0, 0, 1])
-    )
-    with loader_of(
-        {"a": source}, 0, 1, 1, position_weighting=True, reset_at_documents=True
-    ) as loader:
-        batch = loader.step(0)[0]
+    both = {"reset_at_documents": True, "position_weighting": True}
+    with loader_of({"a": Headless(L + 1)}, 0, 1, 1, **both) as loader:
+        (batch,) = loader.step(0)
     assert batch.seq_idx.tolist() == [[0, 0, 0, 1, 1, 1, 2, 3]]
     assert torch.allclose(batch.weights, torch.tensor([[1, 2, 0, 1, 2, 0, 0, 1]]).div(10).tanh())
 
@@ -203,41 +197,37 @@ def test_an_error_while_reading_reaches_the_caller_with_the_sources_name(workers
 def test_a_token_outside_the_models_vocabulary_is_refused():
     """On a GPU it would be a device-side assertion that names nothing."""
     with loader_of({"a": Numbers(50 * L + 1)}, 0, 1, 50, vocab_size=50 * L) as loader:
-        with pytest.raises(
-            UserError,
-            match="source 'a', window 49 .*token id 400 is not below the model's vocab_size 400",
-        ):
+        refused = "source 'a', window 49 .*token id 400 is not below the model's vocab_size 400"
+        with pytest.raises(UserError, match=refused):
             loader.step(0)
     with loader_of({"a": Numbers(50 * L + 1)}, 0, 1, 50, vocab_size=50 * L + 1) as loader:
         loader.step(0)
 
 
-def evaluated(source, world_size, batch_size, limit=None):
-    ranks = [
-        list(
-            evaluation_batches(
-                source,
-                "valid",
-                DataConfig(seq_length=L),
-                BatchShape(rank, world_size, batch_size),
-                vocab_size=10**6,
-                limit=limit,
-            )
-        )
-        for rank in range(world_size)
-    ]
-    assert (
-        len({len(batches) for batches in ranks}) == 1
-    )  # sharded models need every rank in every forward
+def evaluated(source, world_size, batch_size, stride):
+    """The batches of each rank; sharded models need every rank in every forward."""
+    data = DataConfig(seq_length=L)
+    how = {"vocab_size": 10**6, "limit": 0, "stride": stride}
+    ranks = []
+    for rank in range(world_size):
+        shape = BatchShape(rank, world_size, batch_size)
+        found = evaluation_batches(source, "valid", data, shape, **how)
+        ranks.append(list(found))
+    assert len({len(batches) for batches in ranks}) == 1
     return [batch for batches in ranks for batch in batches]
 
 
-@settings(deadline=None, max_examples=40)
-@given(token_count=st.integers(2, 200), world_size=st.integers(1, 4), batch_size=st.integers(1, 5))
+@settings(max_examples=40)
+@given(
+    token_count=st.integers(2, 200),
+    world_size=st.integers(1, 4),
+    batch_size=st.integers(1, 5),
+    stride=st.integers(1, L),
+)
 def test_evaluation_predicts_every_token_once_on_any_world_size(
-    token_count, world_size, batch_size
+    token_count, world_size, batch_size, stride
 ):
-    batches = evaluated(Numbers(token_count), world_size, batch_size)
+    batches = evaluated(Numbers(token_count), world_size, batch_size, stride)
     labels = torch.cat([batch.labels[batch.labels != IGNORED_LABEL] for batch in batches])
     assert sorted(labels.tolist()) == list(range(1, token_count))
     for batch in batches:
@@ -248,4 +238,46 @@ def test_evaluation_predicts_every_token_once_on_any_world_size(
 
 def test_a_validation_source_without_two_tokens_is_refused():
     with pytest.raises(UserError, match="'valid' has 1 token:"):
-        evaluated(Numbers(1), 1, 1)
+        evaluated(Numbers(1), 1, 1, L)
+
+
+SMALL = {"batch_size": 2, "seq_length": 10, "d_conv": 4}
+STEPS = [  # (ranks, settings, what rank 1 computes of a step)
+    (2, {}, BatchShape(1, 2, 2)),
+    (2, {"gradient_accumulation_steps": 3}, BatchShape(1, 2, 2, 3)),
+    (2, {"global_batch_size": 8}, BatchShape(1, 2, 2, 2)),
+    (2, {"context_parallel": 2}, BatchShape(0, 1, 2, 1, SequenceSlice(1, 2, 5))),
+    (4, {"context_parallel": 4}, BatchShape(0, 1, 2, 1, SequenceSlice(1, 4, 3))),
+]
+
+
+@pytest.mark.parametrize(("ranks", "given", "expected"), STEPS)
+def test_a_step_is_split_by_rank_then_micro_batch_then_position(ranks, given, expected):
+    assert split_step(resolved(**SMALL, **given), 1, ranks) == expected
+
+
+def test_a_step_that_does_not_come_out_even_is_refused():
+    with pytest.raises(UserError, match="context_parallel=2 does not divide .* devices, 3"):
+        split_step(resolved(context_parallel=2), 1, 3)
+    uneven = "not a multiple of batch_size 2 times 2 ranks; set global_batch_size=8"
+    with pytest.raises(UserError, match=uneven):
+        split_step(resolved(**SMALL, global_batch_size=6), 1, 2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_slices_of_sequences_laid_end_to_end_are_the_sequences(count):
+    """And behind their end no label counts."""
+    both = {"reset_at_documents": True, "position_weighting": True}
+    with loader_of({"a": Numbers(50 * L + 1)}, 0, 1, 2, **both) as loader:
+        (whole,) = loader.step(0)
+    length = -(-L // count)
+    slices = [SequenceSlice(index, count, length).of(whole) for index in range(count)]
+    for field in ("tokens", "labels", "weights"):
+        end_to_end = torch.cat([getattr(each, field) for each in slices], dim=1)
+        assert end_to_end.shape[1] == count * length
+        assert torch.equal(end_to_end[:, :L], getattr(whole, field))
+    beyond = slices[-1].labels[:, length - (count * length - L) :]
+    assert (beyond == IGNORED_LABEL).all()
+    for each in slices:
+        assert torch.equal(each.seq_idx[:, :L], whole.seq_idx)
+        assert sum(each.documents.asking) == 2 * length

@@ -9,11 +9,9 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from tests.support.projects import STACK
+from tests.support.projects import PROJECT
 
-PROJECT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))]
 # Followed in a fresh clone, in this order, by test_readme.py; on a cluster of stand-ins, by test_cluster_pages.py. All
 # other pages are followed by test_pages.py.
@@ -152,13 +150,6 @@ def blocks_to_run(page: str) -> list[list[Command]]:
         if to_run:
             left.append(to_run)
     return left
-
-
-def for_this_stack(text: str) -> str:
-    """Commands as README.md says to write them for the stack that the tests run on."""
-    if STACK == "cpu":
-        return text
-    return text.replace("./0.create_env.sh", f"./0.create_env.sh --stack {STACK}")
 
 
 def commands_to_run(page: str) -> list[Command]:

@@ -1,14 +1,16 @@
-"""README.md and docs/*.md are true: every command in a block of theirs works as it is written, on both stacks.
+"""README.md and docs/*.md are true: every command in a block of theirs works as it is written.
 
 This file follows all pages but those that need a fresh clone (test_readme.py) or a cluster (test_cluster_pages.py), each
 in a folder with the data and the run that a first training leaves. /fsx of the pages is a folder of the test's own, with
 files as the other launchers have them. A program of .venv is forked from a process that has its imports.
 """
 
+import importlib
 import json
 import re
 import shlex
 import subprocess
+from dataclasses import fields
 
 import datasets
 import numpy as np
@@ -18,10 +20,10 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from mamba_fsdp.__main__ import VERBS, page_of
 from mamba_fsdp.data import tokenizer
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.settings.resolve import all_settings, as_dict, resolve_settings
+from mamba_fsdp.settings.resolve import as_dict, resolve_settings
 from tests.readme.pages import (
     IN_A_CLONE,
     NOT_RUN,
@@ -195,7 +197,6 @@ def pages_to_follow():
 
 
 @pytest.mark.slow
-@pytest.mark.torch22
 @pytest.mark.parametrize("page", pages_to_follow())
 def test_every_command_works(page, desk, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -238,9 +239,21 @@ def test_no_command_hides_in_what_is_printed():
             assert not re.search(programs, printed, flags=re.M), (page, printed)
 
 
-def test_the_options_that_the_page_of_data_names_exist():
-    known = {*DatasetConfig.__dataclass_fields__, "verify", "array", *all_settings()}
-    assert set(re.findall(r"--(\w+)", text_of("docs/data.md"))) <= known
+def options_of_verbs():
+    """The names of all options of the program."""
+    names = {"config", "help"}
+    for verb in VERBS:
+        module = importlib.import_module(f"mamba_fsdp.verbs.{verb.replace('import', 'import_')}")
+        for options in page_of(module).sections.values():
+            names.update(field.name for field in fields(options))
+    return names
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
+def test_the_options_that_a_page_names_exist(page):
+    of_scripts = {"quick", "stack", "array"}
+    named = set(re.findall(r"--(\w+)", text_of(page)))
+    assert named <= options_of_verbs() | of_scripts
 
 
 def rows():

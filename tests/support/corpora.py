@@ -1,18 +1,35 @@
-"""What the tests of get_dataset.py share: texts, and what a dataset holds."""
+"""What the tests of get_dataset.py share: texts, what is read of an input, and what a dataset holds."""
 
+import json
 import random
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from mamba_fsdp.data.corpus import find_files
+from mamba_fsdp.data.reading import Share, read_batches
 from mamba_fsdp.data.store import StoreWriter, TokenStore
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+
+
+def read_input(source, **settings):
+    """The texts, or arrays of token ids, of the documents in an input."""
+    options = DatasetConfig(**settings)
+    share = Share(find_files(str(source), options))
+    batches = read_batches(share, options, size=99)
+    return [document.content for batch in batches for document in batch.documents]
 
 
 def stored_documents(store):
     """Each document of a store, with its eos."""
     tokens, positions = store.read(0, store.token_count)
     return np.split(tokens, np.flatnonzero(positions == 0)[1:])
+
+
+def documents_of(path):
+    """The token ids of each document of the store in a folder, with its eos."""
+    return [document.tolist() for document in stored_documents(TokenStore(path))]
 
 
 def make_texts(count, seed=0):
@@ -26,6 +43,12 @@ def make_texts(count, seed=0):
         + f" {i}"
         for i in range(count)
     ]
+
+
+def write_records(path, texts):
+    """A file of JSON lines, one for each text or list of token ids."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def write_store(path, documents, **how):

@@ -15,9 +15,8 @@ import pandas
 import pytest
 import torch
 
-from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.run import records
-from tests.support.corpora import read_back, stored_documents
+from tests.support.corpora import documents_of, read_back
 from tests.support.forked import output_of, said_by, start, start_ranks
 from tests.support.others_tokens import write_fms, write_layout
 from tests.support.processes import wait_until
@@ -77,7 +76,7 @@ def losses(run):
 
 
 DEMO = "training.py --config=demo --dataset_path=data/texts --schedule=constant --report_interval=1"
-STEPS = 20
+STEPS = 8
 
 
 @pytest.fixture(scope="session")
@@ -118,8 +117,7 @@ def test_text_of_each_format_becomes_a_store(enter, store, home, source):
 @pytest.mark.parametrize("source", TOKEN_INPUTS)
 def test_tokens_of_others_become_a_store(enter, home, source):
     enter(f"get_dataset.py {source} data/of_{source} {NO_TOKENIZER} --validation_fraction=0")
-    documents = stored_documents(TokenStore(home / f"data/of_{source}/train"))
-    assert [document.tolist() for document in documents] == [[*ids, EOS] for ids in IDS]
+    assert documents_of(home / f"data/of_{source}/train") == [[*ids, EOS] for ids in IDS]
 
 
 def test_two_parts_that_are_made_at_once_are_one_dataset(home, store):
@@ -146,21 +144,17 @@ def test_the_demo_is_stopped_and_resumed_without_a_lost_or_repeated_step(run):
 
 
 TINY = "--d_model=16 --d_state=8 --seq_length=64 --batch_size=2 --report_interval=1"
-MAMBA2 = "--layers=mamba2 --headdim=8"
-MAMBA3 = "--layers=mamba3 --headdim=8"
+CHECKPOINTING = "--fsdp_activation_checkpointing=true --selective_checkpointing=0.5"
 ATTENTION = "--n_head=2 --n_kv_head=1 --reset_at_documents=true"
 HYBRID = f"--layers=mamba2+mlp,attention+mlp --headdim=8 {ATTENTION}"
-CHECKPOINTING = "--fsdp_activation_checkpointing=true --selective_checkpointing=0.5"
 MODELS = {  # name: (ranks, settings)
-    "mamba1 on one rank": (1, "--layers=mamba1 --mixed_precision=fp32 --sharding_strategy=fsdp"),
-    "mamba1 on two ranks, recomputed": (
+    "mamba1 on two ranks": (
         2,
         f"--layers=mamba1 --sharding_strategy=fsdp --mixed_precision=bf16 {CHECKPOINTING}",
     ),
-    "mamba2 on one rank, bf16": (1, f"{MAMBA2} --mixed_precision=bf16"),
-    "mamba2 on two ranks": (2, f"{MAMBA2} --sharding_strategy=hsdp --mixed_precision=fp32"),
-    "mamba3 on two ranks": (2, f"{MAMBA3} --sharding_strategy=fsdp --mixed_precision=bf16"),
-    "hybrid on one rank": (1, f"{HYBRID} --mixed_precision=bf16 {CHECKPOINTING}"),
+    "mamba2 on one rank": (1, "--layers=mamba2 --headdim=8 --mixed_precision=bf16"),
+    "mamba3 on two ranks": (2, "--layers=mamba3 --headdim=8 --mixed_precision=fp32"),
+    "gdn on one rank": (1, "--layers=gdn --headdim=8 --mixed_precision=fp32"),
     "hybrid on two ranks": (2, f"{HYBRID} --sharding_strategy=hsdp --mixed_precision=bf16"),
 }
 
@@ -168,15 +162,15 @@ MODELS = {  # name: (ranks, settings)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_and_the_same_command_with_more_steps_resumes(home, store, name):
     ranks, settings = MODELS[name]
-    run = home / "runs" / name.replace(" ", "-").replace(",", "")
+    run = home / "runs" / name.replace(" ", "-")
     words = f"--dataset_path=data/texts --save_ckpt_path={run} {TINY} {settings}".split()
-    first = said_by(start_ranks(ranks, [*words, "--num_steps=2"], folder=home))
-    assert "finished   2 steps" in first
+    first = said_by(start_ranks(ranks, [*words, "--num_steps=1"], folder=home))
+    assert "finished   1 step;" in first
     assert "Deallocating" not in first, "torch 2.2 warns so of FSDP's views"
-    second = said_by(start_ranks(ranks, [*words, "--num_steps=4"], folder=home))
-    assert re.search(r"resumes +from .*step 2", second), second
+    second = said_by(start_ranks(ranks, [*words, "--num_steps=2"], folder=home))
+    assert re.search(r"resumes +from .*step 1", second), second
     steps, values = zip(*losses(run))
-    assert steps == (1, 2, 3, 4) and all(np.isfinite(values))
+    assert steps == (1, 2) and all(np.isfinite(values))
 
 
 # ---------------------------------------------------------------- what a training leaves

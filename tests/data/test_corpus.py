@@ -1,0 +1,206 @@
+"""Which files an input names, and of which split. Training reads no split but its own, and inspecting agrees."""
+
+import os
+import time
+from itertools import product
+
+import datasets
+import pytest
+
+from mamba_fsdp.data import corpus
+from mamba_fsdp.data.corpus import find_files
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.verbs import inspect
+from mamba_fsdp.verbs import tokenize as get_dataset
+from tests.support.corpora import read_back, read_input, write_records
+from tests.support.others_tokens import write_fms, write_layout
+
+
+def test_a_folder_is_walked_links_and_odd_names_too(tmp_path, capsys):
+    root = tmp_path / "in"
+    (root / "sub").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "c.txt").write_text("linked")
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (root / "linked" / "back").symlink_to(root)
+    (root / "again.txt").symlink_to(root / "linked" / "c.txt")
+    (root / ".hidden.txt").write_text("hidden")
+    (root / "state.json").write_text('{"text": "no state of `datasets`"}')
+    (root / "sub" / "notes.xyz").write_text("unknown")
+    with open(os.fsencode(root) + b"/caf\xe9.TXT", "w") as file:
+        file.write("odd name")
+    assert sorted(read_input(root)) == ["linked", "no state of `datasets`", "odd name"]
+    told = capsys.readouterr().out
+    assert "left out: 1 file without an ending that tells a format, such as 'notes.xyz'" in told
+    assert "left out: 1 file named twice or linked to another, such as '/" in told
+    assert "unknown" in read_input(root, format="text")
+
+
+def test_the_builtin_data_is_pythons_own_library(tmp_path, monkeypatch):
+    """Without others' packages, and what is not UTF-8."""
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(UserError, match="comes without its library's source files; name an INPUT"):
+        find_files("builtin", DatasetConfig())
+    for name, text in (("a.py", "x = 1"), ("site-packages/b.py", "theirs"), ("c.txt", "text")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
+    assert read_input("builtin") == ["x = 1"]
+
+
+# ---------------------------------------------------------------- splits
+
+
+def write_parquet(path, documents):
+    datasets.Dataset.from_dict({"text": documents}).to_parquet(path)
+
+
+def write_saved(path, documents):
+    rows = datasets.Dataset.from_dict({"text": documents})
+    rows.save_to_disk(path)
+    rows.to_parquet(path / "cache.parquet")  # what else lies there
+
+
+def write_npy(path, documents):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_layout(path, documents)
+
+
+# Who writes a format, and how its splits lie in a folder: {place: the store that it is an official split for}. The first
+# place holds the token 5, the next one 6, and so on: only 5 is for training.
+TREES = {
+    "folders of fms": (
+        write_fms,
+        {"train/0.arrow": "train", "validation/0.arrow": "validation", "test/0.arrow": "test"},
+    ),
+    "folders below": (
+        write_fms,
+        {
+            "en/train/a.arrow": "train",
+            "en/val/0.arrow": "validation",
+            "de/Dev/0.arrow": "validation",
+        },
+    ),
+    "no folder for training": (write_fms, {"lang=en/0.arrow": "", "valid/0.arrow": "validation"}),
+    "folders of DataLayout": (write_npy, {"train/0.npy": "train", "val/0.npy": "validation"}),
+    "files of DataLayout": (
+        write_npy,
+        {"c.train.gig.npy": "train", "c.valid.gig.npy": "validation"},
+    ),
+    "files": (
+        write_records,
+        {"a-train.jsonl": "train", "a-valid.jsonl": "validation", "a_test.jsonl": "test"},
+    ),
+    "files as the Hub has them": (
+        write_parquet,
+        {"train-00000-of-00001.parquet": "train", "dev-00000-of-00001.parquet": "validation"},
+    ),
+    "saved": (write_saved, {"train": "train", "unsupervised": "", "test": "test"}),
+}
+
+
+def make_tree(folder, name):
+    folder.mkdir()
+    write, places = TREES[name]
+    for number, place in enumerate(places):
+        write(folder / place, [[5 + number, 7]])
+    return folder
+
+
+def first_tokens(source, **settings):
+    return sorted(int(document[0]) for document in read_input(source, **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"), [*product(TREES, [""]), ("files", "*"), ("folders below", "**/*.*")]
+)
+def test_training_gets_no_other_split(tmp_path, capsys, name, pattern):
+    """But one that is asked for, or official ones for stores of their names, if each file is of one."""
+    tree = make_tree(tmp_path / "in", name) / pattern
+    stores = list(TREES[name][1].values())
+    assert first_tokens(tree) == [5]
+    told = capsys.readouterr().out
+    others = f"({len(stores) - 1} of {len(stores)} files), other splits than train; --split=all"
+    assert others in told
+    assert ("--splits=official makes stores of them" in told) == all(stores)
+    every = list(range(5, 5 + len(stores)))
+    assert first_tokens(tree, split="all") == every
+    for split in {"validation", "test"}.intersection(stores):
+        expected = [token for token, store in zip(every, stores) if store == split]
+        assert first_tokens(tree, split=split) == expected
+    if all(stores):
+        files = find_files(str(tree), DatasetConfig(splits="official"))
+        assert sorted(file.store for file in files) == sorted(stores)
+
+
+def test_what_only_looks_like_a_split_is_read(tmp_path):
+    """One file's name says nothing without a sibling for training, and within train/ no name does."""
+    make_tree(tmp_path / "train", "folders of DataLayout")
+    write_records(tmp_path / "in" / "turing test.jsonl", [[5]])
+    write_records(tmp_path / "in" / "dev.jsonl", [[6]])
+    assert first_tokens(tmp_path / "in") == [5, 6]
+    assert first_tokens(tmp_path / "train" / "val") == [6]
+
+
+def test_inspect_says_what_importing_reads(tmp_path, capsys):
+    tree = make_tree(tmp_path / "in", "folders of fms")
+    assert inspect.main(str(tree), inspect.Options()) == 0
+    told = capsys.readouterr().out
+    assert "left out: test, validation (2 of 3 files)" in told and "1 file" in told
+    assert f"get_dataset.py {tree} OUT" in told
+
+
+# ---------------------------------------------------------------- the Hub
+
+
+def test_a_name_on_the_hub_is_streamed(prepare, tmp_path, monkeypatch, capsys):
+    """Of its splits only the one for training, unless all are wanted."""
+    splits = ["train", "validation", "test"]
+    asked = []
+
+    def load(name, config, *, split, streaming):
+        asked.append((name, config, split, streaming))
+        rows = datasets.Dataset.from_dict({"text": [f"some {split}"] * 3})
+        return rows.to_iterable_dataset(num_shards=3)
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: splits)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_input("some/corpus", config="de") == ["some train"] * 3
+    assert asked == [("some/corpus", "de", "train", True)]
+    assert "left out: test, validation (2 of 3 files)" in capsys.readouterr().out
+    prepare("some/corpus", tmp_path, splits="official", validation_fraction=0.5)
+    for split in splits:
+        assert read_back(tmp_path / split) == [f"some {split}"] * 3
+    assert asked[-1][1] is None
+
+
+def no_route(*_):
+    raise OSError(101, "Network is unreachable")
+
+
+def no_answer(*_):
+    time.sleep(60)
+    no_route()
+
+
+@pytest.mark.parametrize("connect", [no_route, no_answer])
+def test_a_mistyped_name_is_told_at_once_and_the_hub_is_not_waited_for(
+    tmp_path, monkeypatch, answer, connect
+):
+    """By libraries imported later: they are told not to ask it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    monkeypatch.setattr(corpus, "getproxies", dict)
+    monkeypatch.setattr(corpus.socket, "create_connection", connect)
+    monkeypatch.setattr(corpus, "HUB_SECONDS", 0.1)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", no_route)
+    corpus.prepare_hub.cache_clear()
+    (tmp_path / "mytexts").mkdir()
+    code, _, told = answer(get_dataset, "mytxts", "out")
+    first, second, last = told.splitlines()
+    assert first.startswith("asking the Hugging Face Hub for mytxts: no file or folder")
+    assert "cache" in second and last.startswith("error: mytxts: no file or folder here")
+    assert first.endswith("did you mean mytexts?") and last.endswith("did you mean mytexts?")
+    assert code == 2 and os.environ["HF_HUB_OFFLINE"] == "1"

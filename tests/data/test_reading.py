@@ -1,0 +1,122 @@
+"""What a document is: the same texts from every format, and the parts of a text file."""
+
+import csv
+import gzip
+import io
+import json
+import os
+
+import pandas
+import pyarrow
+import pytest
+import zstandard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mamba_fsdp.data import reading
+from mamba_fsdp.errors import UserError
+from tests.support.corpora import read_input
+
+# One spells the token that ends documents.
+ODD_TEXTS = ["naïve 日本語 🙂", "  leading space", "two\nlines", 'quote " and, comma', "NA", "12"]
+ODD_TEXTS += ["a page about <|endoftext|> and its use", " \n", ""]
+
+
+def arrow_stream(rows):
+    table = pyarrow.Table.from_pandas(rows)
+    stream = io.BytesIO()
+    with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    return stream.getvalue()
+
+
+def in_every_format(texts):
+    """{name of a file: its bytes} of the same texts."""
+    rows = pandas.DataFrame({"id": 1, "text": texts, "": ""})
+    lines = rows.to_json(orient="records", lines=True).encode()
+    files = {
+        "a.jsonl": lines,
+        "bom.jsonl": b"\xef\xbb\xbf" + lines,
+        "list.json": b"\n \n" + rows.to_json(orient="records").encode(),
+        "a.jsonl.gz": gzip.compress(lines),
+        "a.ndjson.zst": zstandard.compress(lines),
+        "a [1].parquet": rows.to_parquet(row_group_size=2),
+        "a::b.parquet": rows.astype({"text": "category"}).to_parquet(),
+        "a.arrow": arrow_stream(rows),
+    }
+    form = {"index": False, "quoting": csv.QUOTE_ALL}
+    for delimiter in ",;\t|^":
+        files[f"{ord(delimiter)}.csv"] = rows.to_csv(sep=delimiter, **form).encode()
+    files["cr.csv"] = rows.to_csv(lineterminator="\r", **form).encode()
+    files["comma_ends_rows.csv"] = b"id,text\n" + rows.to_csv(header=False, **form).encode()
+    return files
+
+
+OPTIONS = {f"{ord('^')}.csv": {"delimiter": "^"}}
+
+
+@settings(max_examples=15)
+@example(ODD_TEXTS)
+@given(st.lists(st.text(max_size=20), max_size=6))
+def test_every_format_gives_the_same_documents(tmp_path_factory, texts):
+    """Also none; one of white space alone is an empty one. A path need not be UTF-8."""
+    folder = tmp_path_factory.mktemp("in") / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    expected = ["" if text.isspace() else text for text in texts]
+    for name, content in in_every_format(texts).items():
+        (folder / name).write_bytes(content)
+        assert read_input(folder / name, **OPTIONS.get(name, {})) == expected, name
+
+
+TEXT = "one\ntwo\r\n\r\n \nthree<sep>four\n\n\n"
+
+
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [
+        ("file", [TEXT]),
+        ("lines", ["one", "two", "three<sep>four"]),
+        ("blank_line", ["one\ntwo", "three<sep>four"]),
+        ("separator:<sep>", ["one\ntwo\r\n\r\n \nthree", "four"]),
+    ],
+)
+def test_what_a_document_of_a_text_file_is(tmp_path, monkeypatch, documents, expected):
+    """However little is read at once."""
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    (tmp_path / "blank.txt").write_text(" \n")
+    for block in (1 << 20, 7):
+        monkeypatch.setattr(reading, "BLOCK", block)
+        found = read_input(tmp_path, documents=documents)
+        assert [document for document in found if document] == expected
+
+
+@pytest.mark.parametrize("documents", ["file", "lines"])
+def test_a_document_too_long_to_encode_is_refused(tmp_path, monkeypatch, documents):
+    """However little of it is read at once, and with a way to import it."""
+    monkeypatch.setattr(reading, "LONGEST_TEXT", 1000)
+    monkeypatch.setattr(reading, "BLOCK", 7)
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    assert read_input(tmp_path, documents=documents) == ["x" * 1000]
+    (tmp_path / "b.txt").write_text("x" * 1001)
+    refused = "b.txt: .* more than 1,000 characters.*--documents, or.*split"
+    with pytest.raises(UserError, match=refused):
+        read_input(tmp_path, documents=documents)
+
+
+def test_fields_beside_the_text_may_be_anything(tmp_path):
+    """They change type and name from line to line; `datasets` alone fails on such files."""
+    rows = [
+        {"text": "one", "meta": None},
+        {"text": "two", "meta": "a"},
+        {"meta": {"b": [1, "c"]}, "text": "2020-01-01"},
+        {"text": None},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    assert read_input(tmp_path) == ["one", "two", "2020-01-01", ""]
+
+
+def test_a_dot_names_a_field_within_a_field(tmp_path):
+    rows = pandas.DataFrame({"doc": [{"text": "inside"}, None]})
+    rows.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
+    rows.to_parquet(tmp_path / "b.parquet")
+    assert read_input(tmp_path, text_column="doc.text") == ["inside", "", "inside", ""]

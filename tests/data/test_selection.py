@@ -1,0 +1,113 @@
+"""What a run reads: the stores that its settings name, of one tokenizer, and the built-in data that it makes first."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from mamba_fsdp.data import tokenize
+from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
+from mamba_fsdp.data.selection import (
+    batches,
+    check_tokenizers_agree,
+    one_for_all,
+    training_sources,
+    validation_sources,
+)
+from mamba_fsdp.data.store import StoreWriter
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.settings.train_config import DataConfig
+from mamba_fsdp.verbs import inspect
+from tests.support.corpora import write_store
+
+DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7]]
+
+
+def make(path, vocab_size=9, eos=0, tokenizer="", documents=DOCUMENTS):
+    how = {"vocab_size": vocab_size, "eos": eos, "tokenizer": tokenizer}
+    return write_store(path, documents, **how)
+
+
+def make_without_eos(path):
+    writer = StoreWriter(path, vocab_size=9, eos=-1, tokenizer="", whole=False)
+    writer.append(range(1, 8))
+    return writer.finish()
+
+
+@pytest.mark.parametrize("validation", ["validation", "valid", "val", "dev"])
+def test_training_and_inspect_know_a_store_by_each_name(tmp_path, capsys, validation):
+    names = ("train", validation, "test")
+    for name in names:
+        make(tmp_path / name)
+    data = DataConfig(str(tmp_path))
+    sources, weights = training_sources(data)
+    assert [source.path for source in sources.values()] == [tmp_path / "train"]
+    assert weights == {"train": 9}
+    assert [source.path for source in validation_sources(data)] == [tmp_path / validation]
+    assert validation_sources(DataConfig(str(tmp_path / validation))) == []
+    assert inspect.main(str(tmp_path), inspect.Options()) == 0
+    told = capsys.readouterr().out
+    assert all(f"token store    {tmp_path / name}\n" in told for name in names)
+
+
+def test_datasets_are_mixed_by_their_weights_or_sizes(tmp_path):
+    for name, documents in (("a", DOCUMENTS), ("b", DOCUMENTS * 2)):
+        make(tmp_path / name / "train", documents=documents)
+        make(tmp_path / name / "validation")
+    data = DataConfig(str(tmp_path), datasets=["a", "b"])
+    assert training_sources(data)[1] == {"a": 9, "b": 18}
+    assert [each.path.parent.name for each in validation_sources(data)] == ["a", "b"]
+    weighted = replace(data, weights=[0.5, 2.0], validation_path=str(tmp_path / "a"))
+    assert training_sources(weighted)[1] == {"a": 0.5, "b": 2.0}
+    assert [each.path for each in validation_sources(weighted)] == [tmp_path / "a/validation"]
+    assert validation_sources(replace(data, validation_path="none")) == []
+    with pytest.raises(UserError, match="datasets a,a names one twice"):
+        training_sources(DataConfig(str(tmp_path), datasets=["a", "a"]))
+
+
+def test_documents_without_a_known_end_cant_be_kept_apart(tmp_path):
+    make_without_eos(tmp_path / "train")
+    assert training_sources(DataConfig(str(tmp_path)))[1] == {"train": 7}
+    with pytest.raises(UserError, match="reset_at_documents needs to know which token ends"):
+        training_sources(DataConfig(str(tmp_path), reset_at_documents=True))
+
+
+def test_stores_of_one_run_have_one_tokenizer(tmp_path):
+    """One that does not know its own, or its eos, is taken as it is."""
+    one = make(tmp_path / "one", tokenizer="ids:1")
+    unknown = make_without_eos(tmp_path / "unknown")
+    check_tokenizers_agree([unknown, one, unknown])
+    assert one_for_all([unknown, one]) is one and one_for_all([unknown]) is unknown
+    others = {
+        "have different tokenizers": {"tokenizer": "ids:2"},
+        "vocabulary 10, eos 0": {"vocab_size": 10},
+        "vocabulary 9, eos 8": {"eos": 8},
+    }
+    for message, other in others.items():
+        with pytest.raises(UserError, match=message):
+            check_tokenizers_agree([one, make(tmp_path / "other", **other)])
+
+
+def test_batches_are_endless_and_those_of_a_training(tmp_path):
+    make(tmp_path / "train", documents=[range(1, 9)])
+    first, again = itertools.islice(batches(tmp_path, seq_length=8, batch_size=1), 2)
+    assert first.tokens.tolist() == again.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert first.labels.tolist() == [[2, 3, 4, 5, 6, 7, 8, 0]]
+
+
+def test_only_the_default_data_is_made_and_only_if_it_is_missing(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tokenize, "make_dataset", lambda *given: made.append(given[:2]))
+    for path in ("data/mine", "builtin", "data/builtin/"):
+        make_missing_builtin(DataConfig(path))
+    make_missing_builtin(DataConfig("data/builtin", use_dummy_dataset=True))
+    assert made == [("builtin", "data/builtin")]
+    store = tmp_path / "data/builtin"
+    (store / "train").mkdir(parents=True)
+    assert missing_builtin(DataConfig(str(store))) == store, "an empty folder"
+    (store / "train/index.json").touch()
+    make_missing_builtin(DataConfig("data/builtin"))
+    assert len(made) == 1
+    (store / ".progress.json").touch()
+    assert missing_builtin(DataConfig("data/builtin")) == store, "a part of it"

@@ -1,0 +1,118 @@
+"""Tokenizers: one that threads share, what makes two the same, and that loading one runs no code that lies beside it."""
+
+import io
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, processors
+from transformers import AutoTokenizer
+
+from mamba_fsdp.data.tokenizer import (
+    END_OF_TEXT,
+    check_tokenizer,
+    identities_in,
+    identity_of,
+    load,
+    load_words,
+)
+from mamba_fsdp.errors import UserError
+
+pytestmark = pytest.mark.torch22
+THREADS = 8
+ROUNDS = 2
+SPELLED = "a page about <|endoftext|> and its use"
+
+
+@pytest.fixture
+def folder(tokenizer):
+    """The folder of a tokenizer, as this project saves it."""
+    return Path(tokenizer).parent
+
+
+def test_eight_threads_share_one_tokenizer(tokenizer, texts):
+    """Before version 0.23 the tokenizers library raises `Already borrowed` if one thread changes a setting while
+    another encodes."""
+    documents = [SPELLED, *texts]
+    shared = load(tokenizer, END_OF_TEXT)
+    expected = shared.encode_documents(documents)
+
+    def use(number):
+        for _ in range(ROUNDS):
+            assert shared.encode_documents(documents) == expected
+            one = documents[number]
+            assert shared.encode(one) == expected[number]
+            assert shared.decode(expected[number]) == one
+            identity_of(shared.backend)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(use, range(THREADS)))
+
+
+def test_a_spelled_special_token_is_text_in_a_document_and_a_token_in_a_prompt(folder):
+    """Whatever the folder's tokenizer is loaded for, its identity is one."""
+    for_documents = load(str(folder))
+    for_prompts = load_words(folder)
+    (ids,) = for_documents.encode_documents([SPELLED])
+    assert for_documents.eos not in ids
+    assert for_documents.decode(ids) == SPELLED
+    assert for_prompts.encode(SPELLED).count(for_prompts.eos) == 1
+    assert for_documents.eos_token == for_prompts.eos_token == END_OF_TEXT
+    assert for_documents.identity == for_prompts.identity
+
+
+def merging(*merges):
+    return Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}, list(merges)))
+
+
+def test_tokenizers_that_do_the_same_have_one_identity(folder, tmp_path):
+    """Whoever saved them, and whatever they add around a text or do behind the last token."""
+    one = merging(("a", "b"), ("b", "c"))
+    same = merging(("a", "b"), ("b", "c"))
+    same.decoder = decoders.ByteLevel()
+    same.post_processor = processors.TemplateProcessing("a $A", special_tokens=[("a", 0)])
+    same.enable_padding()
+    same.enable_truncation(1)
+    other = merging(("b", "c"), ("a", "b"))
+    assert identity_of(one) == identity_of(same) != identity_of(other)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    identities = [*identities_in(folder), *identities_in(tmp_path)]
+    assert identities == [load_words(folder).identity] * 4
+    assert list(identities_in(None)) == []
+
+
+def test_only_known_identities_can_differ():
+    """That two places are known to have different tokenizers is an error that names both."""
+    check_tokenizer("here", "ids:1", "there", ["ids:2", "ids:1"])
+    check_tokenizer("here", "", "there", ["ids:2"])
+    check_tokenizer("here", "ids:1", "there", ["unknown"])
+    with pytest.raises(UserError, match=r"here and there have .*\(ids:1, ids:2\).*--allow_other"):
+        check_tokenizer("here", "ids:1", "there", ["ids:2"])
+
+
+@pytest.mark.parametrize("eos_token", ["<end>", ""])
+def test_a_tokenizer_without_the_named_eos_is_refused(tokenizer, eos_token):
+    with pytest.raises(UserError, match=f"lacks the eos_token '{eos_token}'; name the token"):
+        load(tokenizer, eos_token)
+
+
+@pytest.mark.parametrize("load", [load, load_words])
+def test_a_tokenizer_folder_with_code_runs_none_of_it(load, tmp_path, monkeypatch):
+    """Even if `yes |` answers whatever is asked."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "tokenization_evil.py").write_text(
+        "open('owned', 'w')\nfrom transformers import PreTrainedTokenizerFast as Evil\n"
+    )
+    fields = {
+        "tokenizer_class": "Evil",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_evil.Evil"]},
+    }
+    (tmp_path / "evil" / "tokenizer_config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="tokenizer evil: can't be loaded"):
+        load("evil")
+    assert not list(identities_in(Path("evil")))
+    assert not (tmp_path / "owned").exists()
