@@ -24,7 +24,6 @@ import pytest
 
 from tests.support.builder import PROJECT, Builder, kernel_versions
 
-
 BUILT = Path(__file__).with_name("built.txt")
 HOW = (
     "A successful test_image.py writes this: the digest of what the last real build was made from."

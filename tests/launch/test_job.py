@@ -40,7 +40,6 @@ def steps_with(asked, *parts):
 FAILED = {"status": "failed", "code": 1, "lost_rank": "rank 1 on node2", "error": "the error\n"}
 KILLED = {}
 AGAIN = "queued again, to resume from start"
-BY_FILE = {"status": "stopped", "stop_file": True}
 STOPPED = {"status": "stopped"}
 TRAINING = "launch.node"
 
@@ -59,17 +58,12 @@ def in_seconds(count):
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + count))
 
 
+BY_SLURM = ["ended at start by Slurm or by hand"]
 ENDS = {  # what happens: (how, the job's exit code, its last lines)
     "all steps are done": (ranks({"status": "finished"}), 0, ["finished: {run}"]),
     "a rank fails once": (ranks(FAILED, {"status": "finished"}), 0, ["finished: {run}"]),
-    "a rank fails again": (ranks(FAILED), 0, [AGAIN, "the error", "requeued"]),
-    "it may not start again": (
-        ranks(FAILED, MAX_RESTARTS="0"),
-        1,
-        ["error: gave up after 0 restarts", "the error"],
-    ),
     "a node is lost": (
-        ranks(KILLED, LOST="node2"),
+        ranks(FAILED, LOST="node2"),
         0,
         [AGAIN, "error: Slurm has lost node2", "requeued"],
     ),
@@ -79,23 +73,12 @@ ENDS = {  # what happens: (how, the job's exit code, its last lines)
         [AGAIN, "error: a launcher was killed by SIGKILL", "requeued"],
     ),
     "a mistake that a rank finds": (ranks(FAILED | {"code": 2}), 2, ["not queued", "the error"]),
-    "a file STOP": (ranks(BY_FILE), 0, ["stopped at start as the file STOP asked"]),
     "a node is not fit": ({"PREFLIGHT": "1"}, 0, [AGAIN, "requeued"]),
     "a mistake that preflight finds": ({"PREFLIGHT": "2"}, 2, ["not queued again"]),
     "USR1 in preflight": (told("USR1", "report"), 0, [AGAIN, "requeued"]),
-    "TERM in preflight": (told("TERM", "judge", "COMPLETING"), 143, ["ended at start by Slurm"]),
-    "INT in preflight": (told("INT", "judge"), 143, ["ended at start by Slurm or by hand"]),
+    "TERM in preflight": (told("TERM", "judge", "COMPLETING"), 143, BY_SLURM),
     "USR1 in training": (told("USR1", TRAINING, **ranks(STOPPED)), 0, [AGAIN, "requeued"]),
-    "TERM in training": (
-        told("TERM", TRAINING, "COMPLETING", **ranks(STOPPED)),
-        143,
-        ["ended at start by Slurm or by hand"],
-    ),
-    "Slurm has queued it already": (
-        told("TERM", TRAINING, "PENDING", **ranks(STOPPED)),
-        143,
-        ["ended at start by Slurm or by hand"],
-    ),
+    "TERM in training": (told("TERM", TRAINING, "PENDING", **ranks(STOPPED)), 143, BY_SLURM),
 }
 
 

@@ -164,14 +164,6 @@ def test_ranks_start_again_in_place_after_a_launcher_was_killed_and_a_stop_file_
     assert "as the file STOP asked" in log(project, job)
 
 
-def test_a_time_limit_that_leaves_no_time_is_refused(cluster, project):
-    """Slurm sends USR1 at once: the job would be queued again for ever."""
-    job = cluster.submit(project, RUN, FOR_EVER, options=["--time=5"])
-    assert cluster.wait_for_end(job) == "FAILED" and cluster.restarts(job) == 0
-    said = log(project, job)
-    assert "before the time limit, which leaves no time to train" in said, said
-
-
 def test_what_fails_again_and_again_is_given_up_and_the_first_error_said_last(cluster, project):
     """/tmp is each node's own."""
     no_restart = {"MAX_RESTARTS": "0"}
