@@ -105,6 +105,22 @@ def tell_the_launcher_while_it_starts(project, number):
     node.write_text(TELLS.format(number=int(number)) + node.read_text())
 
 
+INTERRUPTS_AND_GOES_ON = """
+import os, signal, time
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(600)
+"""
+
+
+def test_ctrl_c_while_the_data_is_made_ends_at_once(launcher_project):
+    (launcher_project / "get_dataset.py").write_text(INTERRUPTS_AND_GOES_ON)
+    code, output = train(launcher_project, *ENDLESS)
+    assert code == 130 and output.endswith(
+        "before the first step of this start: nothing was lost\n"
+    )
+    assert not starts(launcher_project / "runs/a")
+
+
 @pytest.mark.slow
 def test_ctrl_c_before_the_first_step_ends_at_once(launcher_project):
     """Also where an earlier run has left its status."""
