@@ -85,7 +85,7 @@ def test_an_environment_is_made_once_and_again_when_something_changes_or_it_is_h
     listed.write_text("/nowhere/package-1-py3-none-any.whl\n")
     failed = create("--stack", "cpu")
     assert failed.returncode == 1 and len(failed.stderr.splitlines()) == 2, failed
-    assert failed.stderr.startswith("error: could not install requirements/cpu.txt")
+    assert failed.stderr.startswith("error: pip could not install requirements/cpu.txt")
     assert not complete.exists() and not marker.exists()
     listed.write_text("# fixed\n")
     assert "making" in create("--stack", "cpu").stdout

@@ -150,6 +150,7 @@ def test_a_finished_job_does_not_wait_for_a_node_whose_step_was_killed(cluster, 
     settings.write_text(usual)
     missed = rf"srun: StepId={job}\.\d+ task 1: running"
     assert re.search(missed, log(project, job)), "srun says whom it misses"
+    cluster.kill_node("node2")  # for whose step Slurm still waits
 
 
 def test_ranks_start_again_in_place_after_a_launcher_was_killed_and_a_stop_file_ends_the_job(
