@@ -16,10 +16,7 @@ TINY = "--d_model=16 --d_state=8 --n_layer=1 --seq_length=32 --batch_size=1 --re
 TEXT = "--tokenizer=train:300 --validation_fraction=0.2"
 COMMANDS = [
     f"tokenize texts data/texts {TEXT}",
-    f"train --dataset_path=data/texts --save_ckpt_path=runs/a --num_steps=3 {TINY}",
-    "generate runs/a --prompt=Once --length=5",
-    "evaluate runs/a data/texts/validation --seq_length=32",
-    "train --config=demo --dataset_path=data/texts --dry_run",
+    f"train --config=demo --dataset_path=data/texts --save_ckpt_path=runs/a --num_steps=3 {TINY}",
 ]
 
 
@@ -34,7 +31,7 @@ def installed(tmp_path_factory):
     return venv
 
 
-def test_it_trains_generates_and_evaluates_from_another_folder(installed, tmp_path):
+def test_it_trains_and_loads_from_another_folder(installed, tmp_path):
     (tmp_path / "texts").mkdir()
     for name in range(20):
         text = f"Once there were {name} words, and they were told again. " * 20

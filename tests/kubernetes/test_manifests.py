@@ -64,13 +64,6 @@ def test_hyperpod_is_a_patch_of_the_pytorchjob():
         assert pod["nodeSelector"] == {f"{HYPERPOD}/node-health-status": "Schedulable"}
 
 
-def test_a_wrong_field_is_found():
-    """What the tests above rest on."""
-    runtime, _ = manifests.read("trainjob.yaml")
-    runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["backofLimit"] = 0
-    assert TrainerV1alpha1TrainingRuntime.from_dict(runtime).to_dict() != runtime
-
-
 def test_trainer_finds_the_node():
     """It looks for this label, and for a container of this name."""
     job = manifests.node_job()

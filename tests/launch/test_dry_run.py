@@ -1,18 +1,20 @@
 """A dry run says what would be trained, however it is asked for, and leaves nothing anywhere."""
 
-import os
-import subprocess
+import json
+from functools import partial
 
 import pytest
 
+from mamba_fsdp import command_line
+from mamba_fsdp.launch.plan import plan
 from tests.support import projects
 from tests.support.corpora import write_store
+from tests.support.processes import run_program
 from tests.support.pyxis import SQUASHFS, make_cluster
 from tests.support.tiny import TINY, as_words
 
 WAYS = [  # AWS's README writes booleans with a capital
     "--dry_run",
-    "--dry_run=true",
     "--dry_run=True",
     "--dry_run=yes",
     "--dry_run=1",
@@ -20,25 +22,32 @@ WAYS = [  # AWS's README writes booleans with a capital
     "--training.dry_run=true",
     "--config=my.yaml",
 ]
-pytestmark = [pytest.mark.slow, pytest.mark.torch22]
+SAID_LAST = "\ndry run: nothing was trained\n"
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A project with the real training program, data, a run that is under way, and a folder for temporary files."""
-    folder = tmp_path_factory.mktemp("dry")
-    project = projects.make_project(folder / "the project", training=None)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_one_however_it_is_asked_for(tmp_path, monkeypatch, way):
+    """So the launcher reads it, which makes no folder then."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text("training:\n  dry_run: true\n")
+    command_line.call(partial(plan, tmp_path / "answer"), [way, "--save_ckpt_path=run"])
+    assert json.loads((tmp_path / "answer").read_text())["dry_run"]
+    assert {path.name for path in tmp_path.iterdir()} == {"answer", "my.yaml"}
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project with the real training program, data, and a run that is under way."""
+    project = projects.make_project(tmp_path / "the project", training=None)
     projects.make_venv(project)
     write_store(project / "store", [range(1, 60)] * 99, vocab_size=64, eos=0, tokenizer="none")
-    (project / "my.yaml").write_text("training:\n  dry_run: true\n")
     (project / "run").mkdir()
     (project / "run/STOP").write_text("for the run that is under way")
-    (folder / "scratch").mkdir()
     return project
 
 
 def listing(project):
-    """What lies in the project's folder, above it and in its folder for temporary files, but for Python's bytecode."""
+    """What lies in the project's folder and beside it, but for Python's bytecode."""
     found = {}
     for path in project.parent.rglob("*"):
         if "__pycache__" not in path.parts and ".venv" not in path.parts:
@@ -46,47 +55,38 @@ def listing(project):
     return found
 
 
-def dry_run(project, *words, **environment):
-    """What a dry run says, after which everything is as before."""
+@pytest.mark.slow
+@pytest.mark.torch22
+@pytest.mark.parametrize(
+    "data, run, said",
+    [
+        ("store", "run", "\nsteps      3 "),
+        ("data/builtin", "new/run\nof two lines", "data/builtin, which the run makes first"),
+    ],
+)
+def test_it_leaves_all_as_it_was_and_counts_the_ranks_to_come(project, data, run, said):
+    (project.parent / "scratch").mkdir()
     before = listing(project)
-    environment = {**os.environ, **environment, "TMPDIR": str(project.parent / "scratch")}
-    done = subprocess.run(
-        ["./1.train.sbatch", *words], cwd=project, env=environment, capture_output=True, text=True
-    )
+    words = as_words(TINY | {"num_steps": 3, "dataset_path": data, "save_ckpt_path": run})
+    environment = {"PROCESSES_PER_NODE": "3", "TMPDIR": str(project.parent / "scratch")}
+    command = ["./1.train.sbatch", *words, "--dry_run", "--batch_size=1"]
+    done = run_program(*command, cwd=project, **environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("\ndry run: nothing was trained\n"), done.stdout
+    assert done.stdout.endswith(SAID_LAST), done.stdout
+    assert said in done.stdout and "fsdp on 3 x cpu" in done.stdout
     assert listing(project) == before
-    return done.stdout
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_it_leaves_nothing_however_it_is_asked_for(project, way):
-    words = as_words(TINY | {"num_steps": 3, "dataset_path": "store"})
-    said = dry_run(project, *words, "--save_ckpt_path=run", way)
-    assert "\nsteps      3 " in said, said
-
-
-def test_it_makes_no_data_and_no_folder_and_counts_the_ranks_to_come(project):
-    said = dry_run(
-        project, "--save_ckpt_path=new/run\nof two lines", "--dry_run", PROCESSES_PER_NODE="3"
-    )
-    assert "data/builtin, which the run makes first" in said
-    assert "fsdp on 3 x cpu" in said, said
-
-
-def test_in_a_job_it_starts_no_launcher_and_makes_nothing(project, tmp_path):
+@pytest.mark.slow
+def test_in_a_job_it_starts_no_launcher_and_makes_nothing(project, tmp_path_factory):
     """Inside the image it counts the ranks of all nodes."""
-    image = project / "mamba-train.sqsh"
-    image.write_bytes(SQUASHFS)
-    cluster = make_cluster(tmp_path / "cluster", project)
+    (project / "mamba-train.sqsh").write_bytes(SQUASHFS)
+    cluster = make_cluster(tmp_path_factory.mktemp("cluster"), project)
     before = listing(project)
-    done, asked, _ = cluster.submit(
-        "--save_ckpt_path=new/run", "--dry_run=True", SCOPE="global", PROCESSES_PER_NODE="2"
-    )
-    image_removed = listing(project)
-    image.unlink()
+    words = ["--save_ckpt_path=new/run", "--dry_run=True"]
+    done, asked, _ = cluster.submit(*words, SCOPE="global", PROCESSES_PER_NODE="2")
     assert done.returncode == 0 and "fsdp on 4 x cpu" in done.stdout, done.stdout
-    assert done.stdout.endswith("\ndry run: nothing was trained\n")
-    assert image_removed == before
+    assert done.stdout.endswith(SAID_LAST)
+    assert listing(project) == before
     assert not any("mamba_fsdp.launch.node" in words for words in asked)
     assert not cluster.containers("node1")

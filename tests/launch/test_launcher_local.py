@@ -7,19 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from mamba_fsdp.launch import local_training
-from tests.support.processes import finish, wait_until, write_program
+from tests.support.processes import finish, run_program, wait_until, write_program
 from tests.support.projects import FOR_EVER, starts
 
 RUN = "--save_ckpt_path=runs/a"
 ENDLESS = [RUN, FOR_EVER]
 
 
-def launch(project, *settings, cwd=None, **environment):
+def launch(project, *settings, **environment):
     return subprocess.Popen(
-        [project / "1.train.sbatch" if cwd else "./1.train.sbatch", *settings],
+        ["./1.train.sbatch", *settings],
         env={**os.environ, **environment},
-        cwd=cwd or project,
+        cwd=project,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -76,19 +75,19 @@ def test_ctrl_c_while_the_settings_are_read_ends_at_once(launcher_project):
 
 
 @pytest.mark.slow
-def test_it_needs_no_executable_file_and_no_other_pythons_home(launcher_project):
-    """ZIP files keep no permissions, and module files of a cluster's Python may set PYTHONHOME."""
+def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, tmp_path):
+    """ZIP files keep no permissions, module files of a cluster's Python may set PYTHONHOME, and TMPDIR may name a folder
+    that is not there."""
     script = launcher_project / "1.train.sbatch"
     script.chmod(0o644)
-    done = subprocess.run(
-        ["bash", script, RUN, "--num_steps=3"],
-        env={**os.environ, "PYTHONHOME": "/nonsense"},
-        cwd=launcher_project,
-        capture_output=True,
-        text=True,
-    )
+    (tmp_path / "my.yaml").write_text("save_ckpt_path: runs/a\nnum_steps: 2\n")
+    odd = {"PYTHONHOME": "/nonsense", "TMPDIR": str(tmp_path / "nowhere")}
+    done = run_program("bash", script, "--config=my.yaml", cwd=tmp_path, **odd)
     assert done.returncode == 0, done.stderr
-    assert starts(launcher_project / "runs/a")
+    (start,) = starts(tmp_path / "runs/a")
+    assert start["cwd"] == str(tmp_path)
+    assert (tmp_path / "data/builtin/asked").read_text() == "builtin data/builtin"
+    assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
 
 
 # It starts no rank until the script has done something about the signal: asked for a stop, or ended it.
@@ -104,6 +103,22 @@ while not glob.glob(sys.argv[1] + "/starts/*/STOP"):
 def tell_the_launcher_while_it_starts(project, number):
     node = project / "mamba_fsdp/launch/node.py"
     node.write_text(TELLS.format(number=int(number)) + node.read_text())
+
+
+INTERRUPTS_AND_GOES_ON = """
+import os, signal, time
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(600)
+"""
+
+
+def test_ctrl_c_while_the_data_is_made_ends_at_once(launcher_project):
+    (launcher_project / "get_dataset.py").write_text(INTERRUPTS_AND_GOES_ON)
+    code, output = train(launcher_project, *ENDLESS)
+    assert code == 130 and output.endswith(
+        "before the first step of this start: nothing was lost\n"
+    )
+    assert not starts(launcher_project / "runs/a")
 
 
 @pytest.mark.slow
@@ -155,25 +170,20 @@ def assert_stopped(project, reason):
 
 
 @pytest.mark.slow
-def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(launcher_project, terminal):
-    process = terminal.start(["./1.train.sbatch", *ENDLESS], cwd=launcher_project)
-    wait_until((launcher_project / "runs/a/status.json").exists)
-    terminal.close()
-    assert process.wait(400) == 130
-    assert_stopped(launcher_project, "SIGHUP")
-
-
-@pytest.mark.slow
-def test_ctrl_c_that_ends_the_reader_too_stops_the_run_with_a_checkpoint(
-    launcher_project, terminal
+@pytest.mark.parametrize("reason, reader", [("SIGHUP", ""), ("SIGINT", " | tee log")])
+def test_a_terminal_that_closes_or_ends_the_reader_too_stops_the_run_with_a_checkpoint(
+    launcher_project, terminal, reason, reader
 ):
-    """`./1.train.sbatch | tee log`: the terminal sends SIGINT to both, and nobody reads what is said then."""
-    command = f"./1.train.sbatch {' '.join(ENDLESS)} 2>&1 | tee log"
+    """Ctrl-C in `./1.train.sbatch | tee log`: the terminal tells both, and nobody reads what is said then."""
+    command = f"./1.train.sbatch {' '.join(ENDLESS)} 2>&1{reader}"
     process = terminal.start(["bash", "-c", command], cwd=launcher_project)
     wait_until((launcher_project / "runs/a/status.json").exists)
-    terminal.type("\x03")
+    if reader:
+        terminal.type("\x03")
+    else:
+        terminal.close()
     process.wait(400)
-    assert_stopped(launcher_project, "SIGINT")
+    assert_stopped(launcher_project, reason)
 
 
 COMMITS_AND_DIES = """
@@ -192,7 +202,7 @@ sys.exit(1)
 def test_a_rank_that_fails_starts_again_in_place_until_it_says_that_it_is_a_mistake(
     launcher_project,
 ):
-    """A single rank has said so itself, right above. When ranks start again is held in test_launcher_stop.py."""
+    """A single rank has said so itself, right above. When ranks start again is held in test_decision.py."""
     (launcher_project / "training.py").write_text(COMMITS_AND_DIES)
     code, output = train(launcher_project, RUN)
     (again,) = [line for line in output.splitlines() if line.startswith("restarts   ")]
@@ -201,86 +211,24 @@ def test_a_rank_that_fails_starts_again_in_place_until_it_says_that_it_is_a_mist
     assert code == 2 and output.splitlines()[-1] == "error: a mistake"
 
 
-def test_it_trains_where_its_reader_is_gone_from_the_start(launcher_project):
-    (launcher_project / "training.py").write_text("open('trained', 'w')")
-    words = ["./1.train.sbatch", RUN, "--use_dummy_dataset=true"]
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = subprocess.run(words, cwd=launcher_project, stdout=writing, stderr=writing, timeout=100)
-    os.close(writing)
-    assert done.returncode == 0 and (launcher_project / "trained").exists()
-
-
-@pytest.mark.slow
-def test_a_folder_for_temporary_files_that_is_not_there_is_no_hindrance(launcher_project, tmp_path):
-    (launcher_project / "training.py").write_text("open('trained', 'w')")
-    words = [RUN, "--use_dummy_dataset=true"]
-    code, output = train(launcher_project, *words, TMPDIR=str(tmp_path / "nowhere"))
-    assert code == 0 and (launcher_project / "trained").exists(), output
-
-
-MISTAKES = {  # what is typed before and behind ./1.train.sbatch: what is said
-    "--save_ckpt_path=/proc/nowhere": "error: save_ckpt_path",
-    "--save_ckpt_path=training.py": "error: save_ckpt_path",
-    "--save_ckpt_path=store": "store is not a run folder (it holds index.json)",
-    "--save_ckpt_path=runs/a --load_ckpt_path=runs/b": "error: runs/b: there is no such",
-    "--save_ckpt_path=runs/a --dataset_path=runs/b": "error: runs/b: no such folder",
-    "--num_stepss=3": "did you mean num_steps",
-    "PROCESSES_PER_NODE=all": "error: PROCESSES_PER_NODE=all: ",
-    "GPUS_PER_NODE=0": "error: GPUS_PER_NODE=0: ",
-    "GPUS_PER_NODE=4 PROCESSES_PER_NODE=2": "mean the same; give one",
-    "MAX_RESTARTS=-1": "error: MAX_RESTARTS=-1: ",
-    "PROFILE=yes": "error: PROFILE=yes: ",
+MISTAKES = {  # what is done to the project, and what is typed: what is said
+    ("mkdir store; touch store/index.json", "--save_ckpt_path=store"): "store is not a run folder",
+    ("true", "--num_stepss=3"): "did you mean num_steps",
+    ("true", "--save_ckpt_path=training.py"): "error: save_ckpt_path",
+    ("rm .venv/.complete", RUN): "make it again: ./0.create_env.sh",
+    ("echo a==1 >> requirements/cpu.txt", RUN): "run ./0.create_env.sh",
 }
 
 
-@pytest.mark.parametrize("given", MISTAKES)
-def test_mistakes_are_told_in_a_line_or_two(launcher_project, given):
-    (launcher_project / "store").mkdir()
-    (launcher_project / "store/index.json").touch()
-    settings = [word for word in given.split() if word.startswith("--")]
-    environment = dict(word.split("=") for word in given.split() if word not in settings)
-    code, output = train(launcher_project, *settings, **environment)
+@pytest.mark.parametrize("done, typed", MISTAKES)
+def test_mistakes_are_told_in_a_line_or_two(launcher_project, done, typed):
+    """Before anything is made. test_host.py and tests/verbs/test_at_once.py hold which there are."""
+    subprocess.run(done, shell=True, check=True, cwd=launcher_project)
+    before = sorted(launcher_project.iterdir())
+    code, output = train(launcher_project, typed)
     assert code == 2, output
-    assert MISTAKES[given] in output and len(output.splitlines()) <= 2
-    assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
-    assert [path.name for path in (launcher_project / "store").iterdir()] == ["index.json"]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "rm -r .venv",
-        "rm .venv/.complete",
-        "rm .venv/bin/python",
-        "echo surprise==1 >> requirements/cpu.txt",
-    ],
-)
-def test_without_a_whole_venv_the_remedy_is_named(launcher_project, damage):
-    subprocess.run(damage, shell=True, check=True, cwd=launcher_project)
-    code, output = train(launcher_project, RUN)
-    assert code == 2 and len(output.splitlines()) <= 2
-    last = output.splitlines()[-1]
-    assert last.startswith("error: ") and "./0.create_env.sh" in last
-
-
-@pytest.mark.slow
-def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, tmp_path):
-    (tmp_path / "my.yaml").write_text("save_ckpt_path: runs/a\nnum_steps: 2\n")
-    process = launch(launcher_project, "--config=my.yaml", RUN, "--num_steps=2", cwd=tmp_path)
-    code, output = finish(process)
-    assert code == 0, output
-    (start,) = starts(tmp_path / "runs/a")
-    assert start["cwd"] == str(tmp_path)
-    made = tmp_path / "data/builtin"
-    assert (made / "asked").read_text() == "builtin data/builtin"
-    assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
-
-
-def test_what_it_says_at_the_end_fits_a_terminal(capfd):
-    local_training.show_demo("true")
-    rows = capfd.readouterr().out.splitlines()
-    assert len(rows) > 5 and all(len(row) < 80 for row in rows), rows
+    assert MISTAKES[done, typed] in output and len(output.splitlines()) <= 2
+    assert sorted(launcher_project.iterdir()) == before
 
 
 def states(project):

@@ -11,76 +11,38 @@ from tests.support.projects import edit
 NETWORK = ("FI_", "NCCL_", "RDMAV_", "EFA_COUNT")
 
 
-def network_environment(project, devices, tmp_path, **given):
-    """The variables that a command finds on a node with `devices`: name -> driver."""
-    for name, driver in devices.items():
+GPU = "GPU 0: NVIDIA A10G (UUID: GPU-1)\n"
+IN_A_JOB = {"SLURM_JOB_ID": "1"}
+SOCKETS = {"NCCL_SOCKET_IFNAME": "^docker,lo,veth"}
+EFA = {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0", "FI_EFA_SET_CUDA_SYNC_MEMOPS": "0"}
+OWN = {"NCCL_SOCKET_IFNAME": "eth1", "FI_EFA_USE_HUGE_PAGE": "1"}
+NODES = {  # the drivers of its network devices, what nvidia-smi says, what is set: what a command finds
+    "EFA": (["efa"] * 4, "", IN_A_JOB, {"EFA_COUNT": "4"} | SOCKETS | EFA),
+    "InfiniBand and NVLink": (["mlx5_core"], GPU + "\t Link 0: 26.562 GB/s", IN_A_JOB, SOCKETS),
+    "no NVLink": (["mlx5_core"], GPU, IN_A_JOB, {"NCCL_SHM_USE_CUDA_MEMCPY": "1"} | SOCKETS),
+    "a laptop, which may have its loopback interface alone": ([], "", {}, {}),
+    "what the user has set": (["efa"], "", IN_A_JOB | OWN, {"EFA_COUNT": "1"} | EFA | OWN),
+}
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_node_gets_the_settings_of_its_devices_and_no_obsolete_ones(project, tmp_path, node):
+    """Copy engines for NCCL's shared memory only if GPUs have no link to each other."""
+    drivers, said, given, expected = NODES[node]
+    for number, driver in enumerate(drivers):
         (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "class" / name / "device").mkdir(parents=True)
-        (tmp_path / "class" / name / "device/driver").symlink_to(tmp_path / "drivers" / driver)
+        (tmp_path / f"class/{number}/device").mkdir(parents=True)
+        (tmp_path / f"class/{number}/device/driver").symlink_to(tmp_path / "drivers" / driver)
+    smi = f"echo '{said}'" if said else "exit 9"
+    write_program(tmp_path / "bin/nvidia-smi", f"#!/bin/sh\n{smi}\n")
     script = write_program(tmp_path / "1.train.sbatch", (project / "1.train.sbatch").read_text())
     edit(script, "EFA_FOLDER=/sys/class/infiniband ", f"EFA_FOLDER={tmp_path}/class ")
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith((*NETWORK, "SLURM"))
-    }
-    on_node = {**clean, **given, "MAMBA_TRAIN_NODE": "1"}
-    done = subprocess.run([script, "env"], env=on_node, capture_output=True, text=True, check=True)
-    pairs = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-    return {name: value for name, value in pairs.items() if name.startswith(NETWORK)}
-
-
-@pytest.mark.parametrize("count", [4, 32, 16])
-def test_efa_nodes_get_efa_settings_and_no_obsolete_ones(project, tmp_path, count):
-    found = network_environment(
-        project, {f"rdmap{i}s0": "efa" for i in range(count)}, tmp_path, SLURM_JOB_ID="1"
-    )
-    assert found == {
-        "EFA_COUNT": str(count),
-        "FI_PROVIDER": "efa",
-        "FI_EFA_USE_HUGE_PAGE": "0",
-        "FI_EFA_SET_CUDA_SYNC_MEMOPS": "0",
-        "NCCL_SOCKET_IFNAME": "^docker,lo,veth",
-    }
-
-
-GPU = "GPU 0: NVIDIA A10G (UUID: GPU-1)\n"
-
-
-@pytest.mark.parametrize(
-    "said, expected",
-    [
-        (None, {}),
-        (GPU + "\t Link 0: 26.562 GB/s", {}),
-        (GPU, {"NCCL_SHM_USE_CUDA_MEMCPY": "1"}),
-    ],
-    ids=["no GPU", "InfiniBand and NVLink", "no NVLink"],
-)
-def test_nodes_without_efa_get_no_libfabric_setting(project, tmp_path, said, expected):
-    """And copy engines for NCCL's shared memory only where GPUs have no link to each other."""
-    body = "exit 9" if said is None else f"echo '{said}'"
-    write_program(tmp_path / "nvidia-smi", f"#!/bin/sh\n{body}")
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    devices = {"mlx5_0": "mlx5_core"} if said else {}
-    found = network_environment(project, devices, tmp_path, SLURM_JOB_ID="1", PATH=path)
-    assert found == {"EFA_COUNT": "0", "NCCL_SOCKET_IFNAME": "^docker,lo,veth"} | expected
-
-
-def test_one_machine_alone_keeps_its_loopback_interface(project, tmp_path):
-    """A laptop without a network has no other."""
-    assert "NCCL_SOCKET_IFNAME" not in network_environment(project, {}, tmp_path)
-
-
-def test_what_the_user_has_set_stays(project, tmp_path):
-    found = network_environment(
-        project,
-        {"efa_0": "efa"},
-        tmp_path,
-        SLURM_JOB_ID="1",
-        NCCL_SOCKET_IFNAME="eth1",
-        FI_EFA_USE_HUGE_PAGE="1",
-    )
-    assert found["NCCL_SOCKET_IFNAME"] == "eth1" and found["FI_EFA_USE_HUGE_PAGE"] == "1"
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    on_node = {"PATH": path, "MAMBA_TRAIN_NODE": "1", **given}
+    said = subprocess.check_output([script, "env"], env=on_node, text=True)
+    pairs = dict(line.split("=", 1) for line in said.splitlines())
+    found = {name: value for name, value in pairs.items() if name.startswith(NETWORK)}
+    assert found == {"EFA_COUNT": "0"} | expected
 
 
 def test_a_command_that_a_node_lacks_is_named(project):

@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import threading
 from dataclasses import asdict, replace
 
@@ -15,7 +16,7 @@ from torch.distributed import DistNetworkError
 from mamba_fsdp.launch import agent, node
 from mamba_fsdp.launch.decision import Outcome
 from mamba_fsdp.launch.failures import Failure, first_failure
-from mamba_fsdp.launch.machine import node_name, set_environment
+from mamba_fsdp.launch.machine import node_name, processes_per_node, set_environment
 from mamba_fsdp.run import names
 from mamba_fsdp.run.records import ELSEWHERE, write_status
 from tests.support.processes import finish, wait_until
@@ -37,7 +38,6 @@ def say_and_connect(*given, **named):
     return connect(*given, **named)
 c10d_rendezvous_backend.TCPStore = say_and_connect
 """
-pytestmark = pytest.mark.torch22
 
 
 @pytest.fixture
@@ -72,6 +72,7 @@ def start_node(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.torch22
 def test_ranks_that_are_asked_to_stop_have_the_time_they_need(start_node):
     """By itself torchrun kills them after 30 s, and SIGUSR1 ends it at once."""
     environment = {"PROCESSES_PER_NODE": "2", "FAKE_COMMIT_SECONDS": "1"}
@@ -109,6 +110,7 @@ def test_sigterm_while_it_looks_for_other_nodes_is_quiet(start_node):
 
 
 @pytest.mark.slow
+@pytest.mark.torch22
 def test_a_node_that_never_meets_the_first_one_says_so(start_node):
     """As in Kubernetes, where the first node has a fixed number."""
     words = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--rdzv-conf=timeout=1"]
@@ -119,58 +121,118 @@ def test_a_node_that_never_meets_the_first_one_says_so(start_node):
     assert "Traceback" not in output, "torch prints lines of its own"
 
 
-FAILURE = Failure("a", rank=3, exit_code=1, was_killed=False, time=2.0, reason="Error: no more")
+FAILURE = Failure("a", rank=3, exit_code=74, was_killed=False, time=2.0, reason="Error: no more")
 
 
-@pytest.mark.parametrize("name", ["77.0", node.NO_ID])
-def test_what_an_earlier_start_has_left_is_forgotten(tmp_path, capsys, name):
+@pytest.mark.parametrize(
+    "name, stays, said",
+    [
+        ("77.0", [names.RESOLVED], "restarts   the ranks after the loss of a node\n"),
+        (node.NO_ID, [], ""),
+    ],
+)
+def test_what_an_earlier_start_has_left_is_forgotten(
+    tmp_path, capsys, monkeypatch, name, stays, said
+):
     """With a number: Slurm has started the step again, for a node that went, because of which others failed. Without one,
-    any start may have left it, also one of another version."""
+    any start may have left it, also one of another version. The first node alone does so."""
     folder = tmp_path / name
     folder.mkdir()
     for left in ("a.json", names.OUTCOME, names.RESOLVED):
         (folder / left).write_text('{"of": "another version"}')
+    monkeypatch.setenv("SLURM_NODEID", "1")
     node.forget_earlier_start(folder)
-    replaced = "" if name == node.NO_ID else "restarts   the ranks after the loss of a node\n"
-    assert capsys.readouterr().out == replaced
-    stays = [] if name == node.NO_ID else [names.RESOLVED]
+    assert len(list(folder.iterdir())) == 3
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    node.forget_earlier_start(folder)
+    assert capsys.readouterr().out == said
     assert [path.name for path in folder.glob("*")] == stays
     node.forget_earlier_start(folder)
     assert not capsys.readouterr().out
 
 
-def test_the_outcome_names_the_rank_that_failed_first(tmp_path, capsys):
-    """A run that was asked to stop has stopped, whatever became of its ranks. What can't be put on record is printed."""
-    text = "rank 3 on a failed first.\nError: no more\n"
-    for status in ("unknown", "stopped"):
-        outcome = node.outcome_of(tmp_path, tmp_path / "77.0", FAILURE, has_own_words=False)
-        stop_file = status == "stopped"
-        assert outcome == Outcome(status, 1, "rank 3 on a: Error: no more", stop_file, text)
-        (tmp_path / "STOP").touch()
-    assert node.publish_outcome(tmp_path, outcome, FAILURE) == 1
+FIRST = "rank 3 on a failed first.\nError: no more\n"
+MEANWHILE = "error: not started again, since the file STOP asked the run to end, and a rank failed meanwhile\n"
+SUMMARY = "rank 3 on a: Error: no more"
+OUTCOMES = {  # the status, why, whether a rank failed and there is a file STOP: what is left; and without a job, the code
+    ("finished", "", False, False): (Outcome("finished"), 0),
+    ("stopped", "STOP file", False, True): (Outcome("stopped", stop_file=True), 0),
+    ("stopped", "enough of it", False, False): (Outcome("stopped", stop_file=True), 0),
+    ("stopped", "SIGTERM", False, False): (Outcome("stopped"), 143),
+    ("stopped", ELSEWHERE, False, False): (Outcome("stopped"), 143),
+    ("running", "", True, False): (Outcome("failed", 74, SUMMARY, False, FIRST), 74),
+    ("running", "", True, True): (Outcome("stopped", 74, SUMMARY, True, FIRST), 2),
+}
+
+
+@pytest.mark.parametrize("found", OUTCOMES)
+def test_how_the_training_ended(tmp_path, capsys, found):
+    """A node that shuts down sends SIGTERM to its launcher, and the job has to go on elsewhere: without a job each node
+    says how it ended by its exit code. No start may forget STOP."""
+    status, reason, has_failed, is_asked = found
+    outcome, code = OUTCOMES[found]
+    write_status(tmp_path, status, 3, reason)
+    if is_asked:
+        (tmp_path / names.STOP).touch()
+    failure = FAILURE if has_failed else None
+    seen = node.outcome_of(tmp_path, tmp_path / "starts/77.0", failure, has_own_words=False)
+    assert seen == outcome
+    assert node.print_outcome(outcome) == code
+    assert capsys.readouterr().err == outcome.error + (MEANWHILE if code == 2 else "")
+
+
+def test_a_rank_has_said_itself_what_was_not_a_kill_and_a_stop_may_be_its_starts_own(tmp_path):
+    folder = tmp_path / "77.0"
+    folder.mkdir()
+    (folder / names.STOP).touch()
+    said = node.outcome_of(tmp_path, folder, FAILURE, has_own_words=True)
+    assert (said.status, said.stop_file, said.error) == ("stopped", False, "")
+    killed = replace(FAILURE, was_killed=True)
+    assert node.outcome_of(tmp_path, folder, killed, has_own_words=True).error == FIRST
+
+
+def test_an_outcome_that_cannot_be_put_on_record_is_printed(tmp_path, capsys):
+    outcome = Outcome("failed", 74, error=FIRST)
+    assert node.publish_outcome(tmp_path, outcome, FAILURE) == 74
     assert Outcome(**json.loads((tmp_path / names.OUTCOME).read_text())) == outcome
-    nowhere = tmp_path / "STOP/is a file"
-    assert node.publish_outcome(nowhere, outcome, FAILURE) == 1
+    nowhere = tmp_path / names.OUTCOME / "is a file"
     said = f"error: {nowhere}/{names.OUTCOME} can't be written\n"
-    assert capsys.readouterr().err == said + text
+    assert node.publish_outcome(nowhere, outcome, FAILURE) == 74
+    assert capsys.readouterr().err == said + FIRST
     assert node.publish_outcome(nowhere, Outcome("finished"), None) == 74, "the others wait"
     assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(
-    "reason, by_file",
-    [
-        ("STOP file", True),
-        ("enough of it", True),
-        ("SIGTERM", False),
-        (ELSEWHERE, False),
-    ],
+    "given, ranks",
+    [("3", 3), ("auto", 1), ("", 1)],
 )
-def test_a_stop_that_a_signal_asked_for_is_told_from_one_by_a_file(tmp_path, reason, by_file):
-    """A node that shuts down sends SIGTERM to its launcher, and the job has to go on elsewhere."""
-    write_status(tmp_path, "stopped", 5, reason)
-    outcome = node.outcome_of(tmp_path, tmp_path / "77.0", None, has_own_words=False)
-    assert outcome == Outcome("stopped", 0, stop_file=by_file)
+def test_ranks_of_a_node(monkeypatch, given, ranks):
+    """As numProcPerNode of a TrainJob says, which is `auto` on a node with GPUs, unless PROCESSES_PER_NODE does."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", given)
+    assert processes_per_node() == ranks
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("PROCESSES_PER_NODE", "2")
+    assert processes_per_node() == 2
+
+
+CODES = {"": (0, 1, 2, 74, 137, 143), "129": (0, 129, 2, 129, 137, 143)}
+
+
+@pytest.mark.parametrize("restart", CODES)
+def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch, capsys, restart):
+    """From 128 on; the smaller ones of accidents and of storage become one that is set. A mistake stays one."""
+    if restart:
+        monkeypatch.setenv("RESTART_EXIT_CODE", restart)
+    ends = iter(CODES[""])
+    monkeypatch.setattr(node, "main", lambda *_: next(ends))
+    assert tuple(node.start(["run"]) for _ in CODES[""]) == CODES[restart]
+    assert node.start(["run"]) == (129 if restart else 1), "an accident of the launcher itself"
+    assert " failed: StopIteration: " in capsys.readouterr().err
+    monkeypatch.setenv("RESTART_EXIT_CODE", "256")
+    assert node.start(["run"]) == 2
+    assert capsys.readouterr().err.endswith("_CODE=256: expected 1 to 255\n")
 
 
 def test_the_other_launchers_end_after_the_first(tmp_path, monkeypatch):
@@ -184,9 +246,12 @@ def test_the_other_launchers_end_after_the_first(tmp_path, monkeypatch):
 
 def test_a_node_that_has_no_ranks_yet_is_named():
     """After the words `restarts   the ranks after the loss of`."""
-    assert Failure.of_node("error: no more").summary() == f"{node_name()}: error: no more"
+    failure = Failure.of_node("error: no more")
+    assert failure.summary() == f"{node_name()}: error: no more"
+    assert failure.text() == "error: no more\n"
 
 
+@pytest.mark.torch22
 def test_an_agent_whose_first_node_has_gone_says_it_in_a_line(monkeypatch):
     def lose_store(*_):
         raise DistNetworkError("Failed to recv, got 0 bytes\nException raised from recvBytes")
@@ -212,56 +277,61 @@ def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     assert first_failure(tmp_path) == killed
 
 
-def test_the_users_own_environment_stays(monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "mine", "PROCESSES_PER_NODE": "1"})
-    set_environment(tmp_path / "runs/a", tmp_path, "localhost")
-    found = os.environ
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path):
+    """environment(**given) -> that of the ranks of a launcher with this one."""
+
+    def of(**given):
+        monkeypatch.setattr(os, "environ", given)
+        set_environment(tmp_path / "runs/a", tmp_path, "localhost")
+        return os.environ
+
+    return of
+
+
+def test_ranks_find_caches_that_outlive_the_job_and_what_is_the_users_own_stays(
+    environment, tmp_path
+):
+    found = environment(GLOO_SOCKET_IFNAME="mine", PROCESSES_PER_NODE="1")
     assert found["GLOO_SOCKET_IFNAME"] == "mine" and "OMP_NUM_THREADS" not in found
     assert found["TRITON_CACHE_DIR"] == str(tmp_path / "runs/.cache/triton")
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "runs/.cache/inductor")
+    assert found["TMPDIR"] == str(tmp_path) and found["LAUNCHER_PID"] == str(os.getpid())
+    many = environment(PROCESSES_PER_NODE="2")
+    threads = len(os.sched_getaffinity(0)) // 2
+    assert many["OMP_NUM_THREADS"] == str(max(1, threads))
 
 
-def test_the_image_leaves_the_launchers_choices_to_it(monkeypatch, tmp_path, project):
+def test_the_image_leaves_the_launchers_choices_to_it(environment, project):
     """What the image's ENV sets would count as the user's own: a cache in /tmp, for one, ends with the job."""
-    monkeypatch.setattr(os, "environ", {})
-    set_environment(tmp_path / "runs/a", tmp_path, "")
+    found = environment()
     (block,) = re.findall(r"^ENV ((?:.*\\\n)*.*)$", (project / "Dockerfile").read_text(), re.M)
     in_image = dict(re.findall(r"(\w+)=(\S+)", block))
-    assert "LNAME" in in_image and "TORCHINDUCTOR_CACHE_DIR" in os.environ
-    assert not in_image.keys() & (os.environ.keys() - {"TRITON_CACHE_MANAGER"})
+    assert "LNAME" in in_image
+    assert not in_image.keys() & (found.keys() - {"TRITON_CACHE_MANAGER"})
 
 
-@pytest.mark.parametrize("own", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_memory_in_segments_that_grow(monkeypatch, tmp_path, own):
+@pytest.mark.parametrize("own", ALLOCATOR)
+def test_memory_in_segments_that_grow(environment, own):
     """Unless the user has settings of the allocator, by either name."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    monkeypatch.setattr(os, "environ", {own: "mine"} if own else {})
-    set_environment(tmp_path / "runs/a", tmp_path, "")
-    found = {name: os.environ.get(name) for name in names}
-    if own:
-        assert found == dict.fromkeys(names) | {own: "mine"}
-    else:
-        assert found == dict.fromkeys(names, "expandable_segments:True")
+    found = environment()
+    assert [found[name] for name in ALLOCATOR] == ["expandable_segments:True"] * 2
+    found = environment(**{own: "mine"})
+    assert [found[name] for name in ALLOCATOR if name in found] == ["mine"]
 
 
-@pytest.mark.parametrize(
-    "given, expected",
-    [
-        ({}, "triton.runtime.rank0_cache:Rank0CacheManager"),
-        ({"TRITON_CACHE_MANAGER": "my:Own"}, "my:Own"),
-    ],
-)
 def test_the_rank0_cache_writer_is_used_where_the_environment_has_it(
-    monkeypatch, tmp_path, project, given, expected
+    environment, monkeypatch, tmp_path, project
 ):
     """Triton 3.4 and newer have to be told, and in a .venv there is no image that does."""
     for name in ("triton/__init__.py", "triton/runtime/rank0_cache.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "triton", raising=False)
-    monkeypatch.setattr(os, "environ", {"PROCESSES_PER_NODE": "1", **given})
-    set_environment(tmp_path / "runs/a", tmp_path, "")
-    assert os.environ["TRITON_CACHE_MANAGER"] == expected
-    if not given:
-        assert f'"{expected}"' in (project / "patches/apply.py").read_text()
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    ours = environment()["TRITON_CACHE_MANAGER"]
+    assert f'"{ours}"' in (project / "patches/apply.py").read_text()
+    assert environment(TRITON_CACHE_MANAGER="my:Own")["TRITON_CACHE_MANAGER"] == "my:Own"

@@ -1,12 +1,10 @@
 """./1.train.sbatch and the real training program: where its window and its reader go away, and killed."""
 
 import contextlib
-import itertools
 import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ import pytest
 
 from mamba_fsdp.run import records
 from tests.support.corpora import write_store
-from tests.support.processes import PATIENCE_SECONDS, wait_until
+from tests.support.processes import wait_until
 from tests.support.projects import make_project, make_venv, trace_resolutions
 from tests.support.tiny import TINY, as_words
 
@@ -79,24 +77,37 @@ def command(project):
     return lambda steps: ["./1.train.sbatch", *as_words(SETTINGS | {"num_steps": steps})]
 
 
-def wait_for_steps(run, count):
-    metrics = run / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= count)
+@pytest.fixture
+def start(project, command, tmp_path):
+    """start(*words, **environment) -> a launcher of two ranks that trains, whose temporary files lie in tmp_path/scratch
+    and whose words in tmp_path/log."""
+
+    def start(*words, **environment):
+        clear(project)
+        (tmp_path / "scratch").mkdir()
+        more = {"PROCESSES_PER_NODE": "2", "TMPDIR": str(tmp_path / "scratch"), **environment}
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen(
+                [*command(100_000), *words],
+                cwd=project,
+                env={**os.environ, **more},
+                stdout=log,
+                stderr=log,
+            )
+        metrics = project / "run/metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 6)
+        return process
+
+    return start
 
 
-def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, command, tmp_path):
+def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, start, tmp_path):
     """Nor is the run shown as running. A launch resolves its settings once: the ranks read what it came to."""
-    environment = {"PROCESSES_PER_NODE": "2", "TMPDIR": str(tmp_path)}
-    words = [*command(100_000), "--checkpoint_interval=5"]
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(
-            words, cwd=project, env={**os.environ, **environment}, stdout=log, stderr=log
-        )
-    wait_for_steps(project / "run", 10)
+    process = start("--checkpoint_interval=5")
     make_spin(project, 1)
     process.send_signal(signal.SIGINT)
     wait_until(lambda: list(project.glob("run/starts/*/STOP")))
-    os.kill(tree_of(tmp_path)["rank 0"], signal.SIGKILL)
+    os.kill(tree_of(tmp_path / "scratch")["rank 0"], signal.SIGKILL)
     assert process.wait(400) == 128 + signal.SIGKILL
     said = (tmp_path / "log").read_text()
     assert "fsdp on 2 x cpu" in said and "restarts   the ranks" not in said, said
@@ -109,16 +120,10 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
     assert len((project / "resolutions").read_text().splitlines()) == 1
 
 
-def test_a_rank_that_waits_for_one_that_stands_still_says_so(project, command, tmp_path):
+def test_a_rank_that_waits_for_one_that_stands_still_says_so(start, tmp_path):
     """In a sentence of the watchdog's, before the collective ends in an error of gloo's."""
-    environment = {"PROCESSES_PER_NODE": "2", "MAX_RESTARTS": "0", "TMPDIR": str(tmp_path)}
-    words = [*command(100_000), "--timeout_minutes=0.1"]
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(
-            words, cwd=project, env={**os.environ, **environment}, stdout=log, stderr=log
-        )
-    wait_for_steps(project / "run", 3)
-    os.kill(tree_of(tmp_path)["rank 1"], signal.SIGSTOP)
+    process = start("--timeout_minutes=0.1", MAX_RESTARTS="0")
+    os.kill(tree_of(tmp_path / "scratch")["rank 1"], signal.SIGSTOP)
     assert process.wait(400) == 1
     said = (tmp_path / "log").read_text()
     assert "Traceback" not in said
@@ -159,40 +164,27 @@ def shared_memory_of(tree):
     return set(re.findall(r"/dev/shm/\S+", maps))
 
 
-def test_kill_9_of_any_process_leaves_nothing(project, command, tmp_path):
+@pytest.mark.parametrize("number", range(KILLS))
+def test_kill_9_of_any_process_leaves_nothing(project, start, tmp_path, number):
     """No process, nothing in TMPDIR or /dev/shm, also where a rank hangs. KILLS=60 kills each process in each state of
-    another rank five times, and `pytest -s` shows how long it took until nothing was left."""
-    for number, victim, hang in zip(range(KILLS), itertools.cycle(VICTIMS), itertools.cycle(HANGS)):
-        scratch = tmp_path / f"scratch{number}"
-        scratch.mkdir()
-        clear(project)
-        environment = {"PROCESSES_PER_NODE": "2", "MAX_RESTARTS": "0", "TMPDIR": str(scratch)}
-        with open(tmp_path / "log", "w") as log:
-            process = subprocess.Popen(
-                command(100_000),
-                cwd=project,
-                env={**os.environ, **environment},
-                stdout=log,
-                stderr=log,
-            )
-        wait_for_steps(project / "run", 3)
-        tree = {**tree_of(scratch), "the script": process.pid}
-        assert {*VICTIMS} <= tree.keys() and list(scratch.iterdir())
-        shared = shared_memory_of(tree)
-        hung = "rank 1" if victim == "rank 0" else "rank 0"
-        if hang == "stands still":
-            os.kill(tree[hung], signal.SIGSTOP)
-        elif hang == "spins":
-            make_spin(project, hung[-1])
-        os.kill(tree[victim], signal.SIGKILL)
-        began = time.monotonic()
-        process.wait(400)
-        while tree_of(scratch) or list(scratch.iterdir()):
-            if time.monotonic() > began + PATIENCE_SECONDS:
-                left = tree_of(scratch)
-                for pid in left.values():
-                    os.kill(pid, signal.SIGKILL)
-                raise AssertionError(f"{victim} killed, {hung} {hang or 'trains'}: {left}")
-            time.sleep(0.05)
-        print(f"{victim} killed, {hung} {hang or 'trains'}: {time.monotonic() - began:.1f} s")
-        assert not [path for path in shared if os.path.exists(path)]
+    another rank five times."""
+    victim = VICTIMS[number % len(VICTIMS)]
+    hang = HANGS[number % len(HANGS)]
+    process = start(MAX_RESTARTS="0")
+    scratch = tmp_path / "scratch"
+    tree = {**tree_of(scratch), "the script": process.pid}
+    assert {*VICTIMS} <= tree.keys() and list(scratch.iterdir())
+    shared = shared_memory_of(tree)
+    hung = "rank 1" if victim == "rank 0" else "rank 0"
+    if hang == "stands still":
+        os.kill(tree[hung], signal.SIGSTOP)
+    elif hang == "spins":
+        make_spin(project, hung[-1])
+    os.kill(tree[victim], signal.SIGKILL)
+    process.wait(400)
+    try:
+        wait_until(lambda: not tree_of(scratch) and not list(scratch.iterdir()))
+    finally:
+        for pid in tree_of(scratch).values():
+            os.kill(pid, signal.SIGKILL)
+    assert not [path for path in shared if os.path.exists(path)]

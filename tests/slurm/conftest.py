@@ -1,4 +1,4 @@
-"""A throw-away Slurm with a project in it, for tests that submit the project's own launcher."""
+"""A throw-away Slurm of six nodes, for tests that submit the project's own launcher."""
 
 import os
 import sys
@@ -7,6 +7,12 @@ import pytest
 
 from tests.support import cluster as slurm
 from tests.support import projects
+
+CONFIG = """PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=gpus Nodes=node[4-6] State=UP
+PartitionName=urgent Nodes=node[1-3] PriorityTier=10 State=UP
+PartitionName=low Nodes=node[1-3] PriorityTier=1 GraceTime=400 PreemptMode=REQUEUE State=UP"""
 
 
 @pytest.fixture
@@ -18,23 +24,23 @@ def slurm_project(tmp_path):
     return project
 
 
-@pytest.fixture
-def start_cluster(tmp_path):
-    """start_cluster(nodes=2, gpus=0, extra_config="") -> a running Cluster, ended after the test."""
+@pytest.fixture(scope="module")
+def started_cluster(tmp_path_factory):
+    """Three nodes, and behind them three with GPUs, one of these unlike the others."""
     reason = slurm.missing()
     if reason:
         pytest.skip(reason)
-    running = []
+    python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
+    shared = [tmp_path_factory.getbasetemp(), sys.prefix, python]
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm.Cluster(
+        folder, gpus=[0, 0, 0, 2, 2, 4], shared=shared, extra_config=CONFIG
+    ) as cluster:
+        yield cluster
 
-    def start(**options):
-        shared = [
-            tmp_path,
-            sys.prefix,
-            os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))),
-        ]
-        running.append(slurm.Cluster(tmp_path / "slurm", shared=shared, **options).__enter__())
-        return running[-1]
 
-    yield start
-    for cluster in running:
-        cluster.__exit__()
+@pytest.fixture
+def cluster(started_cluster):
+    """The cluster, all of whose nodes are idle before the next test."""
+    yield started_cluster
+    started_cluster.reset()

@@ -118,19 +118,13 @@ class Builder:
     def make_cuda(self):
         """That Debian with a CUDA compiler, and git that finds the kernels' sources in it: localhost/cuda.
 
-        The sources are tiny stand-ins, or the real ones where KERNEL_SOURCES names a folder with clones of both
-        repositories (compiling those takes most of an hour on two cores).
+        The sources are tiny stand-ins: compiling the real ones takes most of an hour on two cores.
         """
         base = self.folder / "cuda"
         base.mkdir()
         (base / "Dockerfile").write_text(CUDA)
         wheels = ["nvidia-cuda-nvcc-cu12==12.4.131", "nvidia-cuda-runtime-cu12==12.4.127"]
-        if "KERNEL_SOURCES" in os.environ:
-            shutil.copytree(os.environ["KERNEL_SOURCES"], base / "sources")
-            wheels += ["nvidia-cuda-cccl-cu12==12.4.127.post1", "nvidia-cublas-cu12==12.1.3.1"]
-            wheels += ["nvidia-cusparse-cu12==12.1.0.106", "nvidia-cusolver-cu12==11.4.5.107"]
-        else:
-            write_sources(base / "sources")
+        write_sources(base / "sources")
         pip = [sys.executable, *"-m pip download -q --no-deps -d".split()]
         fetched([*pip, base / "wheels", *wheels])
         lay_out_headers(base / "wheels", base / "cuda")

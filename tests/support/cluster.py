@@ -30,15 +30,16 @@ def missing():
 
 
 class Cluster:
-    """Use as context manager. Nodes are called node1, node2, ...; gpus is how many fake GPUs Slurm finds on each node,
-    or a list of these numbers."""
+    """Use as context manager. Nodes are called node1, node2, ...; gpus: how many fake GPUs Slurm finds on each; the
+    default partition has those without."""
 
-    def __init__(self, folder, nodes=2, gpus=0, shared=(), extra_config=""):
-        self.folder, self.shared = Path(folder), [str(path) for path in (folder, *shared)]
-        self.names = [f"node{i}" for i in range(1, nodes + 1)]
+    def __init__(self, folder, gpus=(0, 0), shared=(), extra_config=""):
+        self.folder = Path(folder)
+        self.shared = [str(path) for path in (folder, *shared)]
+        self.names = [f"node{i}" for i in range(1, len(gpus) + 1)]
         for name in ("etc", "log", "state"):
             (self.folder / name).mkdir(parents=True)
-        self._write_config([gpus] * nodes if isinstance(gpus, int) else gpus, extra_config)
+        self._write_config(gpus, extra_config)
         self.inits = {}  # machine -> pid of its first process, as the outside sees it
 
     def __enter__(self):
@@ -60,17 +61,16 @@ class Cluster:
         etc = self.folder / "etc"
         for i in range(max(gpus)):  # Slurm asks for a character device
             (self.folder / f"gpu{i}").symlink_to("/dev/null")
-        offers = [(name, count) for name, count in zip(self.names, gpus) if count]
-        (etc / "gres.conf").write_text(
-            "".join(
-                f"NodeName={name} Name=gpu File={self.folder}/gpu[0-{count - 1}]\n"
-                for name, count in offers
-            )
-        )
-        node_lines = "\n".join(
-            f"NodeName={name} CPUs=4 RealMemory=8000 {f'Gres=gpu:{count}' if count else ''}"
-            for name, count in zip(self.names, gpus)
-        )
+        offers = ""
+        node_lines = ""
+        for name, count in zip(self.names, gpus):
+            node_lines += f"NodeName={name} CPUs=4 RealMemory=8000"
+            if count:
+                offers += f"NodeName={name} Name=gpu File={self.folder}/gpu[0-{count - 1}]\n"
+                node_lines += f" Gres=gpu:{count}"
+            node_lines += "\n"
+        (etc / "gres.conf").write_text(offers)
+        plain = ",".join(name for name, count in zip(self.names, gpus) if not count)
         hosts = "".join(f"10.66.0.{i} {name}\n" for i, name in enumerate(self.names, 1))
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n10.66.0.254 login\n{hosts}")
         (etc / "slurm.conf").write_text(f"""ClusterName=test
@@ -97,7 +97,8 @@ SelectTypeParameters=CR_CPU
 GresTypes=gpu
 ReturnToService=2
 SlurmdTimeout={PATIENCE_SECONDS}
-KillWait=10
+# A job has as long after a request to end as a slow machine needs.
+KillWait={PATIENCE_SECONDS}
 # How slow a machine may be: Slurm would give messages ten seconds, ...
 MessageTimeout=60
 # ... a job's script ten to start, a killed process a minute to go, ...
@@ -109,7 +110,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 PropagateResourceLimits=NONE
 {node_lines}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes={plain} Default=YES MaxTime=INFINITE State=UP
 {extra}
 """)
         version = subprocess.run(["slurmd", "-V"], capture_output=True, text=True).stdout
@@ -177,6 +178,15 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
     def cut_power(self, name):
         """The node has gone, and Slurm does not know."""
         _kill(self.inits.pop(name))
+
+    def reset(self):
+        """Ends all jobs, and switches on nodes that were lost."""
+        self.run("scancel", "--full", "--signal=KILL", "--user=root", check=False)
+        self.run("scancel", "--user=root", check=False)
+        for name in self.names:
+            if name not in self.inits:
+                self.start_node(name)
+        self.wait_until(lambda: self.idle_nodes() == len(self.names), "all nodes are idle")
 
     def command(self, *words, on="login", cwd=None):
         enter = f"nsenter -t {self.inits[on]} -n -u -m -p".split()

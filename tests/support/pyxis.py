@@ -30,10 +30,12 @@ PYXIS_OPTIONS = {
     "container-env": (0, 15),
 }
 OLDEST_PYXIS = (0, 19)  # HyperPod's
-# Writes its words down, then runs the command as each node would, one after the other. What the container lacks:
-# Slurm's commands, and the folders in HIDDEN unless they are mounted.
+# Writes its words down, then runs the command as each node would, one after the other. The container lacks Slurm's
+# commands. What a test sets in the environment: BROKEN_NODES start no container; PREFLIGHT is the exit code of a preflight
+# that is not made; OUTCOMES are those of the trainings, one after the other, {} of one that is killed; at the command that
+# AT is a part of, SIGNAL reaches the job, and the training then waits for the file STOP, unless OUTCOMES is [].
 SRUN = f'''#!{sys.executable}
-import itertools, json, os, subprocess, sys
+import itertools, json, os, signal, subprocess, sys, time
 from pathlib import Path
 
 words, state = sys.argv[1:], Path(os.environ["STATE"])
@@ -86,25 +88,36 @@ def run(node):
     if code := start_container(node):
         return code
     environment["PATH"] = os.environ["IMAGE_PATH"]
-    hidden = [Path(path) for path in filter(None, os.environ.get("HIDDEN", "").split(":"))
-              if not any(mount == path or path.startswith(mount + "/") or mount.startswith(path + "/")
-                         for mount in mounts)]
-    for path in hidden:
-        path.rename(f"{{path}}.hidden")
-    try:
-        return subprocess.run(command, env=environment, cwd=given.get("container-workdir")).returncode
-    finally:
-        for path in hidden:
-            Path(f"{{path}}.hidden").rename(path)
+    return subprocess.run(command, env=environment, cwd=given.get("container-workdir")).returncode
 
-if "mamba_fsdp.launch.node" in command:
+def train():
+    """The exit code of the training that the outcomes have next."""
     with open(state / "trainings", "a") as file:
         file.write(Path(command[-1].removeprefix("--resolved=")).read_text())
     assert not image or max(map(start_container, nodes)) == 0
     (attempt,) = [word.partition("=")[2] for word in command if word.startswith("--rdzv-id=")]
     folder = Path(command[command.index("mamba_fsdp.launch.node") + 1], "starts", attempt)
-    (folder / "outcome.json").write_text(json.dumps({{"status": "finished", "code": 0}}))
-    sys.exit(0)
+    outcomes = json.loads(os.environ.get("OUTCOMES", '[{{"status": "finished"}}]'))
+    while is_told and not (outcomes and (folder / "STOP").exists()):
+        time.sleep(0.02)
+        if os.getppid() != int(os.environ["JOB_PID"]):  # the job has ended, and Slurm ends its steps
+            return 143
+    count = (state / "trainings").read_text().count("\\n")
+    outcome = outcomes[min(count, len(outcomes)) - 1]
+    if not outcome:
+        return 137
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    return outcome.get("code", 0)
+
+is_told = os.environ.get("AT", "nowhere") in " ".join(command)
+if is_told:
+    os.kill(int(os.environ["JOB_PID"]), signal.Signals["SIG" + os.environ["SIGNAL"]])
+if "mamba_fsdp.launch.node" in command:
+    sys.exit(train())
+if is_told:
+    time.sleep(600)
+if "preflight" in command and "PREFLIGHT" in os.environ:
+    sys.exit(int(os.environ["PREFLIGHT"]))
 if any(word.endswith("keeper.py") for word in command):  # beside the job's other steps, and on all nodes at once
     here = {{node: {{**os.environ, "SLURMD_NODENAME": node}} for node in nodes}}
     keepers = [subprocess.Popen(command, env=here[node], stdin=subprocess.PIPE) for node in nodes]
@@ -117,7 +130,7 @@ if "started:" in words[-1]:
 sys.exit(max(run(node) for node in nodes))
 '''
 JOB = """#!/bin/bash
-export SLURM_JOB_ID=77 SLURM_JOB_NODELIST="node[1-2]" SLURMD_NODENAME=node1
+export SLURM_JOB_ID=77 SLURM_JOB_NODELIST="node[1-2]" SLURMD_NODENAME=node1 JOB_PID=$$
 """
 # Runs a copy of the script, at once.
 SBATCH = (
@@ -139,7 +152,10 @@ exec "$@"
 SCONTROL = """#!/bin/sh
 case "$*" in
 "show hostnames"*) printf "node1\\nnode2\\n" ;;
-"show job 77") printf "   EndTime=2999-01-01T00:00:00\\n   Command=%s --some=words\\n" "$COMMAND" ;;
+"show job 77")
+    echo "   StartTime=${START_TIME:-2000-01-01T00:00:00} EndTime=${END_TIME:-2050-01-01T00:00:00}"
+    echo "   Command=$COMMAND --some=words"
+    ;;
 requeue*) echo "requeued" ;;
 esac
 """
@@ -147,8 +163,11 @@ SQUEUE = """#!/bin/sh
 case "$*" in
 *SUSPENDED*%A*) printf "77\\n78\\n79\\n" ;; # the last is suspended
 *%A*) printf "77\\n78\\n" ;;
-*) echo RUNNING ;;
+*) echo "${JOB_STATE:-RUNNING}" ;;
 esac
+"""
+SINFO = """#!/bin/sh
+echo "${LOST:-}"
 """
 ENROOT = """#!/bin/sh
 case $1 in
@@ -156,6 +175,19 @@ list) ls -1 "$STATE/$SLURMD_NODENAME" ;;
 remove) rmdir "$STATE/$SLURMD_NODENAME/$3" ;;
 esac
 """
+
+
+def option(words, name):
+    """The value of an srun's option --name=VALUE, which must be there once."""
+    (value,) = [word.split("=", 1)[1] for word in words if word.startswith(f"--{name}=")]
+    return value
+
+
+def mounted(words):
+    """The folders that an srun mounts in its container, which are seen under their own names."""
+    pairs = [mount.split(":") for mount in option(words, "container-mounts").split(",")]
+    assert all(source == target for source, target in pairs)
+    return [source for source, _ in pairs]
 
 
 def make_cluster(folder, project):
@@ -179,6 +211,7 @@ def make_cluster(folder, project):
         ("srun", SRUN),
         ("scontrol", SCONTROL),
         ("squeue", SQUEUE),
+        ("sinfo", SINFO),
         ("enroot", ENROOT),
     ):
         write_program(commands / name, text)

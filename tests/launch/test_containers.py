@@ -1,0 +1,128 @@
+"""What a container of Pyxis sees: which folders are mounted, under which names, and what none can have."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from mamba_fsdp.launch import containers
+from mamba_fsdp.launch.containers import is_of_image, nearest_mount
+from mamba_fsdp.launch.host import Mistake
+from tests.support.pyxis import OLDEST_PYXIS, PYXIS_OPTIONS, mounted
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    """options(*paths) -> srun's options for a container in which they are wanted. The project lies in tmp_path."""
+    monkeypatch.setattr(containers, "PROJECT", f"{tmp_path}/the project")
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "")  # it comes back
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    (tmp_path / "the project").mkdir()
+
+    def find(*paths):
+        paths = [str(path) for path in paths]
+        folders = paths + containers.folders_behind_links(paths)
+        return containers.container_options("/images/a.sqsh", "77.0", folders)
+
+    return find
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A folder that lies in no mount of the project."""
+    folder = tmp_path.with_name(f"{tmp_path.name}-disk")
+    folder.mkdir()
+    return folder
+
+
+def make_links(folder, links):
+    for name, target in links.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(target)
+
+
+def test_the_project_is_mounted_once_and_no_image_needs_nothing(options, tmp_path):
+    assert mounted(options(f"{tmp_path}/the project/data")) == [str(tmp_path)]
+    assert mounted(options(tmp_path, f"{tmp_path}/the project")) == [str(tmp_path)]
+    assert containers.container_options("", "77.0", ["/nowhere"]) == []
+
+
+@pytest.mark.parametrize("name", ["a b", "a,b", "a:b", "a$b", "a#b", "a'b", "a\\b"])
+def test_a_name_that_no_mount_can_have_is_covered_by_the_folder_above(
+    options, disk, tmp_path, name
+):
+    """Pyxis 0.24 writes a space as \\040 by itself, 0.20 does not and a shell reads it; a comma ends a mount."""
+    (disk / name / "store").mkdir(parents=True)
+    assert mounted(options(disk / name / "store")) == [str(tmp_path), str(disk)]
+
+
+def test_links_to_many_folders_need_a_name_for_all(options, disk, tmp_path, monkeypatch):
+    """One word of a command holds all mounts, and Linux bounds its length. What lies in a mount needs none of its own."""
+    monkeypatch.setattr(containers, "LONGEST_LIST", 500)
+    for number in range(10):
+        (disk / f"at/{number}").mkdir(parents=True)
+    make_links(tmp_path / "links", {f"{number}": disk / f"at/{number}" for number in range(10)})
+    with pytest.raises(Mistake, match="lead to 11 folders, such as "):
+        options(tmp_path / "links")
+    assert mounted(options(f"{disk}/at/", tmp_path / "links")) == [str(tmp_path), f"{disk}/at/"]
+
+
+def test_links_are_followed_to_their_end_and_hide_nothing_of_the_images(
+    options, disk, tmp_path, capfd
+):
+    """Also a chain of links, one that leads back, and the links of a named link's folder."""
+    for name in ("real", "files", "hop", "end"):
+        (disk / name).mkdir()
+    (disk / "end/x.txt").touch()
+    links = {
+        "named": "real",
+        "real/back": "../named",
+        "real/a": f"{disk}/files",
+        "files/b": "../hop/x.txt",
+        "hop/x.txt": f"{disk}/end/x.txt",
+        "real/python3": "/usr/bin/env",
+        "real/gone": "nowhere/shard",
+    }
+    make_links(disk, links)
+    found = mounted(options(disk / "named"))
+    ends = {str(disk / name) for name in ("named", "real", "files", "hop", "end")}
+    assert set(found) == {str(tmp_path), *ends}
+    warning = capfd.readouterr().out
+    assert warning.startswith("warning: the container can't follow ") and "links: 2" in warning
+    with pytest.raises(Mistake, match=re.escape(f"there is no {disk}/real/gone on")):
+        options(disk / "real/gone")
+    assert f"{disk}/real/gone -> {disk}/real/nowhere/shard" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "path, folder",
+    [("/my data", "/"), ("/opt/my data", "/opt"), ("/usr/bin/", "/usr/bin/"), ("/dev", "/dev")],
+)
+def test_a_folder_of_the_image_is_refused(path, folder):
+    said = f"{path}: the container would need {folder}, which is the image's own"
+    with pytest.raises(Mistake, match=re.escape(said)):
+        nearest_mount(path)
+
+
+def test_a_file_and_what_lies_beside_the_images_folders_can_be_mounted():
+    """Of /opt only what AWS keeps there is the image's."""
+    assert nearest_mount("/usr/bin/env") == "/usr/bin/env"
+    assert is_of_image("/opt/amazon/efa") and is_of_image("/proc/self")
+    assert not is_of_image("/opt/mine") and not is_of_image("/user/me")
+
+
+def test_without_gpus_nvidias_driver_is_not_asked_for(options, monkeypatch):
+    """The image's own variables ask for it, and Enroot fails on a node without NVIDIA's tools."""
+    has_driver = Path("/proc/driver/nvidia").exists()
+    assert ("--container-env=NVIDIA_VISIBLE_DEVICES" in options()) != has_driver
+    assert has_driver or os.environ["NVIDIA_VISIBLE_DEVICES"] == "void"
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert "--container-env=NVIDIA_VISIBLE_DEVICES" not in options()
+
+
+def test_no_option_is_newer_than_the_oldest_pyxis(project):
+    assert max(PYXIS_OPTIONS.values()) <= OLDEST_PYXIS
+    files = ("mamba_fsdp/launch/containers.py", "docs/image.md")
+    text = "".join((project / name).read_text() for name in files)
+    assert set(re.findall(r"--((?:no-)?container-[a-z-]+)", text)) <= PYXIS_OPTIONS.keys()

@@ -1,0 +1,111 @@
+"""What a job finds on the host before anything runs: variables, the image or .venv, and a Python for settings."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mamba_fsdp.launch import host
+from mamba_fsdp.launch.host import Mistake
+from tests.support.processes import write_program
+from tests.support.pyxis import SQUASHFS
+
+REFUSED = {
+    "PROCESSES_PER_NODE=all": "PROCESSES_PER_NODE=all: expected 1 or more",
+    "GPUS_PER_NODE=0": "GPUS_PER_NODE=0: expected 1 or more",
+    "GPUS_PER_NODE=4 PROCESSES_PER_NODE=2": "mean the same; give one",
+    "MAX_RESTARTS=-1": "MAX_RESTARTS=-1: expected a number",
+    "PROFILE=yes": "PROFILE=yes: choose torch or nsys",
+    "FSX_MOUNT=/mnt/lustre:/fsx": "write /mnt/lustre:/mnt/lustre",
+    "DATA_PATH=data": "DATA_PATH or FSX_MOUNT: data: expected the whole path of a",
+    "MOUNTS=my": "MOUNTS, DATA_PATH or FSX_MOUNT: my: expected the whole",
+}
+
+
+def variables(text):
+    return host.read_variables(dict(word.split("=") for word in text.split()))
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_a_variable_that_means_nothing_is_refused(given):
+    with pytest.raises(Mistake, match=re.escape(REFUSED[given])):
+        variables(given)
+
+
+def test_variables_are_read_by_their_own_names_and_by_those_of_aws():
+    assert variables("") == ("", [], "", 3)
+    given = "IMAGE=a.sqsh PROFILE=nsys MAX_RESTARTS=0 GPUS_PER_NODE=1 PROCESSES_PER_NODE=1"
+    assert variables(given) == ("a.sqsh", [], "nsys", 0)
+    mounts = {"MOUNTS": "/a,\n/b", "DATA_PATH": "/c", "FSX_MOUNT": "/d:/d"}
+    assert host.read_mounts(mounts) == ["/a", "/b", "/c", "/d"]
+
+
+@pytest.mark.parametrize("given, ranks", [({}, None), ({"GPUS_PER_NODE": "4"}, "4")])
+def test_a_jobs_python_sees_this_project_and_no_other_packages(monkeypatch, given, ranks):
+    monkeypatch.setattr(os, "environ", {"PYTHONHOME": "/nonsense", **given})
+    host.set_up_python()
+    assert os.environ["PYTHONPATH"] == host.PROJECT and os.environ["PYTHONNOUSERSITE"] == "1"
+    assert "PYTHONHOME" not in os.environ and os.environ.get("PROCESSES_PER_NODE") == ranks
+
+
+@pytest.fixture
+def here(launcher_project, monkeypatch):
+    """The project, as which the host's functions see it."""
+    monkeypatch.setattr(host, "PROJECT", str(launcher_project))
+    return launcher_project
+
+
+ENVIRONMENTS = {  # what is done to a project with a .venv: the image's or .venv's name, or what is said
+    "true": "/.venv",
+    "cp whole.sqsh mamba-train.sqsh": "/mamba-train.sqsh",
+    "export IMAGE=whole.sqsh": "/whole.sqsh",
+    "export IMAGE=old.sqsh": "IMAGE=old.sqsh: there is no such file",
+    "echo PK > zip.sqsh; export IMAGE=zip.sqsh": "zip.sqsh is no squashfs image",
+    "export IMAGE=short.sqsh": "short.sqsh was cut short; copy it again",
+    "head -c 47 whole.sqsh > head.sqsh; export IMAGE=head.sqsh": "head.sqsh was cut short",
+    "rm -r .venv": "there is neither an image",
+    "rm .venv/.complete": "is incomplete; make it again: ./0.create_env.sh",
+    "rm .venv/bin/python": "there is no environment in",
+}
+
+
+@pytest.mark.parametrize("done", ENVIRONMENTS)
+def test_the_image_or_the_environment_that_trains(here, done):
+    (here / "whole.sqsh").write_bytes(SQUASHFS)
+    (here / "short.sqsh").write_bytes(SQUASHFS[:-1])
+    shell = f'{done}; echo "${{IMAGE:-}}"'
+    image = subprocess.check_output(shell, shell=True, cwd=here, text=True).strip()
+    expected = ENVIRONMENTS[done]
+    if not expected.startswith("/"):
+        with pytest.raises(Mistake, match=re.escape(expected)):
+            host.choose_environment(image)
+        return
+    chosen = host.choose_environment(image)
+    assert str(chosen) == f"{here}{expected}"
+    assert chosen.python == ("python3" if chosen.image else f"{here}/.venv/bin/python")
+
+
+def test_an_image_that_its_user_cannot_read_is_said_so(here):
+    with pytest.raises(Mistake, match="can't be read by .*: chmod a.r it"):
+        host.check_image(str(here))
+
+
+@pytest.mark.parametrize("says, found", [("True", "python3"), ("False", None)])
+def test_settings_are_read_by_a_python_that_can(here, monkeypatch, tmp_path, says, found):
+    """The project's own if it is whole, else one with PyYAML that is new enough."""
+    write_program(tmp_path / "commands/python3", f"#!/bin/sh\necho {says}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}/commands:{os.environ['PATH']}")
+    own = here / ".venv/bin/python"
+    assert host.python_for_settings() == str(own)
+    (here / ".venv/.complete").unlink()
+    assert host.python_for_settings() == str(own), "half made, but it has PyYAML"
+    own.unlink()
+    assert host.python_for_settings() == found
+
+
+def test_a_command_that_fails_or_is_not_there_answers_nothing():
+    assert host.answer_of(sys.executable, "-c", "print(1)") == "1\n"
+    assert host.answer_of(sys.executable, "-c", "print(1); raise SystemExit(1)") == ""
+    assert host.answer_of("/nowhere/squeue") == ""

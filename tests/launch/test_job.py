@@ -1,0 +1,347 @@
+"""1.train.sbatch and 2.tokenize.sbatch in a job, on stand-ins of Slurm, Pyxis and Enroot: what these are asked for, and
+how the job ends. When it ends how is decided in test_decision.py; tests/slurm shows it on a real Slurm."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mamba_fsdp.launch.slurm_training import seconds_for_removal
+from tests.support.checkpoints import commit_empty
+from tests.support.corpora import write_store
+from tests.support.processes import run_program, write_program
+from tests.support.pyxis import SQUASHFS, make_cluster, mounted, option
+
+RUN = ["--save_ckpt_path=runs/a", "--use_dummy_dataset=true", "--num_steps=3"]
+
+
+@pytest.fixture
+def cluster(launcher_project, tmp_path):
+    """Two nodes; the project lies in a folder with a space in its name."""
+    return make_cluster(tmp_path / "cluster", launcher_project)
+
+
+@pytest.fixture
+def image(launcher_project):
+    """The image beside the script, in which its jobs run."""
+    (launcher_project / "mamba-train.sqsh").write_bytes(SQUASHFS)
+
+
+def steps_with(asked, *parts):
+    """The words of the steps whose command has these parts."""
+    return [words for words in asked if all(part in " ".join(words) for part in parts)]
+
+
+# ------------------------------------------------------------------------------------------------ how a job ends
+
+FAILED = {"status": "failed", "code": 1, "lost_rank": "rank 1 on node2", "error": "the error\n"}
+KILLED = {}
+AGAIN = "queued again, to resume from start"
+STOPPED = {"status": "stopped"}
+TRAINING = "launch.node"
+
+
+def ranks(*outcomes, **more):
+    """The environment of a job whose trainings end so, one after the other."""
+    return {"OUTCOMES": json.dumps(outcomes), **more}
+
+
+def told(signal, at, state="RUNNING", **more):
+    """The environment of a job that a signal reaches at this command."""
+    return {"SIGNAL": signal, "AT": at, "JOB_STATE": state, **more}
+
+
+def in_seconds(count):
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + count))
+
+
+BY_SLURM = ["ended at start by Slurm or by hand"]
+ENDS = {  # what happens: (how, the job's exit code, its last lines)
+    "all steps are done": (ranks({"status": "finished"}), 0, ["finished: {run}"]),
+    "a rank fails once": (ranks(FAILED, {"status": "finished"}), 0, ["finished: {run}"]),
+    "a node is lost": (
+        ranks(FAILED, LOST="node2"),
+        0,
+        [AGAIN, "error: Slurm has lost node2", "requeued"],
+    ),
+    "a launcher is killed twice": (
+        ranks(KILLED),
+        0,
+        [AGAIN, "error: a launcher was killed by SIGKILL", "requeued"],
+    ),
+    "a mistake that a rank finds": (ranks(FAILED | {"code": 2}), 2, ["not queued", "the error"]),
+    "a node is not fit": ({"PREFLIGHT": "1"}, 0, [AGAIN, "requeued"]),
+    "a mistake that preflight finds": ({"PREFLIGHT": "2"}, 2, ["not queued again"]),
+    "USR1 in preflight": (told("USR1", "report"), 0, [AGAIN, "requeued"]),
+    "TERM in preflight": (told("TERM", "judge", "COMPLETING"), 143, BY_SLURM),
+    "USR1 in training": (told("USR1", TRAINING, **ranks(STOPPED)), 0, [AGAIN, "requeued"]),
+    "TERM in training": (told("TERM", TRAINING, "PENDING", **ranks(STOPPED)), 143, BY_SLURM),
+}
+
+
+@pytest.mark.parametrize("happens", ENDS)
+def test_how_a_job_ends(cluster, image, launcher_project, happens):
+    """Nothing of it stays in the run folder; what the next start has to know does, and no longer."""
+    how, code, last = ENDS[happens]
+    (launcher_project / "logs/restarts_12").touch()  # of a job that was killed
+    done, _, _ = cluster.submit(*RUN, **{"PREFLIGHT": "0", **how})
+    assert done.returncode == code, done.stdout
+    lines = done.stdout.splitlines()[-len(last) :]
+    run = launcher_project / "runs/a"
+    for line, start in zip(lines, last, strict=True):
+        assert line.startswith(start.format(run=run)), done.stdout
+    assert ("restarts   the ranks after the loss of" in done.stdout) == (
+        len(cluster.trainings()) > 1
+    )
+    assert not (run / "starts").exists()
+    counts = [path.name for path in (launcher_project / "logs").iterdir()]
+    assert counts == (["restarts_77"] if "requeued" in last else [])
+
+
+def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(cluster, image):
+    """A job that runs into its limit is over for Slurm; resuming from an older checkpoint is better."""
+    told_late = told("USR1", TRAINING, OUTCOMES="[]", END_TIME=in_seconds(47))
+    done, _, _ = cluster.submit(*RUN, PREFLIGHT="0", **told_late)
+    assert done.returncode == 0 and "45 s before the time limit" in done.stdout, done.stdout
+    assert done.stdout.endswith(f"{AGAIN}\nrequeued\n")
+
+
+def test_a_job_gives_up_after_so_many_starts_from_one_checkpoint(cluster, image, launcher_project):
+    """A start from a newer checkpoint is the first again."""
+    ends = []
+    for restart in range(3):
+        if restart == 1:
+            commit_empty(launcher_project / "runs/a", 5)
+        fails = ranks(FAILED, MAX_RESTARTS="1", SLURM_RESTART_COUNT=str(restart))
+        done, _, _ = cluster.submit(*RUN, PREFLIGHT="0", **fails)
+        ends.append(done.stdout.splitlines()[-1])
+    assert ends == ["requeued", "requeued", "the error"] and done.returncode == 1
+    assert "error: gave up after 1 restarts without a checkpoint newer than step_0" in done.stdout
+
+
+UNFIT = {  # nodes that start no container: (exit code, what is said of it)
+    "node1": (0, "error: the container did not start on node1; see above"),
+    "node1 node2": (2, "error: the container started on no node; see above. If the image is"),
+}
+
+
+@pytest.mark.parametrize("nodes", UNFIT)
+def test_nodes_that_start_no_container(cluster, image, nodes):
+    """One of them may be exchanged, unless this is a check; an image that starts nowhere is damaged."""
+    code, said = UNFIT[nodes]
+    done, _, _ = cluster.submit(*RUN, BROKEN_NODES=nodes)
+    assert done.returncode == code and said in done.stdout, done.stdout
+    assert done.stdout.endswith("requeued\n") == (code == 0)
+    done, _, _ = cluster.submit("--check", *RUN, BROKEN_NODES=nodes)
+    assert done.returncode == (code or 1) and said in done.stdout
+    assert "queued again" not in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------ what is asked for
+
+
+@pytest.mark.slow
+def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_path):
+    """Under nsys, with data behind links that lead out of the project. A folder that is gone, such as what the run began
+    with, needs no mount once there is a checkpoint."""
+    lustre = tmp_path.with_name(f"{tmp_path.name}-lustre")
+    write_store(lustre / "disk", [range(1, 60)] * 9, vocab_size=64, eos=0, tokenizer="none")
+    for name in ("store", "deep", "more"):
+        (lustre / name).mkdir()
+    (lustre / "store/train").symlink_to(lustre / "disk")
+    (lustre / "disk/more").symlink_to(lustre / "deep")
+    (launcher_project / "corpus").symlink_to(lustre / "store")
+    run = tmp_path / "runs/mine"
+    commit_empty(run, 5)
+    words = [f"--save_ckpt_path={run}", "--load_ckpt_path=/nowhere/old", "--num_steps=6"]
+    environment = {"PROFILE": "nsys", "MOUNTS": f"{lustre}/more", "PREFLIGHT": "0"}
+    done, asked, _ = cluster.submit(*words, "--dataset_path=corpus", **environment)
+    assert done.returncode == 0 and done.stdout.endswith(f"finished: {run}\n"), done.stdout
+    for node in ("node1", "node2"):  # Pyxis removes it with the job
+        assert cluster.containers(node) == ["pyxis_77_mamba-train-77.0"]
+    start, *later = steps_with(asked, "--container-image=")
+    assert mounted(start) == [str(tmp_path), f"{lustre}/more"], "what the words name lies there"
+    assert len(later) == 3, "the nodes' reports, their comparison, the training"
+    wanted = [tmp_path, *(lustre / name for name in ("more", "deep", "disk", "store"))]
+    for step in later:
+        assert sorted(mounted(step)) == sorted(map(str, wanted))
+    for step in (start, *later):
+        assert option(step, "container-image") == f"{launcher_project}/mamba-train.sqsh"
+        assert option(step, "container-name") == "mamba-train-77.0:no_exec"
+        assert option(step, "container-workdir") == str(launcher_project)
+        assert "--no-container-mount-home" in step
+    training = later[-1]
+    assert {"--nodes=2", "--kill-on-bad-exit=1", "--wait=60"} <= set(training)
+    profile = f"--output={run}/profile/nsys_77.0_%h"
+    at = training.index(f"{launcher_project}/1.train.sbatch")
+    assert training[at + 1 : at + 5] == ["nsys", "profile", "--trace=cuda,nvtx", profile]
+    at = training.index("mamba_fsdp.launch.node")
+    run_folder, *options = training[at + 1 :]
+    assert run_folder == str(run) and (run / "profile").is_dir()
+    assert {"--nnodes=2", "--rdzv-id=77.0", "--rdzv-endpoint=node1:20077"} <= set(options)
+    assert options[-2:] == ["training.py", f"--resolved={run}/starts/77.0/settings.json"]
+
+
+@pytest.mark.slow
+def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, image, launcher_project):
+    """Bare, in a fresh checkout. Where Pyxis keeps containers the job removes its own and those of ended jobs; torch's
+    profile is a setting."""
+    used = ["pyxis_mamba-train-78.0", "pyxis_mamba-train-79.1", "pyxis_of-someone"]
+    for name in ("pyxis_mamba-train-12.3", *used):
+        (cluster.folder / "state/node2" / name).mkdir()
+    done, asked, unpacked = cluster.submit(SCOPE="global", PROFILE="torch", PREFLIGHT="0")
+    assert done.returncode == 0, done.stdout
+    assert (launcher_project / "data/builtin/asked").read_text() == "builtin data/builtin"
+    assert len(steps_with(asked, f"{launcher_project}/get_dataset.py")) == 1
+    assert sorted(unpacked) == ["node1", "node2"], "each node unpacks the image once"
+    assert len(steps_with(asked, "keeper.py 77.0")) == 1
+    assert cluster.containers("node1") == [] and cluster.containers("node2") == used
+    (training,) = cluster.trainings()
+    assert training["settings"]["report"]["use_profiler"]
+    assert training["settings"]["checkpoint"]["save_ckpt_path"] == "runs/demo"
+
+
+def test_a_check_ends_before_the_training(cluster, launcher_project):
+    """It runs on a node that is free now, tokenizes there, and leaves nothing."""
+    script = launcher_project / "1.train.sbatch"
+    check = [script, "--check", "--save_ckpt_path=runs/a"]
+    done = run_program(*check, **cluster.environment)
+    assert done.returncode == 0, done.stdout
+    assert "node 1     node2: 0 GPUs, 0 EFA devices" in done.stdout
+    assert done.stdout.splitlines()[-1] == "fit to train"
+    (launcher_project / "get_dataset.py").write_text("raise SystemExit('TypeError: no')")
+    done = run_program(*check, **cluster.environment, PREFLIGHT="0")
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 1
+    assert last == "error: the tokenizer fails on node1: TypeError: no"
+    asked = (cluster.folder / "record").read_text()
+    assert "mamba_fsdp.launch.node" not in asked and asked.count("--nodelist=node1") == 4
+    assert not any((launcher_project / name).exists() for name in ("runs", "data"))
+    done = run_program(*check, PATH=str(cluster.image))
+    assert done.returncode == 2 and "there is no salloc here" in done.stderr
+
+
+def test_tokenizing_with_nothing_but_the_image(cluster, image, launcher_project, tmp_path):
+    words = [f"{tmp_path}/texts/*.txt", f"{tmp_path}/stores/mine", "--tokenizer=gpt2"]
+    done, asked, unpacked = cluster.submit(*words, script="2.tokenize.sbatch", SCOPE="global")
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "stores/mine/asked").read_text() == " ".join(words)
+    (step,) = steps_with(asked, "get_dataset.py")
+    at = step.index(f"{launcher_project}/1.train.sbatch")
+    assert step[at + 1 :] == ["python3", "get_dataset.py", *words]
+    assert mounted(step) == [str(tmp_path)]
+    assert unpacked == ["node1"] and not cluster.containers("node1")
+
+
+def test_a_job_that_tokenizes_ends_when_slurm_ends_it(cluster, image):
+    done, _, _ = cluster.submit("in", script="2.tokenize.sbatch", **told("TERM", "get_dataset.py"))
+    assert done.returncode == 143, done.stdout
+
+
+# ------------------------------------------------------------------------------------------------ who reads the settings
+
+WITHOUT_YAML = f"""#!/bin/sh
+case "$*" in *yaml*) exit 1 ;; esac
+exec {sys.executable} "$@"
+"""
+
+
+@pytest.mark.slow
+def test_settings_are_read_on_a_host_without_an_environment_or_else_in_the_image(
+    cluster, image, launcher_project
+):
+    """By the host's own Python no node has to unpack the image for a typo."""
+    environment = launcher_project / ".environment"  # the image's own, which the host does not see
+    (launcher_project / ".venv").rename(environment)
+    stand_in = cluster.image / "python3"
+    stand_in.write_text(stand_in.read_text().replace(".venv", environment.name))
+    python = cluster.folder / "commands/python3"
+    python.symlink_to(sys.executable)
+    done, asked, _ = cluster.submit("--num_stepss=3", "--seed=7")
+    assert done.returncode == 2 and not asked
+    assert len(done.stdout.splitlines()) == 1 and "did you mean num_steps" in done.stdout
+    done, asked, _ = cluster.submit("--help")
+    assert done.returncode == 0 and not asked and "--num_steps" in done.stdout, done.stdout
+    python.unlink()
+    write_program(python, WITHOUT_YAML)
+    done, asked, _ = cluster.submit("--help")
+    assert done.returncode == 2 and "./0.create_env.sh" in done.stdout and not asked
+    done, asked, _ = cluster.submit("--num_stepss=3", *RUN)
+    assert done.returncode == 2 and "did you mean num_steps" in done.stdout
+    assert len(steps_with(asked, "mamba_fsdp.launch.plan")) == 1
+    done, _, _ = cluster.submit(*RUN, PREFLIGHT="0")
+    assert done.returncode == 0, done.stdout
+    (training,) = cluster.trainings()
+    assert training["explicit"] == ["num_steps", "save_ckpt_path", "use_dummy_dataset"]
+
+
+def test_a_slurm_that_runs_no_images_is_told_at_once(cluster, image):
+    write_program(cluster.folder / "commands/srun", "#!/bin/sh\n")
+    for command in ("1.train.sbatch --check", "1.train.sbatch", "2.tokenize.sbatch in"):
+        script, *words = command.split()
+        done, _, _ = cluster.submit(*words, script=script)
+        assert done.returncode == 2, done.stdout
+        (line,) = done.stdout.splitlines()
+        assert line.startswith("error: this Slurm runs no images"), line
+
+
+TALKATIVE = """#!/bin/sh
+echo "   Command=$COMMAND --some=words"
+head -c 1000000 /dev/zero | tr '\\0' '\\n'
+"""
+
+
+@pytest.mark.parametrize("script", ["1.train.sbatch", "2.tokenize.sbatch"])
+def test_a_job_finds_its_project_whatever_scontrol_prints_after_the_line(
+    cluster, launcher_project, script
+):
+    """A reader that stops at the line would end the job with SIGPIPE."""
+    write_program(cluster.folder / "commands/scontrol", TALKATIVE)
+    (launcher_project / "get_dataset.py").write_text("import sys; print(sys.argv)")
+    done, _, _ = cluster.submit("--no_such=1", script=script)
+    assert "no_such" in done.stdout, done
+
+
+# ------------------------------------------------------------------------------------------------ removals
+
+# One removal waits for storage that no longer answers; the other takes longer than one may stand still, but works.
+ENROOT = r"""#!/bin/bash
+[ "$1" = list ] && printf 'pyxis_mamba-train-%s\n' hangs works && exit
+case $3 in
+*hangs) sleep 600 ;;
+*) for _ in {1..9}; do : {1..100000}; sleep 0.3; done ;;
+esac
+echo "removed $3"
+"""
+
+
+@pytest.mark.slow
+def test_a_removal_lasts_for_as_long_as_it_makes_progress(project, tmp_path):
+    write_program(tmp_path / "enroot", ENROOT)
+    done = subprocess.run(
+        [sys.executable, "-I", project / "mamba_fsdp/launch/keeper.py", "99.0"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "REMOVAL_SECONDS": "2"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.splitlines() == ["removed pyxis_mamba-train-works"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "asked, left, granted",
+    [
+        ("", 100.0, 3600.0),
+        ("TERM", 100.0, 10.0),
+        ("USR1", 100.0, 55.0),
+        ("USR1", 40.0, 10.0),
+        ("USR1", None, 10.0),  # a busy controller does not say
+    ],
+)
+def test_a_removal_ends_before_slurm_ends_the_job(asked, left, granted):
+    """After USR1 the job must still be queued again."""
+    assert seconds_for_removal(asked, left) == granted

@@ -1,0 +1,173 @@
+"""What the job asks of Slurm's commands, and how it reads their answers. tests/slurm asks a real one."""
+
+import os
+import time
+
+import pytest
+
+from mamba_fsdp.launch import slurm
+from mamba_fsdp.launch.host import Mistake
+from tests.support.processes import write_program
+
+JOB = slurm.Job("77", "70_3", 2, ["node1", "node2"])
+
+
+@pytest.fixture
+def says(tmp_path, monkeypatch):
+    """says(command, *answers): what a command of Slurm prints, one call after the other, then the last; with None it
+    fails. asked(): the words of each call."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def say(command, *answers):
+        for number, answer in enumerate(answers, 1):
+            if answer is not None:
+                (tmp_path / f"{command}.{number}").write_text(answer)
+        script = f"""#!/bin/sh
+cd {tmp_path}
+echo "$*" >> {command}.asked
+number=$(wc -l < {command}.asked)
+[ $number -lt {len(answers)} ] || number={len(answers)}
+cat {command}.$number
+"""
+        write_program(tmp_path / command, script)
+
+    say.asked = lambda command: (tmp_path / f"{command}.asked").read_text().splitlines()
+    return say
+
+
+@pytest.mark.parametrize(
+    "task, restart, name, start", [("", "", "77", "77.0"), ("3", "2", "70_3", "77.2")]
+)
+def test_a_job_has_a_name_and_its_start_another(says, monkeypatch, task, restart, name, start):
+    """The name of an array's task is not its number, which one task shares with the whole array."""
+    says("scontrol", "node1\nnode2\n")
+    variables = {"JOB_ID": "77", "ARRAY_TASK_ID": task, "ARRAY_JOB_ID": "70"}
+    for variable, value in {**variables, "RESTART_COUNT": restart}.items():
+        monkeypatch.setenv(f"SLURM_{variable}", value)
+    job = slurm.this_job()
+    assert (job.name, job.start, job.nodes) == (name, start, ["node1", "node2"])
+    assert slurm.meeting_place(job) == "node1:20077"
+
+
+def test_a_heterogeneous_job_is_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    with pytest.raises(Mistake, match="heterogeneous job"):
+        slurm.this_job()
+
+
+GPUS = "   Nodes=node{} CPU_IDs=0-7 Mem=0 GRES=gpu:{}(IDX:0-7)\n"
+
+
+def test_nodes_with_different_gpus_are_refused(says):
+    says("scontrol", GPUS.format("[1-2]", "h100:8"), GPUS.format(1, 8) + GPUS.format(2, 4))
+    slurm.check_gpus(JOB)
+    with pytest.raises(Mistake, match="node1 gpu:8, node2 gpu:4"):
+        slurm.check_gpus(JOB)
+
+
+def test_an_image_needs_pyxis(says):
+    says("srun", "--container-image=[USER@]", "")
+    slurm.check_images_run("a.sqsh")
+    with pytest.raises(Mistake, match="rename a.sqsh"):
+        slurm.check_images_run("a.sqsh")
+
+
+STEPS = {  # SLURM_STEP_ID of this program: whether its own steps share nodes with it
+    "": False,
+    "3": True,
+    "4294967291": False,  # of the script
+}
+
+
+@pytest.mark.parametrize("own", STEPS)
+def test_a_step_asks_for_all_gpus_and_shares_a_node_only_with_a_users_own_step(monkeypatch, own):
+    monkeypatch.setenv("SLURM_STEP_ID", own)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    usual = ["srun", "--nodes=2", "--ntasks=2", "--export=ALL", "--cpu-bind=none"]
+    shared = ["--overlap"] if STEPS[own] else []
+    each = "--ntasks-per-node=1"
+    assert slurm.on_all_nodes(JOB) == [*usual, *shared, each, "--label", "--gpus-per-node=8"]
+    assert slurm.beside_all(JOB) == [*usual, "--overlap", each]
+    first = slurm.on_first_node(JOB)
+    assert first[1:3] == ["--nodes=1", "--ntasks=1"] and first[-1] == "--nodelist=node1"
+
+
+def test_hyperpod_starts_a_step_again_itself(monkeypatch, tmp_path):
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    assert slurm.on_all_nodes(JOB)[-1] == "--label"
+    monkeypatch.setattr(slurm, "HYPERPOD_FOLDER", str(tmp_path))
+    assert slurm.on_all_nodes(JOB)[-1] == "--auto-resume=1"
+
+
+def test_a_busy_controller_is_asked_until_it_says_what_becomes_of_the_job(says):
+    says("squeue", None, "", "RUNNING\n")
+    assert slurm.state(JOB) == "RUNNING"
+    assert says.asked("squeue") == ["--noheader --jobs=70_3 --format=%T"] * 3
+
+
+def test_no_answer_is_not_taken_for_no_job(says):
+    says("squeue", "77\n78\n77\n", None)
+    assert slurm.jobs_of_this_user("RUNNING") == {"77", "78"}
+    assert slurm.jobs_of_this_user("RUNNING") is None
+
+
+def test_a_start_has_run_since_and_ends_at_the_times_that_slurm_shows(says):
+    """A job without a time limit has no end."""
+    now = time.time()
+    shown = "   StartTime={} EndTime={} Deadline=N/A\n"
+    at = [time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + add)) for add in (-60, 600)]
+    says("scontrol", shown.format(*at), shown.format(*at), shown.format("Unknown", "Unknown"))
+    assert slurm.seconds_left(JOB) == pytest.approx(600, abs=100)
+    assert slurm.seconds_run(JOB) == pytest.approx(60, abs=100)
+    assert slurm.seconds_left(JOB) is None
+    assert slurm.seconds_run(JOB) == float("inf")
+
+
+def test_nodes_that_slurm_has_lost_are_named(says, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    says("sinfo", "node1\nnode2\n", "")
+    assert slurm.lost_nodes() == "node1, node2"
+    assert says.asked("sinfo") == ["--noheader --nodes=node[1-2] --states=down --format=%n"]
+    assert slurm.lost_nodes() == ""
+
+
+@pytest.mark.parametrize(
+    "state, answers, is_queued, tries",
+    [
+        ("RUNNING", [None, ""], True, 2),
+        ("RUNNING", [None], False, 5),
+        ("PENDING", [None], True, 0),
+        ("COMPLETING", [None], True, 0),
+        ("REQUEUE_HOLD", [None], True, 0),
+    ],
+)
+def test_a_job_is_queued_again_once(says, state, answers, is_queued, tries):
+    """A busy controller may take it later; what Slurm has queued itself is left alone."""
+    says("squeue", state)
+    says("scontrol", *answers)
+    assert slurm.queue_again(JOB) == is_queued
+    if tries:
+        assert says.asked("scontrol") == ["requeue 70_3"] * tries
+
+
+CONFIG = "SelectTypeParameters = CR_CORE_MEMORY\n"
+NODE = "   RealMemory=8000 AllocMem=0\n"
+
+
+@pytest.mark.parametrize(
+    "config, given, warns",
+    [
+        (CONFIG, "mem=10000M", True),
+        (CONFIG, "mem=16G", False),
+        (CONFIG, "mem=1T", False),
+        (CONFIG, "mem=14.0M", False),  # none of Slurm's forms
+        ("SelectTypeParameters = CR_CORE\n", "mem=10M", False),
+    ],
+)
+def test_a_job_with_little_of_its_nodes_memory_is_warned(says, capfd, config, given, warns):
+    says("scontrol", config, f"   TRES=cpu=8,{given},node=2\n", NODE)
+    slurm.warn_of_little_memory(JOB)
+    said = "warning: Slurm gives this job 5,000 MB of the 8,000 that node1 has; sbatch --mem=0 takes all\n"
+    assert capfd.readouterr().out == (said if warns else "")

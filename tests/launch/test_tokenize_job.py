@@ -1,0 +1,57 @@
+"""2.tokenize.sbatch: which part of the input a task of an array has, and what the words ask a container to mount."""
+
+import pytest
+
+from mamba_fsdp.launch import tokenize_job
+from mamba_fsdp.launch.host import Mistake
+
+ARRAYS = {  # --array: (the first number, the last, how many, what is between them, {a task's number: its part})
+    "0-2": ((0, 2, 3, 1), {0: "0/3", 2: "2/3"}),
+    "2-8:3": ((2, 8, 3, 3), {2: "0/3", 5: "1/3", 8: "2/3"}),
+    "4": ((4, 4, 1, 1), {4: "0/1"}),
+}
+
+
+def describe(monkeypatch, first, last, count, between, own):
+    values = {"MIN": first, "MAX": last, "COUNT": count, "STEP": between, "ID": own}
+    for name, value in values.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", str(value))
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_each_task_of_an_array_has_a_part_of_its_own(monkeypatch, array):
+    shape, parts = ARRAYS[array]
+    for own, part in parts.items():
+        describe(monkeypatch, *shape, own)
+        assert tokenize_job.own_part() == part
+
+
+def test_a_list_of_numbers_is_refused(monkeypatch):
+    """--array=5,9: Slurm tells no task what the list holds, and calls what is between its numbers 1."""
+    describe(monkeypatch, 5, 9, 2, 1, 9)
+    with pytest.raises(Mistake, match="submit --array=0-1, or for one part of N"):
+        tokenize_job.own_part()
+
+
+@pytest.mark.parametrize(
+    "words, folders",
+    [
+        ("texts/of/others.txt new/store", ". texts/of/others.txt texts/of disk"),
+        ("texts/*/*.txt out", ". texts texts/of disk"),
+        ("texts/**/*.txt --tokenizer=disk", "texts disk"),
+        ("*.jsonl out --delimiter=/ --shuffle", "."),
+        ("texts/o[ab]*.txt", "texts"),
+    ],
+)
+def test_what_the_words_name_or_match_is_mounted_and_where_links_in_it_lead(
+    tmp_path, monkeypatch, words, folders
+):
+    """Of a folder with an environment in it, a pattern's matches alone are looked at."""
+    for name in ("texts/of", "texts/venv", "disk"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "disk/others.txt").touch()
+    (tmp_path / "texts/of/others.txt").symlink_to(tmp_path / "disk/others.txt")
+    (tmp_path / "texts/venv/python3").symlink_to("/usr/bin/env")
+    monkeypatch.chdir(tmp_path)
+    found = tokenize_job.folders_of(words.split())
+    assert set(found) == {str(tmp_path / name) for name in folders.split()}
