@@ -214,6 +214,9 @@ def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):
 @pytest.mark.parametrize("number, kind", [(errno.EIO, StorageError), (errno.ENOSPC, UserError)])
 def test_storage_that_fails_while_a_folder_is_made_is_no_mistake(tmp_path, number, kind):
     """A job that it ended as one was not queued again."""
-    with pytest.raises(UserError, match="^can't write .*out: ") as end, new_folder(tmp_path / "out"):
+    with (
+        pytest.raises(UserError, match="^can't write .*out: ") as end,
+        new_folder(tmp_path / "out"),
+    ):
         raise OSError(number, os.strerror(number))
     assert end.type is kind

@@ -130,7 +130,10 @@ def test_a_file_is_replaced_whole_once_its_data_is_durable(tmp_path, monkeypatch
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("flush"))
     patience.write_for_user(path, "new", place if own else None)
     assert done == ["flush", "replace", "flush"] and path.read_text() == "new"
-    assert set(os.listdir(tmp_path)) <= {"file", "own"} and patience.names_in(place) in ([], ["file"])
+    assert set(os.listdir(tmp_path)) <= {"file", "own"} and patience.names_in(place) in (
+        [],
+        ["file"],
+    )
 
 
 def test_a_file_that_can_t_be_replaced_stays_as_it_was(tmp_path, monkeypatch):
