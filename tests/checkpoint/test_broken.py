@@ -29,12 +29,14 @@ from tests.support.checkpoints import (
 from tests.support.disk import Disk
 
 RANK_FILE = "rank_00000.safetensors"
+OUTSIDE = {"state.json": {"bytes": 1, "xxh3": ""}, "../x": {"bytes": 1, "xxh3": ""}}
 DAMAGES = {  # what is said: what was done to which file
     f"{RANK_FILE} has 40 bytes, not": (RANK_FILE, os.truncate, 40),
     f"content of {RANK_FILE} has changed": (RANK_FILE, flip),
     "state.json: No such file": ("state.json", os.unlink),
     "COMMIT is not what was written": ("COMMIT", Path.write_text, '{"files": '),
     "COMMIT is not what was": ("COMMIT", partial(edit, files={})),
+    "not the name of a file in this folder": ("COMMIT", partial(edit, files=OUTSIDE)),
     "COMMIT is of step 20": ("COMMIT", partial(edit, step=20)),
     "COMMIT is damaged: its format or version": ("COMMIT", partial(edit, version=7)),
 }

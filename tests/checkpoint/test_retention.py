@@ -80,7 +80,7 @@ def test_an_old_checkpoint_makes_room_for_a_newer_one(run, monkeypatch, room, st
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     said = []
-    checkpointer = open_run(run, keep=3, report=said.append)
+    checkpointer = open_run(run, report=said.append)
     for step in (1, 2, 3, 4):
         if room == 1 and step == 2:
             with pytest.raises(UserError, match="has only 0 B free, but .* 1 x 428 B"):

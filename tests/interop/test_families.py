@@ -76,7 +76,7 @@ NEMOTRON_H = ModelConfig(
     mlp_activation="relu2",
     **{**ALIKE, **SSM, **ATTENTION, **UNTIED, "n_layer": 5},
 )
-GDN_LENGTHS = (1, 3, 63, 64, 65, 101)  # below, at and above a chunk, and over several
+GDN_LENGTHS = (1, 64, 101)  # below and at a chunk, and over several
 
 
 def gdn(seed, **family):
@@ -115,12 +115,10 @@ if TRANSFORMERS_5:
     MODELS["OlmoHybridForCausalLM"] = [
         gdn(1, **OLMO_HYBRID, **UNTIED, rotary_dim=0, allow_neg_eigval=True),
         gdn(2, **OLMO_HYBRID, rope_theta=5e5),
-        gdn(3, **OLMO_HYBRID, allow_neg_eigval=True),
     ]
     MODELS["Qwen3_5ForCausalLM"] = [
         gdn(4, **QWEN, rotary_dim=4),
         gdn(5, **QWEN, **UNTIED, rotary_dim=8),
-        gdn(6, **QWEN, rotary_dim=16),
     ]
     MODELS["Mamba2ForCausalLM"] += [CONFIGS["mamba2"], GROUPED]
 CASES = [(name, config) for name, configs in MODELS.items() for config in configs]

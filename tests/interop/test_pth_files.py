@@ -6,15 +6,15 @@ import tarfile
 import weakref
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 
 from mamba_fsdp.errors import StorageError, UserError
-from mamba_fsdp.interop import convert, pth_files
+from mamba_fsdp.interop import pth_files
 from mamba_fsdp.interop.pth_files import PthTensors, write_pth
 from mamba_fsdp.storage import patience
 from tests.support.disk import Disk
-from tests.support.small_models import CONFIGS, write_ours
 
 pytestmark = pytest.mark.torch22
 
@@ -68,27 +68,18 @@ def test_each_form_gives_every_tensor_back(path, form):
     assert torch.equal(read.slice("model.state.matrix", 3, 9), TENSORS["matrix"].flatten()[3:9])
 
 
-@pytest.mark.parametrize("format", ["pth", "state-spaces"])
-def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, format):
-    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"])
-    alive, most = [], []
+def test_one_tensor_is_in_memory_at_a_time(path):
+    alive = []
 
-    def open_watched(*source, **how):
-        weights = open_weights(*source, **how)
-
-        def watched(name, start, stop):
-            array = read(name, start, stop).numpy().copy()
+    def tensors():
+        for number in range(20):
+            array = np.full(3, float(number))
             alive.append(weakref.ref(array))  # it lives as long as a tensor over it
-            most.append(sum(reference() is not None for reference in alive))
-            return torch.from_numpy(array)
+            assert sum(reference() is not None for reference in alive) <= 2
+            yield torch.from_numpy(array)
 
-        read, weights.tensors.slice = weights.tensors.slice, watched
-        return weights
-
-    open_weights = convert.read_weights
-    monkeypatch.setattr(convert, "read_weights", open_watched)
-    convert.write_model(ours, tmp_path / "out", format=format)
-    assert len(most) > 20 and max(most) <= 2
+    write_pth(path, list(map(str, range(20))), tensors(), {})
+    assert len(alive) == 20
 
 
 def test_a_source_that_breaks_off_breaks_off_the_writing(path):
@@ -110,9 +101,8 @@ class Trap:
         return os.mkdir, (str(self.path.with_name("executed")),)
 
 
-class Doubled(torch.nn.Module):
-    def forward(self, x):
-        return 2 * x
+def write_script(path):
+    torch.jit.script(torch.nn.Identity()).save(path)
 
 
 def write_tar(path):
@@ -134,14 +124,13 @@ PROGRAM = "file.pth is damaged or holds more than tensors and plain values"
 ARCHIVE = "file.pth is a TorchScript or tar archive, which may hold code"
 NO_DICT = "file.pth is not a dict of tensors"
 REFUSED = {  # name: (what writes the file, what is said)
-    "script": (torch.jit.trace(Doubled(), torch.ones(1)).save, ARCHIVE),
+    "script": (write_script, ARCHIVE),
     "tar": (write_tar, ARCHIVE),
     "trap": (lambda path: torch.save({"a": Trap(path)}, path), PROGRAM),
     "pickled trap": (lambda path: path.write_bytes(pickle.dumps({"a": Trap(path)})), PROGRAM),
     "half a zip": (saved(TENSORS, 0.5), CUT),
-    "almost a zip": (saved(TENSORS, 0.99), CUT),
     "half an old one": (saved(TENSORS, 0.5, **OLD), "file.pth .* is damaged|cut short"),
-    "empty": (lambda path: path.touch(), CUT),
+    "empty": (saved(TENSORS, 0.0), CUT),
     "text": (lambda path: path.write_text("some text"), "file.pth holds no weights: it is neither"),
     "list": (saved([1]), NO_DICT),
     "no tensor": (saved({"a": 1}), NO_DICT),
@@ -174,12 +163,8 @@ def test_storage_that_fails_is_no_damage(path, monkeypatch):
 
 @pytest.mark.parametrize(
     "tensor",
-    [
-        torch.eye(2).to_sparse(),
-        torch.ones(2, device="meta"),
-        *(torch.ones(2).to(dtype) for dtype in (torch.complex64, torch.int64, torch.bool)),
-    ],
-    ids=lambda tensor: f"{tensor.layout} {tensor.dtype}",
+    [torch.eye(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2).long()],
+    ids=["sparse", "meta", "whole numbers"],
 )
 def test_what_is_no_weight_is_told_in_a_line(path, tensor):
     torch.save({"weight": tensor}, path)

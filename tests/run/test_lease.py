@@ -113,9 +113,13 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
 
 def test_a_holder_renews_its_lease_until_it_gives_it_back(take, tmp_path):
     lease = take()
-    for _ in range(2):
-        before = lease.look()
-        wait_until(lambda: lease.look() != before, "a renewal")
+    moments = set()
+
+    def renewals():
+        moments.add(lease.look().renewed)
+        return len(moments) == 3
+
+    wait_until(renewals, "two renewals")
     lease.close()
     assert lease.look() is None
 
@@ -136,7 +140,9 @@ def test_a_full_disk_leaves_no_half_lease(take, tmp_path):
 
 def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, tmp_path):
     """Nor does it write, move or remove any more."""
+    before = threading.enumerate()
     lease = take()
+    (renewing,) = [thread for thread in threading.enumerate() if thread not in before]
     lease.write(tmp_path / "file", "ours")
     left_by(tmp_path)
     lease.own.rename(tmp_path / "taken")
@@ -150,10 +156,8 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
         with pytest.raises(LostError, match="in use by process 7 on node-7.*writes nothing more"):
             change()
     other = (tmp_path / LEASE).stat().st_mtime_ns
-    renewals = [thread for thread in threading.enumerate() if thread.name == "lease"]
     lease.close()
-    for thread in renewals:
-        thread.join()
+    renewing.join()
     assert (tmp_path / LEASE).stat().st_mtime_ns == other
     assert (tmp_path / "file").read_text() == "ours"
     (tmp_path / LEASE).unlink()
