@@ -101,12 +101,13 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
 
 def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypatch):
     """The copies begin after what training has asked for so far; no thread but the writing one waits for them. They go to
-    one buffer, pinned at the start and no larger than it must be."""
+    one buffer, pinned at the start and no larger than it must be, until the end."""
     cuda = mock.MagicMock()
     cuda.copy.side_effect = torch._foreach_copy_
     waiting = []
     cuda.Event().synchronize.side_effect = lambda: waiting.append(threading.current_thread())
-    for name in "Stream Event current_stream set_device cudart check_error stream".split():
+    names = "Stream Event current_stream set_device cudart check_error stream synchronize"
+    for name in names.split():
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch, "_foreach_copy_", cuda.copy)
     checkpointer = open_run(run, dataclasses.replace(WORLD, device=torch.device("cuda", 0)))
@@ -125,6 +126,9 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     target = shards_of(0)
     load(as_whole(checkpointer.last), target, WORLD)
     assert torch.equal(target[0].data, ONES)
+    for _ in range(2):
+        checkpointer.close()
+    cuda.cudart().cudaHostUnregister.assert_called_once_with(checkpointer.buffer.data_ptr())
 
 
 def garble(descriptor):
