@@ -36,7 +36,8 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
     assert torch.equal(reader.read("a", 500, 750), tensor[500:750])
 
 
-def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, from_disk):
     """One flush of a large file at its end could take longer than a hang may."""
     flushed = []
     sync = os.fsync
@@ -49,6 +50,7 @@ def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", note)
     zeros = torch.zeros(500)
-    files.write_pieces(tmp_path / "file", [("a", 0, zeros), ("b", 0, zeros)])
+    pieces = [("a", 0, zeros), ("b", 0, zeros)]
+    files.write_pieces(tmp_path / "file", pieces, from_disk=from_disk)
     assert len(flushed) >= 4 and flushed[-1] == (tmp_path / "file").stat().st_size
     assert all(after - before <= 2200 for before, after in zip([0, *flushed], flushed))

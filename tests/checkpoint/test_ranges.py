@@ -1,3 +1,6 @@
+"""Which rank writes what of a tensor, and how it is found again."""
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -29,40 +32,70 @@ def test_small_tensors_take_turns(replicas, first):
     assert sorted(writers) == list(range(replicas))
 
 
+CUTS = st.lists(st.integers(1, 9), min_size=1, max_size=8)  # lengths of a tensor's pieces
+
+
 def starts_of(lengths):
     return [sum(lengths[:number]) for number in range(len(lengths))]
 
 
-@given(st.lists(st.integers(1, 9), max_size=8), st.integers(0, 80), st.integers(0, 80))
+@given(CUTS, st.integers(0, 80), st.integers(0, 80))
 def test_any_range_is_put_together_from_any_cut(lengths, start, length):
     """Reading [start, stop) from pieces gives what slicing the whole gives, in order and without gap."""
-    whole, starts = torch.arange(sum(lengths)), starts_of(lengths)
-    stop = min(start + length, len(whole))
+    starts = starts_of(lengths)
+    whole = torch.arange(sum(lengths))
     assert ranges.tiles(starts, lengths, len(whole)) and ranges.is_cut(starts, len(whole))
-    expected = whole[start:stop] if start < stop else whole[:0]
-    got, offset = [], 0
+    stop = min(start + length, len(whole))
+    got = [whole[:0]]
+    offset = 0
     for part in ranges.overlaps(start, stop, starts, len(whole)):
-        assert part.at == offset and part.offset + part.count <= lengths[part.piece]
+        assert part.at == offset and 0 < part.count <= lengths[part.piece] - part.offset
         offset += part.count
         first = starts[part.piece] + part.offset
         got.append(whole[first : first + part.count])
-    assert torch.equal(torch.cat([whole[:0], *got]), expected)
+    assert torch.equal(torch.cat(got), whole[start : max(start, stop)])
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
-def test_gaps_and_overlaps_are_noticed(lengths, data):
-    """Pieces that don't tile the tensor are never taken for the whole."""
-    starts, counts, size = starts_of(lengths), list(lengths), sum(lengths)
-    broken = data.draw(st.integers(0, len(starts) - 1))
-    if data.draw(st.booleans()):
-        del starts[broken], counts[broken]
-    else:
-        counts[broken] += data.draw(st.sampled_from([-1, 1]))
-    assert not ranges.tiles(starts, counts, size)
+@given(CUTS, st.randoms())
+def test_what_is_missing_of_a_range_is_what_was_not_done(lengths, chance):
+    """Whatever was done, in any order."""
+    pieces = list(zip(starts_of(lengths), lengths))
+    done = [(start, start + length) for start, length in pieces if chance.randrange(2)]
+    chance.shuffle(done)
+    filled = torch.zeros(sum(lengths))
+    for start, stop in [*done, *ranges.gaps(0, len(filled), done)]:
+        filled[start:stop] += 1
+    assert torch.equal(filled, torch.ones(len(filled)))
 
 
-@pytest.mark.parametrize(
-    "starts, size", [([1], 4), ([0, 4], 4), ([0, 2, 2], 4), ([0, 3, 2], 4), ([], 4), ([0], 0)]
-)
-def test_starts_that_cut_no_tensor_are_noticed(starts, size):
-    assert not ranges.is_cut(starts, size)
+@given(st.lists(CUTS, min_size=1, max_size=5), st.randoms())
+def test_ranks_tell_in_any_order_how_every_tensor_was_cut(cuts, chance):
+    """Alike tensors are told once, a rank without a piece is in none, and a piece too few is an error."""
+    ranks = 8
+    pieces = np.zeros((ranks, 2 * len(cuts), 2), dtype=np.int64)
+    writers_of = []
+    for number, lengths in enumerate(cuts):
+        writers = chance.sample(range(ranks), len(lengths))
+        writers_of.append(writers)
+        for writer, start, length in zip(writers, starts_of(lengths), lengths):
+            pieces[writer, [2 * number, 2 * number + 1]] = start, length
+    sizes = [sum(lengths) for lengths in cuts for _ in range(2)]
+    ways, numbers = ranges.find_ranges([ranges.pack(mine) for mine in pieces], sizes)
+    assert len(ways) == len(set(numbers)) <= len(cuts) and numbers[0::2] == numbers[1::2]
+    for number, lengths in enumerate(cuts):
+        way = ways[numbers[2 * number]]
+        assert way == ranges.TensorRanges(starts_of(lengths), writers_of[number])
+    pieces[writers_of[0][0], 0, 1] = 0
+    with pytest.raises(ValueError, match="did not write the whole of tensor 0"):
+        ranges.find_ranges([ranges.pack(mine) for mine in pieces], sizes)
+
+
+@pytest.mark.parametrize("starts, counts", [([0], [3]), ([0], [5]), ([1], [3]), ([0, 2], [3, 2])])
+def test_gaps_and_overlaps_are_noticed(starts, counts):
+    """Pieces that don't tile a tensor, of 4 elements here, are never taken for the whole."""
+    assert not ranges.tiles(starts, counts, 4)
+
+
+@pytest.mark.parametrize("starts", [[1], [0, 4], [0, 2, 2], [0, 3, 2], []])
+def test_starts_that_cut_no_tensor_are_noticed(starts):
+    assert not ranges.is_cut(starts, 4) and not ranges.is_cut([0], 0)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, and those kept for ever."""
+"""Which checkpoints stay: the newest, and those that are never removed."""
 
 import os
 import shutil
@@ -10,27 +10,21 @@ from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import find_checkpoint, load
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run import lease
-from mamba_fsdp.run.lease import Lease, new_folder
+from mamba_fsdp.storage import patience
 from tests.support.checkpoints import (
     WORLD,
     make_checkpoints,
+    names_in,
     open_run,
     problems,
     shards_of,
     steps_in,
 )
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Who lives shows it soon."""
-    monkeypatch.setattr(lease, "SECONDS_BETWEEN_RENEWALS", 0.02)
-    monkeypatch.setattr(lease, "SECONDS_BETWEEN_LOOKS", 0.02)
+from tests.support.disk import Disk
 
 
 def test_the_newest_stay_and_the_first_at_or_after_each_multiple(run):
-    """Where keep_every is a multiple of the interval, and where it is not; also when a later start keeps others."""
+    """If keep_every is a multiple of the interval, and if it is not; also when a later start keeps others."""
     make_checkpoints(run, range(3, 40, 3), keep=1, keep_every=10)
     assert steps_in(run) == [12, 21, 30, 39]
     make_checkpoints(run, [42, 45], keep=2)
@@ -63,20 +57,58 @@ def test_a_kept_one_that_is_broken_is_made_up_for(run):
     assert {12, 20, 30} <= set(steps_in(run))
 
 
+def test_an_old_checkpoint_that_can_t_be_removed_is_told_and_fails_no_save(run, monkeypatch):
+    said = []
+    checkpointer = make_checkpoints(run, [1], keep=1, report=said.append)
+    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
+    Disk(monkeypatch, run).lose("step_00000001")
+    checkpointer.save(2, shards_of(2), {})
+    checkpointer.wait()
+    assert steps_in(run) == [1, 2]
+    (warning,) = [line for line in said if line.startswith("warning: can't remove old checkpoints")]
+    assert "Input/output error" in warning
+
+
+@pytest.mark.parametrize("room, steps", [(4, [2, 3, 4]), (2, [3, 4]), (1, [1])])
+def test_an_old_checkpoint_makes_room_for_a_newer_one(run, monkeypatch, room, steps):
+    """With a word, but never the newest: if that is not enough nothing is written."""
+    size = 428
+
+    def disk_usage(path):
+        used = size * len(steps_in(run))
+        return shutil._ntuple_diskusage(size * room, used, size * room - used)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    said = []
+    checkpointer = open_run(run, report=said.append)
+    for step in (1, 2, 3, 4):
+        if room == 1 and step == 2:
+            with pytest.raises(UserError, match="has only 0 B free, but .* 1 x 428 B"):
+                checkpointer.save(step, shards_of(step), {})
+            break
+        checkpointer.save(step, shards_of(step), {})
+        checkpointer.wait()
+    assert names_in(run) == [f"step_0000000{step}" for step in steps]
+    early = [line for line in said if "is removed to make room for a newer one" in line]
+    assert len(early) == {4: 0, 2: 2, 1: 0}[room]
+
+
 @pytest.mark.parametrize("named", [True, False], ids=["a checkpoint", "a run"])
 def test_a_reader_whose_checkpoint_is_removed_meanwhile_says_so_in_a_line(run, named):
     """Wherever it is by then: at the contents, or at the tensors."""
     path = make_checkpoints(run, [1]).last
     choice = find_checkpoint(path if named else run, WORLD)
     reader = Reader(path, read_contents(path))
-    checkpointer = make_checkpoints(run, [2], keep=1)
-    assert steps_in(run) == [2]
-    reads = (lambda: reader.read("model/b", 0, 7), lambda: load(choice, shards_of(0), WORLD))
+    make_checkpoints(run, [2], keep=1)
+    reads = (
+        lambda: read_contents(path),
+        lambda: reader.read("model/b", 0, 7),
+        lambda: load(choice, shards_of(0), WORLD),
+    )
     for read in reads:
         with pytest.raises(UserError, match="step_00000001 is gone: its run has newer") as told:
             read()
-        assert len(str(told.value).splitlines()) == 1
-    assert not problems(checkpointer.last)
+        assert "\n" not in str(told.value)
 
 
 def test_a_reader_whose_checkpoint_is_removed_while_it_verifies(run, monkeypatch):
@@ -94,38 +126,3 @@ def test_a_reader_whose_checkpoint_is_removed_while_it_verifies(run, monkeypatch
     shutil.rmtree(run)
     make_checkpoints(run, [1])
     assert find_checkpoint(run, WORLD, report=pytest.fail).path.name == "step_00000002"
-
-
-def test_what_a_killed_run_left_is_removed_and_said(run):
-    """Only what lies in its own folder: other hidden folders stay."""
-    killed = make_checkpoints(run, []).lease
-    left = killed.own / "step_00000002"
-    left.mkdir()
-    (left / "part").write_bytes(bytes(3_000_000))
-    (run / ".snapshot").mkdir()
-    said = []
-    make_checkpoints(run, [], report=said.append)
-    assert said == [
-        f"cleaned    3.0 MB, which a killed process left unfinished, removed from {run}"
-    ]
-    assert not killed.own.exists() and (run / ".snapshot").exists()
-
-
-def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):
-    """What a killed process left of it is removed; while one that lives writes it, no other does."""
-    out = tmp_path / "model"
-    killed = Lease(tmp_path / ".model.lease")
-    killed.try_take()
-    (killed.own / "part").write_bytes(bytes(3_000_000))
-    with pytest.raises(UserError, match="model is in use by process"), new_folder(out):
-        pass
-    (tmp_path / ".model.lease").unlink()
-    with pytest.raises(ZeroDivisionError), new_folder(out) as unfinished:
-        (unfinished / "part").touch()
-        raise ZeroDivisionError
-    assert "cleaned    3.0 MB" in capsys.readouterr().err and os.listdir(tmp_path) == []
-    with new_folder(out) as unfinished:
-        (unfinished / "part").touch()
-    assert os.listdir(out) == ["part"] and os.listdir(tmp_path) == ["model"]
-    with pytest.raises(UserError, match="can't write .*model: "), new_folder(out):
-        pass

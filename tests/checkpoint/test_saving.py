@@ -1,21 +1,21 @@
-"""What a save leaves, when, and what happens where it fails."""
+"""What a save leaves, when, and what happens if it fails."""
 
-import contextlib
 import dataclasses
+import errno
+import io
+import os
 import resource
-import shutil
 import threading
-import time
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import files
+from mamba_fsdp.checkpoint.checkpointer import Phase
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.restore import load
-from mamba_fsdp.errors import StorageError, UserError
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.records import read_events
 from mamba_fsdp.storage import patience
 from tests.support.checkpoints import (
@@ -27,11 +27,15 @@ from tests.support.checkpoints import (
     open_run,
     problems,
     shards_of,
-    steps_in,
 )
 from tests.support.ranks import build, run_ranks
 
 pytestmark = pytest.mark.torch22
+ONES = torch.full((100,), 1.0)
+
+
+def error_of(number):
+    return OSError(number, os.strerror(number))
 
 
 def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
@@ -39,19 +43,22 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
     is told and noted."""
     said = []
     checkpointer = open_run(run, report=lambda text: said.append((text, names_in(run))))
-    assert newest(run) is None
+    assert newest(run) is None and checkpointer.stage() is None
     checkpointer.save(3, shards_of(3), {"step": 3})
-    assert checkpointer.stage() == (3, module.Phase.WRITING) and not said
+    assert checkpointer.stage() == (3, Phase.WRITING) and not said
     checkpointer.pending.work.result()
     assert not checkpointer.is_writing() and not names_in(run)
     checkpointer.settle()
-    assert checkpointer.stage() == (3, module.Phase.COMMITTING)
+    assert checkpointer.stage() == (3, Phase.COMMITTING)
     checkpointer.wait()
     assert said == [("checkpoint step_00000003 is committed", ["step_00000003"])]
     assert checkpointer.last == newest(run)
     assert read_contents(checkpointer.last).state == {"step": 3}
     (event,) = read_events(run)
-    assert event["bytes"] > 400 and event["seconds"] > 0 and checkpointer.stall_seconds() > 0
+    assert event["step"] == 3 and event["bytes"] > 400 and event["seconds"] > 0
+    assert checkpointer.stall_seconds() > 0 and checkpointer.stall_seconds() == 0
+    checkpointer.save(3, shards_of(3), {"step": 3})
+    assert checkpointer.stage() is None  # it is there already
 
 
 def test_other_programs_can_read_the_files(run):
@@ -60,23 +67,22 @@ def test_other_programs_can_read_the_files(run):
 
     content = load_file(make_checkpoints(run, [1]).last / "rank_00000.safetensors")
     assert content.keys() == {"model/a.weight@0", "model/b@0"}
-    assert torch.equal(content["model/a.weight@0"], torch.full((100,), 1.0))
+    assert torch.equal(content["model/a.weight@0"], ONES)
 
 
 def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
-    """What happens to the state after save() returns, and to the weights after wait_for_copies(), is not in it, also
-    where writing is tried again; the copies of each save lie in the same memory."""
+    """What happens to the state after save() returns, and to the weights after wait_for_copies(), is not in it, even if
+    writing is tried again; the copies of each save lie in the same memory."""
     checkpointer = make_checkpoints(run, [0])
     changed = threading.Event()
-    flush = files._flush
 
-    def fail_once(file):
+    def fsync(descriptor, real=os.fsync):
         if not changed.is_set():
             changed.wait(60)
-            raise OSError(5, "Input/output error")
-        flush(file)
+            raise error_of(errno.EIO)
+        real(descriptor)
 
-    monkeypatch.setattr(files, "_flush", fail_once)
+    monkeypatch.setattr(os, "fsync", fsync)
     kept = checkpointer.buffer
     shards = shards_of(1)
     state = {"list": [1]}
@@ -90,185 +96,147 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
     target = shards_of(0)
     saved = as_whole(checkpointer.last)
     load(saved, target, WORLD)
-    assert saved.contents.state == {"list": [1]}
-    assert torch.equal(target[0].data, torch.full((100,), 1.0))
+    assert saved.contents.state == {"list": [1]} and torch.equal(target[0].data, ONES)
 
 
 def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypatch):
     """The copies begin after what training has asked for so far; no thread but the writing one waits for them. They go to
-    one buffer, pinned at the start and no larger than it must be."""
-    calls = []
-    pinned = []
-    copy = torch._foreach_copy_
-
-    def note(what, result=None):
-        calls.append((what, threading.current_thread() is threading.main_thread()))
-        return result
-
-    class Event:
-        record = lambda self: note("record")  # noqa: E731
-        wait = lambda self: note("wait")  # noqa: E731
-        synchronize = lambda self: note("synchronize")  # noqa: E731
-
-    class Stream:
-        wait_stream = staticmethod(lambda other: note(f"after {other}"))
-
-    def register(address, size, flags):
-        pinned.append(size)
-        return 0
-
-    def aside(stream):
-        note("aside")
-        return contextlib.nullcontext()
-
-    fakes = {
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda: "training",
-        "set_device": id,
-        "cudart": lambda: SimpleNamespace(cudaHostRegister=register),
-        "check_error": lambda error: note(f"error {error}"),
-        "stream": aside,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(
-        torch, "_foreach_copy_", lambda *both, non_blocking: note(non_blocking, copy(*both))
-    )
-    world = dataclasses.replace(WORLD, device=torch.device("cuda", 0))
-    checkpointer = open_run(run, world)
+    one buffer, pinned at the start and no larger than it must be, until the end."""
+    cuda = mock.MagicMock()
+    cuda.copy.side_effect = torch._foreach_copy_
+    waiting = []
+    cuda.Event().synchronize.side_effect = lambda: waiting.append(threading.current_thread())
+    names = "Stream Event current_stream set_device cudart check_error stream synchronize"
+    for name in names.split():
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch, "_foreach_copy_", cuda.copy)
+    checkpointer = open_run(run, dataclasses.replace(WORLD, device=torch.device("cuda", 0)))
     checkpointer.make_room(shards_of(0))
-    assert pinned == [sum(-(-shard.data.nbytes // 64) * 64 for shard in shards_of(0))]
-    calls.clear()
     checkpointer.save(1, shards_of(1), {})
     checkpointer.wait_for_copies()
     checkpointer.wait()
-    in_training = [what for what, is_training in calls if is_training]
-    assert in_training == ["after training", "aside", True, "record", "wait"]
-    assert ("synchronize", False) in calls and len(pinned) == 1
+    ((_, size, _),) = [call.args for call in cuda.cudart().cudaHostRegister.mock_calls]
+    assert size == 448 + 64  # 100 and 7 floats, each from a multiple of 64 on
+    cuda.Stream().wait_stream.assert_called_once_with(cuda.current_stream())
+    order = ["Stream().wait_stream", "stream().__enter__", "copy", "Event().record"]
+    order += ["stream().__exit__", "Event().wait"]
+    assert [name for name, _, _ in cuda.mock_calls if name in order] == order
+    assert cuda.copy.mock_calls[0].kwargs == {"non_blocking": True}
+    assert waiting and threading.main_thread() not in waiting
     target = shards_of(0)
     load(as_whole(checkpointer.last), target, WORLD)
-    assert torch.equal(target[0].data, torch.full((100,), 1.0))
+    assert torch.equal(target[0].data, ONES)
+    for _ in range(2):
+        checkpointer.close()
+    cuda.cudart().cudaHostUnregister.assert_called_once_with(checkpointer.buffer.data_ptr())
 
 
-@pytest.mark.parametrize("room, steps", [(4, [2, 3, 4]), (2, [3, 4]), (1, [1])])
-def test_an_old_checkpoint_makes_room_for_a_newer_one(run, monkeypatch, room, steps):
-    """With a word, but never the newest: where that is not enough nothing is written."""
-
-    def disk_usage(path):
-        there = 428 * len(steps_in(run))
-        return shutil._ntuple_diskusage(428 * room, there, 428 * room - there)
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    said = []
-    stops = contextlib.nullcontext()
-    if room == 1:
-        stops = pytest.raises(UserError, match="checkpoints has only 0 B free, but .* 1 x 428 B")
-    with stops:
-        make_checkpoints(run, [1, 2, 3, 4], keep=3, report=said.append)
-    assert names_in(run) == [f"step_0000000{step}" for step in steps]
-    early = [line for line in said if "is removed to make room for a newer one" in line]
-    assert len(early) == {4: 0, 2: 2, 1: 0}[room]
+def garble(descriptor):
+    os.pwrite(descriptor, b"?", 0)
 
 
-def overflow(world, run):
-    """[(what every rank was told, what is left)] where rank 1's disk is full in mid-file: training waits, or does not."""
-    shards = build(world, strategy="fsdp")[0].shards()
-    found = []
-    for asynchronous in (False, True):
-        folder = run / str(asynchronous)
-        checkpointer = open_run(folder, world, asynchronous=asynchronous)
-        checkpointer.save(1, shards, {})
+def fill_up(old, new, real=os.replace):
+    if new.name == "COMMIT":
+        raise error_of(errno.ENOSPC)
+    real(old, new)
+
+
+@pytest.mark.parametrize(
+    "call, disk, words",
+    [
+        ("fsync", garble, "step 1 could not be saved in .*: rank 0 .*read back is not what was"),
+        ("replace", fill_up, "No space left"),
+    ],
+)
+def test_what_the_disk_does_not_hold_is_loud_and_never_committed(
+    run, monkeypatch, call, disk, words
+):
+    monkeypatch.setattr(os, call, disk)
+    with pytest.raises(UserError, match=words):
+        make_checkpoints(run, [1])
+    assert names_in(run) == []
+
+
+def test_weights_that_are_not_finite_are_never_committed(run):
+    """Moments may be: they are not looked at."""
+    checkpointer = open_run(run)
+    shards = shards_of(float("inf"))
+    checkpointer.save(1, shards, {})
+    with pytest.raises(UserError, match="model/a.weight is not finite: training has diverged"):
         checkpointer.wait()
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if world.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
-        with pytest.raises(UserError) as raised:
-            checkpointer.save(2, shards, {})
-            while True:
-                if not world.all_reduce_sum(float(checkpointer.is_writing())):
-                    checkpointer.settle()
-                time.sleep(0.01)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        found.append((str(raised.value), names_in(folder)))
-    return found
+    assert names_in(run) == []
+    shards[0].name = "optimizer/a.weight/exp_avg"
+    checkpointer.save(1, shards, {})
+    checkpointer.wait()
+    assert names_in(run) == ["step_00000001"]
 
 
-@pytest.mark.slow
-def test_a_full_disk_on_one_rank_is_loud_on_all(run):
-    """Every rank raises at the same step, naming rank, file and reason; nothing half-written is left."""
-    for found in run_ranks(2, overflow, run):
-        for message, left in found:
-            assert "step 2 " in message and "rank 1 on " in message and "File too large" in message
-            assert left == ["step_00000001"]
+FAILURES = []  # yet to come, of the storage of this process
 
 
-def stumble(world, run):
-    """Rank 1's storage fails three times in mid-file while it saves, and again while it loads; then for good. Returns
-    (whether what was saved came back, what is said in the end, what is left)."""
+def stumble():
+    if FAILURES:
+        FAILURES.pop()
+        raise error_of(errno.EIO)
+
+
+class Stumbling(io.FileIO):
+    def readinto(self, buffer):
+        stumble()
+        return super().readinto(buffer)
+
+
+def stumbling_fsync(descriptor, real=os.fsync):
+    stumble()
+    real(descriptor)
+
+
+def refusal(checkpointer, shards):
+    with pytest.raises(UserError) as raised:
+        checkpointer.save(2, shards, {})
+        checkpointer.wait()
+    return raised.value
+
+
+def suffer(world, run):
+    """Rank 1's storage fails three times while it saves, and again while it loads; then for good; then it is full, and
+    training waits, or does not. Returns (whether what was saved came back, what failed saves raised, what is left)."""
+    os.fsync = stumbling_fsync
+    files.FileIO = Stumbling
     patience.LONGEST_PAUSE = 0.01
+    is_here = world.rank == 1
     shards = build(world, strategy="fsdp")[0].shards()
     saved = [shard.data.clone() for shard in shards]
-    left = []
-
-    def stumbling(real):
-        def function(file, *rest):
-            if world.rank == 1 and left and "rank_0" in str(file.name):
-                left.pop()
-                raise OSError(5, "Input/output error")
-            return real(file, *rest)
-
-        return function
-
-    files._flush = stumbling(files._flush)
-    files._hash_bytes = stumbling(files._hash_bytes)
     checkpointer = open_run(run, world)
-    left[:] = range(3)
+    FAILURES[:] = range(3 * is_here)
     checkpointer.save(1, shards, {})
     checkpointer.wait()
     for shard in shards:
         shard.data.zero_()
-    left[:] = range(3)
+    FAILURES[:] = range(3 * is_here)
     checkpointer.resume(shards)
     came_back = all(torch.equal(shard.data, was) for shard, was in zip(shards, saved))
 
     patience.SECONDS_OF_TRYING = 0.2
-    left[:] = range(10**6)
-    with pytest.raises(StorageError) as raised:
-        checkpointer.save(2, shards, {})
-        checkpointer.wait()
-    left.clear()
-    return came_back, str(raised.value), names_in(run)
+    FAILURES[:] = range(10**6 * is_here)
+    errors = [refusal(checkpointer, shards)]
+    FAILURES.clear()
+    if is_here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+    for checkpointer.asynchronous in (False, True):
+        errors.append(refusal(checkpointer, shards))
+    return came_back, errors, names_in(run)
 
 
 @pytest.mark.slow
-def test_storage_that_fails_for_a_moment_fails_nobody_and_for_good_is_told_on_all(run):
-    for came_back, message, left in run_ranks(2, stumble, run):
-        assert came_back and "step 2" in message and "rank 1" in message
-        assert "rank_00001.safetensors: Input/output error" in message
-        assert left == ["step_00000001"]
+def test_what_one_ranks_storage_does_is_withstood_or_loud_on_all(run):
+    """A failure of a moment fails nobody. One for good, or a full disk, raises on every rank at the same step, naming
+    rank, file and reason, and leaves nothing half-written."""
+    for came_back, errors, left in run_ranks(2, suffer, run):
+        assert came_back and left == ["step_00000001"]
+        for error in errors:
+            assert "step 2 " in str(error) and "rank 1 on " in str(error)
+        assert "rank_00001.safetensors: Input/output error" in str(errors[0])
+        assert "File too large" in str(errors[1]) and "File too large" in str(errors[2])
+        assert [error.exit_code for error in errors] == [74, 2, 2]
     assert not problems(run / "checkpoints/step_00000001")
-
-
-def test_what_the_disk_garbles_is_noticed_while_saving(run, monkeypatch):
-    """A file that reads back differently from what was written is never committed."""
-
-    def garble(file):
-        file.flush()
-        with open(file.name, "r+b") as again:
-            again.write(b"?")
-
-    monkeypatch.setattr(files, "_flush", garble)
-    with pytest.raises(UserError, match="rank 0 .*read back is not what was written"):
-        make_checkpoints(run, [1])
-    assert names_in(run) == []
-
-
-def test_an_error_while_committing_is_loud_and_commits_nothing(run, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device", "COMMIT")
-
-    monkeypatch.setattr(module, "write_atomically", fail)
-    with pytest.raises(UserError, match="No space left"):
-        make_checkpoints(run, [1])
-    assert names_in(run) == []

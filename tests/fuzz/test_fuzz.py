@@ -281,35 +281,3 @@ def test_any_file_gives_a_result_or_a_line(name, tmp_path, monkeypatch):
             problem = f"{name}, seed {seed}, {damaged}: {type(error).__name__}: {error}"
             raise AssertionError(problem) from error
     assert refused or ROUNDS < 10
-
-
-def escape_store(folder, way):
-    index = json.loads((folder / "data/index.json").read_bytes())
-    for suffix in ("bin", "doc"):
-        (folder / f"data/00000.{suffix}").rename(folder / f"secret.{suffix}")
-    index["files"][0]["name"] = f"{way}secret"
-    (folder / "data/index.json").write_text(json.dumps(index))
-
-
-def escape_checkpoint(folder, way):
-    checkpoint = folder / "checkpoints/step_00000003"
-    (checkpoint / "rank_00000.safetensors").rename(folder / "checkpoints/secret")
-    for path in (checkpoint / STATE, checkpoint / COMMIT):
-        path.write_text(path.read_text().replace("rank_00000.safetensors", f"{way}secret"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("absolute", [False, True])
-@pytest.mark.parametrize(
-    ("name", "escape"), [("store", escape_store), ("checkpoint", escape_checkpoint)]
-)
-def test_no_index_leads_out_of_its_folder(name, escape, absolute, tmp_path):
-    """The file that it names is there and whole, and it is refused."""
-    make, read, seal = READERS[name]
-    make(tmp_path)
-    below = tmp_path / "checkpoints" if name == "checkpoint" else tmp_path
-    escape(tmp_path, f"{below}/" if absolute else "../")
-    seal(tmp_path)
-    with pytest.raises(UserError):
-        read(tmp_path)
-    assert list(tmp_path.rglob("secret*"))

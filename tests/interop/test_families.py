@@ -76,7 +76,7 @@ NEMOTRON_H = ModelConfig(
     mlp_activation="relu2",
     **{**ALIKE, **SSM, **ATTENTION, **UNTIED, "n_layer": 5},
 )
-GDN_LENGTHS = (1, 3, 63, 64, 65, 101)  # below, at and above a chunk, and over several
+GDN_LENGTHS = (1, 64, 101)  # below and at a chunk, and over several
 
 
 def gdn(seed, **family):
@@ -115,12 +115,10 @@ if TRANSFORMERS_5:
     MODELS["OlmoHybridForCausalLM"] = [
         gdn(1, **OLMO_HYBRID, **UNTIED, rotary_dim=0, allow_neg_eigval=True),
         gdn(2, **OLMO_HYBRID, rope_theta=5e5),
-        gdn(3, **OLMO_HYBRID, allow_neg_eigval=True),
     ]
     MODELS["Qwen3_5ForCausalLM"] = [
         gdn(4, **QWEN, rotary_dim=4),
         gdn(5, **QWEN, **UNTIED, rotary_dim=8),
-        gdn(6, **QWEN, rotary_dim=16),
     ]
     MODELS["Mamba2ForCausalLM"] += [CONFIGS["mamba2"], GROUPED]
 CASES = [(name, config) for name, configs in MODELS.items() for config in configs]
@@ -199,12 +197,12 @@ def test_a_family_is_the_same_model_in_their_class(class_name, config, tmp_path,
         for length in lengths:
             compare(ours, theirs, architecture, length)
 
-    theirs.float().save_pretrained(tmp_path / "theirs")
+    theirs.float().save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     write_model(tmp_path / "theirs", tmp_path / "back", format="pth")
     for folder in ("hf", "theirs", "back"):
         weights = read_weights(tmp_path / folder)
         assert_same(weights, config, state)
-        assert weights.config.structure() == config.structure()
 
 
 @pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 has no Qwen3.5")
@@ -241,28 +239,6 @@ def test_published_configs_are_presets_with_their_numbers_of_parameters(name, tm
     config = read_description(file).config
     assert parameter_count(config) == published["parameters"]
     assert config.model_name == name
-
-
-@pytest.mark.parametrize(
-    "name, changes, said",
-    [
-        ("granite-4.0-h-micro", {"num_local_experts": 62}, "is 62, a mixture of experts, which"),
-        ("granite-4.0-h-micro", {"layer_types": ["mamba"]}, "is 40, with 1 layer"),
-        ("falcon-h1-7b", {"mlp_multipliers": [1.0]}, "has 1 numbers, not 2"),
-        ("nemotron-h-8b", {"hybrid_override_pattern": "ME*E"}, "has 'E', a mixture of experts,"),
-        ("nemotron-h-8b", {"hybrid_override_pattern": "MX"}, "has 'X', not a layer that this"),
-        ("qwen3.5-0.8b", {"output_gate_type": "sigmoid"}, "is 'sigmoid', another gate"),
-        ("qwen3.5-0.8b", {"model_type": "qwen3_5"}, "is 'qwen3_5', a model with vision; save its"),
-        ("qwen3.5-0.8b", {"model_type": "qwen3_next"}, "is 'qwen3_next', a mixture of experts,"),
-        ("qwen3.5-0.8b", {"attn_output_gate": False}, "is False, which this model does not have"),
-        ("nemotron-h-8b", {"num_nextn_predict_layers": 1}, "is 1, layers that predict further"),
-    ],
-)
-def test_what_a_family_has_beyond_ours_is_refused_by_name(name, changes, said, tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(PUBLISHED[name]["config"] | changes))
-    with pytest.raises(UserError, match=f"[a-z_]+ {said}"):
-        read_description(file)
 
 
 ROPE = {
@@ -333,17 +309,7 @@ def test_scaled_rotary_positions_are_those_of_transformers(case, tmp_path):
     assert read_weights(tmp_path / "back").config == weights.config
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "longrope,factor=2",
-        "linear",
-        "linear,factor=x",
-        "llama3,factor=8",
-        "linear,beta=1",
-        "linear,factor=-2",
-    ],
-)
-def test_a_rope_scaling_that_lacks_something_is_refused(text):
+@pytest.mark.parametrize("text", ["longrope,factor=2", "linear,factor=x", "linear,factor=-2"])
+def test_a_rope_scaling_that_can_t_be_is_refused(text):
     with pytest.raises(UserError, match="rope_scaling"):
         ModelConfig(layers="attention", rope_scaling=text).check()

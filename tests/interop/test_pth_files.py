@@ -1,15 +1,20 @@
-"""consolidated.00.pth is what torch.save writes, made with one tensor in memory at a time."""
+"""Files of torch.save: read without executing anything, written with one tensor in memory at a time."""
 
 import os
+import pickle
+import tarfile
 import weakref
+import zipfile
 
+import numpy as np
 import pytest
 import torch
 
-from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop import convert
-from mamba_fsdp.interop.pth_files import write_pth
-from tests.support.small_models import CONFIGS, write_ours
+from mamba_fsdp.errors import StorageError, UserError
+from mamba_fsdp.interop import pth_files
+from mamba_fsdp.interop.pth_files import PthTensors, write_pth
+from mamba_fsdp.storage import patience
+from tests.support.disk import Disk
 
 pytestmark = pytest.mark.torch22
 
@@ -22,46 +27,165 @@ TENSORS = {
 }
 
 
-def test_it_is_what_torch_saves(tmp_path):
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "file.pth"
+
+
+def compress(path):
+    """Packs the entries of a .pth file, as other programs may: mapped, that would not be numbers."""
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content, zipfile.ZIP_DEFLATED)
+
+
+def test_what_is_written_is_what_torch_saves(tmp_path, path):
     """Byte for byte; what is tied is one tensor. Nothing else is left in the folder."""
     folder = tmp_path / "folder"
     folder.mkdir()
     write_pth(folder / "file.pth", list(TENSORS), TENSORS.values(), {"tied": "matrix"})
-    with open(tmp_path / "file.pth", "wb") as file:
+    with open(path, "wb") as file:
         torch.save({**TENSORS, "tied": TENSORS["matrix"]}, file)
-    assert (folder / "file.pth").read_bytes() == (tmp_path / "file.pth").read_bytes()
+    assert (folder / "file.pth").read_bytes() == path.read_bytes()
     assert os.listdir(folder) == ["file.pth"]
-    content = torch.load(folder / "file.pth", weights_only=True)
+    content = torch.load(path, weights_only=True)
     assert content["tied"] is content["matrix"]
 
 
-@pytest.mark.parametrize("format", ["pth", "state-spaces"])
-def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, format):
-    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"])
-    alive, most = [], []
+@pytest.mark.parametrize("form", ["zip", "compressed", "old"])
+def test_each_form_gives_every_tensor_back(path, form):
+    """Whole or sliced, also from dicts in dicts."""
+    content = {"step": 3, "model": {"state": TENSORS}}
+    torch.save(content, path, _use_new_zipfile_serialization=form != "old")
+    if form == "compressed":
+        compress(path)
+    read = PthTensors(path)
+    assert read.shapes == {f"model.state.{name}": tensor.shape for name, tensor in TENSORS.items()}
+    for name, tensor in TENSORS.items():
+        assert torch.equal(read.get(f"model.state.{name}"), tensor)
+    assert torch.equal(read.slice("model.state.matrix", 3, 9), TENSORS["matrix"].flatten()[3:9])
 
-    def open_watched(*source, **how):
-        weights = open_weights(*source, **how)
 
-        def watched(name, start, stop):
-            array = read(name, start, stop).numpy().copy()
+def test_one_tensor_is_in_memory_at_a_time(path):
+    alive = []
+
+    def tensors():
+        for number in range(20):
+            array = np.full(3, float(number))
             alive.append(weakref.ref(array))  # it lives as long as a tensor over it
-            most.append(sum(reference() is not None for reference in alive))
-            return torch.from_numpy(array)
+            assert sum(reference() is not None for reference in alive) <= 2
+            yield torch.from_numpy(array)
 
-        read, weights.tensors.slice = weights.tensors.slice, watched
-        return weights
-
-    open_weights = convert.read_weights
-    monkeypatch.setattr(convert, "read_weights", open_watched)
-    convert.write_model(ours, tmp_path / "out", format=format)
-    assert len(most) > 20 and max(most) <= 2
+    write_pth(path, list(map(str, range(20))), tensors(), {})
+    assert len(alive) == 20
 
 
-def test_a_source_that_breaks_off_breaks_off_the_writing(tmp_path):
+def test_a_source_that_breaks_off_breaks_off_the_writing(path):
     def tensors():
         yield torch.ones(3)
         raise UserError("the source is broken")
 
     with pytest.raises(UserError, match="the source is broken"):
-        write_pth(tmp_path / "file", ["a", "b"], tensors(), {})
+        write_pth(path, ["a", "b"], tensors(), {})
+
+
+class Trap:
+    """Unpickled without care, it makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path.with_name("executed")),)
+
+
+def write_script(path):
+    torch.jit.script(torch.nn.Identity()).save(path)
+
+
+def write_tar(path):
+    with tarfile.open(path, "w") as archive:
+        archive.add(__file__, "storages")
+
+
+def saved(content, share=1.0, **how):
+    def write(path):
+        torch.save(content, path, **how)
+        os.truncate(path, int(path.stat().st_size * share))
+
+    return write
+
+
+OLD = {"_use_new_zipfile_serialization": False}
+CUT = "file.pth .* is cut short or damaged; copy"
+PROGRAM = "file.pth is damaged or holds more than tensors and plain values"
+ARCHIVE = "file.pth is a TorchScript or tar archive, which may hold code"
+NO_DICT = "file.pth is not a dict of tensors"
+REFUSED = {  # name: (what writes the file, what is said)
+    "script": (write_script, ARCHIVE),
+    "tar": (write_tar, ARCHIVE),
+    "trap": (lambda path: torch.save({"a": Trap(path)}, path), PROGRAM),
+    "pickled trap": (lambda path: path.write_bytes(pickle.dumps({"a": Trap(path)})), PROGRAM),
+    "half a zip": (saved(TENSORS, 0.5), CUT),
+    "half an old one": (saved(TENSORS, 0.5, **OLD), "file.pth .* is damaged|cut short"),
+    "empty": (saved(TENSORS, 0.0), CUT),
+    "text": (lambda path: path.write_text("some text"), "file.pth holds no weights: it is neither"),
+    "list": (saved([1]), NO_DICT),
+    "no tensor": (saved({"a": 1}), NO_DICT),
+    "missing": (lambda path: None, "can't read .*file.pth: No such file"),
+    "repeated number": (
+        saved({"weight": torch.ones(1).expand(2**20, 2**20)}),
+        "file.pth: weight should have .* elements, .* holds fewer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_holds_no_tensors_alone_is_refused_and_nothing_executed(path, monkeypatch, name):
+    """torch before 2.6 hands a TorchScript archive to torch.jit.load even with weights_only."""
+    write, words = REFUSED[name]
+    write(path)
+    monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("a program was loaded"))
+    with pytest.raises(UserError, match=words):
+        PthTensors(path)
+    assert not path.with_name("executed").exists()
+
+
+def test_storage_that_fails_is_no_damage(path, monkeypatch):
+    saved(TENSORS)(path)
+    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
+    Disk(monkeypatch, path.parent).lose("file.pth")
+    with pytest.raises(StorageError, match="can't read .*file.pth: Input/output error"):
+        PthTensors(path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.eye(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2).long()],
+    ids=["sparse", "meta", "whole numbers"],
+)
+def test_what_is_no_weight_is_told_in_a_line(path, tensor):
+    torch.save({"weight": tensor}, path)
+    with pytest.raises(UserError, match="file.pth: weight is .* weights are dense"):
+        PthTensors(path).get("weight")
+
+
+def test_a_bomb_of_shared_dicts_is_visited_once(path):
+    """2 ** 45 ways lead to the one tensor."""
+    content = {"weight": torch.ones(2)}
+    for _ in range(45):
+        content = {"a": content, "b": content}
+    torch.save(content, path)
+    assert list(PthTensors(path).shapes) == ["a." * 45 + "weight"]
+
+
+def test_a_small_archive_that_unpacks_to_gigabytes_is_refused_unopened(path, monkeypatch):
+    """By the sizes that it declares; a little is harmless."""
+    torch.save({"weight": torch.zeros(10**6)}, path)
+    compress(path)
+    assert PthTensors(path).shapes == {"weight": (10**6,)}
+    monkeypatch.setattr(pth_files, "HARMLESS", 10**6)
+    with pytest.raises(UserError, match=r"pth \(.* bytes\) says that it holds 4,0.*, more than"):
+        PthTensors(path)

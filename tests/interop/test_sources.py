@@ -1,20 +1,27 @@
-"""Whatever names a model gives its weights: a run, a checkpoint, a file, a folder; on any number of ranks, a parameter
-at a time."""
+"""Whatever names a model gives its weights: a run, a checkpoint, a file, a folder; with their tokenizer and type."""
+
+import json
+import os
 
 import pytest
 import torch
 import transformers
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
-from mamba_fsdp.interop.convert import write_model
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.convert import publish, write_model
+from mamba_fsdp.interop.places import Origin, find_origin
 from mamba_fsdp.interop.weights import read_weights
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.presets import preset
 from mamba_fsdp.parallel.model import Shard
-from mamba_fsdp.parallel.world import World
+from mamba_fsdp.settings.train_config import CheckpointConfig
 from tests.support.checkpoints import open_run, saved_state
 from tests.support.small_models import (
     CONFIGS,
     assert_same,
     random_state,
+    write_ours,
     write_tokenizer,
 )
 
@@ -26,19 +33,16 @@ CONFIG = CONFIGS["hybrid"]
 def run(tmp_path):
     """A run folder with checkpoints of steps 1 and 2, and the tokenizer that a run keeps."""
     write_tokenizer(tmp_path / "run" / "tokenizer")
-    world = World.alone()
-    checkpointer = open_run(tmp_path / "run", world, asynchronous=False)
+    checkpointer = open_run(tmp_path / "run", asynchronous=False)
     for step in (1, 2):
-        shards = [
-            Shard(name, tuple(tensor.shape), 0, tensor.flatten())
-            for name, tensor in random_state(CONFIG, seed=step).items()
-        ]
-        optimizer = [
-            Shard(f"optimizer/{shard.name}/exp_avg", shard.shape, 0, torch.zeros_like(shard.data))
-            for shard in shards
-        ]
-        state = saved_state(CONFIG, TrainState(step=step, tokens=64 * step), seq_length=24)
-        checkpointer.save(step, shards + optimizer, state)
+        shards = []
+        for name, tensor in random_state(CONFIG, seed=step).items():
+            flat = tensor.flatten()
+            shape = tuple(tensor.shape)
+            shards.append(Shard(name, shape, 0, flat))
+            shards.append(Shard(f"optimizer/{name}/exp_avg", shape, 0, torch.zeros_like(flat)))
+        state = saved_state(CONFIG, TrainState(step=step, tokenizer="made of it"), seq_length=24)
+        checkpointer.save(step, shards, state)
     return tmp_path / "run"
 
 
@@ -50,12 +54,79 @@ def test_a_broken_checkpoint_is_passed_over_and_said(run, capsys):
 
 @pytest.mark.parametrize("source", [".", "checkpoints/step_00000002"])
 def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
-    """What a run publishes at its end can itself be exported, by any of its names."""
-    published = write_model(run / source, run / "pth" / "step_00000002", format="pth")
+    """What a run publishes at its end, once, can itself be exported, by any of its names."""
+    published = run / "pth" / "step_00000002"
+    for _ in range(2):
+        publish(run / source, published)
     assert_same(read_weights(published), CONFIG, random_state(CONFIG, seed=2))
-    for name in (run / source, published, published / "consolidated.00.pth"):
-        out = write_model(name, run / f"out-{len(list(run.iterdir()))}")
+    assert next(read_weights(run / source).tokenizer_identities()) == "made of it"
+    for number, name in enumerate((run / source, published, published / "consolidated.00.pth")):
+        out = write_model(name, run / f"out-{number}")
         config = transformers.AutoConfig.from_pretrained(out)
         assert (config.eos_token_id, config.max_position_embeddings) == (0, 24)
         assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == 0
+        generation = json.loads((out / "generation_config.json").read_text())
+        assert generation == {"eos_token_id": 0, "pad_token_id": 0}
         assert_same(read_weights(out), CONFIG, random_state(CONFIG, seed=2))
+
+
+def test_export_takes_a_tokenizer(tmp_path):
+    """And without one, none of transformers' usual tokens."""
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba2"])
+    tokenizer = write_tokenizer(tmp_path / "letters")
+    with pytest.raises(UserError, match="tokenizer=.*/ours holds no tokenizer .tokenizer.json, "):
+        write_model(ours, tmp_path / "hf", tokenizer=str(ours))
+    write_model(ours, tmp_path / "hf", tokenizer=str(tokenizer))
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 0
+    write_model(ours, tmp_path / "without")
+    assert json.loads((tmp_path / "without" / "config.json").read_text())["eos_token_id"] is None
+    assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("format", ["hf", "state-spaces"])
+def test_a_chosen_type_leaves_what_has_to_be_fp32(format, tmp_path):
+    state = random_state(CONFIGS["mamba1"])
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], state)
+    weights = read_weights(write_model(ours, tmp_path / "out", format=format, dtype="bf16"))
+    for name, tensor in state.items():
+        expected = tensor
+        if not name.endswith((".A_log", ".D", ".dt_proj.bias")):
+            expected = tensor.bfloat16()
+        assert torch.equal(weights.get(name), expected), name
+    if format == "hf":
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config["torch_dtype"] == "bfloat16"
+
+
+def test_a_file_without_config_json(tmp_path):
+    """Its preset is named, and every tensor is checked; the message says how to find out which one it may be."""
+    demo = ModelConfig(**preset("demo"))
+    state = random_state(demo)
+    file = tmp_path / "lonely.pth"
+    torch.save(state, file)
+    with pytest.raises(UserError, match="no config.json next to it .* name its preset.* inspect"):
+        read_weights(file)
+    with pytest.raises(UserError, match="does not fit the model"):
+        read_weights(file, model_name="mamba-130m")
+    write_model(file, tmp_path / "ours", format="pth", model_name="demo")
+    assert_same(read_weights(tmp_path / "ours"), demo, state)
+
+
+def test_a_run_starts_from_its_own_checkpoint_then_from_what_is_named(run, tmp_path):
+    """Else from random weights; what is named but not there is an error."""
+    own, new, nowhere = (str(place) for place in (run, tmp_path / "new", tmp_path / "nowhere"))
+    file = str(tmp_path / "a.pth")
+    (tmp_path / "a.pth").touch()
+    for words, origin in (
+        ({"save_ckpt_path": own, "init_from": nowhere}, Origin("save_ckpt_path", own, True)),
+        ({"init_from": own}, Origin("init_from", own)),
+        ({"load_ckpt_path": new}, Origin()),
+        ({"load_ckpt_path": own}, Origin("load_ckpt_path", own, True)),
+        ({"load_ckpt_path": file}, Origin("load_ckpt_path", file)),
+    ):
+        found = find_origin(CheckpointConfig(**{"save_ckpt_path": new, **words}))
+        assert found == origin and found.is_own == (origin.path == own and len(words) == 2)
+    for name in ("init_from", "load_ckpt_path"):
+        with pytest.raises(UserError, match="nowhere: there is no such file or folder"):
+            find_origin(CheckpointConfig(save_ckpt_path=new, **{name: nowhere}))

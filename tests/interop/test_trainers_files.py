@@ -1,27 +1,18 @@
-"""Checkpoints of other trainers, as fms-fsdp, Composer and torch.distributed.checkpoint write them: the same model, and
-nothing executed."""
+"""Checkpoints of other trainers, as fms-fsdp and Composer write them: the same model."""
 
-import json
 import re
 from functools import partial
 
 import pytest
 import torch
 
-from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.convert import write_model
-from mamba_fsdp.interop.weights import find_weights, read_weights
-from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.model.presets import preset
+from mamba_fsdp.interop.weights import find_weights
 from mamba_fsdp.ops.attention import rotary
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.verbs import inspect
 from tests.support.small_models import (
     CONFIGS,
     assert_same,
     random_state,
-    write_ours,
-    write_tokenizer,
 )
 
 pytestmark = pytest.mark.torch22
@@ -54,15 +45,6 @@ def test_the_model_is_found_among_what_a_trainer_saves(tmp_path):
     ):
         torch.save(content, tmp_path / "ep0-ba3-rank0.pt")
         assert_same(opened(tmp_path / "ep0-ba3-rank0.pt"), CONFIG, state)
-
-
-def test_two_models_in_one_file_are_not_chosen_from(tmp_path):
-    state = random_state(CONFIG)
-    torch.save({"model": state, "ema": random_state(CONFIG, seed=2)}, tmp_path / "two.pt")
-    with pytest.raises(
-        UserError, match="two.pt holds 2 models, under ema. and model.; save one of them alone"
-    ):
-        opened(tmp_path / "two.pt")
 
 
 def as_neighbours(rows, size):
@@ -138,49 +120,3 @@ def test_fms_llama(fused, top, tmp_path):
         weights.slice("backbone.layers.1.mixer.in_proj.weight", 7, 95),
         state["backbone.layers.1.mixer.in_proj.weight"].flatten()[7:95],
     )
-
-
-def test_a_folder_of_torch_distributed_checkpoint(tmp_path):
-    """Its index is a pickle of classes: refused, as are the folder around it and its parts, with the line that converts
-    it."""
-    folder = tmp_path / "step_3_ckp"
-    folder.mkdir()
-    (folder / ".metadata").touch()
-    (folder / "__0_0.distcp").touch()
-    line = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {folder}.pth"
-    for place in (folder, folder.parent, folder / "__0_0.distcp"):
-        with pytest.raises(
-            UserError, match=f"{folder} is a folder of torch.distributed.*: {line}$"
-        ):
-            opened(place, LLAMA)
-
-
-def test_a_file_without_config_json(tmp_path, capsys):
-    """Its preset is named, and every tensor is checked; the message and inspect say which one it may be."""
-    demo = ModelConfig(**preset("demo"))
-    state = random_state(demo)
-    torch.save(state, tmp_path / "lonely.pth")
-    with pytest.raises(UserError, match="no config.json next to it .* name its preset"):
-        read_weights(tmp_path / "lonely.pth")
-    with pytest.raises(UserError, match="does not fit the model"):
-        read_weights(tmp_path / "lonely.pth", model_name="mamba-130m")
-    assert_same(read_weights(tmp_path / "lonely.pth", model_name="demo"), demo, state)
-    write_model(tmp_path / "lonely.pth", tmp_path / "ours", format="pth", model_name="demo")
-    assert_same(read_weights(tmp_path / "ours"), demo, state)
-    torch.save({"model_state": random_state(CONFIG)}, tmp_path / "other.pth")
-    inspect.main(str(tmp_path / "other.pth"), inspect.Options())
-    said = capsys.readouterr().out
-    assert "name its preset, as in --model_name" in said and re.search(
-        r"  backbone.layers.0.mixer.A_log +\(", said
-    )
-
-
-def test_export_takes_a_tokenizer(tmp_path):
-    config, state = CONFIGS["mamba2"], random_state(CONFIGS["mamba2"])
-    ours = write_ours(tmp_path / "ours", config, state)
-    tokenizer = write_tokenizer(tmp_path / "letters")
-    with pytest.raises(UserError, match="tokenizer=.*/ours holds no tokenizer"):
-        write_model(ours, tmp_path / "hf", tokenizer=str(ours))
-    write_model(ours, tmp_path / "hf", tokenizer=str(tokenizer))
-    assert (tmp_path / "hf" / "tokenizer.json").is_file()
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 0

@@ -1,4 +1,4 @@
-"""A stand-in for storage that fails: one call to the operating system fails once, as a file server's does at a restart."""
+"""A stand-in for storage that fails, once or from now on, as a file server does at a restart."""
 
 import builtins
 import contextlib
@@ -12,20 +12,21 @@ OF_OS = "listdir lstat mkdir open rename replace rmdir scandir stat statvfs unli
 
 
 class Disk:
-    """The calls for what lies in `folder`, in order, without those of a thread that renews a lease."""
+    """The calls to the operating system for what lies in `folder`, without those of a thread that renews a lease."""
 
     def __init__(self, monkeypatch, folder):
         self.folder = str(folder)
         self.calls = []
         self.failing = None
         self.counts = False
+        self.lost = None
         functions = [(os, name) for name in OF_OS] + [(io, "open"), (builtins, "open")]
         for module, name in functions:
             monkeypatch.setattr(module, name, self.watched(name, getattr(module, name)))
 
     @contextlib.contextmanager
     def counting(self, failing=None):
-        """Notes the calls inside, and fails that of the number `failing`."""
+        """Notes the calls inside, in order, and fails that of the number `failing`."""
         self.calls.clear()
         self.failing = failing
         self.counts = True
@@ -34,20 +35,25 @@ class Disk:
         finally:
             self.counts = False
 
+    def lose(self, end):
+        """From now on each call for a path that ends so fails."""
+        self.lost = end
+
     def watched(self, name, real):
         def function(path, *rest, **named):
-            if self.counts and self.is_here(path):
-                self.calls.append(f"{name} {path}")
-                if len(self.calls) - 1 == self.failing:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            if self.is_here(path) and self.fails(name, str(path)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
             return real(path, *rest, **named)
 
         return function
 
+    def fails(self, name, path):
+        if self.counts:
+            self.calls.append(f"{name} {path}")
+            return len(self.calls) - 1 == self.failing
+        return self.lost is not None and path.endswith(self.lost)
+
     def is_here(self, path):
         is_path = isinstance(path, (str, Path))
-        return (
-            is_path
-            and str(path).startswith(self.folder)
-            and threading.current_thread().name != "lease"
-        )
+        is_lease = threading.current_thread().name == "lease"
+        return is_path and str(path).startswith(self.folder) and not is_lease

@@ -1,0 +1,33 @@
+"""What a run saves of itself besides tensors."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from mamba_fsdp.checkpoint.saved_run import SavedRun, TrainState
+from mamba_fsdp.errors import UserError
+
+
+def test_a_train_state_counts_from_zero_what_was_read_and_what_was_applied():
+    """Skipped steps are read too; those in a row count until one is applied, but for those that are excused."""
+    state = TrainState()
+    assert not any(asdict(state).values()) and math.isnan(state.take_mean_loss())
+    state.advance(2, 16, 3.0, applied=True, excused=False)
+    state.advance(4, 32, 5.0, applied=True, excused=False)
+    assert state.take_mean_loss() == 4 and math.isnan(state.take_mean_loss())
+    for excused in (False, True, False):
+        state.advance(4, 32, math.inf, applied=False, excused=excused)
+    counts = (state.step, state.samples, state.global_batch, state.tokens, state.optimizer_steps)
+    assert counts == (5, 18, 4, 144, 2)
+    assert (state.skipped_steps, state.skipped_in_a_row) == (3, 2)
+    state.advance(4, 32, 1.0, applied=True, excused=False)
+    assert state.skipped_in_a_row == 0 and state.take_mean_loss() == 1
+
+
+def test_the_state_of_a_run_comes_back_or_is_refused_by_name():
+    run = SavedRun(TrainState(step=3), {"d_model": 8}, "adamw", "2.2.2", 1, 32)
+    assert SavedRun.from_state(asdict(run), Path("run")) == run
+    with pytest.raises(UserError, match="^run: its state.json does not .*: seq_length is 0, not"):
+        SavedRun.from_state({**asdict(run), "seq_length": 0}, Path("run"))

@@ -1,0 +1,98 @@
+"""What lies in a run folder, and which of its checkpoints count."""
+
+import os
+import re
+
+import pytest
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.run import layout, names
+
+
+def make(folder, *files):
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+
+
+def test_a_step_is_read_back_from_its_name():
+    assert layout.rank_file(7) == "rank_00007.safetensors"
+    for step in (0, 7, 12345678, 123456789):
+        assert layout.step_of(layout.step_name(step)) == step
+    assert layout.step_name(7) == "step_00000007"
+    for name in "step_ .step_00000001.0123.partial step_1a xstep_00000001".split():
+        assert layout.step_of(name) is None
+
+
+IS = "is not a run folder (it holds"
+
+
+@pytest.mark.parametrize(
+    "files, refused",
+    {
+        "index.json 00000.bin 00000.doc": f"{IS} 00000.bin, 00000.doc, index.json); ",
+        "train/index.json dataset.json": f"{IS} dataset.json, train)",
+        "a b c d e": f"{IS} a, b, c, d)",
+        "thesis.tex": f"{IS} thesis.tex)",
+        "thesis.tex checkpoints/step_00000001/COMMIT": "",
+        "thesis.tex status.json": "",
+        "config.yaml train.log slurm-17.out .nfs0001 starts/17.0/x": "",
+        "": "",
+    }.items(),
+)
+def test_what_is_no_run_folder_is_not_made_one(tmp_path, files, refused):
+    """The launcher and a log may have been there before the run."""
+    make(tmp_path, *files.split())
+    if refused:
+        with pytest.raises(UserError, match=re.escape(refused)):
+            layout.check_is_run_folder(tmp_path)
+    else:
+        layout.check_is_run_folder(tmp_path)
+    layout.check_is_run_folder(tmp_path / "nowhere")
+
+
+def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_steps(tmp_path):
+    """Whoever looks, this program or the launcher."""
+    assert layout.newest_step(tmp_path) == 0 and names.newest_checkpoint(str(tmp_path)) == ""
+    steps = "step_00000009 step_00000010 step_100000000".split()
+    for name in (*reversed(steps), ".step_00000011.abc.partial", "other"):
+        make(tmp_path, f"checkpoints/{name}/{names.COMMIT}")
+    make(tmp_path, "checkpoints/step_200000000/state.json")
+    assert [path.name for path in layout.committed(tmp_path / "checkpoints")] == steps
+    assert names.newest_checkpoint(str(tmp_path)) == steps[-1]
+    assert layout.newest_step(tmp_path) == 100000000
+    assert layout.committed(tmp_path / "checkpoints/other/COMMIT") == []
+
+
+def test_a_folder_that_can_t_be_listed_is_not_an_empty_one(tmp_path):
+    """But for the launcher, which tries again later."""
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
+    assert names.newest_checkpoint(str(tmp_path)) == ""
+    with pytest.raises(OSError, match="Too many levels"):
+        layout.newest_step(tmp_path)
+
+
+def test_each_stop_file_has_a_mark_of_its_own(tmp_path):
+    marks = [names.stop_mark(str(tmp_path))]
+    for moment in (1, 2):
+        (tmp_path / names.STOP).touch()
+        os.utime(tmp_path / names.STOP, ns=(moment, moment))
+        marks.append(names.stop_mark(str(tmp_path)))
+    assert marks[0] == "" and len(set(marks)) == 3
+    assert names.stop_mark(str(tmp_path / names.STOP)) == ""
+
+
+def test_what_names_no_checkpoint_is_told_with_what_takes_it(tmp_path):
+    said = str(layout.no_checkpoint(tmp_path / "nowhere"))
+    assert said.endswith("nowhere: there is no such file or folder")
+    said = str(layout.no_checkpoint(tmp_path))
+    assert "neither a committed checkpoint nor a run folder" in said and "init_from" not in said
+    make(tmp_path, ".metadata")
+    assert str(layout.no_checkpoint(tmp_path)).endswith(f"; init_from={tmp_path} takes its weights")
+
+
+def test_what_is_being_saved_is_listed(tmp_path):
+    """Not what lies there under other names."""
+    saved = f".{names.LEASE}.0123456789ab.partial/step_00000002"
+    make(tmp_path, f"{saved}/x", "checkpoints/step_00000001/x", ".other.0123.partial/step_00000003")
+    assert layout.unfinished(tmp_path) == [tmp_path / saved]

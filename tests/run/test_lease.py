@@ -1,0 +1,226 @@
+"""One process at a time in a run folder or a new folder, and no dead one in anybody's way."""
+
+import errno
+import json
+import os
+import resource
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import asdict
+
+import pytest
+
+from mamba_fsdp.errors import LostError, StorageError, UserError
+from mamba_fsdp.run import lease as module
+from mamba_fsdp.run.lease import Holder, Lease, new_folder
+from mamba_fsdp.run.names import LEASE
+from mamba_fsdp.storage import patience
+from tests.support.disk import Disk
+from tests.support.processes import wait_until
+
+REMEDY = "stop that run first"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Who lives shows it soon."""
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_RENEWALS", 0.02)
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LOOKS", 0.02)
+
+
+@pytest.fixture
+def take(tmp_path):
+    """take(said=None) -> a Lease on the folder, which is given back at the end."""
+    taken = []
+
+    def take_one(said=None):
+        lease = Lease(tmp_path / LEASE)
+        lease.take((said if said is not None else []).append, REMEDY)
+        taken.append(lease)
+        return lease
+
+    yield take_one
+    for lease in taken:
+        lease.close()
+
+
+def left_by(folder, **changed):
+    """Leaves the lease of a process that is not ours to ask, with some fields changed."""
+    elsewhere = {"host": "node-7", "pid": 7, "machine": "another"}
+    holder = {**asdict(Holder.this_process()), **elsewhere, **changed}
+    (folder / LEASE).write_text(json.dumps(holder))
+
+
+def test_a_living_holder_is_named_to_the_second(take, tmp_path):
+    first = take()
+    with pytest.raises(UserError) as refused:
+        take()
+    holder = f"process {os.getpid()} on {socket.gethostname()}, begun 20"
+    assert str(refused.value).startswith(f"{tmp_path} is in use by {holder}")
+    assert str(refused.value).endswith(f"; {REMEDY}")
+    first.check()
+    first.close()
+    assert not list(tmp_path.iterdir())
+    take()
+
+
+def test_a_holder_of_this_machine_that_has_ended_stops_nobody(take, tmp_path, monkeypatch):
+    """Whether nobody has its process id by now, another process, or a dead one that nobody has asked for: it need not be
+    watched."""
+    monkeypatch.setattr(Lease, "shows_life", lambda _: pytest.fail("it was watched"))
+    here = Holder.this_process()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+    for pid in (ended.pid, os.getpid(), dead.pid):
+        left_by(tmp_path, machine=here.machine, pid=pid, started=here.started - 1)
+        lease = take()
+        lease.check()
+        lease.close()
+
+
+@pytest.mark.parametrize("content", [None, b'{"token": "x", "ho'], ids=["lost node", "cut short"])
+def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(
+    take, tmp_path, monkeypatch, content
+):
+    monkeypatch.setattr(module, "SECONDS_OF_SILENCE", 0.1)
+    left_by(tmp_path)
+    if content is not None:
+        (tmp_path / LEASE).write_bytes(content)
+    said = []
+    take(said).check()
+    (line,) = said
+    assert line.startswith("waiting ") and ("node-7" if content is None else "unknown") in line
+
+
+def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
+    """Whatever the clocks say, its renewals may lie far in the past; also in the same Slurm job."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    left_by(tmp_path)
+    moments = iter(range(10**6))
+
+    def renew(_):
+        moment = next(moments)
+        os.utime(tmp_path / LEASE, (moment, moment))
+
+    monkeypatch.setattr(time, "sleep", renew)
+    with pytest.raises(UserError, match=r"process 7 on node-7 \(Slurm job 17\)"):
+        take()
+
+
+def test_a_holder_renews_its_lease_until_it_gives_it_back(take, tmp_path):
+    lease = take()
+    moments = set()
+
+    def renewals():
+        moments.add(lease.look().renewed)
+        return len(moments) == 3
+
+    wait_until(renewals, "two renewals")
+    lease.close()
+    assert lease.look() is None
+
+
+def test_a_full_disk_leaves_no_half_lease(take, tmp_path):
+    """Which would count as another's."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    lease = Lease(tmp_path / LEASE)
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            lease.try_take()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        lease.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, tmp_path):
+    """Nor does it write, move or remove any more."""
+    before = threading.enumerate()
+    lease = take()
+    (renewing,) = [thread for thread in threading.enumerate() if thread not in before]
+    lease.write(tmp_path / "file", "ours")
+    left_by(tmp_path)
+    lease.own.rename(tmp_path / "taken")
+    changes = (
+        lease.check,
+        lambda: lease.write(tmp_path / "file", "late"),
+        lambda: lease.move(lease.own / "x", tmp_path / "new"),
+        lambda: lease.remove(tmp_path / "file"),
+    )
+    for change in changes:
+        with pytest.raises(LostError, match="in use by process 7 on node-7.*writes nothing more"):
+            change()
+    other = (tmp_path / LEASE).stat().st_mtime_ns
+    lease.close()
+    renewing.join()
+    assert (tmp_path / LEASE).stat().st_mtime_ns == other
+    assert (tmp_path / "file").read_text() == "ours"
+    (tmp_path / LEASE).unlink()
+    with pytest.raises(LostError, match="has lost its lease.json"):
+        lease.check()
+
+
+def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch):
+    """The folder may be on storage that is away, or not mounted."""
+    lease = take()
+    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
+    with monkeypatch.context() as patched:
+        Disk(patched, tmp_path).lose(LEASE)
+        with pytest.raises(StorageError, match="lease.json: Input/output error"):
+            lease.check()
+    lease.check()
+    lease.file = tmp_path / "nowhere" / LEASE
+    with pytest.raises(UserError, match="lease.json: can't be read .No such file") as told:
+        lease.check()
+    assert not isinstance(told.value, LostError)
+    lease.file = tmp_path / LEASE
+
+
+def test_what_a_killed_process_left_is_removed_and_said(take, tmp_path):
+    """Only what lies in its own folder: other hidden folders stay."""
+    killed = take()
+    (killed.own / "step_00000002").mkdir()
+    (killed.own / "step_00000002" / "part").write_bytes(bytes(3_000_000))
+    (tmp_path / ".snapshot").mkdir()
+    (tmp_path / LEASE).unlink()
+    said = []
+    lease = take(said)
+    words = "3.0 MB, which a killed process left unfinished, removed from"
+    assert said == [f"cleaned    {words} {tmp_path}"]
+    assert set(os.listdir(tmp_path)) == {LEASE, ".snapshot", lease.own.name}
+    assert os.listdir(lease.own) == []
+
+
+def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):
+    """While a process that lives writes it, no other does."""
+    out = tmp_path / "models" / "model"
+    with new_folder(out) as unfinished:
+        (unfinished / "inner").mkdir()
+        (unfinished / "inner" / "part").touch()
+        assert not out.exists()
+        with pytest.raises(UserError, match="model is in use by process"), new_folder(out):
+            pass
+    assert os.listdir(out / "inner") == ["part"] and os.listdir(out.parent) == ["model"]
+    with pytest.raises(UserError, match="can't write .*model: "), new_folder(out):
+        pass
+    other = tmp_path / "other"
+    with pytest.raises(ZeroDivisionError), new_folder(other) as unfinished:
+        (unfinished / "part").touch()
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == ["models"]
+
+
+@pytest.mark.parametrize("number, kind", [(errno.EIO, StorageError), (errno.ENOSPC, UserError)])
+def test_storage_that_fails_while_a_folder_is_made_is_no_mistake(tmp_path, number, kind):
+    """A job that it ended as one was not queued again."""
+    with (
+        pytest.raises(UserError, match="^can't write .*out: ") as end,
+        new_folder(tmp_path / "out"),
+    ):
+        raise OSError(number, os.strerror(number))
+    assert end.type is kind

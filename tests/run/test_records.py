@@ -1,0 +1,172 @@
+"""What a run writes about itself survives crashes, and what a crashed one did not write is found out."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from mamba_fsdp.errors import LostError, StorageError, UserError
+from mamba_fsdp.run import records
+from mamba_fsdp.run.lease import Holder, Lease
+from mamba_fsdp.storage import patience
+from tests.run.test_lease import left_by
+from tests.support.checkpoints import commit_empty
+from tests.support.disk import Disk
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def steps_in(path):
+    return [entry["step"] for entry in records.read(path)]
+
+
+def test_resuming_drops_what_the_interrupted_run_wrote_later(path):
+    """A number that is not finite is null, since JSON has none."""
+    metrics = records.Log(path, 0)
+    for step in range(1, 6):
+        metrics.write({"step": step, "loss": 1.0 if step > 1 else float("nan")})
+    with open(path, "a") as file:
+        file.write('{"step": 6, "lo')  # the crash
+    again = records.Log(path, 3)
+    again.write({"step": 4, "loss": 2.0})
+    losses = [(entry["step"], entry["loss"]) for entry in records.read(path)]
+    assert losses == [(1, None), (2, 1), (3, 1), (4, 2)]
+    assert records.latest(path.parent) == {"step": 4, "loss": 2}
+
+
+def test_a_log_that_is_cut_short_while_the_run_lives_is_never_made_longer(path, capsys):
+    """By logrotate's copytruncate, say. What is no entry is passed over with a word, also by the next start."""
+    metrics = records.Log(path, 0)
+    metrics.write({"step": 1}, {"step": 2})
+    os.truncate(path, 0)
+    metrics.write({"step": 3}, {"step": 4})
+    os.truncate(path, path.stat().st_size - 3)
+    metrics.write({"step": 5}, {"step": 6})
+    assert b"\0" not in path.read_bytes() and steps_in(path) == [3, 6]
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl: line 2 is not an entry of a run; such") == 1
+    records.Log(path, 3).write({"step": 4})
+    assert steps_in(path) == [3, 4]
+
+
+def test_only_lines_with_a_step_that_can_be_are_entries(path):
+    odd = ["[1]", "{}", '{"step": -1}', '{"step": 1.0}', '{"step": true}', f'{{"step": {2**63}}}']
+    lines = ['{"step": 0}', *odd, f'{{"step": {2**63 - 1}}}']
+    path.write_text("\n".join(lines) + "\n")
+    assert steps_in(path) == [0, 2**63 - 1]
+    assert records.read(path.with_name("nowhere")) == []
+    with pytest.raises(UserError, match="can't be read .Is a directory"):
+        records.read(path.parent)
+
+
+def test_the_numbers_of_an_entry_are_told_from_its_texts():
+    entry = {"step": 1, "loss": 2.5, "bad": None, "name": "a", "huge": 2**63, "yes": True}
+    entry["source_epochs"] = {"code": 1, "name": "a"}
+    assert records.numbers_of(entry) == {"loss": 2.5, "bad": None, "source_epochs/code": 1}
+
+
+def test_a_validation_counts_for_its_step_alone(path):
+    records.Log(path, 0).write({"step": 1, "val_loss": 1.0}, {"step": 2, "loss": 1.0})
+    assert records.was_validated(path.parent, 1)
+    assert not records.was_validated(path.parent, 2)
+
+
+def test_a_run_that_stood_still_after_its_check_cuts_nothing_from_the_others_log(path):
+    checks = []
+
+    def check(trying):
+        checks.append(trying)
+        if len(checks) == 3:
+            path.write_text('{"step": 1}\n{"step": 2}\n')
+        elif len(checks) > 3:
+            raise LostError("another's")
+
+    metrics = records.Log(path, 0, check)
+    metrics.write({"step": 1})
+    with pytest.raises(LostError):
+        metrics.write({"step": 9})
+    assert steps_in(path) == [1, 2]
+
+
+def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
+    assert records.read_events(tmp_path) == []
+    records.add_event(tmp_path, "started", 0, ranks=2)
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"event": "che')  # the crash
+    records.add_event(tmp_path, "failed", 3, reason="a crash")
+    first, second = records.read_events(tmp_path)
+    assert (first["event"], first["step"], first["ranks"]) == ("started", 0, 2)
+    assert (second["event"], second["step"], second["reason"]) == ("failed", 3, "a crash")
+    (tmp_path / "events.jsonl").unlink()
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    records.add_event(tmp_path, "checkpoint", 1)  # no reason to end a run
+
+
+def test_a_full_disk_is_said_in_a_line_and_what_was_to_be_written_waits(path, capsys):
+    metrics = records.Log(path, 0)
+    metrics.path = Path("/dev/full")
+    metrics.write({"step": 1})
+    metrics.write({"step": 2})
+    assert metrics.failing
+    with pytest.raises(UserError, match="/dev/full: can't be written .*No space left"):
+        metrics.sync()
+    assert capsys.readouterr().err.count("No space left") == 1
+    metrics.path = path
+    metrics.write({"step": 3})
+    assert steps_in(path) == [1, 2, 3] and not metrics.failing
+
+
+def test_storage_that_still_fails_after_a_warning_is_no_mistake(path, monkeypatch):
+    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
+    metrics = records.Log(path, 0)
+    Disk(monkeypatch, path.parent).lose("metrics.jsonl")
+    metrics.write({"step": 1})
+    with pytest.raises(StorageError, match="metrics.jsonl: can't be written .Input/output"):
+        metrics.sync()
+
+
+@pytest.mark.parametrize("started, status, step", [(1, "failed", 7), (None, "running", 3)])
+def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, started, status, step):
+    """Unless its process is there."""
+    commit_empty(tmp_path, 7)
+    records.write_status(tmp_path, "running", 3)
+    holder = asdict(Holder.this_process())
+    left_by(tmp_path, **{**holder, "started": started or holder["started"]})
+    told = records.correct_status(tmp_path)
+    assert (told["status"], told["step"]) == (status, step)
+    written = records.read_status(tmp_path)
+    assert (written["status"], written["step"], written["reason"]) == (status, step, told["reason"])
+    why = "exited without a status: killed, or its disk was full"
+    assert (why in told["reason"]) == (status == "failed")
+    events = [(event["event"], event["step"]) for event in records.read_events(tmp_path)]
+    assert events == ([("failed", 7)] if status == "failed" else [])
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_run_that_starts_while_its_status_is_read_stays_running(tmp_path, monkeypatch, nth):
+    """Whichever of the two looks at the lease it comes after."""
+    looks = []
+
+    def look(self, real=Lease.look):
+        seen = real(self)
+        looks.append(seen)
+        if len(looks) == nth:
+            left_by(tmp_path, **asdict(Holder.this_process()))
+            records.write_status(tmp_path, "running", 3, "starting")
+        return seen
+
+    records.write_status(tmp_path, "running", 2)
+    monkeypatch.setattr(Lease, "look", look)
+    records.correct_status(tmp_path)
+    assert records.read_status(tmp_path)["reason"] == "starting"
+    assert records.read_events(tmp_path) == []
+
+
+def test_a_folder_without_a_status_has_none(tmp_path):
+    assert records.read_status(tmp_path) == {}
+    (tmp_path / "status.json").write_text('{"sta')
+    assert records.correct_status(tmp_path) == {}
