@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-MOST_TOKENS = 164_900  # of them 12,400 decide for the launcher, which were 8,500 of bash before
+MOST_TOKENS = 165_400  # of them 12,400 decide for the launcher, which were 8,500 of bash before
 NOT_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
 
