@@ -104,7 +104,9 @@ def test_torch_compile_gets_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatc
     """Tracing through the autograd functions of libraries breaks graphs or fails."""
     plain = loss.chunk_loss
     functions = dict(inspect.getmembers(fused, inspect.isfunction))
-    names = {name for name in functions if name[0] != "_" and name != "why_not"}
+    names = {
+        name for name in functions if name[0] != "_" and name not in {"why_not", "check_reach"}
+    }
     for name in names:
         monkeypatch.setattr(fused, name, functions[name])  # as it is again at the end
     monkeypatch.setattr(loss, "chunk_loss", plain)

@@ -99,15 +99,15 @@ def test_a_cluster_with_the_image_is_checked_makes_tokens_and_trains(here, tmp_p
     ]
 
 
-def test_the_other_commands_run_inside_the_image(used, here, tmp_path):
+def test_the_other_commands_run_inside_the_image(user_folder, here, tmp_path):
     """The nodes have no GPUs, for which the page says what to change. What would run in the image runs here."""
     _, inside = blocks_to_run("docs/image.md")
     fsx = here.parents[1]
     for name in ("data", "runs"):
         (fsx / name).mkdir()
     (here / "mamba-train.sqsh").touch()
-    (fsx / "data/mine").symlink_to(used / "data/builtin")
-    (fsx / "runs/mine").symlink_to(used / "runs/demo")
+    (fsx / "data/mine").symlink_to(user_folder / "data/builtin")
+    (fsx / "runs/mine").symlink_to(user_folder / "runs/demo")
     cluster = make_cluster(tmp_path / "cluster", here)
     (cluster.image / "python3").write_text(PYTHON.format(tmp_path / "asked", here))
     advice = r"call `(\S+) in_image ...` and give `srun` `(\S+)`"

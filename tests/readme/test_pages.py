@@ -136,15 +136,15 @@ SHORTER = {
 
 
 @pytest.fixture
-def desk(used, tmp_path):
-    """Where the commands are typed: with the data and the run of `used`, which other tests read too."""
+def desk(user_folder, tmp_path):
+    """Where the commands are typed: with the data and the run of `user_folder`, which other tests read too."""
     for name in ("data/builtin", "runs/demo", "a.txt"):
         link = tmp_path / "desk" / name
         link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(used / name)
+        link.symlink_to(user_folder / name)
     for name in ("a", "b"):
         (tmp_path / "desk/runs" / name).mkdir()
-        (tmp_path / "desk/runs" / name / "train").symlink_to(used / "runs/demo")
+        (tmp_path / "desk/runs" / name / "train").symlink_to(user_folder / "runs/demo")
     (tmp_path / "fsx").mkdir()
     return tmp_path / "desk"
 
