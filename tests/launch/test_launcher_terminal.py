@@ -104,6 +104,7 @@ def start(project, command, tmp_path):
 def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, start, tmp_path):
     """Nor is the run shown as running. A launch resolves its settings once: the ranks read what it came to."""
     process = start("--checkpoint_interval=5")
+    wait_until(lambda: list(project.glob("run/checkpoints/*/COMMIT")))
     make_spin(project, 1)
     process.send_signal(signal.SIGINT)
     wait_until(lambda: list(project.glob("run/starts/*/STOP")))

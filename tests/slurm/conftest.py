@@ -1,6 +1,7 @@
 """A throw-away Slurm of six nodes, for tests that submit the project's own launcher."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -36,6 +37,10 @@ def started_cluster(tmp_path_factory):
     with slurm.Cluster(
         folder, gpus=[0, 0, 0, 2, 2, 4], shared=shared, extra_config=CONFIG
     ) as cluster:
+        # Slurm's daemons give a job all the time after scancel. srun, which reads this later, does not wait as long for a
+        # launcher whose peer on another node was killed.
+        settings = cluster.folder / "etc/slurm.conf"
+        settings.write_text(re.sub("KillWait=.*", "KillWait=10", settings.read_text()))
         yield cluster
 
 
