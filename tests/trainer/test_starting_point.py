@@ -5,12 +5,9 @@ import tempfile
 
 import pytest
 
-from mamba_fsdp.data import tokenize
-from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.records import read_status
-from mamba_fsdp.settings.train_config import DataConfig
 from mamba_fsdp.trainer.run_folder import RunFolder
 
 
@@ -123,19 +120,3 @@ def test_what_the_shape_of_the_weights_rules_out_is_refused(train, tmp_path):
     with pytest.raises(UserError, match="context_parallel=2: Gated DeltaNet .* leave it at 1"):
         train(tmp_path / "run", init_from=tmp_path / "gdn", context_parallel=2)
     assert read_status(tmp_path / "run")["status"] == "failed"
-
-
-def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tokenize, "make_dataset", lambda *given: made.append(given[:2]))
-    for path in ("data/mine", "builtin", "data/builtin/"):
-        make_missing_builtin(DataConfig(path))
-    assert made == [("builtin", "data/builtin")]
-    store = tmp_path / "data/builtin"
-    (store / "train").mkdir(parents=True)
-    assert missing_builtin(DataConfig(str(store))) == store, "an empty folder"
-    (store / "train/index.json").touch()
-    assert not missing_builtin(DataConfig("data/builtin"))
-    (store / ".progress.json").touch()
-    assert missing_builtin(DataConfig("data/builtin")) == store, "a part of it"

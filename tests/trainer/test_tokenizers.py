@@ -3,34 +3,10 @@
 import shutil
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, processors
-from transformers import AutoTokenizer
 
-from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
 from tests.support import corpora
-from tests.trainer.conftest import END, OTHER_WORDS, WORDS, word_tokenizer
-
-
-def test_tokenizers_that_do_the_same_have_one_identity(tmp_path):
-    """Whoever saved them, and whatever they add around a text or do behind the last token."""
-    one, same, merged = (
-        Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}, merges))
-        for merges in ([("a", "b"), ("b", "c")], [("a", "b"), ("b", "c")], [("b", "c"), ("a", "b")])
-    )
-    same.decoder = decoders.ByteLevel()
-    same.post_processor = processors.TemplateProcessing("a $A", special_tokens=[("a", 0)])
-    same.enable_padding()
-    same.enable_truncation(1)
-    assert identity_of(one) == identity_of(same) != identity_of(merged)
-    assert identity_of(word_tokenizer(WORDS)) != identity_of(word_tokenizer(OTHER_WORDS))
-    TextTokenizer(word_tokenizer(WORDS), END).save(tmp_path / "one")
-    AutoTokenizer.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "saved")
-    assert {*identities_in(tmp_path / "one"), *identities_in(tmp_path / "saved")} == {
-        identity_of(word_tokenizer(WORDS))
-    }
-
 
 REFUSED = r"{} and {} have different tokenizers \(ids:\w{{8}}, ids:\w{{8}}\)"
 
