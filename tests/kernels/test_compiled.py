@@ -32,7 +32,7 @@ BOUNDS = {
     "conv walk": Bounds(22.5),
     "conv walk back": Bounds(47),
     "norm norm": Bounds(34),
-    "norm norm_back": Bounds(41.5),
+    "norm norm_back": Bounds(41.5, stack=8),
     "scan sweep": Bounds(17, stack=32),
     "scan sweep local": Bounds(11),
     # What it keeps from tile to tile waits on the stack while it goes through a chunk.
@@ -69,5 +69,4 @@ def test_every_kernel_keeps_its_bounds(version, cc):
         pytest.skip(str(why))
     made = list(compile_part(folder, cc, PAIRS.index((version, cc)) % PARTS, PARTS))
     assert made
-    wrong = {one.title: complaints(one) for one in made}
-    assert not any(wrong.values()), {title: said for title, said in wrong.items() if said}
+    assert [f"{one.title}: {said}" for one in made for said in complaints(one)] == []
