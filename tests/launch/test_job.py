@@ -204,6 +204,7 @@ def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, image, la
     assert training["settings"]["checkpoint"]["save_ckpt_path"] == "runs/demo"
 
 
+@pytest.mark.slow
 def test_a_check_ends_before_the_training(cluster, launcher_project):
     """It runs on a node that is free now, tokenizes there, and leaves nothing."""
     script = launcher_project / "1.train.sbatch"

@@ -90,6 +90,7 @@ def poisoned(world, how, dtype):
     return found
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_on_one_rank_reaches_the_weights_of_none():
     cases = [(DDP, torch.float32), (FSDP, torch.float32), (HSDP | MUON, torch.float32)]
     cases.append((FSDP, torch.float16))

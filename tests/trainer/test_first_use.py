@@ -433,6 +433,7 @@ def on_two_ranks(world, folder):
     return said
 
 
+@pytest.mark.slow
 def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
     one, other = run_ranks(2, on_two_ranks, tmp_path)
     assert one == other

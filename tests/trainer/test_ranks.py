@@ -105,6 +105,7 @@ def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(settings_of, tmp_pa
 
 @pytest.mark.torch22
 @pytest.mark.parametrize("survivor", [0, 1])
+@pytest.mark.slow
 def test_a_rank_that_lost_another_ends_with_one_line(corpus, tmp_path, survivor):
     """Whichever of two ranks is killed while they train over gloo."""
     given = {"num_steps": 10_000, "dataset_path": corpus, "save_ckpt_path": tmp_path}
