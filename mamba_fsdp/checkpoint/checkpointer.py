@@ -10,6 +10,7 @@ import contextlib
 import enum
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -123,8 +124,12 @@ class Checkpointer:
         self._host_memory([shard.data[start:stop] for shard, start, stop in self._parts(shards)])
 
     def close(self) -> None:
-        """Gives the pinned memory back. Nothing is saved afterwards; a save under way is given up."""
-        if self.is_pinned:
+        """Gives the pinned memory back. Nothing is saved afterwards; a save under way is given up.
+
+        While an error is being raised on one of several ranks, it does nothing: the device may wait for a rank that has
+        ended, and the process ends too."""
+        is_failing = sys.exc_info()[0] is not None
+        if self.is_pinned and not (is_failing and self.world.size > 1):
             self.is_pinned = False
             _unpin(self.buffer)
 

@@ -19,7 +19,7 @@ FUNCTIONS = (  # of this module, that call the libraries
     "mamba1_mixer",
     "mamba2_mixer",
 )
-# The libraries compute addresses in 32 bits (state-spaces/mamba #1015): an element behind this one is another one.
+# The libraries compute addresses in 32 bits (state-spaces/mamba #1015), which can't tell further elements from earlier ones.
 REACH = 1 << 31
 # Why the results of equal runs may differ in bits.
 VARIES = {

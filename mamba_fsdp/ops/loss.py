@@ -44,9 +44,8 @@ def chunk_loss(
     if not want_gradient:
         return loss, None
     gradient = exponentials.mul_(counted / total)
-    if (
-        torch.are_deterministic_algorithms_enabled()
-    ):  # on a GPU, scatter_add_ would then make the host wait
+    # On a GPU, a deterministic scatter_add_ makes the host wait.
+    if torch.are_deterministic_algorithms_enabled():
         of_label = gradient.gather(1, picked) - counted.to(gradient.dtype)
         tokens = torch.arange(logits.shape[1], device=logits.device)
         torch.where(picked == tokens, of_label, gradient, out=gradient)

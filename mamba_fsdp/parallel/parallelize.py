@@ -22,10 +22,8 @@ from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.train_config import ParallelConfig
 
-SHARDING = (
-    "fsdp",
-    "hsdp",
-)  # the strategies that hand weights to the operators in the run's precision
+# The strategies that hand weights to the operators in the run's precision.
+SHARDING = ("fsdp", "hsdp")
 
 
 def choose_strategy(settings: ParallelConfig, world: World) -> str:

@@ -1,5 +1,5 @@
-"""get_dataset.py on text: what is held out, what can't be read, and that a killed run's bytes are those of one that was left
-alone."""
+"""get_dataset.py on text: what is held out, what can't be read, and that a run which was killed and resumed gives the bytes
+of one that was not."""
 
 import itertools
 import json

@@ -266,7 +266,7 @@ def test_a_step_that_does_not_come_out_even_is_refused():
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_slices_of_sequences_laid_end_to_end_are_the_sequences(count):
-    """And behind their end no label counts."""
+    """After their end no label counts."""
     both = {"reset_at_documents": True, "position_weighting": True}
     with loader_of({"a": Numbers(50 * L + 1)}, 0, 1, 2, **both) as loader:
         (whole,) = loader.step(0)

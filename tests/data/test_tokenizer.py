@@ -68,7 +68,7 @@ def merging(*merges):
 
 
 def test_tokenizers_that_do_the_same_have_one_identity(folder, tmp_path):
-    """Whoever saved them, and whatever they add around a text or do behind the last token."""
+    """Whoever saved them, and whatever they add around a text or do after the last token."""
     one = merging(("a", "b"), ("b", "c"))
     same = merging(("a", "b"), ("b", "c"))
     same.decoder = decoders.ByteLevel()
