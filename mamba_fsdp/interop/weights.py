@@ -13,7 +13,7 @@ all ranks do together, verifies a checkpoint and checks names and shapes of all 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -22,8 +22,8 @@ import torch
 
 from mamba_fsdp.checkpoint.folder import check_same_tensors
 from mamba_fsdp.checkpoint.ranges import overlaps
-from mamba_fsdp.checkpoint.restore import WholeCheckpoint, find_checkpoint
-from mamba_fsdp.checkpoint.saved_run import read_run
+from mamba_fsdp.checkpoint.restore import Found, WholeCheckpoint, find_checkpoint, find_newest
+from mamba_fsdp.checkpoint.saved_run import SavedRun
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors, Tensors
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
@@ -73,10 +73,16 @@ class Weights(Tensors):
     """
 
     def __init__(
-        self, path: Path, model: Description, tokenizer_path: Path | None, tokenizer: str = ""
+        self,
+        path: Path,
+        model: Description,
+        tokenizer_path: Path | None,
+        tokenizer: str = "",
+        found: Found | None = None,
     ):
-        """Reads nothing yet. path: of a file, of a checkpoint or of a run folder."""
+        """Reads nothing yet. path: of a file, of a checkpoint or of a run folder. found: the checkpoint, if it is one."""
         self.path = path
+        self.found = found
         self.config = model.config
         self.seq_length = model.seq_length
         self.tokenizer_path = tokenizer_path
@@ -91,13 +97,23 @@ class Weights(Tensors):
             self.swapped = tuple(model.architecture.swapped)
             self.aliases = model.architecture.aliases
 
-    def open(self, world: World) -> "Weights":
+    def open(
+        self, world: World, use: "Callable[[Weights], object]" = lambda weights: None
+    ) -> "Weights":
         """Opens the weights on all ranks together and returns them. Raises UserError on all ranks if they can't be
-        read, are broken, or belong to another model."""
+        read, are broken, or belong to another model.
+
+        use: what each rank then does with them; it does not communicate.
+        """
         whole = None
-        if not self.path.is_file():
-            whole = find_checkpoint(self.path, world, part="model")
-        world.on_all_ranks(self._open, whole, world.rank)
+        if self.found:
+            whole = find_checkpoint(self.path, world, part="model", found=self.found)
+
+        def open_and_use() -> None:
+            self._open(whole, world.rank)
+            use(self)
+
+        world.on_all_ranks(open_and_use)
         return self
 
     def _open(self, whole: WholeCheckpoint | None, rank: int) -> None:
@@ -107,8 +123,7 @@ class Weights(Tensors):
             self.tensors = open_file(self.path, self.config)
         self.source = self.tensors.source
         self.stored = {name: self._in_file(stored) for name, stored in self.stored.items()}
-        if rank == 0:  # only there: it may have to compare two whole tensors
-            self._check()
+        self._check(rank)
 
     def _in_file(self, stored: list[StoredTensor]) -> list[StoredTensor]:
         """Returns the tensors that make up a parameter, named and cut as in the file: transformers saves the three
@@ -156,8 +171,8 @@ class Weights(Tensors):
             raise UserError(f"tokenizer={path} holds no tokenizer ({names})")
         self.tokenizer_path = folder
 
-    def _check(self) -> None:
-        """Raises UserError unless the tensors are exactly the model's."""
+    def _check(self, rank: int) -> None:
+        """Raises UserError unless the tensors are exactly the model's. Rank 0 alone compares the values of tied ones."""
         shapes = {
             name: shape
             for name, shape in self.tensors.shapes.items()
@@ -170,7 +185,9 @@ class Weights(Tensors):
             )
         embedding = self.stored[EMBEDDING][0].name
         if self.config.tie_embeddings and LM_HEAD in shapes and embedding in shapes:
-            if not torch.equal(self.tensors.get(LM_HEAD), self.tensors.get(embedding)):
+            if rank == 0 and not torch.equal(
+                self.tensors.get(LM_HEAD), self.tensors.get(embedding)
+            ):
                 raise UserError(
                     f"{self.source}: {LM_HEAD} differs from {embedding}, but the config says that they are "
                     "one (tied embeddings)"
@@ -204,11 +221,11 @@ def find_weights(source: str | Path, model: ModelConfig | None = None) -> Weight
 def _find_checkpoint(path: Path) -> Weights:
     """Returns the Weights of the newest checkpoint with a readable state.json; opening them chooses the newest whole
     one."""
-    checkpoint = find_checkpoint(path, World.alone(), report=lambda text: None, part="state").path
-    run = read_run(checkpoint)
-    model = Description(checked_model(checkpoint, run.model), seq_length=run.seq_length)
-    tokenizer_path = _tokenizer_in(checkpoint.parent.parent / TOKENIZER)
-    return Weights(path, model, tokenizer_path, run.progress.tokenizer)
+    found = find_newest(path, report=lambda text: None)
+    run = SavedRun.from_state(found.contents.state, found.path)
+    model = Description(checked_model(found.path, run.model), seq_length=run.seq_length)
+    tokenizer_path = _tokenizer_in(found.path.parent.parent / TOKENIZER)
+    return Weights(path, model, tokenizer_path, run.progress.tokenizer, found)
 
 
 def _find_file(file: Path, model: ModelConfig | None) -> Weights:

@@ -174,8 +174,9 @@ class SetUp:
             load(whole, shards, self.world)
             self.take(whole.path, self.world)
         elif start.weights:
-            opened = start.weights.open(self.world)
-            self.world.on_all_ranks(fill_parts, parallel.shards(), opened.slice)
+            start.weights.open(
+                self.world, lambda weights: fill_parts(parallel.shards(), weights.slice)
+            )
         else:
             fill_at_random(start.settings, parallel)
         parallel.set_optimizer_steps(optimizer, self.start.state.optimizer_steps)

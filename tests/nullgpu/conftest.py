@@ -3,15 +3,17 @@ unchanged (tests/support/nullgpu/README.md)."""
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.support.nullgpu import build
 from tests.support.ports import hold_port, rank_environment
 
-MOST_SECONDS = 240
+MOST_SECONDS = 200
 RANKS_OF_A_NODE = 2
 
 
@@ -25,16 +27,17 @@ def null_device(tmp_path_factory):
 
 @pytest.fixture
 def start(null_device, project):
-    """start(*words of Python, NULLGPU_...=value) -> a process on the null device. Those of a test are ended with it."""
+    """start(*words of Python, NULLGPU_...=value) -> a process on the null device, which says its stacks on SIGABRT. Those
+    of a test are ended with it."""
     with contextlib.ExitStack() as processes:
 
-        def start(*words, **variables):
+        def start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **variables):
             process = subprocess.Popen(
                 [sys.executable, *map(str, words)],
-                env=build.environment(null_device, **variables),
+                env=build.environment(null_device, PYTHONFAULTHANDLER=1, **variables),
                 cwd=project,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
                 text=True,
             )
             processes.enter_context(process)
@@ -54,22 +57,40 @@ def train(start, tmp_path):
         words += [f"{name}={value}" for name, value in settings.items()]
         local = min(ranks, RANKS_OF_A_NODE)
         shared = {"NULLGPU_DEVICES": local, **(variables or {})}
-        with hold_port() as held:
+        outputs = [tmp_path / f"rank_{rank}.out" for rank in range(ranks)]
+        with hold_port() as held, contextlib.ExitStack() as files:
             processes = []
-            for rank in range(ranks):
+            for rank, path in enumerate(outputs):
                 own = {}
                 if ranks > 1:
                     own = rank_environment(rank, ranks, held.getsockname()[1])
                     own |= {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
-                processes.append(start(*words, **shared, **own))
-            reports = [report_of(process) for process in processes]
+                output = files.enter_context(path.open("w"))
+                both = {"stdout": output, "stderr": subprocess.STDOUT}
+                processes.append(start(*words, **both, **shared, **own))
+            await_all(processes)
+        said = [path.read_text() for path in outputs]
+        failed = [text for process, text in zip(processes, said) if process.returncode]
+        assert not failed, "\n".join(text[-4000:] for text in failed)
+        assert not any("nullgpu:" in text for text in said)  # a limit passed, a pointer of the CPU
+        reports = [
+            [json.loads(at) for at in text.splitlines() if at.startswith("{")] for text in said
+        ]
         assert all(report == reports[0] for report in reports)
         return reports[0]
 
-    def report_of(process):
-        stdout, stderr = process.communicate(timeout=MOST_SECONDS)
-        assert process.returncode == 0, stdout[-2000:] + stderr[-4000:]
-        assert "nullgpu:" not in stderr, stderr[-2000:]  # a limit passed, a pointer of the CPU
-        return [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
-
     return train
+
+
+def await_all(processes):
+    """Return once all have ended or one has failed. Those that take too long say where they stand, and end."""
+    end = time.monotonic() + MOST_SECONDS
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes):
+            return
+        if time.monotonic() > end:
+            for process in processes:
+                process.send_signal(signal.SIGABRT)
+            for process in processes:
+                process.wait()
+        time.sleep(0.1)
