@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
 from typing import Any, TypeVar
@@ -25,6 +25,9 @@ Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
 CPU = torch.device("cpu")
 # In the errors of gloo, NCCL and the store, if the cause is another rank.
 OF_A_LOSS = re.compile("onnection|peer|remote process|network|imeout|imed out")
+# The process groups that have ended. torch 2.2 frees a group with the interpreter's lock held, and waits meanwhile for
+# the group's threads, which may need the lock to free the tensors of the last exchange: the process would hang.
+ENDED_GROUPS: "list[dist.ProcessGroup]" = []
 # In the environment: how many ranks the launchers of all nodes start.
 ALL_RANKS = "MAMBA_FSDP_RANKS"
 
@@ -43,6 +46,7 @@ class World:
     device: torch.device
     timeout: timedelta | None = None  # how long a rank waits for the others; None: torch's default
     _gloo: "dist.ProcessGroup | None" = None
+    _groups: "list[dist.ProcessGroup]" = field(default_factory=list)  # of some ranks
 
     @classmethod
     def alone(cls, *, device: torch.device = CPU) -> "World":
@@ -66,7 +70,9 @@ class World:
         return self._new_group(row), self._new_group(column)
 
     def _new_group(self, ranks: range) -> "dist.ProcessGroup":
-        return dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+        group = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+        self._groups.append(group)
+        return group
 
     def broadcast_object(self, obj: T) -> T:
         """Returns rank 0's `obj` on all ranks."""
@@ -209,6 +215,8 @@ class World:
         """Ends the process group. While an error is being raised, it does nothing: the other ranks may never call it."""
         if dist.is_initialized() and sys.exc_info()[0] is None:
             self.barrier()
+            groups = [dist.group.WORLD, self._gloo, *self._groups]
+            ENDED_GROUPS.extend(group for group in groups if group)
             dist.destroy_process_group()
 
 

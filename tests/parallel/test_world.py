@@ -1,5 +1,6 @@
 """What ranks tell each other, and who waits for whom."""
 
+import os
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from mamba_fsdp.errors import Accident, StorageError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import ALL_RANKS, lost_rank, start_world
+from tests.support.ports import hold_port
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
@@ -50,6 +52,28 @@ def test_one_process_needs_no_launcher(monkeypatch):
     assert talk(world)[1:] == ([0], 0, [1.0, 0.0], [0, 1], (0, 1, 1), ["all"])
     assert not dist.is_initialized()
     world.close()
+
+
+def meet_often(world, ports):
+    world.close()
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # rank 0 makes the store of each round
+    for port in ports:
+        os.environ["MASTER_PORT"] = str(port)
+        another = start_world()
+        another.broadcast_object("a message")
+        another.close()
+        del another  # torch 2.2 waited here for a thread that waited for this one
+    return len(ports)
+
+
+@pytest.mark.pinned
+@pytest.mark.slow
+def test_a_process_does_not_wait_for_groups_that_have_ended():
+    held = [hold_port() for _ in range(20)]
+    ports = [socket.getsockname()[1] for socket in held]
+    assert run_ranks(2, meet_often, ports, seconds=60) == [20, 20]
+    for socket in held:
+        socket.close()
 
 
 def keep_alive(world, folder):
