@@ -4,7 +4,8 @@
 #   docker build -t mamba-train --build-arg STACK=current .        newer torch, for newer GPUs, on x86-64 or Arm
 #
 #   STACK                torch2.2 or current: which requirements/*.txt
-#   BASE_IMAGE           another Debian or Ubuntu with Python 3.10 or 3.11 to build on
+#   BASE_IMAGE           another Debian or Ubuntu with Python 3.10 or 3.11 to build on; pip brings CUDA
+#   DEVEL_IMAGE          another image with nvcc, and with BASE_IMAGE's Python, to compile kernels in
 #   INSTALL_KERNELS      1: mamba-ssm's and causal-conv1d's kernels, compiled by nvcc in a stage of their own (an hour on two
 #                        cores), besides the project's own in Triton; 0: only the project's own, without nvcc
 #   CUDA_ARCHITECTURES   the GPUs to compile these libraries for (see requirements/build_kernels.sh)
@@ -14,21 +15,22 @@
 # Steps are ordered by how often they change, rarest first: a change of the project's code repeats only the last two.
 ARG STACK=torch2.2
 ARG BASE_IMAGE
+ARG DEVEL_IMAGE
 ARG INSTALL_KERNELS=1
+FROM docker.io/library/ubuntu:22.04 AS base
+# NVIDIA deletes old tags; docs/image.md says what to do then.
 FROM docker.io/nvidia/cuda:12.1.1-devel-ubuntu22.04 AS devel-torch2.2
-FROM docker.io/nvidia/cuda:12.1.1-base-ubuntu22.04 AS base-torch2.2
 FROM docker.io/nvidia/cuda:13.0.2-devel-ubuntu22.04 AS devel-current
-FROM docker.io/nvidia/cuda:13.0.2-base-ubuntu22.04 AS base-current
 
 # If they are wanted, the libraries' kernels are compiled in a stage of their own, so that the CUDA toolkit and the
 # compilers stay out of the image. Defaults are repeated here for buildah 1.28, which otherwise does not see which stages
 # are used.
 # hadolint ignore=DL3006
-FROM ${BASE_IMAGE:-base-${STACK:-torch2.2}} AS kernels-0
+FROM ${BASE_IMAGE:-base} AS kernels-0
 RUN mkdir /wheels && echo "without mamba-ssm and causal-conv1d: INSTALL_KERNELS=0, the project's own kernels serve"
 
 # hadolint ignore=DL3006
-FROM ${BASE_IMAGE:-devel-${STACK:-torch2.2}} AS kernels-1
+FROM ${DEVEL_IMAGE:-devel-${STACK:-torch2.2}} AS kernels-1
 ARG STACK
 ARG CUDA_ARCHITECTURES
 ARG MAX_JOBS
@@ -48,7 +50,7 @@ RUN mkdir /wheels \
 FROM kernels-${INSTALL_KERNELS:-1} AS kernels
 
 # hadolint ignore=DL3006
-FROM ${BASE_IMAGE:-base-${STACK:-torch2.2}}
+FROM ${BASE_IMAGE:-base}
 
 # gcc and the headers are not for building this image: Triton compiles a launcher for every kernel when training starts.
 # hadolint ignore=DL3008
@@ -58,20 +60,24 @@ RUN apt-get update \
     && apt-get clean && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /usr/share/man /usr/share/locale
 
 ARG INSTALL_EFA=1
-ARG EFA_INSTALLER_VERSION=1.51.0
-# The kernel module and limits belong to the host. The installer registers its libraries with ldconfig.
+ARG EFA_INSTALLER_VERSION=1.50.0
+# The kernel module and limits belong to the host. The installer registers its libraries with ldconfig, from which NCCL
+# loads libnccl-net.so, or libnccl-net-ofi.so as 1.train.sbatch asks it to: the build ends if neither is there.
 # hadolint ignore=DL3003,DL3008
 RUN if [ "$INSTALL_EFA" = 1 ]; then \
         apt-get update \
         && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends curl \
         && mkdir /tmp/efa && cd /tmp/efa \
-        && curl -fsSL --retry 3 -o efa.tar.gz \
+        && { curl -fsSL --retry 3 -o efa.tar.gz \
             "https://efa-installer.amazonaws.com/aws-efa-installer-$EFA_INSTALLER_VERSION.tar.gz" \
+            || { echo "error: EFA installer $EFA_INSTALLER_VERSION can't be fetched; name another version:" \
+                "--build-arg EFA_INSTALLER_VERSION=..., or leave EFA out: --build-arg INSTALL_EFA=0" >&2; exit 2; }; } \
         && tar -xzf efa.tar.gz && cd aws-efa-installer \
         && ./efa_installer.sh -y --skip-kmod --skip-limit-conf --no-verify \
         && cd / && rm -rf /tmp/efa /opt/amazon/openmpi* \
         && apt-get purge -y --auto-remove curl && apt-get clean && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin \
-        && ldconfig && test -n "$(find /opt/amazon/ofi-nccl -name 'libnccl-net*.so')"; \
+        && ldconfig && ldconfig -p > /tmp/libraries && grep -E '\slibnccl-net(-ofi)?\.so ' /tmp/libraries \
+        && rm /tmp/libraries; \
     else echo "without EFA: INSTALL_EFA=$INSTALL_EFA"; fi
 
 # The environment is /usr/local itself: Enroot sources /etc/profile, which resets PATH, but /usr/local/bin

@@ -3,6 +3,7 @@ them."""
 
 import logging
 import os
+import socket
 from argparse import Namespace
 
 from torch.distributed import DistError
@@ -13,7 +14,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from mamba_fsdp.errors import first_line
 from mamba_fsdp.launch.failures import Failure, order
-from mamba_fsdp.launch.machine import node_name
+from mamba_fsdp.launch.machine import LOOPBACK, check_loopback, node_name
 from mamba_fsdp.launch.watcher import Watcher
 from mamba_fsdp.parallel.world import ALL_RANKS, allow_many_files
 
@@ -24,7 +25,12 @@ def read_options(words: list[str]) -> Namespace:
     """Returns torchrun's options, and the program that it is to start, from a command line."""
     options = torchrun.parse_args([*USUAL, *words])
     if options.standalone:
-        options.rdzv_endpoint = "localhost:0"
+        check_loopback()
+        # The machine's own name may lead nowhere, as that of a laptop in another network.
+        options.rdzv_endpoint = f"{LOOPBACK}:0"
+        options.local_addr = LOOPBACK
+        # Torch asks for the full name again and again, and a name server that is away takes ten seconds each time.
+        socket.getfqdn = lambda name="": name or node_name()
     return options
 
 

@@ -101,7 +101,6 @@ class LocalTraining:
         words = [self.python, os.path.join(PROJECT, "get_dataset.py"), "builtin", builtin]
         code = self.supervisor.run_training(words, self.supervisor.terminate)
         if self.supervisor.asked:
-            self.stopped_at_once = True
             return self.say_end(self.ending(code))
         return code
 
@@ -158,9 +157,8 @@ class LocalTraining:
         if self.stopped_at_once:
             say()
             say("stopped    before the first step of this start: nothing was lost")
-            return INTERRUPTED
         if self.supervisor.asked and (ending.code == 0 or self.was_killed):
-            return INTERRUPTED
+            return 128 + signal.Signals["SIG" + self.supervisor.asked]
         return ending.code
 
     # ------------------------------------------------------------------------------------------------ signals
@@ -188,26 +186,32 @@ class LocalTraining:
             signal.signal(number, signal.SIG_IGN)
 
     def interrupt(self, number: int) -> None:
-        """Handles Ctrl-C: at once before the first step, and the second time; else it asks to stop."""
+        """Handles Ctrl-C: the second time it does not wait."""
         self.interrupts += 1
-        if self.interrupts == 1 and not self.has_stepped():
-            say()
-            say("stopping   at once")
-            self.stopped_at_once = True
-        if self.interrupts > 1 or self.stopped_at_once:
-            self.was_killed = True
-            self.supervisor.send(self.hurries)
+        if self.interrupts > 1:
+            self.hurry()
         self.stop(number)
 
     def stop(self, number: int) -> None:
-        """Asks the ranks to stop. A window that closes may say so twice, and after Ctrl-C too."""
-        if not self.supervisor.asked and not self.stopped_at_once:
+        """Asks the ranks to stop, or ends them at once before the first step. A window that closes may say so twice, and
+        after Ctrl-C too."""
+        if not self.supervisor.asked and not self.has_stepped():
+            say()
+            say("stopping   at once")
+            self.stopped_at_once = True
+            self.hurry()
+        elif not self.supervisor.asked:
             say()
             say(
                 "stopping   once the ranks, which look each second, have ended a step and written a checkpoint; Ctrl-C "
                 "again doesn't wait"
             )
         self.supervisor.ask_to_stop(number)
+
+    def hurry(self) -> None:
+        """Ends what runs now without waiting for a checkpoint."""
+        self.was_killed = True
+        self.supervisor.send(self.hurries)
 
     def stand_still(self, number: int) -> None:
         """Handles Ctrl-Z, until fg or SIGCONT: the ranks are in sessions of their own, which no terminal reaches."""

@@ -24,6 +24,7 @@ from mamba_fsdp.run.names import CACHES
 PROJECT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # Linux's number for "the IPv4 address of this interface"
 PR_SET_PDEATHSIG = 1  # Linux's number for "the signal that my parent's death sends me"
+LOOPBACK = "127.0.0.1"
 LAUNCHER = "LAUNCHER_PID"  # in the environment: the process that has started this one
 
 
@@ -49,7 +50,8 @@ def efa_plugin() -> str | None:
 
 
 def interface_towards(hosts: Iterable[str]) -> str:
-    """Returns the network interface that leads to the first host for which there is one; "" if there is none, or for IPv6."""
+    """Returns the network interface that leads to the first host for which there is one; "" if there is none, or for
+    IPv6. The loopback interface leads to LOOPBACK alone: by Debian's /etc/hosts it would be the node's own name's."""
     for host in hosts:
         with (
             contextlib.suppress(OSError),
@@ -57,13 +59,25 @@ def interface_towards(hosts: Iterable[str]) -> str:
         ):
             probe.connect((host, 9))  # sends nothing, but looks the route up
             here = probe.getsockname()[0]
-            if not here.startswith("127."):
+            if host == LOOPBACK or not here.startswith("127."):
                 for _, name in socket.if_nameindex():
                     with contextlib.suppress(OSError):  # one without an IPv4 address
                         answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
                         if socket.inet_ntoa(answer[20:24]) == here:
                             return name
     return ""
+
+
+def check_loopback() -> None:
+    """Raises UserError if processes of this machine can't meet on its loopback interface."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=10).close()
+    except OSError as error:
+        raise UserError(
+            f"the ranks can't meet on this machine's loopback interface, {LOOPBACK} ({error.strerror}); "
+            "switch it on: ip link set lo up"
+        ) from None
 
 
 def node_name() -> str:

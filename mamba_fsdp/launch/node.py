@@ -164,6 +164,9 @@ def start(words: list[str]) -> int:
         return UserError.exit_code
     try:
         code = main(Path(os.path.abspath(words[0])), words[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         print(f"error: the launcher on {node_name()} failed: {reason}", file=sys.stderr, flush=True)

@@ -122,26 +122,29 @@ def test_ctrl_c_while_the_data_is_made_ends_at_once(launcher_project):
 
 
 @pytest.mark.slow
-def test_ctrl_c_before_the_first_step_ends_at_once(launcher_project):
-    """Also where an earlier run has left its status."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_ends_at_once(launcher_project, number):
+    """Also where an earlier run has left its status. Its number is in the exit code."""
     (launcher_project / "runs/a").mkdir(parents=True)
     (launcher_project / "runs/a/status.json").write_text('{"status": "running", "reason": ""}')
-    tell_the_launcher_while_it_starts(launcher_project, signal.SIGINT)
+    tell_the_launcher_while_it_starts(launcher_project, number)
     code, output = train(launcher_project, *ENDLESS)
-    assert code == 130 and not starts(launcher_project / "runs/a")
+    assert code == 128 + number and not starts(launcher_project / "runs/a")
     last = output.splitlines()[-2:]
     assert last == ["", "stopped    before the first step of this start: nothing was lost"]
 
 
 @pytest.mark.slow
 def test_a_request_commits_a_checkpoint_and_says_how_to_resume(launcher_project):
-    """One that comes while the training only starts, too; an old one is none."""
+    """An old one is none."""
     run = launcher_project / "runs/a b"
     run.mkdir(parents=True)
     (run / "STOP").write_text("old")
-    tell_the_launcher_while_it_starts(launcher_project, signal.SIGTERM)
-    code, output = train(launcher_project, "--save_ckpt_path=runs/a b", FOR_EVER)
-    assert code == 130 and "Traceback" not in output
+    process = launch(launcher_project, "--save_ckpt_path=runs/a b", FOR_EVER)
+    wait_until((run / "status.json").exists)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 143 and "Traceback" not in output
     newest = sorted(run.glob("checkpoints/*/COMMIT"))[-1].parent.name
     how = f"to resume from {newest}: ./1.train.sbatch '--save_ckpt_path=runs/a b' {FOR_EVER}"
     assert output.splitlines()[-1] == how

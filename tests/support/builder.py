@@ -137,7 +137,8 @@ class Builder:
 
     def build(self, context, image, base, check=True, **arguments):
         """Build the project in `context` as localhost/`image` on localhost/`base`; returns what buildah says."""
-        arguments = {"BASE_IMAGE": f"localhost/{base}", "INSTALL_EFA": 0, **arguments}
+        bases = {"BASE_IMAGE": f"localhost/{base}", "DEVEL_IMAGE": f"localhost/{base}"}
+        arguments = {**bases, "INSTALL_EFA": 0, **arguments}
         words = [
             word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")
         ]
