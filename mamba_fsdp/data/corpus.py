@@ -23,6 +23,7 @@ from mamba_fsdp.data.store import SPLITS, near_path
 from mamba_fsdp.errors import UserError, counted, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.signatures import COMPRESSED, content_of
 from mamba_fsdp.storage.typed_json import FileName, read_object
 
 KINDS = {
@@ -37,9 +38,10 @@ KINDS = {
     ".arrow": "arrow",
     ".npy": "datalayout",
 }
-ARCHIVES = {".gz": "gzip", ".zst": "zstd"}  # of text, JSON and CSV
+TEXTS = ("text", "json", "csv")  # kinds that may be compressed
 HUB = ("huggingface.co", 443)
 HUB_SECONDS = 5.0  # without an answer; then it counts as out of reach
+MOST_LOOKED_AT = 10  # files without a known ending
 # Folders in the standard library's folder that hold other packages.
 NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -68,6 +70,7 @@ class InputFile:
     kind: str  # a value of KINDS, or hub
     split: str = ""  # of a name on the Hub; the folder or file that is named after a split
     store: str = "train"  # a key of SPLITS: the store for its documents, except those held out
+    bytes_read: int = 0  # of the file as it is stored, so far
 
 
 class Document(NamedTuple):
@@ -221,7 +224,7 @@ def kind_of(path: Path, format: str = "auto") -> str | None:
     if format != "auto":
         return format
     name = path.name.lower()
-    for ending in ARCHIVES:
+    for ending in COMPRESSED:
         name = name.removesuffix(ending)
     return KINDS.get(os.path.splitext(name)[1])
 
@@ -249,17 +252,28 @@ def _places_of(name: str) -> list[Path]:
 def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
     """Returns the files that can be read. Prints that there are others. Raises UserError if none can be read."""
     files = [path for path, kind in kinds.items() if kind]
+    unknown = [path for path, kind in kinds.items() if not kind]
+    remedy = _named_content(unknown)
     if not files:
-        raise UserError(
-            f"{name}: no file named {', '.join(KINDS)} there; --format=text takes every file as text"
-        )
-    unknown = [path.name for path, kind in kinds.items() if not kind]
+        remedy = remedy or "--format=text takes every file as text"
+        raise UserError(f"{name}: no file named {', '.join(KINDS)} there; {remedy}")
     if unknown:
+        remedy = remedy or "--format=text takes all as text"
         print(
             f"left out: {counted(len(unknown), 'file')} without an ending that tells a format, such as "
-            f"{ascii(unknown[0])}; --format=text takes all as text"
+            f"{ascii(unknown[0].name)}; {remedy}"
         )
     return files
+
+
+def _named_content(files: list[Path]) -> str:
+    """Returns what the first of these files is that holds no text, and what to do with it; "" if all may be text."""
+    for path in files[:MOST_LOOKED_AT]:
+        with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
+            found = content_of(path)
+            if found:
+                return f"{path} is {found.title}; {found.advice(path)}"
+    return ""
 
 
 def _root_of(places: list[Path]) -> Path:

@@ -13,6 +13,7 @@ from pyarrow import compute, types
 from mamba_fsdp.data.corpus import Document, InputFile
 from mamba_fsdp.errors import counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.signatures import HEAD, signature_of
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # tried if there is no column `text`, the default
 TEXT = re.compile("(large_)?(string|binary)(_view)?|null")  # names of types
@@ -159,6 +160,10 @@ def _check_size(name: str) -> None:
     size_file = Path(f"{name}.size")
     size = Path(name).stat().st_size
     if not size_file.exists():
+        with open(name, "rb") as file:
+            found = signature_of(file.read(HEAD))
+        if found:
+            raise ValueError(f"it is {found.title}, not DataLayout; {found.advice(name)}")
         raise ValueError(
             f"{size_file.name}, which says how many tokens it holds, is missing; copy it too"
         )

@@ -43,6 +43,7 @@ from mamba_fsdp.data.reading import (
     DocumentBatch,
     Share,
     UnreadableFile,
+    check_content,
     name_unreadable,
     read_batches,
 )
@@ -155,6 +156,9 @@ class _Part:
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
         lease.take(print, IN_USE)
         with contextlib.closing(lease):
+            share = Share.of_part(self.files, self.number, self.count)
+            if not self.options.skip_unreadable:
+                check_content(share.files)
             tokenizer = self._tokenizer()
             settings = {
                 **self.settings,

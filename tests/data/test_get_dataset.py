@@ -53,7 +53,7 @@ def test_bad_files_are_named_together_or_skipped(prepare, tmp_path, monkeypatch,
     assert read_back(tmp_path / "out" / "train") == ["a", "b", "d", "e"]
     told = capsys.readouterr().out
     assert "4 files can't be read and are left out from the first fault on:\n" in told
-    assert "c.jsonl: can't be read as json (line 1 has no 'text'" in told
+    assert "c.jsonl: can't be read as json: line 1 has no 'text'" in told
     assert len(json.loads((tmp_path / "out/dataset.json").read_text())["unreadable"]) == 4
 
 
