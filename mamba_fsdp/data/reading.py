@@ -238,7 +238,11 @@ def _check_length(text: str) -> None:
 
 def _parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     with open(file.name, "rb") as stream:  # by Python, since names may not be UTF-8
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=ROWS):
+        rows = pyarrow.parquet.ParquetFile(stream)
+        read = 0
+        for batch in rows.iter_batches(batch_size=ROWS):
+            read += batch.num_rows
+            file.share_read = read / rows.metadata.num_rows
             table = pyarrow.Table.from_batches([batch])
             yield from map(Document, rows_of(column_of(table, options.text_column)))
 

@@ -2,6 +2,7 @@
 
 import codecs
 import io
+import os
 import re
 import shlex
 import time
@@ -38,11 +39,12 @@ class NulByte(ValueError):
 
 
 class _Watched(io.RawIOBase):
-    """A stream of a file's bytes, unpacked, that notes how much of the file is read and raises NulByte."""
+    """A stream of a file's bytes, unpacked, that notes which share of the file is read and raises NulByte."""
 
     def __init__(self, file: InputFile) -> None:
         self.file = file
         self.stored = open(file.name, "rb")  # by Python, since names may not be UTF-8
+        self.size = max(1, os.path.getsize(file.name))
         self.stream = unpacked(self.stored)
 
     def readable(self) -> bool:
@@ -52,7 +54,7 @@ class _Watched(io.RawIOBase):
         data = self.stream.read(len(buffer))
         if b"\0" in data:
             raise NulByte
-        self.file.bytes_read = self.stored.tell()
+        self.file.share_read = self.stored.tell() / self.size
         buffer[: len(data)] = data
         return len(data)
 
