@@ -75,6 +75,7 @@ class InputFile:
     kind: str  # a value of KINDS, or hub
     split: str = ""  # of a name on the Hub; the folder or file that is named after a split
     store: str = "train"  # a key of SPLITS: the store for its documents, except those held out
+    place: str = ""  # the file's one path, however the input is spelled
     share_read: float = 0.0  # of the file, so far
 
 
@@ -100,7 +101,8 @@ def _each_once(files: list[InputFile]) -> list[InputFile]:
     by_place: dict[str, InputFile] = {}
     again = []
     for file in files:
-        if by_place.setdefault(os.path.realpath(file.name), file) is not file:
+        file.place = os.path.realpath(file.name)
+        if by_place.setdefault(file.place, file) is not file:
             again.append(file.name)
     if again:
         print(
@@ -203,9 +205,8 @@ def describe(files: list[InputFile]) -> dict[str, Any]:
             )
         size += status.st_size
         newest = max(newest, status.st_mtime)
-        place = os.path.realpath(file.name)  # however the input's path is spelled
-        places.append(place)
-        digest.update(os.fsencode(place))
+        places.append(file.place)
+        digest.update(os.fsencode(file.place))
         digest.update(f"\0{file.kind}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return {
         "files": len(files),

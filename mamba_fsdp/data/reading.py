@@ -22,10 +22,10 @@ from mamba_fsdp.data.importers import (
     rows_of,
 )
 from mamba_fsdp.data.json_records import field_of, texts_in
-from mamba_fsdp.data.text_files import NulByte, fault_in, opened
+from mamba_fsdp.data.text_files import NulByte, check_head, fault_in, opened
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.signatures import compression_of, peeked, signature_of, unpacked
+from mamba_fsdp.storage.signatures import peeked, unpacked
 
 BLOCK = 1 << 20  # characters read at once
 # Of a document, in characters. It is encoded whole, which takes some 130 bytes of memory a character.
@@ -34,6 +34,7 @@ LONGEST_REASON = 700  # characters, with a command
 MOST_NAMED = 10  # unreadable files in one message
 SECONDS_OF_LOOKING = 10.0  # for more unreadable files, after the first
 SECONDS_OF_CHECKING = 60.0  # the encoding of all files, before any is read: a GB takes about one
+TABLES = ("parquet", "arrow")
 ROWS = 64  # of a table at a time
 DELIMITERS = ",;\t|"  # of fields in CSV files
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
@@ -144,9 +145,8 @@ def _documents(
 def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents of a file. Raises UnreadableFile."""
     try:
-        reason = _other_content(file)
-        if reason:
-            raise ValueError(reason)
+        if file.kind in TABLES:
+            _check_head(file)
         yield from map(_checked, READERS[file.kind](file, options))
     except Exception as error:  # the libraries raise whatever a file runs into
         reason = getattr(error, "strerror", None) or first_line(error)[:LONGEST_REASON]
@@ -159,36 +159,35 @@ def _unreadable(file: InputFile, reason: str) -> UnreadableFile:
     return UnreadableFile(f"{file.name}: can't be read as {file.kind}: {reason}", file)
 
 
-def _other_content(file: InputFile) -> str:
-    """Returns what a file is, and what to do, if it is something else than its name says; else ""."""
-    if file.kind in ("hub", "datalayout"):  # DataLayout's numbers may look like anything
-        return ""
+def _check_head(file: InputFile) -> bool:
+    """Returns whether a file is compressed. Raises ValueError if it is something else than its name says."""
     with open(file.name, "rb") as stored:
         stream = unpacked(stored) if file.kind in TEXTS else stored
-        found = signature_of(peeked(stream), text_may_be_a_page=file.kind == "text")
-    if not found or found.name == file.kind:
-        return ""
-    return f"it is {found.title}; {found.advice(file.name)}"
+        check_head(file, peeked(stream))
+        return stream is not stored
 
 
 def check_content(files: list[InputFile]) -> None:
     """Raises UnreadableFile for a file that is something else than its name says, or text that is not UTF-8.
 
     Reading finds that too, but in a large file after hours of encoding. What takes long is left to reading: compressed
-    files, and what a minute does not suffice for.
+    files, and what a minute does not suffice for. So is what DataLayout's numbers look like: they may look like anything.
     """
     deadline = time.monotonic() + SECONDS_OF_CHECKING
     for file in files:
-        if not os.path.isfile(file.name) or time.monotonic() > deadline:
+        if file.kind not in (*TEXTS, *TABLES) or not os.path.isfile(file.name):
             continue
         try:
-            reason = _other_content(file)
-            if not reason and file.kind in TEXTS and not compression_of(file.name):
+            is_compressed = _check_head(file)
+            reason = ""
+            if file.kind in TEXTS and not is_compressed:
                 reason = fault_in(file.name, deadline)
-        except Exception:  # damaged compressed data: reading says so
-            continue
+        except Exception as error:
+            reason = first_line(error)[:LONGEST_REASON]
         if reason:
             raise _unreadable(file, reason)
+        if time.monotonic() > deadline:
+            return
 
 
 def name_unreadable(

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from mamba_fsdp.data.corpus import InputFile
-from mamba_fsdp.storage.signatures import BINARY, COMPRESSED, compression_of, peeked, unpacked
+from mamba_fsdp.storage.signatures import (
+    BINARY,
+    BUFFER,
+    COMPRESSED,
+    compression_of,
+    peeked,
+    signature_of,
+    unpacked,
+)
 
 BLOCK = 1 << 20  # bytes read at once
 AROUND = 1 << 15  # bytes before and after a fault that are looked at
@@ -46,17 +54,17 @@ class _Watched(io.RawIOBase):
         self.stored = open(file.name, "rb")  # by Python, since names may not be UTF-8
         self.size = max(1, os.path.getsize(file.name))
         self.stream = unpacked(self.stored)
+        check_head(file, peeked(self.stream))
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self.stream.read(len(buffer))
-        if b"\0" in data:
+        count = self.stream.readinto(buffer)
+        if b"\0" in bytes(buffer[:count]):
             raise NulByte
         self.file.share_read = self.stored.tell() / self.size
-        buffer[: len(data)] = data
-        return len(data)
+        return count
 
     def close(self) -> None:
         self.stored.close()
@@ -64,9 +72,17 @@ class _Watched(io.RawIOBase):
 
 
 def opened(file: InputFile, newline: str = "\n") -> IO[str]:
-    """Opens a file for reading as text, unpacked. Reading raises NulByte or UnicodeDecodeError."""
-    stream = io.BufferedReader(_Watched(file), BLOCK)
+    """Opens a file for reading as text, unpacked. Raises ValueError if it holds something else; reading raises NulByte
+    or UnicodeDecodeError."""
+    stream = io.BufferedReader(_Watched(file), BUFFER)
     return io.TextIOWrapper(stream, "utf-8-sig", newline=newline)
+
+
+def check_head(file: InputFile, head: bytes) -> None:
+    """Raises ValueError, which says what to do, if a file begins like something else than its kind."""
+    found = signature_of(head, text_may_be_a_page=file.kind == "text")
+    if found and found.name != file.kind:
+        raise ValueError(f"it is {found.title}; {found.advice(file.name)}")
 
 
 def fault_in(name: str, deadline: float = float("inf")) -> str:

@@ -1,11 +1,16 @@
 """A mistake on the command line of get_dataset.py, or in its input, is one line that names the place and says what to do."""
 
+import bz2
 import gzip
+import io
+import lzma
 import os
 import shlex
 
 import datasets
+import numpy as np
 import pytest
+import zstandard
 
 from mamba_fsdp.verbs import tokenize as get_dataset
 from tests.support.others_tokens import write_layout
