@@ -162,12 +162,11 @@ def _encoding_around(around: bytes) -> str:
     valid = sum(bool(run.decode("utf-8", "ignore")) for run in runs)
     single = len(BYTE_BY_A_LETTER.findall(around))
     is_rare = len(runs) < len(around) / 4096
-    if valid * 2 > len(runs) or is_rare:
+    if is_rare or valid and valid * 2 >= len(runs):
         return "UTF-8"
-    if sum(map(len, runs)) * 5 > len(around):
-        return UNKNOWN
-    is_western = single * 5 > len(runs) * 3 and not UNDEFINED.search(around)
-    return "CP1252" if is_western else "UTF-8"
+    if single * 5 > len(runs) * 3 and not UNDEFINED.search(around):
+        return "CP1252"
+    return UNKNOWN if sum(map(len, runs)) * 5 > len(around) else "UTF-8"
 
 
 def looks_like_text(text: str) -> bool:
