@@ -92,8 +92,9 @@ def _rows_within(value: dict[str, Any], column: str) -> list[Any]:
     texts = value.get(column)
     if isinstance(texts, dict) and all(map(str.isdecimal, texts)):
         texts = list(texts.values())
-    is_column = isinstance(texts, list) and not all(type(token) is int for token in texts)
-    if is_column or texts == []:
+    if isinstance(texts, list) and all(
+        text is None or isinstance(text, (str, list)) for text in texts
+    ):
         return texts
     tables = [rows for rows in value.values() if _is_table(rows) and not _chat_fields(rows)]
     if column not in value and len(tables) == 1:

@@ -5,6 +5,7 @@ import lzma
 import os
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class Signature:
     name: str
     title: str  # with its article
     pattern: str  # a regular expression of Latin-1 characters, which the first bytes match
-    remedy: str = "write its text as .txt, .jsonl or .parquet"  # with {file} and {folder}
+    remedy: str = "write its text as .txt, .jsonl or .parquet"  # with {file}, {folder} and {python}
 
     def advice(self, path: str | Path) -> str:
         """Returns what to do with the file at `path`: words and a command."""
@@ -30,7 +31,8 @@ class Signature:
         if folder == str(path):
             folder += ".unpacked"
         file = shlex.quote(str(path))
-        return self.remedy.format(file=file, folder=shlex.quote(folder))
+        python = shlex.quote(sys.executable)  # has NumPy
+        return self.remedy.format(file=file, folder=shlex.quote(folder), python=python)
 
 
 SIGNATURES = [
@@ -63,7 +65,7 @@ SIGNATURES = [
         "numpy",
         "a NumPy array",
         r"\x93NUMPY",
-        "if it holds token ids, make rows of input_ids of it: python3 -c 'import json, numpy, sys; [print(json.dumps("
+        "if it holds token ids, make rows of input_ids of it: {python} -c 'import json, numpy, sys; [print(json.dumps("
         '{{"input_ids": row}})) for row in numpy.atleast_2d(numpy.load(sys.argv[1])).tolist()]\' {file} > {folder}.jsonl',
     ),
     Signature("sqlite", "an SQLite database", r"SQLite format 3\0"),

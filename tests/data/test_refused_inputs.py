@@ -224,7 +224,7 @@ def test_what_is_no_text_is_named_by_its_content(tmp_path, answer, what):
         assert code == 2 and f"is {what.rstrip(';')}" in told and told.count("\n") == 1
 
 
-COMMAND = re.compile(r": ((gzip|iconv|tr|python3|mkdir|unzip) .*)\n")
+COMMAND = re.compile(r": ((gzip|iconv|tr|\\S*python3?|mkdir|unzip) .*)\n")
 ADVISED = {  # an input: what the advised command makes of it, and how that is imported
     "bad.txt": "bad.fixed.txt",
     "bad.txt.gz": "bad.fixed.txt",
