@@ -1,6 +1,7 @@
 """Finds what INPUT of get_dataset.py names: files, save_to_disk folders, or the splits of a name on the Hub."""
 
 import contextlib
+import datetime
 import functools
 import glob
 import hashlib
@@ -11,6 +12,7 @@ import stat
 import sys
 import sysconfig
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from mamba_fsdp.data.store import SPLITS, near_path
 from mamba_fsdp.errors import UserError, counted, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.signatures import COMPRESSED, content_of
 from mamba_fsdp.storage.typed_json import FileName, read_object
 
 KINDS = {
@@ -37,9 +40,13 @@ KINDS = {
     ".arrow": "arrow",
     ".npy": "datalayout",
 }
-ARCHIVES = {".gz": "gzip", ".zst": "zstd"}  # of text, JSON and CSV
+SAVED_SPLITS = "dataset_dict.json"  # in a folder that `datasets` saved, of several splits
+WORD = re.compile("[a-z]+")
+NUMBERING = re.compile(r"\d+([-_]of[-_]\d+)?")
+TEXTS = ("text", "json", "csv")  # kinds that may be compressed
 HUB = ("huggingface.co", 443)
 HUB_SECONDS = 5.0  # without an answer; then it counts as out of reach
+MOST_LOOKED_AT = 10  # files without a known ending
 # Folders in the standard library's folder that hold other packages.
 NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -68,6 +75,8 @@ class InputFile:
     kind: str  # a value of KINDS, or hub
     split: str = ""  # of a name on the Hub; the folder or file that is named after a split
     store: str = "train"  # a key of SPLITS: the store for its documents, except those held out
+    place: str = ""  # the file's one path, however the input is spelled
+    share_read: float = 0.0  # of the file, so far
 
 
 class Document(NamedTuple):
@@ -92,7 +101,8 @@ def _each_once(files: list[InputFile]) -> list[InputFile]:
     by_place: dict[str, InputFile] = {}
     again = []
     for file in files:
-        if by_place.setdefault(os.path.realpath(file.name), file) is not file:
+        file.place = os.path.realpath(file.name)
+        if by_place.setdefault(file.place, file) is not file:
             again.append(file.name)
     if again:
         print(
@@ -168,7 +178,7 @@ def _of_the_split(files: list[InputFile], options: DatasetConfig, input: str) ->
     if len(kept) < len(files):
         message = (
             f"left out: {', '.join(sorted(names - chosen)[:4])} ({len(files) - len(kept):,} of {len(files):,} "
-            f"files), other splits than {wanted}; --split=all reads them too"
+            f"files), taken for other splits than {wanted}; --split=all reads them too"
         )
         if each_is_named:
             message += ", --splits=official makes stores of them"
@@ -177,11 +187,13 @@ def _of_the_split(files: list[InputFile], options: DatasetConfig, input: str) ->
 
 
 def describe(files: list[InputFile]) -> dict[str, Any]:
-    """Returns what the input is at this moment, for JSON: its files' names, sizes and times."""
+    """Returns what the input is at this moment, for JSON: its files' places, sizes and times."""
     if files[0].kind == "hub":
         return {"dataset": files[0].name, "splits": [file.split for file in files]}
     digest = hashlib.sha256()
     size = 0
+    newest = 0.0
+    places = []
     for file in files:
         try:
             status = os.stat(file.name)
@@ -192,9 +204,17 @@ def describe(files: list[InputFile]) -> dict[str, Any]:
                 f"{file.name}: is a pipe or a device; write what it gives to a file, and name that"
             )
         size += status.st_size
-        digest.update(os.fsencode(Path(file.name).absolute()))
+        newest = max(newest, status.st_mtime)
+        places.append(file.place)
+        digest.update(os.fsencode(file.place))
         digest.update(f"\0{file.kind}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    return {"files": len(files), "bytes": size, "digest": digest.hexdigest()}
+    return {
+        "files": len(files),
+        "bytes": size,
+        "place": ascii(os.path.commonpath(places))[1:-1] if places else "",
+        "last change": str(datetime.datetime.fromtimestamp(newest)),
+        "digest": digest.hexdigest(),
+    }
 
 
 def builtin_files() -> list[Path]:
@@ -220,10 +240,12 @@ def kind_of(path: Path, format: str = "auto") -> str | None:
     """Returns how a file is read: by `format`, or, if that is auto, by its name; None if the name doesn't tell."""
     if format != "auto":
         return format
-    name = path.name.lower()
-    for ending in ARCHIVES:
-        name = name.removesuffix(ending)
-    return KINDS.get(os.path.splitext(name)[1])
+    return KINDS.get(os.path.splitext(_without_compression(path.name.lower()))[1])
+
+
+def _without_compression(name: str) -> str:
+    base, ending = os.path.splitext(name)
+    return base if ending.lower() in COMPRESSED else name
 
 
 def _local_files(name: str, options: DatasetConfig) -> list[InputFile]:
@@ -235,7 +257,7 @@ def _local_files(name: str, options: DatasetConfig) -> list[InputFile]:
     }
     paths = _with_a_kind(name, kinds)
     root = _root_of(places)
-    splits = _splits_of([path.relative_to(root) for path in paths], options.split or "train")
+    splits = _splits_of([path.relative_to(root) for path in paths], root, options)
     return [InputFile(str(path), str(kinds[path]), split) for path, split in zip(paths, splits)]
 
 
@@ -249,17 +271,28 @@ def _places_of(name: str) -> list[Path]:
 def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
     """Returns the files that can be read. Prints that there are others. Raises UserError if none can be read."""
     files = [path for path, kind in kinds.items() if kind]
+    unknown = [path for path, kind in kinds.items() if not kind]
+    remedy = _named_content(unknown)
     if not files:
-        raise UserError(
-            f"{name}: no file named {', '.join(KINDS)} there; --format=text takes every file as text"
-        )
-    unknown = [path.name for path, kind in kinds.items() if not kind]
+        remedy = remedy or "--format=text takes every file as text"
+        raise UserError(f"{name}: no file named {', '.join(KINDS)} there; {remedy}")
     if unknown:
+        remedy = remedy or "--format=text takes all as text"
         print(
             f"left out: {counted(len(unknown), 'file')} without an ending that tells a format, such as "
-            f"{ascii(unknown[0])}; --format=text takes all as text"
+            f"{ascii(unknown[0].name)}; {remedy}"
         )
     return files
+
+
+def _named_content(files: list[Path]) -> str:
+    """Returns what the first of these files is that holds no text, and what to do with it; "" if all may be text."""
+    for path in files[:MOST_LOOKED_AT]:
+        with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
+            found = content_of(path)
+            if found:
+                return f"{path} is {found.title}; {found.advice(path)}"
+    return ""
 
 
 def _root_of(places: list[Path]) -> Path:
@@ -269,28 +302,87 @@ def _root_of(places: list[Path]) -> Path:
     return Path(os.path.commonpath([place.parent for place in places]))
 
 
-def _splits_of(files: list[Path], wanted: str) -> list[str]:
-    """Returns each file's split: the name of a folder or file on its path within the input; "" if it has none.
+def _splits_of(files: list[Path], root: Path, options: DatasetConfig) -> list[str]:
+    """Returns each file's split: the name of the outermost folder or file on its path below `root` that is one; "" if
+    it has none. Prints what is named after a split but read as text.
 
-    Everything next to a folder `wanted` is a split. Elsewhere, a folder named after a split is one; so is a file named
-    after a split, if a file or folder next to it is named after train.
+    A name alone makes no split: train must be next to it, in the same form, unless the options ask for splits. In a
+    folder where `datasets` saved several, and next to the folder that --split names, everything is a split.
     """
-    entries = {entry for file in files for entry in [file, *file.parents]}
-    have_train = {entry.parent for entry in entries if named_split(entry.name) == "train"}
+    is_asked_for = bool(options.split) or options.splits == "official"
+    names = {file: _split_name(file.name, is_file=True) for file in files}
+    for file in files:
+        for folder in list(file.parents)[:-1]:
+            names[folder] = _split_name(folder.name, is_file=False)
+    have_train = {
+        (entry.parent, name.form) for entry, name in names.items() if name.split == "train"
+    }
+    divided = {entry.parent for entry in names if (root / entry.parent / SAVED_SPLITS).is_file()}
+    if options.split:
+        divided.update(entry.parent for entry in names if entry.name == options.split)
     splits = []
+    text: Counter[str] = Counter()
     for file in files:
         split = ""
+        only_named = ""
         for entry in [file, *file.parents][:-1]:  # from the file outwards, so the outermost wins
-            is_named = named_split(entry.name) and (entry != file or entry.parent in have_train)
-            if is_named or entry.parent / wanted in entries:
+            name = names[entry]
+            has_train = (entry.parent, name.form) in have_train
+            if entry.parent in divided or name.split and (has_train or is_asked_for):
                 split = entry.name
+            elif name.split and name.form.is_whole:
+                only_named = entry.name
+        if only_named and not split:
+            text[only_named] += 1
         splits.append(split)
+    if text:
+        print(
+            f"read as text: {', '.join(sorted(text)[:4])} ({text.total():,} of {counted(len(files), 'file')}), since no "
+            "train of the same form is next to them"
+        )
     return splits
+
+
+class SplitForm(NamedTuple):
+    """How the name of a split is written: two splits of one corpus have equal forms."""
+
+    is_file: bool
+    words: tuple[str, ...]  # of the name, with "" for the split
+
+    @property
+    def is_whole(self) -> bool:
+        return self.words == ("",)
+
+
+class SplitName(NamedTuple):
+    """What a name says about splits."""
+
+    split: str  # a key of SPLITS, "" for a name that says nothing
+    form: SplitForm
+
+
+def _split_name(name: str, is_file: bool) -> SplitName:
+    """Returns what the name of a file or folder says about splits.
+
+    A folder's whole name must be a split's. A file's name may have other words, as in corpus-train.jsonl; numbers and
+    endings don't count.
+    """
+    if is_file:
+        name = _without_compression(name)
+        name = os.path.splitext(name)[0]
+    words = WORD.findall(NUMBERING.sub(" ", name.lower()))
+    split = named_split(name)
+    form = SplitForm(
+        is_file, tuple("" if word in SPLITS.get(split, ()) else word for word in words)
+    )
+    if not is_file and not form.is_whole:
+        split = ""
+    return SplitName(split, form)
 
 
 def named_split(name: str) -> str:
     """Returns the split, of SPLITS, that a folder, file or split is named after; "" if it is none or several."""
-    words = set(re.split(r"[^a-z]+", name.lower()))
+    words = set(WORD.findall(name.lower()))
     splits = [split for split, names in SPLITS.items() if words.intersection(names)]
     return splits[0] if len(splits) == 1 else ""
 
@@ -310,7 +402,7 @@ def _files_below(place: Path) -> Iterator[Path]:
             continue
         seen.add(target)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if "dataset_dict.json" in names:
+        if SAVED_SPLITS in names:
             names = []
         if "state.json" in names and "dataset_info.json" in names:
             saved = read_object(folder / "state.json", SavedFolder, "save it again")

@@ -13,6 +13,7 @@ from pyarrow import compute, types
 from mamba_fsdp.data.corpus import Document, InputFile
 from mamba_fsdp.errors import counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.signatures import HEAD, signature_of
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # tried if there is no column `text`, the default
 TEXT = re.compile("(large_)?(string|binary)(_view)?|null")  # names of types
@@ -87,7 +88,7 @@ def check_all_count(table: Any) -> None:
 
 def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents of each record batch."""
-    for batch in _record_batches(file.name):
+    for batch in _record_batches(file):
         column = column_of(pyarrow.Table.from_batches([batch]), options.text_column)
         is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # it writes no fms files
         if types.is_integer(column.type) and not is_of_datasets:
@@ -96,12 +97,13 @@ def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
             yield from map(Document, rows_of(column))
 
 
-def _record_batches(name: str) -> Iterator[pyarrow.RecordBatch]:
-    with open(name, "rb") as file:  # by Python, since names may not be UTF-8
+def _record_batches(source: InputFile) -> Iterator[pyarrow.RecordBatch]:
+    with open(source.name, "rb") as file:  # by Python, since names may not be UTF-8
         whole = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         if whole[:6].to_pybytes() == b"ARROW1":
             reader = pyarrow.ipc.open_file(whole)
             for number in range(reader.num_record_batches):
+                source.share_read = number / reader.num_record_batches
                 yield reader.get_batch(number)
         elif whole[-8:].to_pybytes() == END_OF_STREAM:
             yield from pyarrow.ipc.open_stream(whole)
@@ -120,6 +122,7 @@ def datalayout_documents(file: InputFile, options: DatasetConfig) -> Iterator[Do
     entries = np.memmap(file.name, "<i4", "r")
     eos = int(options.eos_token) if options.eos_token.isdecimal() else -1
     for start in range(0, len(entries), WINDOW):
+        file.share_read = start / len(entries)
         first = max(0, start - 1)
         window = np.array(entries[first : start + WINDOW + 1])  # with a neighbour at each end
         body = entries[start : start + WINDOW]
@@ -159,6 +162,10 @@ def _check_size(name: str) -> None:
     size_file = Path(f"{name}.size")
     size = Path(name).stat().st_size
     if not size_file.exists():
+        with open(name, "rb") as file:
+            found = signature_of(file.read(HEAD))
+        if found:
+            raise ValueError(f"it is {found.title}, not DataLayout; {found.advice(name)}")
         raise ValueError(
             f"{size_file.name}, which says how many tokens it holds, is missing; copy it too"
         )

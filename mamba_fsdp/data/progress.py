@@ -1,12 +1,17 @@
 """Records how far get_dataset.py is and with which settings."""
 
+import datetime
+import itertools
+import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mamba_fsdp.data.corpus import InputFile
 from mamba_fsdp.data.reading import BEGINNING, Position
 from mamba_fsdp.data.store import WriterState
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, with_unit
 from mamba_fsdp.fields import shown
 from mamba_fsdp.storage.formats import DATASET
 from mamba_fsdp.storage.typed_json import read_object, write_object
@@ -31,6 +36,36 @@ class PartState:
     unreadable: dict[str, str] = field(default_factory=dict)  # {a file that is left out: its fault}
 
 
+class Pace:
+    """Says which share of the files is read, and how long the rest will take."""
+
+    def __init__(self, files: list[InputFile]) -> None:
+        self.files = files
+        sizes = [os.path.getsize(file.name) if os.path.isfile(file.name) else 0 for file in files]
+        self.ends = list(itertools.accumulate(sizes, initial=0))
+        self.first: tuple[float, float] | None = (
+            None  # the first call's moment, and bytes read then
+        )
+
+    def words(self, number: int) -> str:
+        """Returns the share that is read, and the time left, while file `number` is being read; "" if no sizes are
+        known."""
+        total = self.ends[-1]
+        if not total:
+            return ""
+        size = self.ends[number + 1] - self.ends[number]
+        read = self.ends[number] + size * self.files[number].share_read
+        moment = time.monotonic()
+        if self.first is None:
+            self.first = moment, read
+        began, read_before = self.first
+        text = f", {read / total:.0%} of {with_unit(total, 'B')}"
+        if read > read_before:
+            seconds = (total - read) * (moment - began) / (read - read_before)
+            text += f", left {datetime.timedelta(seconds=round(seconds))}"
+        return text
+
+
 def state_in(folder: Path) -> PartState:
     """Returns how far the part in `folder` is. Raises UserError if its file is damaged."""
     try:
@@ -52,20 +87,28 @@ def records_settings(path: Path, settings: dict[str, Any]) -> bool:
         return False
     for name, value in settings.items():
         before = recorded.get(name, value)
+        if name == "tokenizer":
+            before = resolved(before)
         if before != value:
-            was = _in_words(before)
-            now = _in_words(value)
-            if was == now:
-                now += " with other paths or times"
             raise UserError(
-                f"{path}: made with other settings: {name} was {was} and is {now}; choose another folder, or give "
+                f"{path}: made with other settings: {_difference(name, before, value)}; choose another folder, or give "
                 "--overwrite"
             )
     return True
 
 
-def _in_words(value: Any) -> str:
-    """Returns a setting, or the input as `describe` gives it: 36 files, 1234 bytes."""
-    if not isinstance(value, dict):
-        return shown(value)
-    return ", ".join(f"{shown(item)} {name}" for name, item in value.items() if name != "digest")
+def resolved(name: str) -> str:
+    """Returns the path of a file or folder in its one spelling; another name as it is."""
+    return os.path.realpath(name) if os.path.exists(name) else name
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    """Returns, in words, how a setting differs, or the input as `describe` gives it."""
+    if not isinstance(now, dict) or not isinstance(before, dict):
+        return f"{name} was {shown(before)} and is {shown(now)}"
+    parts = [
+        f"{item} was {shown(before[item])} and is {shown(value)}"
+        for item, value in now.items()
+        if item != "digest" and before.get(item, value) != value
+    ]
+    return f"{name}: {', '.join(parts) or 'some of its files have other names or times'}"

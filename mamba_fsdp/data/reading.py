@@ -1,10 +1,7 @@
 """Reads the input's files as documents: texts or arrays of token ids. `datasets` reads what a name on the Hub holds."""
 
-import codecs
 import csv
-import io
 import itertools
-import json
 import logging
 import os
 import re
@@ -12,28 +9,32 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any
 
 import datasets
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from mamba_fsdp.data.corpus import ARCHIVES, Document, InputFile
+from mamba_fsdp.data.corpus import TEXTS, Document, InputFile
 from mamba_fsdp.data.importers import (
     arrow_documents,
     column_of,
     datalayout_documents,
     rows_of,
 )
+from mamba_fsdp.data.json_records import field_of, texts_in
+from mamba_fsdp.data.text_files import NulByte, check_head, fault_in, opened
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.signatures import peeked, unpacked
 
 BLOCK = 1 << 20  # characters read at once
 # Of a document, in characters. It is encoded whole, which takes some 130 bytes of memory a character.
 LONGEST_TEXT = 1 << 25
+LONGEST_REASON = 700  # characters, with a command
 MOST_NAMED = 10  # unreadable files in one message
 SECONDS_OF_LOOKING = 10.0  # for more unreadable files, after the first
+SECONDS_OF_CHECKING = 60.0  # the encoding of all files, before any is read: a GB takes about one
+TABLES = ("parquet", "arrow")
 ROWS = 64  # of a table at a time
 DELIMITERS = ",;\t|"  # of fields in CSV files
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
@@ -144,16 +145,49 @@ def _documents(
 def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents of a file. Raises UnreadableFile."""
     try:
+        if file.kind in TABLES:
+            _check_head(file)
         yield from map(_checked, READERS[file.kind](file, options))
     except Exception as error:  # the libraries raise whatever a file runs into
-        reason = getattr(error, "strerror", None) or first_line(error)[:300]
-        if isinstance(error, UnicodeDecodeError):
-            encoding = "ISO-8859-1"
-            if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                encoding = "UTF-16"
-            reason = f"its text is not UTF-8; convert it: iconv -f {encoding} -t UTF-8 FILE"
-        message = f"{file.name}: can't be read as {file.kind} ({reason})"
-        raise UnreadableFile(message, file) from error
+        reason = getattr(error, "strerror", None) or first_line(error)[:LONGEST_REASON]
+        if isinstance(error, (NulByte, UnicodeDecodeError)):
+            reason = fault_in(file.name)
+        raise _unreadable(file, reason) from error
+
+
+def _unreadable(file: InputFile, reason: str) -> UnreadableFile:
+    return UnreadableFile(f"{file.name}: can't be read as {file.kind}: {reason}", file)
+
+
+def _check_head(file: InputFile) -> bool:
+    """Returns whether a file is compressed. Raises ValueError if it is something else than its name says."""
+    with open(file.name, "rb") as stored:
+        stream = unpacked(stored) if file.kind in TEXTS else stored
+        check_head(file, peeked(stream))
+        return stream is not stored
+
+
+def check_content(files: list[InputFile]) -> None:
+    """Raises UnreadableFile for a file that is something else than its name says, or text that is not UTF-8.
+
+    Reading finds that too, but in a large file after hours of encoding. What takes long is left to reading: compressed
+    files, and what a minute does not suffice for. So is what DataLayout's numbers look like: they may look like anything.
+    """
+    deadline = time.monotonic() + SECONDS_OF_CHECKING
+    for file in files:
+        if file.kind not in (*TEXTS, *TABLES) or not os.path.isfile(file.name):
+            continue
+        try:
+            is_compressed = _check_head(file)
+            reason = ""
+            if file.kind in TEXTS and not is_compressed:
+                reason = fault_in(file.name, deadline)
+        except Exception as error:
+            reason = first_line(error)[:LONGEST_REASON]
+        if reason:
+            raise _unreadable(file, reason)
+        if time.monotonic() > deadline:
+            return
 
 
 def name_unreadable(
@@ -203,7 +237,11 @@ def _check_length(text: str) -> None:
 
 def _parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     with open(file.name, "rb") as stream:  # by Python, since names may not be UTF-8
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=ROWS):
+        rows = pyarrow.parquet.ParquetFile(stream)
+        read = 0
+        for batch in rows.iter_batches(batch_size=ROWS):
+            read += batch.num_rows
+            file.share_read = read / rows.metadata.num_rows
             table = pyarrow.Table.from_batches([batch])
             yield from map(Document, rows_of(column_of(table, options.text_column)))
 
@@ -225,7 +263,7 @@ def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
 
 
 def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    with _opened(file.name) as stream:
+    with opened(file) as stream:
         if options.documents == "file":
             yield Document(stream.read(LONGEST_TEXT + 1))
             return
@@ -241,25 +279,12 @@ def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
 
 
 def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    with _opened(file.name) as stream:
-        start = 1
-        first = stream.readline()
-        while first.isspace():
-            start += 1
-            first = stream.readline()
-        if first.lstrip().startswith("["):  # one list of records can only be read whole
-            for number, record in enumerate(_parsed("it", first + stream.read()), 1):
-                yield Document(_field(f"record {number}", record, options.text_column))
-            return
-        for number, line in enumerate(itertools.chain([first], stream), start):
-            place = f"line {number}"
-            if line.strip():
-                yield Document(_field(place, _parsed(place, line), options.text_column))
+    yield from map(Document, texts_in(file, options.text_column))
 
 
 def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields each field as the text that is written there. Lines may end with CR alone."""
-    with _opened(file.name, newline="") as stream:
+    with opened(file, newline="") as stream:
         first = stream.readline()
         delimiter = options.delimiter or max(DELIMITERS, key=first.count)
         lines = itertools.chain([first], stream)
@@ -276,7 +301,7 @@ def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
                     raise ValueError(
                         f"{place} has more fields than the header; put one that holds {delimiter!r} in quotes"
                     )
-                yield Document(_field(place, row, options.text_column))
+                yield Document(field_of(place, row, options.text_column))
         except csv.Error as error:
             raise ValueError(
                 f"after line {rows.line_num}: {error}; write a quote within a field twice"
@@ -292,45 +317,6 @@ def _check_header(header: list[str], column: str) -> None:
             f"its header is one field, {header[0]!r}: if it should be several, name their separator with --delimiter, "
             "else the field with --text_column"
         )
-
-
-def _opened(name: str, newline: str = "\n") -> IO[str]:
-    """Opens a file for reading as text, unpacked."""
-    file: Any = open(name, "rb")  # by Python, since names may not be UTF-8
-    compression = ARCHIVES.get(os.path.splitext(name)[1].lower())
-    if compression:
-        file = pyarrow.CompressedInputStream(file, compression)
-    return io.TextIOWrapper(file, "utf-8-sig", newline=newline)
-
-
-def _parsed(place: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON: {first_line(error)}") from None
-
-
-def _field(place: str, record: Any, column: str) -> str | np.ndarray:
-    """Returns what `column` names in a record: text, or token ids; "" for null. document.text is the field text of
-    document."""
-    value = record
-    fields = record if isinstance(record, dict) else {}
-    names = [column] if column in fields else column.split(".")
-    for name in names:
-        if isinstance(value, dict) and name in value:
-            value = value[name]
-        elif value is not None:
-            raise ValueError(
-                f"{place} has no {column!r}; it has: {', '.join(fields)}; name one with --text_column"
-            )
-    if value is None:
-        return ""
-    if isinstance(value, list) and all(type(token) is int for token in value):
-        return np.array(value, dtype=np.int64)
-    if not isinstance(value, str):
-        raise ValueError(f"{place}: {column!r} is {type(value).__name__}, not text or token ids")
-    value.encode()  # JSON can spell half a character: raises UnicodeEncodeError
-    return value
 
 
 READERS = {

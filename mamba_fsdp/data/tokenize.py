@@ -34,8 +34,10 @@ from mamba_fsdp.data.progress import (
     PROGRESS,
     START_AGAIN,
     STATE,
+    Pace,
     PartState,
     records_settings,
+    resolved,
     state_in,
     write_settings,
 )
@@ -43,6 +45,7 @@ from mamba_fsdp.data.reading import (
     DocumentBatch,
     Share,
     UnreadableFile,
+    check_content,
     name_unreadable,
     read_batches,
 )
@@ -76,6 +79,7 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     files = find_files(input, options)
     settings = {name: value for name, value in asdict(options).items() if name not in NOT_RECORDED}
     settings["input"] = describe(files)
+    settings["tokenizer"] = resolved(options.tokenizer)
     try:
         _prepare(out, options.overwrite)
         if _is_complete(out, settings):
@@ -137,6 +141,7 @@ class _Part:
 
     def __post_init__(self) -> None:
         self.number, self.count = self.options.part_of()
+        self.share = Share.of_part(self.files, self.number, self.count)
         progress = self.out / PROGRESS
         self.folders = [progress / f"{part}-of-{self.count}" for part in range(self.count)]
         self.folder = self.folders[self.number]
@@ -155,6 +160,8 @@ class _Part:
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
         lease.take(print, IN_USE)
         with contextlib.closing(lease):
+            if not self.options.skip_unreadable:
+                check_content(self.share.files)
             tokenizer = self._tokenizer()
             settings = {
                 **self.settings,
@@ -208,19 +215,34 @@ class _Part:
             return tokenizers_.load(options.tokenizer, options.eos_token)
         eos_token = options.eos_token or tokenizers_.END_OF_TEXT
         if not (folder / "tokenizer.json").exists():
-            print(f"training a tokenizer of {size} tokens", flush=True)
-            began = time.monotonic()
-            files = [file for file in self.files if file.store == "train"]
-            texts = _sample(files, options)
-            # In a thread of its own: the library ignores Ctrl-C.
-            training = ThreadPool(1).apply_async(tokenizers_.train, (texts, size, eos_token))
-            console = Console()
-            while not training.ready():
-                training.wait(0.2)
-                console.passing(f"  {time.monotonic() - began:.0f} s so far")
-            console.clear()
-            training.get().save(folder)
+            self._train_tokenizer(size, eos_token).save(folder)
         return tokenizers_.load(str(folder / "tokenizer.json"), eos_token)
+
+    def _train_tokenizer(self, size: int, eos_token: str) -> TextTokenizer:
+        """Returns a tokenizer that is trained on a sample of the input."""
+        print(f"training a tokenizer of {size} tokens", flush=True)
+        sample = _Sample([file for file in self.files if file.store == "train"], self.options)
+        # In a thread of its own: the library ignores Ctrl-C.
+        training = ThreadPool(1).apply_async(tokenizers_.train, (sample.texts(), size, eos_token))
+        console = Console()
+        began = time.monotonic()
+        said = began
+        while not training.ready():
+            training.wait(0.2)
+            moment = time.monotonic()
+            message = f"  {sample.state()}, {moment - began:.0f} s so far"
+            console.passing(message)
+            if moment - said >= SAVE_SECONDS and not console.live:
+                console.line(message)
+                said = moment
+        console.clear()
+        tokenizer = training.get()
+        if tokenizer.vocab_size < size:
+            print(
+                f"it has {tokenizer.vocab_size:,} tokens: in {counted(sample.characters, 'character')} of text no two "
+                "tokens are left that follow each other within a word; more text gives more"
+            )
+        return tokenizer
 
     def _tokenize(self, tokenizer: TextTokenizer, lease: Lease) -> None:
         """Reads this part's share of the input and writes its stores, starting from `state`."""
@@ -228,9 +250,9 @@ class _Part:
         for name in self.stores:
             written = state.stores.setdefault(name, WriterState())
             self.writers[name] = writer_of(self.folder / name, tokenizer, self.options, written)
-        share = Share.of_part(self.files, self.number, self.count)
-        share.unreadable = state.unreadable
-        batches = read_batches(share, self.options, BATCH_SIZE, state.position)
+        self.share.unreadable = state.unreadable
+        pace = Pace(self.share.files)
+        batches = read_batches(self.share, self.options, BATCH_SIZE, state.position)
         console = Console()
         tokens_before = sum(written.total() for written in state.stores.values())
         if tokens_before:
@@ -248,8 +270,9 @@ class _Part:
                 moment = time.monotonic()
                 rate = tokens / (moment - started)
                 message = (
-                    f"file {batch.position.file + 1:,} of {len(share.files):,}: "
+                    f"file {batch.position.file + 1:,} of {len(self.share.files):,}: "
                     f"{tokens_before + tokens:,} tokens, {rate:,.0f} tokens/s"
+                    f"{pace.words(batch.position.file)}"
                 )
                 console.passing(message)
                 if moment - saved >= SAVE_SECONDS:
@@ -382,22 +405,38 @@ def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
     return numbers == first + np.maximum(chosen, group == 0)
 
 
-def _sample(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
-    """Yields texts from the whole breadth of the files, about TRAINING_SAMPLE characters."""
-    groups = [files]
-    if describe(files).get("bytes", 0) > TRAINING_SAMPLE:
-        count = min(len(files), SAMPLED_FILES)
-        groups = [[files[number * len(files) // count]] for number in range(count)]
-    for group in groups:
-        left = TRAINING_SAMPLE // len(groups)
-        for batch in read_batches(Share(group), options, 1 << 16):
-            for content, *_ in batch.documents:
-                if not isinstance(content, str):
-                    raise UserError(
-                        f"{group[0].name}: holds token ids; name the tokenizer that made them with "
-                        "--tokenizer, or give --tokenizer=none"
-                    )
-                left -= len(content)
-                yield content
-            if left <= 0:
-                break
+@dataclass
+class _Sample:
+    """Texts from the whole breadth of the files, about TRAINING_SAMPLE characters."""
+
+    files: list[InputFile]
+    options: DatasetConfig
+    characters: int = 0  # given so far
+    is_read: bool = False
+
+    def texts(self) -> Iterator[str]:
+        groups = [self.files]
+        if describe(self.files).get("bytes", 0) > TRAINING_SAMPLE:
+            count = min(len(self.files), SAMPLED_FILES)
+            groups = [[self.files[number * len(self.files) // count]] for number in range(count)]
+        for group in groups:
+            left = TRAINING_SAMPLE // len(groups)
+            for batch in read_batches(Share(group), self.options, 1 << 16):
+                for content, *_ in batch.documents:
+                    if not isinstance(content, str):
+                        raise UserError(
+                            f"{group[0].name}: holds token ids; name the tokenizer that made them with "
+                            "--tokenizer, or give --tokenizer=none"
+                        )
+                    self.characters += len(content)
+                    left -= len(content)
+                    yield content
+                if left <= 0:
+                    break
+        self.is_read = True
+
+    def state(self) -> str:
+        """Returns, in words, what is being done."""
+        if self.is_read:
+            return "choosing the tokens"
+        return f"reading a sample of text: {self.characters:,} characters"

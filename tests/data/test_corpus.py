@@ -60,6 +60,7 @@ def write_saved(path, documents):
     rows = datasets.Dataset.from_dict({"text": documents})
     rows.save_to_disk(path)
     rows.to_parquet(path / "cache.parquet")  # what else lies there
+    (path.parent / "dataset_dict.json").touch()
 
 
 def write_npy(path, documents):
@@ -79,10 +80,9 @@ TREES = {
         {
             "en/train/a.arrow": "train",
             "en/val/0.arrow": "validation",
-            "de/Dev/0.arrow": "validation",
+            "en/Dev/0.arrow": "validation",
         },
     ),
-    "no folder for training": (write_fms, {"lang=en/0.arrow": "", "valid/0.arrow": "validation"}),
     "folders of DataLayout": (write_npy, {"train/0.npy": "train", "val/0.npy": "validation"}),
     "files of DataLayout": (
         write_npy,
@@ -121,7 +121,7 @@ def test_training_gets_no_other_split(tmp_path, capsys, name, pattern):
     stores = list(TREES[name][1].values())
     assert first_tokens(tree) == [5]
     told = capsys.readouterr().out
-    others = f"({len(stores) - 1} of {len(stores)} files), other splits than train; --split=all"
+    others = f"({len(stores) - 1} of {len(stores)} files), taken for other splits than train; --split=all"
     assert others in told
     assert ("--splits=official makes stores of them" in told) == all(stores)
     every = list(range(5, 5 + len(stores)))
@@ -134,13 +134,42 @@ def test_training_gets_no_other_split(tmp_path, capsys, name, pattern):
         assert sorted(file.store for file in files) == sorted(stores)
 
 
-def test_what_only_looks_like_a_split_is_read(tmp_path):
-    """One file's name says nothing without a sibling for training, and within train/ no name does."""
+# Files of which none is a split, and what is said of those that are named after one.
+NO_SPLITS = {
+    "packages": (["libcrypt-dev/a.jsonl", "libfoo/b.jsonl", "libtrain/c.jsonl"], ""),
+    "a repository": (
+        ["src/a.jsonl", "test/a.jsonl", "test/b.jsonl", "web-dev/a.jsonl"],
+        "test (2 of 4",
+    ),
+    "pages": (["a_local_train.1.jsonl", "b_dev.1.jsonl", "c-continuous-validation.1.jsonl"], ""),
+    "a folder next to a file": (["train/a.jsonl", "dev.jsonl"], "dev.jsonl (1 of 2"),
+    "train elsewhere": (["a/train/a.jsonl", "b/test/a.jsonl"], "test (1 of 2"),
+    "words around": (["train.jsonl", "turing test.jsonl", "validated.jsonl"], ""),
+    "next to train": (["train/a.jsonl", "unsupervised/a.jsonl", "train-notes/a.jsonl"], ""),
+}
+
+
+@pytest.mark.parametrize("name", NO_SPLITS)
+def test_a_name_alone_makes_no_split(tmp_path, capsys, name):
+    """It must be a whole name, or one as that of train, and train must be next to it. What may mislead is told."""
+    places, named = NO_SPLITS[name]
+    for number, place in enumerate(places):
+        write_records(tmp_path / place, [[number]])
+    assert first_tokens(tmp_path) == list(range(len(places)))
+    told = capsys.readouterr().out
+    assert "left out" not in told
+    assert ("read as text: " in told) == bool(named) and named in told
+
+
+def test_within_a_split_no_name_says_anything(tmp_path):
     make_tree(tmp_path / "train", "folders of DataLayout")
-    write_records(tmp_path / "in" / "turing test.jsonl", [[5]])
-    write_records(tmp_path / "in" / "dev.jsonl", [[6]])
-    assert first_tokens(tmp_path / "in") == [5, 6]
     assert first_tokens(tmp_path / "train" / "val") == [6]
+
+
+def test_a_split_that_is_asked_for_needs_no_train(tmp_path):
+    write_records(tmp_path / "corpus-valid.jsonl", [[5]])
+    write_records(tmp_path / "corpus.jsonl", [[6]])
+    assert first_tokens(tmp_path, split="validation") == [5]
 
 
 def test_inspect_says_what_importing_reads(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """get_dataset.py on text: what is held out, what can't be read, and that a run which was killed and resumed gives the bytes
 of one that was not."""
 
+import gzip
 import itertools
 import json
 import os
@@ -53,7 +54,7 @@ def test_bad_files_are_named_together_or_skipped(prepare, tmp_path, monkeypatch,
     assert read_back(tmp_path / "out" / "train") == ["a", "b", "d", "e"]
     told = capsys.readouterr().out
     assert "4 files can't be read and are left out from the first fault on:\n" in told
-    assert "c.jsonl: can't be read as json (line 1 has no 'text'" in told
+    assert "c.jsonl: can't be read as json: record 1 has no 'text'" in told
     assert len(json.loads((tmp_path / "out/dataset.json").read_text())["unreadable"]) == 4
 
 
@@ -300,13 +301,76 @@ def test_another_input_or_setting_than_before_is_refused(prepare, tmp_path):
     with pytest.raises(UserError, match="shard_tokens was 268435456 and is 9; .* --overwrite"):
         prepare(tmp_path / "a.txt", tmp_path / "out", shard_tokens=9)
     for text, change in (
-        ("other text", "1 files, 10 bytes; choose"),
-        ("same size", "1 files, 9 bytes with other paths or times; choose"),
-        ("another text", "1 files, 12 bytes; choose"),
+        ("other text", "bytes was 9 and is 10, last change was .*; choose"),
+        ("same size", "last change was 20.* and is 20.*; choose"),
+        ("another text", "bytes was 9 and is 12, last change was .*; choose"),
     ):
         (tmp_path / "a.txt").write_text(text)
-        changed = f"input was 1 files, 9 bytes and is {change} .*--overwrite"
+        changed = f"input: .*{change}.*--overwrite"
         with pytest.raises(UserError, match=changed):
             prepare(tmp_path / "a.txt", tmp_path / "out")
     prepare(tmp_path / "a.txt", tmp_path / "out", overwrite=True)
     assert read_back(tmp_path / "out" / "train") == ["another text"]
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    with pytest.raises(UserError, match="input: place was .*a.txt and is .*b.txt; choose"):
+        prepare(tmp_path / "b.txt", tmp_path / "out")
+
+
+def test_an_input_and_a_tokenizer_are_known_by_their_places(
+    prepare, tmp_path, monkeypatch, tokenizer, capsys
+):
+    """However their paths are spelled."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("some text")
+    (tmp_path / "link").symlink_to("in")
+    (tmp_path / "t.json").symlink_to(tokenizer)
+    prepare(tmp_path / "in/a.txt", tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "in")
+    for spelled in ("a.txt", "../link/a.txt", "../in/../in/a.txt"):
+        prepare(spelled, tmp_path / "out", tokenizer="../t.json")
+        assert "complete already" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- what is said meanwhile
+
+
+@pytest.mark.parametrize("pack", [str.encode, lambda text: gzip.compress(text.encode(), 1)])
+def test_the_share_of_one_file_and_the_time_left_are_said(
+    prepare, tmp_path, monkeypatch, capsys, pack
+):
+    """Of a compressed file too; the share grows with what is read, up to all."""
+    monkeypatch.setattr(tokenize, "BATCH_SIZE", 1 << 14)
+    monkeypatch.setattr(reading, "BLOCK", 1 << 14)
+    monkeypatch.setattr(tokenize, "SAVE_SECONDS", 0.0)
+    letters = random.Random(0).choices("abcdefgh \n", k=1 << 19)
+    (tmp_path / "a.txt").write_bytes(pack("".join(letters)))
+    prepare(tmp_path / "a.txt", tmp_path / "out", documents="lines")
+    said = re.findall(
+        r"file 1 of 1: .* (\d+)% of .* kB(, left 0:0\d:\d\d)?", capsys.readouterr().out
+    )
+    shares = [int(share) for share, _ in said]
+    assert shares == sorted(shares) and shares[0] < 50 and shares[-1] == 100
+    assert all(left for _, left in said[len(said) // 2 :])
+
+
+def test_a_tokenizer_that_is_trained_says_so_and_why_it_is_small(
+    prepare, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(tokenize, "SAVE_SECONDS", 0.0)
+    (tmp_path / "a.txt").write_text("so few words " * 100_000)
+    prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer="train:4096", eos_token="")
+    told = capsys.readouterr().out
+    assert "a sample of text: " in told or "choosing the tokens, " in told
+    assert re.search("it has 2.. tokens: in 1,300,000 characters of text no two", told)
+
+
+def test_a_bad_byte_is_found_before_anything_is_encoded(prepare, tmp_path, texts):
+    """So that the file can be repaired, and the same command goes on."""
+    good = "\n".join(texts).encode() * 100
+    (tmp_path / "a.txt").write_bytes(good + b" \xff")
+    how = {"tokenizer": "train:300", "eos_token": "", "documents": "lines"}
+    with pytest.raises(UserError, match=f"byte {len(good) + 2:,}, on line .*, is 0xff"):
+        prepare(tmp_path / "a.txt", tmp_path / "out", **how)
+    assert not list((tmp_path / "out").rglob("tokenizer.json"))
+    (tmp_path / "a.txt").write_bytes(good)
+    assert prepare(tmp_path / "a.txt", tmp_path / "out", **how)

@@ -1,9 +1,11 @@
 """What a document is: the same texts from every format, and the parts of a text file."""
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import os
 
 import pandas
@@ -40,10 +42,24 @@ def in_every_format(texts):
         "list.json": b"\n \n" + rows.to_json(orient="records").encode(),
         "a.jsonl.gz": gzip.compress(lines),
         "a.ndjson.zst": zstandard.compress(lines),
+        "a.jsonl.bz2": bz2.compress(lines),
+        "a.jsonl.xz": lzma.compress(lines),
+        "gzip.jsonl": gzip.compress(lines),
+        "lines.jsonl.gz": lines,
+        "lines_in_gzip.json.xz": gzip.compress(lines),
+        "pretty.json": "\n".join(json.dumps({"text": text}, indent=1) for text in texts).encode(),
+        "one_line.json": b"".join(lines.splitlines()),
+        "cr.json": lines.replace(b"\n", b"\r"),
+        "columns.json": json.dumps({"id": [1] * len(texts), "text": texts}).encode(),
+        "numbered.json": rows.to_json().encode(),
+        "strings.jsonl": "\n".join(map(json.dumps, texts)).encode(),
+        "strings.json": json.dumps(texts).encode(),
         "a [1].parquet": rows.to_parquet(row_group_size=2),
         "a::b.parquet": rows.astype({"text": "category"}).to_parquet(),
         "a.arrow": arrow_stream(rows),
     }
+    if texts:
+        files["within.json"] = json.dumps({"n": 1, "data": rows.to_dict("records")}).encode()
     form = {"index": False, "quoting": csv.QUOTE_ALL}
     for delimiter in ",;\t|^":
         files[f"{ord(delimiter)}.csv"] = rows.to_csv(sep=delimiter, **form).encode()

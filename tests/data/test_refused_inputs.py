@@ -1,11 +1,22 @@
 """A mistake on the command line of get_dataset.py, or in its input, is one line that names the place and says what to do."""
 
+import bz2
 import gzip
+import io
+import lzma
 import os
+import pickle
+import re
 import shlex
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
+import zstandard
 
 from mamba_fsdp.verbs import tokenize as get_dataset
 from tests.support.others_tokens import write_layout
@@ -15,7 +26,26 @@ FILES = {
     "blank/a.txt": b" \n",
     "pair/a.txt": b"good",
     "pair/b.txt": b"bad \xff",
-    "bad.txt": b"fine, \xff not",
+    "bad.txt": "naïve, ".encode() + b"\xff not",
+    "latin.txt": "déjà vu, à côté".encode("latin-1"),
+    "russian.txt": "привет, мир".encode("cp1251"),
+    "utf16_unmarked.txt": "plain text".encode("utf-16-le"),
+    "hole.txt": b"some text\n" * 9 + bytes(3) + b"more",
+    "bad.txt.gz": gzip.compress(b"one\ntwo \xff"),
+    "hole.txt.gz": gzip.compress(b"one\n" + bytes(1)),
+    "tokens.txt": np.arange(60, dtype=np.uint16).tobytes(),
+    "tokens.bin": np.arange(60, dtype=np.uint16).tobytes(),
+    "page.jsonl": b"\n<!DOCTYPE html><html>sign in</html>",
+    "denied.csv": b'<?xml version="1.0"?><Error/>',
+    "rows.json": b"PAR1\x15\0",
+    "notes.parquet": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "notes.md": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "lists.jsonl": b'{"text": ["a", "b"]}\n' * 2,
+    "chat.jsonl": b'{"messages": [{"role": "user", "content": "it\'s"}]}\n' * 2,
+    "chat.json": b'[{"id": 1, "conversations": [{"from": "a", "value": "b"}]}]',
+    "nested_field.jsonl": b'{"id": 1, "document": {"text": "a", "n": 2}}\n' * 2,
+    "no_text.jsonl": b'{"id": 1, "n": 2}\n' * 2,
+    "half_text.jsonl": b'{"text": "a"}\n{"text": "b \\ud83d"}\n',
     "utf16.txt": "text".encode("utf-16"),
     "cut.jsonl": b'{"text": "a"}\n{"text": ',
     "nested.jsonl": b"[" * 200_000,
@@ -52,7 +82,7 @@ MISTAKES = {  # words of the command: what is said
     "a/b/c out": "error: a/b/c: there is no such file or folder",
     "'' out": "error: : there is no such file or folder",
     "'texts/*'": "error: texts/*: give OUT too, the folder for the stores",
-    "astray out": "astray/a.txt: can't be read as text (No such file or directory)",
+    "astray out": "astray/a.txt: can't be read as text: No such file or directory",
     "pipe out": "pipe/a.txt: is a pipe or a device",
     "texts texts": "not empty and not made by this program",
     "empty out": "no file named",
@@ -70,14 +100,34 @@ MISTAKES = {  # words of the command: what is said
     "texts out --part=2/2": "--part=2/2",
     "texts out --split=test": "no split of that name",
     "texts out --splits=official": "not all named after the splits train, validation and test",
-    "bad.txt out": "bad.txt: can't be read as text (its text is not UTF-8; convert it: iconv -f ISO",
+    "bad.txt out": "bad.txt: can't be read as text: byte 9, on line 1, is 0xff, which is not UTF-8; without",
+    "latin.txt out": "on line 1, is 0xe9: its text looks like CP1252; convert it: iconv -f CP1252 -t UTF-8",
+    "russian.txt out": "on line 1, is 0xef: its text is not UTF-8; convert it from what it is: iconv -f ENC",
+    "utf16_unmarked.txt out": "its text is UTF-16LE; convert it: iconv -f UTF-16LE -t UTF-8 < utf16",
+    "hole.txt out": "byte 91, on line 10, is 0x00, which no text holds; without such bytes: tr -d",
+    "bad.txt.gz out": "byte 9, on line 2, is 0xff, which is not UTF-8; without such bytes: gzip -dc <",
+    "hole.txt.gz out": "byte 5, on line 2, is 0x00, which no text holds; without such bytes: gzip -dc",
+    "tokens.txt out": "byte 1, on line 1, is 0x00: binary data, not text; token ids",
+    "tokens.bin out": "tokens.bin is binary data; token ids, such as nanoGPT's",
+    "tokens.bin out --format=text": "is 0x00: binary data, not text; token ids",
+    "page.jsonl out": "page.jsonl: can't be read as json: it is a page of HTML or XML",
+    "denied.csv out": "can't be read as csv: it is a page of HTML or XML",
+    "rows.json out": "can't be read as json: it is a Parquet file; --format=parquet reads it",
+    "notes.parquet out": "can't be read as parquet: it is a Git LFS pointer, not the file itself; get the file: git",
+    "notes.md out": "can't be read as text: it is a Git LFS pointer",
+    "lists.jsonl out": "line 1: 'text' is a list of texts; join them: python3",
+    "chat.jsonl out": "line 1: 'messages' is a chat; make text of it in the form that you want, such as: python3",
+    "chat.json out": "record 1: 'conversations' is a chat; make text",
+    "nested_field.jsonl out": "line 1 has no 'text'; it has: document.text; give --text_column=document.text",
+    "no_text.jsonl out": "line 1 has no 'text', and no text in what it has: id, n",
+    "half_text.jsonl out": "line 2 has half a character, '\\ud83d', in 'text'; with a question mark for each: python3",
     "pair out": "; --skip_unreadable skips them",
-    "utf16.txt out": "not UTF-8; convert it: iconv -f UTF-16 -t",
-    "cut.jsonl out": "cut.jsonl: can't be read as json (line 2 is not JSON",
+    "utf16.txt out": "its text is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 < utf16",
+    "cut.jsonl out": "cut.jsonl: can't be read as json: line 2 is not JSON",
     "nested.jsonl out": "is not JSON",
-    "other.jsonl out": "line 1 has no 'text'; it has: txt; name one with --text_column",
+    "other.jsonl out": "record 1 has no 'text'; it has: txt; give --text_column=txt",
     "number.jsonl out": "'text' is int, not text or token ids",
-    "half.jsonl out": "surrogates not allowed",
+    "half.jsonl out": "record 1 has half a character, '\\ud800'",
     "cut.jsonl.gz out": "can't be read as json",
     "words.csv out": "line 2 has no 'text'; it has: id, words; name one",
     "commas.csv out": "line 2 has more fields than the header",
@@ -132,3 +182,82 @@ def test_a_mistake_is_one_line(inputs, tmp_path, monkeypatch, answer, words):
     code, _, told = answer(get_dataset, *typed)
     assert code == 2 and MISTAKES[words] in told
     assert told.count("\n") == 1 and told.startswith("error: ")
+
+
+def archive(mode):
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode=mode) as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"))
+    return content.getvalue()
+
+
+SIGNED = {  # what a file is: its beginning
+    "a tar archive": archive("w"),
+    "a tar archive;": archive("w:gz"),
+    "a zip archive": b"PK\3\4\n\0",
+    "a 7z archive": b"7z\xbc\xaf\x27\x1c\0",
+    "gzip data": gzip.compress(gzip.compress(b"text")),
+    "LZ4 data": b"\x04\x22\x4d\x18",
+    "bzip2 data": zstandard.compress(bz2.compress(b"text")),
+    "xz data": gzip.compress(lzma.compress(b"text")),
+    "Zstandard data": bz2.compress(zstandard.compress(b"text")),
+    "a Parquet file": b"PAR1\x15\0",
+    "an Arrow file": b"ARROW1\0\0",
+    "a NumPy array": b"\x93NUMPY\1\0",
+    "an SQLite database": b"SQLite format 3\0",
+    "a PDF document": b"%PDF-1.7\n",
+    "a program or a library (ELF)": b"\x7fELF\2",
+    "a pickle": pickle.dumps(["text"]),
+    "an HDF5 file": b"\x89HDF\r\n\x1a\n",
+    "an image": b"\x89PNG\r\n\x1a\n",
+    "a Git LFS pointer, not the file itself": FILES["notes.md"],
+    "a git-annex pointer, not the file itself": b"/annex/objects/MD5-s1--0\n",
+}
+
+
+@pytest.mark.parametrize("what", SIGNED)
+def test_what_is_no_text_is_named_by_its_content(tmp_path, answer, what):
+    """Whatever it is called, and whatever --format says."""
+    for name, *options in (["a.txt"], ["a.jsonl.gz"], ["a.xyz"], ["a.xyz", "--format=text"]):
+        (tmp_path / name).write_bytes(SIGNED[what])
+        code, _, told = answer(get_dataset, tmp_path / name, tmp_path / "out", *options)
+        assert code == 2 and f"is {what.rstrip(';')}" in told and told.count("\n") == 1
+
+
+COMMAND = re.compile(r": ((gzip|iconv|tr|\\S*python3?|mkdir|unzip) .*)\n")
+ADVISED = {  # an input: what the advised command makes of it, and how that is imported
+    "bad.txt": "bad.fixed.txt",
+    "bad.txt.gz": "bad.fixed.txt",
+    "latin.txt": "latin.fixed.txt",
+    "utf16.txt": "utf16.fixed.txt",
+    "utf16_unmarked.txt": "utf16_unmarked.fixed.txt",
+    "hole.txt": "hole.fixed.txt",
+    "lists.jsonl": "lists.fixed.jsonl",
+    "chat.jsonl": "chat.fixed.jsonl",
+    "chat.json": "chat.fixed.json",
+    "half.jsonl": "half.fixed.jsonl",
+    "half_text.jsonl": "half_text.fixed.jsonl",
+    "texts.tar.gz": "texts",
+    "texts.zip": "texts",
+    "ids.npy": f"ids.jsonl {IDS} --text_column=input_ids",
+}
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_the_command_that_is_advised_leads_to_an_import(
+    inputs, tmp_path, monkeypatch, answer, name
+):
+    monkeypatch.chdir(tmp_path)
+    if name in FILES:
+        Path(name).write_bytes(FILES[name])
+    elif name == "ids.npy":
+        np.save(name, np.arange(9))
+    else:
+        shutil.make_archive("texts", "zip" if name.endswith("zip") else "gztar", inputs / "texts")
+    code, _, told = answer(get_dataset, name, "out")
+    assert code == 2
+    subprocess.run(COMMAND.search(told)[1], shell=True, stderr=subprocess.DEVNULL)
+    made, *options = ADVISED[name].split()
+    options = options or ["--tokenizer=train:300"]
+    code, said, told = answer(get_dataset, made, "out", "--validation_fraction=0", *options)
+    assert not code and "out/train: " in said, told
