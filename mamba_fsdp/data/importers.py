@@ -11,7 +11,8 @@ import pyarrow
 from pyarrow import compute, types
 
 from mamba_fsdp.data.corpus import Document, InputFile
-from mamba_fsdp.errors import counted
+from mamba_fsdp.data.paths import NUMPY_START
+from mamba_fsdp.errors import command, counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # tried if there is no column `text`, the default
@@ -87,7 +88,7 @@ def check_all_count(table: Any) -> None:
 
 def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents of each record batch."""
-    for batch in _record_batches(file.name):
+    for batch in record_batches(file.name):
         column = column_of(pyarrow.Table.from_batches([batch]), options.text_column)
         is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # it writes no fms files
         if types.is_integer(column.type) and not is_of_datasets:
@@ -96,7 +97,7 @@ def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
             yield from map(Document, rows_of(column))
 
 
-def _record_batches(name: str) -> Iterator[pyarrow.RecordBatch]:
+def record_batches(name: str) -> Iterator[pyarrow.RecordBatch]:
     with open(name, "rb") as file:  # by Python, since names may not be UTF-8
         whole = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         if whole[:6].to_pybytes() == b"ARROW1":
@@ -158,6 +159,11 @@ def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
 def _check_size(name: str) -> None:
     size_file = Path(f"{name}.size")
     size = Path(name).stat().st_size
+    with open(name, "rb") as file:
+        if file.read(len(NUMPY_START)) == NUMPY_START:
+            raise ValueError(
+                f"it is a NumPy file; {command('inspect')} {name} says how to import it"
+            )
     if not size_file.exists():
         raise ValueError(
             f"{size_file.name}, which says how many tokens it holds, is missing; copy it too"
