@@ -11,8 +11,7 @@ import pyarrow
 from pyarrow import compute, types
 
 from mamba_fsdp.data.corpus import Document, InputFile
-from mamba_fsdp.data.paths import NUMPY_START
-from mamba_fsdp.errors import command, counted
+from mamba_fsdp.errors import counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # tried if there is no column `text`, the default
@@ -159,11 +158,6 @@ def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
 def _check_size(name: str) -> None:
     size_file = Path(f"{name}.size")
     size = Path(name).stat().st_size
-    with open(name, "rb") as file:
-        if file.read(len(NUMPY_START)) == NUMPY_START:
-            raise ValueError(
-                f"it is a NumPy file; {command('inspect')} {name} says how to import it"
-            )
     if not size_file.exists():
         raise ValueError(
             f"{size_file.name}, which says how many tokens it holds, is missing; copy it too"

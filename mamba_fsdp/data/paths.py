@@ -1,13 +1,12 @@
 """Says what a path is, what is in it, and which command takes it, as far as names and first bytes tell. Whatever is
 given a path that it can't take asks here. Without torch."""
 
+import contextlib
 import itertools
 import json
 import os
 import re
 import shlex
-import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from mamba_fsdp.run.names import (
     step_of,
 )
 from mamba_fsdp.storage.patience import exists, is_file, is_folder, names_in
+from mamba_fsdp.storage.signatures import content_of
 
 PROGRESS = ".progress"  # in a folder that get_dataset.py has not finished
 BEGUN = f"{PROGRESS}/begun.json"
@@ -42,7 +42,6 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-NUMPY_START = b"\x93NUMPY"  # of a file of numpy.save, whose name ends in .npy like a DataLayout
 INPUT_WORDS = {"arrow": "Arrow tables", "datalayout": "Composer's DataLayout"}  # by kind; else text
 NO_INPUT = {
     "store",
@@ -53,7 +52,7 @@ NO_INPUT = {
     "dcp",
     "model",
     "weights",
-    "numpy",
+    "foreign",
     "empty",
     "tokenizer",
 }
@@ -80,8 +79,8 @@ def what_is(path: str | Path) -> Place:
     place = Path(path)
     finders: list[Finder] = [_missing]
     if is_file(place):
-        finders = [_weights_file, _tokenizer_file, _file_of_another, _settings, _input_file]
-        finders += [_archive, _other_file]
+        finders = [_weights_file, _tokenizer_file, _file_of_another, _settings, _foreign_file]
+        finders += [_input_file, _other_file]
     elif exists(place):
         finders = [_checkpoint, _run, _store, _import, _dcp, _model, _stores, _checkpoints]
         finders += [_tokenizer, _runs, _input_folder, _other_folder]
@@ -226,32 +225,28 @@ def _settings(path: Path) -> Place | None:
     return Place(path, "settings", "a YAML file", f"training takes settings as --config={path}")
 
 
-def _input_file(path: Path) -> Place | None:
-    from mamba_fsdp.data.corpus import kind_of  # imports numpy, which a host's Python may lack
-
-    kind = kind_of(path)
-    if kind == "datalayout" and _begins_with(path, NUMPY_START):
-        return Place(path, "numpy", "a NumPy file", numpy_as_parquet(path))
-    return (
-        Place(path, "input", INPUT_WORDS.get(kind, "text"), _use_of_input(path)) if kind else None
-    )
-
-
-def _archive(path: Path) -> Place | None:
-    quoted = shlex.quote(str(path))
-    if zipfile.is_zipfile(path):
-        unpack = f"unzip {quoted} -d FOLDER"
-    elif tarfile.is_tarfile(path):
-        unpack = f"mkdir FOLDER && tar xf {quoted} -C FOLDER"
-    else:
+def _foreign_file(path: Path) -> Place | None:
+    """Returns what a file is by its content, if that is something else than its name says."""
+    kind = _kind_of(path)
+    if kind == "datalayout" and exists(f"{path}.size"):  # its numbers may look like anything
         return None
-    return Place(path, "archive", "an archive", f"unpack it, and name the folder: {unpack}")
+    found = None
+    with contextlib.suppress(Exception):  # damaged compressed data: importing it says so
+        found = content_of(path)
+    if found is None or found.name == kind:
+        return None
+    return Place(path, "foreign", found.title, found.advice(path))
+
+
+def _input_file(path: Path) -> Place | None:
+    kind = _kind_of(path)
+    if not kind:
+        return None
+    return Place(path, "input", INPUT_WORDS.get(kind, "text"), _use_of_input(path))
 
 
 def _other_file(path: Path) -> Place:
     use = f"if it is text, {import_command(path)} --format=text imports it"
-    if path.suffix in (".bin", ".idx", ".pkl") or _begins_with(path, b"\x7fELF"):
-        use = ""
     return Place(path, "other", "a file that no command takes", use)
 
 
@@ -372,13 +367,11 @@ def _runs(path: Path) -> Place | None:
 
 
 def _input_folder(path: Path) -> Place | None:
-    from mamba_fsdp.data.corpus import kind_of
-
     if _has(path, "dataset_dict.json", "dataset_info.json"):
         words = "a folder that the library datasets saved"
         return Place(path, "input", words, _use_of_input(path))
     for file in itertools.islice(_files_below(path), MOST_LOOKED_AT):
-        if kind := kind_of(file):
+        if kind := _kind_of(file):
             words = f"a folder of {INPUT_WORDS.get(kind, 'text')}"
             return Place(path, "input", words, _use_of_input(path))
     return None
@@ -404,18 +397,6 @@ def _use_of_model(path: Path) -> str:
 
 def _use_of_tokenizer(path: Path) -> str:
     return f"an import takes it: {import_command('INPUT')} --tokenizer={shlex.quote(str(path))}"
-
-
-def numpy_as_parquet(name: str | Path) -> str:
-    """Returns the advice for a file of numpy.save: how its token ids become a document that can be imported."""
-    target = Path(name).with_suffix(".parquet")
-    code = (
-        "import numpy, pyarrow, pyarrow.parquet; "
-        f"ids = numpy.load({str(name)!r}).ravel(); "
-        f"pyarrow.parquet.write_table(pyarrow.table({{'tokens': [ids]}}), {str(target)!r})"
-    )
-    imports = f"{import_command(target)} --tokenizer=none --pack=none --vocab_size=N"
-    return f'write its ids as a table: python -c "{code}"; then import that: {imports}'
 
 
 def _listed(names: list[str]) -> str:
@@ -449,6 +430,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
-def _begins_with(file: Path, start: bytes) -> bool:
-    with open(file, "rb") as opened:
-        return opened.read(len(start)) == start
+def _kind_of(file: Path) -> str | None:
+    from mamba_fsdp.data.corpus import kind_of  # imports numpy, which a host's Python may lack
+
+    return kind_of(file)

@@ -24,7 +24,6 @@ from mamba_fsdp.data.importers import (
     arrow_documents,
     column_of,
     datalayout_documents,
-    record_batches,
     rows_of,
 )
 from mamba_fsdp.errors import UserError, first_line
@@ -36,7 +35,6 @@ LONGEST_TEXT = 1 << 25
 MOST_NAMED = 10  # unreadable files in one message
 SECONDS_OF_LOOKING = 10.0  # for more unreadable files, after the first
 ROWS = 64  # of a table at a time
-MAKE_TEXT = "make a field with text of each row first, as docs/data.md does with chats"
 DELIMITERS = ",;\t|"  # of fields in CSV files
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
 
@@ -227,7 +225,7 @@ def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
 
 
 def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    with _opened(file.name) as stream:
+    with opened(file.name) as stream:
         if options.documents == "file":
             yield Document(stream.read(LONGEST_TEXT + 1))
             return
@@ -243,13 +241,7 @@ def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
 
 
 def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    for place, record in _json_records(file.name):
-        yield Document(_field(place, record, options.text_column))
-
-
-def _json_records(name: str) -> Iterator[tuple[str, Any]]:
-    """Yields (its place in words, the record)."""
-    with _opened(name) as stream:
+    with opened(file.name) as stream:
         start = 1
         first = stream.readline()
         while first.isspace():
@@ -257,18 +249,21 @@ def _json_records(name: str) -> Iterator[tuple[str, Any]]:
             first = stream.readline()
         if first.lstrip().startswith("["):  # one list of records can only be read whole
             for number, record in enumerate(_parsed("it", first + stream.read()), 1):
-                yield f"record {number}", record
+                yield Document(_field(f"record {number}", record, options.text_column))
             return
         for number, line in enumerate(itertools.chain([first], stream), start):
             place = f"line {number}"
             if line.strip():
-                yield place, _parsed(place, line)
+                yield Document(_field(place, _parsed(place, line), options.text_column))
 
 
 def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields each field as the text that is written there. Lines may end with CR alone."""
-    with _opened(file.name, newline="") as stream:
-        rows = _csv_rows(stream, options)
+    with opened(file.name, newline="") as stream:
+        first = stream.readline()
+        delimiter = options.delimiter or max(DELIMITERS, key=first.count)
+        lines = itertools.chain([first], stream)
+        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
             _check_header(list(rows.fieldnames or []), options.text_column)
             for row in rows:
@@ -279,19 +274,13 @@ def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
                     )
                 if any(row.pop(None, [])):
                     raise ValueError(
-                        f"{place} has more fields than the header; put one that holds {rows.reader.dialect.delimiter!r} in quotes"
+                        f"{place} has more fields than the header; put one that holds {delimiter!r} in quotes"
                     )
                 yield Document(_field(place, row, options.text_column))
         except csv.Error as error:
             raise ValueError(
                 f"after line {rows.line_num}: {error}; write a quote within a field twice"
             ) from None
-
-
-def _csv_rows(stream: IO[str], options: DatasetConfig) -> csv.DictReader:
-    first = stream.readline()
-    delimiter = options.delimiter or max(DELIMITERS, key=first.count)
-    return csv.DictReader(itertools.chain([first], stream), delimiter=delimiter, strict=True)
 
 
 def _check_header(header: list[str], column: str) -> None:
@@ -305,7 +294,7 @@ def _check_header(header: list[str], column: str) -> None:
         )
 
 
-def _opened(name: str, newline: str = "\n") -> IO[str]:
+def opened(name: str, newline: str = "\n") -> IO[str]:
     """Opens a file for reading as text, unpacked."""
     file: Any = open(name, "rb")  # by Python, since names may not be UTF-8
     compression = ARCHIVES.get(os.path.splitext(name)[1].lower())
@@ -331,69 +320,17 @@ def _field(place: str, record: Any, column: str) -> str | np.ndarray:
         if isinstance(value, dict) and name in value:
             value = value[name]
         elif value is not None:
-            raise ValueError(f"{place} has no {column!r}; {_other_fields(record)}")
+            raise ValueError(
+                f"{place} has no {column!r}; it has: {', '.join(fields)}; name one with --text_column"
+            )
     if value is None:
         return ""
-    if is_ids(value):
+    if isinstance(value, list) and all(type(token) is int for token in value):
         return np.array(value, dtype=np.int64)
     if not isinstance(value, str):
-        raise ValueError(
-            f"{place}: {column!r} is {type(value).__name__}, not text or token ids; {_other_fields(record)}"
-        )
+        raise ValueError(f"{place}: {column!r} is {type(value).__name__}, not text or token ids")
     value.encode()  # JSON can spell half a character: raises UnicodeEncodeError
     return value
-
-
-def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
-
-
-def _other_fields(record: Any) -> str:
-    """Returns what a record has in place of the field that was asked for, with what to do."""
-    if not isinstance(record, dict):
-        return f"it is {type(record).__name__}, not an object with fields: {MAKE_TEXT}"
-    fields = flattened(record)
-    likely = likely_text(fields)
-    if not likely:
-        return f"none of its fields ({', '.join(fields)}) holds text: {MAKE_TEXT}"
-    return f"it has: {', '.join(fields)}; name one with --text_column, as in --text_column={likely}"
-
-
-def flattened(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns {name: value} of a record's fields, of objects in it as document.text."""
-    fields: dict[str, Any] = {}
-    for name, value in record.items():
-        if isinstance(value, dict) and value:
-            fields |= flattened(value, f"{prefix}{name}.")
-        else:
-            fields[f"{prefix}{name}"] = value
-    return fields
-
-
-def likely_text(fields: dict[str, Any]) -> str:
-    """Returns the name of the field with the longest text, else of one with token ids; "" if there is neither."""
-    texts = {name: len(value) for name, value in fields.items() if isinstance(value, str)}
-    ids = [name for name, value in fields.items() if value and is_ids(value)]
-    return max(texts, key=texts.__getitem__, default="") or next(iter(ids), "")
-
-
-def first_row(file: InputFile, options: DatasetConfig) -> dict[str, Any]:
-    """Returns {field: value} of the first row of a file, see `flattened`; of a text, its start as `text`. Raises
-    whatever the libraries do for a file that can't be read."""
-    row: Any = {}
-    if file.kind == "json":
-        _, row = next(_json_records(file.name))
-    elif file.kind == "csv":
-        with _opened(file.name, newline="") as stream:
-            row = next(_csv_rows(stream, options))
-    elif file.kind == "parquet":
-        (row,) = next(pyarrow.parquet.ParquetFile(file.name).iter_batches(batch_size=1)).to_pylist()
-    elif file.kind == "arrow":
-        row = next(record_batches(file.name))[:1].to_pylist()[0]
-    elif file.kind == "text":
-        with _opened(file.name) as stream:
-            row = {"text": stream.read(ROWS)}
-    return flattened(row) if isinstance(row, dict) else {}
 
 
 READERS = {

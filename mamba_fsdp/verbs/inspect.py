@@ -59,7 +59,7 @@ def main(path: str, options: Options) -> int:
     elif place.kind == "input":
         show_input(place)
     else:
-        say(place.kind, f"{place.path}: {place.words}")
+        say("path", f"{place.path}: {place.words}")
         say("to use it", place.use)
     return 0
 
@@ -126,17 +126,14 @@ def show_checkpoint(place: Place, verify: bool) -> int:
 
 def show_input(place: Place) -> None:
     """Prints what get_dataset.py would read, with the fields of the first row and its command for them."""
-    from mamba_fsdp.data.reading import (
-        first_row,
-        likely_text,
-    )  # imports datasets, which takes a second
+    from mamba_fsdp.data.sample import first_row, likely_text  # imports datasets, which is slow
 
     options = DatasetConfig()
     files = find_files(str(place.path), options)
     say("data", f"{counted(len(files), 'file')}: {place.words}")
     fields = {}
     with contextlib.suppress(Exception):  # a broken file: the import says what is wrong
-        fields = first_row(files[0], options)
+        fields = first_row(files[0])
     for name, value in fields.items():
         say("field", f"{name}: {value!r}"[:SAMPLE_WIDTH])
     column = ""

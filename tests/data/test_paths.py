@@ -67,9 +67,9 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "texts": ("input", "a folder of text; "),
     "saved": ("input", "a folder that the library datasets saved"),
     "rows.jsonl": ("input", "get_dataset.py rows.jsonl OUT"),
-    "ids.npy": ("numpy", "a NumPy file"),
-    "arch.tar.gz": ("archive", "tar xf arch.tar.gz -C FOLDER"),
-    "arch.zip": ("archive", "unzip arch.zip -d FOLDER"),
+    "ids.npy": ("foreign", "a NumPy array; if it holds token ids, make rows"),
+    "arch.tar.gz": ("foreign", "tar xf arch.tar.gz -C arch"),
+    "arch.zip": ("foreign", "unzip arch.zip -d arch"),
     "notes": ("other", "get_dataset.py notes OUT --format=text"),
     "settings.yaml": ("settings", "--config=settings.yaml"),
     "strange": ("other", "(a.xyz)"),
@@ -122,7 +122,7 @@ def test_a_name_of_the_hub_in_place_of_a_model_comes_with_its_command():
 def test_an_import_takes_text_and_nothing_else_that_looks_like_it():
     for path in PLACES:
         kind, _ = PLACES[path]
-        if kind in ("input", "nothing", "archive", "other", "settings", "part", "runs", "pruned"):
+        if kind in ("input", "nothing", "other", "settings", "part", "runs", "pruned"):
             check_input(path)
         else:
             with pytest.raises(UserError, match=f"^{path}: .*, not text or token ids to import"):
