@@ -140,6 +140,9 @@ def invoke(
         bound = signature.bind(*positional, **named)
     except TypeError as error:
         raise UserError(f"{error}; {see}") from None
+    for name, value in bound.arguments.items():
+        if name not in leaves and isinstance(value, str):  # paths all, which a shell has expanded
+            bound.arguments[name] = os.path.expanduser(value)
     values = {}
     for name, leaf in leaves.items():
         value = bound.arguments.pop(name, None)

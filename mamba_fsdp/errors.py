@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+PROJECT = Path(__file__).resolve().parent.parent
+
 
 class UserError(Exception):
     """A user's mistake or a condition of their machine; the message says what is wrong, where, and
@@ -57,13 +59,27 @@ def first_line(error: BaseException) -> str:
     return message.splitlines()[0]
 
 
+def command(verb: str) -> str:
+    """Returns the words that start a verb, as the user of this environment types them: neither an image nor an installed
+    package has a .venv."""
+    if os.environ.get("IMAGE") and verb == "tokenize":
+        return "sbatch 2.tokenize.sbatch"
+    if os.environ.get("IMAGE") or not is_checkout():
+        return f"mamba-fsdp {verb}"
+    folder = "" if os.getcwd() == str(PROJECT) else f"{shlex.quote(str(PROJECT))}/"
+    if verb == "tokenize":
+        return f"{folder}.venv/bin/python {folder}get_dataset.py"
+    return f"{folder}.venv/bin/mamba-fsdp {verb}"
+
+
+def is_checkout() -> bool:
+    """Returns whether this program runs from a checkout, and not from an installed package."""
+    return (PROJECT / "get_dataset.py").exists()
+
+
 def import_command(source: str | Path, out: str = "OUT") -> str:
-    """Returns the command that makes a token store from `source`, as the user of this environment types it: an
-    image has no .venv."""
-    program = (
-        "sbatch 2.tokenize.sbatch" if os.environ.get("IMAGE") else ".venv/bin/python get_dataset.py"
-    )
-    return f"{program} {shlex.quote(str(source))} {out}"
+    """Returns the command that makes a token store from `source`."""
+    return f"{command('tokenize')} {shlex.quote(str(source))} {out}"
 
 
 def near_name(
@@ -79,6 +95,15 @@ def near_name(
     if not near:
         return otherwise
     return f"did you mean {dashes}{elsewhere.get(near[0], near[0])}?"
+
+
+def near_path(path: Path) -> str:
+    """Returns a hint for a path that does not exist: its target if it is a link, else a similar name next to it; "" if
+    there is none."""
+    if path.is_symlink():
+        return f"; it is a link to {os.readlink(path)}"
+    hint = near_name(path.name, [neighbour.name for neighbour in path.parent.glob("*")], "")
+    return f"; {hint}" if hint else ""
 
 
 def with_unit(number: float, unit: str) -> str:

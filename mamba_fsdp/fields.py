@@ -5,6 +5,7 @@ get_dataset.py and of the verbs are described this way; mamba_fsdp/settings/help
 import dataclasses
 import math
 import operator
+import os
 import re
 import sys
 import typing
@@ -250,6 +251,8 @@ def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -
         text = small
     try:
         value = parse(leaf.type, text)
+        if leaf.metadata["is_path"]:  # a shell does so, but not after --name=
+            value = os.path.expanduser(value)
         bounds.check(value)
     except ValueError as error:
         raise UserError(f"{name}={text}: {error}{where}") from None

@@ -19,10 +19,11 @@ from mamba_fsdp.checkpoint.contents import (
 from mamba_fsdp.checkpoint.files import Filled, hash_file
 from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors, stored_name
 from mamba_fsdp.checkpoint.ranges import gaps
+from mamba_fsdp.data.paths import refused
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run.layout import committed, no_checkpoint, removed
+from mamba_fsdp.run.layout import committed, removed
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
 from mamba_fsdp.storage.patience import exists, is_folder, retry_io
 from mamba_fsdp.storage.typed_json import FileName
@@ -138,7 +139,7 @@ def _newest_candidate(path: Path, broken: Mapping[str, str]) -> Path:
     if left:
         return left[-1]
     if not candidates:
-        raise no_checkpoint(path)
+        raise refused(path, "a run with a checkpoint")
     raise UserError(
         f"none of the checkpoints in {folder} ({len(candidates)}) is whole, the oldest: "
         f"{broken[candidates[0].name]}; repair one, or move the folder away to start from scratch"

@@ -21,8 +21,8 @@ from urllib.request import getproxies
 
 import numpy as np
 
-from mamba_fsdp.data.store import SPLITS, near_path
-from mamba_fsdp.errors import UserError, counted, first_line
+from mamba_fsdp.data.splits import SPLITS
+from mamba_fsdp.errors import UserError, counted, first_line, near_path
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import exists
 from mamba_fsdp.storage.signatures import COMPRESSED, content_of

@@ -16,8 +16,6 @@ from mamba_fsdp.fields import shown
 from mamba_fsdp.storage.formats import DATASET
 from mamba_fsdp.storage.typed_json import read_object, write_object
 
-PROGRESS = ".progress"
-BEGUN = f"{PROGRESS}/begun.json"
 MADE = "dataset.json"
 STATE = "state.json"  # of a part
 START_AGAIN = "start again with --overwrite, or remove it by hand"

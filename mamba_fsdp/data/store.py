@@ -23,19 +23,15 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike
 
+from mamba_fsdp.data.paths import refused_data
 from mamba_fsdp.data.source import Tokens
-from mamba_fsdp.errors import UserError, import_command, near_name
+from mamba_fsdp.data.splits import is_store
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.formats import TOKEN_STORE
-from mamba_fsdp.storage.patience import exists, retry_io, sync_folder
+from mamba_fsdp.storage.patience import retry_io, sync_folder
 from mamba_fsdp.storage.typed_json import FileName, at_least, from_json, read_object, write_object
 
-# {the name of a store that get_dataset.py makes: the words by which folders and files are named after this split}
-SPLITS = {
-    "train": ["train"],
-    "validation": ["validation", "valid", "val", "dev"],
-    "test": ["test"],
-}
 # Files that are opened at a time: each costs a round trip on a network file system, and a large store has thousands.
 OPENED_AT_ONCE = 16
 LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
@@ -162,30 +158,6 @@ class TokenStore:
         tokens = _map_file(self.path / f"{file.name}.bin", self.dtype, file.tokens)
         starts = _map_file(self.path / f"{file.name}.doc", np.dtype("<i8"), file.documents)
         return tokens, starts
-
-
-def is_store(path: Path) -> bool:
-    """Returns whether `path` is a token store."""
-    return exists(path / "index.json")
-
-
-def split_in(path: Path, split: str = "train") -> Path:
-    """Returns the path of the store for `split`: a subfolder named after it (see SPLITS), or `path` itself if that is a
-    store or has no such subfolder."""
-    if not is_store(path):
-        for name in SPLITS[split]:
-            if is_store(path / name):
-                return path / name
-    return path
-
-
-def near_path(path: Path) -> str:
-    """Returns a hint for a path that does not exist: its target if it is a link, else a similar name next to it; "" if
-    there is none."""
-    if path.is_symlink():
-        return f"; it is a link to {os.readlink(path)}"
-    hint = near_name(path.name, [neighbour.name for neighbour in path.parent.glob("*")], "")
-    return f"; {hint}" if hint else ""
 
 
 def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
@@ -345,7 +317,7 @@ class StoreWriter:
 def _read_index(folder: Path) -> StoreIndex:
     path = folder / "index.json"
     if not is_store(folder):
-        raise UserError(_why_no_store(folder))
+        raise refused_data(folder)
     content = read_object(path, dict[str, Any], "make a token store there with get_dataset.py")
     body = TOKEN_STORE.body(path, content)
     if body.get("checksum") != _checksum(content):
@@ -359,21 +331,6 @@ def _read_index(folder: Path) -> StoreIndex:
         return index
     except ValueError as error:
         raise UserError(f"{path}: garbled ({error}); make the store again") from error
-
-
-def _why_no_store(folder: Path) -> str:
-    """Returns the message for a folder that is not a token store."""
-    if not folder.exists():
-        hint = near_path(folder) or "; make a token store there with get_dataset.py"
-        return f"{folder}: no such folder{hint}"
-    if (folder / "train" / "index.json").exists():
-        return f"{folder}: a folder of token stores; name one of them, as in {folder / 'train'}"
-    if (folder / ".progress").exists() or (folder / "00000.bin").exists():
-        return f"{folder}: an unfinished token store (no index.json); run its get_dataset.py command again"
-    return (
-        f"{folder}: not a token store (no index.json), which training reads. Make one from text or token ids with: "
-        + import_command(folder)
-    )
 
 
 def _checksum(index: dict[str, Any]) -> str:

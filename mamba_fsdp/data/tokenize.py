@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,11 @@ from typing import Any
 import numpy as np
 
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.corpus import Document, InputFile, describe, find_files
+from mamba_fsdp.data.corpus import Document, InputFile, describe, find_files, is_local
 from mamba_fsdp.data.merging import exact, merge, writer_of
+from mamba_fsdp.data.paths import BEGUN, PROGRESS, check_input
 from mamba_fsdp.data.progress import (
-    BEGUN,
     MADE,
-    PROGRESS,
     START_AGAIN,
     STATE,
     Pace,
@@ -53,9 +52,11 @@ from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
 from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.fields import default, shown
 from mamba_fsdp.report.console import Console
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.patience import exists
 from mamba_fsdp.storage.typed_json import write_object
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
@@ -76,6 +77,8 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     for files that can't be written.
     """
     out = Path(out)
+    if options.format == "auto" and input != "builtin" and exists(os.path.expanduser(input)):
+        check_input(os.path.expanduser(input))
     files = find_files(input, options)
     settings = {name: value for name, value in asdict(options).items() if name not in NOT_RECORDED}
     settings["input"] = describe(files)
@@ -86,7 +89,7 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
             return True
         if input == "builtin":
             print(f"making {out} from the source of a Python library, for a first try", flush=True)
-        return _Part(out, files, options, settings).run()
+        return _Part(out, files, options, settings, command_of(input, options)).run()
     except UnreadableFile as error:
         raise name_unreadable(error, files, options) from error
     except OSError as error:
@@ -97,6 +100,18 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; the same command resumes from here", file=sys.stderr)
         raise
+
+
+def command_of(input: str, options: DatasetConfig) -> list[str]:
+    """Returns the words that resume this import: the input and the options, without OUT and --part."""
+    if is_local(input) and input != "builtin":
+        input = os.path.abspath(os.path.expanduser(input))
+    given = [
+        f"--{leaf.name}={shown(getattr(options, leaf.name))}"
+        for leaf in fields(options)
+        if getattr(options, leaf.name) != default(leaf) and leaf.name not in ("overwrite", "part")
+    ]
+    return [input, *given]
 
 
 def _prepare(out: Path, overwrite: bool) -> None:
@@ -138,6 +153,7 @@ class _Part:
     files: list[InputFile]  # of the whole input
     options: DatasetConfig
     settings: dict[str, Any]
+    command: list[str]  # the input and the options, which resume the work
 
     def __post_init__(self) -> None:
         self.number, self.count = self.options.part_of()
@@ -169,7 +185,7 @@ class _Part:
                 "tokenizer_identity": tokenizer.identity,
             }
             if not records_settings(self.out / BEGUN, settings):
-                write_settings(self.out / BEGUN, settings)
+                write_settings(self.out / BEGUN, {**settings, "command": self.command})
             self.state = state_in(self.folder)
             if not self.state.finished:
                 self._tokenize(tokenizer, lease)

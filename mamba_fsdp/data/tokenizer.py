@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mamba_fsdp.data.corpus import prepare_hub
+from mamba_fsdp.data.paths import check_tokenizer_place
 from mamba_fsdp.errors import UserError, first_line, import_command
 from mamba_fsdp.fields import whole_number
 from mamba_fsdp.storage.patience import write_atomically
@@ -245,6 +247,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     """
     if not Path(name).exists():
         prepare_hub(str(name))
+    name = check_tokenizer_place(name)
     from transformers import AutoTokenizer  # late: importing it takes seconds
 
     try:
@@ -266,6 +269,7 @@ def load_words(path: str | Path) -> TextTokenizer:
 
     If the folder's two files say everything, transformers is not imported, which takes a second. Raises UserError.
     """
+    path = check_tokenizer_place(path)
     try:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
@@ -287,7 +291,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     eos_token: the token that ends documents, by default the tokenizer's own. Raises UserError if the tokenizer or this
     token is missing.
     """
-    path = Path(name)
+    path = check_tokenizer_place(os.path.expanduser(name))
     if path.is_file():
         form = None
         try:
@@ -297,7 +301,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
                 f"tokenizer {name}: {path.name} can't be read ({first_line(error)})"
             ) from error
     else:
-        form = load_for_transformers(name, "; train:4096 trains one on the input")
+        form = load_for_transformers(path, "; train:4096 trains one on the input")
         backend = form.backend_tokenizer
         eos_token = eos_token or form.eos_token
     if backend.token_to_id(eos_token or "") is None:

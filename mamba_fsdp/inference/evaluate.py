@@ -85,10 +85,17 @@ class Evaluation:
         return lines
 
 
-def evaluate(model: "Loaded", data: str | Path, options: EvaluationConfig) -> Evaluation:
+def evaluate(
+    model: "Loaded | str | Path", data: str | Path, options: EvaluationConfig
+) -> Evaluation:
     """Returns the Evaluation of a model over the token store at the path `data`: its loss,
-    perplexities and bits per byte. Raises UserError as `measure` does."""
-    return measure(model, data, options, Console(enabled=False))
+    perplexities and bits per byte. model: what `load` returns, or a path that it takes. Raises UserError as `measure`
+    does."""
+    from mamba_fsdp.inference.loading import as_loaded
+
+    if not isinstance(data, (str, Path)):
+        raise UserError(f"evaluate: data={data!r:.60} is not the path of a token store")
+    return measure(as_loaded(model), data, options, Console(enabled=False))
 
 
 def measure(

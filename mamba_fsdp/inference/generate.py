@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mamba_fsdp.errors import UserError
@@ -29,33 +30,35 @@ class GenerationConfig:
     """Draw from the likeliest tokens that together have this probability."""
     seed: int = setting(0, at_most=2**63 - 1)
     """Equal seeds give equal texts."""
-    tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
+    tokenizer: str = setting("", is_path=True, elsewhere="tokenizer_path tokenizer_name")
     """Folder of a tokenizer, if MODEL has none."""
     model_name: str = setting("", elsewhere="model_variant")
     """MODEL's preset, if there is no config.json next to it."""
 
 
-def generate(model: "Loaded", options: GenerationConfig) -> Iterator[str]:
+def generate(model: "Loaded | str | Path", options: GenerationConfig) -> Iterator[str]:
     """Yields the text of each token that continues the prompt, or "" while a character is incomplete.
 
-    Raises UserError for a prompt that is not valid Unicode, and for a model without a tokenizer.
+    model: what `load` returns, or a path that it takes. Raises UserError for a prompt that is not valid Unicode, and for a model without a tokenizer.
     """
     import torch
     from tokenizers.decoders import DecodeStream
 
     from mamba_fsdp.data.tokenizer import load_words
     from mamba_fsdp.inference import decoding
+    from mamba_fsdp.inference.loading import as_loaded
 
     check_valid(options.prompt)
-    tokenizer = load_words(options.tokenizer or model.tokenizer_path)
+    loaded = as_loaded(model, options.model_name)
+    tokenizer = load_words(options.tokenizer or loaded.tokenizer_path)
     if tokenizer.eos is None and not options.prompt:
         raise UserError(
             "the tokenizer names no end-of-document token, from which a text without a prompt starts; give a --prompt"
         )
-    device = next(model.network.parameters()).device
+    device = next(loaded.network.parameters()).device
     prompt_ids: list = tokenizer.encode(options.prompt) or [tokenizer.eos]
     steps = decoding.generate(
-        model.network,
+        loaded.network,
         torch.tensor([prompt_ids], device=device),
         length=options.length,
         temperature=options.temperature,

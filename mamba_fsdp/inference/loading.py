@@ -1,8 +1,9 @@
 """Loads a trained model with its tokenizer from a run, a checkpoint, a .pth file or another library's folder."""
 
 import functools
+import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,3 +50,14 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
     parallel = build_model(settings, world, choice.backends)
     fill_parts(parallel.shards(), weights.slice)
     return Loaded(parallel.model.eval().requires_grad_(False), weights)
+
+
+def as_loaded(model: Any, model_name: str = "") -> Loaded:
+    """Returns a model that was loaded, or loads the one that a path names. Raises UserError for anything else."""
+    if isinstance(model, (str, os.PathLike)):
+        return load(os.fspath(model), model_name=model_name)
+    if not hasattr(model, "network"):
+        raise UserError(
+            f"{model!r:.60} is neither a model that mamba_fsdp.load returned nor a path"
+        )
+    return model

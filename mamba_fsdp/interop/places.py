@@ -4,13 +4,13 @@ mistake is reported at once."""
 from dataclasses import dataclass
 from pathlib import Path
 
+from mamba_fsdp.data.paths import DCP_INDEX, refused, refused_model, what_is
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run.layout import committed, no_checkpoint
-from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, MODEL_CONFIG
+from mamba_fsdp.run.layout import committed
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT
 from mamba_fsdp.settings.train_config import CheckpointConfig
-from mamba_fsdp.storage.patience import exists, is_file, is_folder
+from mamba_fsdp.storage.patience import exists, is_file
 
-DCP_INDEX = ".metadata"  # of torch.distributed.checkpoint
 DCP_CONVERSION = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"
 
 
@@ -42,29 +42,25 @@ def find_origin(config: CheckpointConfig) -> Origin:
     if not (
         is_file(path) or exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)
     ):
-        raise no_checkpoint(path)
+        raise refused(path, "a run with a checkpoint", _weights_of(path))
     return Origin("load_ckpt_path", str(path), is_checkpoint=not config.names_a_file())
 
 
 def check_place(source: str | Path) -> None:
     """Raises UserError if `source` does not name a model."""
     path = Path(source)
-    if not exists(path):
-        raise UserError(
-            f"{source}: there is no such file or folder; a model of the Hugging Face hub has to be downloaded "
-            "first: hf download NAME --local-dir FOLDER"
-        )
-    if is_file(path) or is_file(path / COMMIT):
+    place = what_is(path)
+    if place.kind in ("model", "checkpoint") or place.kind == "run" and place.names:
         return
-    if is_folder(path / CHECKPOINTS):
-        if not committed(path / CHECKPOINTS):
-            raise no_checkpoint(path)
-    elif not is_file(path / MODEL_CONFIG):
+    if exists(path):
         refuse_dcp(path)
-        raise UserError(
-            f"{path} holds no model: it is neither a run folder ({CHECKPOINTS}/) nor a checkpoint "
-            f"({COMMIT}), and has no {MODEL_CONFIG}"
-        )
+    raise refused_model(path)
+
+
+def _weights_of(path: Path) -> str:
+    """Returns what takes the weights at a path that holds no checkpoint; "" if there are none."""
+    kind = what_is(path).kind
+    return f"init_from={path} takes its weights" if kind in ("model", "dcp") else ""
 
 
 def refuse_dcp(folder: Path) -> None:

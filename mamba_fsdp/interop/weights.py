@@ -25,8 +25,9 @@ from mamba_fsdp.checkpoint.ranges import overlaps
 from mamba_fsdp.checkpoint.restore import Found, WholeCheckpoint, find_checkpoint, find_newest
 from mamba_fsdp.checkpoint.saved_run import SavedRun
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors, Tensors
+from mamba_fsdp.data.paths import TOKENIZER_FILES, refused, tokenizer_in
 from mamba_fsdp.data.tokenizer import identities_in
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.architectures import Architecture, StoredTensor, architecture_of
 from mamba_fsdp.interop.fields import Fields
@@ -45,16 +46,6 @@ OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.j
 DCP_PART = ".distcp"  # of torch.distributed.checkpoint
 MTP = "mtp."  # how names of layers that predict further tokens begin
 OLDER_LLAMA = "rotary_emb.inv_freq"  # its files hold this, though it follows from the config
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 
 
 @dataclass
@@ -165,10 +156,9 @@ class Weights(Tensors):
 
     def use_tokenizer(self, path: Path) -> None:
         """Takes the tokenizer in the folder `path` instead of the model's. Raises UserError if there is none."""
-        folder = _tokenizer_in(path, path / TOKENIZER)
+        folder = tokenizer_in(path)
         if folder is None:
-            names = ", ".join(TOKENIZER_FILES[:3])
-            raise UserError(f"tokenizer={path} holds no tokenizer ({names})")
+            raise refused(path, "a tokenizer")
         self.tokenizer_path = folder
 
     def _check(self, rank: int) -> None:
@@ -238,7 +228,7 @@ def _find_file(file: Path, model: ModelConfig | None) -> Weights:
         open_file(file)  # refuses a file without weights
         raise UserError(
             f"{file}: there is no {MODEL_CONFIG} next to it to say what model this is; name its preset, as in "
-            f"model_name=mamba-130m; python -m mamba_fsdp inspect {file} lists its tensors"
+            f"model_name=mamba-130m; {command('inspect')} {file} lists its tensors"
         )
     if file.suffix in OF_TRAINERS:
         description.architecture = None

@@ -56,10 +56,6 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 
 def summarise_run(folder: Path, name: str) -> RunSummary:
     """Returns the records of a run. Raises UserError if nothing is recorded."""
-    if not folder.exists():
-        raise UserError(f"{folder}: there is no such folder")
-    if not (folder / METRICS).exists() and not (folder / CHECKPOINTS).exists():
-        raise UserError(f"{folder}: holds no {METRICS}; is it a run folder?")
     entries = read(folder / METRICS)
     if not entries:
         raise UserError(

@@ -6,7 +6,6 @@ from pathlib import Path
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.names import (
     CHECKPOINTS,
-    COMMIT,
     LEASE,
     PROFILE,
     SETTINGS,
@@ -83,16 +82,4 @@ def removed(checkpoint: Path) -> UserError:
     return UserError(
         f"{checkpoint} is gone: its run has newer checkpoints and removed this one while it was read; run the command "
         "again on the run folder, which takes the newest"
-    )
-
-
-def no_checkpoint(path: str | Path) -> UserError:
-    """Returns the error for a path that does not name a checkpoint."""
-    if not exists(path):
-        return UserError(f"{path}: there is no such file or folder")
-    hint = ""
-    if Path(path, ".metadata").is_file():
-        hint = f"; init_from={path} takes its weights"
-    return UserError(
-        f"{path} is neither a committed checkpoint nor a run folder with one ({CHECKPOINTS}/step_*/{COMMIT}){hint}"
     )

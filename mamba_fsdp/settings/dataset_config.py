@@ -11,7 +11,7 @@ from mamba_fsdp.fields import setting
 class DatasetConfig:
     """How text, or token ids in another format, becomes token stores."""
 
-    tokenizer: str = setting("train:4096", elsewhere="tokenizer_name tokenizer_path")
+    tokenizer: str = setting("train:4096", is_path=True, elsewhere="tokenizer_name tokenizer_path")
     """train:SIZE trains a byte-level BPE tokenizer of SIZE tokens on the input. Otherwise: the name or path of a
     transformers tokenizer, or a tokenizer.json file. none: the input is token ids."""
     eos_token: str = setting("")

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from mamba_fsdp.checkpoint.contents import verify_sizes
 from mamba_fsdp.checkpoint.saved_run import read_run
+from mamba_fsdp.data.paths import refused
 from mamba_fsdp.errors import UserError, with_unit
 from mamba_fsdp.fields import setting
 from mamba_fsdp.report.console import Console
-from mamba_fsdp.run.layout import committed, no_checkpoint, step_of, unfinished
+from mamba_fsdp.run.layout import committed, step_of, unfinished
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, KEPT
 from mamba_fsdp.storage.patience import exists, size_of
 
@@ -51,7 +52,7 @@ def main(run: str, options: Options) -> int:
         finished = committed(folder)
         begun = unfinished(folder.parent)
     if not finished and not begun:
-        raise no_checkpoint(place)
+        raise refused(place, "a run with a checkpoint")
     rows = []
     for number, path in enumerate(finished, 1):
         console.passing(f"reading {path.name}, {number} of {len(finished)}")

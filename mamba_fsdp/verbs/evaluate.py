@@ -19,13 +19,14 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mamba_fsdp.data.store import SPLITS, is_store, near_path
-from mamba_fsdp.errors import UserError, import_command
+from mamba_fsdp.data.paths import refused_data, tokenizer_in
+from mamba_fsdp.data.splits import SPLITS, is_store
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import Console, as_json, say
-from mamba_fsdp.run.names import CHECKPOINTS, TASK_RESULTS, TOKENIZER
+from mamba_fsdp.run.names import CHECKPOINTS, TASK_RESULTS
 from mamba_fsdp.storage.patience import write_for_user
 
 
@@ -44,7 +45,9 @@ class CommandConfig(EvaluationConfig):
     """Solved questions before each question of a task; -1: the task's own number."""
     include_path: str = setting("", needs=by_tasks, is_path=True)
     """Folder of further task files, your own."""
-    tokenizer: str = setting("", needs=by_tasks, elsewhere="tokenizer_path tokenizer_name")
+    tokenizer: str = setting(
+        "", needs=by_tasks, is_path=True, elsewhere="tokenizer_path tokenizer_name"
+    )
     """Folder of a tokenizer for tasks, if MODEL has none."""
     json: bool = setting(False)
     """Print the numbers as JSON on stdout, everything else on stderr."""
@@ -112,21 +115,14 @@ def measure_by_tasks(model: str, options: CommandConfig) -> None:
 
 
 def stores_in(data: str, model: str) -> dict[str, Path]:
-    """Returns {name: path} of the token stores at `data`. Raises UserError if there are none; the message has the
-    command that makes a store from text."""
+    """Returns {name: path} of the token stores at `data`: itself, or its validation and test. Raises UserError if there
+    are none; for text, the message has the command that makes a store with the model's tokenizer."""
     stores = {}
     for split in ("", *SPLITS["validation"], *SPLITS["test"]):
         path = Path(data, split)
         if is_store(path):
             stores[f"{data} {split}".strip()] = path
-    if not Path(data).exists():
-        raise UserError(f"{data}: there is no such file or folder{near_path(Path(data))}")
     if not stores:
-        tokenizer = Path(model, TOKENIZER)
-        if not tokenizer.is_dir():
-            tokenizer = Path("PATH")
-        raise UserError(
-            f"{data} is not a token store. Make one from text: {import_command(data)} "
-            f"--tokenizer={tokenizer} --validation_fraction=0; then evaluate OUT/train"
-        )
+        options = f" --tokenizer={tokenizer_in(model) or 'FOLDER'} --validation_fraction=0"
+        raise refused_data(data, f"{options}; then evaluate OUT/train")
     return stores

@@ -17,7 +17,7 @@ class ImportConfig:
 
     dtype: str = setting("", choices=("fp32", "bf16", "fp16"), elsewhere="torch_dtype precision")
     """Dtype of the tensors. Without it, each tensor keeps its dtype."""
-    tokenizer: str = setting("", elsewhere="tokenizer_path tokenizer_name")
+    tokenizer: str = setting("", is_path=True, elsewhere="tokenizer_path tokenizer_name")
     """Folder of a tokenizer to write instead of MODEL's own."""
     model_name: str = setting("", elsewhere="model_variant")
     """MODEL's preset, if there is no config.json next to it."""

@@ -5,26 +5,28 @@ transformers, state-spaces, other trainers' files; a model file without
 config.json by its tensors), a token store, or input for get_dataset.py.
 """
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from mamba_fsdp.data.corpus import find_files, kind_of
-from mamba_fsdp.data.store import SPLITS, TokenStore, is_store, near_path, split_in
+from mamba_fsdp.data.corpus import find_files
+from mamba_fsdp.data.paths import Place, refused, what_is
+from mamba_fsdp.data.splits import SPLITS, is_store, split_in
+from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError, counted, import_command
 from mamba_fsdp.fields import setting
 from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import title
 from mamba_fsdp.report.console import read_share, say
-from mamba_fsdp.run.layout import committed
-from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
+from mamba_fsdp.run.names import METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
 from mamba_fsdp.run.records import read, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import checkpoints
 
-WEIGHTS = {".safetensors", ".pth", ".pt", ".bin", ".distcp"}
+KNOWN = "a run, a checkpoint, a model, a token store, or what get_dataset.py imports"
 SAMPLES = 3
 SAMPLE_TOKENS = 64
 SAMPLE_WIDTH = 160  # characters of a sample to show
@@ -39,33 +41,45 @@ class Options:
 
 def main(path: str, options: Options) -> int:
     verify = options.verify
-    place = Path(path)
-    if not place.exists():
-        raise UserError(f"{path}: there is no such file or folder{near_path(place)}")
-    if (place / CHECKPOINTS).is_dir() or (place / STATUS).is_file():
-        return show_run(place, verify)
-    if (place / COMMIT).is_file():
-        return show_checkpoint(place, verify)
-    if is_store(split_in(place)) and not (place / MODEL_CONFIG).is_file():
-        for store in dict.fromkeys(split_in(place, split) for split in SPLITS):
-            if is_store(store):
-                show_data(store, verify)
-    elif verify:
+    place = what_is(path)
+    if place.kind == "part":
+        (folder,) = place.names
+        say("file of", folder)
+        place = what_is(folder)
+    if place.kind in WITH_CHECKSUMS:
+        return WITH_CHECKSUMS[place.kind](place, verify)
+    if place.kind in ("nothing", "pruned", "empty", "other"):
+        raise refused(path, KNOWN)
+    if verify:
         raise UserError(
             f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums"
         )
-    elif is_input(place):
+    if place.kind in ("model", "dcp"):
+        show_model(place.path)
+    elif place.kind == "input":
         show_input(place)
     else:
-        show_model(place)
+        say("path", f"{place.path}: {place.words}")
+        say("to use it", place.use)
     return 0
 
 
-def show_run(path: Path, verify: bool) -> int:
+def show_runs(place: Place, verify: bool) -> int:
+    """Prints a line for each run of a folder; with `verify`, all that is told of each."""
+    code = 0
+    for name in place.names:
+        run = place.path / name
+        if verify:
+            code = max(code, show_run(what_is(run), verify))
+        else:
+            say("run", f"{run}  {_status_of(run)}")
+    return code
+
+
+def show_run(place: Place, verify: bool) -> int:
+    path = place.path
     say("run", path)
-    status = read_status(path)
-    words = [str(status[key]) for key in ("status", "reason") if status.get(key)]
-    say("status", ": ".join(words) or f"unknown: no {STATUS}")
+    say("status", _status_of(path))
     entries = read(path / METRICS)
     for metric, name in (("loss", "training"), ("val_loss", "validation")):
         values = [entry for entry in entries if isinstance(entry.get(metric), float)]
@@ -77,14 +91,26 @@ def show_run(path: Path, verify: bool) -> int:
             say(name, text)
     for newest in sorted(path.glob(TASK_RESULTS.format("*")))[-1:]:
         say("tasks", newest)
-    if verify or committed(path / CHECKPOINTS):
+    if verify or place.names:
         return checkpoints.main(str(path), checkpoints.Options(verify))
     return 0
 
 
-def show_checkpoint(path: Path, verify: bool) -> int:
+def _status_of(run: Path) -> str:
+    """Returns how a run stands, in words."""
+    status = read_status(run)
+    words = [str(status[key]) for key in ("status", "reason") if status.get(key)]
+    return ": ".join(words) or f"unknown: no {STATUS}"
+
+
+def show_checkpoints(place: Place, verify: bool) -> int:
+    return checkpoints.main(str(place.path), checkpoints.Options(verify))
+
+
+def show_checkpoint(place: Place, verify: bool) -> int:
     from mamba_fsdp.checkpoint.saved_run import read_run
 
+    path = place.path
     say("checkpoint", path)
     code = checkpoints.main(str(path), checkpoints.Options(verify))
     if code:
@@ -98,15 +124,22 @@ def show_checkpoint(path: Path, verify: bool) -> int:
     return 0
 
 
-def is_input(place: Path) -> bool:
-    """Returns whether `place` holds text or tokens for get_dataset.py, and no weights."""
-    paths = [place, *place.rglob("*")]
-    return any(map(kind_of, paths)) and not any(path.suffix in WEIGHTS for path in paths)
+def show_input(place: Place) -> None:
+    """Prints what get_dataset.py would read, with the fields of the first row and its command for them."""
+    from mamba_fsdp.data.sample import first_row, likely_text  # imports datasets, which is slow
 
-
-def show_input(path: Path) -> None:
-    files = find_files(str(path), DatasetConfig())
-    say("data", f"{counted(len(files), 'file')}, which {import_command(path)} imports")
+    options = DatasetConfig()
+    files = find_files(str(place.path), options)
+    say("data", f"{counted(len(files), 'file')}: {place.words}")
+    fields = {}
+    with contextlib.suppress(Exception):  # a broken file: the import says what is wrong
+        fields = first_row(files[0])
+    for name, value in fields.items():
+        say("field", f"{name}: {value!r}"[:SAMPLE_WIDTH])
+    column = ""
+    if options.text_column not in fields and likely_text(fields):
+        column = f" --text_column={likely_text(fields)}"
+    say("to use it", f"{import_command(place.path)}{column}" if fields else place.use)
 
 
 def show_model(path: Path) -> None:
@@ -145,8 +178,19 @@ def describe_model(model: ModelConfig) -> str:
     )
 
 
-def show_data(path: Path, verify: bool) -> None:
-    """Prints the contents of the token store at `path`. Raises UserError for a damaged store."""
+def show_stores(place: Place, verify: bool) -> int:
+    for name in place.names:
+        folder = place.path / name
+        stores = [split_in(folder, split) for split in SPLITS]
+        for store in dict.fromkeys(filter(is_store, stores)):
+            show_store(what_is(store), verify)
+    say("to use it", place.use)
+    return 0
+
+
+def show_store(place: Place, verify: bool) -> int:
+    """Prints the contents of a token store. Raises UserError for a damaged one."""
+    path = place.path
     store = TokenStore(path)
     say("token store", path)
     if verify:
@@ -155,6 +199,7 @@ def show_data(path: Path, verify: bool) -> None:
     say("tokens", f"{store.token_count:,} in {counted(store.document_count, 'document')}")
     say("vocabulary", f"{store.vocab_size:,}, eos {store.eos}, {store.dtype.name}")
     _show_samples(store)
+    return 0
 
 
 def _show_samples(store: TokenStore) -> None:
@@ -171,3 +216,14 @@ def _show_samples(store: TokenStore) -> None:
         tokens = store.read(start, min(SAMPLE_TOKENS, store.token_count - start)).tokens
         if tokens.max() < words.vocab_size:
             say(f"at {start:,}", repr(words.decode(tokens.tolist()))[:SAMPLE_WIDTH])
+
+
+# What shows each kind of place that has checksums, and returns the exit code.
+WITH_CHECKSUMS = {
+    "run": show_run,
+    "runs": show_runs,
+    "checkpoint": show_checkpoint,
+    "checkpoints": show_checkpoints,
+    "store": show_store,
+    "stores": show_stores,
+}

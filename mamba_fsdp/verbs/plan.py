@@ -28,13 +28,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mamba_fsdp.data.paths import refused, what_is
 from mamba_fsdp.data.selection import training_sources
-from mamba_fsdp.data.store import is_store, split_in
 from mamba_fsdp.errors import UserError, near_name, with_unit
 from mamba_fsdp.fields import setting
 from mamba_fsdp.model.presets import SPELLINGS, plain, preset, title
 from mamba_fsdp.planning.devices import INSTANCES, Instance
 from mamba_fsdp.report.console import Console, as_json
+from mamba_fsdp.run.names import SETTINGS
 from mamba_fsdp.settings.recipes import recipe
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -83,8 +84,8 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
         of_name = "dataset_path" if options.hours else "model_name"
         settings_by_name = {of_name: name[0], **settings_by_name}
     config = settings_by_name.pop("config", None)
-    if name and not options.hours and is_store(split_in(Path(name[0]))):
-        raise UserError(f"{name[0]} is data; to see what to train on it, add the time: --hours=8")
+    if name and not options.hours and Path(name[0]).exists():
+        raise UserError(_no_model_name(name[0]))
     if name and options.hours and plain(name[0]) in SPELLINGS and not Path(name[0]).exists():
         raise UserError(
             f"{name[0]} is a model; with --hours, name the data, as in plan data/mine --model_name={name[0]}"
@@ -122,6 +123,16 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
         for line in report_lines(expected, figures, best_fitting, settings.data.seq_length):
             print(line)
     return 0 if expected.fits else 1
+
+
+def _no_model_name(path: str) -> str:
+    """Returns the message for a path in place of a model's name."""
+    place = what_is(path)
+    if place.kind in ("store", "stores"):
+        return f"{path} is data; to see what to train on it, add the time: --hours=8"
+    if place.kind == "run":
+        return f"{path} is a run; to plan it again, name its settings: --config={path}/{SETTINGS}"
+    return str(refused(path, "a preset's name"))
 
 
 def find_data(

@@ -5,11 +5,13 @@ no network: curves by steps, tokens or time, settings and their differences,
 the mixture of the data, restarts, checkpoints (docs/watching.md).
 """
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from mamba_fsdp.data.paths import refused, what_is
 from mamba_fsdp.data.tokenizer import identities_in
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.fields import setting
 from mamba_fsdp.report.page import make_page
 from mamba_fsdp.run.names import REPORT, TOKENIZER
@@ -18,7 +20,7 @@ from mamba_fsdp.storage.patience import write_for_user
 
 @dataclass
 class Options:
-    out: str = setting("", elsewhere="output output_dir")
+    out: str = setting("", is_path=True, elsewhere="output output_dir")
     """The file to write, or a folder for it. Without it: report.html in the first RUN."""
 
 
@@ -27,6 +29,13 @@ def main(*runs: str, options: Options) -> None:
     folders = {Path(run).resolve(): Path(run) for run in runs}  # each run once
     if not folders:
         raise UserError("name at least one run folder; see --help")
+    for folder in folders.values():
+        place = what_is(folder)
+        if place.kind == "runs":
+            named = " ".join(shlex.quote(str(folder / name)) for name in place.names)
+            raise refused(folder, "a run", f"{command('report')} {named} shows them in one file")
+        if place.kind != "run":
+            raise refused(folder, "a run")
     tokenizers = {next(identities_in(folder / TOKENIZER), "") for folder in folders}
     page = make_page([*folders.values()], tokenizers_differ=len(tokenizers - {""}) > 1)
     file = Path(out) if out else Path(runs[0]) / REPORT

@@ -85,7 +85,7 @@ MISTAKES = {  # words of the command: what is said
     "astray out": "astray/a.txt: can't be read as text: No such file or directory",
     "pipe out": "pipe/a.txt: is a pipe or a device",
     "texts texts": "not empty and not made by this program",
-    "empty out": "no file named",
+    "empty out": "empty: an empty folder",
     "blank out": "holds no text",
     "texts out --workers=2": "there is no such option",
     "texts out --tokenizer=a/b/c": "error: a/b/c: there is no such file or folder",

@@ -115,10 +115,10 @@ def test_identity_follows_content_not_place(store, tmp_path):
 
 OF_VERSION = "of version .*; this version of the program reads"
 DAMAGES = {  # what is done in the folder: what is said
-    "rm -r $PWD": "no such folder",
-    "rm -r $PWD && echo text > $PWD": "store: not a token store",
-    "rm index.json": "unfinished token store",
-    "rm *": "not a token store.* get_dataset.py .*/store OUT",
+    "rm -r $PWD": "no such file or folder; make a token store there: ",
+    "rm -r $PWD && echo text > $PWD": "a file that no command takes, not a token store",
+    "rm index.json": "an unfinished import, not a token store",
+    "rm *": "an empty folder, not a token store; make one .* get_dataset.py INPUT OUT",
     "echo '{\"format\": ' > index.json": "index.json: can't be read",
     "sed -i 's/.version.: 1/\"version\": 2/' index.json": OF_VERSION.replace(".*", "2"),
     'sed -i \'s/.format.: "[^"]*/"format": "elsewhere/\' index.json': f"'elsewhere' {OF_VERSION}",

@@ -214,14 +214,19 @@ def test_sharded_safetensors_with_something_wrong(exported, tmp_path):
 HF_CONFIG = '{"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}'
 OUR_CONFIG = '{"d_model": 8, "n_layer": 1, "vocab_size": 9}'
 NO_MODELS = {  # a file that lies there: (the place that is named, what is said)
-    "folder/x": ("folder", "folder holds no model: it is neither a run folder"),
-    "checkpoints/x": ("", "neither a committed checkpoint nor a run folder with one"),
+    "folder/x": (
+        "folder",
+        "a folder that no command takes .x., not a model; name a run, a checkpoint",
+    ),
+    "checkpoints/x": ("", "a run without a checkpoint, not a model"),
     "folder/config.json {": ("folder", "config.json: can't be read"),
     f"folder/config.json {HF_CONFIG}": ("folder", "no weights next to it .model.safetensors or"),
     f"folder/config.json {OUR_CONFIG}": ("folder", "no weights next to it .consolidated.00.pth or"),
-    "notes.txt text": ("notes.txt", "notes.txt holds no weights: .*[^)]$"),
-    "folder/COMMIT": ("folder/COMMIT", "name the checkpoint instead: .*folder$"),
-    "x": ("state-spaces/mamba-130m", "no such file or folder; a model of the .* hf download NAME"),
+    "notes.txt text": ("notes.txt", "notes.txt: text, not a model"),
+    "folder/COMMIT": (
+        "folder/COMMIT",
+        "a file of the checkpoint in .*, not a model; name .*folder$",
+    ),
 }
 
 

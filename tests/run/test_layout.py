@@ -82,15 +82,6 @@ def test_each_stop_file_has_a_mark_of_its_own(tmp_path):
     assert names.stop_mark(str(tmp_path / names.STOP)) == ""
 
 
-def test_what_names_no_checkpoint_is_told_with_what_takes_it(tmp_path):
-    said = str(layout.no_checkpoint(tmp_path / "nowhere"))
-    assert said.endswith("nowhere: there is no such file or folder")
-    said = str(layout.no_checkpoint(tmp_path))
-    assert "neither a committed checkpoint nor a run folder" in said and "init_from" not in said
-    make(tmp_path, ".metadata")
-    assert str(layout.no_checkpoint(tmp_path)).endswith(f"; init_from={tmp_path} takes its weights")
-
-
 def test_what_is_being_saved_is_listed(tmp_path):
     """Not what lies there under other names."""
     saved = f".{names.LEASE}.0123456789ab.partial/step_00000002"

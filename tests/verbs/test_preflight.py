@@ -174,8 +174,10 @@ def test_data_that_training_cannot_read_is_told_by_the_first_node(
         report(node, dataset_path=tmp_path / "wikitext")
     code, _, wrong = judge("a", "b")
     assert code == 2 and len(wrong.splitlines()) == 1
-    assert wrong.startswith(f"error: a: {tmp_path}/wikitext: not a token store")
-    assert wrong.endswith(f"with: sbatch 2.tokenize.sbatch {tmp_path}/wikitext OUT\n")
+    assert wrong.startswith(
+        f"error: a: {tmp_path}/wikitext: a folder that the library datasets saved"
+    )
+    assert wrong.endswith(f"make one of it: sbatch 2.tokenize.sbatch {tmp_path}/wikitext OUT\n")
 
 
 @pytest.mark.parametrize("stamp", [None, "cpu\n0123\n", "other\n0123\n", ""])

@@ -28,10 +28,10 @@ REFUSED = {
         "--learing_rate=1": "learing_rate: there is no such setting (on the command line); did you mean learning_rate?",
         "--max_sequence_length=1": "max_sequence_length: there is no such setting (on the command line); did you mean "
         "max_seq_length?",
-        "--dataset_path=nothing": "nothing: no such folder",
-        "--use_dummy_dataset --init_from=empty": "empty holds no model",
+        "--dataset_path=nothing": "make a token store there: ",
+        "--use_dummy_dataset --init_from=empty": "empty: an empty folder, not a model",
         "--use_dummy_dataset --save_ckpt_path=taken": "taken is in use by process",
-        "--dataset_path=nothing --save_ckpt_path=taken": "nothing: no such folder",
+        "--dataset_path=nothing --save_ckpt_path=taken": f"nothing{NO_SUCH_PLACE}",
         "--use_dummy_dataset --d_model=10M": "GB free",
     },
     "plan": {
@@ -43,7 +43,7 @@ REFUSED = {
         "mamba-130m --peak=100": "--peak: it describes a machine that is not named",
         "--tokens=few": "--tokens=few: expected a whole number",
         "data/builtin": "is data; to see what to train on it, add the time: --hours=8",
-        "data/bultin --hours=8": "no such folder; did you mean builtin?",
+        "data/bultin --hours=8": "no such file or folder; did you mean builtin?",
         "data/builtin --hours=0": "must be above 0",
         "data/builtin --hours=8 --tokens=2e9": NAME_DATA,
         "--hours=8": NAME_DATA,
@@ -54,10 +54,10 @@ REFUSED = {
     },
     "evaluate": {
         "nothing data": f"nothing{NO_SUCH_PLACE}",
-        "run data": "run is neither a committed checkpoint nor",
+        "run data": "run: a run without a checkpoint, not a model",
         "runs/demo nothing": f"nothing{NO_SUCH_PLACE}",
         "runs/demo a.txt": "get_dataset.py a.txt OUT --tokenizer=runs/demo/tokenizer ",
-        "exported/demo a.txt": "get_dataset.py a.txt OUT --tokenizer=PATH ",
+        "exported/demo a.txt": "get_dataset.py a.txt OUT --tokenizer=exported/demo ",
         "runs/demo data/builtin --seq_lenght=1": "did you mean --seq_length",
         "runs/demo data/builtin --num_fewshot=2": "--num_fewshot=2 has no effect without --tasks",
         "runs/demo --tasks=a --stride=8": "--stride=8 has no effect without DATA (instead of --tasks)",
@@ -66,7 +66,7 @@ REFUSED = {
     },
     "generate": {
         "": "missing a required argument: 'model'",
-        "empty": "empty holds no model",
+        "empty": "empty: an empty folder, not a model",
         "/nowhere --top_p=2": "--top_p=2: must be at most 1",
         "runs/demo --prompt=na\udcefve": "--prompt: invalid UTF-8 after 'na'; convert it, ",
     },
@@ -77,7 +77,7 @@ REFUSED = {
     },
     "checkpoints": {
         "nowhere": f"nowhere{NO_SUCH_PLACE}",
-        "empty": "neither",
+        "empty": "empty: an empty folder, not a run with a checkpoint",
     },
     "inspect": {
         "/nowhere --verify=on": f"/nowhere{NO_SUCH_PLACE}",
@@ -88,8 +88,8 @@ REFUSED = {
     },
     "report": {
         "": "name at least one run",
-        "nowhere": "nowhere: there is no such folder",
-        "empty": "empty: holds no metrics.jsonl",
+        "nowhere": f"nowhere{NO_SUCH_PLACE}",
+        "empty": "empty: an empty folder, not a run",
         "run": "nothing is recorded yet",
         "runs/demo --out=a.txt/report.html": "a.txt: can't be written",
         "runs/demo --out=/proc/x.html": "/proc/x.html: can't be written",

@@ -1,0 +1,59 @@
+"""Reads the first row of a file that get_dataset.py imports, to show what its fields are called."""
+
+import csv
+import itertools
+from typing import Any
+
+import pyarrow.parquet
+
+from mamba_fsdp.data.corpus import InputFile
+from mamba_fsdp.data.importers import record_batches
+from mamba_fsdp.data.json_records import records_in
+from mamba_fsdp.data.reading import DELIMITERS
+from mamba_fsdp.data.text_files import opened
+
+SHOWN = 1 << 12  # characters of a text
+
+
+def first_row(file: InputFile) -> dict[str, Any]:
+    """Returns {field: value} of the first row of a file, with the fields of objects in it as document.text; of a text, its
+    start as `text`. Empty for a row without fields. Raises whatever the libraries do for a file that can't be read."""
+    row: Any = {}
+    if file.kind == "json":
+        row = next(records_in(file, "text")).value
+    elif file.kind == "csv":
+        with opened(file, newline="") as stream:
+            header = stream.readline()
+            delimiter = max(DELIMITERS, key=header.count)
+            row = next(csv.DictReader(itertools.chain([header], stream), delimiter=delimiter))
+    elif file.kind == "parquet":
+        row = next(pyarrow.parquet.ParquetFile(file.name).iter_batches(batch_size=1)).to_pylist()[0]
+    elif file.kind == "arrow":
+        row = next(record_batches(file))[:1].to_pylist()[0]
+    elif file.kind == "text":
+        with opened(file) as stream:
+            row = {"text": stream.read(SHOWN)}
+    return flattened(row) if isinstance(row, dict) else {}
+
+
+def flattened(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns {name: value} of a record's fields, of objects in it as document.text."""
+    fields: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict) and value:
+            fields |= flattened(value, f"{prefix}{name}.")
+        else:
+            fields[f"{prefix}{name}"] = value
+    return fields
+
+
+def likely_text(fields: dict[str, Any]) -> str:
+    """Returns the name of the field with the longest text, else of one with token ids; "" if there is neither."""
+    texts = {name: len(value) for name, value in fields.items() if isinstance(value, str)}
+    longest = max(texts, key=texts.__getitem__, default="")
+    if longest:
+        return longest
+    for name, value in fields.items():
+        if isinstance(value, list) and value and all(type(token) is int for token in value):
+            return name
+    return ""

@@ -1,0 +1,146 @@
+"""What lies at a path is told by one function, with what is in it and a command that takes it."""
+
+import io
+import shlex
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mamba_fsdp.data.paths import check_input, refused_data, refused_model, tokenizer_in, what_is
+from mamba_fsdp.errors import UserError
+
+MODEL = '{"model_type": "mamba"}'
+RUN = {"runs/a/status.json": "{}", "runs/a/config.yaml": "", "runs/a/metrics.jsonl": ""}
+RUN |= {f"runs/a/checkpoints/step_0000000{step}/COMMIT": "" for step in (4, 6)}
+RUN |= {"runs/a/pth/step_00000006/consolidated.00.pth": "", "runs/b/status.json": "{}"}
+FILES = RUN | {
+    "data/mine/train/index.json": "{}",
+    "data/mine/validation/index.json": "{}",
+    "mix/code/index.json": "{}",
+    "mix/prose/train/index.json": "{}",
+    "begun/.progress/begun.json": '{"parts": 1, "command": ["/my texts", "--documents=lines"]}',
+    "parts/.progress/begun.json": '{"parts": 3, "command": ["/texts"]}',
+    "parts/.progress/0-of-3/state.json": '{"finished": true}',
+    "half/00000.bin": "",
+    "hf/config.json": MODEL,
+    "hf/tokenizer.json": "",
+    "weights/a.safetensors": "",
+    "dcp/.metadata": "",
+    "tok/tokenizer.json": "",
+    "texts/deep/a.txt": "text",
+    "texts/config.json": '{"colour": "red"}',
+    "saved/dataset_info.json": "",
+    "rows.jsonl": "{}",
+    "notes": "text",
+    "settings.yaml": "",
+    "strange/a.xyz": "",
+}
+PLACES = {  # path: (its kind, what is said of what is in it or of what takes it)
+    "runs/a": ("run", "step_00000004, step_00000006"),
+    "runs/a/": ("run", "inspect runs/a says"),
+    "link": ("run", "inspect link says"),
+    "runs": ("runs", "(a, b)"),
+    "runs/a/checkpoints": ("checkpoints", "or one of them, as in runs/a/checkpoints/step_00000006"),
+    "runs/a/checkpoints/step_00000006": ("checkpoint", "--init_from=runs/a/checkpoints/step_0"),
+    "runs/a/checkpoints/step_00000002": ("pruned", "has step_00000004, step_00000006; name one"),
+    "runs/a/config.yaml": ("part", "a file of the run in runs/a; name runs/a"),
+    "runs/a/checkpoints/step_00000006/COMMIT": ("part", "a file of the checkpoint in runs/a/"),
+    "runs/a/pth/step_00000006/consolidated.00.pth": ("model", "--init_from=runs/a/pth"),
+    "run": ("nothing", "did you mean runs?"),
+    "data/mine": ("stores", "training reads it: --dataset_path=data/mine; else name one"),
+    "data/mine/train": ("store", "--dataset_path=data/mine/train"),
+    "data/mine/train/index.json": ("part", "a file of the store in data/mine/train"),
+    "data": ("stores", "--dataset_path=data --datasets=mine;"),
+    "mix": ("stores", "--dataset_path=mix --datasets=code,prose;"),
+    "begun": ("import", "get_dataset.py '/my texts' begun --documents=lines resumes it"),
+    "parts": ("import", "get_dataset.py /texts parts --part=1/3 resumes it"),
+    "half": ("import", "its get_dataset.py command resumes it"),
+    "hf": ("model", "--init_from=hf"),
+    "hf/config.json": ("part", "a file of the model in hf"),
+    "weights": ("weights", "weights/a.safetensors --model_name=NAME"),
+    "dcp": ("dcp", "--init_from=dcp says how to convert it"),
+    "tok": ("tokenizer", "get_dataset.py INPUT OUT --tokenizer=tok"),
+    "tok/tokenizer.json": ("tokenizer", "--tokenizer=tok"),
+    "texts": ("input", "a folder of text; "),
+    "saved": ("input", "a folder that the library datasets saved"),
+    "rows.jsonl": ("input", "get_dataset.py rows.jsonl OUT"),
+    "ids.npy": ("foreign", "a NumPy array; if it holds token ids, make rows"),
+    "arch.tar.gz": ("foreign", "tar xf arch.tar.gz -C arch"),
+    "arch.zip": ("foreign", "unzip arch.zip -d arch"),
+    "notes": ("other", "get_dataset.py notes OUT --format=text"),
+    "settings.yaml": ("settings", "--config=settings.yaml"),
+    "strange": ("other", "(a.xyz)"),
+    "empty": ("empty", "an empty folder"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("places")
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    (folder / "empty").mkdir()
+    (folder / "link").symlink_to("runs/a")
+    np.save(folder / "ids.npy", np.arange(9))
+    with tarfile.open(folder / "arch.tar.gz", "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
+    with zipfile.ZipFile(folder / "arch.zip", "w") as archive:
+        archive.writestr("a.txt", "text")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_a_path_is_called_what_it_is_with_what_takes_it(path):
+    kind, said = PLACES[path]
+    place = what_is(path)
+    assert (place.kind, said in f"{place.words}; {place.use}") == (kind, True), place
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_a_path_that_can_t_be_taken_is_named_in_one_line_with_what_to_do(path):
+    """Also a path from which nothing follows: then the line says what would be taken."""
+    for error in (refused_data(path), refused_model(path)):
+        start, _, remedy = str(error).partition("; ")
+        assert start.startswith(f"{path}: ") and remedy and "\n" not in str(error)
+
+
+def test_a_name_of_the_hub_in_place_of_a_model_comes_with_its_command():
+    error = refused_model("state-spaces/mamba-130m")
+    assert str(error).endswith("first: hf download state-spaces/mamba-130m --local-dir FOLDER")
+    assert "hf download" not in str(refused_model("runs/c")) + str(refused_model("/no/such"))
+
+
+def test_an_import_takes_text_and_nothing_else_that_looks_like_it():
+    for path in PLACES:
+        kind, _ = PLACES[path]
+        if kind in ("input", "nothing", "other", "settings", "part", "runs", "pruned"):
+            check_input(path)
+        else:
+            with pytest.raises(UserError, match=f"^{path}: .*, not text or token ids to import"):
+                check_input(path)
+
+
+def test_a_tokenizer_is_found_in_what_was_made_with_it(folder):
+    for path in ("tok", "hf"):
+        assert tokenizer_in(path) == Path(path)
+    (folder / "data/mine/train/tokenizer").mkdir()
+    (folder / "data/mine/train/tokenizer/tokenizer.json").touch()
+    for path in ("data/mine", "data/mine/train"):
+        assert tokenizer_in(path) == Path("data/mine/train/tokenizer")
+    assert tokenizer_in("texts") is None
+
+
+def test_commands_quote_what_a_shell_would_split(folder):
+    (folder / "my texts").mkdir()
+    (folder / "my texts/a.txt").touch()
+    command, _, _ = what_is("my texts").use.partition(" makes")
+    assert shlex.split(command)[-2:] == ["my texts", "OUT"]
