@@ -181,7 +181,7 @@ def _no_text(place: str, value: Any, names: list[str]) -> ValueError:
     chat = _chat_fields(value)
     if chat:
         speaker, words = chat
-        lines = f'm["{speaker}"] + ": " + m["{words}"] for m in {field}'
+        lines = f'm["{speaker}"] + ": " + str(m["{words}"] or "") for m in {field}'
         return Convertible(
             f"{place} is a chat; make text of it in the form that you want, such as",
             f'json.dumps({{"text": "\\n".join({lines})}})',
@@ -199,7 +199,7 @@ def _chat_fields(value: Any) -> tuple[str, str] | None:
     if not _is_table(value):
         return None
     for speaker, words in CHATS:
-        if all(isinstance(m.get(speaker), str) and isinstance(m.get(words), str) for m in value):
+        if all(isinstance(m.get(speaker), str) and words in m for m in value):
             return speaker, words
     return None
 

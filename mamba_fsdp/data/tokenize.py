@@ -255,8 +255,8 @@ class _Part:
         tokenizer = training.get()
         if tokenizer.vocab_size < size:
             print(
-                f"it has {tokenizer.vocab_size:,} tokens: in {counted(sample.characters, 'character')} of text no two "
-                "tokens are left that follow each other within a word; more text gives more"
+                f"its vocabulary is {tokenizer.vocab_size:,}, not {size:,}: each word of the text "
+                f"({counted(sample.characters, 'character')}) is one token by then; more text gives a larger one"
             )
         return tokenizer
 

@@ -41,7 +41,8 @@ FILES = {
     "notes.parquet": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
     "notes.md": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
     "lists.jsonl": b'{"text": ["a", "b"]}\n' * 2,
-    "chat.jsonl": b'{"messages": [{"role": "user", "content": "it\'s"}]}\n' * 2,
+    "chat.jsonl": b'{"messages": [{"role": "user", "content": "it\'s"}, {"role": "tool", "content": null}]}\n'
+    * 2,
     "chat.json": b'[{"id": 1, "conversations": [{"from": "a", "value": "b"}]}]',
     "nested_field.jsonl": b'{"id": 1, "document": {"text": "a", "n": 2}}\n' * 2,
     "no_text.jsonl": b'{"id": 1, "n": 2}\n' * 2,
@@ -224,7 +225,7 @@ def test_what_is_no_text_is_named_by_its_content(tmp_path, answer, what):
         assert code == 2 and f"is {what.rstrip(';')}" in told and told.count("\n") == 1
 
 
-COMMAND = re.compile(r": ((gzip|iconv|tr|\\S*python3?|mkdir|unzip) .*)\n")
+COMMAND = re.compile(r": ((gzip|iconv|tr|\S*python3?|mkdir|unzip) .*)\n")
 ADVISED = {  # an input: what the advised command makes of it, and how that is imported
     "bad.txt": "bad.fixed.txt",
     "bad.txt.gz": "bad.fixed.txt",
