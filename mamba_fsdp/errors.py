@@ -60,16 +60,35 @@ def first_line(error: BaseException) -> str:
 
 
 def command(verb: str) -> str:
-    """Returns the words that start a verb, as the user of this environment types them: neither an image nor an installed
-    package has a .venv."""
+    """Returns the words that start a verb, as the user of this environment types them."""
     if os.environ.get("IMAGE") and verb == "tokenize":
         return "sbatch 2.tokenize.sbatch"
-    if os.environ.get("IMAGE") or not is_checkout():
+    folder = _environment()
+    if folder is None:
         return f"mamba-fsdp {verb}"
-    folder = "" if os.getcwd() == str(PROJECT) else f"{shlex.quote(str(PROJECT))}/"
     if verb == "tokenize":
         return f"{folder}.venv/bin/python {folder}get_dataset.py"
     return f"{folder}.venv/bin/mamba-fsdp {verb}"
+
+
+def python() -> str:
+    """Returns the name of the Python that has this program's packages, as the user of this environment types it."""
+    folder = _environment()
+    return "python" if folder is None else f"{folder}.venv/bin/python"
+
+
+def _environment() -> str | None:
+    """Returns what is written before .venv/; None for an image and for an installed package, which have none."""
+    if os.environ.get("IMAGE") or not is_checkout():
+        return None
+    return "" if os.getcwd() == str(PROJECT) else f"{shlex.quote(str(PROJECT))}/"
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs the packages of an extra of pyproject.toml."""
+    folder = _environment()
+    packages = extra if folder is None else f"-r {folder}requirements/{extra}.txt"
+    return f"{python()} -m pip install {packages}"
 
 
 def is_checkout() -> bool:

@@ -178,6 +178,7 @@ class _Part:
         with contextlib.closing(lease):
             if not self.options.skip_unreadable:
                 check_content(self.share.files)
+            self._forget_failed_start()
             tokenizer = self._tokenizer()
             settings = {
                 **self.settings,
@@ -200,6 +201,20 @@ class _Part:
             f"part {self.number} is finished; to complete {self.out}, these have to finish: {', '.join(unfinished)}"
         )
         return False
+
+    def _forget_failed_start(self) -> None:
+        """Removes what a start with other settings left, if it has failed before anything was written: whoever corrects
+        the command is not asked to choose another folder."""
+        progress = self.out / PROGRESS
+        parts = {path.parent.name for path in progress.glob("*-of-*/*")}
+        if parts - {self.folder.name} or (self.folder / STATE).exists():
+            return
+        try:
+            records_settings(self.out / BEGUN, {**self.settings, "parts": self.count})
+        except UserError:
+            (self.out / BEGUN).unlink()
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
 
     def _merge(self, states: list[PartState], tokenizer: TextTokenizer) -> None:
         """Merges all parts, or waits until another part's process has done it."""

@@ -17,6 +17,7 @@ from mamba_fsdp.settings.train_config import DataConfig
 if TYPE_CHECKING:
     from mamba_fsdp.inference.loading import Loaded
 
+MOST_IN_FULL = 10**6
 POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # of a forward pass, unless one window has more
 
 
@@ -68,11 +69,9 @@ class Evaluation:
 
     def lines(self) -> list[str]:
         """Returns the lines to print."""
-        perplexity = f"{self.perplexity:,.3f} per token"
+        perplexity = f"{_shown(self.perplexity)} per token"
         if self.word_perplexity:
-            perplexity += (
-                f", {self.word_perplexity:,.3f} per word ({self.words:,} words between white space)"
-            )
+            perplexity += f", {_shown(self.word_perplexity)} per word ({self.words:,} words between white space)"
         lines = [
             f"tokens         {self.tokens:,} of {self.all_tokens:,}",
             f"windows        {self.window:,} tokens long, one every {self.stride:,}",
@@ -164,6 +163,15 @@ def measure(
         seconds=time.perf_counter() - began,
         window=window,
         stride=stride,
+    )
+
+
+def _shown(perplexity: float) -> str:
+    """Returns a perplexity to print: from a million on, as that of words can be, as 4.2e40."""
+    return (
+        f"{perplexity:,.3f}"
+        if perplexity < MOST_IN_FULL
+        else f"{perplexity:.1e}".replace("e+", "e")
     )
 
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mamba_fsdp.data.paths import DCP_INDEX, refused, refused_model, what_is
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, python
 from mamba_fsdp.run.layout import committed
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT
 from mamba_fsdp.settings.train_config import CheckpointConfig
 from mamba_fsdp.storage.patience import exists, is_file
 
-DCP_CONVERSION = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"
+DCP_CONVERSION = "{1} -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"
 
 
 @dataclass(frozen=True)
@@ -71,5 +71,5 @@ def refuse_dcp(folder: Path) -> None:
         newest = max(indexes, key=lambda file: file.stat().st_mtime).parent
         raise UserError(
             f"{newest} is a folder of torch.distributed.checkpoint, which only its own program reads. "
-            f"If you trust it, convert it with torch 2.3 or newer: {DCP_CONVERSION.format(newest)}"
+            f"If you trust it, convert it with torch 2.3 or newer: {DCP_CONVERSION.format(newest, python())}"
         )

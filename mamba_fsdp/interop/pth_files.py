@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mamba_fsdp.checkpoint.contents import BAD_CONTENT
 from mamba_fsdp.checkpoint.tensors import Tensors
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, python
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.interop.fms_files import stored_names
 from mamba_fsdp.interop.safetensors_files import write_safetensors
@@ -22,7 +22,7 @@ from mamba_fsdp.storage.patience import storage_error
 
 # The command for a user who trusts a file that may hold code. It runs that code.
 CONVERSION = (
-    """python -c "import torch; keep = lambda v: keep(v.state_dict()) if hasattr(v, 'state_dict') else """
+    """{python} -c "import torch; keep = lambda v: keep(v.state_dict()) if hasattr(v, 'state_dict') else """
     "{{k: keep(w) for k, w in v.items()}} if isinstance(v, dict) else v if torch.is_tensor(v) else None; "
     """torch.save(keep(torch.load('{path}', 'cpu', weights_only=False)), '{path}.weights.pth')\""""
 )
@@ -57,7 +57,7 @@ class PthTensors(Tensors):
             raise UserError(
                 f"{path} is damaged or holds more than tensors and plain values, which only its own program "
                 "reads. If you trust it, save its tensors alone: "
-                f"{CONVERSION.format(path=path)}"
+                f"{CONVERSION.format(path=path, python=python())}"
             ) from None
         if not stored:
             raise UserError(f"{path} is not a dict of tensors by parameter name")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from mamba_fsdp.errors import UserError, counted, first_line
+from mamba_fsdp.errors import UserError, counted, first_line, is_checkout
 from mamba_fsdp.launch import machine
 
 PACKAGES = "torch transformers tokenizers datasets numpy safetensors fire PyYAML tensorboard"
@@ -74,6 +74,8 @@ def find_packages() -> str:
 
 def find_environment() -> str:
     machine.check_version()
+    if not is_checkout():
+        return "an installed package: its versions are pip's choice"
     return "made from this checkout's requirements"
 
 

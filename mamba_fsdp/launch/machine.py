@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from ctypes.util import find_library
 from pathlib import Path
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, is_checkout
 from mamba_fsdp.launch.host import say
 from mamba_fsdp.launch.watcher import WATCHED
 from mamba_fsdp.run.names import CACHES
@@ -96,6 +96,8 @@ def check_version(environment: str | Path = sys.prefix) -> None:
 
     Its stamp, the file .complete, has two lines: the stack and the SHA-256 of requirements/STACK.txt.
     """
+    if not is_checkout():  # an installed package: pip has seen to what it needs
+        return
     stamp = Path(environment, ".complete")
     stamps = [
         f"{path.stem}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n"

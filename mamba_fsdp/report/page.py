@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, python
 from mamba_fsdp.report.charts import make_figure
 from mamba_fsdp.report.run_summary import RunSummary, name_runs, summarise_run
 from mamba_fsdp.storage.formats import timestamp
@@ -17,7 +17,7 @@ def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise UserError("the report needs plotly: python -m pip install plotly") from None
+        raise UserError(f"the report needs plotly: {python()} -m pip install plotly") from None
     runs = [summarise_run(folder, name) for name, folder in zip(name_runs(folders), folders)]
     records = [
         {"name": run.name, "settings": run.settings, "events": run.events, **run.others}

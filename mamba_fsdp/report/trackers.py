@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import UserError, first_line, install_command
 from mamba_fsdp.run.names import TENSORBOARD, WANDB_ID
 from mamba_fsdp.run.records import numbers_of
 from mamba_fsdp.storage.patience import write_atomically
@@ -86,8 +86,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError:
             raise UserError(
-                "tracker=wandb needs a package that is not installed: .venv/bin/python -m pip install -r "
-                "requirements/wandb.txt"
+                f"tracker=wandb needs a package that is not installed: {install_command('wandb')}"
             ) from None
         id_file = run_folder / WANDB_ID
         if not id_file.exists():

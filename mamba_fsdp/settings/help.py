@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.errors import PROJECT, UserError, near_name
 from mamba_fsdp.fields import default, shown, takes
 
 NARROWEST = 60
 WIDEST = 100  # columns: longer lines are hard to read
+MOST_LINES = 12  # of docs, in one answer
 MEANING_AT = 28  # the column where meanings begin
 
 
@@ -106,11 +107,30 @@ class Page:
         ]
         matching = [option for option in options if words and option.is_about(words)]
         if not matching:
-            names = [name for option in options for name in (option.leaf.name, *option.elsewhere)]
-            hint = near_name(asked, names, "--help=all lists all", "--help=")
-            raise UserError(f"--help={asked}: no option is about that; {hint}")
+            return self._answers_besides(asked, words, options, entries)
         matching.sort(key=lambda option: -sum(word in option.names() for word in words))
         return [line for option in matching for line in option.lines(is_brief=False)]
+
+    def _answers_besides(
+        self,
+        asked: str,
+        words: Sequence[str],
+        options: Sequence[Option],
+        entries: Mapping[str, Any],
+    ) -> list[str]:
+        """Returns what other programs' words and docs/ say about words that no option is about. Raises UserError if that
+        is nothing."""
+        lines = []
+        for name, entry in entries.items():
+            if entry.why and all(word in words_of(name) for word in words):
+                lines += wrapped(f"{name} is not a setting here: {entry.why}")
+        lines = lines or in_docs(asked)
+        if lines:
+            return lines
+        names = [name for option in options for name in (option.leaf.name, *option.elsewhere)]
+        names += [part for name in names for part in name.split("_")]
+        hint = near_name(asked, names, "--help=all lists all", "--help=")
+        raise UserError(f"--help={asked}: no option is about that; {hint}")
 
     def options(self, kind: type, entries: Mapping[str, Any]) -> list[Option]:
         """Returns the options of the dataclass `kind`. entries: words of other programs."""
@@ -122,6 +142,19 @@ class Page:
                     elsewhere.append(word)
             options.append(Option(leaf, meanings_in(kind)[leaf.name], elsewhere))
         return options
+
+
+def in_docs(asked: str) -> list[str]:
+    """Returns the first lines of README.md and docs/ with the words `asked`; none in an installed package."""
+    words = words_of(asked).split()
+    lines = []
+    for file in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]:
+        content = file.read_text().splitlines() if file.is_file() else []
+        for number, line in enumerate(content, 1):
+            if words and all(f" {word}" in words_of(line) for word in words):
+                lines += wrapped(line.strip(), f"{file.relative_to(PROJECT)}:{number}  ", 4)
+                break
+    return lines[:MOST_LINES]
 
 
 def first_sentence(text: str) -> str:

@@ -112,6 +112,8 @@ def check_run_folder(settings: TrainConfig) -> None:
     if run is None:
         return
     earlier = _build(run.values)
+    if "vocab_size" not in settings.explicit:  # the run's own follows its data
+        settings = settings.changed(vocab_size=earlier.model.vocab_size)
     differing = {}
     if not settings.checkpoint.init_from:
         differing = differing_model(settings, earlier.model)

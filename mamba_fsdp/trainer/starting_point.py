@@ -1,7 +1,7 @@
 """Finds what files say at the start of a run, as one value. Rank 0 finds and checks it and all ranks get it; after that
 training looks at the disk for no further decision. A dry run prints it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mamba_fsdp.checkpoint.restore import Found, find_newest
@@ -29,6 +29,7 @@ from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
 
 SAMPLE_LENGTH = 50  # tokens after a prompt of eval_prompts
+MANY_PASSES = 16  # of a step, on few devices
 MOST_SAMPLED = 1 << 14  # tokens of a forward pass
 
 
@@ -87,6 +88,7 @@ def find_start(
     checkpoint = None
     if origin.is_checkpoint:
         checkpoint = find_newest(Path(path or origin.path), say)
+    settings = adopt_vocabulary(settings, origin, checkpoint)
     data = open_data(settings, origin, weights)
     lines: list[str] = []
     say_data(settings, data, origin, lines.append)
@@ -142,6 +144,29 @@ def adopt_weights(settings: TrainConfig, origin: Origin) -> tuple[TrainConfig, W
     weights = find_weights(origin.path, settings.model)
     resolve.check_same_model(settings, weights.config, source)
     return settings, weights
+
+
+def adopt_vocabulary(
+    settings: TrainConfig, origin: Origin, checkpoint: Found | None
+) -> TrainConfig:
+    """Returns the settings with the vocabulary of the checkpoint, or of the data if the weights are random, unless
+    vocab_size is given. A note says so."""
+    is_given = bool({"vocab_size", "use_dummy_dataset"} & settings.explicit)
+    has_weights = origin.setting and not origin.is_checkpoint
+    if is_given or has_weights or settings.checkpoint.init_from or missing_builtin(settings.data):
+        return settings
+    if checkpoint:
+        saved = SavedRun.from_state(checkpoint.contents.state, checkpoint.path)
+        vocab_size = checked_model(checkpoint.path, saved.model).vocab_size
+        return settings.changed(vocab_size=vocab_size)
+    sources, _ = training_sources(settings.data)
+    stores = [*sources.values(), *validation_sources(settings.data)]
+    vocab_size = max(store.vocab_size for store in stores)
+    usual = settings.model.vocab_size
+    if vocab_size == usual:
+        return settings
+    note = f"vocab_size={vocab_size}, as the data has, instead of {usual}"
+    return replace(settings.changed(vocab_size=vocab_size), notes=(*settings.notes, note))
 
 
 def first_state(
@@ -226,9 +251,22 @@ def plan_steps(
     global_batch = split_step(settings, 0, ranks).global_batch
     schedule = schedule_run(settings, global_batch, state, length, len(data.validation), say)
     say_length(settings, schedule, sampler.epoch_windows, say)
+    say_passes(settings, global_batch, ranks, say)
     if settings.training.eval_prompts and not schedule.eval_steps:
         raise UserError("eval_prompts: there is no data to validate on; name a validation_path")
     return schedule
+
+
+def say_passes(settings: TrainConfig, global_batch: int, ranks: int, say: Say) -> None:
+    """Prints a warning if a recipe's global batch, which nobody gave, makes many passes of a step."""
+    samples = settings.training.batch_size * ranks // settings.parallel.context_parallel
+    passes = global_batch // samples
+    if passes < MANY_PASSES or "global_batch_size" in settings.explicit:
+        return
+    say(
+        f"warning    a step takes {passes} passes of {samples} samples, since {settings.model.model_name}'s recipe has a global "
+        f"batch of {global_batch}: --global_batch_size={samples} takes one"
+    )
 
 
 def open_data(settings: TrainConfig, origin: Origin, weights: Weights | None) -> Data:

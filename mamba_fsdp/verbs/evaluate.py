@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mamba_fsdp.data.paths import refused_data, tokenizer_in
 from mamba_fsdp.data.splits import SPLITS, is_store
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, install_command
 from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
@@ -63,8 +63,7 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     if options.tasks:
         if importlib.util.find_spec("lm_eval") is None:
             raise UserError(
-                "--tasks needs a package that is not installed: .venv/bin/python -m pip install -r "
-                "requirements/lm-eval.txt"
+                f"--tasks needs a package that is not installed: {install_command('lm-eval')}"
             )
         measure_by_tasks(model, options)
         return

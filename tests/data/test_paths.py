@@ -122,7 +122,7 @@ def test_a_name_of_the_hub_in_place_of_a_model_comes_with_its_command():
 def test_an_import_takes_text_and_nothing_else_that_looks_like_it():
     for path in PLACES:
         kind, _ = PLACES[path]
-        if kind in ("input", "nothing", "other", "settings", "part", "runs", "pruned"):
+        if kind in ("input", "nothing", "other", "settings", "part", "runs", "pruned", "foreign"):
             check_input(path)
         else:
             with pytest.raises(UserError, match=f"^{path}: .*, not text or token ids to import"):

@@ -1,0 +1,384 @@
+"""Who follows the advice of a message gets there: the mistake is made, the advice is taken from the message itself,
+followed, and works."""
+
+import datetime
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+# Answers each line of stdin as the command mamba-fsdp does, with [the exit code, what is said].
+ANSWERS = """
+import json, os, shlex, sys, tempfile, traceback
+from mamba_fsdp.__main__ import main
+answers = os.fdopen(os.dup(1), "w")
+said = tempfile.TemporaryFile("w+")
+for stream in (1, 2):
+    os.dup2(said.fileno(), stream)
+for line in sys.stdin:
+    os.truncate(said.fileno(), 0)
+    os.lseek(said.fileno(), 0, 0)
+    sys.argv = ["mamba-fsdp", *shlex.split(json.loads(line))]
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        code = -1
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    size = os.fstat(said.fileno()).st_size
+    print(json.dumps([code, os.pread(said.fileno(), size, 0).decode()]), file=answers, flush=True)
+"""
+TRAIN = (
+    "train --dry_run --vocab_size=320 --d_model=16 --n_layer=2 --d_state=4 --headdim=8 --seq_length=32 --batch_size=2 "
+    "--kernels=reference --num_steps=9"
+)
+MINE = f"{TRAIN} --dataset_path=data/builtin"
+IDS = "--tokenizer=none --pack=none"
+FREE = TRAIN.replace("--vocab_size=320 ", "")
+SHAPE = "--vocab_size=320 --d_model=16 --n_layer=2 --d_state=4 --headdim=8"
+RESHAPED = f"{TRAIN.replace(SHAPE, '')} --dataset_path=data/builtin"  # the weights give the shape
+# The settings of runs/demo.
+DEMO = (
+    "train --dry_run --dataset_path=data/builtin --d_model=16 --n_layer=2 --vocab_size=300 --d_state=4 --seq_length=32 "
+    "--batch_size=2 --num_steps=9 --kernels=reference"
+)
+PREPARED = [
+    "tokenize texts made",
+    "tokenize texts parts --part=0/2",
+    "tokenize texts other --tokenizer=train:280",
+    "tokenize texts large --tokenizer=train:500",
+    f"tokenize ids.jsonl noend --text_column=ids {IDS} --vocab_size=400 --validation_fraction=0",
+]
+# A mistake: what its message advises, as a regular expression, and what follows it, with the expression's groups. What
+# follows a command is the whole command line, or words to add to the mistake.
+FOLLOWED = {
+    # get_dataset.py
+    "tokenize b.txt out": (r"did you mean (\S+)\?", "tokenize {0} out"),
+    "tokenize data/builtin/../../texts/* ": ("give (OUT) too", "+ out"),
+    "tokenize texts texts": ("choose another folder", "tokenize texts out"),
+    "tokenize notes out": ("(--format=text) ", "+ {0}"),
+    "tokenize texts out --splits=official": ("leave it out", "tokenize texts out"),
+    "tokenize texts out --documents=pages": (
+        "write file, (lines), ",
+        "tokenize texts out --documents={0}",
+    ),
+    "tokenize texts out --part=2/2": (r"are (\d/4) to", "tokenize texts out --part={0}"),
+    "tokenize texts made --documents=lines": ("give (--overwrite)", "+ {0}"),
+    "tokenize texts out --tokenizer=train:9": (
+        r"such as (train:\d+)",
+        "tokenize texts out --tokenizer={0}",
+    ),
+    "tokenize ids.jsonl out --text_column=ids": (
+        "give (--tokenizer=none)",
+        f"+ {{0}} --pack=none --vocab_size=400",
+    ),
+    f"tokenize ids.jsonl out --text_column=ids {IDS}": ("give (--vocab_size=)N", "+ {0}400"),
+    "tokenize ids.jsonl out --text_column=ids --tokenizer=none": (
+        r"as in (--eos_token=\d)",
+        "+ {0} --vocab_size=400",
+    ),
+    f"tokenize ids.jsonl out --text_column=ids {IDS} --vocab_size=9": (
+        "give (--vocab_size)",
+        f"tokenize ids.jsonl out --text_column=ids {IDS} {{0}}=400",
+    ),
+    f"tokenize ids.jsonl out {IDS} --vocab_size=9": (
+        "(--text_column)",
+        f"+ {{0}}=ids --vocab_size=400",
+    ),
+    "tokenize rows.jsonl out": (r"(--text_column)", "+ {0}=document.text"),
+    "tokenize words.csv out": ("it has: id, (words); name one with (--text_column)", "+ {1}={0}"),
+    "tokenize carets.csv out": ("with (--delimiter)", "+ {0}=^"),
+    "tokenize short.txt out": ("use (--overwrite --validation_fraction=0)", "+ {0}"),
+    "tokenize texts out --tokenizer=data/builtin/train/tokenizer/tokenizer.json": (
+        "with (--eos_token)",
+        "+ {0}='<|endoftext|>'",
+    ),
+    "tokenize arch.tar.gz out": ("unpack it: (.*)", "! {0}", "tokenize arch out"),
+    "tokenize array.npy out": (
+        "of it: (.*)",
+        "! {0}",
+        f"tokenize array.jsonl out --text_column=input_ids {IDS} --vocab_size=400",
+    ),
+    "tokenize data/builtin out": (r"(--dataset_path=\S+);", f"{TRAIN} {{0}}"),
+    "tokenize texts out --tokenizer=texts": (
+        "not (a tokenizer)",
+        "tokenize texts out --tokenizer=runs/demo",
+    ),
+    "tokenize texts out --overwrite --part=0/2": (
+        "remove OUT by hand",
+        "tokenize texts out --part=0/2",
+    ),
+    # training
+    f"{TRAIN} --dataset_path=parts": (r"; (.* --part=1/2) resumes it", "{0}", "inspect parts"),
+    f"{MINE} --learing_rate=1": (r"did you mean (\w+)\?", f"{MINE} --{{0}}=1"),
+    f"{MINE} --num_epochs=1": ("give one", f"{MINE.replace('--num_steps=9', '')} --num_epochs=1"),
+    f"{MINE} --wandb_project=a": (r"without (tracker=wandb); leave it out", MINE),
+    f"{MINE} --global_batch_size=3": (
+        r"a multiple of batch_size (\d)",
+        f"{MINE} --global_batch_size={{0}}",
+    ),
+    f"{MINE} --gradient_accumulation_steps=2 --global_batch_size=4": (
+        "give one of them",
+        f"{MINE} --global_batch_size=4",
+    ),
+    f"{MINE} --seq_length=20000": ("or (a smaller seq_length)", f"{MINE} --seq_length=64"),
+    f"{TRAIN} --dataset_path=data": (
+        r"with (--dataset_path=\S+ --datasets=\S+);",
+        f"{TRAIN} {{0}}",
+    ),
+    f"{TRAIN} --dataset_path=data --datasets=builtin,builtin": (
+        "give each once",
+        f"{TRAIN} --dataset_path=data --datasets=builtin",
+    ),
+    f"{TRAIN} --dataset_path=data --datasets=builtin --weights=1,2": (
+        "give one weight each",
+        f"{TRAIN} --dataset_path=data --datasets=builtin --weights=1",
+    ),
+    f"{TRAIN} --dataset_path=data --datasets=bultin": (
+        r"did you mean (\w+)\?",
+        f"{TRAIN} --dataset_path=data --datasets={{0}}",
+    ),
+    f"{TRAIN} --dataset_path=texts": (
+        r"make one of it: (.*) OUT",
+        "{0} out",
+        f"{FREE} --dataset_path=out",
+    ),
+    f"{TRAIN} --dataset_path=nope/x": (
+        r"there: (.*)",
+        "tokenize texts nope/x",
+        f"{FREE} --dataset_path=nope/x",
+    ),
+    f"{TRAIN} --dataset_path=noend --reset_at_documents=true": (
+        "again with (--eos_token)=ID",
+        f"tokenize ids.jsonl out --text_column=ids --tokenizer=none --vocab_size=400 {{0}}=0",
+        f"{TRAIN.replace('320', '400')} --seq_length=2 --dataset_path=out --reset_at_documents=true",
+    ),
+    f"{TRAIN} --dataset_path=two --datasets=a,b": ("give (--allow_other_tokenizer=true)", "+ {0}"),
+    f"{MINE} --validation_path=other/train": (
+        r"both \(get_dataset.py (--tokenizer)",
+        "tokenize texts out {0}=data/builtin/train/tokenizer",
+        f"{MINE} --validation_path=out/train",
+    ),
+    f"{MINE} --save_ckpt_path=texts": ("name a new folder", f"{MINE} --save_ckpt_path=new"),
+    f"{DEMO} --load_ckpt_path=runs/demo --init_from=runs/demo": (
+        "give one",
+        f"{DEMO} --load_ckpt_path=runs/demo",
+    ),
+    f"{MINE} --resuming_dataset=true": (
+        "needs (load_ckpt_path)",
+        f"{DEMO} --resuming_dataset=true --{{0}}=runs/demo",
+    ),
+    f"{MINE} --init_from=runs/demo": (
+        "(--?init_from|init_from)",
+        f"{RESHAPED} --init_from=runs/demo",
+    ),
+    f"{RESHAPED} --init_from=exported": (
+        r"name one, as in (\S+)|(not a model)",
+        f"{RESHAPED} --init_from=exported/demo",
+    ),
+    f"{RESHAPED} --init_from=runs": (r"name one, as in (\S+)", f"{RESHAPED} --init_from={{0}}"),
+    f"{RESHAPED} --load_ckpt_path=exported/demo": (
+        r"(init_from=\S+) takes its weights",
+        f"{RESHAPED} --{{0}}",
+    ),
+    f"{RESHAPED} --init_from=runs/demo/checkpoints/step_00000001": (
+        r"the newest: (\S+)",
+        f"{RESHAPED} --init_from={{0}}",
+    ),
+    f"{RESHAPED} --init_from=runs/demo/config.yaml": (
+        r"name (\S+)",
+        f"{RESHAPED} --init_from={{0}}",
+    ),
+    f"{DEMO} --load_ckpt_path=runs/demo --optimizer=muon": (
+        r"(init_from=\S+)",
+        f"{RESHAPED} --optimizer=muon --{{0}}",
+    ),
+    f"{DEMO} --resuming_dataset=true --load_ckpt_path=runs/demo --seq_length=16": (
+        r"set (seq_length=\d+)",
+        f"{DEMO} --resuming_dataset=true --load_ckpt_path=runs/demo --{{0}}",
+    ),
+    f"{MINE} --layers=mamba2 --headdim=7": (
+        "set another headdim",
+        f"{MINE} --layers=mamba2 --headdim=16",
+    ),
+    f"{MINE} --layers=mamba9": (r"as in (\S+)", f"{MINE} --layers={{0}} --n_layer=10 --headdim=16"),
+    f"{MINE} --kernels=scan=fats": (
+        r"did you mean (\w+)\?|(reference)",
+        f"{MINE} --kernels=scan=reference",
+    ),
+    f"{MINE} --kernels=ssd=reference": ("only (conv)", f"{MINE} --kernels={{0}}=reference"),
+    f"{MINE} --fsdp_activation_checkpointing=true --selective_checkpointing=2": (
+        r"as in (1/3)",
+        f"{MINE} --fsdp_activation_checkpointing=true --selective_checkpointing={{0}}",
+    ),
+    "train --dry_run --config=runs/demo": (
+        "path of a YAML file in it",
+        "train --dry_run --config=runs/demo/config.yaml",
+    ),
+    f"{MINE} --config=mamba_130m": (r"--config=(\S+) here", f"{MINE} --config={{0}}"),
+    f"{MINE} --eval_prompts=a --validation_path=none": (
+        "(name a validation_path)|(leave it out)",
+        f"{MINE} --eval_prompts=a --validation_path=data/builtin/validation",
+    ),
+    f"{MINE} stray": ("written (--name=value)", MINE),
+    f"{MINE} --schedule=polynomal": (r"one of .*(polynomial)", f"{MINE} --schedule={{0}}"),
+    f"{MINE} --context_parallel=2": (r"(change it)", MINE),
+    f"{MINE} --sharding_strategy=nope": (r"one of .*(fsdp)", f"{MINE} --sharding_strategy={{0}}"),
+    f"{MINE} --save_interval=10ep": (r"as in (100ba)", f"{MINE} --save_interval={{0}}"),
+    f"{MINE} --load_path=a": (
+        "(init_from)=FILE",
+        f"{RESHAPED} --{{0}}=runs/demo/pth/step_00000004/consolidated.00.pth",
+    ),
+    f"{MINE} --scheduler.name=polynomial_with_warmup": ("(schedule=polynomial)", f"{MINE} --{{0}}"),
+    # models
+    "evaluate runs/demo texts": (
+        r"of it: (.*) OUT (.*); then (evaluate) OUT/train",
+        "{0} out {1}",
+        "evaluate runs/demo out/train --limit=2",
+    ),
+    "evaluate runs/demo data": (r"as in (\S+)", "evaluate runs/demo {0} --limit=2"),
+    "evaluate runs/demo data/builtin --seq_length=8 --stride=9": (
+        r"longer than (--seq_length=8)",
+        "evaluate runs/demo data/builtin --limit=2 --seq_length=8 --stride=8",
+    ),
+    "evaluate runs/demo other/train": (r"give (--allow_other_tokenizer=true)", "+ {0} --limit=2"),
+    "evaluate runs/demo large/train --allow_other_tokenizer=true": (
+        r"tokenizer: (.*) INPUT OUT (\S+)",
+        "{0} texts out {1}",
+        "evaluate runs/demo out/train --limit=2",
+    ),
+    "generate runs/notok --prompt=def --length=2": (
+        r"name one: (--tokenizer)=PATH",
+        "+ {0}=runs/demo",
+    ),
+    "generate runs": (r"as in (\S+)", "generate {0} --prompt=def --length=2"),
+    "generate bare/consolidated.00.pth --prompt=def --length=2": (
+        r"; (\S+ inspect \S+) lists",
+        "{0}",
+    ),
+    "generate runs/demo/checkpoints/step_00000004/rank_00000.safetensors": (
+        r"name (?:the checkpoint instead: )?(\S+)",
+        "generate {0} --prompt=def --length=2",
+    ),
+    "export runs/demo exported/demo": ("name (a new folder)", "export runs/demo out"),
+    "export runs/demo/checkpoints/step_00000001 out": (
+        r"has step_\d+, (step_\d+);",
+        "export runs/demo/checkpoints/{0} out",
+    ),
+    "export pickled.pth out": (r"alone: (.*)", "! {0}", "inspect pickled.pth.weights.pth"),
+    "inspect exported/demo --verify": (
+        "--verify is for (token stores), checkpoints and runs",
+        "inspect data/builtin --verify",
+    ),
+    "inspect runs/dem": (r"did you mean (\w+)\?", "inspect runs/{0}"),
+    "report runs": (r"; (.*) shows them", "{0}"),
+    "report runs/demo/config.yaml": (r"name (\S+)", "report {0}"),
+    "checkpoints runs": (r"as in (\S+)", "checkpoints {0}"),
+    "plan data/builtin --instance=p4d.24xlarge": ("add the time: (--hours=8)", "+ {0}"),
+    "plan mamba-130m --instance=p4d.24xlarg": (
+        r"did you mean (\S+)\?",
+        "plan mamba-130m --instance={0}",
+    ),
+    "plan mamba-130m --peak=100": (r"add (--instance)=NAME", "+ {0}=p4d.24xlarge"),
+    "plan runs/demo": (r"(--config=\S+)", "plan {0} --instance=p4d.24xlarge"),
+    "sample runs/demo --prompt=def --length=2": (
+        r"did you mean (\w+)\?",
+        "{0} runs/demo --prompt=def --length=2",
+    ),
+    "generate runs/demo --promt=def": (
+        r"did you mean (--\w+)\?",
+        "generate runs/demo {0}=def --length=2",
+    ),
+    "train --help=warmpu": (r"did you mean (--help=\w+)\?", "train {0}"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(user_folder, tmp_path_factory):
+    """A copy of the user's folder with what the mistakes are about."""
+    folder = tmp_path_factory.mktemp("advice") / "user"
+    shutil.copytree(user_folder, folder)
+    (folder / "texts").mkdir()
+    shutil.copy(folder / "a.txt", folder / "texts")
+    shutil.copy(folder / "a.txt", folder / "notes")
+    (folder / "short.txt").write_text("a")
+    ids = [{"ids": [5, 6, 300]}, {"ids": [7, 8]}]
+    (folder / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ids))
+    (folder / "rows.jsonl").write_text('{"document": {"text": "some text"}}\n' * 9)
+    (folder / "words.csv").write_text("id,words\n1,some text\n2,more text\n")
+    (folder / "carets.csv").write_text("id^text\n1^some text\n2^more text\n")
+    np.save(folder / "array.npy", np.arange(300))
+    shutil.copytree(folder / "runs/demo", folder / "runs/notok")
+    shutil.rmtree(folder / "runs/notok/tokenizer")
+    (folder / "bare").mkdir()
+    shutil.copy(folder / "runs/demo/pth/step_00000004/consolidated.00.pth", folder / "bare")
+    torch.save({"w": torch.zeros(2), "when": datetime.date(2026, 1, 1)}, folder / "pickled.pth")
+    subprocess.run(["tar", "czf", "arch.tar.gz", "texts"], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder, project):
+    """answers(a command line) -> (exit code, what was said)."""
+    environment = {
+        "PYTHONPATH": str(project),
+        "PATH": "/usr/bin:/bin",
+        "COLUMNS": "80",
+        "HF_HUB_OFFLINE": "1",
+    }
+    program = subprocess.Popen(
+        [sys.executable, "-c", ANSWERS],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+    def answer(line):
+        print(json.dumps(line), file=program.stdin, flush=True)
+        return json.loads(program.stdout.readline())
+
+    for line in PREPARED:
+        code, said = answer(line)
+        assert code == 0, said
+    (folder / "two").mkdir()
+    (folder / "two/a").symlink_to(folder / "data/builtin/train")
+    (folder / "two/b").symlink_to(folder / "other/train")
+    yield answer
+    program.stdin.close()
+    program.wait(60)
+
+
+def follow(step, mistake, folder, answers):
+    """Runs a step: a shell's command after !, words to add to the mistake after +, or a command line."""
+    if step.startswith("! "):
+        done = subprocess.run(step[2:], shell=True, cwd=folder, capture_output=True, text=True)
+        return done.returncode, done.stderr
+    if step.startswith("+ "):
+        step = f"{mistake} {step[2:]}"
+    step = re.sub(r"^\S*/python \S*get_dataset.py", "tokenize", step)
+    step = re.sub(r"^\S*/mamba-fsdp ", "", step)
+    return answers(step)
+
+
+@pytest.mark.parametrize("mistake", FOLLOWED)
+def test_who_follows_the_advice_gets_there(folder, answers, mistake):
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    pattern, *steps = FOLLOWED[mistake]
+    code, said = answers(mistake)
+    found = re.search(pattern, said)
+    assert code and found and "error: " in said, said
+    for step in steps:
+        code, said = follow(step.format(*found.groups()), mistake, folder, answers)
+        assert code == 0, (step, said)
