@@ -84,11 +84,17 @@ def try_export(folder: Path, architecture: Architecture, config: ModelConfig, wr
 
 
 def small_copy(config: ModelConfig) -> ModelConfig:
-    """Returns a model of the same kind with one layer of each kind, at least two, and small sizes. Heads are the same, so
-    that whatever depends on them stays as it is."""
+    """Returns a model of the same kind with one layer of each kind, at least two, and small sizes. Each head has the size
+    that it has in the model, and fills its part of d_model if it does so there."""
     layers = dict.fromkeys(layer.name for layer in config.layer_list())
     group = config.headdim * config.ngroups
-    sizes = {"d_model": min(config.d_model, math.lcm(group, config.n_head))}
+    queries = config.n_head // config.n_kv_head
+    heads_fill = config.n_head * config.resolved_head_dim == config.d_model
+    unit = queries * config.resolved_head_dim if heads_fill else config.n_head
+    sizes = {"d_model": min(config.d_model, math.lcm(group, unit))}
+    if heads_fill:
+        sizes["n_kv_head"] = sizes["d_model"] // unit
+        sizes["n_head"] = sizes["n_kv_head"] * queries
     if config.d_inner % config.d_model:
         sizes["d_ssm"] = min(config.d_inner, 2 * group)
     else:
