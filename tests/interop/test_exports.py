@@ -10,6 +10,7 @@ import transformers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.architectures import architecture_for, exportable
 from mamba_fsdp.interop.convert import write_model
+from mamba_fsdp.interop.trial import ONE_PROMPT_BEFORE_5
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.model.config import ModelConfig
 from tests.support.small_models import assert_same, model_of, random_state, write_ours
@@ -72,7 +73,8 @@ def test_an_export_computes_and_generates_the_same_or_is_refused_in_a_line(seed,
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
     assert type(theirs).__name__ == class_name
     model = model_of(config, state.get)
-    tokens = torch.randint(1, 48, (2, 19), generator=torch.Generator().manual_seed(seed))
+    several = 2 if TRANSFORMERS_5 or class_name != ONE_PROMPT_BEFORE_5 else 1
+    tokens = torch.randint(1, 48, (several, 19), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         expected = model(tokens)
         for use_cache in (False, True):
@@ -81,3 +83,21 @@ def test_an_export_computes_and_generates_the_same_or_is_refused_in_a_line(seed,
             how = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
             found = theirs.generate(tokens, use_cache=use_cache, **how)
             assert torch.equal(found, continued(model, tokens))
+
+
+@pytest.mark.parametrize("trial", [True, False])
+def test_an_export_that_its_class_can_t_use_is_not_left(trial, tmp_path, monkeypatch, capfd):
+    """A class that fails only with its cache; without the trial it is written as it is."""
+
+    def fail(self, tokens, use_cache=True, **how):
+        raise RuntimeError("no cache of this kind\nand more")
+
+    monkeypatch.setattr(transformers.MambaForCausalLM, "generate", fail)
+    ours = write_ours(tmp_path / "ours", ModelConfig(layers="mamba1", **SIZES))
+    if not trial:
+        assert write_model(ours, tmp_path / "hf", trial=False).exists()
+        return
+    words = r"MambaForCausalLM of transformers .*generating .* RuntimeError \(no cache of this kind\); --trial=false"
+    with pytest.raises(UserError, match=words):
+        write_model(ours, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
