@@ -43,4 +43,6 @@ def come_back(tokenizer: TextTokenizer, text: str) -> str:
     unknown = getattr(tokenizer.backend.model, "unk_token", None)
     unknown_id = tokenizer.backend.token_to_id(unknown) if unknown else None
     (ids,) = tokenizer.encode_documents([text])
-    return tokenizer.decode([number for number in ids[len(tokenizer.prefix) :] if number != unknown_id])
+    return tokenizer.decode(
+        [number for number in ids[len(tokenizer.prefix) :] if number != unknown_id]
+    )

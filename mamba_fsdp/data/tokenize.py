@@ -208,7 +208,9 @@ class _Part:
         size = tokenizers_.training_size(options.tokenizer)
         if not size:
             tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
-            for line in filter(None, (tokenizer.without_dropout(), tokenizer.settle_bos(options.bos))):
+            for line in filter(
+                None, (tokenizer.without_dropout(), tokenizer.settle_bos(options.bos))
+            ):
                 print(line, flush=True)
             check_losses(tokenizer, _starts(self.files, options), options.lossy_tokenizer)
             return tokenizer

@@ -31,7 +31,9 @@ ANOTHER_TOKENIZER = (
     "use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
     "--allow_other_tokenizer=true if you know that they fit"
 )
-WANTED = "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
+WANTED = (
+    "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
+)
 GENERIC = "PreTrainedTokenizerFast"  # the class that takes a tokenizer.json as it is
 MAKE_IDS = "make token ids with it and import these: get_dataset.py --text_column=input_ids --tokenizer=none"
 
@@ -116,35 +118,42 @@ class TextTokenizer:
         self._is_amended = True
         return f"the tokenizer drops {share:.0%} of its merges at random: switched off, or the same text had other ids each time"
 
+    def put_before_texts(self, bos: str) -> None:
+        """Makes the tokenizer, in this program and in `transformers`, add this token to each text, or none if it is
+        empty, and nothing else."""
+        template = f"{bos} $A".strip()
+        special: list[tuple[str, int]] = []
+        if bos:
+            special = [(bos, self.backend.get_vocab()[bos])]
+        self.backend.post_processor = processors.TemplateProcessing(
+            single=template, pair=f"{template} $B", special_tokens=special
+        )
+        self.prefix = [number for _, number in special]
+        self._is_amended = True
+
     def settle_bos(self, wanted: bool) -> str:
         """Makes the tokenizer add to a text what documents have there: its bos if that is `wanted`, else nothing. Returns
         a line if it added something that is not wanted. Raises UserError if it has no bos that is wanted."""
         nothing = self.backend.encode("", add_special_tokens=True)
-        added = [token for token, is_added in zip(nothing.tokens, nothing.special_tokens_mask) if is_added]
-        bos = getattr(self._transformers_form, "bos_token", None)
-        if wanted and not bos and added:
-            bos = added[0]
-        if wanted and (not bos or bos == self.eos_token):
-            what = "it has none" if not bos else f"its bos is its eos {bos!r}, which stands between documents"
-            raise UserError(f"--bos=true: the tokenizer's bos is to be put before each document, but {what}")
-        if not wanted and not added:
-            return ""
-        template = "$A"
-        special = []
-        if wanted:
-            template = f"{bos} $A"
-            special = [(bos, self.backend.token_to_id(bos))]
-            self.prefix = [self.backend.token_to_id(bos)]
-        self.backend.post_processor = processors.TemplateProcessing(
-            single=template, pair=f"{template} $B", special_tokens=special
-        )
-        self._is_amended = True
-        if wanted:
-            return ""
-        return (
-            f"the tokenizer adds {' '.join(added)} to each text: documents are stored without it, so that the tokenizer "
-            "of the run and of exports does not add it; --bos=true keeps a bos"
-        )
+        is_added = nothing.special_tokens_mask
+        added = [token for token, mask in zip(nothing.tokens, is_added) if mask]
+        if not wanted:
+            if not added:
+                return ""
+            self.put_before_texts("")
+            return (
+                f"the tokenizer adds {' '.join(added)} to each text: documents are stored without it, and the tokenizer of "
+                "runs and exports does not add it; --bos=true keeps a bos"
+            )
+        named = [getattr(self._transformers_form, "bos_token", None), *added]
+        bos = next((token for token in named if token), "")
+        if not bos or bos == self.eos_token:
+            what = f"is its eos {bos}, which stands between documents" if bos else "is missing"
+            raise UserError(
+                f"--bos=true puts the tokenizer's bos before each document, but it {what}"
+            )
+        self.put_before_texts(bos)
+        return ""
 
     def save(self, folder: Path) -> None:
         """Writes a folder that AutoTokenizer.from_pretrained takes."""
@@ -167,7 +176,10 @@ class TextTokenizer:
             "model_input_names": ["input_ids", "attention_mask"],
         }
         if self.prefix:
-            settings |= {"bos_token": self.backend.id_to_token(self.prefix[0]), "add_bos_token": True}
+            settings |= {
+                "bos_token": self.backend.id_to_token(self.prefix[0]),
+                "add_bos_token": True,
+            }
         write_object(folder / "tokenizer_config.json", settings)
         write_atomically(folder / "tokenizer.json", self.backend.to_str())
 
@@ -313,7 +325,9 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
         form = without_panic(AutoTokenizer.from_pretrained, name, trust_remote_code=False)
     except Exception as error:  # the libraries raise whatever a file runs into
         if Path(name).is_dir() and not Path(name, "tokenizer.json").exists():
-            raise UserError(f"tokenizer {name}: {_contents(Path(name))}; wanted is {WANTED}{remedy}") from error
+            raise UserError(
+                f"tokenizer {name}: can't be loaded: it {_contents(Path(name))}; wanted is {WANTED}{remedy}"
+            ) from error
         raise UserError(
             f"tokenizer {name}: can't be loaded as a folder, a tokenizer.json file or a name on the Hugging Face Hub "
             f"({first_line(error)[:200]}){remedy}"
@@ -340,7 +354,8 @@ def load_words(path: str | Path) -> TextTokenizer:
             eos = eos["content"]
         tokenizer = TextTokenizer(backend, eos, special_is_text=False)
         if fields.get("add_bos_token"):
-            tokenizer.settle_bos(True)
+            bos = fields["bos_token"]
+            tokenizer.put_before_texts(bos["content"] if isinstance(bos, dict) else bos)
         return tokenizer
     except Exception:  # let transformers say what is wrong
         form = load_for_transformers(path)
@@ -364,7 +379,9 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
                 f"tokenizer {name}: {path.name} can't be read ({first_line(error)}); wanted is {WANTED}"
             ) from error
     else:
-        form = load_for_transformers(path if path.exists() else name, "; train:4096 trains one on the input")
+        form = load_for_transformers(
+            path if path.exists() else name, "; train:4096 trains one on the input"
+        )
         backend = form.backend_tokenizer
         eos_token = eos_token or form.eos_token
     if backend.token_to_id(eos_token or "") is None:
@@ -391,4 +408,8 @@ def _contents(folder: Path) -> str:
     for name in names:
         if name.endswith((".model", ".tiktoken")):
             return f"holds {name}, a sentencepiece or tiktoken file, which transformers can convert only with its model's files"
-    return f"holds no tokenizer.json, but {', '.join(names[:4])}{' ...' * (len(names) > 4)}" if names else "is empty"
+    return (
+        f"holds no tokenizer.json, but {', '.join(names[:4])}{' ...' * (len(names) > 4)}"
+        if names
+        else "is empty"
+    )

@@ -21,7 +21,14 @@ from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
 from mamba_fsdp.interop.silent_attention import with_silent_attention
 from mamba_fsdp.model.config import Layer, ModelConfig
-from mamba_fsdp.model.spec import MIXER_NAMES, MIXERS, ORIGINAL, ROPE_SCALINGS, multipliers_of, parameters
+from mamba_fsdp.model.spec import (
+    MIXER_NAMES,
+    MIXERS,
+    ORIGINAL,
+    ROPE_SCALINGS,
+    multipliers_of,
+    parameters,
+)
 
 INDICES = "attn_layer_indices"
 LETTERS = "hybrid_override_pattern"

@@ -7,6 +7,7 @@ its config.json, which may be 0.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from mamba_fsdp.model.config import FIELDS, ModelConfig, attention, rotation
 
@@ -20,7 +21,7 @@ def with_silent_attention(config: ModelConfig) -> ModelConfig:
     """Returns the model with silent attention, or itself if it has other layers than Mamba-2 with an MLP."""
     if any((layer.mixer, layer.mlp) != ("mamba2", True) for layer in config.layer_list()):
         return config
-    usual = {
+    usual: dict[str, Any] = {
         name: leaf.default
         for name, leaf in FIELDS.items()
         if leaf.metadata["needs"] in (attention, rotation)

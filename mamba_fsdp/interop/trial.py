@@ -55,7 +55,9 @@ class SampleTensors(Tensors):
         return initial * torch.linspace(0.8, 1.2, size)[start:stop]
 
 
-def try_export(folder: Path, architecture: Architecture, config: ModelConfig, write: WriteHf) -> str:
+def try_export(
+    folder: Path, architecture: Architecture, config: ModelConfig, write: WriteHf
+) -> str:
     """Returns a line on what transformers did with the export in `folder`, or on why it was not tried. config: the
     exported model. write: writes weights as an export. Raises UserError if the class can't use the export."""
     try:
@@ -77,8 +79,8 @@ def try_export(folder: Path, architecture: Architecture, config: ModelConfig, wr
     try:
         with _quiet(transformers):
             _build(transformers, folder, config)
-            for doing in _use(transformers, small_copy(config), write):
-                pass
+            for step in _use(transformers, small_copy(config), write):
+                doing = step
     except Exception as error:  # the library raises whatever a model runs into
         raise UserError(
             f"{class_name} of {version} can't use this export: {doing} ended with {type(error).__name__} "
@@ -98,7 +100,7 @@ def small_copy(config: ModelConfig) -> ModelConfig:
     queries = config.n_head // config.n_kv_head
     heads_fill = config.n_head * config.resolved_head_dim == config.d_model
     unit = queries * config.resolved_head_dim if heads_fill else config.n_head
-    sizes = {"d_model": min(config.d_model, math.lcm(group, unit))}
+    sizes: dict[str, Any] = {"d_model": min(config.d_model, math.lcm(group, unit))}
     if heads_fill:
         sizes["n_kv_head"] = sizes["d_model"] // unit
         sizes["n_head"] = sizes["n_kv_head"] * queries
