@@ -27,6 +27,7 @@ import numpy as np
 
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.corpus import Document, InputFile, describe, find_files, is_local
+from mamba_fsdp.data.losses import check_losses
 from mamba_fsdp.data.merging import exact, merge, writer_of
 from mamba_fsdp.data.paths import BEGUN, PROGRESS, check_input
 from mamba_fsdp.data.progress import (
@@ -63,9 +64,10 @@ BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters
 BATCHES_AHEAD = 2  # one is encoded while the one before becomes an array
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
 SAVE_SECONDS = 10.0  # of work, at most, that a kill loses
+START = 4096  # characters of a file that tell whether the tokenizer loses text
 SAMPLED_FILES = 64  # at most, for a tokenizer's sample
 # Options that have no effect on the stores.
-NOT_RECORDED = ("format", "part", "overwrite", "skip_unreadable")
+NOT_RECORDED = ("format", "part", "overwrite", "skip_unreadable", "lossy_tokenizer")
 IN_USE = "wait for it, or choose another folder"
 NUMBERS = 1 << 40  # by which the first documents of consecutive parts are numbered apart
 
@@ -243,7 +245,13 @@ class _Part:
             return NoTokenizer(options.eos_token, options.vocab_size)
         size = tokenizers_.training_size(options.tokenizer)
         if not size:
-            return tokenizers_.load(options.tokenizer, options.eos_token)
+            tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
+            for line in filter(
+                None, (tokenizer.without_dropout(), tokenizer.settle_bos(options.bos))
+            ):
+                print(line, flush=True)
+            check_losses(tokenizer, _starts(self.files, options), options.lossy_tokenizer)
+            return tokenizer
         eos_token = options.eos_token or tokenizers_.END_OF_TEXT
         if not (folder / "tokenizer.json").exists():
             self._train_tokenizer(size, eos_token).save(folder)
@@ -471,3 +479,19 @@ class _Sample:
         if self.is_read:
             return "choosing the tokens"
         return f"reading a sample of text: {self.characters:,} characters"
+
+
+def _starts(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
+    """Yields the starts of texts from the whole breadth of the files, START characters of each file."""
+    count = min(len(files), SAMPLED_FILES)
+    for number in range(count):
+        left = START
+        sampled = Share([files[number * len(files) // count]])
+        for batch in read_batches(sampled, options, START):
+            for content, *_ in batch.documents:
+                if isinstance(content, str):
+                    yield content[:left]
+                left -= len(content)
+                if left <= 0:
+                    break
+            break

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from mamba_fsdp.data.corpus import prepare_hub
 from mamba_fsdp.data.paths import check_tokenizer_place
@@ -33,6 +33,10 @@ ANOTHER_TOKENIZER = (
     "use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
     "--allow_other_tokenizer=true if you know that they fit"
 )
+WANTED = (
+    "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
+)
+GENERIC = "PreTrainedTokenizerFast"  # the class that takes a tokenizer.json as it is
 MAKE_IDS = "make token ids with it and import these: get_dataset.py --text_column=input_ids --tokenizer=none"
 
 
@@ -53,6 +57,7 @@ class TextTokenizer:
     eos: its id, None if there is none; separators: ids of the tokens that can stand at the ends of a document;
     vocab_size: one more than the largest id; identity: see `identity_of`.
     transformers_form: the `transformers` tokenizer that holds `backend`, if it comes from one.
+    prefix: the id of the bos that stands before each text, or nothing.
     special_is_text: read text that spells a special token, as a page about tokenizers does, like any other text.
 
     Threads share a tokenizer. Before version 0.23 the library lets no thread change a tokenizer while another encodes,
@@ -72,6 +77,8 @@ class TextTokenizer:
         self.backend = backend
         self.eos_token = eos_token
         self._transformers_form = transformers_form
+        self.prefix: list[int] = []
+        self._is_amended = False  # differs from what `transformers_form` would save
         self.eos = backend.token_to_id(eos_token) if eos_token else None
         bos_token = getattr(transformers_form, "bos_token", None)
         self.separators = [backend.token_to_id(token) for token in (eos_token, bos_token) if token]
@@ -82,33 +89,99 @@ class TextTokenizer:
         return identity_of(self.backend)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of one text, without the tokens that some tokenizers add at its ends. Text that spells a
-        special token is read as `special_is_text` says: as that token in a prompt (`load_words`), as text in a
-        document."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        """Returns the ids of one text after the prefix, without other tokens that some tokenizers add at its ends. Text
+        that spells a special token is read as `special_is_text` says: as that token in a prompt (`load_words`), as text
+        in a document."""
+        return self.prefix + self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text as `encode` does, using all cores."""
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        """Returns the ids of each text as `encode` does, none for a text without any, using all cores. Raises UserError
+        for text that the tokenizer can't encode."""
+        try:
+            encodings = without_panic(
+                self.backend.encode_batch_fast, texts, add_special_tokens=False
+            )
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(
+                f"the tokenizer can't encode this text ({first_line(error)}); add the token that it lacks to its "
+                "vocabulary, or take another tokenizer"
+            ) from error
+        return [self.prefix + encoding.ids if encoding.ids else [] for encoding in encodings]
 
     def decode(self, tokens: list[int]) -> str:
         return self.backend.decode(tokens, skip_special_tokens=False)
+
+    def without_dropout(self) -> str:
+        """Switches the random choice of merges off; returns a line if there was one."""
+        share = getattr(self.backend.model, "dropout", None)
+        if not share:
+            return ""
+        self.backend.model.dropout = None
+        self._is_amended = True
+        return f"the tokenizer drops {share:.0%} of its merges at random: switched off, or the same text had other ids each time"
+
+    def put_before_texts(self, bos: str) -> None:
+        """Makes the tokenizer, in this program and in `transformers`, add this token to each text, or none if it is
+        empty, and nothing else."""
+        template = f"{bos} $A".strip()
+        special: list[tuple[str, int]] = []
+        if bos:
+            special = [(bos, self.backend.get_vocab()[bos])]
+        self.backend.post_processor = processors.TemplateProcessing(
+            single=template, pair=f"{template} $B", special_tokens=special
+        )
+        self.prefix = [number for _, number in special]
+        self._is_amended = True
+
+    def settle_bos(self, wanted: bool) -> str:
+        """Makes the tokenizer add to a text what documents have there: its bos if that is `wanted`, else nothing. Returns
+        a line if it added something that is not wanted. Raises UserError if it has no bos that is wanted."""
+        nothing = self.backend.encode("", add_special_tokens=True)
+        is_added = nothing.special_tokens_mask
+        added = [token for token, mask in zip(nothing.tokens, is_added) if mask]
+        if not wanted:
+            if not added:
+                return ""
+            self.put_before_texts("")
+            return (
+                f"the tokenizer adds {' '.join(added)} to each text: documents are stored without it, and the tokenizer of "
+                "runs and exports does not add it; --bos=true keeps a bos"
+            )
+        named = [getattr(self._transformers_form, "bos_token", None), *added]
+        bos = next((token for token in named if token), "")
+        if not bos or bos == self.eos_token:
+            what = f"is its eos {bos}, which stands between documents" if bos else "is missing"
+            raise UserError(
+                f"--bos=true puts the tokenizer's bos before each document, but it {what}"
+            )
+        self.put_before_texts(bos)
+        return ""
 
     def save(self, folder: Path) -> None:
         """Writes a folder that AutoTokenizer.from_pretrained takes."""
         folder.mkdir(parents=True, exist_ok=True)
         if self._transformers_form:
             self._transformers_form.save_pretrained(folder)
+            if self._is_amended:  # a class of its own would add its bos again
+                file = folder / "tokenizer_config.json"
+                changed = {"tokenizer_class": GENERIC, "add_bos_token": bool(self.prefix)}
+                settings = json.loads(file.read_bytes()) | changed | {"add_eos_token": False}
+                write_object(file, settings)
+                write_atomically(folder / "tokenizer.json", self.backend.to_str())
             return
         settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
+            "tokenizer_class": GENERIC,
             "eos_token": self.eos_token,
             "model_max_length": 10**30,
             "clean_up_tokenization_spaces": False,
             # Without it transformers 4 adds token_type_ids, which a Mamba's generate refuses.
             "model_input_names": ["input_ids", "attention_mask"],
         }
+        if self.prefix:
+            settings |= {
+                "bos_token": self.backend.id_to_token(self.prefix[0]),
+                "add_bos_token": True,
+            }
         write_object(folder / "tokenizer_config.json", settings)
         write_atomically(folder / "tokenizer.json", self.backend.to_str())
 
@@ -120,6 +193,7 @@ class NoTokenizer(TextTokenizer):
         self.identity = ""
         self.eos_token = eos_token
         self.backend = None  # type: ignore[assignment]
+        self.prefix = []
         self.eos = int(eos_token or -1)
         self.separators = [self.eos]
         self.vocab_size = max(vocab_size, self.eos + 1)
@@ -253,6 +327,10 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     try:
         form = without_panic(AutoTokenizer.from_pretrained, name, trust_remote_code=False)
     except Exception as error:  # the libraries raise whatever a file runs into
+        if Path(name).is_dir() and not Path(name, "tokenizer.json").exists():
+            raise UserError(
+                f"tokenizer {name}: can't be loaded: it {_contents(Path(name))}; wanted is {WANTED}{remedy}"
+            ) from error
         raise UserError(
             f"tokenizer {name}: can't be loaded as a folder, a tokenizer.json file or a name on the Hugging Face Hub "
             f"({first_line(error)[:200]}){remedy}"
@@ -278,7 +356,11 @@ def load_words(path: str | Path) -> TextTokenizer:
         eos = fields["eos_token"]
         if isinstance(eos, dict):
             eos = eos["content"]
-        return TextTokenizer(backend, eos, special_is_text=False)
+        tokenizer = TextTokenizer(backend, eos, special_is_text=False)
+        if fields.get("add_bos_token"):
+            bos = fields["bos_token"]
+            tokenizer.put_before_texts(bos["content"] if isinstance(bos, dict) else bos)
+        return tokenizer
     except Exception:  # let transformers say what is wrong
         form = load_for_transformers(path)
         return TextTokenizer(form.backend_tokenizer, form.eos_token, form, special_is_text=False)
@@ -298,7 +380,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
             backend = without_panic(Tokenizer.from_file, str(path))
         except Exception as error:  # the library raises bare Exception
             raise UserError(
-                f"tokenizer {name}: {path.name} can't be read ({first_line(error)})"
+                f"tokenizer {name}: {path.name} can't be read ({first_line(error)}); wanted is {WANTED}"
             ) from error
     else:
         form = load_for_transformers(path, "; train:4096 trains one on the input")
@@ -312,3 +394,16 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     if form:
         form.eos_token = eos_token
     return TextTokenizer(backend, eos_token, form)
+
+
+def _contents(folder: Path) -> str:
+    """Returns in words what a folder without a tokenizer.json holds."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    for name in names:
+        if name.endswith((".model", ".tiktoken")):
+            return f"holds {name}, a sentencepiece or tiktoken file, which transformers can convert only with its model's files"
+    return (
+        f"holds no tokenizer.json, but {', '.join(names[:4])}{' ...' * (len(names) > 4)}"
+        if names
+        else "is empty"
+    )

@@ -10,16 +10,25 @@ uses only for initial values, as we do: an export sets it to 0.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, combinations, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
+from mamba_fsdp.interop.silent_attention import with_silent_attention
 from mamba_fsdp.model.config import Layer, ModelConfig
-from mamba_fsdp.model.spec import MIXER_NAMES, ORIGINAL, ROPE_SCALINGS, multipliers_of, parameters
+from mamba_fsdp.model.spec import (
+    MIXER_NAMES,
+    MIXERS,
+    ORIGINAL,
+    ROPE_SCALINGS,
+    multipliers_of,
+    parameters,
+)
 
 INDICES = "attn_layer_indices"
 LETTERS = "hybrid_override_pattern"
@@ -40,8 +49,8 @@ class Architecture:
 
     class_name: str
     model_type: str
-    holds: str
     layers: list[list[Any]]
+    needs: list[str]
     settings: Table
     fixed: Table
     ignored: list[str]
@@ -62,16 +71,24 @@ class Architecture:
     rotated: float | None
     rotates_if: str
 
-    def fits(self, config: ModelConfig) -> bool:
-        """Returns whether the architecture can hold this model: the config.json that it writes is read as the same
-        model."""
-        if not all([layer.mixer, layer.mlp] in self.layers for layer in config.layer_list()):
-            return False
+    def knows(self, layer: Layer) -> bool:
+        return [layer.mixer, layer.mlp] in self.layers
+
+    def lacks(self, config: ModelConfig) -> list[str]:
+        """Returns in words what keeps the architecture, which knows the model's layers, from holding the model; nothing
+        if its class can use the model, and the config.json that it writes is read as the same model."""
+        absent = [name for name in self.needs if name in MIXERS and not config.has(name)]
+        if absent:
+            return [f"without {name}" for name in absent]
+        unset = [name for name in self.needs if name not in MIXERS and not getattr(config, name)]
         written = Fields(Path(self.class_name), self.write_config(config))
         try:
-            return self.read_config(written).structure() == config.structure()
-        except UserError:
-            return False
+            as_read = self.read_config(written).structure()
+        except UserError as error:
+            return [f"if {str(error).removeprefix(f'{self.class_name}: ')}"]
+        wanted = config.structure()
+        different = [name for name, value in wanted.items() if as_read.get(name) != value]
+        return [f"with {name}={getattr(config, name)}" for name in (*unset, *different)]
 
     def write_config(self, config: ModelConfig) -> Table:
         """Returns every field of config.json that says what the model computes, since defaults differ between
@@ -264,12 +281,51 @@ ARCHITECTURES = [Architecture(**table) for table in TABLES["transformers"].value
 
 
 def architecture_for(config: ModelConfig) -> Architecture:
-    """Returns the architecture that can hold a model. Raises UserError if transformers has none."""
-    for architecture in ARCHITECTURES:
-        if architecture.fits(config):
+    """Returns the architecture that can hold a model. Raises UserError, which says why, if transformers has none."""
+    layers = list(dict.fromkeys(config.layer_list()))
+    reasons = []
+    for architecture in architectures_with(layers):
+        lacks = architecture.lacks(config)
+        if not lacks:
             return architecture
-    choices = ", ".join(f"{kind.class_name} ({kind.holds})" for kind in ARCHITECTURES)
-    raise UserError(f"transformers has no model with layers={config.layers}; it has {choices}")
+        reasons.append(lacks)
+    if reasons:
+        why = min(reasons, key=len)[0]
+    else:
+        sets = chain(combinations(layers, 1), combinations(layers, 2), [layers])
+        layers = next(some for some in map(list, sets) if not architectures_with(some))
+        why = "together" if len(layers) > 1 else ""
+    names = " and ".join(layer.name for layer in layers)
+    raise UserError(f"no transformers model holds {names} {why}".rstrip())
+
+
+def architectures_with(layers: Iterable[Layer]) -> list[Architecture]:
+    return [each for each in ARCHITECTURES if all(map(each.knows, layers))]
+
+
+def exportable(config: ModelConfig) -> ModelConfig:
+    """Returns the model that an export holds: this one, or the same with attention that adds nothing. Raises UserError
+    if transformers has neither."""
+    silent = with_silent_attention(config)
+    try:
+        architecture_for(silent)
+    except UserError:  # says what this model lacks
+        architecture_for(config)
+    return silent
+
+
+def silent_tensors(architecture: Architecture, config: ModelConfig) -> set[str]:
+    """Returns the names of the stored tensors of attention that adds nothing; config: the model without it."""
+    silent = with_silent_attention(config)
+    if not all(map(architecture.knows, silent.layer_list())):
+        return set()
+    plain = architecture.stored_tensors(config)
+    return {
+        stored.name
+        for our_name, tensors in architecture.stored_tensors(silent).items()
+        for stored in tensors
+        if our_name not in plain
+    }
 
 
 def architecture_of(fields: Fields) -> Architecture:

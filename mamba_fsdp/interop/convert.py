@@ -2,22 +2,25 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
-from mamba_fsdp.interop.architectures import architecture_for
+from mamba_fsdp.interop.architectures import architecture_for, exportable
 from mamba_fsdp.interop.fields import Table
 from mamba_fsdp.interop.pth_files import write_pth
 from mamba_fsdp.interop.safetensors_files import SINGLE, write_safetensors
+from mamba_fsdp.interop.trial import try_export
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, Weights, read_weights
-from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD
+from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run.lease import new_folder
 from mamba_fsdp.run.names import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 from mamba_fsdp.storage.patience import exists, retry_io
@@ -34,12 +37,14 @@ def write_model(
     *,
     tokenizer: str = "",
     model_name: str = "",
+    trial: bool = True,
 ) -> Path:
     """Writes the model that `source` names (see find_weights) to the new folder `out`; returns `out`.
 
     format: hf, of transformers; state-spaces; pth, which is consolidated.00.pth, its config.json and tokenizer/. dtype:
     fp32, bf16, fp16; empty keeps the stored types. A_log, D and the biases of dt stay fp32. tokenizer: a folder with
-    the tokenizer to write instead of the model's. model_name: see read_weights.
+    the tokenizer to write instead of the model's. model_name: see read_weights. trial: whether transformers has to use
+    what was written for it before `out` appears.
 
     Raises UserError, and writes nothing, if there is nothing to read, the format can't hold this model, `out` exists,
     or the disk refuses.
@@ -56,6 +61,10 @@ def write_model(
         if weights.tokenizer_path:
             folder = unfinished / TOKENIZER if format == "pth" else unfinished
             retry_io(partial(_copy_tokenizer, weights.tokenizer_path, folder), folder)
+        if format == "hf" and trial:
+            config = exportable(weights.config)
+            line = try_export(unfinished, architecture_for(config), config, _write_copy)
+            print(line, file=sys.stderr)
     return out
 
 
@@ -69,8 +78,9 @@ def publish(source: str | Path, out: Path) -> None:
 
 
 def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
-    architecture = architecture_for(weights.config)
-    fields = architecture.write_config(weights.config)
+    config = exportable(weights.config)
+    architecture = architecture_for(config)
+    fields = architecture.write_config(config)
     tokenizer = None
     if weights.tokenizer_path:
         tokenizer = load_for_transformers(weights.tokenizer_path)
@@ -86,11 +96,15 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
     if weights.seq_length and weights.config.has("attention"):
         fields.setdefault("max_position_embeddings", weights.seq_length)
 
-    stored_tensors = architecture.stored_tensors(weights.config)
+    stored_tensors = architecture.stored_tensors(config)
+    written = parameters(config)
 
     def tensors() -> Iterator[Tensor]:
         for our_name, stored in stored_tensors.items():
-            whole = _read_as(dtype, weights, our_name, stored[0].shift)
+            if our_name in weights.shapes:
+                whole = _read_as(dtype, weights, our_name, stored[0].shift)
+            else:  # of silent attention
+                whole = torch.zeros(written[our_name].shape, dtype=embedding.dtype)
             if our_name.endswith(tuple(architecture.swapped)):
                 whole = whole.roll(len(whole) // 2, 0)
             yield from whole.split([tensor.shape[0] for tensor in stored])
@@ -98,6 +112,11 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
     names = [tensor.name for stored in stored_tensors.values() for tensor in stored]
     write_safetensors(folder / SINGLE, names, tensors())
     return fields
+
+
+def _write_copy(folder: Path, weights: Weights) -> None:
+    fields = _write_hf(folder, weights, "")
+    _write_object(folder / MODEL_CONFIG, fields)
 
 
 def _write_state_spaces(folder: Path, weights: Weights, dtype: str) -> Table:

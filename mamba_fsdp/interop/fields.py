@@ -29,9 +29,8 @@ AUTO = (
     "time_step_rank",
     "mamba_d_head",
 )  # fields in which "auto" stands for the default
-INFINITY = float("inf")
-TRANSFORMERS_5_INFINITY = {"__float__": "Infinity"}
-UNLIMITED = (None, [0.0, INFINITY], [0.0, "inf"], [0.0, TRANSFORMERS_5_INFINITY])
+# dt is computed in float32: no value of it is above this, the largest one, with the digits that people write of it.
+LARGEST_DT = 3.4e38
 SAYS_NO: tuple[Any, ...] = (
     None,
     False,
@@ -119,7 +118,7 @@ class Fields:
     def expect_no_limit(self, name: str) -> None:
         """Removes a field that limits dt, and refuses any limit."""
         value = self.content.pop(name, None)
-        if value not in UNLIMITED:
+        if value is not None and not _is_no_limit(value):
             self.refuse(name, f"is {value}; only [0, inf], no limit, can be converted")
 
     def inner(self, name: str) -> "Fields":
@@ -143,6 +142,18 @@ class Fields:
                     f"is {value!r}, a field that this program does not know; if the model's results "
                     "don't depend on it, remove it from the file",
                 )
+
+
+def _is_no_limit(value: Any) -> bool:
+    """Returns whether these are limits of dt that no dt reaches. JSON has no infinity, so that libraries write it in
+    several ways."""
+    try:
+        low, high = value
+        if isinstance(high, dict):  # as transformers 5 writes it
+            high = high["__float__"]
+        return float(low) <= 0 and float(high) >= LARGEST_DT
+    except (TypeError, ValueError, KeyError, OverflowError):
+        return False
 
 
 def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> Table:
@@ -170,7 +181,7 @@ def model_config(path: Path, **values: Any) -> ModelConfig:
 
 def pattern(layers: list[Layer]) -> str:
     """Returns the text of ModelConfig.layers for a list of layers: its shortest period, equal neighbours with a count."""
-    names = [f"{layer.mixer}+mlp" if layer.mlp else layer.mixer for layer in layers]
+    names = [layer.name for layer in layers]
     length = 1
     while names[length:] != names[:-length]:
         length += 1

@@ -29,12 +29,18 @@ from mamba_fsdp.data.paths import TOKENIZER_FILES, refused, tokenizer_in
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.interop import state_spaces
-from mamba_fsdp.interop.architectures import Architecture, StoredTensor, architecture_of
+from mamba_fsdp.interop.architectures import (
+    Architecture,
+    StoredTensor,
+    architecture_of,
+    silent_tensors,
+)
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.fms_files import FMS_EMBEDDINGS, FmsTensors
 from mamba_fsdp.interop.places import check_place, refuse_dcp
 from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, SafetensorsTensors
+from mamba_fsdp.interop.silent_attention import without_silent_attention
 from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
@@ -81,10 +87,12 @@ class Weights(Tensors):
         self.parameters = parameters(model.config)
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.stored = {name: [StoredTensor(name, shape)] for name, shape in self.shapes.items()}
+        self.unread: set[str] = set()  # names of tensors that add nothing
         self.aliases: dict[str, str] = {}  # see Architecture
         self.swapped: tuple[str, ...] = ()  # endings of names, see Architecture
         if model.architecture:
             self.stored = model.architecture.stored_tensors(model.config)
+            self.unread = silent_tensors(model.architecture, model.config)
             self.swapped = tuple(model.architecture.swapped)
             self.aliases = model.architecture.aliases
 
@@ -166,7 +174,7 @@ class Weights(Tensors):
         shapes = {
             name: shape
             for name, shape in self.tensors.shapes.items()
-            if not name.endswith(OLDER_LLAMA)
+            if name not in self.unread and not name.endswith(OLDER_LLAMA)
         }
         if any(name.startswith(MTP) for name in shapes):
             raise UserError(
@@ -276,7 +284,8 @@ def read_description(path: Path) -> Description:
     fields = Fields.read(path)
     if "model_type" in fields.content or "architectures" in fields.content:
         architecture = architecture_of(fields)
-        return Description(architecture.read_config(fields), architecture)
+        config = without_silent_attention(architecture.read_config(fields))
+        return Description(config, architecture)
     if "layers" not in fields.content:
         return Description(state_spaces.read_config(fields))
     seq_length = fields.content.pop("seq_length", None)

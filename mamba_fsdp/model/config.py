@@ -48,6 +48,11 @@ class Layer:
     def mixers(self) -> list[str]:
         return self.mixer.split("/")
 
+    @property
+    def name(self) -> str:
+        """Returns the layer as an item of ModelConfig.layers."""
+        return f"{self.mixer}+mlp" if self.mlp else self.mixer
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -17,6 +17,11 @@ class DatasetConfig:
     eos_token: str = setting("")
     """The token that ends each document; with --tokenizer=none its id. Empty: the end-of-text token that the tokenizer
     names; a trained tokenizer names <|endoftext|>."""
+    bos: bool = setting(False)
+    """Put the tokenizer's bos before each document; the tokenizer of runs and exports then adds it too. Otherwise
+    neither does."""
+    lossy_tokenizer: bool = setting(False)
+    """Import text though more than a fifth of its characters don't come back from the tokenizer."""
     validation_fraction: float = setting(
         0.01, at_least=0, below=1, elsewhere="val_fraction validation_split_percentage test_size"
     )
@@ -80,7 +85,11 @@ class DatasetConfig:
                 raise UserError(
                     "--tokenizer=none: give --vocab_size=N too, one more than the largest token id"
                 )
-        elif self.vocab_size:
+        if self.bos and (self.tokenizer == "none" or self.tokenizer.startswith("train:")):
+            raise UserError(
+                f"--bos=true is for a tokenizer that has a bos; --tokenizer={self.tokenizer} has none"
+            )
+        if self.tokenizer != "none" and self.vocab_size:
             raise UserError(
                 f"--vocab_size={self.vocab_size} is for --tokenizer=none; a tokenizer has its own"
             )

@@ -11,6 +11,7 @@ from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Loader, split_step
 from mamba_fsdp.errors import UserError, counted, with_unit
+from mamba_fsdp.interop.architectures import exportable
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.presets import title
@@ -138,6 +139,10 @@ class SetUp:
             f"model      {title(model)}: {parameter_count(model):,} parameters, {counted(model.n_layer, 'layer')}, "
             f"{precision}, {strategy} on {shape.size} x {device}"
         )
+        try:
+            exportable(model)
+        except UserError as error:
+            self.say(f"export     {error}; .pth and this program's own")
         is_dry = settings.training.dry_run
         if device in first_use.DEVICES and not is_dry:
             choice, origin = first_use.choose(settings, world, self.folder.path)

@@ -29,6 +29,8 @@ class ExportConfig(ImportConfig):
     """hf: for transformers' AutoModelForCausalLM (safetensors, with the tokenizer). state-spaces: for
     mamba_ssm's MambaLMHeadModel.from_pretrained. pth: consolidated.00.pth with config.json and
     tokenizer/, as a run writes it at its end."""
+    trial: bool = setting(True)
+    """hf: before OUT appears, transformers has to load a small copy, compute the same and generate."""
 
 
 def main(model: str, out: str, options: ExportConfig) -> None:

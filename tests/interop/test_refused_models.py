@@ -31,6 +31,8 @@ FIELDS = [  # (base, fields that say something else, what is said)
     ("mamba1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', another activation; only 'silu'"),
     ("mamba1", {"model_type": "gpt2"}, "a model of type 'gpt2', architectures .*reads Mamba"),
     ("mamba2", {"time_step_limit": [0.01, 0.1]}, r"time_step_limit is \[0.01, 0.1\]; only \[0"),
+    ("mamba2", {"time_step_limit": [0.0, 100.0]}, r"time_step_limit is \[0.0, 100.0\]; only"),
+    ("mamba2", {"time_step_limit": "none"}, "time_step_limit is none; only"),
     ("mamba2", {"head_dim": 0}, "head_dim is 0, but must be at least 1"),
     ("mamba2", {"hidden_size": None}, "hidden_size is missing"),
     ("mamba2", {"quantization_config": {"bits": 4}}, "a field that this program does not know"),
@@ -57,6 +59,7 @@ FIELDS = [  # (base, fields that say something else, what is said)
     ("ours", {"d_model": "64"}, "d_model is '64', but this program's models need: whole number"),
     ("ours", {"width": 3}, "width is not a setting of this program's models"),
 ]
+NO_LIMITS = [float("inf"), "inf", "Infinity", {"__float__": "Infinity"}, 3.4e38, 1e39]
 
 
 @pytest.fixture
@@ -69,6 +72,12 @@ def config_file(tmp_path):
         return file
 
     return write
+
+
+@pytest.mark.parametrize("no_limit", [None, *([0.0, high] for high in NO_LIMITS)])
+def test_limits_that_no_dt_reaches_are_none(no_limit, config_file):
+    file = config_file("mamba2", time_step_limit=no_limit)
+    assert read_description(file).config == read_description(config_file("mamba2")).config
 
 
 @pytest.mark.parametrize(("base", "changes", "words"), FIELDS)
@@ -110,14 +119,20 @@ TO_STATE_SPACES = [
     ({"norm_eps": 1e-6}, "can't have norm_eps=1e-06"),
     ({"layers": "mamba1+mlp", "d_intermediate": 130}, "can't have d_intermediate=130"),
 ]
-TO_HF = "no model with layers=mamba1,mamba2; it has MambaForCausalLM .layers mamba1 without MLP"
+TO_HF = [
+    ({"layers": "mamba1,mamba2"}, "no transformers model holds mamba1 and mamba2 together$"),
+    ({"layers": "mamba1+mlp"}, "no transformers model holds mamba1.mlp$"),
+    ({"layers": "gdn+mlp"}, "no transformers model holds gdn.mlp without attention$"),
+    ({"layers": "mamba1", "d_ssm": 40}, "holds mamba1 if intermediate_size is 40 and not expand"),
+    ({"layers": "attention+mlp", "qk_norm": "head"}, "holds attention.mlp with qk_norm=head$"),
+]
 
 
 @pytest.mark.parametrize(
     ("settings", "words", "format"),
     [
         *((settings, words, "state-spaces") for settings, words in TO_STATE_SPACES),
-        ({"layers": "mamba1,mamba2"}, TO_HF, "hf"),
+        *((settings, words, "hf") for settings, words in TO_HF),
     ],
 )
 def test_a_model_that_the_other_program_can_t_build_is_not_exported(

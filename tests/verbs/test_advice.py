@@ -4,7 +4,6 @@ followed, and works."""
 import datetime
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -80,7 +79,7 @@ FOLLOWED = {
     ),
     "tokenize ids.jsonl out --text_column=ids": (
         "give (--tokenizer=none)",
-        f"+ {{0}} --pack=none --vocab_size=400",
+        "+ {0} --pack=none --vocab_size=400",
     ),
     f"tokenize ids.jsonl out --text_column=ids {IDS}": ("give (--vocab_size=)N", "+ {0}400"),
     "tokenize ids.jsonl out --text_column=ids --tokenizer=none": (
@@ -93,7 +92,7 @@ FOLLOWED = {
     ),
     f"tokenize ids.jsonl out {IDS} --vocab_size=9": (
         "(--text_column)",
-        f"+ {{0}}=ids --vocab_size=400",
+        "+ {0}=ids --vocab_size=400",
     ),
     "tokenize rows.jsonl out": (r"(--text_column)", "+ {0}=document.text"),
     "tokenize words.csv out": ("it has: id, (words); name one with (--text_column)", "+ {1}={0}"),
@@ -160,7 +159,7 @@ FOLLOWED = {
     ),
     f"{TRAIN} --dataset_path=noend --reset_at_documents=true": (
         "again with (--eos_token)=ID",
-        f"tokenize ids.jsonl out --text_column=ids --tokenizer=none --vocab_size=400 {{0}}=0",
+        "tokenize ids.jsonl out --text_column=ids --tokenizer=none --vocab_size=400 {0}=0",
         f"{TRAIN.replace('320', '400')} --seq_length=2 --dataset_path=out --reset_at_documents=true",
     ),
     f"{TRAIN} --dataset_path=two --datasets=a,b": ("give (--allow_other_tokenizer=true)", "+ {0}"),

@@ -1,0 +1,193 @@
+"""Tries an export in transformers before it is called done.
+
+The class that its config.json names is built in the export's own sizes, without memory for them. A copy of the model
+with random weights, one layer of each kind and small sizes, is written in the same way; the class has to load it, to
+compute what our model computes, and to generate with and without its cache.
+"""
+
+import contextlib
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mamba_fsdp.checkpoint.tensors import Tensors
+from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.interop.architectures import Architecture
+from mamba_fsdp.interop.weights import Description, Weights
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.init import initial_part
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameter_count, parameters
+
+# Classes that, before transformers 5, normalise the output of Mamba-2 over all groups at once.
+GROUPED_SINCE_5 = ("Mamba2ForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM")
+# A class that, before transformers 5, continues several prompts at once wrongly if it uses its cache on a CPU.
+ONE_PROMPT_BEFORE_5 = "FalconH1ForCausalLM"
+VOCABULARY = 64  # of the copy
+PROMPT = 11  # tokens: more than a chunk
+CHUNK = 8
+NEW_TOKENS = 5
+PAD = 0
+TOLERANCE = 0.02  # of the largest logit: fast kernels round more than fp32 does
+UNTRIED = "--trial=false writes it as it is, --format=pth in this program's own form"
+
+WriteHf = Callable[[Path, Weights], None]
+
+
+class SampleTensors(Tensors):
+    """Random weights of a model. No two elements of a tensor are alike, so that each has an effect of its own."""
+
+    def __init__(self, config: ModelConfig):
+        self.source = Path()
+        self.parameters = parameters(config)
+        self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+
+    def slice(self, name: str, start: int, stop: int) -> Tensor:
+        size = self.parameters[name].size
+        initial = initial_part(name, self.parameters[name], 0, start, stop)
+        return initial * torch.linspace(0.8, 1.2, size)[start:stop]
+
+
+def try_export(
+    folder: Path, architecture: Architecture, config: ModelConfig, write: WriteHf
+) -> str:
+    """Returns a line on what transformers did with the export in `folder`, or on why it was not tried. config: the
+    exported model. write: writes weights as an export. Raises UserError if the class can't use the export."""
+    try:
+        import transformers  # late: importing it takes seconds
+    except ImportError as error:
+        return f"not tried in transformers, which can't be imported ({first_line(error)})"
+    version = f"transformers {transformers.__version__}"
+    class_name = architecture.class_name
+    if not hasattr(transformers, class_name):
+        return f"not tried: it needs a newer transformers with {class_name}; here is {version}"
+    is_before_5 = int(transformers.__version__.split(".")[0]) < 5
+    is_grouped = config.has("mamba2") and config.ngroups > 1
+    if is_before_5 and is_grouped and class_name in GROUPED_SINCE_5:
+        return (
+            f"not tried: it needs transformers 5 or newer; {version}, which is here, computes something else with "
+            f"ngroups={config.ngroups}"
+        )
+    doing = "building the model"
+    try:
+        with _quiet(transformers):
+            _build(transformers, folder, config)
+            for step in _use(transformers, small_copy(config), write):
+                doing = step
+    except Exception as error:  # the library raises whatever a model runs into
+        raise UserError(
+            f"{class_name} of {version} can't use this export: {doing} ended with {type(error).__name__} "
+            f"({first_line(error)[:200]}); {UNTRIED}"
+        ) from error
+    line = f"tried: {class_name} of {version} loads it, computes the same and generates"
+    if is_before_5 and class_name == ONE_PROMPT_BEFORE_5:
+        line += "; one prompt at a time: with several, it errs before transformers 5"
+    return line
+
+
+def small_copy(config: ModelConfig) -> ModelConfig:
+    """Returns a model of the same kind with one layer of each kind, at least two, and small sizes. Each head has the size
+    that it has in the model, and fills its part of d_model if it does so there."""
+    layers = dict.fromkeys(layer.name for layer in config.layer_list())
+    group = config.headdim * config.ngroups
+    queries = config.n_head // config.n_kv_head
+    heads_fill = config.n_head * config.resolved_head_dim == config.d_model
+    unit = queries * config.resolved_head_dim if heads_fill else config.n_head
+    sizes: dict[str, Any] = {"d_model": min(config.d_model, math.lcm(group, unit))}
+    if heads_fill:
+        sizes["n_kv_head"] = sizes["d_model"] // unit
+        sizes["n_head"] = sizes["n_kv_head"] * queries
+    if config.d_inner % config.d_model:
+        sizes["d_ssm"] = min(config.d_inner, 2 * group)
+    else:
+        sizes |= {"d_ssm": 0, "expand": config.d_inner // config.d_model}
+    return replace(
+        config,
+        layers=",".join(layers),
+        n_layer=max(2, len(layers)),
+        vocab_size=VOCABULARY,
+        pad_vocab_size_multiple=1,
+        head_dim=config.resolved_head_dim,
+        dt_rank=config.resolved_dt_rank,
+        d_intermediate=min(config.resolved_d_intermediate, 64),
+        chunk_size=CHUNK,
+        **sizes,
+    )
+
+
+def _build(transformers: Any, folder: Path, config: ModelConfig) -> None:
+    described = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(described)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count != parameter_count(config):
+        raise ValueError(f"it has {count:,} parameters, not {parameter_count(config):,}")
+
+
+def _use(transformers: Any, config: ModelConfig, write: WriteHf) -> Iterator[str]:
+    """Yields what is done next. Raises ValueError for other results than ours, and what transformers raises."""
+    weights = Weights(Path(), Description(config), None)
+    weights.tensors = SampleTensors(config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    yield "loading"
+    with tempfile.TemporaryDirectory() as place:
+        write(Path(place), weights)
+        theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+            place, dtype=torch.float32, output_loading_info=True
+        )
+    for kind in ("missing_keys", "unexpected_keys"):
+        if report[kind]:
+            raise ValueError(f"{kind}: {', '.join(sorted(report[kind]))}")
+    theirs = theirs.eval().to(device)
+    ours = MambaLM(config)
+    tokens = (torch.arange(PROMPT) + PAD + 1)[None].to(device)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(weights.get(name))
+        for use_cache in (False, True):
+            how = "with a cache" if use_cache else "without a cache"
+            yield f"a forward pass {how}"
+            _check_logits(theirs(tokens, use_cache=use_cache).logits, ours(tokens.cpu()))
+            yield f"generating {how}"
+            found = theirs.generate(
+                tokens,
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                use_cache=use_cache,
+                pad_token_id=PAD,  # generate takes it for no text
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            expected = ours(found.sequences[:, :-1].cpu())[:, PROMPT - 1 :]
+            _check_logits(torch.stack(found.logits, 1), expected)
+
+
+def _check_logits(found: Tensor, expected: Tensor) -> None:
+    error = (found.cpu() - expected).abs().max() / expected.abs().max()
+    if not error < TOLERANCE:
+        raise ValueError(f"logits that differ by {error:.1%} from ours")
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Keeps transformers from printing advice and progress."""
+    logging = transformers.utils.logging
+    verbosity = logging.get_verbosity()
+    had_progress = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_progress:
+            logging.enable_progress_bar()

@@ -1,0 +1,149 @@
+"""What a tokenizer does to text beside encoding it is said, and what training did not see, its exports do not do."""
+
+import json
+import re
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.tokenizer import load_words
+from mamba_fsdp.errors import UserError
+
+pytestmark = pytest.mark.torch22
+TEXT = "The quick brown fox, caf\u00e9 \ufb01ne; " + "some more plain words " * 9
+END, BOS = "</s>", "<s>"
+
+
+def byte_level(**model):
+    """A tokenizer of bytes with two merges, END and BOS."""
+    letters = [END, BOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {letter: number for number, letter in enumerate([*letters, "re", "rd"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("r", "e"), ("r", "d")], **model))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def normalized(*steps):
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Sequence(list(steps))
+    return tokenizer
+
+
+def of_words(*words):
+    tokenizer = Tokenizer(
+        models.WordLevel({END: 0, **{w: i + 1 for i, w in enumerate(words)}}, "?")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def with_bos():
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([BOS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+SAID = {  # (tokenizer, what is said, whether the import is refused)
+    "bytes": (byte_level(), "", False),
+    "lowercase": (
+        normalized(normalizers.Lowercase()),
+        r"warning: .*'The quick br.*'the quick",
+        False,
+    ),
+    "NFKC": (normalized(normalizers.NFKC()), "warning: .*\ufb01ne.*comes back as .*fine", False),
+    "letters": (normalized(normalizers.Replace("o", "")), "warning: .* does not come back", False),
+    "no unknown": (of_words("The"), "can't encode this text .*Missing", True),
+    "unknown": (of_words("?", "The"), r"9\d.\d\d% of .*--lossy_tokenizer=true$", True),
+    "dropout": (byte_level(dropout=0.5), "drops 50% of its merges at random: switched off", False),
+    "bos": (with_bos(), "adds <s> to each text: .*--bos=true keeps", False),
+}
+
+
+def saved(folder, tokenizer, **fields):
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, **fields}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def imported(prepare, folder, tokenizer, **given):
+    """The tokens of TEXT's store, and the place of its tokenizer."""
+    (folder / "text.txt").write_text(TEXT)
+    prepare(folder / "text.txt", folder / "out", tokenizer=str(tokenizer), eos_token=END, **given)
+    store = TokenStore(folder / "out/train")
+    return store.read(0, store.token_count).tokens.tolist(), store.tokenizer_path
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_a_tokenizer_loses_or_adds_is_said(case, prepare, tmp_path, capsys):
+    tokenizer, words, is_refused = SAID[case]
+    folder = saved(tmp_path / "tokenizer", tokenizer)
+    if is_refused:
+        with pytest.raises(UserError, match=words):
+            imported(prepare, tmp_path, folder)
+    if case == "no unknown":
+        return
+    imported(prepare, tmp_path, folder, lossy_tokenizer=is_refused)
+    said = capsys.readouterr().out
+    assert re.search(words.removesuffix("--lossy_tokenizer=true$"), said)
+    assert ("warning" in said) == ("warning" in words or is_refused)
+
+
+def test_a_text_has_the_same_ids_each_time_though_its_tokenizer_has_dropout(prepare, tmp_path):
+    folder = saved(tmp_path / "tokenizer", byte_level(dropout=0.5))
+    ids, place = imported(prepare, tmp_path, folder)
+    assert ids == [*byte_level().encode(TEXT).ids, 0]
+    assert AutoTokenizer.from_pretrained(place).encode(TEXT) == ids[:-1]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
+def test_a_tokenizer_adds_the_bos_that_documents_have(bos, class_name, prepare, tmp_path):
+    """In transformers, as in this program's own prompts, and once."""
+    fields = {"tokenizer_class": class_name, "bos_token": BOS, "add_bos_token": True}
+    folder = saved(tmp_path / "tokenizer", with_bos(), **fields)
+    ids, place = imported(prepare, tmp_path, folder, bos=bos)
+    assert ids[:-1].count(1) == ids.count(1) == bos == (ids[0] == 1)
+    assert ids[-1] == 0
+    assert AutoTokenizer.from_pretrained(place).encode(TEXT) == ids[:-1]
+    assert load_words(place).encode(TEXT) == ids[:-1]
+
+
+def test_a_bos_that_is_none_is_refused(prepare, tmp_path):
+    folder = saved(tmp_path / "tokenizer", byte_level())
+    with pytest.raises(UserError, match="--bos=true .*is missing"):
+        imported(prepare, tmp_path, folder, bos=True)
+
+
+def test_a_dataset_means_its_tokenizer(prepare, tmp_path):
+    ids, place = imported(prepare, tmp_path, saved(tmp_path / "tokenizer", byte_level()))
+    (tmp_path / "again").mkdir()
+    for number, name in enumerate(("out", "out/train")):
+        again = tmp_path / f"again/{number}"
+        again.mkdir()
+        assert imported(prepare, again, tmp_path / name)[0] == ids
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (
+            "tokenizer.model",
+            "holds tokenizer.model, a sentencepiece .*; wanted is a tokenizer.json",
+        ),
+        ("a.tiktoken", "holds a.tiktoken, a sentencepiece or tiktoken .*; wanted is"),
+        ("notes.txt", "holds no tokenizer.json, but notes.txt; wanted is a tokenizer.json, or its"),
+    ],
+)
+def test_a_folder_without_a_tokenizer_says_what_is_there(file, words, prepare, tmp_path):
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / file).write_text("x")
+    with pytest.raises(UserError, match=words):
+        imported(prepare, tmp_path, tmp_path / "wrong")
