@@ -155,7 +155,7 @@ def check_tokenizer_place(path: str | Path) -> Path:
 
 def is_run(folder: Path) -> bool:
     """Returns whether a folder is that of a run."""
-    return is_folder(folder / CHECKPOINTS) or _has(folder, STATUS, METRICS)
+    return any(exists(folder / name) for name in (CHECKPOINTS, STATUS, METRICS))
 
 
 def is_unfinished(folder: Path) -> bool:

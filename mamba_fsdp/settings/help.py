@@ -122,7 +122,7 @@ class Page:
         is nothing."""
         lines = []
         for name, entry in entries.items():
-            if entry.why and all(word in words_of(name) for word in words):
+            if words and entry.why and all(word in words_of(name) for word in words):
                 lines += wrapped(f"{name} is not a setting here: {entry.why}")
         lines = lines or in_docs(asked)
         if lines:

@@ -43,8 +43,10 @@ class Written:
         else:
             # The suggestion looks past a wrong section; the setting does not.
             leaf = word.rpartition(".")[2]
-            names = ["config", *all_settings(), *other_launchers.entries()]
-            hint = near_name(leaf, names, "--help=all lists them")
+            entries = other_launchers.entries()
+            elsewhere = {name: entry.setting or name for name, entry in entries.items()}
+            names = ["config", *all_settings()]
+            hint = near_name(leaf, names, "--help=all lists them", elsewhere=elsewhere)
             raise UserError(f"{word}: there is no such setting ({self.where}); {hint}")
 
     def _read_entry(self, word: str, text: Any, entry: other_launchers.Entry) -> None:

@@ -67,6 +67,8 @@ def test_words_and_bytes_are_those_of_the_predicted_text(model, monkeypatch):
     texts = [decode(document[:-1].tolist()) for document in stored_documents(store)]
     words = sum(len(text.split()) for text in texts)
     assert words - 1 <= whole.words <= words  # the first token is not predicted
+    huge = dataclasses.replace(whole, perplexity=999_999.0, word_perplexity=4.25e40).lines()[3]
+    assert "999,999.000 per token, 4.2e40 per word" in huge
     assert whole.word_perplexity == pytest.approx(math.exp(whole.loss * whole.tokens / whole.words))
     bits = whole.loss * whole.tokens / math.log(2)
     assert whole.bits_per_byte == pytest.approx(bits / whole.bytes)

@@ -269,7 +269,7 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path):
     (folder / ".metadata").touch()
     (folder / "__0_0.distcp").touch()
     line = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {folder}.pth"
-    words = f"{folder} is a folder of torch.distributed.*: {line}$"
+    words = f"{folder} is a folder of torch.distributed.*: .*{line}$"
     for place in (folder, folder.parent, folder / "__0_0.distcp"):
         with pytest.raises(UserError, match=words):
             find_weights(place, MAMBA1).open(World.alone())

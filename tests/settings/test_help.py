@@ -90,7 +90,22 @@ def test_a_word_finds_its_setting_or_why_there_is_none():
     assert said.startswith("logical shards is not a setting here: ")
 
 
+BESIDES = {  # what is asked: what is named in place of an option
+    "early": "early_stopping_patience is not a setting here: a run has its length; a file STOP",
+    "patience": "STOP",
+    "best": "load_best_model_at_end is not a setting here",
+    "gpu": "./1.train.sbatch trains on all GPUs",
+    "slurm": "docs/cluster.md:1 # Training on a Slurm cluster",
+}
+
+
+def test_a_word_without_an_option_finds_another_program_s_word_or_a_line_of_docs():
+    for asked, answer in BESIDES.items():
+        assert answer in " ".join(settings_page().text(asked).split()), asked
+
+
 UNKNOWN = {
+    "warmpu": "did you mean --help=warmup",
     **dict.fromkeys(["nosuch", "***", " ", "(", "\x1b[2J", "--", "\udcff", "x" * 3000], ""),
     "lerning_rat": "did you mean --help=learning_rate",
     "learningrate": "did you mean --help=learning_rate",

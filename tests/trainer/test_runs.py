@@ -158,7 +158,7 @@ def test_starting_from_another_run(train, tmp_path, metrics_of):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"dataset_path": "/nowhere"}, "/nowhere: no such folder"),
+        ({"dataset_path": "/nowhere"}, "/nowhere: there is no such file or folder"),
         ({"datasets": "train,typo"}, "typo"),
         ({"validation_path": "/nowhere"}, "/nowhere"),
         ({"vocab_size": 32}, "set vocab_size=64"),

@@ -58,6 +58,9 @@ PREPARED = [
     "tokenize texts large --tokenizer=train:500",
     f"tokenize ids.jsonl noend --text_column=ids {IDS} --vocab_size=400 --validation_fraction=0",
 ]
+# Not followed here, since it takes what these tests lack: Slurm's and the driver's (launch/, doctor, preflight, first_use:
+# tests/slurm and tests/launch make these mistakes), GPUs and their memory, several ranks, the Hub, packages to install, full
+# or failing disks, and files to copy or download again.
 # A mistake: what its message advises, as a regular expression, and what follows it, with the expression's groups. What
 # follows a command is the whole command line, or words to add to the mistake.
 FOLLOWED = {
@@ -239,6 +242,24 @@ FOLLOWED = {
         f"{RESHAPED} --{{0}}=runs/demo/pth/step_00000004/consolidated.00.pth",
     ),
     f"{MINE} --scheduler.name=polynomial_with_warmup": ("(schedule=polynomial)", f"{MINE} --{{0}}"),
+    "train --dry_run --dataset_path=data/builtin --model_name=mamba2-130m --n_layer=2 --batch_size=4": (
+        r"64 passes of 4 samples, .*: (--global_batch_size=\d+) takes one",
+        "+ {0}",
+    ),
+    f"{DEMO.replace('=9', '=90000')}": (
+        r"or (num_epochs=\d+)",
+        f"{DEMO.replace('--num_steps=9', '--{0}')}",
+    ),
+    f"{MINE.replace('320', '4000')}": (
+        r"set (vocab_size=\d+)",
+        f"{FREE} --dataset_path=data/builtin --{{0}}",
+    ),
+    f"{MINE.replace('320', '200')}": (
+        r"set (vocab_size=\d+)",
+        f"{FREE} --dataset_path=data/builtin --{{0}}",
+    ),
+    f"{MINE} --min_lr=0.1": (": (min_learning_rate_ratio)", f"{MINE} --{{0}}=0.1"),
+    f"{MINE} --gpus=2": ("(trains on the CPU)", MINE),
     # models
     "evaluate runs/demo texts": (
         r"of it: (.*) OUT (.*); then (evaluate) OUT/train",
@@ -377,7 +398,37 @@ def test_who_follows_the_advice_gets_there(folder, answers, mistake):
     pattern, *steps = FOLLOWED[mistake]
     code, said = answers(mistake)
     found = re.search(pattern, said)
-    assert code and found and "error: " in said, said
+    assert found and re.search("error: |warning ", said), said
     for step in steps:
         code, said = follow(step.format(*found.groups()), mistake, folder, answers)
         assert code == 0, (step, said)
+
+
+TYPED = {  # words that people type: the settings that they become
+    "--steps=3 --bs=2 --lr=0.1": "num_steps batch_size learning_rate",
+    "--max_seq_len=16 --wd=0 --warmup=2": "seq_length weight_decay warmup_steps",
+    "--epochs=3 --save_every=2 --log_every=1": "num_epochs checkpoint_interval report_interval",
+    "--n_layers=2 --dim=16 --dtype=float32": "n_layer d_model mixed_precision",
+}
+
+
+def test_what_people_type_becomes_the_setting_that_they_mean(answers):
+    for words, settings in TYPED.items():
+        code, said = answers(f"train --dry_run --dataset_path=data/builtin {words}")
+        assert code == 0, said
+        for name in settings.split():
+            assert f" is {name}=" in said
+
+
+def test_a_vocabulary_that_is_not_given_is_the_data_s_and_stays_the_run_s(answers, folder):
+    """Also if the run is resumed, and in the folder that is taken without save_ckpt_path."""
+    begin = f"{FREE.replace('--dry_run', '')} --dataset_path=data/builtin --num_steps="
+    for steps in (1, 2):
+        code, said = answers(
+            f"{begin.replace('--num_steps=9', '')}{steps}".replace("--num_steps=9", "")
+        )
+        assert code == 0, said
+    assert "resumes    from runs/train" in said
+    assert "vocab_size: 300\n" in (folder / "runs/train/config.yaml").read_text()
+    code, said = answers(f"{FREE} --dataset_path=large --save_ckpt_path=runs/large")
+    assert code == 0 and re.search("vocab_size=[0-9]+, as the data has, instead of 4096", said)

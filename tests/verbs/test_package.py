@@ -45,6 +45,9 @@ MISTAKES = [
     ("batches", {}, r"missing a required argument: 'dataset_path'; see help\(mamba_fsdp.batches"),
     ("train", {"num_stepss": 3}, r"^num_stepss: .* \(in the call\); did you mean num_steps.$"),
     ("train", {"beta2": 1.5}, "^beta2=1.5: must be at most 0.9999999"),
+    ("load", {"source": "~/no-such-run"}, "^/.*/no-such-run: there is no such file or folder"),
+    ("evaluate", {"model": "a", "data": ["text"]}, "^evaluate: data=.'text'. is not the path of"),
+    ("evaluate", {"model": 3, "data": "a"}, "^3 is neither a model that mamba_fsdp.load returned nor"),
     ("train", {"position_window": 5}, r"leave it out \(in the call\)$"),
 ]
 

@@ -7,7 +7,7 @@ from unittest.mock import ANY
 import pytest
 
 from mamba_fsdp import command_line
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, command, python
 from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.settings.resolve import as_plain
 from mamba_fsdp.verbs import preflight
@@ -186,6 +186,13 @@ def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp):
         (tmp_path / ".complete").write_text(stamp)
     with pytest.raises(UserError, match="incomplete or was made from other requirements"):
         machine.check_version(tmp_path)
+
+
+def test_an_installed_package_has_no_checkout_to_agree_with(tmp_path, monkeypatch):
+    monkeypatch.setattr("mamba_fsdp.errors.PROJECT", tmp_path)
+    finding = next(check for check in checks.CHECKS if check.name == "environment").make()
+    assert finding.verdict == "ok" and "an installed package" in finding.text
+    assert command("tokenize") == "mamba-fsdp tokenize" and python() == "python"
 
 
 @pytest.mark.parametrize(

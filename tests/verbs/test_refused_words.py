@@ -27,7 +27,7 @@ REFUSED = {
         "stray": "stray: settings are written --name=value",
         "--learing_rate=1": "learing_rate: there is no such setting (on the command line); did you mean learning_rate?",
         "--max_sequence_length=1": "max_sequence_length: there is no such setting (on the command line); did you mean "
-        "sequence_length?",
+        "seq_length?",
         "--dataset_path=nothing": "make a token store there: ",
         "--use_dummy_dataset --init_from=empty": "empty: an empty folder, not a model",
         "--use_dummy_dataset --save_ckpt_path=taken": "taken is in use by process",
