@@ -17,9 +17,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,7 @@ from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import exists
 from mamba_fsdp.storage.typed_json import write_object
+from mamba_fsdp.threads import in_thread
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
 BATCHES_AHEAD = 2  # one is encoded while the one before becomes an array
@@ -262,12 +262,12 @@ class _Part:
         print(f"training a tokenizer of {size} tokens", flush=True)
         sample = _Sample([file for file in self.files if file.store == "train"], self.options)
         # In a thread of its own: the library ignores Ctrl-C.
-        training = ThreadPool(1).apply_async(tokenizers_.train, (sample.texts(), size, eos_token))
+        training = in_thread(tokenizers_.train, sample.texts(), size, eos_token)
         console = Console()
         began = time.monotonic()
         said = began
-        while not training.ready():
-            training.wait(0.2)
+        while not training.done():
+            wait([training], timeout=0.2)
             moment = time.monotonic()
             message = f"  {sample.state()}, {moment - began:.0f} s so far"
             console.passing(message)
@@ -275,7 +275,7 @@ class _Part:
                 console.line(message)
                 said = moment
         console.clear()
-        tokenizer = training.get()
+        tokenizer = training.result()
         if tokenizer.vocab_size < size:
             print(
                 f"its vocabulary is {tokenizer.vocab_size:,}, not {size:,}: each word of the text "
