@@ -42,6 +42,9 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+WANTED = (  # of --tokenizer
+    "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
+)
 INPUT_WORDS = {"arrow": "Arrow tables", "datalayout": "Composer's DataLayout"}  # by kind; else text
 NO_INPUT = {
     "store",
@@ -149,7 +152,7 @@ def check_tokenizer_place(path: str | Path) -> Path:
     found = tokenizer_in(path)
     may_hold_another = not exists(path) or exists(Path(path, MODEL_CONFIG))
     if found is None and not may_hold_another:
-        raise refused(path, "a tokenizer")
+        raise refused(path, "a tokenizer", f"wanted is {WANTED}")
     return found or Path(path)
 
 

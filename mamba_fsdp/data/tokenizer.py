@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from mamba_fsdp.data.corpus import prepare_hub
-from mamba_fsdp.data.paths import check_tokenizer_place
+from mamba_fsdp.data.paths import WANTED, check_tokenizer_place
 from mamba_fsdp.errors import UserError, first_line, import_command
 from mamba_fsdp.fields import whole_number
 from mamba_fsdp.storage.patience import write_atomically
@@ -32,9 +32,6 @@ IDENTITY = "ids:"  # each identity's start; change it with the way to compute on
 ANOTHER_TOKENIZER = (
     "use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
     "--allow_other_tokenizer=true if you know that they fit"
-)
-WANTED = (
-    "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
 )
 GENERIC = "PreTrainedTokenizerFast"  # the class that takes a tokenizer.json as it is
 MAKE_IDS = "make token ids with it and import these: get_dataset.py --text_column=input_ids --tokenizer=none"
