@@ -26,6 +26,9 @@ from mamba_fsdp.run.names import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 from mamba_fsdp.storage.patience import exists, retry_io
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+OTHER_FORMATS = (
+    "--format=pth writes this program's own form, --format=state-spaces what mamba_ssm may read"
+)
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -78,7 +81,10 @@ def publish(source: str | Path, out: Path) -> None:
 
 
 def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
-    config = exportable(weights.config)
+    try:
+        config = exportable(weights.config)
+    except UserError as error:
+        raise UserError(f"{error}; {OTHER_FORMATS}") from None
     architecture = architecture_for(config)
     fields = architecture.write_config(config)
     tokenizer = None

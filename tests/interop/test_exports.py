@@ -2,18 +2,20 @@
 
 import random
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.architectures import architecture_for, exportable
+from mamba_fsdp.interop.architectures import ARCHITECTURES, architecture_for, exportable
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.trial import ONE_PROMPT_BEFORE_5
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.model.config import ModelConfig
 from tests.support.small_models import assert_same, model_of, random_state, write_ours
+from tests.support.tiny import model_config
 
 pytestmark = pytest.mark.torch22
 SIZES = dict(d_model=32, vocab_size=48, headdim=8, d_state=8, n_head=4, n_kv_head=2)
@@ -101,3 +103,24 @@ def test_an_export_that_its_class_can_t_use_is_not_left(trial, tmp_path, monkeyp
     with pytest.raises(UserError, match=words):
         write_model(ours, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def rows_of_the_table():
+    text = Path(__file__).parents[2].joinpath("docs/models.md").read_text()
+    return re.findall(r"^\| `(\S+)` \| (?:`(.*)`)? ?\| (?:`(\w+ForCausalLM)`|none)", text, re.M)
+
+
+@pytest.mark.parametrize(("layers", "settings", "class_name"), rows_of_the_table())
+def test_the_table_in_docs_says_what_is_exported_as_what(layers, settings, class_name):
+    words = f"layers={layers} d_state=16 headdim=16 ngroups=2 n_layer=4 {settings}"
+    config = model_config(words)
+    if class_name:
+        assert architecture_for(exportable(config)).class_name == class_name
+        return
+    with pytest.raises(UserError, match="^no transformers model holds"):
+        exportable(config)
+
+
+def test_the_table_in_docs_is_found():
+    named = {class_name for _, _, class_name in rows_of_the_table()}
+    assert named - {""} == {architecture.class_name for architecture in ARCHITECTURES}

@@ -120,11 +120,17 @@ TO_STATE_SPACES = [
     ({"layers": "mamba1+mlp", "d_intermediate": 130}, "can't have d_intermediate=130"),
 ]
 TO_HF = [
-    ({"layers": "mamba1,mamba2"}, "no transformers model holds mamba1 and mamba2 together$"),
-    ({"layers": "mamba1+mlp"}, "no transformers model holds mamba1.mlp$"),
-    ({"layers": "gdn+mlp"}, "no transformers model holds gdn.mlp without attention$"),
+    (
+        {"layers": "mamba1,mamba2"},
+        "no transformers model holds mamba1 and mamba2 together; --format=pth",
+    ),
+    ({"layers": "mamba1+mlp"}, "no transformers model holds mamba1.mlp; --format=pth"),
+    ({"layers": "gdn+mlp"}, "no transformers model holds gdn.mlp without attention; --format=pth"),
     ({"layers": "mamba1", "d_ssm": 40}, "holds mamba1 if intermediate_size is 40 and not expand"),
-    ({"layers": "attention+mlp", "qk_norm": "head"}, "holds attention.mlp with qk_norm=head$"),
+    (
+        {"layers": "attention+mlp", "qk_norm": "head"},
+        "holds attention.mlp with qk_norm=head; --format=pth",
+    ),
 ]
 
 

@@ -79,6 +79,14 @@ def test_a_dry_run_warns_of_what_can_hardly_be_meant(train, tmp_path):
         assert re.search(f"^warning .*{warning}", said, re.MULTILINE), (warning, said)
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_the_start_says_if_transformers_can_t_hold_the_model(dry_run, train, tmp_path):
+    said = train(tmp_path / "run", dry_run=dry_run, layers="mamba1+mlp", num_steps=1)
+    assert (
+        "export     no transformers model holds mamba1+mlp; .pth and this program's own\n" in said
+    )
+
+
 def test_a_dry_run_finds_the_start_of_the_run_and_changes_nothing(train, tmp_path):
     """And which settings are not those of the last start."""
     run = tmp_path / "run"
