@@ -47,7 +47,11 @@ MISTAKES = [
     ("train", {"beta2": 1.5}, "^beta2=1.5: must be at most 0.9999999"),
     ("load", {"source": "~/no-such-run"}, "^/.*/no-such-run: there is no such file or folder"),
     ("evaluate", {"model": "a", "data": ["text"]}, "^evaluate: data=.'text'. is not the path of"),
-    ("evaluate", {"model": 3, "data": "a"}, "^3 is neither a model that mamba_fsdp.load returned nor"),
+    (
+        "evaluate",
+        {"model": 3, "data": "a"},
+        "^3 is neither a model that mamba_fsdp.load returned nor",
+    ),
     ("train", {"position_window": 5}, r"leave it out \(in the call\)$"),
 ]
 
