@@ -23,8 +23,8 @@ from mamba_fsdp.checkpoint.contents import BAD_CONTENT, Checksum, FileChecksum
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
+from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import from_json, parse_object
-from mamba_fsdp.threads import in_thread
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written at a time

@@ -57,8 +57,8 @@ from mamba_fsdp.report.console import Console
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import write_object
-from mamba_fsdp.threads import in_thread
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
 BATCHES_AHEAD = 2  # one is encoded while the one before becomes an array

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mamba_fsdp.errors import Accident, UserError, first_line, joined
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage.patience import storage_error
-from mamba_fsdp.threads import in_thread
+from mamba_fsdp.storage.threads import in_thread
 
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])

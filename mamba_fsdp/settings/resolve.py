@@ -126,8 +126,7 @@ def check_run_folder(settings: TrainConfig) -> None:
         ) from None
     if earlier is None:
         return
-    if "vocab_size" not in settings.explicit:  # the run's own follows its data
-        settings = settings.changed(vocab_size=earlier.model.vocab_size)
+    settings = with_vocabulary_of(settings, earlier.model)
     differing = {}
     if not settings.checkpoint.init_from:
         differing = differing_model(settings, earlier.model)
@@ -349,9 +348,17 @@ def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> Train
         if "seq_length" not in settings.explicit:
             length = recipe(settings.model.model_name)["seq_length"]
             settings = settings.changed(seq_length=length)
+    settings = with_vocabulary_of(settings, model)
     check_same_model(settings, model, source)
     notes = pointless(settings, explicit, shape).values()
     return replace(settings, notes=(*settings.notes, *notes))
+
+
+def with_vocabulary_of(settings: TrainConfig, model: ModelConfig) -> TrainConfig:
+    """Returns the settings with the size of the vocabulary of `model`, unless the user gave one: it follows a tokenizer,
+    also in a model that is described by its name."""
+    sizes = {"vocab_size", "pad_vocab_size_multiple"} - settings.explicit
+    return settings.changed(**{name: getattr(model, name) for name in sizes})
 
 
 def check_same_model(

@@ -142,6 +142,7 @@ def adopt_weights(settings: TrainConfig, origin: Origin) -> tuple[TrainConfig, W
     if origin.is_checkpoint or not origin.setting:
         return settings, None
     weights = find_weights(origin.path, settings.model)
+    settings = resolve.with_vocabulary_of(settings, weights.config)
     resolve.check_same_model(settings, weights.config, source)
     return settings, weights
 
@@ -157,8 +158,8 @@ def adopt_vocabulary(
         return settings
     if checkpoint:
         saved = SavedRun.from_state(checkpoint.contents.state, checkpoint.path)
-        vocab_size = checked_model(checkpoint.path, saved.model).vocab_size
-        return settings.changed(vocab_size=vocab_size)
+        model = checked_model(checkpoint.path, saved.model)
+        return resolve.with_vocabulary_of(settings, model)
     sources, _ = training_sources(settings.data)
     stores = [*sources.values(), *validation_sources(settings.data)]
     vocab_size = max(store.vocab_size for store in stores)

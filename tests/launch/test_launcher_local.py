@@ -44,12 +44,12 @@ def test_each_gpu_has_a_rank_with_the_settings_as_they_are_and_the_first_error_i
         "MAX_RESTARTS": "0",
         "FAKE": "storage",
     }
-    (launcher_project / 'it\'s "quoted"').touch()
-    words = ["--save_ckpt_path=runs/a b", FOR_EVER, '--init_from=it\'s "quoted"']
+    (launcher_project / 'it\'s "quoted".pth').touch()
+    words = ["--save_ckpt_path=runs/a b", FOR_EVER, '--init_from=it\'s "quoted".pth']
     code, output = train(launcher_project, *words, **environment)
     begun = starts(launcher_project / "runs/a b")
     settings = {"save_ckpt_path": "runs/a b", "num_steps": FOR_EVER.partition("=")[2]}
-    settings["init_from"] = 'it\'s "quoted"'
+    settings["init_from"] = 'it\'s "quoted".pth'
     assert [start["settings"] for start in begun] == [settings] * 3
     before, last = output.splitlines()[-2:]
     assert code == 74 and before.startswith("rank 2 on ") and output.count("failed first") == 1
