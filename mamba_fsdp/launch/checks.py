@@ -145,8 +145,8 @@ def find_efa_plugin() -> str:
     plugin = machine.efa_plugin()
     if not plugin:
         raise UserError(
-            "EFA devices, but no libnccl-net.so (aws-ofi-nccl), which NCCL needs to use them, so it takes TCP; build the "
-            "image with INSTALL_EFA=1 (docs/image.md)"
+            "EFA devices, but no libnccl-net.so (aws-ofi-nccl) that NCCL can load to use them, so it takes TCP; build the "
+            "image with INSTALL_EFA=1 (docs/image.md), or if there is a libnccl-net-ofi.so, set NCCL_NET_PLUGIN=ofi"
         )
     return plugin
 

@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable
-from ctypes.util import find_library
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
@@ -45,8 +44,19 @@ def driver_gpus() -> list[str]:
 
 
 def efa_plugin() -> str | None:
-    """Returns the library by which NCCL uses EFA (aws-ofi-nccl); None if there is none."""
-    return find_library("nccl-net") or find_library("nccl-net-ofi")
+    """Returns the library by which NCCL uses EFA (aws-ofi-nccl); None if NCCL would load none.
+
+    NCCL opens libnccl-net.so, or libnccl-net-NAME.so with NCCL_NET_PLUGIN=NAME, which may also be a file. 1.train.sbatch
+    sets the variable on a node of a job."""
+    plugin = os.environ.get("NCCL_NET_PLUGIN", "")
+    names = ["libnccl-net.so"]
+    if plugin:
+        names = [plugin, f"libnccl-net-{plugin}.so"]
+    for name in names:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return name
+    return None
 
 
 def interface_towards(hosts: Iterable[str]) -> str:

@@ -49,7 +49,9 @@ def test_builders_find_the_stages_of_the_stack(tmp_path, arguments, used):
         pytest.skip("needs root and buildah: apt-get install --no-install-recommends buildah")
     stages = []
     for line in (PROJECT / "Dockerfile").read_text().splitlines():
-        if line.startswith(("ARG STACK=", "ARG BASE_IMAGE", "ARG DEVEL_IMAGE", "ARG INSTALL_KERNELS=")):
+        if line.startswith(
+            ("ARG STACK=", "ARG BASE_IMAGE", "ARG DEVEL_IMAGE", "ARG INSTALL_KERNELS=")
+        ):
             stages.append(line)
         elif line.startswith("FROM docker.io/"):
             name = line.split()[-1]
@@ -69,9 +71,7 @@ def test_builders_find_the_stages_of_the_stack(tmp_path, arguments, used):
             "bud", "--isolation", "chroot", "--pull-never", "-t", "stages", *options, tmp_path
         )
         assert {
-            name
-            for name in ("base", "devel-torch2.2", "devel-current")
-            if f"COPY {name} " in said
+            name for name in ("base", "devel-torch2.2", "devel-current") if f"COPY {name} " in said
         } == set(used)
     finally:
         builder.remove()
@@ -93,7 +93,9 @@ def test_every_package_of_an_image_is_pinned(stack):
             pins[match[1], match[3]] = match[2]
     torch = ".".join(pins["torch", None].split(".")[:2])
     bases = re.findall(
-        r"^FROM \S+/cuda:(\d+)\S+ AS devel-(\S+)", (PROJECT / "Dockerfile").read_text(), re.MULTILINE
+        r"^FROM \S+/cuda:(\d+)\S+ AS devel-(\S+)",
+        (PROJECT / "Dockerfile").read_text(),
+        re.MULTILINE,
     )
     cuda = {of: major for major, of in bases}[stack]
     kernels = [

@@ -29,9 +29,21 @@ def test_efa_devices_need_the_library_that_uses_them(monkeypatch):
     find = Check("EFA plugin", checks.find_efa_plugin)
     assert find.make() == Finding("-", "no EFA devices")
     monkeypatch.setattr(checks, "efa_devices", lambda: 4)
-    monkeypatch.setattr(machine, "find_library", lambda name: None)
+    monkeypatch.delenv("NCCL_NET_PLUGIN", raising=False)
+    loadable = []
+
+    def load(name):
+        if name not in loadable:
+            raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
     assert find.make().verdict == "FAIL"
-    monkeypatch.setattr(machine, "find_library", lambda name: f"lib{name}.so")
+    loadable.append("libnccl-net-ofi.so")
+    assert find.make().verdict == "FAIL", "NCCL does not look for it"
+    monkeypatch.setenv("NCCL_NET_PLUGIN", "ofi")
+    assert find.make() == Finding("ok", "libnccl-net-ofi.so")
+    monkeypatch.delenv("NCCL_NET_PLUGIN")
+    loadable.append("libnccl-net.so")
     assert find.make() == Finding("ok", "libnccl-net.so")
 
 

@@ -16,6 +16,18 @@ IN_A_JOB = {"SLURM_JOB_ID": "1"}
 SOCKETS = {"NCCL_SOCKET_IFNAME": "^docker,lo,veth"}
 EFA = {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0", "FI_EFA_SET_CUDA_SYNC_MEMOPS": "0"}
 OWN = {"NCCL_SOCKET_IFNAME": "eth1", "FI_EFA_USE_HUGE_PAGE": "1"}
+LISTED = "\tlibnccl-net-ofi.so (libc6,x86-64) => /opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so\n"
+PLUGINS = {  # what ldconfig lists, what is set: what NCCL is told to load
+    "by its own name": ("\tlibnccl-net.so (libc6) => a\n" + LISTED, {}, None),
+    "by another name alone": (LISTED, {}, "ofi"),
+    "a version, which NCCL does not ask for": (
+        "\tlibnccl-net.so.0 (libc6) => a\n" + LISTED,
+        {},
+        "ofi",
+    ),
+    "none": ("", {}, None),
+    "what the user has set": (LISTED, {"NCCL_NET_PLUGIN": "mine"}, "mine"),
+}
 NODES = {  # the drivers of its network devices, what nvidia-smi says, what is set: what a command finds
     "EFA": (["efa"] * 4, "", IN_A_JOB, {"EFA_COUNT": "4"} | SOCKETS | EFA),
     "InfiniBand and NVLink": (["mlx5_core"], GPU + "\t Link 0: 26.562 GB/s", IN_A_JOB, SOCKETS),
@@ -23,6 +35,22 @@ NODES = {  # the drivers of its network devices, what nvidia-smi says, what is s
     "a laptop, which may have its loopback interface alone": ([], "", {}, {}),
     "what the user has set": (["efa"], "", IN_A_JOB | OWN, {"EFA_COUNT": "1"} | EFA | OWN),
 }
+
+
+def node_command(project, folder):
+    """command(**environment) -> the environment of a command on a node that has the devices in folder/class and the
+    programs in folder/bin. There are no libraries."""
+    script = write_program(folder / "1.train.sbatch", (project / "1.train.sbatch").read_text())
+    edit(script, "EFA_FOLDER=/sys/class/infiniband ", f"EFA_FOLDER={folder}/class ")
+    write_program(folder / "bin/ldconfig", "#!/bin/sh\n")
+
+    def command(**given):
+        path = f"{folder}/bin:{os.environ['PATH']}"
+        on_node = {"PATH": path, "MAMBA_TRAIN_NODE": "1", **given}
+        said = subprocess.check_output([script, "env"], env=on_node, text=True)
+        return dict(line.split("=", 1) for line in said.splitlines())
+
+    return command
 
 
 @pytest.mark.parametrize("node", NODES)
@@ -33,16 +61,27 @@ def test_a_node_gets_the_settings_of_its_devices_and_no_obsolete_ones(project, t
         (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
         (tmp_path / f"class/{number}/device").mkdir(parents=True)
         (tmp_path / f"class/{number}/device/driver").symlink_to(tmp_path / "drivers" / driver)
+    command = node_command(project, tmp_path)
     smi = f"echo '{said}'" if said else "exit 9"
     write_program(tmp_path / "bin/nvidia-smi", f"#!/bin/sh\n{smi}\n")
-    script = write_program(tmp_path / "1.train.sbatch", (project / "1.train.sbatch").read_text())
-    edit(script, "EFA_FOLDER=/sys/class/infiniband ", f"EFA_FOLDER={tmp_path}/class ")
-    path = f"{tmp_path}/bin:{os.environ['PATH']}"
-    on_node = {"PATH": path, "MAMBA_TRAIN_NODE": "1", **given}
-    said = subprocess.check_output([script, "env"], env=on_node, text=True)
-    pairs = dict(line.split("=", 1) for line in said.splitlines())
+    pairs = command(**given)
     found = {name: value for name, value in pairs.items() if name.startswith(NETWORK)}
     assert found == {"EFA_COUNT": "0"} | expected
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_nccl_is_told_of_a_plugin_that_it_does_not_look_for(project, tmp_path, plugin):
+    """Without its plugin it takes TCP, and says nothing."""
+    listed, given, expected = PLUGINS[plugin]
+    (tmp_path / "drivers/efa").mkdir(parents=True)
+    (tmp_path / "class/0/device").mkdir(parents=True)
+    (tmp_path / "class/0/device/driver").symlink_to(tmp_path / "drivers/efa")
+    command = node_command(project, tmp_path)
+    write_program(tmp_path / "bin/ldconfig", f"#!/bin/sh\nprintf '{listed}'\n")
+    assert command(**given).get("NCCL_NET_PLUGIN") == expected
+    (tmp_path / "libnccl-net.so").touch()
+    found = command(LD_LIBRARY_PATH=f"/nowhere:{tmp_path}", **given)
+    assert found.get("NCCL_NET_PLUGIN") == given.get("NCCL_NET_PLUGIN")
 
 
 def test_a_command_that_a_node_lacks_is_named(project):

@@ -63,7 +63,7 @@ def judge(folder, capsys):
 
 
 def test_equal_nodes_are_fit(report, judge, monkeypatch):
-    monkeypatch.setattr(machine, "find_library", lambda name: f"lib{name}.so")
+    monkeypatch.setattr(machine, "efa_plugin", lambda: "libnccl-net.so")
     for node in ("a", "b"):
         report(node, gpus=8, efa=32)
     lines = [
@@ -102,7 +102,7 @@ def test_a_node_whose_project_folder_is_of_another_version_is_named(folder, repo
 
 
 def test_efa_devices_without_nccls_plugin_are_a_warning(report, judge, monkeypatch):
-    monkeypatch.setattr(machine, "find_library", lambda name: None)
+    monkeypatch.setattr(machine, "efa_plugin", lambda: None)
     report("a", gpus=8, efa=32)
     code, _, wrong = judge("a")
     assert code == 0 and wrong.startswith("warning: a: EFA devices, but no libnccl-net.so")
