@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,9 @@ from mamba_fsdp.settings.resolve import read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 
 
-def main(*stray: str, config: str | None = None, resolved: str | None = None, **words: str) -> None:
+def main(*stray: str, config: str | None = None, resolved: str | None = None, **words: str) -> int:
     """Trains with the settings in `words`, or with those in the file `resolved`, which the launcher has checked and
-    written."""
+    written. Returns the exit code."""
     begin_rank()
     if resolved:
         settings = read_resolved(Path(resolved))
@@ -29,8 +30,16 @@ def main(*stray: str, config: str | None = None, resolved: str | None = None, **
     if settings.training.dry_run:
         with scratch_folder():
             run(settings, planned=planned_ranks())
-    else:
-        run(settings)
+        return 0
+    return exit_code(run(settings).stopped)
+
+
+def exit_code(stopped: str) -> int:
+    """Returns the exit code of a training that ended because of `stopped`: a shell's for the signal of this name, else 0."""
+    # torchrun takes any code but 0 for a failure, and kills the ranks that still write the checkpoint.
+    if "RANK" in os.environ or stopped not in signal.Signals.__members__:
+        return 0
+    return 128 + signal.Signals[stopped]
 
 
 @contextlib.contextmanager
