@@ -31,18 +31,18 @@ PRESETS = {names.split()[0]: values for names, values in MODELS.items()}
 SPELLINGS = {plain(name): names.split()[0] for names in MODELS for name in names.split()}
 
 
-def preset(name: str) -> dict[str, Any]:
+def preset(name: str, where: str = "") -> dict[str, Any]:
     """Returns the ModelConfig fields of the preset that `name` means, with the preset's own name as
     model_name.
 
     Names of the Hugging Face hub and of fms work too: a leading organisation, a trailing -hf or _4k
     (fms-fsdp's shorter context, which is seq_length here), case and the choice between - and _ don't
-    matter. Raises UserError, which suggests the nearest name.
+    matter. Raises UserError, which suggests the nearest name. where: as in " (in my.yaml)".
     """
     spelled = SPELLINGS.get(plain(name))
     if spelled is None:
         hint = near_name(name, PRESETS, f"choose one of {', '.join(PRESETS)}")
-        raise UserError(f"model_name={name}: there is no such preset; {hint}")
+        raise UserError(f"model_name={name}: there is no such preset{where}; {hint}")
     return {"model_name": spelled, **PRESETS[spelled]}
 
 

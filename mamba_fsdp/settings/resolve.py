@@ -62,6 +62,8 @@ def resolve_settings(
     implied = {**in_file.implied, **on_line.implied}
     drop_alternatives(implied, chosen)
     chosen = implied | chosen
+    if "model_name" not in on_line.values:
+        check_preset(in_file)
     settings = _build(chosen)
     settings.check()
     notes = (*in_file.notes, *on_line.notes, *settings.notes)
@@ -92,15 +94,21 @@ def read_file(name: str | None) -> Written:
     return Written(flatten(content, path), f"in {path}", is_of_run=version is not None)
 
 
-def read_run(folder: Path) -> Written | None:
-    """Returns the settings of the run in `folder`; None if it has no checkpoint or its settings can't be read."""
+def read_run(folder: Path) -> TrainConfig | None:
+    """Returns the settings of the run in `folder`; None if it has no checkpoint. Raises UserError if this version of the
+    program can't read them."""
     file = folder / SETTINGS
     if not exists(file) or not committed(folder / CHECKPOINTS):
         return None
-    try:
-        return read_file(str(file))
-    except UserError:
-        return None
+    written = read_file(str(file))
+    check_preset(written)
+    return _build(written.values)
+
+
+def check_preset(written: Written) -> None:
+    """Raises UserError, which names the file, if there is no preset of the name in it."""
+    if "model_name" in written.values:
+        preset(written.values["model_name"], f" ({written.where})")
 
 
 def check_run_folder(settings: TrainConfig) -> None:
@@ -108,10 +116,16 @@ def check_run_folder(settings: TrainConfig) -> None:
     default one holds a run of another model or on other data."""
     folder = settings.checkpoint.save_ckpt_path
     check_is_run_folder(folder)
-    run = None if settings.names_folder else read_run(Path(folder))
-    if run is None:
+    if settings.names_folder:
         return
-    earlier = _build(run.values)
+    try:
+        earlier = read_run(Path(folder))
+    except UserError as error:
+        raise UserError(
+            f"{error}; to resume this run all the same, name it: save_ckpt_path={folder}"
+        ) from None
+    if earlier is None:
+        return
     differing = {}
     if not settings.checkpoint.init_from:
         differing = differing_model(settings, earlier.model)
@@ -125,12 +139,14 @@ def check_run_folder(settings: TrainConfig) -> None:
 
 
 def changed_settings(settings: TrainConfig) -> str:
-    """Returns the settings that differ from those of the run's last start, old and new, or "" if none does. Settings
-    that matter only to a first start don't count."""
-    run = read_run(Path(settings.checkpoint.save_ckpt_path))
-    if run is None:
+    """Returns the settings that differ from those of the run's last start, old and new, "" if none does, or why that can't
+    be told. Settings that matter only to a first start don't count."""
+    try:
+        earlier = read_run(Path(settings.checkpoint.save_ckpt_path))
+    except UserError as error:
+        return f"unknown; {error}"
+    if earlier is None:
         return ""
-    earlier = _build(run.values)
     differing = {}
     for name in all_settings():
         now = shown(settings.value(name))
