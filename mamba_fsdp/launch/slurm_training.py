@@ -41,6 +41,7 @@ from mamba_fsdp.run.names import CACHES, newest_checkpoint
 
 PREFLIGHT_SECONDS = 900  # the first start of a large image on a node takes minutes
 SECONDS_BEHIND = 60  # launchers end together; one that is missing for so long never ends
+MOST_ALARM_SECONDS = 10**9  # alarm takes no more than 2**31
 LAST_SECONDS = 45  # so close to the time limit, the job does not wait for a checkpoint any longer
 SHORT_REMOVAL_SECONDS = 10.0  # of containers, after signals at which Slurm does not wait for long
 NO_CHECKPOINT = "start"
@@ -407,7 +408,8 @@ class SlurmTraining:
             left = slurm.seconds_left(self.job)
             if left is not None:
                 self.seconds_left = left
-                signal.alarm(max(1, int(left - LAST_SECONDS)))
+                seconds = max(1, int(left - LAST_SECONDS))
+                signal.alarm(min(seconds, MOST_ALARM_SECONDS))
 
     # ------------------------------------------------------------------------------------------------ at the end
 
