@@ -10,9 +10,9 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from io import FileIO
-from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,7 @@ from mamba_fsdp.checkpoint.contents import BAD_CONTENT, Checksum, FileChecksum
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
+from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import from_json, parse_object
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
@@ -108,17 +109,15 @@ class _CheckedFile:
         self.size = 0
         self.flushed = 0
         self.read = xxh3_64()
-        self.check: AsyncResult[None] | None = None  # of the last part that was written
+        self.check: Future[None] | None = None  # of the last part that was written
         # Overwrites what a failed attempt left. The buffer gathers small blocks.
         self.file = open(path, "wb", buffering=1 << 20)
         self.back = open(path, "rb", buffering=0)
-        self.second = ThreadPool(1)  # its thread does not keep the process from ending
 
     def __enter__(self) -> "_CheckedFile":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.second.terminate()
         self.back.close()
         self.file.close()
 
@@ -139,12 +138,12 @@ class _CheckedFile:
     def _begin_check(self) -> None:
         self.file.flush()
         self._end_check()
-        self.check = self.second.apply_async(self._flush_and_read, (self.flushed, self.size))
+        self.check = in_thread(self._flush_and_read, self.flushed, self.size)
         self.flushed = self.size
 
     def _end_check(self) -> None:
         if self.check:
-            self.check.get()
+            self.check.result()
             self.check = None
 
     def _flush_and_read(self, start: int, stop: int) -> None:

@@ -17,9 +17,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.report.console import Console
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import write_object
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
@@ -213,13 +213,13 @@ class _Part:
             files = [file for file in self.files if file.store == "train"]
             texts = _sample(files, options)
             # In a thread of its own: the library ignores Ctrl-C.
-            training = ThreadPool(1).apply_async(tokenizers_.train, (texts, size, eos_token))
+            training = in_thread(tokenizers_.train, texts, size, eos_token)
             console = Console()
-            while not training.ready():
-                training.wait(0.2)
+            while not training.done():
+                wait([training], timeout=0.2)
                 console.passing(f"  {time.monotonic() - began:.0f} s so far")
             console.clear()
-            training.get().save(folder)
+            training.result().save(folder)
         return tokenizers_.load(str(folder / "tokenizer.json"), eos_token)
 
     def _tokenize(self, tokenizer: TextTokenizer, lease: Lease) -> None:

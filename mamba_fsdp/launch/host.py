@@ -4,7 +4,6 @@ It runs on the cluster's own Python, which may be 3.6, with the standard library
 tokenize_job.py, keeper.py and what they import.
 """
 
-import getpass
 import os
 import struct
 import subprocess
@@ -166,7 +165,7 @@ def check_image(image: str) -> None:
             superblock = file.read(SUPERBLOCK_BYTES)
     except OSError:
         raise Mistake(
-            f"the image {image} can't be read by {getpass.getuser()}: chmod a+r it"
+            f"the image {image} can't be read by user {os.getuid()}: chmod a+r it"
         ) from None
     if superblock[:4] != b"hsqs":
         raise Mistake(

@@ -79,6 +79,16 @@ def _processor() -> str:
     return "".join(sorted(line for line in lines if line.startswith(telling)))
 
 
+def _caches() -> Path:
+    """Returns the user's folder of caches. Raises Unavailable if there is none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # the user has no name on this machine
+        raise Unavailable(
+            "there is no home folder to compile the C backend into; set HOME or XDG_CACHE_HOME"
+        ) from error
+
+
 def _compile(compiler: list[str], defines: tuple[str, ...], path: Path) -> None:
     """Compiles the sources into `path`; if that fails, `path` is not written."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -104,8 +114,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     sources = b"".join(path.read_bytes() for path in (HEADER, *SOURCES))
     version = _run([*compiler, "--version"])
     identity = repr((sources, FLAGS, defines, compiler, version, _processor()))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    path = _caches() / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     try:
         if not path.exists():
             _compile(compiler, defines, path)

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from mamba_fsdp.errors import Accident, UserError, first_line, joined
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage.patience import storage_error
+from mamba_fsdp.storage.threads import in_thread
 
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
@@ -132,19 +132,14 @@ class World:
 
     def run_in_thread(self, work: Callable[..., T], *inputs: Any) -> Future[T]:
         """Returns the Future of `work(*inputs)`, which runs in a thread."""
-        outcome: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                heart.beat()  # time before the work began does not count against it
-                if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)  # each thread has its own current device
-                outcome.set_result(work(*inputs))
-            except BaseException as error:
-                outcome.set_exception(error)
+        def run() -> T:
+            heart.beat()  # time before the work began does not count against it
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # each thread has its own current device
+            return work(*inputs)
 
-        threading.Thread(target=run, daemon=True).start()
-        return outcome
+        return in_thread(run)
 
     def run_local(self, work: Callable[..., T], *inputs: Any) -> T:
         """Returns the result of `work(*inputs)` on this rank, or raises its error, once the work of all ranks has
