@@ -5,7 +5,6 @@ import importlib.util
 import os
 import signal
 import sys
-import tempfile
 import types
 
 OLDEST = (3, 10)
@@ -28,6 +27,8 @@ def need(*packages: str) -> None:
     if missing:
         message = "%s lacks %s; use .venv/bin/python, which ./0.create_env.sh makes"
         _refuse(message % (sys.executable, ", ".join(missing)))
+    import tempfile  # which another Python's modules can't import
+
     try:
         tempfile.gettempdir()  # torch and others need it while they are imported
     except OSError:

@@ -1,4 +1,4 @@
-"""Runs work in a thread of its own."""
+"""Runs work in a thread, such as what reads a file back while another part of it is written."""
 
 import threading
 from collections.abc import Callable

@@ -36,9 +36,8 @@ def main(*stray: str, config: str | None = None, resolved: str | None = None, **
 
 def exit_code(stopped: str) -> int:
     """Returns the exit code of a training that ended because of `stopped`: a shell's for the signal of this name, else 0."""
-    # torchrun takes any other code than 0 for a failure, and kills the ranks that still write the checkpoint.
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ
-    if is_rank or stopped not in signal.Signals.__members__:
+    # torchrun takes any code but 0 for a failure, and kills the ranks that still write the checkpoint.
+    if "RANK" in os.environ or stopped not in signal.Signals.__members__:
         return 0
     return 128 + signal.Signals[stopped]
 

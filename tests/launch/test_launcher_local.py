@@ -269,3 +269,26 @@ def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_proje
     assert code == 130 and output.count("stopping   once the ranks, which") == 1
     assert "Traceback" not in output and "to resume from step_" in output
     assert_stopped(launcher_project, "SIGINT")
+
+
+NAMELESS = 'hostname no-such-name; exec "$@"'
+NETWORKS = {  # how it is made: what a refusal says
+    ("unshare", "--uts", "bash", "-c", NAMELESS, ""): "",
+    ("unshare", "--uts", "--net", "bash", "-c", "ip link set lo up; " + NAMELESS, ""): "",
+    ("unshare", "--uts", "--net", "bash", "-c", NAMELESS, ""): "switch it on: ip link set lo up",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_ranks_of_one_machine_meet_whatever_its_name_leads_to(launcher_project, network):
+    """By torchrun's own way they would try for minutes to reach the machine by its name."""
+    if run_program(*network, "true").returncode:
+        pytest.skip("this user may not make such a network")
+    command = [*network, "timeout", "--kill-after=5", "60", "./1.train.sbatch"]
+    done = run_program(
+        *command, "--save_ckpt_path=run", cwd=launcher_project, PROCESSES_PER_NODE="2"
+    )
+    refusal = NETWORKS[network]
+    assert done.returncode == (2 if refusal else 0), done.stdout + done.stderr
+    assert refusal in done.stderr

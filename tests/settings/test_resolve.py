@@ -368,6 +368,20 @@ def test_a_resumed_run_is_told_what_has_changed(first_run):
     assert module.changed_settings(resolve(save_ckpt_path="runs/new")) == ""
 
 
+def test_settings_of_another_version_block_no_start_of_their_run(first_run):
+    """Unless a file is asked for by name, or the start names no folder. Each message names the file."""
+    file = first_run / "runs/train/config.yaml"
+    file.write_text(re.sub("model_name: .*", "model_name: mamba-9", file.read_text()))
+    said = r"model_name=mamba-9: there is no such preset \(in .*runs/train/config.yaml\)"
+    named = resolve(save_ckpt_path="runs/train")
+    module.check_run_folder(named)
+    assert re.match("unknown; " + said, module.changed_settings(named))
+    for start in (lambda: module.check_run_folder(resolve()), lambda: resolve(str(file))):
+        with pytest.raises(UserError, match=said):
+            start()
+    resolve(str(file), model_name="demo")
+
+
 def test_the_recipe_of_a_named_model_is_told():
     assert module.note_on_recipe(resolve()) == []
     (note,) = module.note_on_recipe(resolve(model_name="mamba-130m", batch_size="4"))

@@ -96,10 +96,10 @@ def start(command, folder, merged=True):
     return Training(words[length:], dict(os.environ), merged, words[:length], folder)
 
 
-def output_of(process, command):
-    """What a Training of a command printed, when it has ended well."""
+def output_of(process, command, code=0):
+    """What a Training of a command printed, when it has ended well, or with this code."""
     output, errors = process.communicate(800)
-    assert process.returncode == 0, f"{command}\n{output}\n{errors}"
+    assert process.returncode == code, f"{command}\n{output}\n{errors}"
     assert "Traceback" not in output + errors, f"{command}\n{output}\n{errors}"
     return output
 

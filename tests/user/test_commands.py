@@ -90,7 +90,7 @@ def run(home, store):
     metrics = home / "runs/demo/metrics.jsonl"
     wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), "step 3")
     process.send_signal(signal.SIGUSR1)
-    output_of(process, command)
+    output_of(process, command, code=128 + signal.SIGUSR1)
     stopped = records.read_status(home / "runs/demo")
     assert stopped["status"] == "stopped"
     steps = stopped["step"] + STEPS
