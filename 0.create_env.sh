@@ -14,6 +14,7 @@
 # INSTALL_KERNELS=1 adds mamba-ssm's and causal-conv1d's compiled CUDA kernels, to compare with the project's own.
 set -euo pipefail
 cd "$(dirname "$0")"
+unset PYTHONHOME PYTHONPATH # a cluster's module files name another Python's there
 
 VENV=${VENV:-.venv}
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu

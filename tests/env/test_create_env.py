@@ -70,6 +70,14 @@ def stub(folder, name, body):
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+def test_another_pythons_folders_do_not_matter(create, tmp_path):
+    """Those that a cluster's module files name."""
+    (tmp_path / "other/pip").mkdir(parents=True)
+    (tmp_path / "other/pip/__init__.py").write_text("raise ImportError('of another Python')")
+    done = create("--stack=cpu", PYTHONHOME="/nonsense", PYTHONPATH=str(tmp_path / "other"))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_an_environment_is_made_once_and_again_when_something_changes_or_it_is_half_made(
     create, tmp_path

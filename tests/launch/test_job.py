@@ -78,6 +78,11 @@ ENDS = {  # what happens: (how, the job's exit code, its last lines)
     "USR1 in preflight": (told("USR1", "report"), 0, [AGAIN, "requeued"]),
     "TERM in preflight": (told("TERM", "judge", "COMPLETING"), 143, BY_SLURM),
     "USR1 in training": (told("USR1", TRAINING, **ranks(STOPPED)), 0, [AGAIN, "requeued"]),
+    "USR1 decades before the limit": (
+        told("USR1", TRAINING, END_TIME=in_seconds(68.5 * 365.25 * 86400), **ranks(STOPPED)),
+        0,
+        [AGAIN, "requeued"],
+    ),
     "TERM in training": (told("TERM", TRAINING, "PENDING", **ranks(STOPPED)), 143, BY_SLURM),
 }
 
