@@ -87,7 +87,7 @@ def check_all_count(table: Any) -> None:
 
 def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents of each record batch."""
-    for batch in _record_batches(file.name):
+    for batch in record_batches(file.name):
         column = column_of(pyarrow.Table.from_batches([batch]), options.text_column)
         is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # it writes no fms files
         if types.is_integer(column.type) and not is_of_datasets:
@@ -96,7 +96,7 @@ def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
             yield from map(Document, rows_of(column))
 
 
-def _record_batches(name: str) -> Iterator[pyarrow.RecordBatch]:
+def record_batches(name: str) -> Iterator[pyarrow.RecordBatch]:
     with open(name, "rb") as file:  # by Python, since names may not be UTF-8
         whole = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         if whole[:6].to_pybytes() == b"ARROW1":

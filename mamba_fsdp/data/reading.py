@@ -225,7 +225,7 @@ def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
 
 
 def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    with _opened(file.name) as stream:
+    with opened(file.name) as stream:
         if options.documents == "file":
             yield Document(stream.read(LONGEST_TEXT + 1))
             return
@@ -241,7 +241,7 @@ def _text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
 
 
 def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    with _opened(file.name) as stream:
+    with opened(file.name) as stream:
         start = 1
         first = stream.readline()
         while first.isspace():
@@ -259,7 +259,7 @@ def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
 
 def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields each field as the text that is written there. Lines may end with CR alone."""
-    with _opened(file.name, newline="") as stream:
+    with opened(file.name, newline="") as stream:
         first = stream.readline()
         delimiter = options.delimiter or max(DELIMITERS, key=first.count)
         lines = itertools.chain([first], stream)
@@ -294,7 +294,7 @@ def _check_header(header: list[str], column: str) -> None:
         )
 
 
-def _opened(name: str, newline: str = "\n") -> IO[str]:
+def opened(name: str, newline: str = "\n") -> IO[str]:
     """Opens a file for reading as text, unpacked."""
     file: Any = open(name, "rb")  # by Python, since names may not be UTF-8
     compression = ARCHIVES.get(os.path.splitext(name)[1].lower())

@@ -5,7 +5,6 @@ import lzma
 import os
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ class Signature:
     name: str
     title: str  # with its article
     pattern: str  # a regular expression of Latin-1 characters, which the first bytes match
-    remedy: str = "write its text as .txt, .jsonl or .parquet"  # with {file}, {folder} and {python}
+    remedy: str = "write its text as .txt, .jsonl or .parquet"  # with {file} and {folder}
 
     def advice(self, path: str | Path) -> str:
         """Returns what to do with the file at `path`: words and a command."""
@@ -31,8 +30,7 @@ class Signature:
         if folder == str(path):
             folder += ".unpacked"
         file = shlex.quote(str(path))
-        python = shlex.quote(sys.executable)  # has NumPy
-        return self.remedy.format(file=file, folder=shlex.quote(folder), python=python)
+        return self.remedy.format(file=file, folder=shlex.quote(folder))
 
 
 SIGNATURES = [
@@ -45,15 +43,13 @@ SIGNATURES = [
     Signature(
         "zip",
         "a zip archive, as .docx, .epub and .npz files are too",
-        r"PK(?:\x03\x04|\x05\x06)",
+        r"PK(\x03\x04|\x05\x06)",
         "unpack it: unzip {file} -d {folder}",
     ),
     Signature("7z", "a 7z archive", r"7z\xbc\xaf\x27\x1c", "unpack it: 7z x {file} -o{folder}"),
     Signature("rar", "a RAR archive", r"Rar!\x1a\x07", "unpack it: unrar x {file}"),
     Signature("gzip", "gzip data", r"\x1f\x8b\x08", "unpack it: gzip -dc {file} > {folder}"),
-    Signature(
-        "bz2", "bzip2 data", r"BZh[1-9](?:1AY&SY|\x17rE8P\x90)", "unpack it: bzip2 -dk {file}"
-    ),
+    Signature("bz2", "bzip2 data", r"BZh[1-9](1AY&SY|\x17rE8P\x90)", "unpack it: bzip2 -dk {file}"),
     Signature("xz", "xz data", r"\xfd7zXZ\0", "unpack it: xz -dc {file} > {folder}"),
     Signature(
         "zstd", "Zstandard data", r"\x28\xb5\x2f\xfd", "unpack it: zstd -dc {file} > {folder}"
@@ -65,7 +61,7 @@ SIGNATURES = [
         "numpy",
         "a NumPy array",
         r"\x93NUMPY",
-        "if it holds token ids, make rows of input_ids of it: {python} -c 'import json, numpy, sys; [print(json.dumps("
+        "if it holds token ids, make rows of input_ids of it: python3 -c 'import json, numpy, sys; [print(json.dumps("
         '{{"input_ids": row}})) for row in numpy.atleast_2d(numpy.load(sys.argv[1])).tolist()]\' {file} > {folder}.jsonl',
     ),
     Signature("sqlite", "an SQLite database", r"SQLite format 3\0"),
@@ -89,12 +85,10 @@ SIGNATURES = [
         "get the file: git annex get {file}",
     ),
 ]
-# A group for each, and none within one.
-ANY_SIGNATURE = re.compile("|".join(f"({each.pattern})" for each in SIGNATURES), re.DOTALL)
 PAGE = Signature(
     "page",
     "a page of HTML or XML, such as a sign-in or an error in place of a download",
-    r"(?:\xef\xbb\xbf)?\s*(?i:<(?:!doctype|html|head|body|\?xml))",
+    r"(?i)(\xef\xbb\xbf)?\s*<(!doctype|html|head|body|\?xml)",
     "download the file again",
 )
 BINARY = Signature(
@@ -109,11 +103,10 @@ BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and 
 def signature_of(head: bytes, text_may_be_a_page: bool = True) -> Signature | None:
     """Returns what a file with these first bytes is; None if they don't tell, as those of text."""
     beginning = head.decode("latin-1")
-    match = ANY_SIGNATURE.match(beginning)
-    if match and match.lastindex:
-        return SIGNATURES[match.lastindex - 1]
-    if not text_may_be_a_page and re.match(PAGE.pattern, beginning):
-        return PAGE
+    candidates = SIGNATURES if text_may_be_a_page else [*SIGNATURES, PAGE]
+    for signature in candidates:
+        if re.match(signature.pattern, beginning, re.DOTALL):
+            return signature
     return None
 
 
