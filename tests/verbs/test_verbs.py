@@ -1,9 +1,11 @@
 """The verbs on what a training left."""
 
+import gzip
 import json
 import os
 import shutil
 
+import datasets
 import pytest
 import torch
 
@@ -87,3 +89,35 @@ def test_an_export_as_pth_is_what_the_run_published(in_user_folder, tmp_path):
         for folder in (published, tmp_path / "older")
     )
     assert state.dtype == older.dtype == torch.float32 and not torch.equal(state, older)
+
+
+ROWS = [{"document": {"text": "a b"}, "n": 1}] * 2
+
+
+def test_inspect_shows_the_fields_of_every_format_and_the_command_that_imports_them(
+    call, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.json").write_text(json.dumps(ROWS, indent=1))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    datasets.Dataset.from_list(ROWS).to_parquet("d.parquet")
+    datasets.Dataset.from_list(ROWS).save_to_disk("e")
+    for name in ("a.jsonl", "b.json", "c.jsonl.gz", "d.parquet", "e"):
+        code, told = call(inspect, name)
+        assert code == 0 and "field          document.text: 'a b'\n" in told, told
+        assert f"get_dataset.py {name} OUT --text_column=document.text\n" in told
+    (tmp_path / "f.csv").write_text("id;words\n1;some text\n")
+    assert "get_dataset.py f.csv OUT --text_column=words\n" in call(inspect, "f.csv")[1]
+
+
+def test_inspect_shows_each_run_and_each_store_of_a_folder(call, in_user_folder):
+    code, told = call(inspect, "runs")
+    assert code == 0 and "run            runs/demo  finished\n" in told
+    code, told = call(inspect, "data")
+    assert code == 0 and "token store    data/builtin/validation\n" in told
+    assert "--dataset_path=data --datasets=builtin;" in told
+    for path in ("runs/demo/config.yaml", "runs/demo/checkpoints", "runs/demo/"):
+        code, told = call(inspect, path)
+        assert code == 0 and "committed         verdict" in told
