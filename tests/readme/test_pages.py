@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from dataclasses import fields
 
 import datasets
@@ -101,6 +102,7 @@ def make_data(fsx, random):
     write_fms(fsx / "data/code/lang=c/0.arrow", documents)
     rows = random.integers(0, 256, (100, 32)).tolist()
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(fsx / "data/blocks")
+    np.arange(5000, dtype="uint16").tofile(fsx.parent / "desk/train.bin")
     (fsx / "texts").mkdir()
     (fsx / "texts/a.txt").write_text("some text\n" * 99)
     tokenizer.train(["some text"], 300).save(fsx / "tokenizers/mine")
@@ -166,7 +168,10 @@ class Shell:
         for name, value in self.variables.items():
             text = text.replace(f"${name}", value)
         program, *words = shlex.split(text, comments=True)
-        if not program.startswith(".venv/bin/"):
+        is_of_python = words[:1] == ["-c"]
+        if is_of_python:
+            text = text.replace(program, sys.executable)
+        if is_of_python or not program.startswith(".venv/bin/"):
             done = subprocess.run(text, shell=True, cwd=self.folder, stdout=subprocess.PIPE)
             assert done.returncode == 0, text
             return done.stdout.decode()
