@@ -189,6 +189,8 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
         write_for_user(folder.path / SETTINGS, resolve.as_yaml(context.settings))
         folder.copy_tokenizer(one_for_all(context.data.sources.values()))
         facts = {"ranks": context.world.size, "from": context.start.begins}
+        if context.start.changed:
+            facts["changed"] = context.start.changed
         add_event(folder.path, "started", context.state.step, **facts)
 
 

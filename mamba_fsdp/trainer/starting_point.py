@@ -68,6 +68,7 @@ class StartingPoint:
     state: TrainState  # the run before the first step of this start; training has a copy
     schedule: RunSchedule | None  # None if the run makes its data first
     validation_due: bool  # before the first step
+    changed: str  # the settings that have changed since the run's last start, in words
     notes: tuple[str, ...]  # lines for the log, on the settings
     lines: tuple[str, ...]  # lines for the log, on the rest
 
@@ -101,6 +102,10 @@ def find_start(
         validation_due = schedule.is_due(schedule.eval_steps, state.step)
         if validation_due and state.step:
             validation_due = not was_validated(folder, state.step)
+    changed = resolve.changed_settings(settings)
+    notes = [*settings.notes, *resolve.note_on_recipe(settings)]
+    if changed:
+        notes.append(f"changed since the last start: {changed}")
     return StartingPoint(
         settings=settings,
         origin=origin,
@@ -111,18 +116,10 @@ def find_start(
         state=state,
         schedule=schedule,
         validation_due=validation_due,
-        notes=tuple(notes_on(settings)),
+        changed=changed,
+        notes=tuple(notes),
         lines=tuple(lines),
     )
-
-
-def notes_on(settings: TrainConfig) -> list[str]:
-    """Returns lines on where settings come from, and on settings that have changed since the run's last start."""
-    notes = [*settings.notes, *resolve.note_on_recipe(settings)]
-    changed = resolve.changed_settings(settings)
-    if changed:
-        notes.append(f"changed since the last start: {changed}")
-    return notes
 
 
 def adopt_weights(settings: TrainConfig, origin: Origin) -> tuple[TrainConfig, Weights | None]:

@@ -22,7 +22,7 @@ from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import title
 from mamba_fsdp.report.console import read_share, say
 from mamba_fsdp.run.names import METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
-from mamba_fsdp.run.records import read, read_status
+from mamba_fsdp.run.records import read, read_events, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import checkpoints
 
@@ -88,7 +88,13 @@ def show_run(place: Place, verify: bool) -> int:
             text = f"loss {last[metric]:.4f} at step {last['step']}"
             if metric == "val_loss" and last.get("val_share"):
                 text += f" ({read_share(last['val_share'])})"
+            best = min(values, key=lambda entry: entry[metric])
+            if metric == "val_loss" and best is not last:
+                text += f"; the best {best[metric]:.4f} at step {best['step']}"
             say(name, text)
+    for event in read_events(path):
+        if event.get("changed"):
+            say("settings", f"changed at step {event.get('step')}: {event['changed']}")
     for newest in sorted(path.glob(TASK_RESULTS.format("*")))[-1:]:
         say("tasks", newest)
     if verify or place.names:

@@ -7,9 +7,11 @@ import time
 
 import pytest
 
+from mamba_fsdp.data.paths import what_is
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.lease import Holder
 from mamba_fsdp.run.records import read_events, read_status
+from mamba_fsdp.verbs import inspect
 from tests.support.checkpoints import equal, flip, steps_in
 
 
@@ -77,6 +79,21 @@ def test_a_dry_run_warns_of_what_can_hardly_be_meant(train, tmp_path):
         "2 times as long as the s",
     ):
         assert re.search(f"^warning .*{warning}", said, re.MULTILINE), (warning, said)
+
+
+def test_what_changes_between_starts_is_recorded_with_its_step(train, tmp_path, capsys):
+    """`inspect` shows it, and the best validation beside the last."""
+    run = tmp_path / "run"
+    train(run, num_steps=2, checkpoint_interval=1, eval_interval=1)
+    train(run, num_steps=4, learning_rate=100.0, eval_interval=1)
+    starts = [event for event in read_events(run) if event["event"] == "started"]
+    assert "changed" not in starts[0] and starts[1]["step"] == 2
+    assert "learning_rate=100.0 (before 0.01)" in starts[1]["changed"]
+    capsys.readouterr()
+    inspect.show_run(what_is(run), verify=False)
+    said = capsys.readouterr().out
+    assert "changed at step 2: " in said and "learning_rate=100.0 (before 0.01)" in said
+    assert re.search(r"validation +loss \d.* at step 4.*; the best \d.* at step [0-3]", said)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
