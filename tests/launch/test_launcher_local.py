@@ -280,6 +280,7 @@ NETWORKS = {  # how it is made: what a refusal says
 
 
 @pytest.mark.slow
+@pytest.mark.torch22
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_ranks_of_one_machine_meet_whatever_its_name_leads_to(launcher_project, network):
     """By torchrun's own way they would try for minutes to reach the machine by its name."""
