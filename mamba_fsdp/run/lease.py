@@ -125,6 +125,7 @@ class Lease:
         self.content: bytes | None = None  # of the file, while this process holds the lease
         self.silent: Look | None = None  # the holder that `shows_life` has found dead
         self.closed = threading.Event()
+        self.renewal: threading.Thread | None = None
 
     def take(self, report: Report, remedy: str) -> None:
         """Takes the lease; waits if only time can tell whether its holder is dead. Raises UserError, which ends in
@@ -152,7 +153,8 @@ class Lease:
                 delete(self.own)
                 return False
             retry_io(self._take_away, self.file)
-        threading.Thread(target=self._renew, name="lease", daemon=True).start()
+        self.renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self.renewal.start()
         size = size_of(self.own)
         for name in names_in(self.own):  # none if the lease is lost already
             delete(self.own / name)
@@ -283,6 +285,8 @@ class Lease:
     def close(self) -> None:
         """Gives the lease back, if this process holds it, and removes the own folder."""
         self.closed.set()
+        if self.renewal:
+            self.renewal.join(1.0)  # longer only if storage keeps it waiting
         if self.content is None:
             return
         with contextlib.suppress(OSError, StorageError):
