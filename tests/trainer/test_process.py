@@ -15,6 +15,7 @@ import json, logging, os, resource, signal, sys, threading
 import torch
 
 import mamba_fsdp
+import mamba_fsdp.ops.triton  # sets a default of Triton's as soon as it is imported
 
 words = json.loads(sys.argv[1])
 large = torch.full((1 << 20,), 1e-310, dtype=torch.float64)
