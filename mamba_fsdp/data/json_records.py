@@ -213,6 +213,10 @@ def _names_of_texts(record: dict[str, Any], before: str = "") -> Iterator[str]:
     for name, value in record.items():
         if isinstance(value, dict):
             yield from _names_of_texts(value, f"{before}{name}.")
-        is_ids = isinstance(value, list) and value and all(type(token) is int for token in value)
-        if isinstance(value, str) or is_ids:
+        if isinstance(value, str) or are_token_ids(value):
             yield before + name
+
+
+def are_token_ids(value: Any) -> bool:
+    """Returns whether a field holds token ids."""
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)

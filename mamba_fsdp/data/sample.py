@@ -8,7 +8,7 @@ import pyarrow.parquet
 
 from mamba_fsdp.data.corpus import InputFile
 from mamba_fsdp.data.importers import record_batches
-from mamba_fsdp.data.json_records import records_in
+from mamba_fsdp.data.json_records import are_token_ids, records_in
 from mamba_fsdp.data.reading import DELIMITERS
 from mamba_fsdp.data.text_files import opened
 
@@ -54,6 +54,6 @@ def likely_text(fields: dict[str, Any]) -> str:
     if longest:
         return longest
     for name, value in fields.items():
-        if isinstance(value, list) and value and all(type(token) is int for token in value):
+        if are_token_ids(value):
             return name
     return ""

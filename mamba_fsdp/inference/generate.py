@@ -39,7 +39,8 @@ class GenerationConfig:
 def generate(model: "Loaded | str | Path", options: GenerationConfig) -> Iterator[str]:
     """Yields the text of each token that continues the prompt, or "" while a character is incomplete.
 
-    model: what `load` returns, or a path that it takes. Raises UserError for a prompt that is not valid Unicode, and for a model without a tokenizer.
+    model: what `load` returns, or a path that it takes. Raises UserError for a prompt that is not valid Unicode, and for
+    a model without a tokenizer.
     """
     import torch
     from tokenizers.decoders import DecodeStream
