@@ -97,7 +97,10 @@ def check_in_a_job(words: List[str]) -> int:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, interrupt)
     try:
-        sys.exit(main(sys.argv[1], sys.argv[2:]))
+        called, *words = sys.argv[1:]
+        if called.startswith("-"):  # which 1.train.sbatch puts first is missing
+            raise Mistake("job.py is started by 1.train.sbatch: give the words to that")
+        sys.exit(main(called, words))
     except Mistake as mistake:
         say_error(str(mistake))
         sys.exit(Mistake.exit_code)

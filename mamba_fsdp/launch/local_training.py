@@ -15,7 +15,7 @@ from mamba_fsdp.launch.decision import KILLED, Ending, starts_again_in_place
 from mamba_fsdp.launch.host import PROJECT, Mistake, Variables, choose_venv, say, write
 from mamba_fsdp.launch.node_command import launcher_of, on_node
 from mamba_fsdp.launch.plan_reader import Plan, read_plan
-from mamba_fsdp.launch.start_folder import StartFolder
+from mamba_fsdp.launch.start_folder import StartFolder, name_here
 from mamba_fsdp.launch.supervisor import Supervisor, processes_below, written_until
 from mamba_fsdp.run.names import STATUS, newest_checkpoint
 
@@ -64,7 +64,7 @@ class LocalTraining:
         self.plan = plan
         self.variables = variables
         self.supervisor = Supervisor()
-        self.folder = StartFolder(plan.run_folder, f"here_{os.getpid()}")
+        self.folder = StartFolder(plan.run_folder, name_here())
         self.status_before = self.status()
         self.interrupts = 0
         self.was_killed = False  # the launcher, since the user did not want to wait

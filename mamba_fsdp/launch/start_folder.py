@@ -13,7 +13,7 @@ import glob
 import json
 import os
 import shutil
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 from mamba_fsdp.launch.decision import Outcome
 from mamba_fsdp.run.names import (
@@ -27,13 +27,22 @@ from mamba_fsdp.run.names import (
 )
 
 
+def name_here() -> str:
+    """Returns the name of this process's start without a job, here_BOOT_NAMESPACE_PID: the first two tell whether a
+    process sees the other's id, as it does not on another machine or in another container."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().split("-")[0]
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return "here_{}_{}_{}".format(boot, namespace, os.getpid())
+
+
 class StartFolder:
     """The folder of one start. path: its own."""
 
     def __init__(self, run_folder: str, name: str) -> None:
         self.run_folder = run_folder
         self.starts = os.path.join(run_folder, STARTS)
-        self.job = name.rpartition(".")[0]  # "" without a job
+        self.name = name
         self.path = os.path.join(self.starts, name)
         self.settings = os.path.join(self.path, RESOLVED)
         self.stop = os.path.join(self.path, STOP)
@@ -61,12 +70,22 @@ class StartFolder:
                 os.unlink(os.path.join(self.path, name))
 
     def remove(self) -> None:
-        """Removes the folder, those of the job's starts before, which were killed, and the one of all starts if it is
-        empty then."""
-        folders = [self.path]
-        if self.job:
-            folders += glob.glob(os.path.join(glob.escape(self.starts), self.job + ".*"))
-        for folder in folders:
+        """Removes the folder, those of killed starts before, and the one of all starts if it is empty then."""
+        for folder in [self.path, *self.killed_starts()]:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.rmdir(self.starts)
+
+    def killed_starts(self) -> List[str]:
+        """Returns the folders of the job's starts before this one or, without a job, of those of this machine's
+        processes that have ended."""
+        job, _, _ = self.name.rpartition(".")
+        if job:
+            return glob.glob(os.path.join(glob.escape(self.starts), job + ".*"))
+        machine, _, _ = self.name.rpartition("_")
+        folders = glob.glob(os.path.join(glob.escape(self.starts), machine + "_*"))
+        return [folder for folder in folders if not is_alive(folder.rpartition("_")[2])]
+
+
+def is_alive(process: str) -> bool:
+    return os.path.exists("/proc/" + process)

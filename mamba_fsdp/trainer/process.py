@@ -5,15 +5,15 @@ import os
 import resource
 from collections.abc import Iterator
 
-from mamba_fsdp.ops import cpp
+from mamba_fsdp.ops import cpp, loss
 from mamba_fsdp.parallel.compat import deterministic_algorithms
 
 
 @contextlib.contextmanager
 def training_process(deterministic: bool) -> Iterator[None]:
     """Lets the block train in this process, with deterministic operations if asked. At its end it restores
-    torch's modes, the treatment of denormal numbers (cpp.tune_process), the limit of open files (start_world), and the
-    environment, which libraries change too.
+    torch's modes, the treatment of denormal numbers (cpp.tune_process), the limit of open files (start_world), the loss
+    as it is uncompiled (compile_blocks), and the environment, which libraries change too.
 
     Enter it before the first operation. StopRequest restores the signal handlers by itself. glibc's way of reusing freed
     memory stays changed, since glibc does not tell how it was.
@@ -21,11 +21,13 @@ def training_process(deterministic: bool) -> Iterator[None]:
     environment = dict(os.environ)
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     flushes = cpp.flushes_denormals()
+    chunk_loss = loss.chunk_loss
     try:
         with deterministic_algorithms(deterministic):
             yield
     finally:
         cpp.flush_denormals(flushes)
+        loss.chunk_loss = chunk_loss
         resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]

@@ -58,18 +58,24 @@ def listing(project):
 @pytest.mark.slow
 @pytest.mark.torch22
 @pytest.mark.parametrize(
-    "data, run, said",
+    "called, data, run, said",
     [
-        ("store", "run", "\nsteps      3 "),
-        ("data/builtin", "new/run\nof two lines", "data/builtin, which the run makes first"),
+        ("./1.train.sbatch", "store", "run", "\nsteps      3 "),
+        (
+            "../a_link",
+            "data/builtin",
+            "new/run\nof two lines",
+            "data/builtin, which the run makes first",
+        ),
     ],
 )
-def test_it_leaves_all_as_it_was_and_counts_the_ranks_to_come(project, data, run, said):
+def test_it_leaves_all_as_it_was_and_counts_the_ranks_to_come(project, called, data, run, said):
     (project.parent / "scratch").mkdir()
+    (project.parent / "a_link").symlink_to(project / "1.train.sbatch")
     before = listing(project)
     words = as_words(TINY | {"num_steps": 3, "dataset_path": data, "save_ckpt_path": run})
     environment = {"PROCESSES_PER_NODE": "3", "TMPDIR": str(project.parent / "scratch")}
-    command = ["./1.train.sbatch", *words, "--dry_run", "--batch_size=1"]
+    command = [called, *words, "--dry_run", "--batch_size=1"]
     done = run_program(*command, cwd=project, **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(SAID_LAST), done.stdout

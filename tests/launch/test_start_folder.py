@@ -1,18 +1,29 @@
 """What a start keeps in the run folder, and for how long."""
 
-from mamba_fsdp.launch.start_folder import StartFolder
+import subprocess
+
+from mamba_fsdp.launch.start_folder import StartFolder, name_here
 
 
-def test_a_job_leaves_nothing_of_its_starts_that_were_killed(tmp_path, monkeypatch):
-    """The folders of other jobs stay."""
+def test_nothing_stays_of_starts_that_were_killed(tmp_path, monkeypatch):
+    """A job's are removed by its next start, those of a machine by the next start there. Others' stay."""
     monkeypatch.setenv("MAMBA_FSDP_OLD_STOP", "")
-    names = ["77.0", "77.1", "78.0", "here_77"]
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here = name_here()
+    machine, _, _ = here.rpartition("_")
+    killed = f"{machine}_{ended.pid}"
+    elsewhere = f"here_0_0_{ended.pid}"
+    alive = f"{machine}_1"
+    names = ["77.0", "77.1", "78.0", here, killed, elsewhere, alive]
     folders = {name: StartFolder(str(tmp_path / "run.2"), name) for name in names}
     for folder in folders.values():
         folder.make({})
-    folders["77.1"].remove()
     starts = tmp_path / "run.2" / "starts"
-    assert {path.name for path in starts.iterdir()} == {"78.0", "here_77"}
-    folders["here_77"].remove()
-    folders["78.0"].remove()
+    folders["77.1"].remove()
+    assert {path.name for path in starts.iterdir()} == {"78.0", here, killed, elsewhere, alive}
+    folders[here].remove()
+    assert {path.name for path in starts.iterdir()} == {"78.0", elsewhere, alive}
+    for name in ["78.0", elsewhere, alive]:
+        folders[name].remove()
     assert not starts.exists()
