@@ -75,7 +75,7 @@ def validation_loss(bigram: Bigram, config: TrainConfig) -> float:
     training = config.training
     global_batch = training.global_batch_size or training.batch_size
     losses = []
-    for store in validation_sources(config.data):
+    for store in validation_sources(config.data).values():
         for batch in evaluation_batches(
             store,
             str(store.path),

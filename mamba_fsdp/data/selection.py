@@ -25,17 +25,24 @@ def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, flo
     return sources, dict(zip(sources, weights))
 
 
-def validation_sources(data: DataConfig) -> list[Source]:
-    """Returns the sources to validate on: validation_path, or with `auto` the validation split next to each training
-    source."""
+def validation_sources(data: DataConfig) -> dict[str, Source]:
+    """Returns {name: source} to validate on: validation_path, or with `auto` the validation split next to each training
+    source, which gives it its name."""
     if data.validation_path == "none":
-        return []
+        return {}
     if data.validation_path != "auto":
-        return [_open(split_in(Path(data.validation_path), "validation"), data)]
-    trained = _places(data).values()
-    names = SPLITS["validation"]
-    beside = dict.fromkeys(path.parent / name for path in trained for name in names)
-    return [_open(path, data) for path in beside if is_store(path) and path not in trained]
+        path = split_in(Path(data.validation_path), "validation")
+        return {path.name: _open(path, data)}
+    places = _places(data)
+    found: dict[str, Source] = {}
+    seen = set(places.values())
+    for name, trained in places.items():
+        for split in SPLITS["validation"]:
+            path = trained.parent / split
+            if is_store(path) and path not in seen:
+                seen.add(path)
+                found[name if name not in found else f"{name}/{split}"] = _open(path, data)
+    return found
 
 
 def _places(data: DataConfig) -> dict[str, Path]:

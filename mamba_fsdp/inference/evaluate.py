@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
+from mamba_fsdp.data.text import count_words_and_bytes, predicted_spans
 from mamba_fsdp.data.tokenizer import check_tokenizer, import_with
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import condition, setting
@@ -106,7 +106,7 @@ def measure(
     """
     from mamba_fsdp.data.loader import BatchShape, evaluation_batches, evaluation_windows
     from mamba_fsdp.inference.loading import inference_world
-    from mamba_fsdp.trainer.validation import evaluate as evaluate_loss
+    from mamba_fsdp.trainer.validation import sum_losses
 
     began = time.perf_counter()
     if options.stride > options.seq_length:
@@ -147,9 +147,11 @@ def measure(
         console.passing(f"{min(1.0, tokens * world.size / wanted):.0%} read")
         return False
 
-    loss, tokens = evaluate_loss(model.network, batches, world, show)
+    sums = sum_losses(model.network, batches, world, show)
+    assert sums is not None  # show never stops it
     counts = count_words_and_bytes(store, spans[world.rank :: world.size])
     words, size = world.all_reduce_sum(list(counts))
+    loss, tokens, bits = sums.measure(size)
     nats = loss * tokens
     return Evaluation(
         tokens=tokens,
@@ -159,7 +161,7 @@ def measure(
         words=int(words),
         word_perplexity=_exp(nats / words) if words else None,
         bytes=int(size),
-        bits_per_byte=bits_per_byte(loss, tokens, size),
+        bits_per_byte=bits,
         seconds=time.perf_counter() - began,
         window=window,
         stride=stride,

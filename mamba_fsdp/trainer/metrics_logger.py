@@ -5,6 +5,7 @@ import datetime
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,22 @@ from mamba_fsdp.trainer.profiling import make_profiler
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.setup import TrainContext
 from mamba_fsdp.trainer.step_stats import StepStats
+
+
+class Measure(NamedTuple):
+    """What a validation measured."""
+
+    loss: float  # nats per token
+    tokens: int
+    bits_per_byte: float | None  # of the tokens' text; None: not known
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    def in_words(self) -> str:
+        """Returns the loss in part of a line."""
+        return f"loss {self.loss:.4f}, perplexity {self.perplexity:,.2f}"
 
 
 class MetricsLogger(contextlib.ExitStack):
@@ -123,33 +140,36 @@ class MetricsLogger(contextlib.ExitStack):
     def validated(
         self,
         step: int,
-        loss: float,
-        bits: float | None,
-        tokens: int,
+        whole: Measure,
+        parts: dict[str, Measure],
         share: float,
         seconds: float,
         samples: list[str],
     ) -> None:
-        """Reports the validation loss (nats per token) after `step`. The validation read `tokens`
-        tokens, a `share` of the data, in `seconds`. bits: per byte of their text; None: not known.
-        samples: texts that the model wrote."""
-        perplexity = math.exp(min(loss, 700.0))
+        """Reports the validation after `step`, of all data and of each source of several. It read a `share` of the data
+        in `seconds`. samples: texts that the model wrote."""
         entry: dict = {
             "step": step,
-            "val_loss": loss,
-            "val_perplexity": perplexity,
-            "val_tokens": tokens,
+            "val_loss": whole.loss,
+            "val_perplexity": whole.perplexity,
+            "val_tokens": whole.tokens,
             "val_share": round(share, 6),
         }
-        if bits is not None:
-            entry["val_bits_per_byte"] = bits
+        if whole.bits_per_byte is not None:
+            entry["val_bits_per_byte"] = whole.bits_per_byte
+        for name, part in parts.items():
+            entry.setdefault("val_source_loss", {})[name] = part.loss
+            if part.bits_per_byte is not None:
+                entry.setdefault("val_source_bits_per_byte", {})[name] = part.bits_per_byte
         if samples:
             entry["samples"] = samples
         self._write(entry)
         self.console.line(
-            f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f} "
-            f"({read_share(share)}, {seconds:.1f} s)"
+            f"step {step}: validation {whole.in_words()} ({read_share(share)}, {seconds:.1f} s)"
         )
+        longest = max(map(len, parts), default=0)
+        for name, part in parts.items():
+            self.console.line(f"  {name:<{longest}}  {part.in_words()}")
         for sample in samples:
             self.console.line(f"sample     {sample!r}")
 

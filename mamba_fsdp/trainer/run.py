@@ -188,9 +188,11 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
     if context.world.rank == 0:
         write_for_user(folder.path / SETTINGS, resolve.as_yaml(context.settings))
         folder.copy_tokenizer(one_for_all(context.data.sources.values()))
-        facts = {"ranks": context.world.size, "from": context.start.begins}
+        facts: dict[str, object] = {"ranks": context.world.size, "from": context.start.begins}
         if context.start.changed:
             facts["changed"] = context.start.changed
+        if context.data.validation:
+            facts["validation"] = context.data.validation_identities()
         add_event(folder.path, "started", context.state.step, **facts)
 
 

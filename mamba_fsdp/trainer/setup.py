@@ -51,8 +51,8 @@ class TrainContext:
     schedule: RunSchedule
     loader: Loader
     checkpointer: Checkpointer
-    # Bytes of the text that each validation predicts; the first one counts them.
-    validation_bytes: float | None = None
+    # Bytes of each source's text that a validation predicts; the first one counts them.
+    validation_bytes: dict[str, float] | None = None
 
     @property
     def settings(self) -> TrainConfig:

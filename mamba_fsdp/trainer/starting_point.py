@@ -23,7 +23,7 @@ from mamba_fsdp.interop.weights import Weights, find_weights
 from mamba_fsdp.model.config import checked_model
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.console import Say
-from mamba_fsdp.run.records import was_validated
+from mamba_fsdp.run.records import read_events, was_validated
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
@@ -39,8 +39,12 @@ class Data:
 
     sources: dict[str, Source]  # empty before a dry run has made data/builtin
     shares: dict[str, float]  # share of each source in the samples
-    validation: list[Source]
+    validation: dict[str, Source]  # by the source that each stands beside
     prompts: list[list[int]]  # the tokens of each line of eval_prompts
+
+    def validation_identities(self) -> dict[str, str]:
+        """Returns {name: identity} of the validation sources, by which two starts know whether they measure the same."""
+        return {name: source.identity for name, source in self.validation.items()}
 
     def sampler(self, settings: TrainConfig, state: TrainState) -> Sampler:
         """Returns the order of samples from `state` on."""
@@ -103,6 +107,8 @@ def find_start(
         if validation_due and state.step:
             validation_due = not was_validated(folder, state.step)
     changed = resolve.changed_settings(settings)
+    if validates_otherwise(folder, data):
+        changed = ", ".join(filter(None, [changed, "the data that it is validated on"]))
     notes = [*settings.notes, *resolve.note_on_recipe(settings)]
     if changed:
         notes.append(f"changed since the last start: {changed}")
@@ -120,6 +126,12 @@ def find_start(
         notes=tuple(notes),
         lines=tuple(lines),
     )
+
+
+def validates_otherwise(folder: Path, data: Data) -> bool:
+    """Returns whether the run's last start validated on other data. False if none did."""
+    earlier = [event["validation"] for event in read_events(folder) if "validation" in event]
+    return bool(earlier and data.validation) and earlier[-1] != data.validation_identities()
 
 
 def adopt_weights(settings: TrainConfig, origin: Origin) -> tuple[TrainConfig, Weights | None]:
@@ -158,7 +170,7 @@ def adopt_vocabulary(
         model = checked_model(checkpoint.path, saved.model)
         return resolve.with_vocabulary_of(settings, model)
     sources, _ = training_sources(settings.data)
-    stores = [*sources.values(), *validation_sources(settings.data)]
+    stores = [*sources.values(), *validation_sources(settings.data).values()]
     vocab_size = max(store.vocab_size for store in stores)
     usual = settings.model.vocab_size
     if vocab_size == usual:
@@ -273,12 +285,12 @@ def open_data(settings: TrainConfig, origin: Origin, weights: Weights | None) ->
     if settings.data.use_dummy_dataset:
         dummy = DummySource(vocab_size)
         name = dummy.path.name
-        return Data({name: dummy}, {name: 1.0}, [], [])
+        return Data({name: dummy}, {name: 1.0}, {}, [])
     if settings.training.dry_run and missing_builtin(settings.data):
-        return Data({}, {}, [], [])
+        return Data({}, {}, {}, [])
     sources, shares = training_sources(settings.data)
     validation = validation_sources(settings.data)
-    stores = [*sources.values(), *validation]
+    stores = [*sources.values(), *validation.values()]
     if not settings.data.allow_other_tokenizer:
         check_tokenizers_agree(stores)
     for store in stores:
@@ -321,7 +333,7 @@ def say_data(settings: TrainConfig, data: Data, origin: Origin, say: Say) -> Non
     else:
         stores = data.sources.values()
         read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in stores)
-        validated = ", ".join(str(store.path) for store in data.validation) or "none"
+        validated = ", ".join(str(store.path) for store in data.validation.values()) or "none"
         say(f"data       {read}; validation: {validated}")
         known = max(store.vocab_size for store in stores)
         if not origin.setting and 2 * known < settings.model.vocab_size:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -10,12 +11,13 @@ from torch.nn.utils.rnn import pad_sequence
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Batch, evaluation_batches, evaluation_windows
 from mamba_fsdp.data.selection import one_for_all
+from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.trainer.metrics_logger import MetricsLogger
+from mamba_fsdp.trainer.metrics_logger import Measure, MetricsLogger
 from mamba_fsdp.trainer.saver import Saver
 from mamba_fsdp.trainer.setup import TrainContext
 from mamba_fsdp.trainer.starting_point import SAMPLE_LENGTH
@@ -24,74 +26,115 @@ from mamba_fsdp.trainer.stopping import StopRequest
 MOST_DECODED = 1 << 22  # tokens, which takes seconds
 
 
+class LossSums(NamedTuple):
+    """The sums of an evaluation."""
+
+    nats: float  # the weighted losses of the tokens
+    weight: float
+    tokens: float
+
+    def measure(self, size: float) -> Measure:
+        """Returns the weighted mean, for a text of `size` bytes; 0: not known. Raises UserError if no token counts."""
+        if not self.weight:
+            raise UserError(
+                "no token of the data counts in the loss; choose other data (in a training run: "
+                "another validation_path, or none)"
+            )
+        loss = self.nats / self.weight
+        tokens = int(self.tokens)
+        return Measure(loss, tokens, bits_per_byte(loss, tokens, size))
+
+
 def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: StopRequest) -> bool:
-    """Returns True once the validation loss of the current step is reported, or False if a request
-    to stop ended the validation early. Raises UserError on all ranks for a loss that is not finite,
-    once the save under way, of an earlier step, has ended."""
+    """Returns True once the validation losses of the current step are reported, of all data and of each source, or False
+    if a request to stop ended the validation early. Raises UserError on all ranks for a loss that is not finite, once the
+    save under way, of an earlier step, has ended."""
     world = context.world
     step = context.state.step
     seq_length = context.settings.data.seq_length
     began = time.perf_counter()
     limit = context.schedule.eval_batches * context.schedule.global_batch
-    labels = [store.token_count - 1 for store in context.data.validation]
+    sources = context.data.validation
+    labels = [source.token_count - 1 for source in sources.values()]
     wanted = sum(labels)
     if limit:
         wanted = sum(min(each, limit * seq_length) for each in labels)
+    sums: dict[str, LossSums] = {}
 
     def is_stopped(tokens: int) -> bool:
-        read = min(1.0, tokens * world.size / wanted)
+        before = sum(each.tokens for each in sums.values())
+        read = min(1.0, (before + tokens * world.size) / wanted)
         logger.console.passing(f"step {step}: validation, {read:.0%} read")
         return stop.agreed(world)
 
     with logger.clock.paused():
-        batches = _batches(context, limit)
-        loss, tokens = evaluate(context.parallel.module, batches, world, is_stopped)
-        if not tokens:
-            return False
+        for name, source in sources.items():
+            found = sum_losses(
+                context.parallel.module, _batches(context, source, limit), world, is_stopped
+            )
+            if found is None:
+                return False
+            sums[name] = found
         seconds = time.perf_counter() - began
         if context.validation_bytes is None:
             context.validation_bytes = world.on_rank0(_bytes_predicted, context, limit)
-        bits = bits_per_byte(loss, tokens, context.validation_bytes)
-        share = tokens / sum(labels)
-        logger.validated(step, loss, bits, tokens, share, seconds, write_samples(context))
-    if not math.isfinite(loss):
+        whole, parts = measure_sources(sums, context.validation_bytes)
+        share = whole.tokens / sum(labels)
+        logger.validated(step, whole, parts, share, seconds, write_samples(context))
+    if not math.isfinite(whole.loss):
         saver.wait()
         raise UserError(
-            f"the validation loss after step {step} is {loss}: training has diverged. Lower learning_rate; the same "
+            f"the validation loss after step {step} is {whole.loss}: training has diverged. Lower learning_rate; the same "
             "command then resumes from the newest checkpoint"
         )
     return True
 
 
-def _bytes_predicted(context: TrainContext, limit: int) -> float:
-    """Returns the bytes of the text that a validation predicts, estimated for each store from at most MOST_DECODED tokens;
-    0 if a store has no tokenizer, or if the loss is weighted. limit: windows of each store; 0: all."""
+def measure_sources(
+    sums: dict[str, LossSums], sizes: dict[str, float]
+) -> tuple[Measure, dict[str, Measure]]:
+    """Returns the measures of all data together and of each source, of several, that has tokens that count.
+
+    sizes: the bytes of each source's text; 0: not known, and then not those of all either. Raises UserError if no token
+    counts.
+    """
+    whole = LossSums(*(sum(column) for column in zip(*sums.values())))
+    size = sum(sizes.values()) if all(sizes.values()) else 0.0
+    parts = {}
+    for name, part in sums.items():
+        if len(sums) > 1 and part.weight:
+            parts[name] = part.measure(sizes[name])
+    return whole.measure(size), parts
+
+
+def _bytes_predicted(context: TrainContext, limit: int) -> dict[str, float]:
+    """Returns the bytes of each source's text that a validation predicts, estimated from at most MOST_DECODED tokens;
+    0 if the source has no tokenizer, or if the loss is weighted. limit: windows of each source; 0: all."""
     data = context.settings.data
     length = data.seq_length
-    total = 0.0
-    for store in context.data.validation:
-        windows = evaluation_windows(store.token_count, length, length, limit)
+    sizes = dict.fromkeys(context.data.validation, 0.0)
+    if data.position_weighting:
+        return sizes
+    for name, source in context.data.validation.items():
+        windows = evaluation_windows(source.token_count, length, length, limit)
         decoded = windows[:: 1 + len(windows) * length // MOST_DECODED]
-        spans = predicted_spans(decoded, length, length, store.token_count)
-        _, size = count_words_and_bytes(store, spans)
-        if not size or data.position_weighting:
-            return 0.0
-        total += size * len(windows) / len(decoded)
-    return total
+        spans = predicted_spans(decoded, length, length, source.token_count)
+        _, size = count_words_and_bytes(source, spans)
+        sizes[name] = size * len(windows) / len(decoded)
+    return sizes
 
 
-def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
-    """Yields this rank's batches of all stores. limit: windows of each store; 0: all."""
-    for store in context.data.validation:
-        yield from evaluation_batches(
-            store,
-            str(store.path),
-            context.settings.data,
-            context.loader.batch_shape,
-            vocab_size=context.settings.model.vocab_size,
-            limit=limit,
-            stride=context.settings.data.seq_length,
-        )
+def _batches(context: TrainContext, source: Source, limit: int) -> Iterator[Batch]:
+    """Returns this rank's batches of a source. limit: windows; 0: all."""
+    return evaluation_batches(
+        source,
+        str(source.path),
+        context.settings.data,
+        context.loader.batch_shape,
+        vocab_size=context.settings.model.vocab_size,
+        limit=limit,
+        stride=context.settings.data.seq_length,
+    )
 
 
 @torch.no_grad()
@@ -135,33 +178,26 @@ def batch_loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(
+def sum_losses(
     module: torch.nn.Module,
     batches: Iterable[Batch],
     world: World,
     is_stopped: Callable[[int], bool] | None = None,
-) -> tuple[float, int]:
-    """Returns (weighted mean of the token losses in nats, number of tokens) over the batches of all
-    ranks, or (nan, 0) if it was stopped.
+) -> LossSums | None:
+    """Returns the sums over the batches of all ranks, or None if it was stopped.
 
     module: returns the weighted sum of the token losses. is_stopped: is called with the tokens that
     this rank has read, and stops the evaluation if it returns True. All ranks must have the same
     number of batches, since each forward pass gathers weights. No part of a model has another mode for
-    training. Raises UserError if no token counts."""
-    loss_sum = 0.0
+    training."""
+    nats = 0.0
     weight = 0.0
     tokens = 0.0
     for batch in batches:
         if is_stopped and is_stopped(int(tokens)):
-            return math.nan, 0
+            return None
         here = batch.to(world.device)
-        loss_sum += float(batch_loss(module, here))
+        nats += float(batch_loss(module, here))
         weight += batch.total_weight()
         tokens += float((batch.labels != IGNORED_LABEL).sum())
-    loss_sum, weight, tokens = world.all_reduce_sum([loss_sum, weight, tokens])
-    if not weight:
-        raise UserError(
-            "no token of the data counts in the loss; choose other data (in a training run: "
-            "another validation_path, or none)"
-        )
-    return loss_sum / weight, int(tokens)
+    return LossSums(*world.all_reduce_sum([nats, weight, tokens]))

@@ -43,8 +43,8 @@ def test_training_and_inspect_know_a_store_by_each_name(tmp_path, capsys, valida
     sources, weights = training_sources(data)
     assert [source.path for source in sources.values()] == [tmp_path / "train"]
     assert weights == {"train": 9}
-    assert [source.path for source in validation_sources(data)] == [tmp_path / validation]
-    assert validation_sources(DataConfig(str(tmp_path / validation))) == []
+    assert [source.path for source in validation_sources(data).values()] == [tmp_path / validation]
+    assert validation_sources(DataConfig(str(tmp_path / validation))) == {}
     assert inspect.main(str(tmp_path), inspect.Options()) == 0
     told = capsys.readouterr().out
     assert all(f"token store    {tmp_path / name}\n" in told for name in names)
@@ -56,11 +56,18 @@ def test_datasets_are_mixed_by_their_weights_or_sizes(tmp_path):
         make(tmp_path / name / "validation")
     data = DataConfig(str(tmp_path), datasets=["a", "b"])
     assert training_sources(data)[1] == {"a": 9, "b": 18}
-    assert [each.path.parent.name for each in validation_sources(data)] == ["a", "b"]
+    make(tmp_path / "b" / "dev")
+    found = {
+        name: str(source.path.relative_to(tmp_path))
+        for name, source in validation_sources(data).items()
+    }
+    assert found == {"a": "a/validation", "b": "b/validation", "b/dev": "b/dev"}
     weighted = replace(data, weights=[0.5, 2.0], validation_path=str(tmp_path / "a"))
     assert training_sources(weighted)[1] == {"a": 0.5, "b": 2.0}
-    assert [each.path for each in validation_sources(weighted)] == [tmp_path / "a/validation"]
-    assert validation_sources(replace(data, validation_path="none")) == []
+    assert [each.path for each in validation_sources(weighted).values()] == [
+        tmp_path / "a/validation"
+    ]
+    assert validation_sources(replace(data, validation_path="none")) == {}
     with pytest.raises(UserError, match="datasets a,a names one twice"):
         training_sources(DataConfig(str(tmp_path), datasets=["a", "a"]))
 

@@ -1,11 +1,12 @@
 """What a validation tells: its loss in bits per byte, and the texts that the model writes then."""
 
 import itertools
+import shutil
 
 import pytest
 
 import mamba_fsdp
-from mamba_fsdp.run.records import read
+from mamba_fsdp.run.records import read, read_events
 from mamba_fsdp.trainer.stopping import StopRequest
 from tests.support.checkpoints import equal
 from tests.support.ranks import run_ranks, train_whole
@@ -52,6 +53,37 @@ def test_samples_are_what_generate_writes_and_change_nothing(
     for entry in (first, last):
         del entry["samples"]
     assert validations_of(tmp_path / "without") == [first, last]
+
+
+def test_each_source_of_several_has_its_own_validation(train, given, texts, tmp_path):
+    """evaluate finds the same. A start that validates on other data than the last one says so."""
+    data = tmp_path / "data"
+    shutil.copytree(texts, data)
+    mixture = given | {"dataset_path": data, "datasets": ["a", "b"], "allow_other_tokenizer": True}
+    said = train(tmp_path / "run", **mixture)
+    last = validations_of(tmp_path / "run")[-1]
+    model = mamba_fsdp.load(tmp_path / "run")
+    for name in ("a", "b"):
+        found = mamba_fsdp.evaluate(
+            model, data / name / "validation", seq_length=32, limit=4, allow_other_tokenizer=True
+        )
+        assert last["val_source_loss"][name] == pytest.approx(found.loss, rel=1e-5)
+        bits = last["val_source_bits_per_byte"][name]
+        assert bits == pytest.approx(found.bits_per_byte, rel=1e-5)
+        assert f"\n  {name}  loss {found.loss:.4f}, perplexity " in said
+    losses = last["val_source_loss"].values()
+    assert last["val_loss"] == pytest.approx(sum(losses) / 2)  # of equally many tokens
+
+    shutil.rmtree(data / "b/validation")
+    shutil.copytree(data / "b/train", data / "b/validation")
+    said = train(tmp_path / "run", **mixture | {"num_steps": 2})
+    assert "the data that it is validated on" in said
+    first, second = [
+        event["validation"] for event in read_events(tmp_path / "run") if "validation" in event
+    ]
+    assert first["a"] == second["a"] and first["b"] != second["b"]
+    said = train(tmp_path / "run", **mixture | {"num_steps": 3})
+    assert "changed since the last start: num_steps=3 (before 2)\n" in said
 
 
 def train_on_rank(world, settings):
