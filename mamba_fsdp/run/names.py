@@ -6,6 +6,7 @@ be 3.6.
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
     profile/  tensorboard/  wandb/  wandb_id  report.html  lm_eval_TIME.json
+    evaluations/NAME.jsonl
 """
 
 import os
@@ -42,6 +43,7 @@ TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb_id"
 REPORT = "report.html"
 TASK_RESULTS = "lm_eval_{}.json"  # of lm-evaluation-harness, by the time of writing
+EVALUATIONS = "evaluations"  # of evaluate --follow, see inference/following.py
 
 
 def step_of(name: str) -> Optional[int]:

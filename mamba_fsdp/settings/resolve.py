@@ -150,7 +150,9 @@ def changed_settings(settings: TrainConfig) -> str:
         return ""
     differing = {}
     for name in all_settings():
-        now = shown(settings.value(name)).rstrip()  # a file has the prompts without their last line break
+        now = shown(
+            settings.value(name)
+        ).rstrip()  # a file has the prompts without their last line break
         before = shown(earlier.value(name)).rstrip()
         if now != before and name not in OF_A_FIRST_START:
             differing[name] = (_in_short(now), _in_short(before))

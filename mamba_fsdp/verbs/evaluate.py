@@ -11,13 +11,19 @@ makes stores from text. Under torchrun, the ranks share the work.
 
 With --tasks: what lm-evaluation-harness measures, if lm-eval is installed.
 Its results are printed, and kept as lm_eval_TIME.json if MODEL is a run folder.
+
+With --follow: each checkpoint of the run MODEL as it comes, beside its
+training, until the run is finished. The numbers are in RUN/evaluations/ and in
+the report; the same command goes on after an interruption.
 """
 
 import importlib.util
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.paths import refused_data, tokenizer_in
 from mamba_fsdp.data.splits import SPLITS, is_store
@@ -26,13 +32,23 @@ from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.report.console import Console, as_json, say
-from mamba_fsdp.run.names import CHECKPOINTS, TASK_RESULTS
-from mamba_fsdp.storage.patience import write_for_user
+from mamba_fsdp.run.names import CHECKPOINTS, SETTINGS, TASK_RESULTS
+from mamba_fsdp.storage.patience import exists, write_for_user
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+    from mamba_fsdp.inference.loading import Loaded
 
 
 @condition("--tasks")
 def by_tasks(options: "CommandConfig") -> bool:
     return bool(options.tasks)
+
+
+@condition("a single evaluation (without --follow)")
+def once(options: "CommandConfig") -> bool:
+    return not options.follow
 
 
 @dataclass
@@ -49,14 +65,17 @@ class CommandConfig(EvaluationConfig):
         "", needs=by_tasks, is_path=True, elsewhere="tokenizer_path tokenizer_name"
     )
     """Folder of a tokenizer for tasks, if MODEL has none."""
-    json: bool = setting(False)
+    follow: bool = setting(False)
+    """Evaluate each checkpoint of the run MODEL as it comes, until the run is finished."""
+    json: bool = setting(False, needs=once)
     """Print the numbers as JSON on stdout, everything else on stderr."""
     model_name: str = setting("", elsewhere="model_variant")
     """MODEL's preset, if there is no config.json next to it."""
 
 
 def main(model: str, data: str = "", *, options: CommandConfig) -> None:
-    check_place(model)
+    if not options.follow:
+        check_place(model)
     if bool(data) == bool(options.tasks):
         raise UserError("measure the model with either DATA or --tasks=NAME,...")
     # Both ways import torch; a missing path is reported earlier.
@@ -65,17 +84,23 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
             raise UserError(
                 f"--tasks needs a package that is not installed: {install_command('lm-eval')}"
             )
+    if options.follow:
+        follow_run(Path(model), data, options)
+    elif options.tasks:
         measure_by_tasks(model, options)
-        return
+    else:
+        measure_by_data(model, data, options)
+
+
+def measure_by_data(model: str, data: str, options: CommandConfig) -> None:
+    """Prints how well the model predicts each store at `data`."""
     stores = stores_in(data, model)
-    from mamba_fsdp.inference.loading import inference_world, load
+    from mamba_fsdp.inference.loading import inference_world
 
     world = inference_world()
     stream = sys.stderr if options.json else sys.stdout
     console = Console(enabled=world.rank == 0, stream=stream)
-    loaded = load(
-        model, model_name=options.model_name, reset_at_documents=options.reset_at_documents
-    )
+    loaded = load_model(model, options)
     console.line(f"model          {model}")
     numbers = {}  # by the name of the store
     for name, store in stores.items():
@@ -88,6 +113,75 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     world.close()
 
 
+def load_model(model: str | Path, options: CommandConfig) -> "Loaded":
+    from mamba_fsdp.inference.loading import load
+
+    return load(model, model_name=options.model_name, reset_at_documents=options.reset_at_documents)
+
+
+def follow_run(run: Path, data: str, options: CommandConfig) -> None:
+    """Evaluates each checkpoint of a run as it comes. Raises UserError if `run` is no run, or for several processes."""
+    from mamba_fsdp.inference.following import follow
+    from mamba_fsdp.inference.loading import inference_world
+
+    if not exists(run / SETTINGS):
+        raise UserError(f"--follow: {run} is not the folder of a run that has begun")
+    if inference_world().size > 1:
+        raise UserError("--follow is done by one process; start it without torchrun")
+    if options.tasks:
+        from mamba_fsdp.inference import harness
+
+        name = ",".join(options.tasks)
+        way = f"limit={options.limit} num_fewshot={options.num_fewshot}"
+        manager = harness.find_tasks(options.tasks, options.include_path)
+        numbers_of = partial(numbers_by_task, manager, options)
+    else:
+        name = data.strip("/").replace("/", "_")
+        way = f"limit={options.limit} seq_length={options.seq_length} stride={options.stride}"
+        numbers_of = partial(numbers_by_store, stores_in(data, str(run)), options)
+    follow(run, name, way, numbers_of, Console())
+
+
+def numbers_by_store(
+    stores: dict[str, Path], options: CommandConfig, model: Path
+) -> dict[str, float]:
+    """Returns the numbers of a model over each store, as the records of a run have them."""
+    loaded = load_model(model, options)
+    numbers = {}
+    for name, store in stores.items():
+        evaluation = measure(loaded, store, options, Console(enabled=False))
+        numbers[f"{name}/loss"] = evaluation.loss
+        if evaluation.bits_per_byte is not None:
+            numbers[f"{name}/bits_per_byte"] = evaluation.bits_per_byte
+    return numbers
+
+
+def numbers_by_task(
+    manager: "TaskManager", options: CommandConfig, model: Path
+) -> dict[str, float]:
+    """Returns the numbers of a model in each task, as the records of a run have them."""
+    _, found = run_tasks(manager, options, str(model))
+    numbers = {}
+    for task, results in found["results"].items():
+        for metric, value in results.items():
+            if isinstance(value, float) and "_stderr" not in metric:
+                numbers[f"{task}/{metric.removesuffix(',none')}"] = value
+    return numbers
+
+
+def run_tasks(
+    manager: "TaskManager", options: CommandConfig, model: str
+) -> tuple[Path, dict[str, Any]]:
+    """Returns (the path of the model in full, lm-eval's results of it)."""
+    from mamba_fsdp.inference import harness
+
+    tested = harness.MambaFSDP(
+        model, options.tokenizer, options.seq_length, options.batch_size, options.model_name
+    )
+    few = options.num_fewshot
+    return tested.source, harness.run_tasks(tested, manager, options.tasks, few, options.limit)
+
+
 def measure_by_tasks(model: str, options: CommandConfig) -> None:
     """Prints lm-eval's tables of the model, and writes its results into the run folder if `model` is one."""
     from lm_eval.utils import make_table
@@ -95,15 +189,12 @@ def measure_by_tasks(model: str, options: CommandConfig) -> None:
     from mamba_fsdp.inference import harness
 
     manager = harness.find_tasks(options.tasks, options.include_path)
-    tested = harness.MambaFSDP(
-        model, options.tokenizer, options.seq_length, options.batch_size, options.model_name
-    )
-    results = harness.run_tasks(tested, manager, options.tasks, options.num_fewshot, options.limit)
-    text = as_json({"model": tested.source, **results})
+    source, results = run_tasks(manager, options, model)
+    text = as_json({"model": source, **results})
     if options.json:
         print(text)
     else:
-        say("model", tested.source)
+        say("model", source)
         print(make_table(results))
         if "groups" in results:
             print(make_table(results, "groups"))

@@ -18,6 +18,7 @@ from mamba_fsdp.data import tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import harness
 from mamba_fsdp.inference.harness import MambaFSDP
+from mamba_fsdp.run.records import read
 from mamba_fsdp.verbs import evaluate, inspect
 
 pytestmark = pytest.mark.torch22
@@ -146,6 +147,11 @@ def test_what_is_told_and_kept(run, call, task_files):
     code, out, _ = run("exported/demo", *words[:2], "--seq_length=40", "--limit=2", "--json")
     assert code == 0 and set(json.loads(out)["results"]) == set(TASKS)
     assert not list(Path("exported/demo").glob("lm_eval_*"))
+    code, out, _ = run("runs/demo", *words, "--limit=3", "--num_fewshot=2", "--follow")
+    *_, line = read(Path("runs/demo/evaluations") / f"{','.join(TASKS)}.jsonl")
+    assert code == 0 and line["step"] == 4 and "\nover       runs/demo is finished" in out
+    accuracy = found["results"]["ours_choice"]["acc,none"]
+    assert line["evaluated"]["ours_choice/acc"] == accuracy
 
 
 MISTAKES = {

@@ -1,0 +1,70 @@
+"""evaluate --follow: each checkpoint of a run once, beside its training."""
+
+import shutil
+
+import pytest
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.inference import following
+from mamba_fsdp.report.console import Console
+from mamba_fsdp.run.layout import step_name
+from mamba_fsdp.run.records import read, write_status
+
+
+def commit(run, step, *marks):
+    checkpoint = run / "checkpoints" / step_name(step)
+    checkpoint.mkdir(parents=True)
+    for mark in ("COMMIT", *marks):
+        (checkpoint / mark).touch()
+
+
+@pytest.fixture
+def follow(tmp_path, monkeypatch):
+    """follow(way, {step: what happens when it is measured}) -> the steps that were measured."""
+    monkeypatch.setattr(following, "SECONDS_BETWEEN_LOOKS", 0.0)
+
+    def follow_here(way, happens):
+        measured = []
+
+        def measure(checkpoint):
+            step = int(checkpoint.name.removeprefix("step_"))
+            measured.append(step)
+            happens.get(step, lambda: None)()
+            return {"data/loss": float(step)}
+
+        following.follow(tmp_path, "data", way, measure, Console(enabled=False))
+        return measured
+
+    return follow_here
+
+
+def test_each_checkpoint_is_measured_once_until_the_run_is_finished(follow, tmp_path):
+    """One that the run removes meanwhile is passed over; a broken one is not. An interrupted command resumes."""
+
+    def removes_one():
+        shutil.rmtree(tmp_path / "checkpoints" / step_name(2))
+        raise UserError("its file is gone")
+
+    def fails():
+        raise UserError("broken")
+
+    write_status(tmp_path, "running", 0)
+    for step in (1, 2, 3):
+        commit(tmp_path, step)
+    with pytest.raises(UserError, match="broken"):
+        follow("a", {2: removes_one, 3: fails})
+    assert follow(
+        "a", {3: lambda: commit(tmp_path, 4), 4: lambda: write_status(tmp_path, "finished", 4)}
+    ) == [3, 4]
+    assert follow("a", {}) == []
+    assert follow("b", {}) == [1, 3, 4]
+    lines = read(tmp_path / "evaluations/data.jsonl")
+    assert [line["step"] for line in lines] == [1, 3, 4] * 2
+    assert lines[0]["evaluated"] == {"data/loss": 1.0}
+
+
+def test_of_a_run_that_keeps_some_those_and_the_last_are_measured(follow, tmp_path):
+    for step, *marks in ((1,), (2, "KEEP"), (3,), (4, "KEEP"), (5,)):
+        commit(tmp_path, step, *marks)
+    write_status(tmp_path, "finished", 5)
+    assert follow("a", {}) == [2, 4, 5]
