@@ -12,8 +12,8 @@ from mamba_fsdp.data.sampler import seen
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.planning.devices import device_peak
-from mamba_fsdp.report.console import Console, read_share
-from mamba_fsdp.report.trackers import make_trackers
+from mamba_fsdp.reporting.console import Console, read_share
+from mamba_fsdp.reporting.trackers import make_trackers
 from mamba_fsdp.run.names import METRICS
 from mamba_fsdp.run.records import Log, add_event
 from mamba_fsdp.settings.resolve import as_dict

@@ -18,7 +18,7 @@ from mamba_fsdp.errors import UserError, counted, first_line
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, lost_rank, start_world
-from mamba_fsdp.report.console import Console, Say
+from mamba_fsdp.reporting.console import Console, Say
 from mamba_fsdp.run.layout import step_of
 from mamba_fsdp.run.names import CHECKPOINTS, MODELS, SETTINGS
 from mamba_fsdp.run.records import add_event, latest

@@ -20,7 +20,7 @@ from mamba_fsdp.errors import UserError, counted, import_command
 from mamba_fsdp.fields import setting
 from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import title
-from mamba_fsdp.report.console import read_share, say
+from mamba_fsdp.reporting.console import read_share, say
 from mamba_fsdp.run.names import METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
 from mamba_fsdp.run.records import read, read_events, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
@@ -39,7 +39,14 @@ class Options:
     anything is damaged. Models have no checksums and are refused."""
 
 
-def main(path: str, options: Options) -> int:
+def inspect(path: str | Path, options: Options) -> None:
+    """Prints what is at `path`, as the command does: a run, a checkpoint, a model, a token store, or text to import.
+    Raises UserError if there is nothing of these, or if it is damaged."""
+    if main(path, options):
+        raise UserError(f"{path} is damaged, as the lines above say")
+
+
+def main(path: str | Path, options: Options) -> int:
     verify = options.verify
     place = what_is(path)
     if place.kind == "part":

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.run_summary import name_runs
+from mamba_fsdp.reporting.run_summary import name_runs
 from mamba_fsdp.verbs import report
 from tests.support.checkpoints import commit_empty
 

@@ -1,4 +1,4 @@
-"""What `import mamba_fsdp` gives: five functions, whose arguments are checked by name, from any folder."""
+"""What `import mamba_fsdp` gives: functions, whose arguments are checked by name, from any folder."""
 
 import inspect
 import os
@@ -29,7 +29,8 @@ def python(code, folder, project, **environment):
 
 def test_it_shows_its_functions_with_what_they_are_for():
     public = {name for name in dir(mamba_fsdp) if not name.startswith("_")}
-    assert public == {"load", "generate", "evaluate", "batches", "train"}
+    verbs = {"tokenize", "train", "generate", "evaluate", "inspect", "report", "export"}
+    assert public == {"load", "batches", *verbs}
     for name in public:
         function = getattr(mamba_fsdp, name)
         assert callable(function) and function.__doc__ and inspect.signature(function).parameters
@@ -42,16 +43,22 @@ def test_it_shows_its_functions_with_what_they_are_for():
 MISTAKES = [
     ("load", {"modelname": "x"}, "^modelname: there is no such option; did you mean model_name.$"),
     ("generate", {"max_new_tokens": 3}, "did you mean length.$"),
+    ("batches", {"dataset_path": "a", "seq_length": 0}, "^seq_length=0: must be at least 1$"),
+    ("generate", {"model": "a", "prompt": ["x", "y"]}, "^prompt=.* expected one value$"),
     ("batches", {}, r"missing a required argument: 'dataset_path'; see help\(mamba_fsdp.batches"),
     ("train", {"num_stepss": 3}, r"^num_stepss: .* \(in the call\); did you mean num_steps.$"),
     ("train", {"beta2": 1.5}, "^beta2=1.5: must be at most 0.9999999"),
     ("load", {"source": "~/no-such-run"}, "^/.*/no-such-run: there is no such file or folder"),
-    ("evaluate", {"model": "a", "data": ["text"]}, "^evaluate: data=.'text'. is not the path of"),
-    (
-        "evaluate",
-        {"model": 3, "data": "a"},
-        "^3 is neither a model that mamba_fsdp.load returned nor",
-    ),
+    ("evaluate", {"model": "a", "data": ["text"]}, "^data: expected a path or a name, not list"),
+    ("evaluate", {"model": 3, "data": "a"}, "^model: expected a path or what mamba_fsdp.load retu"),
+    ("tokenize", {"input": ["text"]}, r"^input: expected a path .* see help\(mamba_fsdp.tokenize"),
+    ("tokenize", {"input": "~/no-file"}, "^/.*/no-file: there is no such file or folder"),
+    ("export", {"model": 3, "out": "a"}, "^model: expected a path or a name, not int"),
+    ("export", {"model": "a", "out": "b", "format": "gguf"}, "^format=gguf: must be one of hf, "),
+    ("report", {}, "^name at least one run folder$"),
+    ("inspect", {"path": None}, "^path: expected a path or a name, not NoneType"),
+    ("load", {"source": "a", "reset_at_documents": "no"}, "expected True or False, not str"),
+    ("train", {"config": {"num_steps": 3}}, "^config: expected a path or a name, not dict"),
     ("train", {"position_window": 5}, r"leave it out \(in the call\)$"),
 ]
 
