@@ -77,6 +77,8 @@ class MetricsLogger(contextlib.ExitStack):
         mfu = None
         if self.peak_flops:
             mfu = tokens_per_second * self.flops_per_token / self.peak_flops
+        now = time.time()
+        command_seconds = self.folder.earlier_seconds + now - self.context.settings.began
         loss = stats.loss
         show = self.console.passing
         if schedule.is_due(self.interval, state.step):
@@ -90,7 +92,8 @@ class MetricsLogger(contextlib.ExitStack):
                 "learning_rate": learning_rate,
                 "grad_norm": stats.gradient_norm,
                 "skipped_steps": state.skipped_steps,
-                "goodput": round(state.step_seconds / (time.time() - state.first_started), 4),
+                "goodput": round(state.step_seconds / (now - state.first_started), 4),
+                "goodput_of_commands": round(state.step_seconds / command_seconds, 4),
                 "tokens_per_second": round(tokens_per_second, 1),
                 "tokens_per_second_per_device": round(tokens_per_second / world.size, 1),
             }

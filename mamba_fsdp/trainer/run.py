@@ -22,11 +22,11 @@ from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, lost_rank, start_world
 from mamba_fsdp.reporting.console import Console, Say
 from mamba_fsdp.run.layout import PUBLISHING_BYTES, step_of
-from mamba_fsdp.run.names import CHECKPOINTS, MODELS, SETTINGS
-from mamba_fsdp.run.records import add_event, latest
+from mamba_fsdp.run.names import CHECKPOINTS, MODELS
+from mamba_fsdp.run.records import add_event, latest, seconds_of_commands
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.patience import exists, write_for_user
+from mamba_fsdp.storage.patience import exists
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
@@ -192,9 +192,22 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
     0. All ranks call it."""
     context.checkpointer.make_room(shards)
     if context.world.rank == 0:
-        write_for_user(folder.path / SETTINGS, resolve.as_yaml(context.settings))
+        settings = context.settings
         folder.copy_tokenizer(one_for_all(context.data.sources.values()))
-        facts = {"ranks": context.world.size, "from": context.start.begins}
+        folder.earlier_seconds = min(
+            seconds_of_commands(folder.path, settings.began),
+            settings.began - context.state.first_started,  # 0 if the run begins anew
+        )
+        facts = {
+            "ranks": context.world.size,
+            "from": context.start.begins,
+            "settings": folder.write_settings(resolve.as_yaml(settings)),
+            "weights": context.data.shares,
+            "learning_rate": settings.optimizer.learning_rate,
+            "global_batch": context.schedule.global_batch,
+            "seconds_to_start": round(time.time() - settings.began, 1),
+            "seconds_of_earlier_commands": round(folder.earlier_seconds, 1),
+        }
         if context.start.changed:
             facts["changed"] = context.start.changed
         add_event(folder.path, "started", context.state.step, **facts)

@@ -22,7 +22,7 @@ from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import title
 from mamba_fsdp.reporting.console import read_share, say
 from mamba_fsdp.run.names import METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
-from mamba_fsdp.run.records import read, read_events, read_status
+from mamba_fsdp.run.records import best_validation, read, read_events, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import checkpoints
 
@@ -95,10 +95,14 @@ def show_run(place: Place, verify: bool) -> int:
             text = f"loss {last[metric]:.4f} at step {last['step']}"
             if metric == "val_loss" and last.get("val_share"):
                 text += f" ({read_share(last['val_share'])})"
-            best = min(values, key=lambda entry: entry[metric])
-            if metric == "val_loss" and best is not last:
-                text += f"; the best {best[metric]:.4f} at step {best['step']}"
+            best = best_validation(values)
+            if best and best is not last:
+                text += f"; the best {best['val_loss']:.4f} at step {best['step']}"
             say(name, text)
+            if "goodput_of_commands" in last:
+                of_commands = f"{last['goodput_of_commands']:.1%} of its commands' time"
+                of_all = f"{last['goodput']:.1%} of the time since the first one began"
+                say("goodput", f"{of_commands}, {of_all}")
     for event in read_events(path):
         if event.get("changed"):
             say("settings", f"changed at step {event.get('step')}: {event['changed']}")
