@@ -100,9 +100,11 @@ def show_run(place: Place, verify: bool) -> int:
                 text += f"; the best {best['val_loss']:.4f} at step {best['step']}"
             say(name, text)
             if "goodput_of_commands" in last:
-                of_commands = f"{last['goodput_of_commands']:.1%} of its commands' time"
-                of_all = f"{last['goodput']:.1%} of the time since the first one began"
-                say("goodput", f"{of_commands}, {of_all}")
+                say(
+                    "goodput",
+                    f"{last['goodput_of_commands']:.1%} of its commands' time, {last['goodput']:.1%} of the time "
+                    "since the first one began",
+                )
     for event in read_events(path):
         if event.get("changed"):
             say("settings", f"changed at step {event.get('step')}: {event['changed']}")

@@ -122,6 +122,7 @@ def test_records_reach_the_page_and_settings_that_differ_are_named(tmp_path):
         f"source_epochs/{EVIL}": 0.25,
     }
     assert latest.items() <= first["last"].items()
+    assert (first["best"]["val_loss"], first["best"]["step"]) == (3.5, 20)
     assert first["samples"] == {"20": [EVIL, "one\n  two"]} and first["checkpoints"] == [20]
     assert [event["event"] for event in first["events"]] == ["started", "started", "checkpoint"]
 

@@ -6,6 +6,7 @@ import pydoc
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -55,8 +56,6 @@ MISTAKES = [
     ("tokenize", {"input": "~/no-file"}, "^/.*/no-file: there is no such file or folder"),
     ("export", {"model": 3, "out": "a"}, "^model: expected a path or a name, not int"),
     ("export", {"model": "a", "out": "b", "format": "gguf"}, "^format=gguf: must be one of hf, "),
-    ("report", {}, "^name at least one run folder$"),
-    ("inspect", {"path": None}, "^path: expected a path or a name, not NoneType"),
     ("load", {"source": "a", "reset_at_documents": "no"}, "expected True or False, not str"),
     ("train", {"config": {"num_steps": 3}}, "^config: expected a path or a name, not dict"),
     ("train", {"position_window": 5}, r"leave it out \(in the call\)$"),
@@ -68,6 +67,17 @@ def test_a_wrong_argument_is_refused_by_its_name(name, words, message):
     with pytest.raises(UserError, match=message) as caught:
         getattr(mamba_fsdp, name)(**words)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_notebook_begins_and_ends_without_a_shell(in_user_folder, tmp_path, capsys):
+    """A Path is a path for all of them, and what a command prints as its result is returned."""
+    store = mamba_fsdp.tokenize(Path("a.txt"), tmp_path / "data", tokenizer="train:300")
+    mamba_fsdp.inspect(store, verify=True)
+    assert "verified" in capsys.readouterr().out
+    page = mamba_fsdp.report(Path("runs/demo"), out=str(tmp_path))
+    made = mamba_fsdp.export(Path("runs/demo"), tmp_path / "out", format="pth")
+    assert (page, made) == (tmp_path / "report.html", tmp_path / "out")
+    assert page.exists() and made.is_dir()
 
 
 def test_training_in_a_thread_is_refused():
