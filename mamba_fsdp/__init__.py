@@ -1,8 +1,9 @@
 """Pretrains Mamba language models with FSDP. README.md says how to use it, docs/architecture.md what
 lies where.
 
-From Python: `train` a model or `load` one, let it `generate`, `evaluate` it, read training `batches`; README.md shows
-them. A mistake in the arguments is a mamba_fsdp.errors.UserError.
+From Python: `tokenize` text, `train` a model or `load` one, let it `generate`, `evaluate` it, `export` it, `inspect` any
+of these files, `report` on runs, read training `batches`; README.md shows them. A mistake in the arguments is a
+mamba_fsdp.errors.UserError.
 """
 
 import os
@@ -15,12 +16,16 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 __version__ = "1.0"
-PUBLIC = {
+PUBLIC = {  # name of a function: its module
+    "tokenize": "verbs.tokenize",
     "train": "launch.in_process",
     "load": "inference.loading",
     "generate": "inference.generate",
     "evaluate": "inference.evaluate",
     "batches": "data.selection",
+    "inspect": "verbs.inspect",
+    "report": "verbs.report",
+    "export": "verbs.export",
 }
 
 

@@ -8,13 +8,14 @@ import functools
 import inspect
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import mamba_fsdp
 from mamba_fsdp.errors import StorageError, UserError, leave_for_torchrun, near_name
 from mamba_fsdp.fields import default, does_nothing, has_effect, read_field, shown
-from mamba_fsdp.report.console import Console, fit_for
+from mamba_fsdp.reporting.console import Console, fit_for
 from mamba_fsdp.settings.help import Page, asked_for, meanings_in
 
 MOST_OF_A_LINE = 2000  # characters of an error, which may quote what a file holds
@@ -141,13 +142,17 @@ def invoke(
     except TypeError as error:
         raise UserError(f"{error}; {see}") from None
     for name, value in bound.arguments.items():
-        if name not in leaves and isinstance(value, str):  # paths all, which a shell has expanded
-            bound.arguments[name] = os.path.expanduser(value)
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            bound.arguments[name] = tuple(read_argument(parameter, one, see) for one in value)
+        elif parameter.kind is not parameter.VAR_KEYWORD and name not in leaves:
+            bound.arguments[name] = read_argument(parameter, value, see)
     values = {}
     for name, leaf in leaves.items():
         value = bound.arguments.pop(name, None)
         if value is not None:
-            values[name] = read_field(f"{dashes}{name}", leaf, shown(value))
+            text = value if isinstance(value, (list, dict)) else shown(value)
+            values[name] = read_field(f"{dashes}{name}", leaf, text)
     if not options:
         return function(*bound.args, **bound.kwargs)
     made = options(**values)
@@ -155,6 +160,19 @@ def invoke(
         if value != default(leaves[name]) and not has_effect(leaves[name], made):
             raise UserError(f"{dashes}{does_nothing(leaves[name], value)}; leave it out")
     return function(*bound.args, **bound.kwargs, options=made)
+
+
+def read_argument(parameter: inspect.Parameter, value: Any, see: str) -> Any:
+    """Returns the value of a parameter that is no option: of a path a text with its ~ expanded, as a shell does it.
+    Raises UserError for a value of another type."""
+    if isinstance(value, (str, os.PathLike)):  # paths all
+        value = os.path.expanduser(value)
+    kind = parameter.annotation  # a text, unchecked, if it names a class that is not imported here
+    is_checked = kind in (str, bool) or isinstance(kind, types.UnionType)
+    if is_checked and not isinstance(value, kind):
+        wanted = "True or False" if kind is bool else "a path or a name"
+        raise UserError(f"{parameter.name}: expected {wanted}, not {type(value).__name__}; {see}")
+    return value
 
 
 def options_of(function: Callable[..., Any]) -> Any:

@@ -16,6 +16,8 @@ from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import KEPT
 from mamba_fsdp.storage.patience import exists, retry_io, size_of, sync_folder
 
+CHECKPOINTS_TO_COME = "the checkpoints to come"
+
 
 def removable(whole: Sequence[Path], keep: int) -> list[Path]:
     """Returns which of these checkpoints, oldest first, may be removed: all but the newest `keep` and the ones that are
@@ -23,17 +25,24 @@ def removable(whole: Sequence[Path], keep: int) -> list[Path]:
     return [path for path in whole[:-keep] if not exists(path / KEPT)]
 
 
-def check_room(folder: Path, whole: Sequence[Path], needed: int, count: int = 1) -> None:
-    """Raises UserError if the disk of `folder` has no room for `count` checkpoints of `needed` bytes each, even after
-    old ones of the `whole` checkpoints are removed."""
+def check_room(
+    folder: Path,
+    whole: Sequence[Path],
+    needed: int,
+    count: int = 1,
+    what: str = CHECKPOINTS_TO_COME,
+) -> None:
+    """Raises UserError if the disk of `folder` has no room for `what`: `count` times `needed` bytes, even after old ones
+    of the `whole` checkpoints are removed."""
     usage = retry_io(partial(shutil.disk_usage, folder), folder)
     free = usage.free
     if free < count * needed:
         free += sum(map(size_of, removable(whole, 1)))
     if free < count * needed and usage.total:  # 0: the file system does not say
+        fewer = " lower keep_checkpoints," if count > 1 else ""
         raise UserError(
-            f"{folder} has only {with_unit(free, 'B')} free, but the checkpoints to come need "
-            f"{count} x {with_unit(needed, 'B')}; make room, lower keep_checkpoints, or choose another folder"
+            f"{folder} has only {with_unit(free, 'B')} free, but {what} need {count} x {with_unit(needed, 'B')}; "
+            f"make room,{fewer} or choose another folder"
         )
 
 
@@ -82,23 +91,23 @@ class Retention:
     def _whole(self) -> list[Path]:
         return [path for path in committed(self.folder) if path.name not in self.broken]
 
-    def make_room(self, needed: int) -> None:
-        """Removes old checkpoints until the disk has room for one of `needed` bytes. Raises UserError, and removes
+    def make_room(self, needed: int, what: str = CHECKPOINTS_TO_COME) -> None:
+        """Removes old checkpoints until the disk has room for the `needed` bytes of `what`. Raises UserError, and removes
         none, if that is not enough."""
         whole = self._whole()
-        check_room(self.folder, whole, needed)
+        check_room(self.folder, whole, needed, what=what)
         for keep in range(min(self.keep, len(whole)), 0, -1):
             usage = retry_io(partial(shutil.disk_usage, self.folder), self.folder)
             if usage.free < needed:
-                self.prune(keep)
+                self.prune(keep, what)
 
-    def prune(self, keep: int) -> None:
-        """Removes all whole checkpoints but the newest `keep` and the ones that are never removed. Warns if the disk
-        refuses; raises LostError."""
+    def prune(self, keep: int, what: str = "") -> None:
+        """Removes all whole checkpoints but the newest `keep` and the ones that are never removed, to make room for
+        `what`. Warns if the disk refuses; raises LostError."""
         try:
             for path in removable(self._whole(), keep):
-                if keep < self.keep:
-                    self.report(f"checkpoint {path.name} is removed to make room for a newer one")
+                if what:
+                    self.report(f"checkpoint {path.name} is removed to make room for {what}")
                 self.lease.remove(path)
         except LostError:
             raise

@@ -1,6 +1,7 @@
 """Chooses the sources that a run trains on, with their weights, and those that it validates on. Needs no torch."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import combinations, count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from mamba_fsdp.data.splits import SPLITS, is_store, split_in
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, check_tokenizer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.fields import setting
 from mamba_fsdp.settings.train_config import DataConfig
 
 if TYPE_CHECKING:
@@ -87,24 +89,34 @@ def one_for_all(stores: Iterable[Source]) -> Source:
     return (identified or stores)[0]
 
 
-def batches(
-    dataset_path: str | Path, *, seq_length: int = 256, batch_size: int = 8, seed: int = 2023
-) -> Iterator["Batch"]:
+@dataclass
+class BatchesConfig:
+    """The settings of training that decide its batches."""
+
+    seq_length: int = setting(256, at_least=1)
+    """Tokens of a sample."""
+    batch_size: int = setting(8, at_least=1)
+    """Samples of a batch."""
+    seed: int = setting(2023, at_least=0, at_most=2**63 - 1)
+    """Decides the order of the samples."""
+
+
+def batches(dataset_path: str | Path, *, options: BatchesConfig) -> Iterator["Batch"]:
     """Yields, endlessly, the batches that a training on one device with these settings reads, in its order.
 
-    Raises UserError.
+    dataset_path: a token store, or a folder with one in train/. Raises UserError.
     """
     from mamba_fsdp.data.loader import BatchShape, Loader
 
     # Without threads: a program may end before it has read all of the generator.
-    data = DataConfig(str(dataset_path), seq_length=seq_length, num_workers=0)
+    data = DataConfig(str(dataset_path), seq_length=options.seq_length, num_workers=0)
     sources, weights = training_sources(data)
     vocab_size = max(source.vocab_size for source in sources.values())
     loader = Loader(
         sources,
-        Sampler(sources, weights, seq_length, seed),
+        Sampler(sources, weights, options.seq_length, options.seed),
         data,
-        BatchShape(0, 1, batch_size),
+        BatchShape(0, 1, options.batch_size),
         vocab_size=vocab_size,
     )
     for step in count():

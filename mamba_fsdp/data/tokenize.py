@@ -53,7 +53,7 @@ from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
 from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.fields import default, shown
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import exists

@@ -11,7 +11,7 @@ from mamba_fsdp.data.text import count_words_and_bytes, predicted_spans
 from mamba_fsdp.data.tokenizer import check_tokenizer, import_with
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import condition, setting
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.settings.train_config import DataConfig
 
 if TYPE_CHECKING:
@@ -92,8 +92,6 @@ def evaluate(
     does."""
     from mamba_fsdp.inference.loading import as_loaded
 
-    if not isinstance(data, (str, Path)):
-        raise UserError(f"evaluate: data={data!r:.60} is not the path of a token store")
     return measure(as_loaded(model), data, options, Console(enabled=False))
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.layout import committed, step_of
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, KEPT

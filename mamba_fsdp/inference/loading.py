@@ -58,6 +58,6 @@ def as_loaded(model: Any, model_name: str = "") -> Loaded:
         return load(os.fspath(model), model_name=model_name)
     if not hasattr(model, "network"):
         raise UserError(
-            f"{model!r:.60} is neither a model that mamba_fsdp.load returned nor a path"
+            f"model: expected a path or what mamba_fsdp.load returned, not {type(model).__name__}"
         )
     return model

@@ -72,9 +72,8 @@ def write_model(
 
 
 def publish(source: str | Path, out: Path) -> None:
-    """Writes `source` as pth, unless `out` exists."""
-    if not exists(out):
-        write_model(source, out, "pth")
+    """Writes `source` as pth."""
+    write_model(source, out, "pth")
 
 
 # Each writes the tensors and returns the fields of config.json.

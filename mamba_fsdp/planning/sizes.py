@@ -10,7 +10,7 @@ from mamba_fsdp.errors import UserError, with_unit
 from mamba_fsdp.model.presets import PRESETS
 from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.estimate import Estimate, best, estimate
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
 

@@ -20,6 +20,8 @@ from mamba_fsdp.storage.patience import exists, names_in
 IN_USE = "stop that run first, or give this one another save_ckpt_path"
 # In a checkpoint, for each parameter: the weight and AdamW's two moments, all fp32. Muon's has fewer.
 CHECKPOINT_BYTES = 12
+# While the model is written, see write_pth: the weight, fp32, in two files.
+PUBLISHING_BYTES = 8
 # What may lie in the folder before a run has begun there.
 BEFORE_A_RUN = {SETTINGS, STOP, STARTS, PROFILE}
 LOGS = (

@@ -7,7 +7,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from mamba_fsdp.storage.typed_json import parse_object
 
 T = TypeVar("T")
 ELSEWHERE = "requested on another rank"  # the reason of a stop that rank 0 was not asked for
+ENDS = ("stopped", "finished", "failed")  # the events that end a start
 LARGEST = 1 << 63  # larger integers are not read: other programs can't hold them
 
 
@@ -189,6 +191,12 @@ def _is_number(value: Any) -> bool:
     return value is None or type(value) is float
 
 
+def best_validation(entries: Iterable[dict]) -> dict:
+    """Returns the metrics entry of the validation with the lowest loss; {} if there is none."""
+    validated = [entry for entry in entries if isinstance(entry.get("val_loss"), float)]
+    return min(validated, key=lambda entry: entry["val_loss"], default={})
+
+
 def was_validated(run_folder: Path, step: int) -> bool:
     """Returns whether the metrics hold a validation of the model after `step`."""
     return any(
@@ -263,6 +271,21 @@ def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
 
     with contextlib.suppress(OSError, StorageError):
         retry_io(append, path)
+
+
+def seconds_of_commands(run_folder: Path, until: float) -> float:
+    """Returns how long the commands of a run have run before `until` (seconds since the epoch), without the pauses
+    between them, as far as its records tell: one that was killed ran until it wrote its last metrics."""
+    with contextlib.suppress(LookupError, OSError, TypeError, ValueError):
+        events = read_events(run_folder)
+        moments = [datetime.fromisoformat(event["time"]).timestamp() for event in events]
+        kinds = [event["event"] for event in events]
+        start = max(number for number, kind in enumerate(kinds) if kind == "started")
+        ends = [number for number, kind in enumerate(kinds) if kind in ENDS and number > start]
+        ended = moments[ends[0]] if ends else (run_folder / METRICS).stat().st_mtime
+        began = moments[start] - events[start]["seconds_to_start"]
+        return events[start]["seconds_of_earlier_commands"] + max(0.0, min(ended, until) - began)
+    return 0.0
 
 
 def read_events(run_folder: Path) -> list[dict]:

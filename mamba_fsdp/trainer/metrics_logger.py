@@ -13,8 +13,8 @@ from mamba_fsdp.data.sampler import seen
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.planning.devices import device_peak
-from mamba_fsdp.report.console import Console, read_share
-from mamba_fsdp.report.trackers import make_trackers
+from mamba_fsdp.reporting.console import Console, read_share
+from mamba_fsdp.reporting.trackers import make_trackers
 from mamba_fsdp.run.names import METRICS
 from mamba_fsdp.run.records import Log, add_event
 from mamba_fsdp.settings.resolve import as_dict
@@ -94,6 +94,8 @@ class MetricsLogger(contextlib.ExitStack):
         mfu = None
         if self.peak_flops:
             mfu = tokens_per_second * self.flops_per_token / self.peak_flops
+        now = time.time()
+        command_seconds = self.folder.earlier_seconds + now - self.context.settings.began
         loss = stats.loss
         show = self.console.passing
         if schedule.is_due(self.interval, state.step):
@@ -107,7 +109,8 @@ class MetricsLogger(contextlib.ExitStack):
                 "learning_rate": learning_rate,
                 "grad_norm": stats.gradient_norm,
                 "skipped_steps": state.skipped_steps,
-                "goodput": round(state.step_seconds / (time.time() - state.first_started), 4),
+                "goodput": round(state.step_seconds / (now - state.first_started), 4),
+                "goodput_of_commands": round(state.step_seconds / command_seconds, 4),
                 "tokens_per_second": round(tokens_per_second, 1),
                 "tokens_per_second_per_device": round(tokens_per_second / world.size, 1),
             }

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mamba_fsdp.data.loader import Loader
-from mamba_fsdp.report.console import Say
+from mamba_fsdp.reporting.console import Say
 from mamba_fsdp.run.names import PROFILE
 
 DATA = "waiting for data"  # the name of Loader.step in the trace

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +16,17 @@ import torch
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, counted, first_line
+from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, lost_rank, start_world
-from mamba_fsdp.report.console import Console, Say
-from mamba_fsdp.run.layout import step_of
-from mamba_fsdp.run.names import CHECKPOINTS, MODELS, SETTINGS
-from mamba_fsdp.run.records import add_event, latest
+from mamba_fsdp.reporting.console import Console, Say
+from mamba_fsdp.run.layout import PUBLISHING_BYTES, step_of
+from mamba_fsdp.run.names import CHECKPOINTS, MODELS
+from mamba_fsdp.run.records import add_event, latest, seconds_of_commands
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.patience import write_for_user
+from mamba_fsdp.storage.patience import exists
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
@@ -38,7 +40,7 @@ from mamba_fsdp.trainer.watchdog import watchdog
 UNTIMED_STEPS = 2  # the first, which make buffers and compile kernels
 LEAST_STEPS = 5  # of measure_pace
 TIMED_SECONDS = 6.0  # unless so many steps take longer
-WriteModel = Callable[[Path, Path], object]  # (checkpoint, folder to write, which may exist)
+WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder to write)
 
 
 class Trained(NamedTuple):
@@ -103,12 +105,16 @@ def _run_training(
                 with contextlib.closing(context.checkpointer):
                     stopped = train(context, folder, stop, console)
                 checkpoint = context.checkpointer.last
+                needed = PUBLISHING_BYTES * parameter_count(context.settings.model)
+                make_room = partial(
+                    context.checkpointer.retention.make_room, needed, "the model's files"
+                )
                 del context  # model and optimizer, before the world is closed
                 last = world.on_rank0(latest, folder.path)
         if checkpoint and not stopped and world.rank == 0:
             if not settings.checkpoint.publish:
                 write_model = None
-            finish(folder, checkpoint, write_model, console)
+            finish(folder, checkpoint, write_model, make_room, console)
     except BaseException as raised:
         error = explained(raised, world.rank, stop.has_stepped)
         if isinstance(error, KeyboardInterrupt) and not stop.has_stepped:
@@ -186,9 +192,22 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
     0. All ranks call it."""
     context.checkpointer.make_room(shards)
     if context.world.rank == 0:
-        write_for_user(folder.path / SETTINGS, resolve.as_yaml(context.settings))
+        settings = context.settings
         folder.copy_tokenizer(one_for_all(context.data.sources.values()))
-        facts: dict[str, object] = {"ranks": context.world.size, "from": context.start.begins}
+        folder.earlier_seconds = min(
+            seconds_of_commands(folder.path, settings.began),
+            settings.began - context.state.first_started,  # 0 if the run begins anew
+        )
+        facts: dict[str, object] = {
+            "ranks": context.world.size,
+            "from": context.start.begins,
+            "settings": folder.write_settings(resolve.as_yaml(settings)),
+            "weights": context.data.shares,
+            "learning_rate": settings.optimizer.learning_rate,
+            "global_batch": context.schedule.global_batch,
+            "seconds_to_start": round(time.time() - settings.began, 1),
+            "seconds_of_earlier_commands": round(folder.earlier_seconds, 1),
+        }
         if context.start.changed:
             facts["changed"] = context.start.changed
         if context.data.validation:
@@ -197,14 +216,20 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
 
 
 def finish(
-    folder: RunFolder, checkpoint: Path, write_model: WriteModel | None, console: Console
+    folder: RunFolder,
+    checkpoint: Path,
+    write_model: WriteModel | None,
+    make_room: Callable[[], None],
+    console: Console,
 ) -> None:
-    """Writes the whole model as one file, then the status `finished`: whoever reads this status
+    """Writes the whole model as one file, unless it is there, then the status `finished`: whoever reads this status
     finds the model. Rank 0 calls it after the process group has ended: writing a large model may
     take longer than the other ranks would wait."""
     step = step_of(checkpoint.name) or 0
-    if write_model:
-        write_model(checkpoint, folder.path / MODELS / checkpoint.name)
+    model = folder.path / MODELS / checkpoint.name
+    if write_model and not exists(model):
+        make_room()
+        write_model(checkpoint, model)
     folder.write_status("finished", step)
     console.line(f"finished   {counted(step, 'step')}; everything is in {folder.path}")
 

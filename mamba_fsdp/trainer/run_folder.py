@@ -12,8 +12,8 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import records
 from mamba_fsdp.run.layout import IN_USE, check_is_run_folder, newest_step
 from mamba_fsdp.run.lease import Lease
-from mamba_fsdp.run.names import CHECKPOINTS, LEASE, MODELS, TOKENIZER
-from mamba_fsdp.storage.patience import exists, names_in, retry_io, storage_error
+from mamba_fsdp.run.names import CHECKPOINTS, LEASE, MODELS, SETTINGS, SETTINGS_COPY, TOKENIZER
+from mamba_fsdp.storage.patience import exists, names_in, retry_io, storage_error, write_for_user
 
 
 class RunFolder:
@@ -22,6 +22,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.lease = Lease(self.path / LEASE)
+        self.earlier_seconds = 0.0  # of the run's commands before this one, on rank 0
 
     def acquire(self) -> None:
         """Makes the folder, takes its lease, and removes the unfinished files of killed runs. Raises
@@ -69,6 +70,17 @@ class RunFolder:
                 self.write_status(status, step or newest_step(self.path), reason)
         except (UserError, OSError) as another:  # a full disk must not hide the first failure
             print(f"warning: {another}", file=sys.stderr)
+
+    def write_settings(self, text: str) -> str:
+        """Writes the settings of this start, and the same as a numbered copy, unless the last copy says the same. Returns
+        the copy's name."""
+        write_for_user(self.path / SETTINGS, text)
+        count = len([*self.path.glob(SETTINGS_COPY.format("*"))])
+        copy = self.path / SETTINGS_COPY.format(count)
+        if not count or copy.read_text() != text:
+            copy = self.path / SETTINGS_COPY.format(count + 1)
+            write_for_user(copy, text)
+        return copy.name
 
     def copy_tokenizer(self, data: Source) -> None:
         """Copies the tokenizer of a source, if it has one, over an earlier copy, so that the model

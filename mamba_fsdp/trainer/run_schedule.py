@@ -9,7 +9,7 @@ from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.errors import UserError, counted, with_unit
 from mamba_fsdp.fields import Duration
 from mamba_fsdp.model.spec import flops_per_token
-from mamba_fsdp.report.console import Say
+from mamba_fsdp.reporting.console import Say
 from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
 from mamba_fsdp.trainer.schedule import Schedule, schedule_of
 

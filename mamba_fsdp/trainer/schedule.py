@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Duration
-from mamba_fsdp.report.console import Say
+from mamba_fsdp.reporting.console import Say
 from mamba_fsdp.settings.train_config import TrainConfig
 
 AUTOMATIC = -1  # or less: converted to tokens, -1 is multiplied by the tokens of a step

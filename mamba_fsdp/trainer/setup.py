@@ -23,7 +23,7 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import Workload, expected_memory, state_memory
-from mamba_fsdp.report.console import Say
+from mamba_fsdp.reporting.console import Say
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer import first_use
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer

@@ -22,7 +22,7 @@ from mamba_fsdp.interop.places import Origin, find_origin
 from mamba_fsdp.interop.weights import Weights, find_weights
 from mamba_fsdp.model.config import checked_model
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.report.console import Say
+from mamba_fsdp.reporting.console import Say
 from mamba_fsdp.run.records import read_events, was_validated
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig

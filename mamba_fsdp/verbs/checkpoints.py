@@ -18,7 +18,7 @@ from mamba_fsdp.checkpoint.saved_run import read_run
 from mamba_fsdp.data.paths import refused
 from mamba_fsdp.errors import UserError, with_unit
 from mamba_fsdp.fields import setting
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.layout import committed, step_of, unfinished
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, KEPT
 from mamba_fsdp.storage.patience import exists, size_of

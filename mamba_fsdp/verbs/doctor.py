@@ -6,7 +6,7 @@ absent but not needed. The exit code is 1 if any check fails.
 """
 
 from mamba_fsdp.launch.checks import CHECKS
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.reporting.console import Console
 
 
 def main() -> int:

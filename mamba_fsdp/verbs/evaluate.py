@@ -31,7 +31,7 @@ from mamba_fsdp.errors import UserError, install_command
 from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
-from mamba_fsdp.report.console import Console, as_json, say
+from mamba_fsdp.reporting.console import Console, as_json, say
 from mamba_fsdp.run.names import CHECKPOINTS, SETTINGS, TASK_RESULTS
 from mamba_fsdp.storage.patience import exists, write_for_user
 

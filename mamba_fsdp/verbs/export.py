@@ -6,6 +6,7 @@ folder.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mamba_fsdp.fields import setting
 from mamba_fsdp.interop.places import check_place
@@ -34,7 +35,13 @@ class ExportConfig(ImportConfig):
 
 
 def main(model: str, out: str, options: ExportConfig) -> None:
+    print(export(model, out, options))
+
+
+def export(model: str | Path, out: str | Path, options: ExportConfig) -> Path:
+    """Writes a model into the new folder `out`, and returns `out`. model: the path of a run, a checkpoint, a .pth
+    file, or a transformers or state-spaces folder. Raises UserError, and writes nothing, if that can't be done."""
     check_place(model)
     from mamba_fsdp.interop.convert import write_model
 
-    print(write_model(model, out, **vars(options)))
+    return write_model(model, out, **vars(options))

@@ -12,7 +12,7 @@ import time
 from mamba_fsdp.errors import counted
 from mamba_fsdp.inference.generate import GenerationConfig, check_valid, generate
 from mamba_fsdp.interop.places import check_place
-from mamba_fsdp.report.console import fit_for
+from mamba_fsdp.reporting.console import fit_for
 
 
 def main(model: str, options: GenerationConfig) -> None:

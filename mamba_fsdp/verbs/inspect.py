@@ -20,9 +20,9 @@ from mamba_fsdp.errors import UserError, counted, import_command
 from mamba_fsdp.fields import setting
 from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import title
-from mamba_fsdp.report.console import read_share, say
+from mamba_fsdp.reporting.console import read_share, say
 from mamba_fsdp.run.names import METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
-from mamba_fsdp.run.records import read, read_events, read_status
+from mamba_fsdp.run.records import best_validation, read, read_events, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import checkpoints
 
@@ -39,7 +39,14 @@ class Options:
     anything is damaged. Models have no checksums and are refused."""
 
 
-def main(path: str, options: Options) -> int:
+def inspect(path: str | Path, options: Options) -> None:
+    """Prints what is at `path`, as the command does: a run, a checkpoint, a model, a token store, or text to import.
+    Raises UserError if there is nothing of these, or if it is damaged."""
+    if main(path, options):
+        raise UserError(f"{path} is damaged, as the lines above say")
+
+
+def main(path: str | Path, options: Options) -> int:
     verify = options.verify
     place = what_is(path)
     if place.kind == "part":
@@ -88,10 +95,16 @@ def show_run(place: Place, verify: bool) -> int:
             text = f"loss {last[metric]:.4f} at step {last['step']}"
             if metric == "val_loss" and last.get("val_share"):
                 text += f" ({read_share(last['val_share'])})"
-            best = min(values, key=lambda entry: entry[metric])
-            if metric == "val_loss" and best is not last:
-                text += f"; the best {best[metric]:.4f} at step {best['step']}"
+            best = best_validation(values)
+            if best and best is not last:
+                text += f"; the best {best['val_loss']:.4f} at step {best['step']}"
             say(name, text)
+            if "goodput_of_commands" in last:
+                say(
+                    "goodput",
+                    f"{last['goodput_of_commands']:.1%} of its commands' time, {last['goodput']:.1%} of the time "
+                    "since the first one began",
+                )
     for event in read_events(path):
         if event.get("changed"):
             say("settings", f"changed at step {event.get('step')}: {event['changed']}")

@@ -34,7 +34,7 @@ from mamba_fsdp.errors import UserError, near_name, with_unit
 from mamba_fsdp.fields import setting
 from mamba_fsdp.model.presets import SPELLINGS, plain, preset, title
 from mamba_fsdp.planning.devices import INSTANCES, Instance
-from mamba_fsdp.report.console import Console, as_json
+from mamba_fsdp.reporting.console import Console, as_json
 from mamba_fsdp.run.names import SETTINGS
 from mamba_fsdp.settings.recipes import recipe
 from mamba_fsdp.settings.resolve import resolve_settings

@@ -13,7 +13,7 @@ from mamba_fsdp.data.paths import refused, what_is
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.fields import setting
-from mamba_fsdp.report.page import make_page
+from mamba_fsdp.reporting.page import make_page
 from mamba_fsdp.run.names import REPORT, TOKENIZER
 from mamba_fsdp.storage.patience import write_for_user
 
@@ -25,10 +25,16 @@ class Options:
 
 
 def main(*runs: str, options: Options) -> None:
+    print(report(*runs, options=options))
+
+
+def report(*runs: str | Path, options: Options) -> Path:
+    """Writes the report on runs, each the path of a run folder, as one HTML file, and returns the file's path. Raises
+    UserError for a path that is not a run."""
     out = options.out
     folders = {Path(run).resolve(): Path(run) for run in runs}  # each run once
     if not folders:
-        raise UserError("name at least one run folder; see --help")
+        raise UserError("name at least one run folder")
     for folder in folders.values():
         place = what_is(folder)
         if place.kind == "runs":
@@ -46,4 +52,4 @@ def main(*runs: str, options: Options) -> None:
         write_for_user(file, page)
     except OSError as error:
         raise UserError(f"{error.filename}: can't be written ({error.strerror})") from None
-    print(file)
+    return file

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.console import let_output_fail
+from mamba_fsdp.reporting.console import let_output_fail
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.help import Page
 
@@ -26,11 +26,26 @@ USUAL = "tokenizer validation_fraction splits documents text_column config overw
 
 
 def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
+    let_output_fail()
+    try:
+        tokenize(input, out, options=options)
+    except KeyboardInterrupt:  # the work of its threads is of no use
+        sys.stdout.flush()
+        os._exit(130)
+
+
+def tokenize(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> Path:
+    """Makes token stores, which training reads, of text or tokens, and returns their folder. The same call resumes.
+
+    input: a file, folder or glob, a name for datasets.load_dataset, or builtin, the source of Python's own library.
+    out: a folder for the stores out/train and out/validation; without it, data/NAME, by the input's name. Raises
+    UserError for bad input, and for files that can't be written.
+    """
     # Imported late, so that --help and mistakes in the options are answered at once.
     from mamba_fsdp.data.corpus import is_local, prepare_hub
 
     options.check()
-    out = out or str(default_folder(input))
+    folder = Path(out or default_folder(input))
     tokenizer = options.tokenizer
     is_made = tokenizer == "none" or tokenizer.startswith("train:")
     if not is_made and not is_local(tokenizer):
@@ -38,16 +53,12 @@ def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> No
     if not is_local(input):
         prepare_hub(input)
     elif input != "builtin":
-        print(f"making {out} from {input}", flush=True)
+        print(f"making {folder} from {input}", flush=True)
     # This imports libraries for seconds; mistakes are reported earlier.
     from mamba_fsdp.data.tokenize import make_dataset
 
-    let_output_fail()
-    try:
-        make_dataset(input, out, options)
-    except KeyboardInterrupt:  # the work of its threads is of no use
-        sys.stdout.flush()
-        os._exit(130)
+    make_dataset(input, folder, options)
+    return folder
 
 
 def default_folder(input: str) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mamba_fsdp.launch.in_process import prepare, run
 from mamba_fsdp.launch.machine import begin_rank, processes_per_node
-from mamba_fsdp.report.console import let_output_fail
+from mamba_fsdp.reporting.console import let_output_fail
 from mamba_fsdp.settings.resolve import read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 

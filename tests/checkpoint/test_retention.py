@@ -89,7 +89,7 @@ def test_an_old_checkpoint_makes_room_for_a_newer_one(run, monkeypatch, room, st
         checkpointer.save(step, shards_of(step), {})
         checkpointer.wait()
     assert names_in(run) == [f"step_0000000{step}" for step in steps]
-    early = [line for line in said if "is removed to make room for a newer one" in line]
+    early = [line for line in said if "is removed to make room for" in line]
     assert len(early) == {4: 0, 2: 2, 1: 0}[room]
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+import mamba_fsdp
 from mamba_fsdp.data import tokenize
 from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
 from mamba_fsdp.data.selection import (
-    batches,
     check_tokenizers_agree,
     one_for_all,
     training_sources,
@@ -97,7 +97,7 @@ def test_stores_of_one_run_have_one_tokenizer(tmp_path):
 
 def test_batches_are_endless_and_those_of_a_training(tmp_path):
     make(tmp_path / "train", documents=[range(1, 9)])
-    first, again = itertools.islice(batches(tmp_path, seq_length=8, batch_size=1), 2)
+    first, again = itertools.islice(mamba_fsdp.batches(tmp_path, seq_length=8, batch_size=1), 2)
     assert first.tokens.tolist() == again.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert first.labels.tolist() == [[2, 3, 4, 5, 6, 7, 8, 0]]
 

@@ -15,7 +15,7 @@ from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import loading
-from mamba_fsdp.report.console import as_json
+from mamba_fsdp.reporting.console import as_json
 from mamba_fsdp.verbs import evaluate, export
 from tests.support.corpora import stored_documents
 from tests.support.forked import said_by, start_ranks

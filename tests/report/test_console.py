@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mamba_fsdp.report.console import Console, read_share, say
+from mamba_fsdp.reporting.console import Console, read_share, say
 from tests.support.terminal import Terminal, drawings
 
 LONG = "step  123456/1000000  loss  3.2500  lr 3.00e-04  1,214,000 tok/s  MFU 41.2%  left 4 days, 4:02:05"
@@ -38,7 +38,7 @@ def test_control_characters_are_shown_on_a_terminal_and_stay_in_files(monkeypatc
 
 def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
     """A report stays; what is passing makes room for what comes next."""
-    monkeypatch.setattr("mamba_fsdp.report.console.SECONDS_BETWEEN_UPDATES", 0.0)
+    monkeypatch.setattr("mamba_fsdp.reporting.console.SECONDS_BETWEEN_UPDATES", 0.0)
     console = Console(stream=terminal.stream())
     console.passing("step 18")
     console.line("step 19")
@@ -73,7 +73,7 @@ def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
 def test_a_process_whose_reader_has_gone_ends_as_it_would_have(project):
     code = """
 import sys
-from mamba_fsdp.report.console import let_output_fail
+from mamba_fsdp.reporting.console import let_output_fail
 let_output_fail()
 for turn in range(3):
     print('x', flush=True)

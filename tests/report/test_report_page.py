@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.run_summary import name_runs
+from mamba_fsdp.reporting.run_summary import name_runs
 from mamba_fsdp.verbs import report
 from tests.support.checkpoints import commit_empty
 
@@ -122,6 +122,7 @@ def test_records_reach_the_page_and_settings_that_differ_are_named(tmp_path):
         f"source_epochs/{EVIL}": 0.25,
     }
     assert latest.items() <= first["last"].items()
+    assert (first["best"]["val_loss"], first["best"]["step"]) == (3.5, 20)
     assert first["samples"] == {"20": [EVIL, "one\n  two"]} and first["checkpoints"] == [20]
     assert [event["event"] for event in first["events"]] == ["started", "started", "checkpoint"]
 

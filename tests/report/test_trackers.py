@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.trackers import make_trackers
+from mamba_fsdp.reporting.trackers import make_trackers
 
 
 def settings(*kinds, project="", name=""):

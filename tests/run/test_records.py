@@ -106,6 +106,27 @@ def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
     records.add_event(tmp_path, "checkpoint", 1)  # no reason to end a run
 
 
+@pytest.mark.parametrize(
+    "events, seconds",
+    [
+        ([], 0),
+        ([("started", 10)], 50 + 205 - 7),  # killed; its last metrics are from then
+        ([("started", 10), ("checkpoint", 20), ("stopped", 30)], 50 + 30 - 7),
+        ([("started", 10), ("stopped", 30), ("failed", 90)], 50 + 30 - 7),  # before it started
+        ([("started", 503)], 50),  # of the same command, which starts its ranks again
+    ],
+)
+def test_pauses_between_commands_are_no_time_of_theirs(tmp_path, monkeypatch, events, seconds):
+    began = {"seconds_to_start": 3, "seconds_of_earlier_commands": 50}
+    for event, second in events:
+        moment = f"1970-01-01T00:{second // 60:02}:{second % 60:02}+00:00"
+        monkeypatch.setattr(records, "timestamp", lambda moment=moment: moment)
+        records.add_event(tmp_path, event, 0, **began)
+    (tmp_path / "metrics.jsonl").touch()
+    os.utime(tmp_path / "metrics.jsonl", (205, 205))
+    assert records.seconds_of_commands(tmp_path, until=500) == seconds
+
+
 def test_a_full_disk_is_said_in_a_line_and_what_was_to_be_written_waits(path, capsys):
     metrics = records.Log(path, 0)
     metrics.path = Path("/dev/full")

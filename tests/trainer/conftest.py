@@ -132,6 +132,7 @@ TIMES = (
     "tokens_per_second",
     "mfu",
     "goodput",
+    "goodput_of_commands",
     "delaying_rank",
     "largest_delay_seconds",
     "median_delay_seconds",

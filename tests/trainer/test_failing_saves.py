@@ -159,3 +159,18 @@ def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="has only 1.0 kB free, but"):
         train(tmp_path, **LONG)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_old_checkpoints_make_room_for_the_model_as_for_a_save(train, tmp_path, monkeypatch):
+    """But only as many as needed."""
+    settings = LONG | {"num_steps": 4, "checkpoint_interval": 1}
+    train(tmp_path, **settings)
+
+    def disk_usage(path):
+        free = {3: 0, 2: 10**9}[len(steps_in(tmp_path))]
+        return shutil._ntuple_diskusage(10**12, 0, free)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    said = train(tmp_path, **settings | {"publish": "true"})
+    assert "step_00000002 is removed to make room for the model's files" in said
+    assert steps_in(tmp_path) == [3, 4] and (tmp_path / "pth/step_00000004").is_dir()

@@ -82,17 +82,22 @@ def test_a_dry_run_warns_of_what_can_hardly_be_meant(train, tmp_path):
 
 
 def test_what_changes_between_starts_is_recorded_with_its_step(train, tmp_path, capsys):
-    """`inspect` shows it, and the best validation beside the last."""
+    """`inspect` shows it, and the best validation beside the last. A copy of each start's settings stays."""
     run = tmp_path / "run"
     train(run, num_steps=2, checkpoint_interval=1, eval_interval=1)
     train(run, num_steps=4, learning_rate=100.0, eval_interval=1)
     starts = [event for event in read_events(run) if event["event"] == "started"]
     assert "changed" not in starts[0] and starts[1]["step"] == 2
     assert "learning_rate=100.0 (before 0.01)" in starts[1]["changed"]
+    facts = {"learning_rate": 100.0, "global_batch": 2, "settings": "config.2.yaml"}
+    assert facts.items() <= starts[1].items() and starts[1]["weights"].keys() == {"train"}
+    assert "learning_rate: 0.01\n" in (run / starts[0]["settings"]).read_text()
+    assert (run / "config.2.yaml").read_text() == (run / "config.yaml").read_text()
     capsys.readouterr()
     inspect.show_run(what_is(run), verify=False)
     said = capsys.readouterr().out
     assert "changed at step 2: " in said and "learning_rate=100.0 (before 0.01)" in said
+    assert re.search(r"goodput +[\d.]+% of its commands' time, [\d.]+% of the time since", said)
     assert re.search(r"validation +loss \d.* at step 4.*; the best \d.* at step [0-3]", said)
 
 

@@ -1,4 +1,4 @@
-"""What `import mamba_fsdp` gives: five functions, whose arguments are checked by name, from any folder."""
+"""What `import mamba_fsdp` gives: functions, whose arguments are checked by name, from any folder."""
 
 import inspect
 import os
@@ -6,6 +6,7 @@ import pydoc
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,8 @@ def python(code, folder, project, **environment):
 
 def test_it_shows_its_functions_with_what_they_are_for():
     public = {name for name in dir(mamba_fsdp) if not name.startswith("_")}
-    assert public == {"load", "generate", "evaluate", "batches", "train"}
+    verbs = {"tokenize", "train", "generate", "evaluate", "inspect", "report", "export"}
+    assert public == {"load", "batches", *verbs}
     for name in public:
         function = getattr(mamba_fsdp, name)
         assert callable(function) and function.__doc__ and inspect.signature(function).parameters
@@ -42,16 +44,20 @@ def test_it_shows_its_functions_with_what_they_are_for():
 MISTAKES = [
     ("load", {"modelname": "x"}, "^modelname: there is no such option; did you mean model_name.$"),
     ("generate", {"max_new_tokens": 3}, "did you mean length.$"),
+    ("batches", {"dataset_path": "a", "seq_length": 0}, "^seq_length=0: must be at least 1$"),
+    ("generate", {"model": "a", "prompt": ["x", "y"]}, "^prompt=.* expected one value$"),
     ("batches", {}, r"missing a required argument: 'dataset_path'; see help\(mamba_fsdp.batches"),
     ("train", {"num_stepss": 3}, r"^num_stepss: .* \(in the call\); did you mean num_steps.$"),
     ("train", {"beta2": 1.5}, "^beta2=1.5: must be at most 0.9999999"),
     ("load", {"source": "~/no-such-run"}, "^/.*/no-such-run: there is no such file or folder"),
-    ("evaluate", {"model": "a", "data": ["text"]}, "^evaluate: data=.'text'. is not the path of"),
-    (
-        "evaluate",
-        {"model": 3, "data": "a"},
-        "^3 is neither a model that mamba_fsdp.load returned nor",
-    ),
+    ("evaluate", {"model": "a", "data": ["text"]}, "^data: expected a path or a name, not list"),
+    ("evaluate", {"model": 3, "data": "a"}, "^model: expected a path or what mamba_fsdp.load retu"),
+    ("tokenize", {"input": ["text"]}, r"^input: expected a path .* see help\(mamba_fsdp.tokenize"),
+    ("tokenize", {"input": "~/no-file"}, "^/.*/no-file: there is no such file or folder"),
+    ("export", {"model": 3, "out": "a"}, "^model: expected a path or a name, not int"),
+    ("export", {"model": "a", "out": "b", "format": "gguf"}, "^format=gguf: must be one of hf, "),
+    ("load", {"source": "a", "reset_at_documents": "no"}, "expected True or False, not str"),
+    ("train", {"config": {"num_steps": 3}}, "^config: expected a path or a name, not dict"),
     ("train", {"position_window": 5}, r"leave it out \(in the call\)$"),
 ]
 
@@ -61,6 +67,17 @@ def test_a_wrong_argument_is_refused_by_its_name(name, words, message):
     with pytest.raises(UserError, match=message) as caught:
         getattr(mamba_fsdp, name)(**words)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_notebook_begins_and_ends_without_a_shell(in_user_folder, tmp_path, capsys):
+    """A Path is a path for all of them, and what a command prints as its result is returned."""
+    store = mamba_fsdp.tokenize(Path("a.txt"), tmp_path / "data", tokenizer="train:300")
+    mamba_fsdp.inspect(store, verify=True)
+    assert "verified" in capsys.readouterr().out
+    page = mamba_fsdp.report(Path("runs/demo"), out=str(tmp_path))
+    made = mamba_fsdp.export(Path("runs/demo"), tmp_path / "out", format="pth")
+    assert (page, made) == (tmp_path / "report.html", tmp_path / "out")
+    assert page.exists() and made.is_dir()
 
 
 def test_training_in_a_thread_is_refused():

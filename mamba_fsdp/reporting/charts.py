@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mamba_fsdp.report.run_summary import RunSummary
+from mamba_fsdp.reporting.run_summary import RunSummary
 
 POINTS = 600  # of a curve; a longer curve is drawn by means
 RESTARTS = "y99"  # the axis of the lines at restarts

@@ -14,7 +14,7 @@ import yaml
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.layout import committed, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, METRICS, SETTINGS
-from mamba_fsdp.run.records import numbers_of, read, read_events, read_status
+from mamba_fsdp.run.records import best_validation, numbers_of, read, read_events, read_status
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RunSummary:
     metrics: dict[str, dict[int, float]]  # {metric: {step: value}}; NaN if it is not finite
     settings: dict[str, Any]  # {section.name: value}
     events: list[dict]
-    # status; last: the latest value of each metric; samples: {step: texts}; checkpoints: steps
+    # status; last: the latest value of each metric; best: the entry of the best validation; samples: {step: texts}; checkpoints: steps
     others: dict[str, Any]
 
     def restarts(self) -> list[dict]:
@@ -71,6 +71,7 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
     others = {
         "status": read_status(folder),
         "last": {"step": latest["step"], **numbers_of(latest)},
+        "best": best_validation(entries),
         "samples": {entry["step"]: entry["samples"] for entry in entries if "samples" in entry},
         "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
     }

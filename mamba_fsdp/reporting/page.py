@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError, python
-from mamba_fsdp.report.charts import make_figure
-from mamba_fsdp.report.run_summary import RunSummary, name_runs, summarise_run
+from mamba_fsdp.reporting.charts import make_figure
+from mamba_fsdp.reporting.run_summary import RunSummary, name_runs, summarise_run
 from mamba_fsdp.storage.formats import timestamp
 
 PAGE = Path(__file__).with_name("page.html")
