@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,9 @@ def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> 
         for run in runs:
             for metric in (chart, VALIDATION + chart):
                 values += run.metrics.get(metric, {}).values()
-                for trace in _curve(run, metric):
-                    data.append(trace | {"xaxis": f"x{axis}", "yaxis": f"y{axis}"})
+                for column in _parts(run, metric):
+                    for trace in _curve(run, metric, column):
+                        data.append(trace | {"xaxis": f"x{axis}", "yaxis": f"y{axis}"})
         text = f"<b>{as_text(chart.replace('_', ' '))}</b>"
         if tokenizers_differ and chart == "loss":
             text += "  per token of different tokenizers: not comparable"
@@ -74,11 +76,18 @@ def _restarts(run: RunSummary) -> dict[str, Any]:
     return _trace(run, np.array(steps), np.array(heights)) | look
 
 
-def _curve(run: RunSummary, metric: str) -> list[dict[str, Any]]:
+def _parts(run: RunSummary, metric: str) -> list[dict[int, float]]:
+    """Returns the values of a metric; a validation's in parts, of different data, which no line joins."""
+    column = run.metrics.get(metric, {})
+    ends = [*run.validated_otherwise(), math.inf] if metric.startswith(VALIDATION) else [math.inf]
+    parts = []
+    for begin, end in pairwise([-1, *ends]):
+        parts.append({step: value for step, value in column.items() if begin < step <= end})
+    return list(filter(None, parts))
+
+
+def _curve(run: RunSummary, metric: str, column: dict[int, float]) -> list[dict[str, Any]]:
     """Returns the curve of a metric; a long one as means, with a band from the least to the greatest values."""
-    column = run.metrics.get(metric)
-    if not column:
-        return []
     size = math.ceil(len(column) / POINTS)
     steps = _in_rows([*column], size).max(axis=1)
     values = _in_rows([*column.values()], size)

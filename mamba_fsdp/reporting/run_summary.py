@@ -5,6 +5,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import yaml
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.layout import committed, step_of
-from mamba_fsdp.run.names import CHECKPOINTS, METRICS, SETTINGS
+from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, METRICS, SETTINGS
 from mamba_fsdp.run.records import best_validation, numbers_of, read, read_events, read_status
 
 
@@ -32,6 +34,15 @@ class RunSummary:
         """Returns the events of all starts except the first."""
         starts = [event for event in self.events if event.get("event") == "started"]
         return starts[1:]
+
+    def validated_otherwise(self) -> list[int]:
+        """Returns the steps after which a start had other data to validate on than the start before it."""
+        known = [event for event in self.events if "validation" in event]
+        return [
+            after["step"]
+            for before, after in pairwise(known)
+            if before["validation"] != after["validation"]
+        ]
 
     @cached_property
     def progress(self) -> dict[str, np.ndarray]:
@@ -63,20 +74,26 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
         )
     metrics: dict[str, dict[int, float]] = {}
     latest: dict[str, Any] = {}
-    for entry in entries:
+    for entry in entries + read_evaluations(folder):
         latest |= entry
         for metric, value in numbers_of(entry).items():
             column = metrics.setdefault(metric, {})
             column[entry["step"]] = math.nan if value is None else value
     others = {
         "status": read_status(folder),
-        "last": {"step": latest["step"], **numbers_of(latest)},
+        "last": {**numbers_of(latest), "step": entries[-1]["step"]},
         "best": best_validation(entries),
         "samples": {entry["step"]: entry["samples"] for entry in entries if "samples" in entry},
         "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
     }
     settings = _read_settings(folder / SETTINGS)
     return RunSummary(name, metrics, settings, read_events(folder), others)
+
+
+def read_evaluations(folder: Path) -> list[dict]:
+    """Returns what evaluate --follow has measured of a run, by step."""
+    files = sorted((folder / EVALUATIONS).glob("*.jsonl"))
+    return sorted((entry for file in files for entry in read(file)), key=itemgetter("step"))
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import following
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.layout import step_name
 from mamba_fsdp.run.records import read, write_status
 

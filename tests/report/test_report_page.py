@@ -45,6 +45,12 @@ def write_run(folder, losses, seed=1):
     return folder
 
 
+def append(file, *entries):
+    with open(file, "a") as lines:
+        lines.writelines("\n" + json.dumps(entry) for entry in entries)
+        lines.write("\n")
+
+
 def page_of(*runs, out):
     report.main(*map(str, runs), options=report.Options(str(out)))
     return out.read_text()
@@ -80,6 +86,24 @@ def test_a_run_is_read_while_it_is_written(tmp_path):
     meta = content["figure"]["data"][1]["meta"]
     hours = [640 / 100 / 3600 * reports for reports in (1, 2, 3)]
     assert meta["tokens"] == [640, 1280, 1920] and meta["hours"] == pytest.approx(hours)
+
+
+def test_validations_on_other_data_are_not_joined_and_evaluations_have_charts(tmp_path):
+    run = write_run(tmp_path / "run", [4.0, 3.0])
+    losses = [{"step": step, "val_loss": 5.0, "val_source_loss": {"a": 1.0}} for step in range(4)]
+    append(run / "metrics.jsonl", *losses)
+    starts = [(0, {"a": "x"}), (1, {"a": "y"}), (2, {"a": "y"})]
+    append(
+        run / "events.jsonl",
+        *({"step": step, "event": "started", "validation": data} for step, data in starts),
+    )
+    (run / "evaluations").mkdir()
+    for name, step in (("b", 2), ("a", 1)):
+        append(run / f"evaluations/{name}.jsonl", {"step": step, "evaluated": {"t/acc": 0.5}})
+    curves = curves_of(content_of(page_of(run, out=tmp_path / "page.html")))
+    assert curves["loss"][1:] == [{0: 5.0, 1: 5.0}, {20: 3.5, 2: 5.0, 3: 5.0}]
+    assert curves["source loss/a"] == [{0: 1.0, 1: 1.0}, {2: 1.0, 3: 1.0}]
+    assert curves["evaluated/t/acc"] == [{1: 0.5, 2: 0.5}]
 
 
 def test_plotly_knows_every_part_of_the_figure(tmp_path):
