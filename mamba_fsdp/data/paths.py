@@ -24,7 +24,7 @@ from mamba_fsdp.run.names import (
     step_of,
 )
 from mamba_fsdp.storage.patience import exists, is_file, is_folder, names_in
-from mamba_fsdp.storage.signatures import content_of
+from mamba_fsdp.storage.signatures import OF_IDS, content_of
 
 PROGRESS = ".progress"  # in a folder that get_dataset.py has not finished
 BEGUN = f"{PROGRESS}/begun.json"
@@ -45,7 +45,12 @@ TOKENIZER_FILES = (
 WANTED = (  # of --tokenizer
     "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
 )
-INPUT_WORDS = {"arrow": "Arrow tables", "datalayout": "Composer's DataLayout"}  # by kind; else text
+INPUT_WORDS = {  # by kind; else text
+    "arrow": "Arrow tables",
+    "datalayout": "Composer's DataLayout",
+    "megatron": "Megatron's token ids",
+    "ids": "token ids",
+}
 NO_INPUT = {
     "store",
     "import",
@@ -230,12 +235,12 @@ def _settings(path: Path) -> Place | None:
 def _foreign_file(path: Path) -> Place | None:
     """Returns what a file is by its content, if that is something else than its name says."""
     kind = _kind_of(path)
-    if kind == "datalayout" and exists(f"{path}.size"):  # its numbers may look like anything
+    if kind in ("datalayout", "megatron"):  # their numbers may look like anything
         return None
     found = None
     with contextlib.suppress(Exception):  # damaged compressed data: importing it says so
         found = content_of(path)
-    if found is None or found.name == kind:
+    if found is None or found.name == kind or kind == "ids" and found.name in OF_IDS:
         return None
     return Place(path, "foreign", found.title, found.advice(path))
 

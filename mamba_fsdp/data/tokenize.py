@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,9 @@ class _Part:
             self.writers[name] = writer_of(self.folder / name, tokenizer, self.options, written)
         self.share.unreadable = state.unreadable
         pace = Pace(self.share.files)
-        batches = read_batches(self.share, self.options, BATCH_SIZE, state.position)
+        # Readers of token ids know the eos by its id alone.
+        options = replace(self.options, eos_token=str(tokenizer.eos))
+        batches = read_batches(self.share, options, BATCH_SIZE, state.position)
         console = Console()
         tokens_before = sum(written.total() for written in state.stores.values())
         if tokens_before:
@@ -465,7 +467,7 @@ class _Sample:
                     if not isinstance(content, str):
                         raise UserError(
                             f"{group[0].name}: holds token ids; name the tokenizer that made them with "
-                            "--tokenizer, or give --tokenizer=none"
+                            "--tokenizer, or give --tokenizer=none --eos_token=ID --vocab_size=N"
                         )
                     self.characters += len(content)
                     left -= len(content)
