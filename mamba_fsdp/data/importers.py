@@ -137,8 +137,9 @@ def cut(
         bounds = {0, count, *bounds_in(start, end).tolist()}
         inner = sorted(bound for bound in bounds if start < bound < end)
         edges = [start, *inner, end]
+        window = np.asarray(ids[start:end]).astype(np.int64)  # slices of a map take longer
         for begin, stop in zip(edges, edges[1:]):
-            yield Document(ids[begin:stop].astype(np.int64), begin in bounds, stop in bounds)
+            yield Document(window[begin - start : stop - start], begin in bounds, stop in bounds)
 
 
 def _mapped(path: str | Path, dtype: Any, count: int, source: str, offset: int = 0) -> np.ndarray:
@@ -182,7 +183,7 @@ def _flat_ids(name: str, dtype: str) -> np.ndarray:
     """Maps the ids, of the type that a header says, or else `dtype`. Raises ValueError if the type is not known, or does
     not fit."""
     with open(name, "rb") as stream:
-        found = signature_of(stream.read(HEAD))
+        found = signature_of(stream.read(HEAD), text_may_be_a_page=False)
     if found is None:
         return _ids_without_header(name, dtype)
     if found.name == NUMPY:
@@ -203,6 +204,8 @@ def _ids_without_header(name: str, dtype: str) -> np.ndarray:
             "it does not say how its ids are stored: give their type, as in --dtype=uint16 (nanoGPT's) or uint32, and "
             "--tokenizer, or --tokenizer=none --eos_token=ID --vocab_size=N (DataLayout comes with a file .npy.size)"
         )
+    if Path(name).with_name("index.json").exists():
+        raise ValueError("index.json next to it says that it is not a flat file; name its folder")
     size = Path(name).stat().st_size
     if size % np.dtype(dtype).itemsize:
         raise ValueError(

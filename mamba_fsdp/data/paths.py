@@ -62,7 +62,9 @@ NO_INPUT = {
     "weights",
     "empty",
     "tokenizer",
+    "streamed",
 }
+STREAMED = {"shards": "MosaicML's MDS", "chunks": "litdata's chunks"}  # by a field of index.json
 MOST_LISTED = 8  # names in a message
 MOST_LOOKED_AT = 10_000  # files of a folder, to find one that can be imported
 
@@ -89,7 +91,17 @@ def what_is(path: str | Path) -> Place:
         finders = [_weights_file, _tokenizer_file, _file_of_another, _settings, _foreign_file]
         finders += [_input_file, _other_file]
     elif exists(place):
-        finders = [_checkpoint, _run, _store, _import, _dcp, _model, _stores, _checkpoints]
+        finders = [
+            _checkpoint,
+            _run,
+            _streamed,
+            _store,
+            _import,
+            _dcp,
+            _model,
+            _stores,
+            _checkpoints,
+        ]
         finders += [_tokenizer, _runs, _input_folder, _other_folder]
     return next(found for find in finders if (found := find(place)))
 
@@ -275,6 +287,16 @@ def _run(path: Path) -> Place | None:
         words = f"a run with {_listed(kept)}"
     use = f"{command('inspect')} {shlex.quote(str(path))} says how far it is"
     return Place(path, "run", words, use, tuple(kept))
+
+
+def _streamed(path: Path) -> Place | None:
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads((path / "index.json").read_bytes())
+        for field, words in STREAMED.items():
+            if field in content:
+                use = "docs/data.md has a command that makes a flat file of it"
+                return Place(path, "streamed", f"a folder of {words}", use)
+    return None
 
 
 def _store(path: Path) -> Place | None:

@@ -401,7 +401,7 @@ def _encoded(
     texts = [each.content for each in batch.documents if isinstance(each.content, str)]
     encoded = iter(tokenizer.encode_documents(texts))
     adds_eos = options.pack == "document"
-    separators = [*tokenizer.separators, *map(int, options.strip_tokens)]
+    separators = {*tokenizer.separators, *map(int, options.strip_tokens)}
     pieces: list[np.ndarray] = [np.zeros(0, np.int64)]
     for document in batch.documents:
         ids = document.content
@@ -417,16 +417,15 @@ def _encoded(
     return batch, np.concatenate(pieces)
 
 
-def _stripped(ids: np.ndarray, document: Document, separators: Any) -> np.ndarray:
+def _stripped(ids: np.ndarray, document: Document, separators: set[int]) -> np.ndarray:
     """Returns a document's ids without the separators at its ends."""
-    kept = np.flatnonzero(~np.isin(ids, separators))
-    if not len(kept):
-        return ids[:0]
-    if document.ends:
-        ids = ids[: kept[-1] + 1]
-    if document.begins:
-        ids = ids[kept[0] :]
-    return ids
+    start = 0
+    end = len(ids)
+    while document.begins and start < end and ids[start] in separators:
+        start += 1
+    while document.ends and start < end and ids[end - 1] in separators:
+        end -= 1
+    return ids[start:end]
 
 
 def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
