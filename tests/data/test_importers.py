@@ -42,7 +42,6 @@ LISTS = {
 }
 # Files of ids in which an eos ends a document: how one is written, and what does not say its type.
 FLAT = {
-    "nanoGPT": (lambda path, ids: ids.astype("<u2").tofile(path), {"dtype": "uint16"}),
     "OLMo": (lambda path, ids: ids.astype("<u4").tofile(path), {"dtype": "uint32"}),
     "llm.c": (write_llm_c, {}),
     "NumPy": (np.save, {}),
@@ -53,7 +52,7 @@ def write_documents(folder, form):
     if form in FLAT:
         folder.mkdir()
         write, _ = FLAT[form]
-        name = "a.npy" if form == "NumPy" else "a.bin"
+        name = "a.bin" if form == "llm.c" else "a.npy"
         write(folder / name, np.concatenate([[*each, EOS] for each in WRITTEN]))
     elif form == "Megatron":
         folder.mkdir()
