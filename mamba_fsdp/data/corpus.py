@@ -261,7 +261,7 @@ def _local_files(name: str, options: DatasetConfig) -> list[InputFile]:
     kinds = {
         path: kind_of(path, options.format) for place in places for path in _files_below(place)
     }
-    if options.format == "auto" and not options.dtype and set(kinds.values()) - {"ids", None}:
+    if options.format == options.dtype == "auto" and set(kinds.values()) - {"ids", None}:
         # Next to text and the like, such names say nothing about token ids.
         kinds = {path: None if kind == "ids" else kind for path, kind in kinds.items()}
     paths = _with_a_kind(name, kinds)

@@ -193,13 +193,13 @@ def _flat_ids(name: str, dtype: str) -> np.ndarray:
         ids = _mapped(name, LLM_C_TYPES[magic], count, "its header", LLM_C_HEADER)
     else:
         raise ValueError(f"it is {found.title}; {found.advice(name)}")
-    if dtype not in ("", ids.dtype.name):
+    if dtype not in ("auto", ids.dtype.name):
         raise ValueError(f"its header says {ids.dtype.name}: leave out --dtype={dtype}")
     return ids
 
 
 def _ids_without_header(name: str, dtype: str) -> np.ndarray:
-    if not dtype:
+    if dtype == "auto":
         raise ValueError(
             "it does not say how its ids are stored: give their type, as in --dtype=uint16 (nanoGPT's) or uint32, and "
             "--tokenizer, or --tokenizer=none --eos_token=ID --vocab_size=N (DataLayout comes with a file .npy.size)"

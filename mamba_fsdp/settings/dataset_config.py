@@ -45,9 +45,9 @@ class DatasetConfig:
         "auto", choices=("auto", "text", "json", "csv", "parquet", "arrow", "ids")
     )
     """Format of the files. auto: the names of the files tell the format. ids: token ids, one after the other."""
-    dtype: str = setting("", choices=("", *DTYPES), elsewhere="token_dtype memmap_dtype")
-    """Type of the token ids in flat files (.bin, .npy) that don't say it: uint16 in nanoGPT's, uint16 or uint32 in
-    OLMo's. Empty: the files say it."""
+    dtype: str = setting("auto", choices=("auto", *DTYPES), elsewhere="token_dtype memmap_dtype")
+    """Type of the token ids in flat files (.bin, .npy): uint16 in nanoGPT's, uint16 or uint32 in OLMo's. auto: the files
+    say it, as llm.c's and NumPy's do."""
     delimiter: str = setting("")
     """The character between the fields of CSV files. Empty: whichever of comma, semicolon, tab and bar occurs most
     often in the header."""
