@@ -417,7 +417,7 @@ def _encoded(
     return batch, np.concatenate(pieces)
 
 
-def _stripped(ids: np.ndarray, document: Document, separators: set[int]) -> np.ndarray:
+def _stripped(ids: np.ndarray, document: Document, separators: set[int | None]) -> np.ndarray:
     """Returns a document's ids without the separators at its ends."""
     start = 0
     end = len(ids)
