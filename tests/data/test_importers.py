@@ -49,13 +49,12 @@ FLAT = {
 
 
 def write_documents(folder, form):
+    folder.mkdir()
     if form in FLAT:
-        folder.mkdir()
         write, _ = FLAT[form]
         name = "a.bin" if form == "llm.c" else "a.npy"
         write(folder / name, np.concatenate([[*each, EOS] for each in WRITTEN]))
     elif form == "Megatron":
-        folder.mkdir()
         write_megatron(folder / "a.bin", WRITTEN)
     elif form == "fms":
         write_fms(folder / "lang=c" / "0.arrow", WRITTEN)
@@ -66,7 +65,6 @@ def write_documents(folder, form):
         columns = {"input_ids": WRITTEN, "labels": WRITTEN, "attention_mask": all_count}
         datasets.Dataset.from_dict(columns).save_to_disk(folder)
     else:
-        folder.mkdir()
         null_for_empty = [document or None for document in WRITTEN]
         table = pyarrow.table({"tokens": pyarrow.array(null_for_empty, LISTS[form])})
         with pyarrow.ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
@@ -78,7 +76,7 @@ def test_documents_are_those_that_were_written(prepare, tmp_path, monkeypatch, f
     """Also if a document, its eos or its strip_tokens lie in two windows of a mapped file."""
     monkeypatch.setattr(importers, "WINDOW", 3)
     write_documents(tmp_path / "in", form)
-    _, options = FLAT.get(form, (None, {}))
+    options = FLAT.get(form, [{}])[-1]
     prepare(tmp_path / "in", tmp_path / "out", **IDS, **options)
     assert documents_of(tmp_path / "out/train") == STORED
     store = TokenStore(tmp_path / "out" / "train")

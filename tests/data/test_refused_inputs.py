@@ -112,7 +112,6 @@ MISTAKES = {  # words of the command: what is said
     "hole.txt.gz out": "byte 5, on line 2, is 0x00, which no text holds; without such bytes: gzip -dc",
     "tokens.txt out": "byte 1, on line 1, is 0x00: binary data, not text; if it holds token ids",
     "tokens.bin out": "it does not say how its ids are stored: give their type, as in --dtype=uint16",
-    "tokens.bin out --dtype=uint16": "or give --tokenizer=none --eos_token=ID --vocab_size=N",
     f"tokens.bin out {IDS} --dtype=uint8": "every second id is 0: its ids are wider than uint8",
     f"tokens.bin out {IDS} --dtype=uint32": "the vocabulary has 300; name the tokenizer that",
     f"bad.txt out {IDS} --format=ids --dtype=uint16": "13 bytes are no whole number of uint16",
