@@ -202,7 +202,7 @@ def _ids_without_header(name: str, dtype: str) -> np.ndarray:
     if dtype == "auto":
         raise ValueError(
             "it does not say how its ids are stored: give their type, as in --dtype=uint16 (nanoGPT's) or uint32, and "
-            "--tokenizer, or --tokenizer=none --eos_token=ID --vocab_size=N (DataLayout comes with a file .npy.size)"
+            "--tokenizer, or --tokenizer=none --eos_token=ID --vocab_size=N (Megatron's come with a file .idx, DataLayout with .npy.size)"
         )
     if Path(name).with_name("index.json").exists():
         raise ValueError("index.json next to it says that it is not a flat file; name its folder")

@@ -38,7 +38,7 @@ def write_megatron(path, documents):
     halves = [half for document in documents for half in (document[:1], document[1:])]
     lengths = np.array([len(half) for half in halves], "<i4")
     offsets = 4 * (np.cumsum(lengths, dtype="<i8") - lengths)
-    firsts = np.arange(0, len(halves) + 1, 2, dtype="<i8")
+    firsts = np.arange(0, len(halves) + 1, 2)
     np.concatenate(halves).astype("<i4").tofile(path)
     header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 4, len(lengths), len(firsts))
     index = header + lengths.tobytes() + offsets.tobytes() + firsts.tobytes()
