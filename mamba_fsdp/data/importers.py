@@ -22,9 +22,7 @@ UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for toke
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
 WINDOW = 1 << 20  # tokens of a mapped file read at a time
-LLM_C_HEADER = (
-    1024  # bytes: 256 numbers, of which the first three are its kind, version and count of tokens
-)
+LLM_C_HEADER = 1024  # bytes: 256 numbers, which begin with its kind, version and count of tokens
 LLM_C_TYPES = {20240520: "<u2", 20240801: "<u4"}  # by kind: of GPT-2's tokens, of Llama 3's
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type of the ids, sequences, documents
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -202,7 +200,8 @@ def _ids_without_header(name: str, dtype: str) -> np.ndarray:
     if dtype == "auto":
         raise ValueError(
             "it does not say how its ids are stored: give their type, as in --dtype=uint16 (nanoGPT's) or uint32, and "
-            "--tokenizer, or --tokenizer=none --eos_token=ID --vocab_size=N (Megatron's come with a file .idx, DataLayout with .npy.size)"
+            "--tokenizer, or --tokenizer=none --eos_token=ID --vocab_size=N (Megatron's come with a file .idx, DataLayout "
+            "with .npy.size)"
         )
     if Path(name).with_name("index.json").exists():
         raise ValueError("index.json next to it says that it is not a flat file; name its folder")

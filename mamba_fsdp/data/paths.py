@@ -91,18 +91,8 @@ def what_is(path: str | Path) -> Place:
         finders = [_weights_file, _tokenizer_file, _file_of_another, _settings, _foreign_file]
         finders += [_input_file, _other_file]
     elif exists(place):
-        finders = [
-            _checkpoint,
-            _run,
-            _streamed,
-            _store,
-            _import,
-            _dcp,
-            _model,
-            _stores,
-            _checkpoints,
-        ]
-        finders += [_tokenizer, _runs, _input_folder, _other_folder]
+        finders = [_checkpoint, _run, _streamed, _store, _import, _dcp, _model]
+        finders += [_stores, _checkpoints, _tokenizer, _runs, _input_folder, _other_folder]
     return next(found for find in finders if (found := find(place)))
 
 
@@ -290,7 +280,8 @@ def _run(path: Path) -> Place | None:
 
 
 def _streamed(path: Path) -> Place | None:
-    with contextlib.suppress(OSError, ValueError):
+    """Returns what a folder is that another library streams."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
         content = json.loads((path / "index.json").read_bytes())
         for field, words in STREAMED.items():
             if field in content:

@@ -153,7 +153,7 @@ MISTAKES = {  # words of the command: what is said
     "open.csv out": "after line 2: unexpected end of data",
     "no.parquet out": "can't be read as parquet",
     "no.arrow out": "not an Arrow file",
-    "alone.npy out": "DataLayout with .npy.size)",
+    "alone.npy out": "with .npy.size)",
     f"short.npy out {IDS}": "12 bytes, but short.npy.size says 4",
     f"empty.npy out {IDS}": "0 bytes, but empty.npy.size says 0",
     f"uncounted.npy out {IDS}": "out of the loss",
