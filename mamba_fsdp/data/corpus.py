@@ -38,7 +38,8 @@ KINDS = {
     ".csv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
-    ".npy": "datalayout",
+    ".npy": "ids",
+    ".bin": "ids",
 }
 SAVED_SPLITS = "dataset_dict.json"  # in a folder that `datasets` saved, of several splits
 WORD = re.compile("[a-z]+")
@@ -237,10 +238,15 @@ def builtin_files() -> list[Path]:
 
 
 def kind_of(path: Path, format: str = "auto") -> str | None:
-    """Returns how a file is read: by `format`, or, if that is auto, by its name; None if the name doesn't tell."""
-    if format != "auto":
-        return format
-    return KINDS.get(os.path.splitext(_without_compression(path.name.lower()))[1])
+    """Returns how a file is read: by `format`, or, if that is auto, by its name; None if the name doesn't tell. Of token
+    ids, a file next to it tells more."""
+    ending = os.path.splitext(_without_compression(path.name.lower()))[1]
+    kind = KINDS.get(ending) if format == "auto" else format
+    if kind == "ids" and exists(f"{path}.size"):
+        return "datalayout"
+    if kind == "ids" and ending == ".bin" and exists(path.with_suffix(".idx")):
+        return "megatron"
+    return kind
 
 
 def _without_compression(name: str) -> str:
@@ -255,6 +261,9 @@ def _local_files(name: str, options: DatasetConfig) -> list[InputFile]:
     kinds = {
         path: kind_of(path, options.format) for place in places for path in _files_below(place)
     }
+    if options.format == options.dtype == "auto" and set(kinds.values()) - {"ids", None}:
+        # Next to text and the like, such names say nothing about token ids.
+        kinds = {path: None if kind == "ids" else kind for path, kind in kinds.items()}
     paths = _with_a_kind(name, kinds)
     root = _root_of(places)
     splits = _splits_of([path.relative_to(root) for path in paths], root, options)
@@ -408,9 +417,13 @@ def _files_below(place: Path) -> Iterator[Path]:
             saved = read_object(folder / "state.json", SavedFolder, "save it again")
             names = [file.filename for file in saved._data_files]
         for name in sorted(names):
-            # fms-fsdp's tables of document counts and DataLayout's files of sizes are not text.
+            # fms-fsdp's tables of document counts, DataLayout's sizes and Megatron's indices are not text.
             is_count = folder.name == "meta" and "counts" in name
-            if not name.startswith(".") and not is_count and not name.endswith(".npy.size"):
+            if (
+                not name.startswith(".")
+                and not is_count
+                and not name.endswith((".npy.size", ".idx"))
+            ):
                 yield folder / name
 
 

@@ -1,8 +1,9 @@
-"""Reads others' tokens: columns of tables, fms-fsdp's Arrow files, Composer's DataLayout."""
+"""Reads others' tokens: columns of tables, fms-fsdp's Arrow files, flat files, Megatron's, Composer's DataLayout."""
 
 import mmap
 import re
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,21 @@ import pyarrow
 from pyarrow import compute, types
 
 from mamba_fsdp.data.corpus import Document, InputFile
-from mamba_fsdp.errors import counted
+from mamba_fsdp.errors import counted, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.signatures import HEAD, signature_of
+from mamba_fsdp.storage.signatures import HEAD, LLM_C, NUMPY, signature_of
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # tried if there is no column `text`, the default
 TEXT = re.compile("(large_)?(string|binary)(_view)?|null")  # names of types
 UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens without a loss}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
-WINDOW = 1 << 20  # tokens of DataLayout read at a time
+WINDOW = 1 << 20  # tokens of a mapped file read at a time
+LLM_C_HEADER = 1024  # bytes: 256 numbers, which begin with its kind, version and count of tokens
+LLM_C_TYPES = {20240520: "<u2", 20240801: "<u4"}  # by kind: of GPT-2's tokens, of Llama 3's
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type of the ids, sequences, documents
+MEGATRON_MAGIC = b"MMIDIDX\0\0"
+MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def column_of(table: Any, column: str) -> Any:
@@ -111,6 +117,163 @@ def record_batches(source: InputFile) -> Iterator[pyarrow.RecordBatch]:
             raise ValueError("it is cut short, or is not an Arrow file; copy it again")
 
 
+# Files of ids are mapped, and read window by window.
+
+
+def cut(
+    file: InputFile, ids: np.ndarray, bounds_in: Callable[[int, int], np.ndarray]
+) -> Iterator[Document]:
+    """Yields the documents of `ids` (n,).
+
+    bounds_in(start, end) returns where, in [start, end], a document ends and the next one begins; it may return other
+    bounds too.
+    """
+    count = len(ids)
+    for start in range(0, count, WINDOW):
+        file.share_read = start / count
+        end = min(start + WINDOW, count)
+        bounds = {0, count, *bounds_in(start, end).tolist()}
+        inner = sorted(bound for bound in bounds if start < bound < end)
+        edges = [start, *inner, end]
+        window = np.asarray(ids[start:end]).astype(np.int64)  # slices of a map take longer
+        for begin, stop in zip(edges, edges[1:]):
+            yield Document(window[begin - start : stop - start], begin in bounds, stop in bounds)
+
+
+def _mapped(path: str | Path, dtype: Any, count: int, source: str, offset: int = 0) -> np.ndarray:
+    """Maps the `count` ids after `offset` bytes. Raises ValueError if the file has another size than `source`, its
+    header or the file next to it, says."""
+    dtype = np.dtype(dtype)
+    size = Path(path).stat().st_size
+    if size != offset + count * dtype.itemsize or not count:
+        raise ValueError(
+            f"{size} bytes, but {source} says {counted(count, 'token')} of {counted(dtype.itemsize, 'byte')}; copy "
+            "again what is cut short"
+        )
+    return np.memmap(path, dtype, "r", offset)
+
+
+def _eos_id(options: DatasetConfig) -> int:
+    """Returns the id of the token that ends documents, -1 if it is not known."""
+    return int(options.eos_token) if options.eos_token.isdecimal() else -1
+
+
+# Flat files: ids one after the other. llm.c's and NumPy's begin with a header that says their type; nanoGPT's and
+# OLMo's have none.
+
+
+def flat_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    """Yields the texts between one eos and the next, or the rows of an array of two dimensions."""
+    ids = _flat_ids(file.name, options.dtype)
+    eos = _eos_id(options)
+
+    def ends_in(start: int, end: int) -> np.ndarray:
+        first = max(0, start - 1)
+        return np.flatnonzero(ids[first:end] == eos) + first + 1
+
+    if ids.ndim == 2:
+        yield from map(Document, (row.astype(np.int64) for row in ids))
+    else:
+        yield from cut(file, ids, ends_in)
+
+
+def _flat_ids(name: str, dtype: str) -> np.ndarray:
+    """Maps the ids, of the type that a header says, or else `dtype`. Raises ValueError if the type is not known, or does
+    not fit."""
+    with open(name, "rb") as stream:
+        found = signature_of(stream.read(HEAD), text_may_be_a_page=False)
+    if found is None:
+        return _ids_without_header(name, dtype)
+    if found.name == NUMPY:
+        ids = _numpy_array(name)
+    elif found.name == LLM_C:
+        magic, _, count = np.fromfile(name, "<i4", 3).tolist()
+        ids = _mapped(name, LLM_C_TYPES[magic], count, "its header", LLM_C_HEADER)
+    else:
+        raise ValueError(f"it is {found.title}; {found.advice(name)}")
+    if dtype not in ("auto", ids.dtype.name):
+        raise ValueError(f"its header says {ids.dtype.name}: leave out --dtype={dtype}")
+    return ids
+
+
+def _ids_without_header(name: str, dtype: str) -> np.ndarray:
+    if dtype == "auto":
+        raise ValueError(
+            "it does not say how its ids are stored: give their type, as in --dtype=uint16 (nanoGPT's) or uint32, and "
+            "--tokenizer, or --tokenizer=none --eos_token=ID --vocab_size=N (Megatron's come with a file .idx, DataLayout "
+            "with .npy.size)"
+        )
+    if Path(name).with_name("index.json").exists():
+        raise ValueError("index.json next to it says that it is not a flat file; name its folder")
+    size = Path(name).stat().st_size
+    if size % np.dtype(dtype).itemsize:
+        raise ValueError(
+            f"{size} bytes are no whole number of {dtype}: it is cut short, or its ids have another type"
+        )
+    ids = np.memmap(name, dtype, "r")
+    head = ids[:WINDOW]
+    if head.any() and len(head) > 1 and not head[1::2].any():
+        raise ValueError(f"every second id is 0: its ids are wider than {dtype}")
+    return ids
+
+
+def _numpy_array(name: str) -> np.ndarray:
+    """Maps the array of one or two dimensions in a file of NumPy's."""
+    try:
+        array = np.load(name, mmap_mode="r")
+    except ValueError as error:
+        raise ValueError(
+            f"it is cut short, or no plain array ({first_line(error)}); save its ids again"
+        ) from error
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise ValueError(
+            f"it is an array of {array.dtype} in {counted(array.ndim, 'dimension')}; wanted are token ids: integers in "
+            "one dimension, or in rows"
+        )
+    return array
+
+
+# Megatron: FILE.bin of ids, FILE.idx with the sequences' lengths and the numbers of each document's first sequence.
+
+
+def megatron_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    """Yields the documents that the index lists. Raises ValueError if it does not fit."""
+    path = Path(file.name)
+    index = path.with_suffix(".idx")
+    dtype, lengths, offsets, documents = _megatron_index(index)
+    starts = np.append(0, np.cumsum(lengths, dtype=np.int64))
+    ids = _mapped(path, dtype, int(starts[-1]), index.name)
+    is_in_order = np.array_equal(starts[:-1] * ids.itemsize, offsets)
+    is_whole = len(documents) and documents[0] == 0 and documents[-1] == len(lengths)
+    if not (is_in_order and is_whole and (np.diff(documents) >= 0).all()):
+        raise ValueError(
+            f"{index.name} does not list its documents one after the other; write both again"
+        )
+    bounds = starts[documents]
+
+    def bounds_in(start: int, end: int) -> np.ndarray:
+        return bounds[bounds.searchsorted(start) : bounds.searchsorted(end, "right")]
+
+    yield from cut(file, ids, bounds_in)
+
+
+def _megatron_index(path: Path) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (the ids' type, the sequences' lengths, their offsets in bytes, the documents' first sequences)."""
+    content = np.memmap(path, np.uint8, "r")
+    head = content[: MEGATRON_HEADER.size].tobytes().ljust(MEGATRON_HEADER.size)
+    magic, version, code, sequences, documents = MEGATRON_HEADER.unpack(head)
+    size = len(head) + 12 * sequences + 8 * documents
+    if (magic, version) != (MEGATRON_MAGIC, 1) or len(content) != size:
+        raise ValueError(
+            f"{path.name} is cut short, or not an index of Megatron's version 1; copy both again"
+        )
+    if code not in MEGATRON_TYPES:
+        raise ValueError(f"{path.name} says that it holds type {code}, not token ids")
+    ends = len(head) + np.array([0, 4, 12]) * sequences
+    _, lengths, offsets, firsts = np.split(content, ends)
+    return MEGATRON_TYPES[code], lengths.view("<i4"), offsets.view("<i8"), firsts.view("<i8")
+
+
 # DataLayout: FILE.npy of little-endian int32 without a header, FILE.npy.size with their number. Bits 0 to 15 are the
 # token, 16 to 29 its position in its document, 30 says whether it counts in the loss. Positions have 14 bits: in longer
 # documents they begin at 0 again, or stay at the highest.
@@ -118,27 +281,22 @@ def record_batches(source: InputFile) -> Iterator[pyarrow.RecordBatch]:
 
 def datalayout_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents window by window. Raises ValueError for tokens that are left out of the loss."""
-    _check_size(file.name)
-    entries = np.memmap(file.name, "<i4", "r")
-    eos = int(options.eos_token) if options.eos_token.isdecimal() else -1
-    for start in range(0, len(entries), WINDOW):
-        file.share_read = start / len(entries)
-        first = max(0, start - 1)
-        window = np.array(entries[first : start + WINDOW + 1])  # with a neighbour at each end
-        body = entries[start : start + WINDOW]
-        end = start + len(body)
+    size_file = Path(f"{file.name}.size")
+    entries = _mapped(file.name, "<i4", int(size_file.read_text()), size_file.name)
+    eos = _eos_id(options)
+
+    def starts_in(start: int, end: int) -> np.ndarray:
+        body = entries[start:end]
         positions = body >> 16 & HIGHEST_POSITION
         if ((positions > 0) & (body >> 30 & 1 == 0)).any():
             raise ValueError(
                 "it leaves tokens out of the loss (bit 30), which a token store can't record; set that bit, or leave "
                 "these tokens out"
             )
-        bounds = {0, len(entries), *(document_starts(window, eos) + first).tolist()}
-        inner = sorted(bound for bound in bounds if start < bound < end)
-        edges = [start, *inner, end]
-        for begin, stop in zip(edges, edges[1:]):
-            ids = (entries[begin:stop] & 0xFFFF).astype(np.int64)
-            yield Document(ids, begin in bounds, stop in bounds)
+        first = max(0, start - 1)
+        return document_starts(entries[first : end + 1], eos) + first  # a neighbour at each end
+
+    yield from cut(file, entries.view("<u2")[::2], starts_in)
 
 
 def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
@@ -156,21 +314,3 @@ def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
     wraps = (before == HIGHEST_POSITION) & (after == 0) & ~has_ended & ~has_stayed
     stays = (before == HIGHEST_POSITION) & (after == HIGHEST_POSITION)
     return np.flatnonzero((after != before + 1) & ~wraps & ~stays) + 1
-
-
-def _check_size(name: str) -> None:
-    size_file = Path(f"{name}.size")
-    size = Path(name).stat().st_size
-    if not size_file.exists():
-        with open(name, "rb") as file:
-            found = signature_of(file.read(HEAD))
-        if found:
-            raise ValueError(f"it is {found.title}, not DataLayout; {found.advice(name)}")
-        raise ValueError(
-            f"{size_file.name}, which says how many tokens it holds, is missing; copy it too"
-        )
-    count = int(size_file.read_text())
-    if size != 4 * count or not count:
-        raise ValueError(
-            f"{size} bytes, but {size_file.name} says {counted(count, 'token')} of 4 bytes; copy both again"
-        )

@@ -24,7 +24,7 @@ from mamba_fsdp.run.names import (
     step_of,
 )
 from mamba_fsdp.storage.patience import exists, is_file, is_folder, names_in
-from mamba_fsdp.storage.signatures import content_of
+from mamba_fsdp.storage.signatures import OF_IDS, content_of
 
 PROGRESS = ".progress"  # in a folder that get_dataset.py has not finished
 BEGUN = f"{PROGRESS}/begun.json"
@@ -45,7 +45,12 @@ TOKENIZER_FILES = (
 WANTED = (  # of --tokenizer
     "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
 )
-INPUT_WORDS = {"arrow": "Arrow tables", "datalayout": "Composer's DataLayout"}  # by kind; else text
+INPUT_WORDS = {  # by kind; else text
+    "arrow": "Arrow tables",
+    "datalayout": "Composer's DataLayout",
+    "megatron": "Megatron's token ids",
+    "ids": "token ids",
+}
 NO_INPUT = {
     "store",
     "import",
@@ -57,7 +62,9 @@ NO_INPUT = {
     "weights",
     "empty",
     "tokenizer",
+    "streamed",
 }
+STREAMED = {"shards": "MosaicML's MDS", "chunks": "litdata's chunks"}  # by a field of index.json
 MOST_LISTED = 8  # names in a message
 MOST_LOOKED_AT = 10_000  # files of a folder, to find one that can be imported
 
@@ -84,8 +91,8 @@ def what_is(path: str | Path) -> Place:
         finders = [_weights_file, _tokenizer_file, _file_of_another, _settings, _foreign_file]
         finders += [_input_file, _other_file]
     elif exists(place):
-        finders = [_checkpoint, _run, _store, _import, _dcp, _model, _stores, _checkpoints]
-        finders += [_tokenizer, _runs, _input_folder, _other_folder]
+        finders = [_checkpoint, _run, _streamed, _store, _import, _dcp, _model]
+        finders += [_stores, _checkpoints, _tokenizer, _runs, _input_folder, _other_folder]
     return next(found for find in finders if (found := find(place)))
 
 
@@ -230,12 +237,12 @@ def _settings(path: Path) -> Place | None:
 def _foreign_file(path: Path) -> Place | None:
     """Returns what a file is by its content, if that is something else than its name says."""
     kind = _kind_of(path)
-    if kind == "datalayout" and exists(f"{path}.size"):  # its numbers may look like anything
+    if kind in ("datalayout", "megatron"):  # their numbers may look like anything
         return None
     found = None
     with contextlib.suppress(Exception):  # damaged compressed data: importing it says so
         found = content_of(path)
-    if found is None or found.name == kind:
+    if found is None or found.name == kind or kind == "ids" and found.name in OF_IDS:
         return None
     return Place(path, "foreign", found.title, found.advice(path))
 
@@ -270,6 +277,17 @@ def _run(path: Path) -> Place | None:
         words = f"a run with {_listed(kept)}"
     use = f"{command('inspect')} {shlex.quote(str(path))} says how far it is"
     return Place(path, "run", words, use, tuple(kept))
+
+
+def _streamed(path: Path) -> Place | None:
+    """Returns what a folder is that another library streams."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        content = json.loads((path / "index.json").read_bytes())
+        for field, words in STREAMED.items():
+            if field in content:
+                use = "docs/data.md has a command that makes a flat file of it"
+                return Place(path, "streamed", f"a folder of {words}", use)
+    return None
 
 
 def _store(path: Path) -> Place | None:

@@ -19,6 +19,8 @@ from mamba_fsdp.data.importers import (
     arrow_documents,
     column_of,
     datalayout_documents,
+    flat_documents,
+    megatron_documents,
     rows_of,
 )
 from mamba_fsdp.data.json_records import field_of, texts_in
@@ -58,7 +60,7 @@ class Position:
     """A reader's position in the input."""
 
     file: int = 0  # the number of the file that is being read
-    row: int = 0  # documents read of that file; of DataLayout, windows
+    row: int = 0  # documents read of that file, or stretches of long ones
     documents: int = 0  # documents of all files, if read to their ends
 
 
@@ -171,7 +173,7 @@ def check_content(files: list[InputFile]) -> None:
     """Raises UnreadableFile for a file that is something else than its name says, or text that is not UTF-8.
 
     Reading finds that too, but in a large file after hours of encoding. What takes long is left to reading: compressed
-    files, and what a minute does not suffice for. So is what DataLayout's numbers look like: they may look like anything.
+    files, and what a minute does not suffice for. So is what numbers look like: they may look like anything.
     """
     deadline = time.monotonic() + SECONDS_OF_CHECKING
     for file in files:
@@ -327,4 +329,6 @@ READERS = {
     "hub": _hub_documents,
     "arrow": arrow_documents,
     "datalayout": datalayout_documents,
+    "megatron": megatron_documents,
+    "ids": flat_documents,
 }

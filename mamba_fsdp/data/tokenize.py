@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,9 @@ class _Part:
             self.writers[name] = writer_of(self.folder / name, tokenizer, self.options, written)
         self.share.unreadable = state.unreadable
         pace = Pace(self.share.files)
-        batches = read_batches(self.share, self.options, BATCH_SIZE, state.position)
+        # Readers of token ids know the eos by its id alone.
+        options = replace(self.options, eos_token=str(tokenizer.eos))
+        batches = read_batches(self.share, options, BATCH_SIZE, state.position)
         console = Console()
         tokens_before = sum(written.total() for written in state.stores.values())
         if tokens_before:
@@ -399,7 +401,7 @@ def _encoded(
     texts = [each.content for each in batch.documents if isinstance(each.content, str)]
     encoded = iter(tokenizer.encode_documents(texts))
     adds_eos = options.pack == "document"
-    separators = [*tokenizer.separators, *map(int, options.strip_tokens)]
+    separators = {*tokenizer.separators, *map(int, options.strip_tokens)}
     pieces: list[np.ndarray] = [np.zeros(0, np.int64)]
     for document in batch.documents:
         ids = document.content
@@ -415,16 +417,15 @@ def _encoded(
     return batch, np.concatenate(pieces)
 
 
-def _stripped(ids: np.ndarray, document: Document, separators: Any) -> np.ndarray:
+def _stripped(ids: np.ndarray, document: Document, separators: set[int | None]) -> np.ndarray:
     """Returns a document's ids without the separators at its ends."""
-    kept = np.flatnonzero(~np.isin(ids, separators))
-    if not len(kept):
-        return ids[:0]
-    if document.ends:
-        ids = ids[: kept[-1] + 1]
-    if document.begins:
-        ids = ids[kept[0] :]
-    return ids
+    start = 0
+    end = len(ids)
+    while document.begins and start < end and ids[start] in separators:
+        start += 1
+    while document.ends and start < end and ids[end - 1] in separators:
+        end -= 1
+    return ids[start:end]
 
 
 def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
@@ -465,7 +466,7 @@ class _Sample:
                     if not isinstance(content, str):
                         raise UserError(
                             f"{group[0].name}: holds token ids; name the tokenizer that made them with "
-                            "--tokenizer, or give --tokenizer=none"
+                            "--tokenizer, or give --tokenizer=none --eos_token=ID --vocab_size=N"
                         )
                     self.characters += len(content)
                     left -= len(content)

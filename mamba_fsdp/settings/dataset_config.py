@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import setting
 
+DTYPES = ("uint8", "uint16", "uint32", "uint64", "int32", "int64")
+
 
 @dataclass
 class DatasetConfig:
@@ -14,7 +16,7 @@ class DatasetConfig:
     tokenizer: str = setting("train:4096", is_path=True, elsewhere="tokenizer_name tokenizer_path")
     """train:SIZE trains a byte-level BPE tokenizer of SIZE tokens on the input. Otherwise: the name or path of a
     transformers tokenizer, or a tokenizer.json file. none: the input is token ids."""
-    eos_token: str = setting("")
+    eos_token: str = setting("", elsewhere="eos eos_id eos_token_id eod_id")
     """The token that ends each document; with --tokenizer=none its id. Empty: the end-of-text token that the tokenizer
     names; a trained tokenizer names <|endoftext|>."""
     bos: bool = setting(False)
@@ -39,8 +41,13 @@ class DatasetConfig:
     )
     """The column or JSON field that holds the text, or a list of token ids (then --tokenizer names the tokenizer that
     made them). document.text is the field text inside document."""
-    format: str = setting("auto", choices=("auto", "text", "json", "csv", "parquet", "arrow"))
-    """Format of the files. auto: the names of the files tell the format."""
+    format: str = setting(
+        "auto", choices=("auto", "text", "json", "csv", "parquet", "arrow", "ids")
+    )
+    """Format of the files. auto: the names of the files tell the format. ids: token ids, one after the other."""
+    dtype: str = setting("auto", choices=("auto", *DTYPES), elsewhere="token_dtype memmap_dtype")
+    """Type of the token ids in flat files (.bin, .npy): uint16 in nanoGPT's, uint16 or uint32 in OLMo's. auto: the files
+    say it, as llm.c's and NumPy's do."""
     delimiter: str = setting("")
     """The character between the fields of CSV files. Empty: whichever of comma, semicolon, tab and bar occurs most
     often in the header."""

@@ -5,7 +5,6 @@ import lzma
 import os
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,9 @@ from typing import Any
 BUFFER = 1 << 16
 HEAD = 512  # bytes that are looked at; a tar archive says what it is at 257
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")  # endings of names
+NUMPY = "numpy"
+LLM_C = "llm.c"
+OF_IDS = (NUMPY, LLM_C, "binary")  # what a file of token ids may look like
 UNPACKED = ("gzip", "zstd", "bz2", "xz")  # names of signatures; what they hold is read
 
 
@@ -23,7 +25,7 @@ class Signature:
     name: str
     title: str  # with its article
     pattern: str  # a regular expression of Latin-1 characters, which the first bytes match
-    remedy: str = "write its text as .txt, .jsonl or .parquet"  # with {file}, {folder} and {python}
+    remedy: str = "write its text as .txt, .jsonl or .parquet"  # with {file} and {folder}
 
     def advice(self, path: str | Path) -> str:
         """Returns what to do with the file at `path`: words and a command."""
@@ -31,8 +33,7 @@ class Signature:
         if folder == str(path):
             folder += ".unpacked"
         file = shlex.quote(str(path))
-        python = shlex.quote(sys.executable)  # has NumPy
-        return self.remedy.format(file=file, folder=shlex.quote(folder), python=python)
+        return self.remedy.format(file=file, folder=shlex.quote(folder))
 
 
 SIGNATURES = [
@@ -61,18 +62,19 @@ SIGNATURES = [
     Signature("lz4", "LZ4 data", r"\x04\x22\x4d\x18", "unpack it: lz4 -dc {file} > {folder}"),
     Signature("parquet", "a Parquet file", r"PAR1[\0-\x1f]", "--format=parquet reads it"),
     Signature("arrow", "an Arrow file", r"ARROW1\0\0", "--format=arrow reads it"),
+    Signature(NUMPY, "a NumPy array", r"\x93NUMPY", "if it holds token ids, --format=ids reads it"),
     Signature(
-        "numpy",
-        "a NumPy array",
-        r"\x93NUMPY",
-        "if it holds token ids, make rows of input_ids of it: {python} -c 'import json, numpy, sys; [print(json.dumps("
-        '{{"input_ids": row}})) for row in numpy.atleast_2d(numpy.load(sys.argv[1])).tolist()]\' {file} > {folder}.jsonl',
+        LLM_C,
+        "a file of llm.c's token ids",
+        r"(?:\x88\xd8\x34\x01\x01|\xa1\xd9\x34\x01\x07)\0\0\0",
+        "--format=ids reads it",
     ),
+    Signature("megatron", "an index of Megatron's", r"MMIDIDX\0\0", "name the .bin next to it"),
     Signature("sqlite", "an SQLite database", r"SQLite format 3\0"),
     Signature("pdf", "a PDF document", r"%PDF-\d", "take its text out: pdftotext {file}"),
     Signature("office", "a document of an old Office format", r"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"),
     Signature("elf", "a program or a library (ELF)", r"\x7fELF", "leave it out"),
-    Signature("pickle", "a pickle", r"\x80[\x02-\x05][^\0]"),
+    Signature("pickle", "a pickle", r"\x80(?:[\x02\x03][\]}(cX\x8a]|[\x04\x05]\x95)"),
     Signature("hdf5", "an HDF5 file", r"\x89HDF\r\n\x1a\n"),
     Signature("gguf", "a model in GGUF", "GGUF", "leave it out"),
     Signature("image", "an image", r"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a", "leave it out"),
@@ -101,7 +103,7 @@ BINARY = Signature(
     "binary",
     "binary data",
     "",
-    "token ids, such as nanoGPT's .bin, must become rows of input_ids first: see docs/data.md",
+    "if it holds token ids, say of which type, as in --format=ids --dtype=uint16: see docs/data.md",
 )
 BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and UTF-32
 

@@ -3,9 +3,10 @@
     python get_dataset.py [INPUT [OUT]] [--OPTION=VALUE ...]
 
 INPUT  a file, folder or glob of .txt, .md, .jsonl, .ndjson, .json, .csv (each
-       also .gz, .zst, .bz2 or .xz), .parquet or .arrow files, a save_to_disk
-       folder, or a name for datasets.load_dataset. Default: builtin, the source
-       of Python's own library. Hidden files (.name) are left out.
+       also .gz, .zst, .bz2 or .xz), .parquet or .arrow files, or of others'
+       token ids (.bin, .npy), a save_to_disk folder, or a name for
+       datasets.load_dataset. Default: builtin, the source of Python's own
+       library. Hidden files (.name) are left out.
 OUT    a folder for the stores OUT/train and OUT/validation. Default:
        data/NAME, by the input's name.
 

@@ -28,11 +28,12 @@ def test_a_folder_is_walked_links_and_odd_names_too(tmp_path, capsys):
     (root / ".hidden.txt").write_text("hidden")
     (root / "state.json").write_text('{"text": "no state of `datasets`"}')
     (root / "sub" / "notes.xyz").write_text("unknown")
+    (root / "logo.bin").write_text("next to text, such a name says nothing")
     with open(os.fsencode(root) + b"/caf\xe9.TXT", "w") as file:
         file.write("odd name")
     assert sorted(read_input(root)) == ["linked", "no state of `datasets`", "odd name"]
     told = capsys.readouterr().out
-    assert "left out: 1 file without an ending that tells a format, such as 'notes.xyz'" in told
+    assert "left out: 2 files without an ending that tells a format, such as 'logo.bin'" in told
     assert "left out: 1 file named twice or linked to another, such as '/" in told
     assert "unknown" in read_input(root, format="text")
 

@@ -4,11 +4,13 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
+from tokenizers import Tokenizer
 
 from mamba_fsdp.data import importers
 from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.tokenizer import END_OF_TEXT
 from tests.support.corpora import documents_of, write_records
-from tests.support.others_tokens import write_fms, write_layout
+from tests.support.others_tokens import write_fms, write_layout, write_llm_c, write_megatron
 
 pytestmark = pytest.mark.torch22
 
@@ -38,10 +40,23 @@ LISTS = {
     "list views": pyarrow.list_view(IDS_TYPE),
     "coded": pyarrow.list_(pyarrow.dictionary(pyarrow.int32(), pyarrow.int64())),
 }
+# Files of ids in which an eos ends a document: how one is written, and what does not say its type.
+FLAT = {
+    "OLMo": (lambda path, ids: ids.astype("<u4").tofile(path), {"dtype": "uint32"}),
+    "llm.c": (write_llm_c, {}),
+    "NumPy": (np.save, {}),
+}
 
 
 def write_documents(folder, form):
-    if form == "fms":
+    folder.mkdir()
+    if form in FLAT:
+        write, _ = FLAT[form]
+        name = "a.bin" if form == "llm.c" else "a.npy"
+        write(folder / name, np.concatenate([[*each, EOS] for each in WRITTEN]))
+    elif form == "Megatron":
+        write_megatron(folder / "a.bin", WRITTEN)
+    elif form == "fms":
         write_fms(folder / "lang=c" / "0.arrow", WRITTEN)
     elif form == "JSON":
         write_records(folder / "a.jsonl", WRITTEN)
@@ -50,17 +65,19 @@ def write_documents(folder, form):
         columns = {"input_ids": WRITTEN, "labels": WRITTEN, "attention_mask": all_count}
         datasets.Dataset.from_dict(columns).save_to_disk(folder)
     else:
-        folder.mkdir()
         null_for_empty = [document or None for document in WRITTEN]
         table = pyarrow.table({"tokens": pyarrow.array(null_for_empty, LISTS[form])})
         with pyarrow.ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
             writer.write_table(table, max_chunksize=3)
 
 
-@pytest.mark.parametrize("form", ["fms", "JSON", "save_to_disk", *LISTS])
-def test_documents_are_those_that_were_written(prepare, tmp_path, form):
+@pytest.mark.parametrize("form", ["fms", "JSON", "save_to_disk", "Megatron", *FLAT, *LISTS])
+def test_documents_are_those_that_were_written(prepare, tmp_path, monkeypatch, form):
+    """Also if a document, its eos or its strip_tokens lie in two windows of a mapped file."""
+    monkeypatch.setattr(importers, "WINDOW", 3)
     write_documents(tmp_path / "in", form)
-    prepare(tmp_path / "in", tmp_path / "out", **IDS)
+    options = FLAT.get(form, [{}])[-1]
+    prepare(tmp_path / "in", tmp_path / "out", **IDS, **options)
     assert documents_of(tmp_path / "out/train") == STORED
     store = TokenStore(tmp_path / "out" / "train")
     assert (store.vocab_size, store.dtype.name) == (65_537, "uint32")
@@ -110,3 +127,16 @@ def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
     assert hint not in capsys.readouterr().out
     prepare(tmp_path / "in.jsonl", tmp_path / "documents", **IDS)
     assert hint in capsys.readouterr().out
+
+
+def test_a_flat_file_is_cut_where_the_tokenizer_s_eos_is(prepare, tmp_path, tokenizer):
+    eos = Tokenizer.from_file(tokenizer).token_to_id(END_OF_TEXT)
+    np.save(tmp_path / "a.npy", [5, 6, eos, 7])
+    prepare(tmp_path / "a.npy", tmp_path / "out")
+    assert documents_of(tmp_path / "out/train") == [[5, 6, eos], [7, eos]]
+
+
+def test_each_row_of_an_array_is_a_document(prepare, tmp_path):
+    np.save(tmp_path / "a.npy", [[5, 6], [7, EOS]])
+    prepare(tmp_path / "a.npy", tmp_path / "out", **IDS)
+    assert documents_of(tmp_path / "out/train") == [[5, 6, EOS], [7, EOS]]

@@ -67,7 +67,7 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "texts": ("input", "a folder of text; "),
     "saved": ("input", "a folder that the library datasets saved"),
     "rows.jsonl": ("input", "get_dataset.py rows.jsonl OUT"),
-    "ids.npy": ("foreign", "a NumPy array; if it holds token ids, make rows"),
+    "ids.npy": ("input", "token ids; "),
     "arch.tar.gz": ("foreign", "tar xf arch.tar.gz -C arch"),
     "arch.zip": ("foreign", "unzip arch.zip -d arch"),
     "notes": ("other", "get_dataset.py notes OUT --format=text"),

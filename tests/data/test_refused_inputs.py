@@ -19,7 +19,7 @@ import pytest
 import zstandard
 
 from mamba_fsdp.verbs import tokenize as get_dataset
-from tests.support.others_tokens import write_layout
+from tests.support.others_tokens import write_layout, write_llm_c, write_megatron
 
 FILES = {
     "texts/a.txt": b"some text",
@@ -35,6 +35,8 @@ FILES = {
     "hole.txt.gz": gzip.compress(b"one\n" + bytes(1)),
     "tokens.txt": np.arange(60, dtype=np.uint16).tobytes(),
     "tokens.bin": np.arange(60, dtype=np.uint16).tobytes(),
+    "chunks/index.json": b'{"chunks": []}',
+    "chunks/a.bin": bytes(4),
     "page.jsonl": b"\n<!DOCTYPE html><html>sign in</html>",
     "denied.csv": b'<?xml version="1.0"?><Error/>',
     "rows.json": b"PAR1\x15\0",
@@ -108,9 +110,22 @@ MISTAKES = {  # words of the command: what is said
     "hole.txt out": "byte 91, on line 10, is 0x00, which no text holds; without such bytes: tr -d",
     "bad.txt.gz out": "byte 9, on line 2, is 0xff, which is not UTF-8; without such bytes: gzip -dc <",
     "hole.txt.gz out": "byte 5, on line 2, is 0x00, which no text holds; without such bytes: gzip -dc",
-    "tokens.txt out": "byte 1, on line 1, is 0x00: binary data, not text; token ids",
-    "tokens.bin out": "tokens.bin is binary data; token ids, such as nanoGPT's",
-    "tokens.bin out --format=text": "is 0x00: binary data, not text; token ids",
+    "tokens.txt out": "byte 1, on line 1, is 0x00: binary data, not text; if it holds token ids",
+    "tokens.bin out": "it does not say how its ids are stored: give their type, as in --dtype=uint16",
+    f"tokens.bin out {IDS} --dtype=uint8": "every second id is 0: its ids are wider than uint8",
+    f"tokens.bin out {IDS} --dtype=uint32": "the vocabulary has 300; name the tokenizer that",
+    f"bad.txt out {IDS} --format=ids --dtype=uint16": "13 bytes are no whole number of uint16",
+    f"page.jsonl out {IDS} --format=ids --dtype=uint8": "it is a page of HTML",
+    f"llm_c.bin out {IDS}": "1028 bytes, but its header says 3 tokens of 2 bytes",
+    f"cut.npy out {IDS}": "it is cut short, or no plain array",
+    f"floats.npy out {IDS}": "it is an array of float64 in 1 dimension",
+    f"cut.bin out {IDS}": "10 bytes, but cut.idx says 3 tokens of 4 bytes",
+    f"cut_index.bin out {IDS}": "cut_index.idx is cut short, or not an index of Megatron's",
+    f"disorder.bin out {IDS}": "disorder.idx does not list its documents one after the other",
+    "cut.idx out": "cut.idx is an index of Megatron's; name the .bin next to it",
+    "chunks out": "chunks: a folder of litdata's chunks",
+    f"chunks/a.bin out {IDS} --dtype=uint16": "index.json next to it says that it is not a flat file",
+    "tokens.bin out --format=text": "is 0x00: binary data, not text; if it holds token ids",
     "page.jsonl out": "page.jsonl: can't be read as json: it is a page of HTML or XML",
     "denied.csv out": "can't be read as csv: it is a page of HTML or XML",
     "rows.json out": "can't be read as json: it is a Parquet file; --format=parquet reads it",
@@ -138,7 +153,7 @@ MISTAKES = {  # words of the command: what is said
     "open.csv out": "after line 2: unexpected end of data",
     "no.parquet out": "can't be read as parquet",
     "no.arrow out": "not an Arrow file",
-    "alone.npy out": "alone.npy.size, which says how many tokens it holds, is missing; copy it too",
+    "alone.npy out": "with .npy.size)",
     f"short.npy out {IDS}": "12 bytes, but short.npy.size says 4",
     f"empty.npy out {IDS}": "0 bytes, but empty.npy.size says 0",
     f"uncounted.npy out {IDS}": "out of the loss",
@@ -158,7 +173,7 @@ MISTAKES = {  # words of the command: what is said
 def inputs(tmp_path_factory):
     """A folder with all that the mistakes are about."""
     folder = tmp_path_factory.mktemp("inputs")
-    for name in ("texts", "blank", "pair", "empty", "pipe", "astray"):
+    for name in ("texts", "blank", "pair", "empty", "pipe", "astray", "chunks"):
         (folder / name).mkdir()
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
@@ -170,6 +185,15 @@ def inputs(tmp_path_factory):
     (folder / "empty.npy").touch()
     (folder / "empty.npy.size").write_text("0")
     write_layout(folder / "uncounted.npy", [[5, 6, 7]], counts=False)
+    write_llm_c(folder / "llm_c.bin", [5, 6, 7])
+    np.save(folder / "cut.npy", [5, 6, 7])
+    np.save(folder / "floats.npy", [0.5])
+    for name in ("cut.bin", "cut_index.bin", "disorder.bin"):
+        write_megatron(folder / name, [[5, 6, 7]])
+    for name in ("llm_c.bin", "cut.npy", "cut.bin", "cut_index.idx"):
+        os.truncate(folder / name, (folder / name).stat().st_size - 2)
+    index = folder / "disorder.idx"
+    index.write_bytes(index.read_bytes()[:-1] + b"\1")
     os.mkfifo(folder / "pipe/a.txt")
     (folder / "astray/a.txt").symlink_to("nowhere")
     (folder / "loop").symlink_to("loop")
@@ -240,7 +264,6 @@ ADVISED = {  # an input: what the advised command makes of it, and how that is i
     "half_text.jsonl": "half_text.fixed.jsonl",
     "texts.tar.gz": "texts",
     "texts.zip": "texts",
-    "ids.npy": f"ids.jsonl {IDS} --text_column=input_ids",
 }
 
 
@@ -251,14 +274,11 @@ def test_the_command_that_is_advised_leads_to_an_import(
     monkeypatch.chdir(tmp_path)
     if name in FILES:
         Path(name).write_bytes(FILES[name])
-    elif name == "ids.npy":
-        np.save(name, np.arange(9))
     else:
         shutil.make_archive("texts", "zip" if name.endswith("zip") else "gztar", inputs / "texts")
     code, _, told = answer(get_dataset, name, "out")
     assert code == 2
     subprocess.run(COMMAND.search(told)[1], shell=True, stderr=subprocess.DEVNULL)
-    made, *options = ADVISED[name].split()
-    options = options or ["--tokenizer=train:300"]
-    code, said, told = answer(get_dataset, made, "out", "--validation_fraction=0", *options)
+    options = ["--validation_fraction=0", "--tokenizer=train:300"]
+    code, said, told = answer(get_dataset, ADVISED[name], "out", *options)
     assert not code and "out/train: " in said, told

@@ -102,7 +102,9 @@ def make_data(fsx, random):
     write_fms(fsx / "data/code/lang=c/0.arrow", documents)
     rows = random.integers(0, 256, (100, 32)).tolist()
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(fsx / "data/blocks")
-    np.arange(5000, dtype="uint16").tofile(fsx.parent / "desk/train.bin")
+    (fsx / "openwebtext").mkdir()
+    for name in ("train.bin", "val.bin"):
+        np.arange(5000, dtype="uint16").tofile(fsx / "openwebtext" / name)
     (fsx / "texts").mkdir()
     (fsx / "texts/a.txt").write_text("some text\n" * 99)
     tokenizer.train(["some text"], 300).save(fsx / "tokenizers/mine")

@@ -1,5 +1,7 @@
 """Tokens as others write them."""
 
+import struct
+
 import numpy as np
 import pyarrow
 
@@ -23,3 +25,21 @@ def write_layout(path, documents, wraps=True, counts=True):
     tokens = np.concatenate(documents).astype(np.int64)
     (tokens | positions << 16 | int(counts) << 30).astype("<i4").tofile(path)
     path.with_name(path.name + ".size").write_text(str(len(tokens)))
+
+
+def write_llm_c(path, ids):
+    """A file of llm.c's for GPT-2: a header of 256 numbers, then uint16."""
+    header = struct.pack("<3i1012x", 20240520, 1, len(ids))
+    path.write_bytes(header + np.array(ids, "<u2").tobytes())
+
+
+def write_megatron(path, documents):
+    """FILE.bin and FILE.idx, as megatron-core 0.16 writes them, of int32. Each document is two sequences."""
+    halves = [half for document in documents for half in (document[:1], document[1:])]
+    lengths = np.array([len(half) for half in halves], "<i4")
+    offsets = 4 * (np.cumsum(lengths, dtype="<i8") - lengths)
+    firsts = np.arange(0, len(halves) + 1, 2)
+    np.concatenate(halves).astype("<i4").tofile(path)
+    header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 4, len(lengths), len(firsts))
+    index = header + lengths.tobytes() + offsets.tobytes() + firsts.tobytes()
+    path.with_suffix(".idx").write_bytes(index)

@@ -90,7 +90,7 @@ FOLLOWED = {
         "+ {0} --vocab_size=400",
     ),
     f"tokenize ids.jsonl out --text_column=ids {IDS} --vocab_size=9": (
-        "give (--vocab_size)",
+        "their (--vocab_size)",
         f"tokenize ids.jsonl out --text_column=ids {IDS} {{0}}=400",
     ),
     f"tokenize ids.jsonl out {IDS} --vocab_size=9": (
@@ -106,11 +106,7 @@ FOLLOWED = {
         "+ {0}='<|endoftext|>'",
     ),
     "tokenize arch.tar.gz out": ("unpack it: (.*)", "! {0}", "tokenize arch out"),
-    "tokenize array.npy out": (
-        "of it: (.*)",
-        "! {0}",
-        f"tokenize array.jsonl out --text_column=input_ids {IDS} --vocab_size=400",
-    ),
+    "tokenize array.npy out": ("give (--tokenizer=none)", "+ {0} --pack=none --vocab_size=400"),
     "tokenize data/builtin out": (r"(--dataset_path=\S+);", f"{TRAIN} {{0}}"),
     "tokenize texts out --tokenizer=texts": (
         "not (a tokenizer)",
