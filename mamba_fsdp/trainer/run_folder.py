@@ -1,6 +1,7 @@
 """Acquires the run folder, and writes the files that rank 0 leaves there besides checkpoints and metrics."""
 
 import filecmp
+import fnmatch
 import os
 import shutil
 import sys
@@ -75,9 +76,9 @@ class RunFolder:
         """Writes the settings of this start, and the same as a numbered copy, unless the last copy says the same. Returns
         the copy's name."""
         write_for_user(self.path / SETTINGS, text)
-        count = len([*self.path.glob(SETTINGS_COPY.format("*"))])
+        count = len(fnmatch.filter(names_in(self.path), SETTINGS_COPY.format("*")))
         copy = self.path / SETTINGS_COPY.format(count)
-        if not count or copy.read_text() != text:
+        if not count or retry_io(copy.read_text, copy) != text:
             copy = self.path / SETTINGS_COPY.format(count + 1)
             write_for_user(copy, text)
         return copy.name
