@@ -21,7 +21,7 @@ from mamba_fsdp.fields import setting
 from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import title
 from mamba_fsdp.reporting.console import read_share, say
-from mamba_fsdp.run.names import METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
+from mamba_fsdp.run.names import EVALUATIONS, METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
 from mamba_fsdp.run.records import best_validation, read, read_events, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import checkpoints
@@ -110,6 +110,8 @@ def show_run(place: Place, verify: bool) -> int:
             say("settings", f"changed at step {event.get('step')}: {event['changed']}")
     for newest in sorted(path.glob(TASK_RESULTS.format("*")))[-1:]:
         say("tasks", newest)
+    for followed in sorted(path.glob(f"{EVALUATIONS}/*.jsonl")):
+        say("evaluations", followed)
     if verify or place.names:
         return checkpoints.main(str(path), checkpoints.Options(verify))
     return 0

@@ -152,6 +152,7 @@ def test_what_is_told_and_kept(run, call, task_files):
     assert code == 0 and line["step"] == 4 and "\nover       runs/demo is finished" in out
     accuracy = found["results"]["ours_choice"]["acc,none"]
     assert line["evaluated"]["ours_choice/acc"] == accuracy
+    assert "evaluations    runs/demo/evaluations/" in call(inspect, "runs/demo")[1]
 
 
 MISTAKES = {
