@@ -95,14 +95,14 @@ def read_file(name: str | None) -> Written:
 
 
 def read_run(folder: Path) -> TrainConfig | None:
-    """Returns the settings of the run in `folder`; None if it has no checkpoint. Raises UserError if this version of the
-    program can't read them."""
+    """Returns the settings of the run in `folder`; None if it has no checkpoint. Their notes name what this version of the
+    program does not know in their file. Raises UserError if it can't read the file."""
     file = folder / SETTINGS
     if not exists(file) or not committed(folder / CHECKPOINTS):
         return None
     written = read_file(str(file))
     check_preset(written)
-    return _build(written.values)
+    return replace(_build(written.values), notes=tuple(written.mistakes))
 
 
 def check_preset(written: Written) -> None:
@@ -140,8 +140,8 @@ def check_run_folder(settings: TrainConfig) -> None:
 
 
 def changed_settings(settings: TrainConfig) -> str:
-    """Returns the settings that differ from those of the run's last start, old and new, "" if none does, or why that can't
-    be told. Settings that matter only to a first start don't count."""
+    """Returns, in words, which settings the run's last start had otherwise; "" if there are none. Names what can't be
+    compared, such as a setting that this version does not know. Leaves out what matters to a first start alone."""
     try:
         earlier = read_run(Path(settings.checkpoint.save_ckpt_path))
     except UserError as error:
@@ -154,7 +154,7 @@ def changed_settings(settings: TrainConfig) -> str:
         before = shown(earlier.value(name))
         if now != before and name not in OF_A_FIRST_START:
             differing[name] = (_in_short(now), _in_short(before))
-    return _listed(differing, "before")
+    return "; ".join(filter(None, [_listed(differing, "before"), *earlier.notes]))
 
 
 def _in_short(text: str) -> str:
