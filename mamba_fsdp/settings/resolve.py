@@ -128,7 +128,7 @@ def check_run_folder(settings: TrainConfig) -> None:
         return
     settings = with_vocabulary_of(settings, earlier.model)
     differing = {}
-    if not settings.checkpoint.init_from:
+    if not settings.checkpoint.begins_elsewhere():
         differing = differing_model(settings, earlier.model)
     if not settings.data.places() & earlier.data.places():
         differing["dataset_path"] = (settings.data.dataset_path, earlier.data.dataset_path)
@@ -261,7 +261,7 @@ def drop_pointless(
     notes = []
     dropped = {}
     for name, sentence in pointless(settings, chosen, usual).items():
-        if settings.checkpoint.init_from and name in vars(settings.model):
+        if settings.checkpoint.begins_elsewhere() and name in vars(settings.model):
             continue  # the weights decide the layers: see adopt_model
         dropped[name] = usual[name]
         where = in_file.where
@@ -339,7 +339,7 @@ def default(name: str) -> Any:
 
 def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> TrainConfig:
     """Returns the settings with the shape of `model`, found with the weights in `source`, such as init_from FOLDER. Raises
-    UserError if model settings that the user gave disagree with this shape. A note names settings without effect."""
+    UserError if settings that the user gave disagree with this shape. A note names settings without effect."""
     shape = vars(model)
     explicit = shape.keys() & settings.explicit
     if "model_name" not in explicit:
@@ -349,7 +349,8 @@ def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> Train
             length = recipe(settings.model.model_name)["seq_length"]
             settings = settings.changed(seq_length=length)
     settings = with_vocabulary_of(settings, model)
-    check_same_model(settings, model, source)
+    check_same_model(settings, model, source, "; leave out what differs")
+    settings.check_model()
     notes = pointless(settings, explicit, shape).values()
     return replace(settings, notes=(*settings.notes, *notes))
 
