@@ -153,7 +153,7 @@ class DataConfig:
         if len(self.weights) != len(self.datasets):
             raise UserError(
                 f"weights has {len(self.weights)} values but datasets {len(self.datasets)} names; "
-                "give one weight each"
+                "name each dataset of the mixture, and give one weight each"
             )
         if min(self.weights) < 0 or not 0 < sum(self.weights) < math.inf:
             raise UserError(
