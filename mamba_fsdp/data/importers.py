@@ -1,7 +1,11 @@
 """Reads others' tokens: columns of tables, fms-fsdp's Arrow files, Composer's DataLayout."""
 
+import json
 import mmap
+import os
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import pyarrow
 from pyarrow import compute, types
 
 from mamba_fsdp.data.corpus import Document, InputFile
+from mamba_fsdp.data.json_records import Convertible, field_of
 from mamba_fsdp.errors import counted
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.signatures import HEAD, signature_of
@@ -21,6 +26,41 @@ UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for toke
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
 WINDOW = 1 << 20  # tokens of DataLayout read at a time
+
+
+def documents_in(table: Any, file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    """Returns the documents in a table of a file: one in each row, or, of fms-fsdp's Arrow files, one in all. Raises
+    ValueError, which says what to do."""
+    is_of_datasets = b"huggingface" in (table.schema.metadata or {})  # it writes no fms files
+    try:
+        column = column_of(table, options.text_column)
+        if file.kind == "arrow" and types.is_integer(column.type) and not is_of_datasets:
+            return map(Document, [plain_ids(column)])
+        return map(Document, rows_of(column))
+    except ValueError as error:
+        raise _with_command(error, table, file, options) from None
+
+
+def _with_command(
+    error: ValueError, table: Any, file: InputFile, options: DatasetConfig
+) -> ValueError:
+    """Returns the error, or, if text can be made of the rows, one with a command that makes it."""
+    try:
+        for row in table[:1].to_pylist():
+            field_of("its first row", row, options.text_column)
+    except Convertible as found:
+        source = f'"{file.kind}", data_files={json.dumps(file.name)}, split="train"'
+        if file.kind == "hub":
+            config = json.dumps(options.config) if options.config else None
+            source = f"{json.dumps(file.name)}, {config}, split={json.dumps(file.split)}"
+        rows = f"datasets.load_dataset({source}, streaming=True)"
+        program = f"import datasets, json; [print({found.expression}) for row in {rows}]"
+        command = shlex.join([sys.executable, "-c", program])
+        written = f"{os.path.splitext(file.name)[0].rpartition('/')[2]}.jsonl"
+        return ValueError(f"{found}: {command} > {shlex.quote(written)}")
+    except ValueError:  # it says no more than the error
+        pass
+    return error
 
 
 def column_of(table: Any, column: str) -> Any:
@@ -89,12 +129,7 @@ def check_all_count(table: Any) -> None:
 def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents of each record batch."""
     for batch in record_batches(file):
-        column = column_of(pyarrow.Table.from_batches([batch]), options.text_column)
-        is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # it writes no fms files
-        if types.is_integer(column.type) and not is_of_datasets:
-            yield Document(plain_ids(column))
-        else:
-            yield from map(Document, rows_of(column))
+        yield from documents_in(pyarrow.Table.from_batches([batch]), file, options)
 
 
 def record_batches(source: InputFile) -> Iterator[pyarrow.RecordBatch]:

@@ -17,9 +17,8 @@ import pyarrow.parquet
 from mamba_fsdp.data.corpus import TEXTS, Document, InputFile
 from mamba_fsdp.data.importers import (
     arrow_documents,
-    column_of,
     datalayout_documents,
-    rows_of,
+    documents_in,
 )
 from mamba_fsdp.data.json_records import field_of, texts_in
 from mamba_fsdp.data.text_files import NulByte, check_head, fault_in, opened
@@ -242,8 +241,7 @@ def _parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Docu
         for batch in rows.iter_batches(batch_size=ROWS):
             read += batch.num_rows
             file.share_read = read / rows.metadata.num_rows
-            table = pyarrow.Table.from_batches([batch])
-            yield from map(Document, rows_of(column_of(table, options.text_column)))
+            yield from documents_in(pyarrow.Table.from_batches([batch]), file, options)
 
 
 def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
@@ -251,7 +249,7 @@ def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
         file.name, options.config or None, split=file.split, streaming=True
     )
     for table in rows.with_format("arrow").iter(batch_size=ROWS):
-        yield from map(Document, rows_of(column_of(table, options.text_column)))
+        yield from documents_in(table, file, options)
 
 
 # ---------------------------------------------------------------- text, JSON lines and CSV

@@ -15,11 +15,21 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 import zstandard
 
 from mamba_fsdp.verbs import tokenize as get_dataset
 from tests.support.others_tokens import write_layout
+
+CHATS = [{"messages": [{"role": "user", "content": "it's"}, {"role": "tool", "content": None}]}] * 2
+
+
+def as_parquet(rows):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
 
 FILES = {
     "texts/a.txt": b"some text",
@@ -43,6 +53,7 @@ FILES = {
     "lists.jsonl": b'{"text": ["a", "b"]}\n' * 2,
     "chat.jsonl": b'{"messages": [{"role": "user", "content": "it\'s"}, {"role": "tool", "content": null}]}\n'
     * 2,
+    "chat.parquet": as_parquet(CHATS),
     "chat.json": b'[{"id": 1, "conversations": [{"from": "a", "value": "b"}]}]',
     "nested_field.jsonl": b'{"id": 1, "document": {"text": "a", "n": 2}}\n' * 2,
     "no_text.jsonl": b'{"id": 1, "n": 2}\n' * 2,
@@ -118,6 +129,7 @@ MISTAKES = {  # words of the command: what is said
     "notes.md out": "can't be read as text: it is a Git LFS pointer",
     "lists.jsonl out": "line 1: 'text' is a list of texts; join them: python3",
     "chat.jsonl out": "line 1: 'messages' is a chat; make text of it in the form that you want, such as: python3",
+    "chat.parquet out": "its first row: 'messages' is a chat; make text",
     "chat.json out": "record 1: 'conversations' is a chat; make text",
     "nested_field.jsonl out": "line 1 has no 'text'; it has: document.text; give --text_column=document.text",
     "no_text.jsonl out": "line 1 has no 'text', and no text in what it has: id, n",
@@ -236,6 +248,8 @@ ADVISED = {  # an input: what the advised command makes of it, and how that is i
     "lists.jsonl": "lists.fixed.jsonl",
     "chat.jsonl": "chat.fixed.jsonl",
     "chat.json": "chat.fixed.json",
+    "chat.parquet": "chat.jsonl",
+    "chat.arrow": "data-00000-of-00001.jsonl",
     "half.jsonl": "half.fixed.jsonl",
     "half_text.jsonl": "half_text.fixed.jsonl",
     "texts.tar.gz": "texts",
@@ -251,6 +265,8 @@ def test_the_command_that_is_advised_leads_to_an_import(
     monkeypatch.chdir(tmp_path)
     if name in FILES:
         Path(name).write_bytes(FILES[name])
+    elif name == "chat.arrow":
+        datasets.Dataset.from_list(CHATS).save_to_disk("chat.arrow")
     elif name == "ids.npy":
         np.save(name, np.arange(9))
     else:
