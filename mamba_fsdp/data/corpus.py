@@ -41,6 +41,7 @@ KINDS = {
     ".npy": "datalayout",
 }
 SAVED_SPLITS = "dataset_dict.json"  # in a folder that `datasets` saved, of several splits
+DESCRIPTION = re.compile(r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|dataset_infos\.json", re.I)
 WORD = re.compile("[a-z]+")
 NUMBERING = re.compile(r"\d+([-_]of[-_]\d+)?")
 TEXTS = ("text", "json", "csv")  # kinds that may be compressed
@@ -255,7 +256,7 @@ def _local_files(name: str, options: DatasetConfig) -> list[InputFile]:
     kinds = {
         path: kind_of(path, options.format) for place in places for path in _files_below(place)
     }
-    paths = _with_a_kind(name, kinds)
+    paths = _without_descriptions(_with_a_kind(name, kinds), kinds)
     root = _root_of(places)
     splits = _splits_of([path.relative_to(root) for path in paths], root, options)
     return [InputFile(str(path), str(kinds[path]), split) for path, split in zip(paths, splits)]
@@ -283,6 +284,19 @@ def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
             f"{ascii(unknown[0].name)}; {remedy}"
         )
     return files
+
+
+def _without_descriptions(paths: list[Path], kinds: dict[Path, str | None]) -> list[Path]:
+    """Leaves out what describes a dataset, as README.md does in a folder with data of another format, itself or deeper.
+    Prints that."""
+    told = [path for path in paths if DESCRIPTION.fullmatch(path.name)]
+    data = [path for path in paths if kinds[path] != "text" and path not in told]
+    folders = {folder for path in data for folder in path.parents}
+    left_out = {path for path in told if path.parent in folders}
+    if left_out:
+        names = ", ".join(sorted({ascii(path.name) for path in left_out})[:4])
+        print(f"left out: {names}, by its name about the data with it; to read it, name the file")
+    return [path for path in paths if path not in left_out]
 
 
 def _named_content(files: list[Path]) -> str:
