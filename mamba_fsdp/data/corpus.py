@@ -41,7 +41,9 @@ KINDS = {
     ".npy": "datalayout",
 }
 SAVED_SPLITS = "dataset_dict.json"  # in a folder that `datasets` saved, of several splits
-DESCRIPTION = re.compile(r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|dataset_infos\.json", re.I)
+DESCRIPTION = re.compile(
+    r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|dataset_infos\.json", re.I
+)
 WORD = re.compile("[a-z]+")
 NUMBERING = re.compile(r"\d+([-_]of[-_]\d+)?")
 TEXTS = ("text", "json", "csv")  # kinds that may be compressed

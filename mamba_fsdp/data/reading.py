@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import IO
 
 import datasets
 import pyarrow
@@ -280,13 +281,19 @@ def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
     yield from map(Document, texts_in(file, options.text_column))
 
 
+def csv_rows(stream: IO[str], delimiter: str = "") -> csv.DictReader:
+    """Returns the rows of a CSV file as {field: text}. delimiter: if it is not given, the one that the header has most
+    often."""
+    header = stream.readline()
+    delimiter = delimiter or max(DELIMITERS, key=header.count)
+    lines = itertools.chain([header], stream)
+    return csv.DictReader(lines, delimiter=delimiter, strict=True)
+
+
 def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields each field as the text that is written there. Lines may end with CR alone."""
     with opened(file, newline="") as stream:
-        first = stream.readline()
-        delimiter = options.delimiter or max(DELIMITERS, key=first.count)
-        lines = itertools.chain([first], stream)
-        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        rows = csv_rows(stream, options.delimiter)
         try:
             _check_header(list(rows.fieldnames or []), options.text_column)
             for row in rows:
@@ -297,7 +304,7 @@ def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
                     )
                 if any(row.pop(None, [])):
                     raise ValueError(
-                        f"{place} has more fields than the header; put one that holds {delimiter!r} in quotes"
+                        f"{place} has more fields than the header; put one that holds {rows.reader.dialect.delimiter!r} in quotes"
                     )
                 yield Document(field_of(place, row, options.text_column))
         except csv.Error as error:

@@ -107,7 +107,7 @@ BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and 
 
 
 def signature_of(head: bytes, text_may_be_a_page: bool = True) -> Signature | None:
-    """Returns what a file with these first bytes is; None if they don't tell, as those of text."""
+    """Returns what a file is by its first bytes; None if they don't tell, as in a file of text."""
     beginning = head.decode("latin-1")
     match = ANY_SIGNATURE.match(beginning)
     if match and match.lastindex:
