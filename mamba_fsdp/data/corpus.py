@@ -280,7 +280,10 @@ def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
         remedy = remedy or "--format=text takes every file as text"
         raise UserError(f"{name}: no file named {', '.join(KINDS)} there; {remedy}")
     if unknown:
-        remedy = remedy or "--format=text takes all as text"
+        is_text = {kinds[path] for path in files} == {"text"}
+        remedy = (
+            remedy or f"--format=text takes {'all' if is_text else 'one that is named'} as text"
+        )
         print(
             f"left out: {counted(len(unknown), 'file')} without an ending that tells a format, such as "
             f"{ascii(unknown[0].name)}; {remedy}"

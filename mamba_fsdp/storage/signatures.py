@@ -13,6 +13,7 @@ from typing import Any
 BUFFER = 1 << 16
 HEAD = 512  # bytes that are looked at; a tar archive says what it is at 257
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")  # endings of names
+POINTERS = ("lfs", "annex")  # names of signatures of what stands for a file
 UNPACKED = ("gzip", "zstd", "bz2", "xz")  # names of signatures; what they hold is read
 
 

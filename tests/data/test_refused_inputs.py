@@ -101,6 +101,7 @@ MISTAKES = {  # words of the command: what is said
     "blank out": "holds no text",
     "texts out --workers=2": "there is no such option",
     "texts out --tokenizer=a/b/c": "error: a/b/c: there is no such file or folder",
+    "texts out --tokenizer=notes.parquet": "notes.parquet: a Git LFS pointer, not the file itself",
     "texts out --tokenizer=t.json": "tokenizer t.json: t.json can't be read",
     "texts out --tokenizer=train:9": "at least 257",
     "texts out --tokenizer=train:many": "at least 257",
