@@ -36,6 +36,7 @@ KINDS = {
     ".ndjson": "json",
     ".json": "json",
     ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".npy": "datalayout",
@@ -280,10 +281,7 @@ def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
         remedy = remedy or "--format=text takes every file as text"
         raise UserError(f"{name}: no file named {', '.join(KINDS)} there; {remedy}")
     if unknown:
-        is_text = {kinds[path] for path in files} == {"text"}
-        remedy = (
-            remedy or f"--format=text takes {'all' if is_text else 'one that is named'} as text"
-        )
+        remedy = remedy or "--format=text takes all as text, or one that you name"
         print(
             f"left out: {counted(len(unknown), 'file')} without an ending that tells a format, such as "
             f"{ascii(unknown[0].name)}; {remedy}"
@@ -294,8 +292,8 @@ def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
 def _without_descriptions(paths: list[Path], kinds: dict[Path, str | None]) -> list[Path]:
     """Leaves out what describes a dataset, as README.md does in a folder with data of another format, itself or deeper.
     Prints that."""
-    told = [path for path in paths if DESCRIPTION.fullmatch(path.name)]
-    data = [path for path in paths if kinds[path] != "text" and path not in told]
+    told = {path for path in paths if DESCRIPTION.fullmatch(path.name)}
+    data = {path for path in paths if kinds[path] != "text"} - told
     folders = {folder for path in data for folder in path.parents}
     left_out = {path for path in told if path.parent in folders}
     if left_out:

@@ -51,8 +51,7 @@ def _with_command(
     except Convertible as found:
         source = f'"{file.kind}", data_files={json.dumps(file.name)}, split="train"'
         if file.kind == "hub":
-            config = json.dumps(options.config) if options.config else None
-            source = f"{json.dumps(file.name)}, {config}, split={json.dumps(file.split)}"
+            source = f"{json.dumps(file.name)}, {options.config or None!r}, split={file.split!r}"
         rows = f"datasets.load_dataset({source}, streaming=True)"
         program = f"import datasets, json; [print({found.expression}) for row in {rows}]"
         command = shlex.join([sys.executable, "-c", program])

@@ -142,6 +142,8 @@ def field_of(place: str, record: Any, column: str) -> str | np.ndarray:
         return ""
     if isinstance(value, list) and all(type(token) is int for token in value):
         return np.array(value, dtype=np.int64)
+    if isinstance(value, dict):
+        raise _without_text(place, record, column)
     if not isinstance(value, str):
         raise _no_text(f"{place}: {column!r}", value, names)
     try:

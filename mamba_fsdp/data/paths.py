@@ -84,8 +84,8 @@ def what_is(path: str | Path) -> Place:
         finders = [_pointer, _weights_file, _tokenizer_file, _file_of_another, _settings]
         finders += [_foreign_file, _input_file, _other_file]
     elif exists(place):
-        finders = [_checkpoint, _run, _store, _import, _dcp, _pointer_of_model, _model, _stores]
-        finders += [_checkpoints, _tokenizer, _runs, _input_folder, _other_folder]
+        finders = [_checkpoint, _run, _store, _import, _dcp, _model, _stores, _checkpoints]
+        finders += [_tokenizer, _runs, _input_folder, _other_folder]
     return next(found for find in finders if (found := find(place)))
 
 
@@ -153,11 +153,11 @@ def check_tokenizer_place(path: str | Path) -> Path:
     may_hold_another = not exists(path) or exists(Path(path, MODEL_CONFIG))
     if found is None and not may_hold_another:
         raise refused(path, "a tokenizer", f"wanted is {WANTED}")
-    if found:
-        for file in (found, *(found / name for name in TOKENIZER_FILES)):
-            if _pointer(file):
-                raise refused(file, "a tokenizer")
-    return found or Path(path)
+    tokenizer = found or Path(path)
+    for file in (tokenizer, tokenizer / TOKENIZER_FILES[0]):
+        if _pointer(file):
+            raise refused(file, "a tokenizer")
+    return tokenizer
 
 
 def is_run(folder: Path) -> bool:
@@ -350,23 +350,15 @@ def _dcp(path: Path) -> Place | None:
     return Place(path, "dcp", words, f"--init_from={path} says how to convert it")
 
 
-def _pointer_of_model(path: Path) -> Place | None:
-    for name in _weights_in(path):
+def _model(path: Path) -> Place | None:
+    files = sorted(names_in(path))
+    weights = [name for name in files if name.endswith(WEIGHTS) or name in WEIGHTS_NAMES]
+    for name in weights:
         found = _pointer(path / name)
         if found:
             return replace(found, path=path, words=f"its {name} is {found.words}")
-    return None
-
-
-def _weights_in(folder: Path) -> list[str]:
-    names = sorted(names_in(folder))
-    return [name for name in names if name.endswith(WEIGHTS) or name in WEIGHTS_NAMES]
-
-
-def _model(path: Path) -> Place | None:
-    if is_file(path / MODEL_CONFIG) and _describes_model(path / MODEL_CONFIG):
+    if MODEL_CONFIG in files and _describes_model(path / MODEL_CONFIG):
         return Place(path, "model", "a model", _use_of_model(path))
-    weights = _weights_in(path)
     if not weights:
         return None
     use = f"name its file and its preset: {path / weights[0]} --model_name=NAME"

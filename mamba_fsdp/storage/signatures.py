@@ -72,6 +72,7 @@ SIGNATURES = [
     Signature("sqlite", "an SQLite database", r"SQLite format 3\0"),
     Signature("pdf", "a PDF document", r"%PDF-\d", "take its text out: pdftotext {file}"),
     Signature("office", "a document of an old Office format", r"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"),
+    Signature("rtf", "a document in RTF", r"\{\\rtf\d"),
     Signature("elf", "a program or a library (ELF)", r"\x7fELF", "leave it out"),
     Signature("pickle", "a pickle", r"\x80[\x02-\x05][^\0]"),
     Signature("hdf5", "an HDF5 file", r"\x89HDF\r\n\x1a\n"),
