@@ -36,12 +36,16 @@ KINDS = {
     ".ndjson": "json",
     ".json": "json",
     ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".npy": "ids",
     ".bin": "ids",
 }
 SAVED_SPLITS = "dataset_dict.json"  # in a folder that `datasets` saved, of several splits
+DESCRIPTION = re.compile(
+    r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|dataset_infos\.json", re.I
+)
 WORD = re.compile("[a-z]+")
 NUMBERING = re.compile(r"\d+([-_]of[-_]\d+)?")
 TEXTS = ("text", "json", "csv")  # kinds that may be compressed
@@ -264,7 +268,7 @@ def _local_files(name: str, options: DatasetConfig) -> list[InputFile]:
     if options.format == options.dtype == "auto" and set(kinds.values()) - {"ids", None}:
         # Next to text and the like, such names say nothing about token ids.
         kinds = {path: None if kind == "ids" else kind for path, kind in kinds.items()}
-    paths = _with_a_kind(name, kinds)
+    paths = _without_descriptions(_with_a_kind(name, kinds), kinds)
     root = _root_of(places)
     splits = _splits_of([path.relative_to(root) for path in paths], root, options)
     return [InputFile(str(path), str(kinds[path]), split) for path, split in zip(paths, splits)]
@@ -286,12 +290,25 @@ def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
         remedy = remedy or "--format=text takes every file as text"
         raise UserError(f"{name}: no file named {', '.join(KINDS)} there; {remedy}")
     if unknown:
-        remedy = remedy or "--format=text takes all as text"
+        remedy = remedy or "--format=text takes all as text, or one that you name"
         print(
             f"left out: {counted(len(unknown), 'file')} without an ending that tells a format, such as "
             f"{ascii(unknown[0].name)}; {remedy}"
         )
     return files
+
+
+def _without_descriptions(paths: list[Path], kinds: dict[Path, str | None]) -> list[Path]:
+    """Leaves out what describes a dataset, as README.md does in a folder with data of another format, itself or deeper.
+    Prints that."""
+    told = {path for path in paths if DESCRIPTION.fullmatch(path.name)}
+    data = {path for path in paths if kinds[path] != "text"} - told
+    folders = {folder for path in data for folder in path.parents}
+    left_out = {path for path in told if path.parent in folders}
+    if left_out:
+        names = ", ".join(sorted({ascii(path.name) for path in left_out})[:4])
+        print(f"left out: {names}, by its name about the data with it; to read it, name the file")
+    return [path for path in paths if path not in left_out]
 
 
 def _named_content(files: list[Path]) -> str:

@@ -1,8 +1,12 @@
 """Reads others' tokens: columns of tables, fms-fsdp's Arrow files, flat files, Megatron's, Composer's DataLayout."""
 
+import json
 import mmap
+import os
 import re
+import shlex
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pyarrow
 from pyarrow import compute, types
 
 from mamba_fsdp.data.corpus import Document, InputFile
+from mamba_fsdp.data.json_records import Convertible, field_of
 from mamba_fsdp.errors import counted, first_line
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.signatures import HEAD, LLM_C, NUMPY, signature_of
@@ -27,6 +32,40 @@ LLM_C_TYPES = {20240520: "<u2", 20240801: "<u4"}  # by kind: of GPT-2's tokens, 
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type of the ids, sequences, documents
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def documents_in(table: Any, file: InputFile, options: DatasetConfig) -> Iterator[Document]:
+    """Returns the documents in a table of a file: one in each row, or, of fms-fsdp's Arrow files, one in all. Raises
+    ValueError, which says what to do."""
+    is_of_datasets = b"huggingface" in (table.schema.metadata or {})  # it writes no fms files
+    try:
+        column = column_of(table, options.text_column)
+        if file.kind == "arrow" and types.is_integer(column.type) and not is_of_datasets:
+            return map(Document, [plain_ids(column)])
+        return map(Document, rows_of(column))
+    except ValueError as error:
+        raise _with_command(error, table, file, options) from None
+
+
+def _with_command(
+    error: ValueError, table: Any, file: InputFile, options: DatasetConfig
+) -> ValueError:
+    """Returns the error, or, if text can be made of the rows, one with a command that makes it."""
+    try:
+        for row in table[:1].to_pylist():
+            field_of("its first row", row, options.text_column)
+    except Convertible as found:
+        source = f'"{file.kind}", data_files={json.dumps(file.name)}, split="train"'
+        if file.kind == "hub":
+            source = f"{json.dumps(file.name)}, {options.config or None!r}, split={file.split!r}"
+        rows = f"datasets.load_dataset({source}, streaming=True)"
+        program = f"import datasets, json; [print({found.expression}) for row in {rows}]"
+        command = shlex.join([sys.executable, "-c", program])
+        written = f"{os.path.splitext(file.name)[0].rpartition('/')[2]}.jsonl"
+        return ValueError(f"{found}: {command} > {shlex.quote(written)}")
+    except ValueError:  # it says no more than the error
+        pass
+    return error
 
 
 def column_of(table: Any, column: str) -> Any:
@@ -95,12 +134,7 @@ def check_all_count(table: Any) -> None:
 def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents of each record batch."""
     for batch in record_batches(file):
-        column = column_of(pyarrow.Table.from_batches([batch]), options.text_column)
-        is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # it writes no fms files
-        if types.is_integer(column.type) and not is_of_datasets:
-            yield Document(plain_ids(column))
-        else:
-            yield from map(Document, rows_of(column))
+        yield from documents_in(pyarrow.Table.from_batches([batch]), file, options)
 
 
 def record_batches(source: InputFile) -> Iterator[pyarrow.RecordBatch]:

@@ -142,6 +142,8 @@ def field_of(place: str, record: Any, column: str) -> str | np.ndarray:
         return ""
     if isinstance(value, list) and all(type(token) is int for token in value):
         return np.array(value, dtype=np.int64)
+    if isinstance(value, dict):
+        raise _without_text(place, record, column)
     if not isinstance(value, str):
         raise _no_text(f"{place}: {column!r}", value, names)
     try:
@@ -164,7 +166,8 @@ def _without_text(place: str, record: Any, column: str) -> ValueError:
     for name, value in record.items():
         if _chat_fields(value):
             return _no_text(f"{place}: {name!r}", value, [name])
-    names = list(itertools.islice(_names_of_texts(record), MOST_NAMES))
+    fields = flattened(record).items()
+    names = [name for name, text in fields if isinstance(text, str) or are_token_ids(text)]
     if not names:
         return ValueError(
             f"{place} has no {column!r}, and no text in what it has: {', '.join(record)}"
@@ -172,7 +175,9 @@ def _without_text(place: str, record: Any, column: str) -> ValueError:
     which = "name one with --text_column"
     if len(names) == 1:
         which = f"give --text_column={names[0]}"
-    return ValueError(f"{place} has no {column!r}; it has: {', '.join(names)}; {which}")
+    return ValueError(
+        f"{place} has no {column!r}; it has: {', '.join(names[:MOST_NAMES])}; {which}"
+    )
 
 
 def _no_text(place: str, value: Any, names: list[str]) -> ValueError:
@@ -208,13 +213,15 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def _names_of_texts(record: dict[str, Any], before: str = "") -> Iterator[str]:
-    """Yields the names of fields that hold text or token ids, as --text_column takes them."""
+def flattened(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns {name: value} of a record's fields, of objects in it as document.text."""
+    fields: dict[str, Any] = {}
     for name, value in record.items():
-        if isinstance(value, dict):
-            yield from _names_of_texts(value, f"{before}{name}.")
-        if isinstance(value, str) or are_token_ids(value):
-            yield before + name
+        if isinstance(value, dict) and value:
+            fields |= flattened(value, f"{prefix}{name}.")
+        else:
+            fields[f"{prefix}{name}"] = value
+    return fields
 
 
 def are_token_ids(value: Any) -> bool:

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mamba_fsdp.data.splits import SPLITS, is_store, split_in
@@ -24,7 +24,7 @@ from mamba_fsdp.run.names import (
     step_of,
 )
 from mamba_fsdp.storage.patience import exists, is_file, is_folder, names_in
-from mamba_fsdp.storage.signatures import OF_IDS, content_of
+from mamba_fsdp.storage.signatures import OF_IDS, POINTERS, Signature, content_of
 
 PROGRESS = ".progress"  # in a folder that get_dataset.py has not finished
 BEGUN = f"{PROGRESS}/begun.json"
@@ -88,8 +88,8 @@ def what_is(path: str | Path) -> Place:
     place = Path(path)
     finders: list[Finder] = [_missing]
     if is_file(place):
-        finders = [_weights_file, _tokenizer_file, _file_of_another, _settings, _foreign_file]
-        finders += [_input_file, _other_file]
+        finders = [_pointer, _weights_file, _tokenizer_file, _file_of_another, _settings]
+        finders += [_foreign_file, _input_file, _other_file]
     elif exists(place):
         finders = [_checkpoint, _run, _streamed, _store, _import, _dcp, _model]
         finders += [_stores, _checkpoints, _tokenizer, _runs, _input_folder, _other_folder]
@@ -160,7 +160,11 @@ def check_tokenizer_place(path: str | Path) -> Path:
     may_hold_another = not exists(path) or exists(Path(path, MODEL_CONFIG))
     if found is None and not may_hold_another:
         raise refused(path, "a tokenizer", f"wanted is {WANTED}")
-    return found or Path(path)
+    tokenizer = found or Path(path)
+    for file in (tokenizer, tokenizer / TOKENIZER_FILES[0]):
+        if _pointer(file):
+            raise refused(file, "a tokenizer")
+    return tokenizer
 
 
 def is_run(folder: Path) -> bool:
@@ -204,6 +208,20 @@ def _missing(path: Path) -> Place:
 # ---------------------------------------------------------------- files
 
 
+def _pointer(path: Path) -> Place | None:
+    """Returns what stands in place of a file that a clone without Git LFS lacks."""
+    found = _content(path)
+    if found is None or found.name not in POINTERS:
+        return None
+    return Place(path, "foreign", found.title, found.advice(path))
+
+
+def _content(path: Path) -> Signature | None:
+    with contextlib.suppress(Exception):  # damaged compressed data: importing it says so
+        return content_of(path)
+    return None
+
+
 def _weights_file(path: Path) -> Place | None:
     is_part = exists(path.parent / COMMIT)
     if is_part or not (path.name.endswith(WEIGHTS) or path.name in WEIGHTS_NAMES):
@@ -239,9 +257,7 @@ def _foreign_file(path: Path) -> Place | None:
     kind = _kind_of(path)
     if kind in ("datalayout", "megatron"):  # their numbers may look like anything
         return None
-    found = None
-    with contextlib.suppress(Exception):  # damaged compressed data: importing it says so
-        found = content_of(path)
+    found = _content(path)
     if found is None or found.name == kind or kind == "ids" and found.name in OF_IDS:
         return None
     return Place(path, "foreign", found.title, found.advice(path))
@@ -353,10 +369,14 @@ def _dcp(path: Path) -> Place | None:
 
 
 def _model(path: Path) -> Place | None:
-    files = names_in(path)
+    files = sorted(names_in(path))
+    weights = [name for name in files if name.endswith(WEIGHTS) or name in WEIGHTS_NAMES]
+    for name in weights:
+        found = _pointer(path / name)
+        if found:
+            return replace(found, path=path, words=f"its {name} is {found.words}")
     if MODEL_CONFIG in files and _describes_model(path / MODEL_CONFIG):
         return Place(path, "model", "a model", _use_of_model(path))
-    weights = [name for name in sorted(files) if name.endswith(WEIGHTS) or name in WEIGHTS_NAMES]
     if not weights:
         return None
     use = f"name its file and its preset: {path / weights[0]} --model_name=NAME"

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import IO
 
 import datasets
 import pyarrow
@@ -17,11 +18,10 @@ import pyarrow.parquet
 from mamba_fsdp.data.corpus import TEXTS, Document, InputFile
 from mamba_fsdp.data.importers import (
     arrow_documents,
-    column_of,
     datalayout_documents,
+    documents_in,
     flat_documents,
     megatron_documents,
-    rows_of,
 )
 from mamba_fsdp.data.json_records import field_of, texts_in
 from mamba_fsdp.data.text_files import NulByte, check_head, fault_in, opened
@@ -244,8 +244,7 @@ def _parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Docu
         for batch in rows.iter_batches(batch_size=ROWS):
             read += batch.num_rows
             file.share_read = read / rows.metadata.num_rows
-            table = pyarrow.Table.from_batches([batch])
-            yield from map(Document, rows_of(column_of(table, options.text_column)))
+            yield from documents_in(pyarrow.Table.from_batches([batch]), file, options)
 
 
 def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
@@ -253,7 +252,7 @@ def _hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
         file.name, options.config or None, split=file.split, streaming=True
     )
     for table in rows.with_format("arrow").iter(batch_size=ROWS):
-        yield from map(Document, rows_of(column_of(table, options.text_column)))
+        yield from documents_in(table, file, options)
 
 
 # ---------------------------------------------------------------- text, JSON lines and CSV
@@ -284,13 +283,19 @@ def _json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
     yield from map(Document, texts_in(file, options.text_column))
 
 
+def csv_rows(stream: IO[str], delimiter: str = "") -> csv.DictReader:
+    """Returns the rows of a CSV file as {field: text}. delimiter: if it is not given, the one that the header has most
+    often."""
+    header = stream.readline()
+    delimiter = delimiter or max(DELIMITERS, key=header.count)
+    lines = itertools.chain([header], stream)
+    return csv.DictReader(lines, delimiter=delimiter, strict=True)
+
+
 def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
     """Yields each field as the text that is written there. Lines may end with CR alone."""
     with opened(file, newline="") as stream:
-        first = stream.readline()
-        delimiter = options.delimiter or max(DELIMITERS, key=first.count)
-        lines = itertools.chain([first], stream)
-        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        rows = csv_rows(stream, options.delimiter)
         try:
             _check_header(list(rows.fieldnames or []), options.text_column)
             for row in rows:
@@ -301,7 +306,7 @@ def _csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
                     )
                 if any(row.pop(None, [])):
                     raise ValueError(
-                        f"{place} has more fields than the header; put one that holds {delimiter!r} in quotes"
+                        f"{place} has more fields than the header; put one that holds {rows.reader.dialect.delimiter!r} in quotes"
                     )
                 yield Document(field_of(place, row, options.text_column))
         except csv.Error as error:

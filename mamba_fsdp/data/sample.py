@@ -1,15 +1,13 @@
 """Reads the first row of a file that get_dataset.py imports, to show what its fields are called."""
 
-import csv
-import itertools
 from typing import Any
 
 import pyarrow.parquet
 
 from mamba_fsdp.data.corpus import InputFile
 from mamba_fsdp.data.importers import record_batches
-from mamba_fsdp.data.json_records import are_token_ids, records_in
-from mamba_fsdp.data.reading import DELIMITERS
+from mamba_fsdp.data.json_records import are_token_ids, flattened, records_in
+from mamba_fsdp.data.reading import csv_rows
 from mamba_fsdp.data.text_files import opened
 
 SHOWN = 1 << 12  # characters of a text
@@ -23,9 +21,7 @@ def first_row(file: InputFile) -> dict[str, Any]:
         row = next(records_in(file, "text")).value
     elif file.kind == "csv":
         with opened(file, newline="") as stream:
-            header = stream.readline()
-            delimiter = max(DELIMITERS, key=header.count)
-            row = next(csv.DictReader(itertools.chain([header], stream), delimiter=delimiter))
+            row = next(csv_rows(stream))
     elif file.kind == "parquet":
         row = next(pyarrow.parquet.ParquetFile(file.name).iter_batches(batch_size=1)).to_pylist()[0]
     elif file.kind == "arrow":
@@ -34,17 +30,6 @@ def first_row(file: InputFile) -> dict[str, Any]:
         with opened(file) as stream:
             row = {"text": stream.read(SHOWN)}
     return flattened(row) if isinstance(row, dict) else {}
-
-
-def flattened(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns {name: value} of a record's fields, of objects in it as document.text."""
-    fields: dict[str, Any] = {}
-    for name, value in record.items():
-        if isinstance(value, dict) and value:
-            fields |= flattened(value, f"{prefix}{name}.")
-        else:
-            fields[f"{prefix}{name}"] = value
-    return fields
 
 
 def likely_text(fields: dict[str, Any]) -> str:

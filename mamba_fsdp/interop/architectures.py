@@ -1,5 +1,5 @@
 """Describes the architectures of transformers that this program reads and writes: Mamba, FalconMamba, Mamba2, Llama,
-Bamba, Granite 4 H, Falcon-H1, Nemotron-H, Olmo Hybrid and the text models of Qwen3.5.
+Qwen3, Olmo2, Bamba, Granite 4 H, Falcon-H1, Nemotron-H, Olmo Hybrid and the text models of Qwen3.5.
 
 translations.yaml says which layers each architecture can hold, how its config.json and our ModelConfig translate, and
 which of its tensors, one below the other, make up each of ours. This module has what no table can say.

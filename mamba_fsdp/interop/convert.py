@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.paths import TOKENIZER_FILES
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
@@ -19,7 +20,7 @@ from mamba_fsdp.interop.fields import Table
 from mamba_fsdp.interop.pth_files import write_pth
 from mamba_fsdp.interop.safetensors_files import SINGLE, write_safetensors
 from mamba_fsdp.interop.trial import try_export
-from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, Weights, read_weights
+from mamba_fsdp.interop.weights import PICKLED, Weights, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run.lease import new_folder
 from mamba_fsdp.run.names import CONSOLIDATED, MODEL_CONFIG, TOKENIZER

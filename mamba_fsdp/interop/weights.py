@@ -25,7 +25,7 @@ from mamba_fsdp.checkpoint.ranges import overlaps
 from mamba_fsdp.checkpoint.restore import Found, WholeCheckpoint, find_checkpoint, find_newest
 from mamba_fsdp.checkpoint.saved_run import SavedRun
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors, Tensors
-from mamba_fsdp.data.paths import TOKENIZER_FILES, refused, tokenizer_in
+from mamba_fsdp.data.paths import refused, tokenizer_in
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.interop import state_spaces
@@ -45,7 +45,7 @@ from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG, TOKENIZER
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG
 
 PICKLED = "pytorch_model.bin"
 OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.json is next to them
@@ -222,7 +222,7 @@ def _find_checkpoint(path: Path) -> Weights:
     found = find_newest(path, report=lambda text: None)
     run = SavedRun.from_state(found.contents.state, found.path)
     model = Description(checked_model(found.path, run.model), seq_length=run.seq_length)
-    tokenizer_path = _tokenizer_in(found.path.parent.parent / TOKENIZER)
+    tokenizer_path = tokenizer_in(found.path.parent.parent)
     return Weights(path, model, tokenizer_path, run.progress.tokenizer, found)
 
 
@@ -257,7 +257,7 @@ def _find_in_folder(folder: Path, description: Description) -> Weights:
 
 
 def _from_file(file: Path, description: Description) -> Weights:
-    tokenizer_path = _tokenizer_in(file.parent / TOKENIZER, file.parent)
+    tokenizer_path = tokenizer_in(file.parent)
     return Weights(file, description, tokenizer_path)
 
 
@@ -290,11 +290,3 @@ def read_description(path: Path) -> Description:
         return Description(state_spaces.read_config(fields))
     seq_length = fields.content.pop("seq_length", None)
     return Description(checked_model(path, fields.content), seq_length=seq_length)
-
-
-def _tokenizer_in(*folders: Path) -> Path | None:
-    """Returns the first of the folders that holds a tokenizer."""
-    for folder in folders:
-        if any((folder / name).is_file() for name in TOKENIZER_FILES):
-            return folder
-    return None

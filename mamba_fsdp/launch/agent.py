@@ -31,6 +31,8 @@ def read_options(words: list[str]) -> Namespace:
         options.local_addr = LOOPBACK
         # Torch asks for the full name again and again, and a name server that is away takes ten seconds each time.
         socket.getfqdn = lambda name="": name or node_name()
+        # Each store asks for the name of 127.0.0.1, for its own messages; glibc would wait five seconds, twice.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1")
     return options
 
 

@@ -86,7 +86,7 @@ def check_folder(settings: TrainConfig) -> None:
     look = lease.look()
     if look and look.is_alive():
         lease.check_unused(IN_USE)
-    if not settings.checkpoint.init_from:  # which decides the size of the model
+    if not settings.checkpoint.begins_elsewhere():  # which decides the size of the model
         check_space(settings, 1)
 
 

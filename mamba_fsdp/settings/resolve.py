@@ -95,14 +95,14 @@ def read_file(name: str | None) -> Written:
 
 
 def read_run(folder: Path) -> TrainConfig | None:
-    """Returns the settings of the run in `folder`; None if it has no checkpoint. Raises UserError if this version of the
-    program can't read them."""
+    """Returns the settings of the run in `folder`; None if it has no checkpoint. Their notes name what this version of the
+    program does not know in their file. Raises UserError if it can't read the file."""
     file = folder / SETTINGS
     if not exists(file) or not committed(folder / CHECKPOINTS):
         return None
     written = read_file(str(file))
     check_preset(written)
-    return _build(written.values)
+    return replace(_build(written.values), notes=tuple(written.mistakes))
 
 
 def check_preset(written: Written) -> None:
@@ -128,7 +128,7 @@ def check_run_folder(settings: TrainConfig) -> None:
         return
     settings = with_vocabulary_of(settings, earlier.model)
     differing = {}
-    if not settings.checkpoint.init_from:
+    if not settings.checkpoint.begins_elsewhere():
         differing = differing_model(settings, earlier.model)
     if not settings.data.places() & earlier.data.places():
         differing["dataset_path"] = (settings.data.dataset_path, earlier.data.dataset_path)
@@ -140,8 +140,8 @@ def check_run_folder(settings: TrainConfig) -> None:
 
 
 def changed_settings(settings: TrainConfig) -> str:
-    """Returns the settings that differ from those of the run's last start, old and new, "" if none does, or why that can't
-    be told. Settings that matter only to a first start don't count."""
+    """Returns, in words, which settings the run's last start had otherwise; "" if there are none. Names what can't be
+    compared, such as a setting that this version does not know. Leaves out what matters to a first start alone."""
     try:
         earlier = read_run(Path(settings.checkpoint.save_ckpt_path))
     except UserError as error:
@@ -156,7 +156,7 @@ def changed_settings(settings: TrainConfig) -> str:
         before = shown(earlier.value(name)).rstrip()
         if now != before and name not in OF_A_FIRST_START:
             differing[name] = (_in_short(now), _in_short(before))
-    return _listed(differing, "before")
+    return "; ".join(filter(None, [_listed(differing, "before"), *earlier.notes]))
 
 
 def _in_short(text: str) -> str:
@@ -263,7 +263,7 @@ def drop_pointless(
     notes = []
     dropped = {}
     for name, sentence in pointless(settings, chosen, usual).items():
-        if settings.checkpoint.init_from and name in vars(settings.model):
+        if settings.checkpoint.begins_elsewhere() and name in vars(settings.model):
             continue  # the weights decide the layers: see adopt_model
         dropped[name] = usual[name]
         where = in_file.where
@@ -341,7 +341,7 @@ def default(name: str) -> Any:
 
 def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> TrainConfig:
     """Returns the settings with the shape of `model`, found with the weights in `source`, such as init_from FOLDER. Raises
-    UserError if model settings that the user gave disagree with this shape. A note names settings without effect."""
+    UserError if settings that the user gave disagree with this shape. A note names settings without effect."""
     shape = vars(model)
     explicit = shape.keys() & settings.explicit
     if "model_name" not in explicit:
@@ -351,7 +351,8 @@ def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> Train
             length = recipe(settings.model.model_name)["seq_length"]
             settings = settings.changed(seq_length=length)
     settings = with_vocabulary_of(settings, model)
-    check_same_model(settings, model, source)
+    check_same_model(settings, model, source, "; leave out what differs")
+    settings.check_model()
     notes = pointless(settings, explicit, shape).values()
     return replace(settings, notes=(*settings.notes, *notes))
 

@@ -153,7 +153,7 @@ class DataConfig:
         if len(self.weights) != len(self.datasets):
             raise UserError(
                 f"weights has {len(self.weights)} values but datasets {len(self.datasets)} names; "
-                "give one weight each"
+                "name each dataset of the mixture, and give one weight each"
             )
         if min(self.weights) < 0 or not 0 < sum(self.weights) < math.inf:
             raise UserError(
@@ -300,8 +300,8 @@ class CheckpointConfig:
     load_ckpt_path and init_from say."""
     load_ckpt_path: str = setting("", is_path=True)
     """What a new run starts from. A file (.pth, .pt, .bin, .safetensors): its weights. A run or
-    checkpoint folder: weights and optimiser, and with resuming_dataset the position in the data. It
-    may be save_ckpt_path itself."""
+    checkpoint folder: weights and optimiser, and with resuming_dataset the position in the data. The
+    model takes the shape of the weights, as with init_from. It may be save_ckpt_path itself."""
     resuming_dataset: bool = setting(False)
     """Take the position in the data from load_ckpt_path too."""
     init_from: str = setting("", is_path=True)
@@ -333,6 +333,10 @@ class CheckpointConfig:
         """Returns whether load_ckpt_path is the run folder itself: the run then resumes or, in an empty folder,
         starts."""
         return os.path.realpath(self.load_ckpt_path) == os.path.realpath(self.save_ckpt_path)
+
+    def begins_elsewhere(self) -> bool:
+        """Returns whether a new run starts from a model, whose shape its own model takes."""
+        return bool(self.init_from or self.load_ckpt_path and not self.loads_own_folder())
 
     def check(self) -> None:
         """Raises UserError if the settings don't agree on what to start from."""
@@ -466,7 +470,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU
         starts."""
-        if not self.checkpoint.init_from:  # its weights would give the model's shape
+        if not self.checkpoint.begins_elsewhere():
             self.check_model()
         self.data.check()
         self.training.check()

@@ -15,6 +15,7 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz")  # endings of names
 NUMPY = "numpy"
 LLM_C = "llm.c"
 OF_IDS = (NUMPY, LLM_C, "binary")  # what a file of token ids may look like
+POINTERS = ("lfs", "annex")  # names of signatures of what stands for a file
 UNPACKED = ("gzip", "zstd", "bz2", "xz")  # names of signatures; what they hold is read
 
 
@@ -73,6 +74,7 @@ SIGNATURES = [
     Signature("sqlite", "an SQLite database", r"SQLite format 3\0"),
     Signature("pdf", "a PDF document", r"%PDF-\d", "take its text out: pdftotext {file}"),
     Signature("office", "a document of an old Office format", r"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"),
+    Signature("rtf", "a document in RTF", r"\{\\rtf\d"),
     Signature("elf", "a program or a library (ELF)", r"\x7fELF", "leave it out"),
     Signature("pickle", "a pickle", r"\x80(?:[\x02\x03][\]}(cX\x8a]|[\x04\x05]\x95)"),
     Signature("hdf5", "an HDF5 file", r"\x89HDF\r\n\x1a\n"),
@@ -109,7 +111,7 @@ BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and 
 
 
 def signature_of(head: bytes, text_may_be_a_page: bool = True) -> Signature | None:
-    """Returns what a file with these first bytes is; None if they don't tell, as those of text."""
+    """Returns what a file is by its first bytes; None if they don't tell, as in a file of text."""
     beginning = head.decode("latin-1")
     match = ANY_SIGNATURE.match(beginning)
     if match and match.lastindex:

@@ -46,6 +46,10 @@ class Data:
         """Returns {name: identity} of the validation sources, by which two starts know whether they measure the same."""
         return {name: source.identity for name, source in self.validation.items()}
 
+    def stores(self) -> list[Source]:
+        """Returns what the run trains and validates on."""
+        return [*self.sources.values(), *self.validation.values()]
+
     def sampler(self, settings: TrainConfig, state: TrainState) -> Sampler:
         """Returns the order of samples from `state` on."""
         return Sampler(
@@ -89,15 +93,21 @@ def find_start(
     precision = settings.training.precision(world.device.type)
     settings = settings.changed(mixed_precision=precision)
     origin = find_origin(settings.checkpoint)
-    settings, weights = adopt_weights(settings, origin)
     checkpoint = None
+    saved = None
+    weights = None
     if origin.is_checkpoint:
         checkpoint = find_newest(Path(path or origin.path), say)
-    settings = adopt_vocabulary(settings, origin, checkpoint)
-    data = open_data(settings, origin, weights)
+        saved = SavedRun.from_state(checkpoint.contents.state, checkpoint.path)
+        settings = adopt_saved(settings, origin, saved, checkpoint.path)
+    elif origin.setting:
+        settings, weights = adopt_weights(settings, origin)
+    data = open_data(settings)
+    settings = adopt_vocabulary(settings, origin, data)
+    check_vocabulary(settings, origin, weights, data)
     lines: list[str] = []
     say_data(settings, data, origin, lines.append)
-    state, begins = first_state(settings, origin, checkpoint, weights, data)
+    state, begins = first_state(settings, origin, checkpoint, saved, weights, data)
     say_origin(settings, origin, checkpoint, begins, lines.append)
     schedule = None
     validation_due = False
@@ -134,61 +144,74 @@ def validates_otherwise(folder: Path, data: Data) -> bool:
     return bool(earlier and data.validation) and earlier[-1] != data.validation_identities()
 
 
-def adopt_weights(settings: TrainConfig, origin: Origin) -> tuple[TrainConfig, Weights | None]:
-    """Returns the settings and the weights of `origin`, not yet open, or None if it is a checkpoint or means random
-    weights.
-
-    With init_from, the model takes the shape of these weights or of the run's own checkpoint. Raises UserError if the
-    weights are of another model than the settings ask for.
-    """
-    source = f"{origin.setting} {origin.path}"
-    if settings.checkpoint.init_from:
-        names_a_model = settings.explicit & vars(settings.model).keys()
-        weights = find_weights(origin.path, settings.model if names_a_model else None)
-        settings = resolve.adopt_model(settings, weights.config, source)
-        settings.check_model()
-        return settings, None if origin.is_checkpoint else weights
-    if origin.is_checkpoint or not origin.setting:
-        return settings, None
-    weights = find_weights(origin.path, settings.model)
-    settings = resolve.with_vocabulary_of(settings, weights.config)
-    resolve.check_same_model(settings, weights.config, source)
-    return settings, weights
-
-
-def adopt_vocabulary(
-    settings: TrainConfig, origin: Origin, checkpoint: Found | None
+def adopt_saved(
+    settings: TrainConfig, origin: Origin, saved: SavedRun, checkpoint: Path
 ) -> TrainConfig:
-    """Returns the settings with the vocabulary of the checkpoint, or of the data if the weights are random, unless
-    vocab_size is given. A note says so."""
-    is_given = bool({"vocab_size", "use_dummy_dataset"} & settings.explicit)
-    has_weights = origin.setting and not origin.is_checkpoint
-    if is_given or has_weights or settings.checkpoint.init_from or missing_builtin(settings.data):
-        return settings
-    if checkpoint:
-        saved = SavedRun.from_state(checkpoint.contents.state, checkpoint.path)
-        model = checked_model(checkpoint.path, saved.model)
-        return resolve.with_vocabulary_of(settings, model)
-    sources, _ = training_sources(settings.data)
-    stores = [*sources.values(), *validation_sources(settings.data).values()]
-    vocab_size = max(store.vocab_size for store in stores)
+    """Returns the settings with the vocabulary of a checkpoint's model, or with its whole shape if it is of another run.
+
+    Raises UserError if it holds another model than the settings ask for, or the state of another optimiser.
+    """
+    model = checked_model(checkpoint, saved.model)
+    if settings.checkpoint.begins_elsewhere():
+        settings = resolve.adopt_model(settings, model, f"{origin.setting} {checkpoint}")
+    else:
+        remedy = f"; give these settings again, or another {origin.setting}"
+        settings = resolve.with_vocabulary_of(settings, model)
+        resolve.check_same_model(settings, model, str(checkpoint), remedy)
+    if saved.optimizer != settings.optimizer.optimizer:
+        raise UserError(
+            f"{checkpoint} holds the state of optimizer={saved.optimizer}; give this optimizer again, or begin another "
+            f"run with its weights: init_from={checkpoint}"
+        )
+    return settings
+
+
+def adopt_weights(settings: TrainConfig, origin: Origin) -> tuple[TrainConfig, Weights]:
+    """Returns the settings with the shape of the weights of `origin`, and these, not yet open. Raises UserError if they
+    are of another model than the settings ask for."""
+    names_a_model = settings.explicit & vars(settings.model).keys()
+    weights = find_weights(origin.path, settings.model if names_a_model else None)
+    source = f"{origin.setting} {origin.path}"
+    return resolve.adopt_model(settings, weights.config, source), weights
+
+
+def adopt_vocabulary(settings: TrainConfig, origin: Origin, data: Data) -> TrainConfig:
+    """Returns the settings with the vocabulary of the data if the weights are random, unless vocab_size is given. A note
+    says so."""
     usual = settings.model.vocab_size
-    if vocab_size == usual:
+    vocab_size = max((store.vocab_size for store in data.stores()), default=usual)
+    if origin.setting or "vocab_size" in settings.explicit or vocab_size == usual:
         return settings
     note = f"vocab_size={vocab_size}, as the data has, instead of {usual}"
     return replace(settings.changed(vocab_size=vocab_size), notes=(*settings.notes, note))
+
+
+def check_vocabulary(
+    settings: TrainConfig, origin: Origin, weights: Weights | None, data: Data
+) -> None:
+    """Raises UserError for a store with more tokens than the model has."""
+    vocab_size = settings.model.vocab_size
+    for store in data.stores():
+        if store.vocab_size > vocab_size:
+            remedy = f"set vocab_size={store.vocab_size}"
+            if origin.setting:
+                model = weights or find_weights(origin.path)
+                remedy = import_with(model.tokenizer_path)
+            raise UserError(
+                f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; {remedy}"
+            )
 
 
 def first_state(
     settings: TrainConfig,
     origin: Origin,
     checkpoint: Found | None,
+    saved: SavedRun | None,
     weights: Weights | None,
     data: Data,
 ) -> tuple[TrainState, str]:
-    """Returns the train state that the run starts with, and in words what it starts from. Raises UserError for a
-    checkpoint of another model or optimiser, and if the model is known to have been trained with another tokenizer than
-    the data."""
+    """Returns the train state that the run starts with, and in words what it starts from. Raises UserError if the model is
+    known to have been trained with another tokenizer than the data."""
     state = TrainState()
     source: str | Path = origin.path
     learnt: list[str] = []
@@ -196,18 +219,17 @@ def first_state(
     if weights:
         learnt = list(weights.tokenizer_identities())
         begins = f"the weights in {source}"
-    elif checkpoint:
+    elif checkpoint and saved:
         source = checkpoint.path
-        saved = saved_run(settings, origin, checkpoint)
-        learnt = [saved.tokenizer]
+        learnt = [saved.progress.tokenizer]
         begins = f"checkpoint {source.name}"
         if origin.is_own:
-            state = saved
+            state = saved.progress
         else:
-            state.optimizer_steps = saved.optimizer_steps
+            state.optimizer_steps = saved.progress.optimizer_steps
             begins = f"model and optimiser in {source}, the data from its start"
             if settings.checkpoint.resuming_dataset:
-                state.data = saved.data
+                state.data = saved.progress.data
                 begins = f"model and optimiser in {source}, the data's position"
     if data.sources:
         tokens = one_for_all(data.sources.values())
@@ -215,22 +237,6 @@ def first_state(
             check_tokenizer(tokens.path, tokens.tokenizer, source, learnt)
         state.tokenizer = tokens.tokenizer
     return state, begins
-
-
-def saved_run(settings: TrainConfig, origin: Origin, checkpoint: Found) -> TrainState:
-    """Returns the train state in a checkpoint. Raises UserError if it holds another model than the settings describe,
-    or the state of another optimiser."""
-    path = checkpoint.path
-    saved = SavedRun.from_state(checkpoint.contents.state, path)
-    remedy = f"; give these settings again, or another {origin.setting}"
-    model = checked_model(path, saved.model)
-    resolve.check_same_model(settings, model, str(path), remedy)
-    if saved.optimizer != settings.optimizer.optimizer:
-        raise UserError(
-            f"{path} holds the state of optimizer={saved.optimizer}; give this optimizer again, or begin another run "
-            f"with its weights: init_from={path}"
-        )
-    return saved.progress
 
 
 def say_origin(
@@ -279,29 +285,18 @@ def say_passes(settings: TrainConfig, global_batch: int, ranks: int, say: Say) -
     )
 
 
-def open_data(settings: TrainConfig, origin: Origin, weights: Weights | None) -> Data:
-    """Returns the data that the settings name. Raises UserError for a store that is missing or doesn't fit the model."""
-    vocab_size = settings.model.vocab_size
+def open_data(settings: TrainConfig) -> Data:
+    """Returns the data that the settings name. Raises UserError for a store that is missing."""
     if settings.data.use_dummy_dataset:
-        dummy = DummySource(vocab_size)
+        dummy = DummySource(settings.model.vocab_size)
         name = dummy.path.name
         return Data({name: dummy}, {name: 1.0}, {}, [])
     if settings.training.dry_run and missing_builtin(settings.data):
         return Data({}, {}, {}, [])
     sources, shares = training_sources(settings.data)
     validation = validation_sources(settings.data)
-    stores = [*sources.values(), *validation.values()]
     if not settings.data.allow_other_tokenizer:
-        check_tokenizers_agree(stores)
-    for store in stores:
-        if store.vocab_size > vocab_size:
-            remedy = f"set vocab_size={store.vocab_size}"
-            if origin.setting:
-                model = weights or find_weights(origin.path, settings.model)
-                remedy = import_with(model.tokenizer_path)
-            raise UserError(
-                f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; {remedy}"
-            )
+        check_tokenizers_agree([*sources.values(), *validation.values()])
     prompts = []
     if settings.training.eval_prompts:
         tokenizer = load_words(one_for_all(sources.values()).tokenizer_path)

@@ -3,9 +3,9 @@
 Write a model as consolidated.00.pth with config.json and tokenizer/ into the
 new folder OUT, as `export --format=pth` does. MODEL is a downloaded
 transformers folder (Mamba, FalconMamba, Mamba2, Bamba, Granite 4, Falcon-H1,
-Nemotron-H, Olmo Hybrid, Qwen3.5, Llama) or state-spaces folder, a run or
-checkpoint, or a .pth or .pt file of another trainer. training.py --init_from
-takes MODEL as well as OUT.
+Nemotron-H, Olmo Hybrid, Olmo 2, Qwen3, Qwen3.5, Llama) or state-spaces folder,
+a run or checkpoint, or a .pth or .pt file of another trainer.
+training.py --init_from takes MODEL as well as OUT.
 """
 
 from mamba_fsdp.verbs import export

@@ -68,7 +68,7 @@ def first_mistake(settings: TrainConfig) -> str:
     without room for the next checkpoint, or for all that a new run keeps. Raises StorageError for a transient error: then
     judge sees no answer of this node."""
     try:
-        if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
+        if settings.checkpoint.begins_elsewhere():
             from mamba_fsdp.trainer.starting_point import adopt_weights
 
             settings, _ = adopt_weights(settings, find_origin(settings.checkpoint))

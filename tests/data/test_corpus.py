@@ -38,6 +38,19 @@ def test_a_folder_is_walked_links_and_odd_names_too(tmp_path, capsys):
     assert "unknown" in read_input(root, format="text")
 
 
+def test_a_card_of_a_dataset_is_no_part_of_it(tmp_path, capsys):
+    """Next to data of another format; among texts it is one of them."""
+    for folder in ("records", "texts"):
+        write_records(tmp_path / folder / "data/a.jsonl", ["a row"])
+        for name in ("README.md", "data/LICENSE-2.txt", "readmes.txt"):
+            (tmp_path / folder / name).write_text(name)
+    (tmp_path / "texts/data/a.jsonl").unlink()
+    assert sorted(read_input(tmp_path / "records")) == ["a row", "readmes.txt"]
+    assert "left out: 'LICENSE-2.txt', 'README.md', by" in capsys.readouterr().out
+    assert len(read_input(tmp_path / "texts")) == 3
+    assert "left out" not in capsys.readouterr().out
+
+
 def test_the_builtin_data_is_pythons_own_library(tmp_path, monkeypatch):
     """Without others' packages, and what is not UTF-8."""
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda _: str(tmp_path))

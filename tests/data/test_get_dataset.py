@@ -368,7 +368,7 @@ def test_a_tokenizer_that_is_trained_says_so_and_why_it_is_small(
 
 
 def test_a_bad_byte_is_found_before_anything_is_encoded(prepare, tmp_path, texts):
-    """So that the file can be repaired, and the same command goes on."""
+    """The file can be repaired then, and the same command resumes the import."""
     good = "\n".join(texts).encode() * 100
     (tmp_path / "a.txt").write_bytes(good + b" \xff")
     how = {"tokenizer": "train:300", "eos_token": "", "documents": "lines"}

@@ -16,6 +16,7 @@ MODEL = '{"model_type": "mamba"}'
 RUN = {"runs/a/status.json": "{}", "runs/a/config.yaml": "", "runs/a/metrics.jsonl": ""}
 RUN |= {f"runs/a/checkpoints/step_0000000{step}/COMMIT": "" for step in (4, 6)}
 RUN |= {"runs/a/pth/step_00000006/consolidated.00.pth": "", "runs/b/status.json": "{}"}
+POINTER = "version https://git-lfs.github.com/spec/v1\n"
 FILES = RUN | {
     "data/mine/train/index.json": "{}",
     "data/mine/validation/index.json": "{}",
@@ -28,6 +29,9 @@ FILES = RUN | {
     "hf/config.json": MODEL,
     "hf/tokenizer.json": "",
     "weights/a.safetensors": "",
+    "pointers/config.json": MODEL,
+    "pointers/model.safetensors": POINTER,
+    "pointers/tokenizer.json": POINTER,
     "dcp/.metadata": "",
     "tok/tokenizer.json": "",
     "texts/deep/a.txt": "text",
@@ -61,6 +65,11 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "hf": ("model", "--init_from=hf"),
     "hf/config.json": ("part", "a file of the model in hf"),
     "weights": ("weights", "weights/a.safetensors --model_name=NAME"),
+    "pointers": ("foreign", "its model.safetensors is a Git LFS pointer, not the file itself; get"),
+    "pointers/tokenizer.json": (
+        "foreign",
+        "a Git LFS pointer, not the file itself; get the file: git",
+    ),
     "dcp": ("dcp", "--init_from=dcp says how to convert it"),
     "tok": ("tokenizer", "get_dataset.py INPUT OUT --tokenizer=tok"),
     "tok/tokenizer.json": ("tokenizer", "--tokenizer=tok"),

@@ -15,11 +15,21 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 import zstandard
 
 from mamba_fsdp.verbs import tokenize as get_dataset
 from tests.support.others_tokens import write_layout, write_llm_c, write_megatron
+
+CHATS = [{"messages": [{"role": "user", "content": "it's"}, {"role": "tool", "content": None}]}] * 2
+
+
+def as_parquet(rows):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
 
 FILES = {
     "texts/a.txt": b"some text",
@@ -45,6 +55,7 @@ FILES = {
     "lists.jsonl": b'{"text": ["a", "b"]}\n' * 2,
     "chat.jsonl": b'{"messages": [{"role": "user", "content": "it\'s"}, {"role": "tool", "content": null}]}\n'
     * 2,
+    "chat.parquet": as_parquet(CHATS),
     "chat.json": b'[{"id": 1, "conversations": [{"from": "a", "value": "b"}]}]',
     "nested_field.jsonl": b'{"id": 1, "document": {"text": "a", "n": 2}}\n' * 2,
     "no_text.jsonl": b'{"id": 1, "n": 2}\n' * 2,
@@ -53,6 +64,7 @@ FILES = {
     "cut.jsonl": b'{"text": "a"}\n{"text": ',
     "nested.jsonl": b"[" * 200_000,
     "other.jsonl": b'{"txt": "a"}',
+    "tongues.jsonl": b'{"text": {"en": "a", "de": "b"}}\n' * 2,
     "number.jsonl": b'{"text": 3}',
     "half.jsonl": b'{"text": "\\ud800"}',
     "cut.jsonl.gz": gzip.compress(b'{"text": "a"}')[:-9],
@@ -92,6 +104,7 @@ MISTAKES = {  # words of the command: what is said
     "blank out": "holds no text",
     "texts out --workers=2": "there is no such option",
     "texts out --tokenizer=a/b/c": "error: a/b/c: there is no such file or folder",
+    "texts out --tokenizer=notes.parquet": "notes.parquet: a Git LFS pointer, not the file itself",
     "texts out --tokenizer=t.json": "tokenizer t.json: t.json can't be read",
     "texts out --tokenizer=train:9": "at least 257",
     "texts out --tokenizer=train:many": "at least 257",
@@ -133,6 +146,7 @@ MISTAKES = {  # words of the command: what is said
     "notes.md out": "can't be read as text: it is a Git LFS pointer",
     "lists.jsonl out": "line 1: 'text' is a list of texts; join them: python3",
     "chat.jsonl out": "line 1: 'messages' is a chat; make text of it in the form that you want, such as: python3",
+    "chat.parquet out": "its first row: 'messages' is a chat; make text",
     "chat.json out": "record 1: 'conversations' is a chat; make text",
     "nested_field.jsonl out": "line 1 has no 'text'; it has: document.text; give --text_column=document.text",
     "no_text.jsonl out": "line 1 has no 'text', and no text in what it has: id, n",
@@ -142,6 +156,7 @@ MISTAKES = {  # words of the command: what is said
     "cut.jsonl out": "cut.jsonl: can't be read as json: line 2 is not JSON",
     "nested.jsonl out": "is not JSON",
     "other.jsonl out": "record 1 has no 'text'; it has: txt; give --text_column=txt",
+    "tongues.jsonl out": "line 1 has no 'text'; it has: text.en, text.de; name one with --text_column",
     "number.jsonl out": "'text' is int, not text or token ids",
     "half.jsonl out": "record 1 has half a character, '\\ud800'",
     "cut.jsonl.gz out": "can't be read as json",
@@ -231,6 +246,7 @@ SIGNED = {  # what a file is: its beginning
     "a NumPy array": b"\x93NUMPY\1\0",
     "an SQLite database": b"SQLite format 3\0",
     "a PDF document": b"%PDF-1.7\n",
+    "a document in RTF": b"{\\rtf1\\ansi text}",
     "a program or a library (ELF)": b"\x7fELF\2",
     "a pickle": pickle.dumps(["text"]),
     "an HDF5 file": b"\x89HDF\r\n\x1a\n",
@@ -260,6 +276,8 @@ ADVISED = {  # an input: what the advised command makes of it, and how that is i
     "lists.jsonl": "lists.fixed.jsonl",
     "chat.jsonl": "chat.fixed.jsonl",
     "chat.json": "chat.fixed.json",
+    "chat.parquet": "chat.jsonl",
+    "chat.arrow": "data-00000-of-00001.jsonl",
     "half.jsonl": "half.fixed.jsonl",
     "half_text.jsonl": "half_text.fixed.jsonl",
     "texts.tar.gz": "texts",
@@ -274,6 +292,8 @@ def test_the_command_that_is_advised_leads_to_an_import(
     monkeypatch.chdir(tmp_path)
     if name in FILES:
         Path(name).write_bytes(FILES[name])
+    elif name == "chat.arrow":
+        datasets.Dataset.from_list(CHATS).save_to_disk("chat.arrow")
     else:
         shutil.make_archive("texts", "zip" if name.endswith("zip") else "gztar", inputs / "texts")
     code, _, told = answer(get_dataset, name, "out")

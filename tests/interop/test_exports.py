@@ -27,7 +27,7 @@ KINDS = [  # (layers to draw from, settings to draw from)
     (["mamba1"], [{}, {"bcdt_norm_eps": 0.01}, {"d_ssm": 80}]),
     (["mamba2"], [{}, {"ngroups": 2}]),
     (["mamba2+mlp"], [{}, {"ssm_norm": "before"}, {"multipliers": "logits=0.5,residual=0.5"}]),
-    (["attention+mlp"], [{}, {"rotary_dim": 0}, QWEN, OLMO]),
+    (["attention+mlp"], [{}, {"rotary_dim": 0}, {"qk_norm": "head"}, QWEN, OLMO]),
     (["mamba2+mlp", "attention+mlp"], [{}, {"ngroups": 2}, {"multipliers": "residual=0.5"}]),
     (["mamba2/attention+mlp"], [{}, {"ssm_norm": "none"}]),
     (["mamba2", "attention", "mlp"], [NEMOTRON]),

@@ -128,8 +128,8 @@ TO_HF = [
     ({"layers": "gdn+mlp"}, "no transformers model holds gdn.mlp without attention; --format=pth"),
     ({"layers": "mamba1", "d_ssm": 40}, "holds mamba1 if intermediate_size is 40 and not expand"),
     (
-        {"layers": "attention+mlp", "qk_norm": "head"},
-        "holds attention.mlp with qk_norm=head; --format=pth",
+        {"layers": "attention+mlp", "qk_norm": "whole"},
+        "holds attention.mlp with qk_norm=whole; --format=pth",
     ),
 ]
 

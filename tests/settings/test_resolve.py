@@ -371,7 +371,13 @@ def test_a_resumed_run_is_told_what_has_changed(first_run):
 def test_settings_of_another_version_block_no_start_of_their_run(first_run):
     """Unless a file is asked for by name, or the start names no folder. Each message names the file."""
     file = first_run / "runs/train/config.yaml"
-    file.write_text(re.sub("model_name: .*", "model_name: mamba-9", file.read_text()))
+    whole = file.read_text()
+    file.write_text(f"old_knob: 7\n{whole}")
+    given = resolve(dataset_path="data/a", d_model="64", seed="1")
+    module.check_run_folder(given)
+    unknown = r"old_knob: there is no such setting \(in .*runs/train/config.yaml\)"
+    assert re.match(rf"seed=1 \(before 2023\); {unknown}", module.changed_settings(given))
+    file.write_text(re.sub("model_name: .*", "model_name: mamba-9", whole))
     said = r"model_name=mamba-9: there is no such preset \(in .*runs/train/config.yaml\)"
     named = resolve(save_ckpt_path="runs/train")
     module.check_run_folder(named)

@@ -93,21 +93,21 @@ def empty(folder):
     ("setting", "remove"), [("init_from", shutil.rmtree), ("load_ckpt_path", empty)]
 )
 def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
-    """Its own checkpoint wins, whose model it is then; another one is refused as ever."""
+    """Its own checkpoint wins. The model takes the shape of what is there; a given one is refused if it is another."""
     train(tmp_path / "first", num_steps=1, expand=4)
     origin = tmp_path / "first"
-    model = {"expand": 4}
     if setting == "init_from":
         origin = next((tmp_path / "first/pth").iterdir())
-        model = {}
-    train(tmp_path / "run", num_steps=1, **{setting: origin}, **model)
+    with pytest.raises(UserError, match=rf"{origin}.* another model .*expand=1 \(there 4\); leave"):
+        train(tmp_path / "run", num_steps=1, **{setting: origin}, expand=1)
+    train(tmp_path / "run", num_steps=1, **{setting: origin})
     remove(origin)
-    said = train(tmp_path / "run", num_steps=2, **{setting: origin}, **model)
+    said = train(tmp_path / "run", num_steps=2, **{setting: origin})
     assert f"step_00000001, step 1; {origin} applied to its first start only" in said
     with pytest.raises(UserError, match=rf"{tmp_path}/run.* another model .*expand=1 \(there 4\)"):
         train(tmp_path / "run", num_steps=3, **{setting: origin}, expand=1)
     with pytest.raises(UserError, match=str(origin)):
-        train(tmp_path / "other", num_steps=2, **{setting: origin}, **model)
+        train(tmp_path / "other", num_steps=2, **{setting: origin})
     assert not (tmp_path / "other").exists()
 
 

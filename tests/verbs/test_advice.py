@@ -100,6 +100,7 @@ FOLLOWED = {
     "tokenize rows.jsonl out": (r"(--text_column)", "+ {0}=document.text"),
     "tokenize words.csv out": ("it has: id, (words); name one with (--text_column)", "+ {1}={0}"),
     "tokenize carets.csv out": ("with (--delimiter)", "+ {0}=^"),
+    "tokenize carets.csv out --delimiter=,,": (r"as in (--\S+)", "tokenize carets.csv out {0}"),
     "tokenize short.txt out": ("use (--overwrite --validation_fraction=0)", "+ {0}"),
     "tokenize texts out --tokenizer=data/builtin/train/tokenizer/tokenizer.json": (
         "with (--eos_token)",
@@ -254,6 +255,25 @@ FOLLOWED = {
         r"set (vocab_size=\d+)",
         f"{FREE} --dataset_path=data/builtin --{{0}}",
     ),
+    f"{MINE} --batch_size=0": (r"at least (\d)", f"{MINE} --batch_size={{0}}"),
+    f"{MINE} --keep_every=often": (
+        r"as in (\w+) or (\w+), .* as in (\w+)",
+        f"{MINE} --keep_every={{0}} --checkpoint_interval={{1}} --eval_interval={{2}}",
+    ),
+    f"{MINE} --training.seed=1 --seed=2": ("give it once", f"{MINE} --seed=2"),
+    f"{MINE} --load_ckpt_path=runs/demo": (
+        "leave out what differs",
+        f"{RESHAPED} --load_ckpt_path=runs/demo",
+    ),
+    f"{TRAIN} --use_dummy_dataset=true --num_epochs=1".replace("--num_steps=9", ""): (
+        "give (num_steps)",
+        f"{TRAIN} --use_dummy_dataset=true --{{0}}=2",
+    ),
+    f"{MINE} --config=flat.yaml": (
+        "put its settings below it",
+        "! printf 'training:\\n  seed: 3\\n' > flat.yaml",
+        f"{MINE} --config=flat.yaml",
+    ),
     f"{MINE} --min_lr=0.1": (": (min_learning_rate_ratio)", f"{MINE} --{{0}}=0.1"),
     f"{MINE} --gpus=2": ("(trains on the CPU)", MINE),
     # models
@@ -301,6 +321,10 @@ FOLLOWED = {
     "report runs/demo/config.yaml": (r"name (\S+)", "report {0}"),
     "checkpoints runs": (r"as in (\S+)", "checkpoints {0}"),
     "plan data/builtin --instance=p4d.24xlarge": ("add the time: (--hours=8)", "+ {0}"),
+    "plan mamba-130m --hours=8": (
+        r"data/mine (\S+)",
+        "plan data/builtin {0} --hours=8 --instance=p4d.24xlarge",
+    ),
     "plan mamba-130m --instance=p4d.24xlarg": (
         r"did you mean (\S+)\?",
         "plan mamba-130m --instance={0}",
@@ -333,6 +357,7 @@ def folder(user_folder, tmp_path_factory):
     (folder / "rows.jsonl").write_text('{"document": {"text": "some text"}}\n' * 9)
     (folder / "words.csv").write_text("id,words\n1,some text\n2,more text\n")
     (folder / "carets.csv").write_text("id^text\n1^some text\n2^more text\n")
+    (folder / "flat.yaml").write_text("training: 5\n")
     np.save(folder / "array.npy", np.arange(300))
     shutil.copytree(folder / "runs/demo", folder / "runs/notok")
     shutil.rmtree(folder / "runs/notok/tokenizer")

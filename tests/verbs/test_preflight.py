@@ -7,11 +7,12 @@ from unittest.mock import ANY
 import pytest
 
 from mamba_fsdp import command_line
+from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.errors import UserError, command, python
 from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.settings.resolve import as_plain
 from mamba_fsdp.verbs import preflight
-from tests.support.checkpoints import commit_empty
+from tests.support.checkpoints import commit_empty, open_run, saved_state, shards_of
 from tests.support.corpora import write_store
 from tests.support.tiny import resolved
 
@@ -139,8 +140,10 @@ def test_weights_that_are_not_there_are_told_before_training(
     report("a", **{setting: tmp_path / "elsewhere"})
     code, _, wrong = judge("a")
     assert code == 2 and f"{tmp_path}/elsewhere: there is no such" in wrong
-    commit_empty(folder.parent, 1)  # which a run goes on from
-    report("a", load_ckpt_path=tmp_path / "elsewhere")
+    own = open_run(folder.parent)  # which the run goes on from
+    own.save(1, shards_of(1), saved_state(resolved().model, TrainState()))
+    own.wait()
+    report("a", **{setting: tmp_path / "elsewhere"})
     assert judge("a")[0] == 0
 
 
