@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from keyword import iskeyword
 from typing import Any, NoReturn
 
 import mamba_fsdp
@@ -93,6 +94,8 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     if "--" in arguments:  # Fire takes flags of its own after it
         raise UserError("nothing is expected after --; see --help")
     positional, named = split(arguments)
+    # Python reserves words such as `from`; the field's name has a _ after it.
+    named = {f"{name}_" if iskeyword(name) else name: text for name, text in named.items()}
     return invoke(verb, positional, named, "--", "see --help")
 
 
@@ -147,7 +150,7 @@ def invoke(
     for name, leaf in leaves.items():
         value = bound.arguments.pop(name, None)
         if value is not None:
-            values[name] = read_field(f"{dashes}{name}", leaf, shown(value))
+            values[name] = read_field(f"{dashes}{name.rstrip('_')}", leaf, shown(value))
     if not options:
         return function(*bound.args, **bound.kwargs)
     made = options(**values)

@@ -47,7 +47,7 @@ class Log:
         """Appends entries. Raises LostError if another process writes there. If the disk refuses, it prints one
         warning, and `sync` will raise."""
         for entry in entries:
-            self.waiting += _line(entry).encode()
+            self.keep(entry)
         try:
             self._append()
         except LostError:
@@ -61,6 +61,10 @@ class Log:
                     flush=True,
                 )
             self.failing = True
+
+    def keep(self, entry: dict) -> None:
+        """Appends an entry with the next call of `write` or `sync`."""
+        self.waiting += _line(entry).encode()
 
     def sync(self) -> None:
         """Returns when all entries are on the disk. Raises UserError if that fails, StorageError for a transient
@@ -249,11 +253,11 @@ def correct_status(run_folder: Path) -> dict[str, Any]:
     return status
 
 
-def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
-    """Adds a line to events.jsonl: the event after `step`, its time (UTC) and its `facts`. The caller holds the lease
+def add_event(run_folder: Path, event: str, step: int, file: str = EVENTS, **facts: object) -> None:
+    """Adds a line to events.jsonl, or another file: the event after `step`, its time (UTC) and its `facts`. The caller holds the lease
     of the run folder. If the disk refuses, the line is lost, because an event is no reason to stop a run."""
     line = _line({"time": timestamp(), "event": event, "step": step, **facts}).encode()
-    path = run_folder / EVENTS
+    path = run_folder / file
 
     def append() -> None:
         with open(path, "a+b", buffering=0) as file:

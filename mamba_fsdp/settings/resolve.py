@@ -418,7 +418,7 @@ def as_yaml(settings: TrainConfig) -> str:
 
 
 def as_plain(settings: TrainConfig) -> dict[str, Any]:
-    """Returns the resolved settings, with `explicit` and `notes`, as JSON has them, for `read_resolved`."""
+    """Returns the resolved settings, with `explicit` and `notes`, as JSON has them, for `from_plain`."""
     return {
         "settings": as_dict(settings),
         "explicit": sorted(settings.explicit),
@@ -428,7 +428,11 @@ def as_plain(settings: TrainConfig) -> dict[str, Any]:
 
 def read_resolved(path: Path) -> TrainConfig:
     """Returns the settings that the launcher of this start resolved and wrote into the file `path`."""
-    content = json.loads(retry_io(path.read_text, path))
+    return from_plain(json.loads(retry_io(path.read_text, path)))
+
+
+def from_plain(content: Mapping[str, Any]) -> TrainConfig:
+    """Returns the settings that `as_plain` made this content of."""
     values = {}
     for section in content["settings"].values():
         for name, value in section.items():

@@ -20,7 +20,7 @@ from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, lost_rank, start_world
 from mamba_fsdp.report.console import Console, Say
 from mamba_fsdp.run.layout import step_of
-from mamba_fsdp.run.names import CHECKPOINTS, MODELS, SETTINGS
+from mamba_fsdp.run.names import CHECKPOINTS, CIRCUMSTANCES, MODELS, SETTINGS
 from mamba_fsdp.run.records import add_event, latest
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -191,7 +191,10 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
         facts = {"ranks": context.world.size, "from": context.start.begins}
         if context.start.changed:
             facts["changed"] = context.start.changed
-        add_event(folder.path, "started", context.state.step, **facts)
+        step = context.state.step
+        add_event(folder.path, "started", step, **facts)
+        circumstances = context.circumstances()
+        add_event(folder.path, "started", step, CIRCUMSTANCES, circumstances=circumstances)
 
 
 def finish(
