@@ -94,8 +94,6 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     if "--" in arguments:  # Fire takes flags of its own after it
         raise UserError("nothing is expected after --; see --help")
     positional, named = split(arguments)
-    # Python reserves words such as `from`; the field's name has a _ after it.
-    named = {f"{name}_" if iskeyword(name) else name: text for name, text in named.items()}
     return invoke(verb, positional, named, "--", "see --help")
 
 
@@ -199,6 +197,6 @@ def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     for name, text in named.items():
         if name.startswith("_"):  # Fire takes --no_wandb for the opposite of a flag called _wandb
             text_by_name[f"no{name}"] = "True"
-        else:
-            text_by_name[name] = text
+        else:  # Python reserves `from`, so that the field is called from_
+            text_by_name[name + "_" * iskeyword(name)] = text
     return positional, text_by_name

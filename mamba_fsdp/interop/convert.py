@@ -3,13 +3,14 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from mamba_fsdp.checkpoint.folder import check_same_tensors
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
@@ -29,6 +30,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER_FORMATS = (
     "--format=pth writes this program's own form, --format=state-spaces what mamba_ssm may read"
 )
+ELEMENTS_AT_ONCE = 1 << 20  # of a mean
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -69,6 +71,34 @@ def write_model(
             line = try_export(unfinished, architecture_for(config), config, _write_copy)
             print(line, file=sys.stderr)
     return out
+
+
+def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) -> None:
+    """Writes the mean model of checkpoints into the new folder `out`, in fp32, one tensor in memory at a time. shares: of each
+    checkpoint; their sum is 1. Raises UserError as write_model does, and if the models are different."""
+    models = [read_weights(path) for path in checkpoints]
+    newest = models[-1]
+    for model in models:
+        check_same_tensors(model.source, newest.shapes, model.shapes)
+
+    def mean_of(name: str) -> Tensor:
+        mean = torch.zeros(newest.shapes[name])
+        start = 0
+        for piece in mean.view(-1).split(ELEMENTS_AT_ONCE):
+            total = piece.double()
+            for model, share in zip(models, shares):
+                total += share * model.slice(name, start, start + len(piece))
+            piece.copy_(total)
+            start += len(piece)
+        return mean
+
+    fields = dict(vars(newest.config), seq_length=newest.seq_length)
+    fields["averaged"] = dict(zip(map(str, checkpoints), shares))
+    with new_folder(out) as unfinished:
+        write_safetensors(unfinished / SINGLE, [*newest.shapes], map(mean_of, newest.shapes))
+        _write_object(unfinished / MODEL_CONFIG, fields)
+        if newest.tokenizer_path:
+            _copy_tokenizer(newest.tokenizer_path, unfinished / TOKENIZER)
 
 
 def publish(source: str | Path, out: Path) -> None:

@@ -8,7 +8,7 @@ numbers within the step; all ranks decide them on the device, from the same sums
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -197,6 +197,15 @@ def count_step(context: TrainContext, step: StepUnderWay) -> StepStats:
         excused=overflow_expected and math.isfinite(stats.loss),
     )
     return stats
+
+
+def bare_steps(context: TrainContext) -> Iterator[StepStats]:
+    """Yields the numbers of one step after the other. Nothing is reported, validated or saved."""
+    clock = Clock(context.state.step, context.world.size)
+    stop = StopRequest(context.checkpointer.folder, on_rank0=False)
+    with context.loader:
+        while True:
+            yield count_step(context, take_step(context, clock, stop))
 
 
 def accumulate_gradients(

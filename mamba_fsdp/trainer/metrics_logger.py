@@ -53,7 +53,7 @@ class MetricsLogger(contextlib.ExitStack):
             peak = device_peak(torch.cuda.get_device_name(world.device))
             self.peak_flops = peak and peak * world.size
         self.metrics: Log | None = None
-        self.steps: Log | None = None
+        self.steps: Log  # on rank 0
         self.trackers = []
         if world.rank == 0:
             self.metrics = Log(folder.path / METRICS, step, folder.lease.check)
@@ -80,7 +80,7 @@ class MetricsLogger(contextlib.ExitStack):
         if self.peak_flops:
             mfu = tokens_per_second * self.flops_per_token / self.peak_flops
         loss = stats.loss
-        if self.steps:
+        if self.metrics:
             entry = {"step": state.step, "loss": loss, "grad_norm": stats.gradient_norm}
             self.steps.keep(entry)
         show = self.console.passing
@@ -173,7 +173,7 @@ class MetricsLogger(contextlib.ExitStack):
 
     def sync(self) -> None:
         """Returns when the metrics are on the disk."""
-        if self.metrics and self.steps:
+        if self.metrics:
             self.steps.sync()
             self.metrics.sync()
 

@@ -25,6 +25,6 @@ class Options:
 
 
 def main(run: str, options: Options) -> None:
-    from mamba_fsdp.trainer.replay import replay
+    from mamba_fsdp.trainer.run import replay
 
     replay(Path(run), options.from_, options.steps)

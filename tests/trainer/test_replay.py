@@ -10,7 +10,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.run.names import CIRCUMSTANCES, LEASE, STEPS, STOP
 from mamba_fsdp.run.records import read
-from mamba_fsdp.trainer.replay import DifferenceError, replay
+from mamba_fsdp.trainer.run import DifferenceError, replay
 from tests.support.forked import said_by, start_ranks
 from tests.support.tiny import HYBRID, TINY, as_words
 
@@ -103,4 +103,4 @@ def test_what_has_changed_is_told_and_nothing_in_the_run_is_touched(train, corpu
     edit(run / CIRCUMSTANCES, f'"dataset_path": "{corpus}"', f'"dataset_path": "{corpus}/other"')
     assert "holds other data than when" in told(run, 4)
     (run / CIRCUMSTANCES).unlink()
-    assert "did not record what a replay needs" in told(run, 4)
+    assert "of older versions record none" in told(run, 4)
