@@ -81,8 +81,7 @@ class MetricsLogger(contextlib.ExitStack):
             mfu = tokens_per_second * self.flops_per_token / self.peak_flops
         loss = stats.loss
         if self.metrics:
-            entry = {"step": state.step, "loss": loss, "grad_norm": stats.gradient_norm}
-            self.steps.keep(entry)
+            self.steps.keep({"step": state.step, "loss": loss, "grad_norm": stats.gradient_norm})
         show = self.console.passing
         if schedule.is_due(self.interval, state.step):
             show = self.console.line

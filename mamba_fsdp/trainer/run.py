@@ -314,14 +314,11 @@ def begin_replay(span: Span, world: World, scratch: Path) -> StartingPoint:
     settings = resolve.from_plain(then["settings"])
     settings = settings.changed(save_ckpt_path=str(span.run), eval_prompts="")
     if world.size != then["ranks"]:
-        share, rest = divmod(then["global_batch"], world.size)
-        if rest:
-            raise UserError(f"start a number of ranks that divides {then['global_batch']} samples")
         settings = settings.changed(
             sharding_strategy="auto",
             context_parallel=1,
             global_batch_size=then["global_batch"],
-            batch_size=math.gcd(settings.training.batch_size, share),
+            batch_size=math.gcd(settings.training.batch_size, then["global_batch"] // world.size),
         )
     checkpoint = span.run / CHECKPOINTS / step_name(span.first)
     start = find_start(settings, scratch, world, quiet, checkpoint)

@@ -70,8 +70,7 @@ class TrainContext:
         """Returns what decides the bits of a step besides data and position; a start records it."""
         device = machine_at_hand().device
         if device == "cpu":
-            instructions = torch.backends.cpu.get_cpu_capability()
-            device = f"a CPU with {instructions} and {counted(torch.get_num_threads(), 'thread')}"
+            device = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         return {
             "ranks": self.world.size,
             "ranks per node": self.world.local_size,

@@ -1,7 +1,7 @@
-"""python -m mamba_fsdp average RUN OUT [--OPTION=VALUE ...]
+"""python -m mamba_fsdp average RUN [OUT] [--OPTION=VALUE ...]
 
-Write the mean of checkpoints of RUN, in fp32, into the new folder OUT: a model
-that evaluate, generate, export and --init_from take. Of checkpoints that were
+Write the mean of checkpoints of RUN, in fp32, into the new folder OUT (default:
+RUN-average): a model that evaluate, generate, export and --init_from take. Of checkpoints that were
 trained at a constant learning rate, the mean is about the model that a decay
 would give (docs/checkpoints.md); --keep_every keeps them.
 """
@@ -28,14 +28,16 @@ class Options:
     """Data: evaluates each checkpoint and the mean on it, as `evaluate MODEL DATA` does."""
 
 
-def main(run: str, out: str, options: Options) -> None:
+def main(run: str, out: str = "", *, options: Options) -> None:
     kept = {step_of(path.name): path for path in committed(Path(run, CHECKPOINTS))}
     steps = options.steps or [*kept][-options.last :]
     count = len(options.steps) or options.last
     chosen = [kept[step] for step in steps if step in kept]
     if len(chosen) < max(2, count):
-        listed = ", ".join(map(str, kept)) or "none"
-        raise UserError(f"{run} does not keep the {count} checkpoints asked for; it keeps {listed}")
+        listed = ", ".join(map(str, kept))
+        raise UserError(
+            f"{run} does not keep the {count} checkpoints asked for; it keeps: {listed}"
+        )
     weights = options.weights or [1.0] * count
     if len(weights) != count or min(weights) < 0 or not sum(weights):
         raise UserError(f"--weights: give {count} numbers, one for each checkpoint, 0 or more")
@@ -43,6 +45,7 @@ def main(run: str, out: str, options: Options) -> None:
         evaluate.stores_in(options.evaluate, run)  # refuses what is no data
     from mamba_fsdp.interop.convert import write_mean
 
+    out = out or f"{Path(run)}-average"
     write_mean(chosen, [weight / sum(weights) for weight in weights], Path(out))
     print(out)
     if options.evaluate:
