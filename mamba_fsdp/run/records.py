@@ -253,7 +253,9 @@ def correct_status(run_folder: Path) -> dict[str, Any]:
     return status
 
 
-def add_event(run_folder: Path, event: str, step: int, file: str = EVENTS, **facts: object) -> None:
+def add_event(
+    run_folder: Path, event: str, step: int, file: str = EVENTS, /, **facts: object
+) -> None:
     """Adds a line to events.jsonl, or another file: the event after `step`, its time (UTC) and its `facts`. The caller holds the lease
     of the run folder. If the disk refuses, the line is lost, because an event is no reason to stop a run."""
     line = _line({"time": timestamp(), "event": event, "step": step, **facts}).encode()

@@ -255,7 +255,7 @@ class Span(NamedTuple):
 
     run: Path
     first: int  # the step of the checkpoint that they follow
-    kept: dict[int | None, Path]  # the checkpoint of each step
+    kept: dict[int, Path]  # the checkpoint of each step
     recorded: dict[int, dict[str, Any]]  # {step: its entry in steps.jsonl}
     circumstances: dict[str, Any]  # of the start
 
@@ -282,7 +282,7 @@ def find_span(run: Path, first: int, count: int) -> Span:
     first: -1 means the newest checkpoint but one. count: 0 means up to the next checkpoint, at most MOST_REPLAYED. Raises
     UserError if there is no such checkpoint, or nothing is recorded after it.
     """
-    kept = {step_of(path.name): path for path in committed(run / CHECKPOINTS)}
+    kept = {step_of(path.name) or 0: path for path in committed(run / CHECKPOINTS)}
     if not kept:
         raise refused(run, "a run with a checkpoint")
     if first < 0:

@@ -34,9 +34,8 @@ def main(run: str, out: str = "", *, options: Options) -> None:
     count = len(options.steps) or options.last
     chosen = [kept[step] for step in steps if step in kept]
     if len(chosen) < max(2, count):
-        listed = ", ".join(map(str, kept))
         raise UserError(
-            f"{run} does not keep the {count} checkpoints asked for; it keeps: {listed}"
+            f"{run} does not keep the {count} checkpoints asked for; it keeps: {', '.join(map(str, kept))}"
         )
     weights = options.weights or [1.0] * count
     if len(weights) != count or min(weights) < 0 or not sum(weights):
