@@ -1,9 +1,9 @@
 """python -m mamba_fsdp average RUN [OUT] [--OPTION=VALUE ...]
 
 Write the mean of checkpoints of RUN, in fp32, into the new folder OUT (default:
-RUN-average): a model that evaluate, generate, export and --init_from take. Of checkpoints that were
-trained at a constant learning rate, the mean is about the model that a decay
-would give (docs/checkpoints.md); --keep_every keeps them.
+RUN-average): a model that evaluate, generate, export and --init_from take. If
+the learning rate was constant, it is about the model that a decay would give
+(docs/checkpoints.md). The setting keep_every keeps checkpoints for it.
 """
 
 from dataclasses import dataclass
