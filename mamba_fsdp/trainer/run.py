@@ -299,7 +299,8 @@ def find_span(run: Path, first: int, count: int) -> Span:
             recorded[entry["step"]] = entry
     if not (circumstances and recorded):
         raise UserError(
-            f"{run} records no step after step {first}, as runs of older versions record none; choose another with --from"
+            f"{run} records no step after step {first}, and runs of older versions record none; give --from an earlier "
+            "checkpoint (keep_checkpoints and keep_every keep more)"
         )
     return Span(run, first, kept, recorded, circumstances[-1])
 

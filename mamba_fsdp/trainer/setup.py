@@ -75,7 +75,7 @@ class TrainContext:
             "ranks": self.world.size,
             "ranks per node": self.world.local_size,
             "device": device,
-            "kernels": str(self.kernels),
+            "kernels": str(BackendChoice(self.kernels.backends)),
             "torch": torch.__version__,
             "code": code_digest(),
             "global_batch": self.schedule.global_batch,

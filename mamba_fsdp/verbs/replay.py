@@ -21,7 +21,7 @@ class Options:
     from_: int = setting(-1, at_least=-1)
     """The step of the checkpoint to start from. -1: the newest but one."""
     steps: int = setting(0, at_least=0)
-    """How many steps. 0: up to the next checkpoint, at most 200. Fewer if settings, ranks or code changed in between."""
+    """How many steps. 0: up to the next checkpoint, at most 200. Fewer if the run was started again in between."""
 
 
 def main(run: str, options: Options) -> None:
