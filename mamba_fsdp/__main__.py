@@ -23,6 +23,8 @@ VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; i
     "evaluate": "loss, perplexity and bits per byte of text; the tasks of lm-eval",
     "inspect": "say what a run, a checkpoint, data or a weights file holds",
     "checkpoints": "list a run's checkpoints, and verify them",
+    "replay": "compute a run's steps again, and compare them bit for bit",
+    "average": "write the mean of a run's checkpoints as a model",
     "export": "write a model for transformers, for mamba_ssm, or as a .pth file",
     "import": "bring a transformers or state-spaces model to consolidated.00.pth",
     "report": "show runs in one HTML file: curves, settings, restarts",

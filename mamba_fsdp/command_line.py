@@ -10,6 +10,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from keyword import iskeyword
 from typing import Any, NoReturn
 
 import mamba_fsdp
@@ -152,7 +153,7 @@ def invoke(
         value = bound.arguments.pop(name, None)
         if value is not None:
             text = value if isinstance(value, (list, dict)) else shown(value)
-            values[name] = read_field(f"{dashes}{name}", leaf, text)
+            values[name] = read_field(f"{dashes}{name.rstrip('_')}", leaf, text)
     if not options:
         return function(*bound.args, **bound.kwargs)
     made = options(**values)
@@ -214,6 +215,6 @@ def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     for name, text in named.items():
         if name.startswith("_"):  # Fire takes --no_wandb for the opposite of a flag called _wandb
             text_by_name[f"no{name}"] = "True"
-        else:
-            text_by_name[name] = text
+        else:  # Python reserves `from`, so that the field is called from_
+            text_by_name[name + "_" * iskeyword(name)] = text
     return positional, text_by_name

@@ -134,8 +134,9 @@ def with_unit(number: float, unit: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun: 1 step, 1,000 steps."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """Returns a number with its noun: 1 step, 1,000 steps, 2 losses."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def leave_for_torchrun(error: BaseException) -> None:

@@ -213,6 +213,7 @@ KINDS: dict[Any, tuple[Any, str]] = {  # a type's parser, and its name on a help
     Duration: (Duration.parse, "steps or tokens"),
     str: (str, "text"),
     list[str]: (list, "names"),
+    list[int]: (list, "whole numbers"),
     list[float]: (list, "numbers"),
 }
 

@@ -140,7 +140,7 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
     if global_batch % per_pass:
         raise UserError(
             f"global_batch_size {global_batch} is not a multiple of batch_size {training.batch_size} times "
-            f"{ranks} {who}; set global_batch_size={rounded_up(global_batch, per_pass)}, or another batch_size"
+            f"{ranks} {who}; set global_batch_size={rounded_up(global_batch, per_pass)}, another batch_size, or start another number of ranks"
         )
     return BatchShape(rank, ranks, training.batch_size, global_batch // per_pass, sequence_slice)
 

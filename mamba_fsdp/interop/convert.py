@@ -3,13 +3,14 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from mamba_fsdp.checkpoint.folder import check_same_tensors
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.paths import TOKENIZER_FILES
 from mamba_fsdp.data.tokenizer import load_for_transformers
@@ -24,12 +25,13 @@ from mamba_fsdp.interop.weights import PICKLED, Weights, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run.lease import new_folder
 from mamba_fsdp.run.names import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
-from mamba_fsdp.storage.patience import exists, retry_io
+from mamba_fsdp.storage.patience import retry_io
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER_FORMATS = (
     "--format=pth writes this program's own form, --format=state-spaces what mamba_ssm may read"
 )
+ELEMENTS_AT_ONCE = 1 << 18  # of a mean
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -54,12 +56,10 @@ def write_model(
     or the disk refuses.
     """
     out = Path(out)
-    if exists(out):
-        raise UserError(f"{out} exists already; name a new folder, or remove it first")
-    weights = read_weights(source, model_name=model_name)
-    if tokenizer:
-        weights.use_tokenizer(Path(tokenizer))
     with new_folder(out) as unfinished:
+        weights = read_weights(source, model_name=model_name)
+        if tokenizer:
+            weights.use_tokenizer(Path(tokenizer))
         fields = WRITERS[format](unfinished, weights, dtype)
         _write_object(unfinished / MODEL_CONFIG, fields)
         if weights.tokenizer_path:
@@ -70,6 +70,34 @@ def write_model(
             line = try_export(unfinished, architecture_for(config), config, _write_copy)
             print(line, file=sys.stderr)
     return out
+
+
+def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) -> None:
+    """Writes the mean model of checkpoints into the new folder `out`, in fp32, one tensor in memory at a time. shares: of each
+    checkpoint; their sum is 1. Raises UserError as write_model does, and if the models are different."""
+    with new_folder(out) as unfinished:
+        models = [read_weights(path) for path in checkpoints]
+        newest = models[-1]
+        for model in models:
+            check_same_tensors(model.source, newest.shapes, model.shapes)
+
+        def mean_of(name: str) -> Tensor:
+            mean = torch.zeros(newest.shapes[name])
+            start = 0
+            for piece in mean.view(-1).split(ELEMENTS_AT_ONCE):
+                total = piece.double()
+                for model, share in zip(models, shares):
+                    total.add_(model.slice(name, start, start + len(piece)), alpha=share)
+                piece.copy_(total)
+                start += len(piece)
+            return mean
+
+        write_safetensors(unfinished / SINGLE, [*newest.shapes], map(mean_of, newest.shapes))
+        fields = dict(vars(newest.config), seq_length=newest.seq_length)
+        fields["averaged"] = dict(zip(map(str, checkpoints), shares))
+        _write_object(unfinished / MODEL_CONFIG, fields)
+        if newest.tokenizer_path:
+            _copy_tokenizer(newest.tokenizer_path, unfinished / TOKENIZER)
 
 
 def publish(source: str | Path, out: Path) -> None:

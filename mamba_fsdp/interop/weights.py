@@ -4,7 +4,7 @@
     RUN/checkpoints/step_...     one checkpoint
     .../consolidated.00.pth      a state dict, or what a trainer saved it in (fms_files.py), with config.json next to it
     a folder                     with config.json and: model*.safetensors or pytorch_model.bin (transformers),
-                                 pytorch_model.bin (state-spaces), or consolidated.00.pth (ours)
+                                 pytorch_model.bin (state-spaces), consolidated.00.pth or model.safetensors (ours)
 
 If there is no config.json, the caller has to name the model.
 
@@ -246,7 +246,8 @@ def _find_file(file: Path, model: ModelConfig | None) -> Weights:
 
 
 def _find_in_folder(folder: Path, description: Description) -> Weights:
-    names = (SINGLE, INDEX, PICKLED) if description.architecture else (CONSOLIDATED, PICKLED)
+    ours = () if description.architecture else (CONSOLIDATED,)
+    names = (*ours, SINGLE, INDEX, PICKLED)
     for name in names:
         if (folder / name).is_file():
             return _from_file(folder / name, description)
@@ -289,4 +290,5 @@ def read_description(path: Path) -> Description:
     if "layers" not in fields.content:
         return Description(state_spaces.read_config(fields))
     seq_length = fields.content.pop("seq_length", None)
+    fields.content.pop("averaged", None)
     return Description(checked_model(path, fields.content), seq_length=seq_length)

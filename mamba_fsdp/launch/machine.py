@@ -120,15 +120,6 @@ def check_version(environment: str | Path = sys.prefix) -> None:
         )
 
 
-def code_digest() -> str:
-    """Returns a digest of this checkout's package, the same for the same code."""
-    digest = hashlib.sha256()
-    for path in sorted(PROJECT.glob("mamba_fsdp/**/*.*")):
-        if path.suffix != ".pyc":
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def end_with_launcher(number: signal.Signals) -> None:
     """Has Linux send this process the signal when its parent dies, even by kill -9.
 

@@ -32,6 +32,7 @@ from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage.formats import timestamp
 from mamba_fsdp.storage.patience import (
     delete,
+    exists,
     hidden_beside,
     is_folder,
     list_hidden_beside,
@@ -302,6 +303,8 @@ class Lease:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields a folder to write in. It becomes `out` once the block has ended and all is on the disk, and is removed
     if the block fails. Raises UserError if `out` is not free, another process writes it, or the disk refuses."""
+    if exists(out):
+        raise UserError(f"{out} exists already; name a new folder, or remove it first")
     lease = Lease(out.with_name(f".{out.name}.lease"), out)
     unfinished = lease.own / out.name
     try:

@@ -1,7 +1,8 @@
 """Names what lies in a run folder, and tells which checkpoints there count. For the cluster's own Python too, which may
 be 3.6.
 
-    config.yaml  config.1.yaml ...  metrics.jsonl  events.jsonl  status.json  lease.json  kernels.json  STOP  tokenizer/
+    config.yaml  config.1.yaml ...  metrics.jsonl  steps.jsonl  events.jsonl  status.json  lease.json
+    kernels.json  STOP  tokenizer/
     starts/JOB.RESTART/          settings.json  STOP  preflight/  NODE.json  outcome.json
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
@@ -16,6 +17,7 @@ from typing import Callable, List, Optional
 SETTINGS = "config.yaml"
 SETTINGS_COPY = "config.{}.yaml"  # of a start, by a number; events.jsonl says from which step on
 METRICS = "metrics.jsonl"
+STEPS = "steps.jsonl"  # loss and gradient norm of every step, with all their digits
 EVENTS = "events.jsonl"  # starts, ends, checkpoints, faults, over all restarts
 # The backends that the run was begun with on a GPU, see trainer/first_use.py.
 KERNELS = "kernels.json"

@@ -49,7 +49,7 @@ class Log:
         """Appends entries. Raises LostError if another process writes there. If the disk refuses, it prints one
         warning, and `sync` will raise."""
         for entry in entries:
-            self.waiting += _line(entry).encode()
+            self.keep(entry)
         try:
             self._append()
         except LostError:
@@ -63,6 +63,10 @@ class Log:
                     flush=True,
                 )
             self.failing = True
+
+    def keep(self, entry: dict) -> None:
+        """Appends an entry with the next call of `write` or `sync`."""
+        self.waiting += _line(entry).encode()
 
     def sync(self) -> None:
         """Returns when all entries are on the disk. Raises UserError if that fails, StorageError for a transient

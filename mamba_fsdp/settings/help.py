@@ -52,7 +52,9 @@ class Option:
             text += f" ({takes(self.leaf)})"
             if self.elsewhere:
                 text += f" Elsewhere: {', '.join(self.elsewhere)}."
-        return wrapped(text, f"  --{self.leaf.name}={shown(default(self.leaf))}  ", MEANING_AT)
+        return wrapped(
+            text, f"  --{self.leaf.name.rstrip('_')}={shown(default(self.leaf))}  ", MEANING_AT
+        )
 
     def names(self) -> str:
         return words_of(self.leaf.name, *self.elsewhere)

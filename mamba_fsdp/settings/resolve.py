@@ -105,6 +105,12 @@ def read_run(folder: Path) -> TrainConfig | None:
     return replace(_build(written.values), notes=tuple(written.mistakes))
 
 
+def read_copy(file: Path) -> TrainConfig:
+    """Returns all settings of a start, from the copy in its run folder. Raises UserError."""
+    written = read_file(str(file))
+    return replace(_build(written.values), explicit=frozenset(written.values))
+
+
 def check_preset(written: Written) -> None:
     """Raises UserError, which names the file, if there is no preset of the name in it."""
     if "model_name" in written.values:

@@ -314,8 +314,8 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep. Older checkpoints are removed, unless another process reads
     them."""
     keep_every: Duration = steps(0, at_least=0)
-    """The first checkpoint at or after each multiple of this many steps is never removed. 0: any
-    checkpoint may be removed."""
+    """The first checkpoint at or after each multiple of this many steps is never removed: to evaluate later, to
+    average (mamba-fsdp average), to compute again from (mamba-fsdp replay). 0: any checkpoint may be removed."""
     max_failed_saves: int = setting(5, at_least=1)
     """Stop after this many failed saves in a row. Until then the run keeps training and tries again
     after one minute, two, four and so on."""

@@ -1,16 +1,27 @@
-"""Marks our own files with their format and version, and refuses files that this program can't read."""
+"""Marks our own files with their format and version, refuses files that this program can't read, and says which code this
+is."""
 
 import datetime
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import PROJECT, UserError
 
 
 def timestamp() -> str:
     """Returns the time now, in UTC."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def code_digest() -> str:
+    """Returns a digest of this program's package, the same for the same code."""
+    digest = hashlib.sha256()
+    for path in sorted(PROJECT.glob("mamba_fsdp/**/*.*")):
+        if path.suffix != ".pyc":
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.run.names import CACHES, KERNELS
 from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.storage.formats import code_digest
 from mamba_fsdp.storage.patience import this_rank
 from mamba_fsdp.storage.typed_json import read_object, write_object
 from mamba_fsdp.trainer.layer_check import LayerCheck, LostGpu, Rows
@@ -106,6 +107,7 @@ class FirstUse:
     def __init__(
         self, settings: TrainConfig, device: torch.device, is_sharded: bool = False
     ) -> None:
+        self.settings = settings
         self.device = device.type
         self.kernels = settings.training.kernels
         self.uses = settings.operator_uses(device.type)
@@ -128,10 +130,7 @@ class FirstUse:
         with contextlib.suppress(OSError):
             circumstances.append(Path("/proc/driver/nvidia/version").read_text())
         installed = [f"{package.name} {package.version}" for package in distributions()]
-        code = hashlib.sha256()
-        for source in sorted(Path(__file__).parents[1].rglob("*.py")):
-            code.update(source.read_bytes())
-        return [*circumstances, *sorted(installed), code.hexdigest()]
+        return [*circumstances, *sorted(installed), code_digest()]
 
     # 1. and 2. Verdicts
 
@@ -257,17 +256,20 @@ class FirstUse:
         repeat). Raises UserError if a chosen backend fails on this rank."""
         record.use_simpler_forms()
         backends = record.choice.backends
-        varies = self.layers.model.has("attention")
-        for operator in VARIES:
-            varies = varies or backends.get(operator) == "fused"
         wrong, bits = self.layers.check(backends)
         if wrong:
             raise UserError(f"{this_rank()}: {wrong}")
         self.layers.expected.clear()
         torch.cuda.empty_cache()  # does nothing without a GPU
-        if varies and not self.layers.deterministic:
+        if not repeats(self.settings, backends):
             bits = ""
         return f"{machine_at_hand().device} {self.layers.tests}", bits
+
+
+def repeats(settings: TrainConfig, backends: Mapping[str, str]) -> bool:
+    """Returns whether these backends give the same bits each time on a GPU."""
+    fused = any(backends.get(operator) == "fused" for operator in VARIES)
+    return settings.training.deterministic or not (fused or settings.model.has("attention"))
 
 
 def choose_for_answers(settings: TrainConfig, device: torch.device) -> BackendChoice:

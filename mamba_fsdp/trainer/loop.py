@@ -8,7 +8,7 @@ numbers within the step; all ranks decide them on the device, from the same sums
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -168,17 +168,8 @@ def finish_step(
     """Returns the numbers of a step, which it waits for, counts and reports. Raises UserError as
     `train` does."""
     state = context.state
-    schedule = context.schedule
-    stats = StepStats.unpack(step.read_numbers())
+    stats = count_step(context, step)
     logger.clock.meet(stats.seconds_per_rank)
-    overflow_expected = context.loss_scale.record(state, stats)
-    state.advance(
-        schedule.global_batch,
-        schedule.tokens_per_step,
-        stats.loss,
-        applied=stats.applied,
-        excused=overflow_expected and math.isfinite(stats.loss),
-    )
     if not stats.is_writing and step.save_stage == context.checkpointer.stage():
         saver.settle()  # all ranks have written the save under way, or rank 0 has committed it
     if not stats.applied:
@@ -191,6 +182,30 @@ def finish_step(
         saver.wait()  # the checkpoint under way is of an earlier, finite step
         raise UserError(describe_bad_samples(context, step.batches))
     return stats
+
+
+def count_step(context: TrainContext, step: StepUnderWay) -> StepStats:
+    """Returns the numbers of a step, which it waits for, and counts the step in the train state."""
+    schedule = context.schedule
+    stats = StepStats.unpack(step.read_numbers())
+    overflow_expected = context.loss_scale.record(context.state, stats)
+    context.state.advance(
+        schedule.global_batch,
+        schedule.tokens_per_step,
+        stats.loss,
+        applied=stats.applied,
+        excused=overflow_expected and math.isfinite(stats.loss),
+    )
+    return stats
+
+
+def bare_steps(context: TrainContext) -> Iterator[StepStats]:
+    """Yields the numbers of one step after the other. Nothing is reported, validated or saved."""
+    clock = Clock(context.state.step, context.world.size)
+    stop = StopRequest(context.checkpointer.folder, on_rank0=False)
+    with context.loader:
+        while True:
+            yield count_step(context, take_step(context, clock, stop))
 
 
 def accumulate_gradients(

@@ -1,4 +1,4 @@
-"""Reports on a run while it trains: metrics.jsonl and trackers, the live line, the profile."""
+"""Reports on a run while it trains: metrics.jsonl, steps.jsonl and trackers, the live line, the profile."""
 
 import contextlib
 import datetime
@@ -15,7 +15,7 @@ from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.planning.devices import device_peak
 from mamba_fsdp.reporting.console import Console, read_share
 from mamba_fsdp.reporting.trackers import make_trackers
-from mamba_fsdp.run.names import METRICS
+from mamba_fsdp.run.names import METRICS, STEPS
 from mamba_fsdp.run.records import Log, add_event
 from mamba_fsdp.settings.resolve import as_dict
 from mamba_fsdp.trainer.clock import Clock, delays, most_memory
@@ -70,9 +70,11 @@ class MetricsLogger(contextlib.ExitStack):
             peak = device_peak(torch.cuda.get_device_name(world.device))
             self.peak_flops = peak and peak * world.size
         self.metrics: Log | None = None
+        self.steps: Log  # on rank 0
         self.trackers = []
         if world.rank == 0:
             self.metrics = Log(folder.path / METRICS, step, folder.lease.check)
+            self.steps = Log(folder.path / STEPS, step, folder.lease.check)
             self.trackers = make_trackers(folder.path, as_dict(settings), step, console.line)
         for tracker in self.trackers:
             self.callback(tracker.close)
@@ -97,6 +99,8 @@ class MetricsLogger(contextlib.ExitStack):
         now = time.time()
         command_seconds = self.folder.earlier_seconds + now - self.context.settings.began
         loss = stats.loss
+        if self.metrics:
+            self.steps.keep({"step": state.step, "loss": loss, "grad_norm": stats.gradient_norm})
         show = self.console.passing
         if schedule.is_due(self.interval, state.step):
             show = self.console.line
@@ -192,6 +196,7 @@ class MetricsLogger(contextlib.ExitStack):
     def sync(self) -> None:
         """Returns when the metrics are on the disk."""
         if self.metrics:
+            self.steps.sync()
             self.metrics.sync()
 
     def _write(self, entry: dict) -> None:

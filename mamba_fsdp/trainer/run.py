@@ -1,4 +1,5 @@
-"""Runs one training: its start, its end, and the status that it leaves when it fails."""
+"""Runs one training: its start, its end, and the status that it leaves when it fails; and steps apart from a run's own, to
+measure the pace or to compare a run's steps with what it recorded."""
 
 import contextlib
 import re
@@ -28,7 +29,6 @@ from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.patience import exists
 from mamba_fsdp.trainer import loop
-from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.process import training_process
 from mamba_fsdp.trainer.run_folder import RunFolder
@@ -40,6 +40,7 @@ from mamba_fsdp.trainer.watchdog import watchdog
 UNTIMED_STEPS = 2  # the first, which make buffers and compile kernels
 LEAST_STEPS = 5  # of measure_pace
 TIMED_SECONDS = 6.0  # unless so many steps take longer
+quiet = Console(enabled=False).line
 WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder to write)
 
 
@@ -199,12 +200,11 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
             settings.began - context.state.first_started,  # 0 if the run begins anew
         )
         facts: dict[str, object] = {
-            "ranks": context.world.size,
             "from": context.start.begins,
+            **context.circumstances(),
             "settings": folder.write_settings(resolve.as_yaml(settings)),
             "weights": context.data.shares,
             "learning_rate": settings.optimizer.learning_rate,
-            "global_batch": context.schedule.global_batch,
             "seconds_to_start": round(time.time() - settings.began, 1),
             "seconds_of_earlier_commands": round(folder.earlier_seconds, 1),
         }
@@ -242,20 +242,16 @@ def measure_pace(settings: TrainConfig) -> float:
     with training_process(deterministic), tempfile.TemporaryDirectory() as place:
         world = start_world()
         cpp.tune_process(world.device.type)
-        say = Console(enabled=False).line
         folder = RunFolder(Path(place, "run"))
         (folder.path / CHECKPOINTS).mkdir(parents=True)
         run = str(folder.path)
         of_random = settings.changed(save_ckpt_path=run, load_ckpt_path="", init_from="")
-        start = find_start(of_random, folder.path, world, say)
-        context = SetUp(start, world, folder, say).context()
-        stop = StopRequest(folder.path, on_rank0=False)
-        clock = Clock(0)
-        with context.loader:
-            while len(seconds) < LEAST_STEPS or sum(seconds) < TIMED_SECONDS:
-                began = time.perf_counter()
-                step = loop.take_step(context, clock, stop, ahead=len(seconds))
-                step.read_numbers()
-                seconds.append(time.perf_counter() - began)
+        start = find_start(of_random, folder.path, world, quiet)
+        context = SetUp(start, world, folder, quiet).context()
+        steps = loop.bare_steps(context)
+        while len(seconds) < LEAST_STEPS or sum(seconds) < TIMED_SECONDS:
+            began = time.perf_counter()
+            next(steps)
+            seconds.append(time.perf_counter() - began)
     # The mean, as a run shows it: it includes steps that other programs slow down.
     return context.schedule.tokens_per_step / statistics.mean(seconds[UNTIMED_STEPS:])

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.presets import title
 from mamba_fsdp.model.spec import parameter_count, parameters
-from mamba_fsdp.ops.backends import resolve_backends
+from mamba_fsdp.ops.backends import BackendChoice, resolve_backends
 from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.model import ParallelModel, fill_parts
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
@@ -25,6 +26,7 @@ from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import Workload, expected_memory, state_memory
 from mamba_fsdp.reporting.console import Say
 from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.storage.formats import code_digest
 from mamba_fsdp.trainer import first_use
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
 from mamba_fsdp.trainer.run_folder import RunFolder
@@ -51,6 +53,7 @@ class TrainContext:
     schedule: RunSchedule
     loader: Loader
     checkpointer: Checkpointer
+    kernels: BackendChoice
     # Bytes of each source's text that a validation predicts; the first one counts them.
     validation_bytes: dict[str, float] | None = None
 
@@ -61,6 +64,21 @@ class TrainContext:
     @property
     def data(self) -> Data:
         return self.start.data
+
+    def circumstances(self) -> dict[str, Any]:
+        """Returns what decides the bits of a step besides settings, data and position; a start records it."""
+        device = machine_at_hand().device
+        if device == "cpu":
+            device = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        return {
+            "ranks": self.world.size,
+            "ranks_per_node": self.world.local_size,
+            "device": device,
+            "kernels": str(BackendChoice(self.kernels.backends)),
+            "torch": torch.__version__,
+            "code": code_digest(),
+            "global_batch": self.schedule.global_batch,
+        }
 
 
 @dataclass
@@ -88,7 +106,8 @@ class SetUp:
         world = self.world
         batch_shape = split_step(settings, world.rank, world.size)
         tokens_per_step = batch_shape.global_batch * settings.data.seq_length
-        parallel = build_model(settings, world, self.choose_backends(world))
+        kernels = self.choose_backends(world)
+        parallel = build_model(settings, world, kernels.backends)
         dtype = DTYPES[settings.training.precision(world.device.type)]
         optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
         checkpointer = Checkpointer(
@@ -124,9 +143,10 @@ class SetUp:
             schedule=start.schedule,
             loader=loader,
             checkpointer=checkpointer,
+            kernels=kernels,
         )
 
-    def choose_backends(self, shape: World) -> dict[str, str]:
+    def choose_backends(self, shape: World) -> BackendChoice:
         """Returns the backend of each operator of the model. Prints the model, the kernels and the expected memory on the
         ranks of `shape`."""
         settings = self.start.settings
@@ -159,7 +179,7 @@ class SetUp:
         rows = ", ".join(f"{name} {with_unit(size, 'B')}" for name, size in memory.items() if size)
         self.say(f"memory     at least {with_unit(sum(memory.values()), 'B')} a device: {rows}")
         check_memory(memory, shape, self.say)
-        return choice.backends
+        return choice
 
     def fill(
         self,

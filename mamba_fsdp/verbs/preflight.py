@@ -23,6 +23,7 @@ from mamba_fsdp.launch.checks import CHECKS
 from mamba_fsdp.launch.plan import check_inputs, check_space
 from mamba_fsdp.settings.resolve import read_resolved
 from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.storage.formats import code_digest
 from mamba_fsdp.storage.typed_json import write_object
 
 JOB_CHECKS = [check for check in CHECKS if check.exit_code is not None]
@@ -50,7 +51,7 @@ def report(folder: Path, settings_file: Path) -> None:
         )
     settings = read_resolved(settings_file)
     content = {
-        "code": machine.code_digest(),
+        "code": code_digest(),
         "mistake": first_mistake(settings),
         "findings": {check.name: asdict(check.make()) for check in JOB_CHECKS},
     }
@@ -98,7 +99,7 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
     """Returns the exit code, after printing a line for each of the `nodes` (host names) and what is wrong with it."""
     reports = {}
     problems = []
-    own_code = machine.code_digest()
+    own_code = code_digest()
     for node in nodes:
         path = folder / f"{node}.json"
         content = json.loads(path.read_text()) if path.is_file() else None

@@ -19,6 +19,26 @@ TINY = {
     "kernels": "reference",
 }
 
+# Something of each family of hybrids whose ranks can share sequences.
+HYBRID = {
+    "layers": "mamba1,mamba2/attention+mlp,mlp,mamba3+mlp",
+    "n_layer": 4,
+    "d_ssm": 24,
+    "headdim": 8,
+    "bcdt_norm_eps": 1e-6,
+    "ssm_norm": "before",
+    "n_head": 2,
+    "n_kv_head": 1,
+    "attention_gate": True,
+    "qk_norm": "whole",
+    "norm_position": "after_attention",
+    "rope_scaling": "yarn,factor=4,beta_fast=3,beta_slow=1,attention_factor=1.1,original_max_position_embeddings=16",
+    "d_intermediate": 24,
+    "mlp_activation": "relu2",
+    "multipliers": "embedding=3,residual=0.7,logits=2,ssm_in=1.2,ssm_B=0.5,attention_out=0.8,attention_k=0.6,mlp_out=0.9",
+    "reset_at_documents": True,
+}
+
 
 def as_words(settings):
     """As they stand on a command line."""

@@ -1,0 +1,186 @@
+"""Computes steps of a run again and compares them with what the run recorded: a fault of hardware that no error shows."""
+
+import contextlib
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mamba_fsdp.checkpoint.contents import read_contents
+from mamba_fsdp.checkpoint.folder import Reader, stored_name
+from mamba_fsdp.data.paths import refused
+from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.interop.places import Origin
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.parallel.world import World, start_world
+from mamba_fsdp.reporting.console import Console
+from mamba_fsdp.run.layout import committed, step_name, step_of
+from mamba_fsdp.run.names import CHECKPOINTS, KERNELS, STEPS
+from mamba_fsdp.run.records import entries, read_events
+from mamba_fsdp.settings import resolve
+from mamba_fsdp.trainer import loop
+from mamba_fsdp.trainer.first_use import repeats
+from mamba_fsdp.trainer.process import training_process
+from mamba_fsdp.trainer.run_folder import RunFolder
+from mamba_fsdp.trainer.setup import SetUp, TrainContext
+from mamba_fsdp.trainer.starting_point import StartingPoint, find_start
+from mamba_fsdp.trainer.step_stats import StepStats
+
+MOST_REPLAYED = 200  # steps, unless the user says how many
+TOLERANCE = 0.02  # relative, of losses and gradient norms if bits may differ
+OTHER_BITS = "; not compared bit for bit, since it ran with"
+quiet = Console(enabled=False).line
+
+
+class DifferenceError(UserError):
+    """The error if a run did not compute what is computed again."""
+
+    exit_code = 3
+
+
+class Span(NamedTuple):
+    """Steps of a run that one start made."""
+
+    run: Path
+    first: int  # the step of the checkpoint that they follow
+    kept: dict[int, Path]  # the checkpoint of each step
+    recorded: dict[int, dict[str, Any]]  # {step: its entry in steps.jsonl}
+    start: dict[str, Any]  # its event
+
+
+def replay(run: Path, first: int, count: int) -> None:
+    """Computes steps of a run again, compares them with what the run recorded, and prints that they repeat. All ranks call
+    it. first, count: see find_span. Nothing is written into the run, and its lease stays with whoever has it.
+
+    Raises DifferenceError, which names the first step or tensor that differs, and UserError as find_span does and if the
+    data has changed or the checkpoint is broken."""
+    with tempfile.TemporaryDirectory() as place, contextlib.closing(start_world()) as world:
+        cpp.tune_process(world.device.type)
+        folder = RunFolder(Path(place, "run"))  # in place of the run's
+        span = world.on_rank0(find_span, run, first, count)
+        start = world.on_rank0(begin_replay, span, world, folder.path)
+        with training_process(start.settings.training.deterministic):
+            compare(span, SetUp(start, world, folder, quiet).context())
+
+
+def find_span(run: Path, first: int, count: int) -> Span:
+    """Returns `count` steps after the checkpoint of step `first`, as far as they are recorded and the run was not started
+    again in between.
+
+    first: -1 means the newest checkpoint but one. count: 0 means up to the next checkpoint, at most MOST_REPLAYED. Raises
+    UserError if there is no such checkpoint, or nothing is recorded after it.
+    """
+    kept = {step_of(path.name) or 0: path for path in committed(run / CHECKPOINTS)}
+    if not kept:
+        raise refused(run, "a run with a checkpoint")
+    if first < 0:
+        first = [*kept][-2:][0]
+    starts = [event for event in read_events(run) if event.get("event") == "started"]
+    before = [start for start in starts if start["step"] <= first]
+    ends = [start["step"] for start in starts if start["step"] > first]
+    ends.append(first + (count or MOST_REPLAYED))
+    if not count:
+        ends += [step for step in kept if step > first]
+    recorded = {}
+    for entry, _ in entries(run / STEPS):
+        if first < entry["step"] <= min(ends):
+            recorded[entry["step"]] = entry
+    if not recorded or "code" not in before[-1]:
+        raise UserError(
+            f"{run} records no step after step {first}, and runs of older versions record none; give --from an earlier "
+            "checkpoint (keep_checkpoints and keep_every keep more)"
+        )
+    return Span(run, first, kept, recorded, before[-1])
+
+
+def begin_replay(span: Span, world: World, scratch: Path) -> StartingPoint:
+    """Returns the starting point of the replay. Rank 0 calls it. scratch: a folder to make. Raises UserError as find_start
+    does."""
+    scratch.mkdir()
+    with contextlib.suppress(FileNotFoundError):  # a run on a CPU has none
+        (scratch / KERNELS).write_bytes((span.run / KERNELS).read_bytes())
+    then = span.start
+    settings = resolve.read_copy(span.run / then["settings"])
+    settings = settings.changed(save_ckpt_path=str(span.run), eval_prompts="")
+    if world.size != then["ranks"]:
+        settings = settings.changed(
+            sharding_strategy="auto",
+            context_parallel=1,
+            global_batch_size=then["global_batch"],
+            batch_size=math.gcd(settings.training.batch_size, then["global_batch"] // world.size),
+        )
+    checkpoint = span.run / CHECKPOINTS / step_name(span.first)
+    start = find_start(settings, scratch, world, quiet, checkpoint)
+    # Named, so that none is taken in its place if it is broken.
+    return replace(start, origin=Origin("load_ckpt_path", str(checkpoint), is_checkpoint=True))
+
+
+def compare(span: Span, context: TrainContext) -> None:
+    """Takes the steps, and prints that they repeat. Raises DifferenceError."""
+    console = Console(enabled=context.world.rank == 0)
+    since = reasons_to_differ(span.start, context)
+    tolerance = TOLERANCE if OTHER_BITS in since else 0
+    checkpoints = 0
+    last = max(span.recorded)
+    for step, stats in zip(range(span.first + 1, last + 1), loop.bare_steps(context)):
+        console.passing(f"step {step}/{last}")
+        difference = different_number(span.recorded.get(step, {}), stats, tolerance)
+        if step in span.kept and not tolerance and not difference:
+            checkpoints += 1
+            difference = different_tensor(context, span.kept[step])
+        if difference:
+            console.clear()
+            raise DifferenceError(f"step {step} of {span.run} differs: {difference}{since}")
+    how = f"within {TOLERANCE:.0%}" if tolerance else "bit for bit"
+    compared = f"{counted(len(span.recorded), 'loss')}, {counted(checkpoints, 'checkpoint')}"
+    console.line(f"steps {span.first} to {last} of {span.run} repeat {how} ({compared}){since}")
+
+
+def reasons_to_differ(then: dict[str, Any], context: TrainContext) -> str:
+    """Returns, in words, why steps may differ here though all is right; "" if nothing is known. then: the event of
+    their start. Other code alone need not change the bits."""
+    now = context.circumstances()
+    names = ("ranks", "ranks_per_node", "device", "kernels", "torch")
+    others = [
+        f"{name.replace('_', ' ')} {then[name]} (here {now[name]})"
+        for name in names
+        if then[name] != now[name]
+    ]
+    on_gpu = context.world.device.type == "cuda"
+    if on_gpu and not repeats(context.settings, context.kernels.backends):
+        others.append("kernels that repeat their bits only with deterministic=true")
+    said = f"{OTHER_BITS} {', '.join(others)}" if others else ""
+    return said if then["code"] == now["code"] else f"{said}; the code has changed since then"
+
+
+def different_number(recorded: dict[str, Any], stats: StepStats, tolerance: float) -> str:
+    """Returns in words how a step's loss or gradient norm differs from what is recorded; "" if they agree."""
+    for name, now in (("loss", stats.loss), ("grad_norm", stats.gradient_norm)):
+        then = recorded.get(name)  # null if it was not finite: then the step was skipped
+        if then and not abs(now - then) <= tolerance * abs(then):
+            return f"its {name} was {then}, and is {now} now"
+    return ""
+
+
+def different_tensor(context: TrainContext, checkpoint: Path) -> str:
+    """Returns in words which tensors of model and optimiser differ from those in a checkpoint; "" if they agree."""
+    reader = Reader(checkpoint, read_contents(checkpoint))
+
+    def differing() -> list[str]:
+        names = []
+        for shard in context.parallel.shards(context.optimizer):
+            name = stored_name(shard.name)
+            kept = reader.read(name, shard.start, shard.start + len(shard.data))
+            if not torch.equal(shard.data.cpu(), kept):
+                names.append(name)
+        return names
+
+    names = context.world.gather_unique(context.world.on_all_ranks(differing))
+    return (
+        f"{names[0]} is not what {checkpoint} holds, of {counted(len(names), 'tensor')}"
+        if names
+        else ""
+    )

@@ -1,0 +1,30 @@
+"""python -m mamba_fsdp replay RUN [--from=STEP] [--steps=N]
+
+Was it computed right? Compute steps of a run again, from one of its
+checkpoints, and compare the loss and the gradient norm of each step, and the
+next checkpoint, bit for bit with what the run recorded. On another device,
+stack or number of ranks, where bits may differ, it compares with a tolerance.
+Nothing is written into RUN, which may train meanwhile. All ranks of a run take
+part with torchrun --nproc-per-node=RANKS -m mamba_fsdp replay RUN.
+
+Exit codes: 0 the steps repeat, 3 one differs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mamba_fsdp.fields import setting
+
+
+@dataclass
+class Options:
+    from_: int = setting(-1, at_least=-1)
+    """The step of the checkpoint to start from. -1: the newest but one."""
+    steps: int = setting(0, at_least=0)
+    """How many steps. 0: up to the next checkpoint, at most 200. Fewer if the run was started again in between."""
+
+
+def main(run: str, options: Options) -> None:
+    from mamba_fsdp.trainer.replay import replay
+
+    replay(Path(run), options.from_, options.steps)

@@ -1,0 +1,106 @@
+"""What a run computed right repeats to the bit, whoever computes it again; what it computed wrong is found at its step."""
+
+import gc
+import re
+
+import pytest
+
+import mamba_fsdp
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.run.names import EVENTS, LEASE, STEPS, STOP
+from mamba_fsdp.run.records import read
+from mamba_fsdp.trainer.replay import DifferenceError, replay
+from tests.support.forked import said_by, start_ranks
+from tests.support.tiny import HYBRID, TINY, as_words
+
+KINDS = {
+    "none": (1, 1, {**HYBRID, "optimizer": "muon"}),
+    "fsdp": (2, 2, {**HYBRID, "fsdp_activation_checkpointing": True}),
+    "hsdp": (4, 2, {}),
+    "ddp": (2, 1, {"layers": "gdn,mamba1", "deterministic": True}),
+    "context": (2, 2, {**HYBRID, "sharding_strategy": "fsdp", "context_parallel": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.torch22
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_steps_of_any_run_repeat(kind, corpus, tmp_path):
+    """On as many ranks to the bit, and on one alone within the tolerance, which is said."""
+    ranks, per_node, given = KINDS[kind]
+    given = {"sharding_strategy": kind, "num_steps": 4, "dataset_path": corpus, **given}
+    words = as_words({**TINY, **given, "save_ckpt_path": tmp_path})
+    said_by(start_ranks(ranks, words, per_node=per_node))
+    program = ("-m", "mamba_fsdp")
+    said = said_by(start_ranks(ranks, ["replay", str(tmp_path)], program, per_node=per_node))
+    assert f"steps 2 to 4 of {tmp_path} repeat bit for bit (2 losses, 1 checkpoint)\n" in said
+    if ranks > 1:
+        said = said_by(start_ranks(1, ["replay", str(tmp_path), "--steps=9"], program))
+        assert (
+            "repeat within 2% (2 losses, 0 checkpoints); not compared bit for bit, since it ran "
+            in said
+        )
+
+
+def test_a_flipped_bit_is_found_at_its_step(corpus, tiny_file, tmp_path, told):
+    """In the loss of the step that computes with it, or in the checkpoint that comes before such a step."""
+
+    def flip(record):
+        if record["step"] in (3, 6) and "loss" in record:
+            for model in [each for each in gc.get_objects() if isinstance(each, MambaLM)]:
+                next(model.parameters()).data.view(-1)[:1] *= 2  # a bit of the exponent
+
+    mamba_fsdp.train(tiny_file, flip, dataset_path=str(corpus), save_ckpt_path=str(tmp_path))
+    number = r"\d\.\d+"
+    assert re.match(f"step 4 of .*: its loss was {number}, and is {number} now$", told(tmp_path, 2))
+    assert re.match("step 6 of .*: model/backbone.embedding.weight is not what", told(tmp_path, 4))
+
+
+@pytest.fixture
+def told(capsys):
+    """told(run, first, steps=0): what a replay says, well or not."""
+
+    def said(run, first, steps=0):
+        try:
+            replay(run, first, steps)
+        except UserError as error:
+            assert isinstance(error, DifferenceError) == (error.exit_code == 3)
+            return str(error)
+        return capsys.readouterr().out.splitlines()[-1]
+
+    return said
+
+
+def edit(file, old, new):
+    text = file.read_text()
+    assert re.search(old, text)
+    file.write_text(re.sub(old, new, text))
+
+
+def test_what_has_changed_is_told_and_nothing_in_the_run_is_touched(train, corpus, tmp_path, told):
+    """Nor the lease and the STOP of a run that trains on."""
+    run = tmp_path / "run"
+    common = {"schedule": "constant", "keep_checkpoints": 9}
+    train(run, num_steps=4, learning_rate=0.02, **common)
+    train(run, num_steps=8, **common)
+    (run / LEASE).write_text("{}")
+    (run / STOP).touch()
+    before = {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))}
+    assert told(run, 2, 5) == f"steps 2 to 4 of {run} repeat bit for bit (2 losses, 1 checkpoint)"
+    assert told(run, 4, 9) == f"steps 4 to 8 of {run} repeat bit for bit (4 losses, 2 checkpoints)"
+    assert told(run, -1) == f"steps 6 to 8 of {run} repeat bit for bit (2 losses, 1 checkpoint)"
+    assert "its run has step_00000002, step" in told(run, 3) and "no step after" in told(run, 8)
+    assert before == {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))}
+    edit(run / EVENTS, '"torch": "[^"]*"', '"torch": "1"')
+    assert re.search(r"within 2% .*since it ran with torch 1 \(here .*\)$", told(run, 4))
+    edit(run / EVENTS, '"code": "[^"]*"', '"code": "other"')
+    loss = read(run / STEPS)[4]["loss"]
+    edit(run / STEPS, str(loss), str(2 * loss))
+    assert re.search(r"^step 5 of .*; the code has changed since then", told(run, 4))
+    (run / "checkpoints/step_00000002/rank_00000.safetensors").write_bytes(b"")
+    assert re.match("checkpoint .*step_00000002 is broken: ", told(run, 2))
+    edit(run / "config.2.yaml", f"dataset_path: {corpus}", f"dataset_path: {corpus}/other")
+    assert "holds other data than when" in told(run, 4)
+    edit(run / EVENTS, '"code": ', '"no code": ')
+    assert "of older versions record none" in told(run, 4)
