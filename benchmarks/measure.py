@@ -22,6 +22,7 @@ class Step(NamedTuple):
     cpu_seconds: float  # of all threads of the process
     before: int  # MB that the process held before its first step
     peak: int  # MB that it has held at most
+    returned: Any  # by the step
 
 
 class Worker:
@@ -58,10 +59,10 @@ def _serve(connection: Any, make_step: Callable[[], Callable[[], Any]]) -> None:
     while connection.recv():
         began = time.perf_counter()
         cpu_began = time.process_time()
-        step()
+        returned = step()
         seconds = time.perf_counter() - began
         cpu_seconds = time.process_time() - cpu_began
-        connection.send(Step(seconds, cpu_seconds, before, _megabytes("VmHWM")))
+        connection.send(Step(seconds, cpu_seconds, before, _megabytes("VmHWM"), returned))
 
 
 def _megabytes(field: str) -> int:

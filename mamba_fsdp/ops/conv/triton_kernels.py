@@ -8,8 +8,10 @@ w0 to w3 are the weights of x[t] to x[t-3]; weights beyond the convolution's wid
 import triton
 import triton.language as tl
 
+from mamba_fsdp.ops.launch import kernel
 
-@triton.jit  # one kernel: helpers would need all of its state as arguments
+
+@kernel  # one kernel: helpers would need all of its state as arguments
 def walk(  # noqa: PLR0915
     X,
     WEIGHT,

@@ -19,6 +19,8 @@ Rows can lie so far apart that a position's address takes 64 bits; therefore poi
 import triton
 import triton.language as tl
 
+from mamba_fsdp.ops.launch import kernel
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 ENDLESS = tl.constexpr(1e30)  # a step that makes the decay 0
@@ -274,7 +276,7 @@ def _entering(h, ends, totals, A, slab, channels, other, order, count, both, her
     return h
 
 
-@triton.jit
+@kernel
 def sweep(
     u,
     dt,
@@ -468,7 +470,7 @@ def _back(
     return g, sum_A, sum_bias + grad_raw  # after the row's end, delta and its slope are 0
 
 
-@triton.jit  # one kernel: helpers would need all of its state as arguments
+@kernel  # one kernel: helpers would need all of its state as arguments
 def backward(  # noqa: PLR0915
     grad_out,
     grad_last,
