@@ -28,16 +28,15 @@ class QuickKernel(JITFunction[Any]):
         constants = {self.names[index] for index in self.constexprs}
         self.constants = constants.union(OPTIONS)
         self.passed = itemgetter(*(name for name in self.names if name not in constants))
-        self.specialised: dict[tuple[Any, ...], CompiledKernel] = {}
+        self.launches: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def run(self, *values: Any, grid: tuple[int, ...], **named: Any) -> Any:
         device = torch.cuda.current_device()
-        given = dict(zip(self.names, values))
-        given.update(named)
-        arguments = self.defaults | given
-        key: list[Any] = [device, *given]
-        # What Triton asks of arguments before it compiles; a number beyond 32 bits counts as a whole.
-        for name, value in given.items():
+        arguments = dict(zip(self.names, values))
+        arguments.update(named)
+        # What Triton asks of arguments before it compiles. A number beyond 32 bits counts as a whole.
+        key: list[Any] = [device, *arguments]
+        for name, value in arguments.items():
             if name in self.constants:
                 key.append(value)
             elif isinstance(value, Tensor):
@@ -51,14 +50,28 @@ class QuickKernel(JITFunction[Any]):
             else:
                 key.append(value)
         specialisation = tuple(key)
-        compiled = self.specialised.get(specialisation)
-        if compiled is None:
+        launch = self.launches.get(specialisation)
+        if launch is None:
             compiled = super().run(*values, grid=grid, **named)
-            if compiled is not None:
-                self.specialised[specialisation] = compiled
-            return compiled
-        compiled[(*grid, 1, 1)](*self.passed(arguments), stream=get_cuda_stream(device))
-        return compiled
+            # None: a hook on compilations has refused. Descriptors of TMA are left to Triton.
+            if compiled is not None and not getattr(compiled, "tensormaps_info", ()):
+                self.launches[specialisation] = _launcher(compiled)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        launch(x, y, z, get_cuda_stream(device), self.passed(self.defaults | arguments))
+
+
+def _launcher(compiled: CompiledKernel) -> Callable[..., None]:
+    """Returns a function that launches the kernel as Triton does, with Triton's hooks on launches."""
+    launch = compiled.c_wrapper
+    shape = (compiled.num_warps, compiled.num_ctas, *compiled.clusterDims, compiled.shared)
+    function = compiled.cu_function
+
+    def launch_compiled(x: int, y: int, z: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        hooks = (CompiledKernel.launch_enter_hook, CompiledKernel.launch_exit_hook)
+        launch(x, y, z, *shape, stream, function, *hooks, compiled, *arguments)
+
+    return launch_compiled
 
 
 def kernel(function: Callable[..., None]) -> Any:
