@@ -4,6 +4,7 @@ The modules of kernels import triton at the top and are themselves imported on f
 environment runs the kernels on a CPU, for tests.
 """
 
+import functools
 import os
 import shutil
 import sysconfig
@@ -163,8 +164,11 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blocks:
     """Returns a kernel's block sizes: the entry of its `table` for the newest architecture (compute capability) that is
     not newer than the device's. Equal devices thus give equal bits at every start."""
-    own = torch.cuda.get_device_capability(device) if device.type == "cuda" else OLDEST
+    own = _capability(device) if device.type == "cuda" else OLDEST
     return table[max(capability for capability in table if capability <= own)]
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)  # asking takes 5 us
 
 
 def is_version_2() -> bool:
