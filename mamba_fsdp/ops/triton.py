@@ -176,5 +176,16 @@ def is_version_2() -> bool:
     return is_torch_2_2()
 
 
+def kernel(function: Callable[..., None]) -> Any:
+    """Decorates a kernel that is launched, as triton.jit does, which decorates the functions that kernels call."""
+    if is_version_2() and not interpreted():
+        from mamba_fsdp.ops.quick_kernel import QuickKernel
+
+        return QuickKernel(function)
+    import triton
+
+    return triton.jit(function)
+
+
 def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"

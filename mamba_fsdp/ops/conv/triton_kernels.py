@@ -8,7 +8,7 @@ w0 to w3 are the weights of x[t] to x[t-3]; weights beyond the convolution's wid
 import triton
 import triton.language as tl
 
-from mamba_fsdp.ops.launch import kernel
+from mamba_fsdp.ops.triton import kernel
 
 
 @kernel  # one kernel: helpers would need all of its state as arguments

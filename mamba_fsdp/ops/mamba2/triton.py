@@ -53,7 +53,7 @@ def _forward(
     z, _, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups)
     y, _ = ssd_forward(*inputs)
     normed, scale = gated_norm(y.flatten(2), z, norm_weight, eps, z.shape[2] // groups)
-    return F.linear(normed, out_proj.to(z.dtype)), scale
+    return F.linear(normed, out_proj), scale
 
 
 def _backward(
@@ -77,7 +77,7 @@ def _backward(
     grad_z, grad_xbc, grad_dt = grad_zxbcdt.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
 
     normed = z.new_empty(z.shape)
-    grad_normed = grad @ out_proj.to(z.dtype)
+    grad_normed = grad @ out_proj
     grad_y, _, grad_norm = gated_norm_backward(
         grad_normed, y.flatten(2), z, norm_weight, scale, grad_z=grad_z, normed=normed
     )
@@ -106,5 +106,7 @@ _mixer = triton.differentiable(
 )
 
 
-def mamba2_mixer(*inputs: Tensor | float | None) -> Tensor:
-    return _mixer(*inputs)[0]
+def mamba2_mixer(zxbcdt: Tensor, *others: Any) -> Tensor:
+    *weights, out_proj, seq_idx, eps, groups, headdim, chunk_size = others
+    cast = out_proj.to(zxbcdt.dtype)
+    return _mixer(zxbcdt, *weights, cast, seq_idx, eps, groups, headdim, chunk_size)[0]

@@ -9,7 +9,7 @@ weight's gradient to its row of SUMS. So the sizes alone decide the order of all
 import triton
 import triton.language as tl
 
-from mamba_fsdp.ops.launch import kernel
+from mamba_fsdp.ops.triton import kernel
 
 
 @triton.jit

@@ -17,7 +17,7 @@ A loop over heads loads the next head's steps ahead. Triton loads its x, grad_y 
 import triton
 import triton.language as tl
 
-from mamba_fsdp.ops.launch import kernel
+from mamba_fsdp.ops.triton import kernel
 
 
 @triton.jit

@@ -1,17 +1,14 @@
-"""Launches Triton's kernels with little of the host's time. Triton 2.2 takes 100 us for each launch, most of them to find
-the kernel that it has compiled for such arguments; Triton 3 is faster by itself."""
+"""Launches kernels of Triton 2.2 in 12 us of the host's time. Its own launcher takes 95, most of them to find the kernel
+that it has compiled for such arguments. Triton 3 is faster by itself."""
 
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction, get_cuda_stream
-
-from mamba_fsdp.ops.triton import interpreted, is_version_2
 
 OPTIONS = ("num_warps", "num_stages")
 
@@ -72,10 +69,3 @@ def _launcher(compiled: CompiledKernel) -> Callable[..., None]:
         launch(x, y, z, *shape, stream, function, *hooks, compiled, *arguments)
 
     return launch_compiled
-
-
-def kernel(function: Callable[..., None]) -> Any:
-    """Decorates a kernel that is launched, as triton.jit does."""
-    if is_version_2() and not interpreted():
-        return QuickKernel(function)
-    return triton.jit(function)
