@@ -13,7 +13,8 @@ from mamba_fsdp.ops.scan.triton import scan_backward, scan_forward
 def _split(projected: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
     """Returns dt_proj's input, and B and C (batch, length, 2, d_state), as views."""
     dt, BC = projected.tensor_split([dt_proj.shape[1]], -1)
-    return dt, BC.unflatten(2, (2, -1))
+    rows = BC.shape[:2]
+    return dt, BC.view(*rows, 2, BC.shape[2] // 2)
 
 
 def _forward(
