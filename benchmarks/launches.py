@@ -1,12 +1,11 @@
 """Measures the host's part of a training step on a GPU, by the pinned stack on a device that computes nothing:
 
-    .venv-torch2.2/bin/python -m benchmarks.launches [--rounds 15]
+    .venv-torch2.2/bin/python -m benchmarks.launches
 
 CPU time and launches of a block, forward and backward, for a micro-batch, and of all else in a step. A block's are a
 model's with twice the layers less the model's own.
 """
 
-import argparse
 import ctypes
 import os
 import statistics
@@ -30,9 +29,9 @@ MODELS = {
     "Mamba-2": {"layers": "mamba2", "d_model": 256, "n_layer": 8, "vocab_size": 512},
     "mamba-130m": {"model_name": "mamba-130m"},
 }
+ROUNDS = 15
 SHAPE = {"batch_size": 2, "seq_length": 4096, "global_batch_size": 0}
-INSTANCE = "p5.4xlarge"
-KINDS = ("torch", "Triton", "cuBLAS")  # the device's first counters
+KINDS = "torch, Triton, cuBLAS"  # the device's first three counters
 
 
 def settings_of(model: str, times: int = 1) -> TrainConfig:
@@ -46,47 +45,40 @@ def counted_step(model: str, times: int) -> Callable[[], list[int]]:
     step = our_step(settings_of(model, times), torch.device("cuda"))
     tokens = torch.zeros(SHAPE["batch_size"], SHAPE["seq_length"] + 1, dtype=torch.long).cuda()
 
-    def launches() -> list[int]:
-        return [library.nullgpu_counter(kind) for kind in range(len(KINDS))]
-
     def counted() -> list[int]:
-        before = launches()
+        before = [library.nullgpu_counter(kind) for kind in range(3)]
         step(tokens)
-        return [now - then for now, then in zip(launches(), before)]
+        return [library.nullgpu_counter(kind) - count for kind, count in enumerate(before)]
 
     return counted
 
 
-def row(model: str, rounds: int, environment: dict[str, str]) -> dict[str, str]:
+def row(model: str, environment: dict[str, str]) -> dict[str, str]:
     """Returns a row of the table."""
     makers = {times: partial(counted_step, model, times) for times in (1, 2)}
-    once, twice = steps_in_turn(makers, rounds, dict.fromkeys(makers, environment)).values()
+    once, twice = steps_in_turn(makers, ROUNDS, dict.fromkeys(makers, environment)).values()
     layers = settings_of(model).model.n_layer
     seconds = statistics.median(step.cpu_seconds for step in once)
     more = statistics.median(b.cpu_seconds - a.cpu_seconds for a, b in zip(once, twice))
-    cells = {"model": model, "block, CPU ms": f"{1e3 * more / layers:.2f}"}
-    for kind, few, many in zip(KINDS, once[0].returned, twice[0].returned):
-        cells[f"by {kind}"] = f"{(many - few) / layers:.0f}"
-    cells["all else, CPU ms"] = f"{1e3 * (seconds - more):.1f}"
-    for kind, few, many in zip(KINDS, once[0].returned, twice[0].returned):
-        cells[f"all by {kind}"] = f"{2 * few - many}"
-    planned = estimate(settings_of(model), 1, INSTANCES[INSTANCE])
-    cells["step, CPU ms"] = f"{1e3 * seconds:.0f}"
-    cells["plan's step"] = f"{1e3 * planned.seconds_per_step:.0f}"
-    return cells
+    counts = list(zip(once[0].returned, twice[0].returned))
+    planned = estimate(settings_of(model), 1, INSTANCES["p5.4xlarge"])
+    return {
+        "model": model,
+        "block, CPU ms": f"{1e3 * more / layers:.2f}",
+        f"its {KINDS}": ", ".join(f"{(many - few) / layers:.0f}" for few, many in counts),
+        "all else": f"{1e3 * (seconds - more):.1f}",
+        f"all else's {KINDS}": ", ".join(f"{2 * few - many}" for few, many in counts),
+        "step": f"{1e3 * seconds:.0f}",
+        "plan's step on an H100": f"{1e3 * planned.seconds_per_step:.0f}",
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build.build(folder)
         environment = build.environment(folder)
-        print(table(row(model, given.rounds, environment) for model in MODELS))
+        print(table(row(model, environment) for model in MODELS))
 
 
 if __name__ == "__main__":

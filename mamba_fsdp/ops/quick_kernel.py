@@ -1,22 +1,14 @@
 """Launches kernels of Triton 2.2 in 12 us of the host's time. Its own launcher takes 95, most of them to find the kernel
 that it has compiled for such arguments. Triton 3 is faster by itself."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction, get_cuda_stream
 
-class Form(NamedTuple):
-    """Calls that give the same parameters, by arguments of the same types. Lists are of places among the arguments, which
-    the defaults of all parameters follow."""
-
-    tensors: list[int]
-    others: list[int]
-    passed: list[int]  # what the compiled kernel takes
-    launches: dict[tuple[Any, ...], Callable[..., None]]  # by what Triton compiles for
+NUMBERS = frozenset((int, bool, float, type(None)))
 
 
 class QuickKernel(JITFunction[Any]):
@@ -25,43 +17,33 @@ class QuickKernel(JITFunction[Any]):
 
     def __init__(self, function: Callable[..., None]) -> None:
         super().__init__(function)
-        self.defaults = [parameter.default for parameter in self.signature.parameters.values()]
-        self.forms: dict[tuple[Any, ...], Form] = {}
+        self.defaults = {parameter.name: parameter.default for parameter in self.params}
+        self.taken = [parameter.name for parameter in self.params if not parameter.is_constexpr]
+        self.launches: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def run(self, *values: Any, grid: tuple[int, ...], **named: Any) -> None:
         device = torch.cuda.current_device()
-        given = [*values, *named.values()]
-        types = (*named, *map(type, given))
-        form = self.forms.get(types)
-        if form is None:
-            form = self.forms[types] = self.form_of(given, named)
+        arguments = dict(zip(self.defaults, values), **named)
         # All that Triton asks of arguments before it compiles; of numbers, which are the same in most steps, more.
-        key: list[Any] = [device, *[given[place] for place in form.others]]
-        for place in form.tensors:
-            tensor = given[place]
-            address = tensor.data_ptr()
-            given[place] = address
-            key += (tensor.dtype, tensor.is_cuda, address % 16)
+        key: list[Any] = [device, *arguments]
+        for name, value in arguments.items():
+            kind = type(value)
+            if kind in NUMBERS:
+                key += (kind, value)
+            else:
+                address = value.data_ptr()
+                arguments[name] = address
+                key += (value.dtype, value.is_cuda, address % 16)
         specialisation = tuple(key)
-        launch = form.launches.get(specialisation)
-        if launch is None:
-            compiled = super().run(*values, grid=grid, **named)
-            # None: a hook on compilations has refused. Descriptors of TMA are left to Triton.
-            if compiled is not None and not getattr(compiled, "tensormaps_info", ()):
-                form.launches[specialisation] = _launcher(compiled)
+        launch = self.launches.get(specialisation)
+        if launch:
+            arguments = self.defaults | arguments
+            launch(grid, get_cuda_stream(device), [arguments[name] for name in self.taken])
             return
-        given += self.defaults
-        launch(grid, get_cuda_stream(device), [given[place] for place in form.passed])
-
-    def form_of(self, given: list[Any], named: Mapping[str, Any]) -> Form:
-        parameters = [parameter.name for parameter in self.params]
-        names = [*parameters[: len(given) - len(named)], *named]
-        places = {name: len(given) + index for index, name in enumerate(parameters)}
-        places |= {name: index for index, name in enumerate(names)}
-        tensors = [index for index, value in enumerate(given) if isinstance(value, Tensor)]
-        others = [index for index in range(len(given)) if index not in tensors]
-        passed = [places[parameter.name] for parameter in self.params if not parameter.is_constexpr]
-        return Form(tensors, others, passed, {})
+        compiled = super().run(*values, grid=grid, **named)
+        # None: a hook on compilations has refused. Descriptors of TMA are left to Triton.
+        if compiled and not getattr(compiled, "tensormaps_info", ()):
+            self.launches[specialisation] = _launcher(compiled)
 
 
 def _launcher(compiled: CompiledKernel) -> Callable[..., None]:

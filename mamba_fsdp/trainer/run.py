@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, counted, too_little_memory

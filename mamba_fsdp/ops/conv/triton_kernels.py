@@ -5,7 +5,6 @@ registers.
 w0 to w3 are the weights of x[t] to x[t-3]; weights beyond the convolution's width are 0.
 """
 
-import triton
 import triton.language as tl
 
 from mamba_fsdp.ops.triton import kernel

@@ -94,8 +94,5 @@ _mixer = triton.differentiable(
 )
 
 
-def mamba1_mixer(xz: Tensor, *others: Tensor | None) -> Tensor:
-    conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, seq_idx = others
-    x_proj, dt_proj, out_proj = (w.to(xz.dtype) for w in (x_proj, dt_proj, out_proj))
-    inputs = (xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, seq_idx)
+def mamba1_mixer(*inputs: Tensor | None) -> Tensor:
     return _mixer(*inputs, torch.is_grad_enabled())[0]

@@ -114,7 +114,5 @@ _mixer = triton.differentiable(
 )
 
 
-def mamba2_mixer(zxbcdt: Tensor, *others: Any) -> Tensor:
-    *weights, out_proj, seq_idx, eps, groups, headdim, chunk_size = others
-    cast = out_proj.to(zxbcdt.dtype)
-    return _mixer(zxbcdt, *weights, cast, seq_idx, eps, groups, headdim, chunk_size)[0]
+def mamba2_mixer(*inputs: Tensor | float | None) -> Tensor:
+    return _mixer(*inputs)[0]

@@ -233,21 +233,10 @@ def _forward(
     return scan_forward(u, dt, A, torch.stack([B, C], 2), *others)
 
 
-def _backward(
-    grad: Tensor,
-    grad_last: Tensor | None,
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *others: Any,
-) -> tuple[Tensor, ...]:
-    *of_inputs, _, entries = others  # which replace the state
-    BC = torch.stack([B, C], 2)
-    grad_u, grad_dt, grad_A, grad_BC, *grads, _ = scan_backward(
-        grad, grad_last, u, dt, A, BC, *of_inputs, entries
-    )
+def _backward(*inputs: Any) -> tuple[Tensor, ...]:
+    *first, B, C, D, z, dt_bias, seq_idx, _, entries = inputs  # entries replace the state
+    others = [torch.stack([B, C], 2), D, z, dt_bias, seq_idx, entries]
+    grad_u, grad_dt, grad_A, grad_BC, *grads, _ = scan_backward(*first, *others)
     return grad_u, grad_dt, grad_A, *grad_BC.unbind(2), *grads
 
 

@@ -45,13 +45,19 @@ def launched(device=0, **changed):
     with torch.cuda.device(device), patch.object(CompiledKernel, "launch_enter_hook", hook):
         add[1, 2](**BASE | changed)
     compiled = gotten.pop(13)
-    return compiled, [value.data_ptr() if torch.is_tensor(value) else value for value in gotten if value is not hook]
+    return compiled, [
+        value.data_ptr() if torch.is_tensor(value) else value
+        for value in gotten
+        if value is not hook
+    ]
 
 
 def main():
     with patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as by_triton:
         first = {kind: launched(**changed) for kind, changed in KINDS.items()}
-        assert by_triton.call_count == len(KINDS) == len({compiled for compiled, _ in first.values()})
+        assert (
+            by_triton.call_count == len(KINDS) == len({compiled for compiled, _ in first.values()})
+        )
         assert {kind: launched(**changed) for kind, changed in KINDS.items()} == first
         assert by_triton.call_count == len(KINDS)
         try:
