@@ -10,7 +10,6 @@ turn with what the disk does by itself, on all ranks at once; medians of the rou
   stall    seconds for which an asynchronous save held the updates up, over the seconds of a synchronous save
 """
 
-import argparse
 import os
 import shutil
 import statistics
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import in_turn, table
+from benchmarks.measure import command_line, in_turn, table
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import start_world
@@ -32,11 +31,8 @@ COLUMNS = ("save", "load", "stall")
 
 
 def main(words=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--gib", type=float, default=1.0, help="all the state")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=".", help="on the disk to measure")
     given = parser.parse_args(words)
     world = start_world()

@@ -4,7 +4,6 @@ Rank 0's own code saves and commits and looks for what to resume from; the other
 have told it, computed for fully sharded rows. Files have their sizes and no content.
 """
 
-import argparse
 import math
 import pickle
 import shutil
@@ -19,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.measure import table
+from benchmarks.measure import command_line, table
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer, RankFile
@@ -156,9 +155,7 @@ def measure(config, ranks):
 
 
 def main():
-    words = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    words = command_line(__doc__)
     words.add_argument("preset")
     words.add_argument("--ranks", type=int, default=1024)
     given = words.parse_args()

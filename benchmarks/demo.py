@@ -5,7 +5,6 @@ discount from the counts) is estimated on exactly the tokens that the run has dr
 validation windows.
 """
 
-import argparse
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.measure import command_line
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import BatchShape, evaluation_batches
 from mamba_fsdp.data.sampler import Sampler
@@ -91,7 +91,7 @@ def validation_loss(bigram: Bigram, config: TrainConfig) -> float:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
+    command_line(__doc__).parse_args()  # takes no words but --help
     config = resolve.resolve_settings({}, "config/demo.yaml")
     run = Path(config.checkpoint.save_ckpt_path)
     if not (run / SETTINGS).exists():

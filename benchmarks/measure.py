@@ -3,6 +3,7 @@
 Only ratios of one run are compared, round by round: other programs on the machine then disturb all alternatives alike.
 """
 
+import argparse
 import multiprocessing
 import os
 import statistics
@@ -20,8 +21,8 @@ class Step(NamedTuple):
 
     seconds: float
     cpu_seconds: float  # of all threads of the process
-    before: int  # MB that the process held before its first step
     peak: int  # MB that it has held at most
+    returned: Any  # by the step
 
 
 class Worker:
@@ -51,22 +52,21 @@ class Worker:
 
 def _serve(connection: Any, make_step: Callable[[], Callable[[], Any]]) -> None:
     step = make_step()
-    before = _megabytes("VmRSS")
     for _ in range(WARM_UP):
         step()
     connection.send("ready")
     while connection.recv():
         began = time.perf_counter()
         cpu_began = time.process_time()
-        step()
+        returned = step()
         seconds = time.perf_counter() - began
         cpu_seconds = time.process_time() - cpu_began
-        connection.send(Step(seconds, cpu_seconds, before, _megabytes("VmHWM")))
+        connection.send(Step(seconds, cpu_seconds, _most_megabytes(), returned))
 
 
-def _megabytes(field: str) -> int:
+def _most_megabytes() -> int:
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field + ":")) // 1024
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) // 1024
 
 
 def steps_in_turn(
@@ -84,6 +84,16 @@ def steps_in_turn(
         for worker in workers.values():
             worker.wait_until_ready()
         return in_turn({name: worker.step for name, worker in workers.items()}, rounds)
+
+
+def command_line(description: str | None, rounds: int = 0) -> argparse.ArgumentParser:
+    """Returns the parser of a program's words; with `rounds`, so many by default."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
 
 
 def in_turn(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:

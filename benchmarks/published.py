@@ -10,11 +10,10 @@ network (hsdp), it is taken as twice as fast. torch.compile is not in the formul
 its rates of 2024 do not.
 """
 
-import argparse
 from dataclasses import replace
 from typing import NamedTuple
 
-from benchmarks.measure import table
+from benchmarks.measure import command_line, table
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import preset
 from mamba_fsdp.planning.devices import INSTANCES, PEAK_TFLOPS, Instance
@@ -110,5 +109,5 @@ def compared() -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
+    command_line(__doc__).parse_args()  # takes no words but --help
     print(compared())

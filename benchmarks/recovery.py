@@ -4,7 +4,6 @@ Prints the seconds from a kill to the next applied step of a demo run of two ran
 and under plain torchrun, in turn. data/builtin must be there: ./1.train.sbatch makes it.
 """
 
-import argparse
 import contextlib
 import os
 import signal
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import in_turn, spread, table
+from benchmarks.measure import command_line, in_turn, spread, table
 from mamba_fsdp.run.names import METRICS
 from mamba_fsdp.run.records import read_events
 
@@ -105,9 +104,7 @@ def lose_a_rank(launcher: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    rounds = command_line(__doc__, rounds=3).parse_args().rounds
     works = {name: partial(lose_a_rank, launcher) for name, launcher in LAUNCHERS.items()}
     rows = []
     for name, seconds in in_turn(works, rounds).items():

@@ -7,7 +7,6 @@ Each backend is a process of its own that takes the same steps (forward, loss, b
 shape, one step of each in turn: ours as training.py takes them, transformers' with use_mambapy=True.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.measure import steps_in_turn, table, times_as_fast
+from benchmarks.measure import command_line, steps_in_turn, table, times_as_fast
 from benchmarks.our_step import our_step
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.parallel.world import CPU
@@ -104,11 +103,8 @@ def compare(size: Size, vocab_size: int, rounds: int, threads: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, rounds=7)
     parser.add_argument("--size", action="append", choices=SIZES)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--vocab_size", type=int, default=1024)
     given = parser.parse_args()

@@ -7,7 +7,6 @@ A minute for a large model: the reference backends take many calls for one of Tr
 FSDP2.
 """
 
-import argparse
 import contextlib
 import weakref
 from collections import Counter
@@ -22,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from benchmarks.measure import table
+from benchmarks.measure import command_line, table
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Batch, split_step
@@ -242,9 +241,7 @@ class _Watch(TorchDispatchMode):
 
 
 def main():
-    words = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    words = command_line(__doc__)
     words.add_argument("preset")
     words.add_argument("ranks", type=int)
     words.add_argument("--length", type=int, default=64, help="tokens of a sample")

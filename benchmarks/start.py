@@ -3,7 +3,6 @@
 data/builtin must be there: ./1.train.sbatch makes it.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -11,12 +10,11 @@ import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks.measure import in_turn, spread, table
+from benchmarks.measure import command_line, in_turn, spread, table
 from mamba_fsdp.run.names import METRICS
 
 PROGRAM = [sys.executable, "training.py"]
-LAUNCHER = ["./1.train.sbatch"]
-DEMO = ["--config=config/demo.yaml", "--num_steps=1", "--report_interval=1", "--eval_interval=0"]
+DEMO = "--config=config/demo.yaml --num_steps=1 --report_interval=1 --eval_interval=0".split()
 
 
 def seconds_to_help() -> float:
@@ -41,13 +39,11 @@ def seconds_to_first_step(command: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    rounds = command_line(__doc__, rounds=5).parse_args().rounds
     waits = {
         "training.py --help": seconds_to_help,
         "training.py, to its first step": partial(seconds_to_first_step, PROGRAM),
-        "1.train.sbatch, to its first step": partial(seconds_to_first_step, LAUNCHER),
+        "1.train.sbatch, to its first step": partial(seconds_to_first_step, ["./1.train.sbatch"]),
     }
     rows = []
     for wait, seconds in in_turn(waits, rounds).items():

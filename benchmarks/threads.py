@@ -7,14 +7,13 @@ The table has medians, and ratios to what mamba_fsdp sets by itself. --busy is t
 meanwhile.
 """
 
-import argparse
 import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
 from functools import partial
 
-from benchmarks.measure import steps_in_turn, table, times_as_fast
+from benchmarks.measure import command_line, steps_in_turn, table, times_as_fast
 from benchmarks.scan import SIZES, settings_of, step_on_tokens
 
 USUAL = "30,000 spins, as mamba_fsdp sets"
@@ -50,10 +49,7 @@ def measure(model: str, rounds: int) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=36)
+    parser = command_line(__doc__, rounds=36)
     parser.add_argument("--busy", type=int, default=0)
     given = parser.parse_args()
     rows = []

@@ -6,7 +6,6 @@ Theirs is Tokenizer.encode_batch over all documents in memory; ours is the whole
 encoding, writing the store. They take turns.
 """
 
-import argparse
 import contextlib
 import io
 import statistics
@@ -15,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.measure import in_turn, table, times_as_fast
+from benchmarks.measure import command_line, in_turn, table, times_as_fast
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.corpus import builtin_files
 from mamba_fsdp.data.store import TokenStore
@@ -71,11 +70,8 @@ def compare(folder: Path, megabytes: int, rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--megabytes", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print(compare(Path(folder), given.megabytes, given.rounds))

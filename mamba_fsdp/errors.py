@@ -4,6 +4,7 @@ torchrun reads."""
 import difflib
 import json
 import os
+import re
 import shlex
 import time
 import traceback
@@ -11,6 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
+TAKES_LESS = (
+    "lower batch_size or seq_length, set fsdp_activation_checkpointing=true, or add ranks; "
+    "see `mamba-fsdp plan`"
+)
 
 
 class UserError(Exception):
@@ -57,6 +62,17 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's message: some libraries write pages."""
     message = str(error).strip() or type(error).__name__
     return message.splitlines()[0]
+
+
+def too_little_memory(error: BaseException, who: str) -> str:
+    """Returns the message for an error of a full memory, of a device or of the machine; "" for another error. who: the
+    process."""
+    text = first_line(error)
+    of_torch = "out of memory|can't allocate memory|Storage size calculation overflowed"
+    is_full = isinstance(error, RuntimeError) and re.search(of_torch, text)
+    if not is_full and not isinstance(error, MemoryError):
+        return ""
+    return f"{who} has too little memory: {TAKES_LESS} ({text[:200]})"
 
 
 def command(verb: str) -> str:

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import models, runs, values
-from benchmarks.measure import table
+from benchmarks.measure import command_line, table
 
 LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them, for each dtype
     "values": 300,
@@ -172,9 +172,7 @@ def take_table(name: str, out: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--call", choices=CALLS)
     parser.add_argument("--only", default="")
     parser.add_argument("--part", help=argparse.SUPPRESS)

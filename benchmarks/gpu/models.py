@@ -188,13 +188,13 @@ def compare(
     notes: dict[str, str] = {}
     for _ in range(ROUNDS):
         for title, build in builds.items():
-            plain_loss = loss.chunk_loss  # which use_torch_compile replaces
+            plain_loss = loss.on_device  # which use_torch_compile replaces
             try:
                 first[title], taken = time_steps(build(settings, device), tokens)
                 seconds[title] += taken
             except Exception as error:
                 notes[title] = f"{type(error).__name__}: {first_line(error)}"
-            loss.chunk_loss = plain_loss
+            loss.on_device = plain_loss
             gc.collect()  # models and what they saved for the backward pass refer to each other
             peaks[title] = forget_peak(device)
     for title in builds:

@@ -4,15 +4,13 @@ Counts, not times. Instructions are a thread's for an element: a (token, channel
 channel). Bytes: what a thread loads and stores for an element, from caches too.
 """
 
-import argparse
-
 from benchmarks.kernels.compiler import compile_part
 from benchmarks.kernels.install import TRITONS, triton_folder
-from benchmarks.measure import table
+from benchmarks.measure import command_line, table
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no words but --help
+    command_line(__doc__).parse_args()  # takes no words but --help
     rows = []
     for version in TRITONS:
         for made in compile_part(triton_folder(version), 90):

@@ -27,6 +27,7 @@ BACKENDS = {
     name: "triton" if "triton" in known else "reference" for name, known in OPERATORS.items()
 }
 POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",

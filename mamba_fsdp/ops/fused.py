@@ -224,10 +224,13 @@ def mamba1_mixer(
     from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn
 
     check_reach(xz)
-    weights = [w.to(xz.dtype) for w in (conv_weight, conv_bias, x_proj, dt_proj, out_proj)]
+    conv = [w.to(xz.dtype) for w in (conv_weight, conv_bias)]
     return mamba_inner_fn(
         xz.transpose(1, 2).contiguous(),
-        *weights,
+        *conv,
+        x_proj,
+        dt_proj,
+        out_proj,
         None,
         A.float(),
         D=D.float(),
@@ -266,7 +269,7 @@ def mamba2_mixer(
         activation="silu",
         rmsnorm_weight=norm,
         rmsnorm_eps=eps,
-        outproj_weight=out_proj.to(zxbcdt.dtype),
+        outproj_weight=out_proj,
         headdim=headdim,
         ngroups=groups,
         norm_before_gate=False,

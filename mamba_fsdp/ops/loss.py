@@ -24,7 +24,7 @@ def chunk_loss(
     logits: Tensor, labels: Tensor, token_weights: Tensor | None, want_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the loss of one chunk and, if wanted, the gradient of its logits in their dtype, else None. On a GPU, the
-    setting use_torch_compile compiles this function."""
+    setting use_torch_compile puts the compiled function into `on_device`."""
     dtype = logits.dtype
     logits = logits.to(compute_type(logits))
     counted = labels != IGNORED_LABEL
@@ -54,6 +54,9 @@ def chunk_loss(
     return loss, gradient.to(dtype)
 
 
+on_device = chunk_loss
+
+
 def _in_chunks(
     hidden: Tensor,
     weight: Tensor,
@@ -69,9 +72,11 @@ def _in_chunks(
     grad_weight = torch.zeros(
         weight.shape if want_gradient else 0, dtype=loss.dtype, device=hidden.device
     )
+    # Planning measures on the meta device, of which the compiler knows nothing.
+    compute = chunk_loss if hidden.is_meta else on_device
     for start in range(0, hidden.shape[0], chunk):
         span = slice(start, start + chunk)
-        part, grad_logits = chunk_loss(
+        part, grad_logits = compute(
             hidden[span] @ cast_weight.T,
             labels[span],
             None if token_weights is None else token_weights[span],

@@ -4,6 +4,7 @@ The modules of kernels import triton at the top and are themselves imported on f
 environment runs the kernels on a CPU, for tests.
 """
 
+import functools
 import os
 import shutil
 import sysconfig
@@ -163,13 +164,27 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blocks:
     """Returns a kernel's block sizes: the entry of its `table` for the newest architecture (compute capability) that is
     not newer than the device's. Equal devices thus give equal bits at every start."""
-    own = torch.cuda.get_device_capability(device) if device.type == "cuda" else OLDEST
+    own = _capability(device) if device.type == "cuda" else OLDEST
     return table[max(capability for capability in table if capability <= own)]
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)  # asking takes 5 us
 
 
 def is_version_2() -> bool:
     """Returns whether Triton is the version of torch 2.2."""
     return is_torch_2_2()
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """Decorates a kernel that is launched, as triton.jit does, which decorates the functions that kernels call."""
+    if is_version_2() and not interpreted():
+        from mamba_fsdp.ops.quick_kernel import QuickKernel
+
+        return QuickKernel(function)
+    import triton
+
+    return triton.jit(function)
 
 
 def interpreted() -> bool:

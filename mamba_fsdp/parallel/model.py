@@ -180,8 +180,8 @@ class ParallelModel:
     def reduce_gradients(self) -> None:
         """Makes every gradient the sum over all ranks; call it after the last backward pass. This class sums the
         gradients of `whole`."""
-        gradients = [slot.local.grad.view(-1) for slot in self.whole]
-        if gradients and self.world.size > 1:
+        if self.whole and self.world.size > 1:
+            gradients = [slot.local.grad.view(-1) for slot in self.whole]
             total = self.world.all_reduce_sum(torch.cat(gradients))
             sums = total.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, list(sums))

@@ -137,7 +137,7 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
     for block in blocks:
         block.forward = torch.compile(block.forward)
     if device.type == "cuda":  # uncompiled, the loss reads the logits seven times
-        loss.chunk_loss = torch.compile(loss.chunk_loss, dynamic=False)
+        loss.on_device = torch.compile(loss.chunk_loss, dynamic=False)
 
 
 def leave_uncompiled() -> None:

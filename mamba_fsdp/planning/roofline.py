@@ -17,7 +17,9 @@ EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75,
 # Mamba-2's.
 STATE_BYTES = {"mamba1": 12, "mamba2": 3, "mamba3": 3, "gdn": 6}
 HOP_SECONDS = 5e-6  # latency of each hop of a ring
-BLOCK_LAUNCH_SECONDS = 5e-4  # host time to launch a block's kernels, forward and backward; assumed
+# Host time to launch a block's kernels, forward and backward: of Mamba-1 and Mamba-2 without sharding, on a core of an AMD
+# EPYC, measured by benchmarks/launches.py. Those of other layers, and what sharding adds, are not measured.
+BLOCK_LAUNCH_SECONDS = 1.1e-3
 FP32_SLOWDOWN = 16  # of products in fp32 compared with bf16, approximately, on all these devices
 ADAMW_BYTES = 40  # moved for each weight
 NEWTON_SCHULZ_ITERATIONS = 5  # as in trainer/muon.py

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from mamba_fsdp.conventions import DTYPES
-from mamba_fsdp.errors import Accident, first_line
+from mamba_fsdp.errors import Accident, first_line, too_little_memory
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops.attention import Documents
@@ -211,7 +211,10 @@ class LayerCheck:
             self.synchronize()
         except RuntimeError:
             raise LostGpu(f"{this_rank()}: {message}, and the GPU is lost: start again") from error
-        if isinstance(error, (OSError, MemoryError)) or "out of memory" in message:
+        full = too_little_memory(error, this_rank())
+        if full:
+            raise Accident(full) from error
+        if isinstance(error, OSError):
             raise Accident(
                 f"{this_rank()}: {message}; not the fault of the kernels: start again"
             ) from error

@@ -1,8 +1,6 @@
-"""Runs one training: its start, its end, and the status that it leaves when it fails; and steps apart from a run's own, to
-measure the pace or to compare a run's steps with what it recorded."""
+"""Runs one training: its start, its end, and the status that it leaves when it fails."""
 
 import contextlib
-import re
 import statistics
 import tempfile
 import time
@@ -12,11 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.selection import one_for_all
-from mamba_fsdp.errors import UserError, counted, first_line
+from mamba_fsdp.errors import UserError, counted, too_little_memory
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.model import Shard
@@ -32,7 +28,7 @@ from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.process import training_process
 from mamba_fsdp.trainer.run_folder import RunFolder
-from mamba_fsdp.trainer.setup import TAKES_LESS, SetUp, TrainContext
+from mamba_fsdp.trainer.setup import SetUp, TrainContext
 from mamba_fsdp.trainer.starting_point import StartingPoint, find_start
 from mamba_fsdp.trainer.stopping import OnRecord, StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
@@ -147,13 +143,10 @@ def explained(error: BaseException, rank: int, has_stepped: bool) -> BaseExcepti
     accident = lost_rank(error, rank)
     if accident:
         return accident
-    is_out_of_memory = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError)
-        and re.search("can't allocate memory|Storage size calculation overflowed", str(error))
-    )
-    if not is_out_of_memory or has_stepped:
+    message = too_little_memory(error, f"rank {rank}")
+    if not message or has_stepped:
         return error
-    return UserError(f"rank {rank} has too little memory: {TAKES_LESS} ({first_line(error)[:200]})")
+    return UserError(message)
 
 
 def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console) -> str:

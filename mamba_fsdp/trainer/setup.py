@@ -11,7 +11,7 @@ from mamba_fsdp.checkpoint.restore import find_checkpoint, load
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Loader, split_step
-from mamba_fsdp.errors import UserError, counted, with_unit
+from mamba_fsdp.errors import TAKES_LESS, UserError, counted, with_unit
 from mamba_fsdp.interop.architectures import exportable
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
@@ -34,10 +34,6 @@ from mamba_fsdp.trainer.run_schedule import RunSchedule
 from mamba_fsdp.trainer.starting_point import Data, StartingPoint, find_start
 
 LARGEST_ERROR = 1.2  # expected memory over measured memory, at most: docs/planning.md
-TAKES_LESS = (
-    "lower batch_size or seq_length, set fsdp_activation_checkpointing=true, or add ranks; "
-    "see `mamba-fsdp plan`"
-)
 
 
 @dataclass

@@ -245,6 +245,8 @@ def speed_lines(expected: "Estimate", figures: dict[str, Any], seq_length: int) 
     for part, seconds in expected.step.items():
         if seconds >= 5e-4:
             yield f"           {part:<12}{seconds:>9.3f} s"
+    if expected.step["launch"]:
+        yield "           limited by the host, which launches kernels: a larger batch_size helps"
     rate = expected.tokens_per_second
     yield (
         f"speed      {rate:,.0f} tokens/s, {rate / expected.devices:,.0f} a device, "

@@ -1,5 +1,6 @@
 """What a save leaves, when, and what happens if it fails."""
 
+import contextlib
 import dataclasses
 import errno
 import io
@@ -126,6 +127,10 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     target = shards_of(0)
     load(as_whole(checkpointer.last), target, WORLD)
     assert torch.equal(target[0].data, ONES)
+    checkpointer.world = dataclasses.replace(checkpointer.world, size=2)
+    with pytest.raises(KeyError), contextlib.closing(checkpointer):
+        raise KeyError  # on one of several ranks: the device may wait for a rank that has ended
+    cuda.cudart().cudaHostUnregister.assert_not_called()
     for _ in range(2):
         checkpointer.close()
     cuda.cudart().cudaHostUnregister.assert_called_once_with(checkpointer.buffer.data_ptr())

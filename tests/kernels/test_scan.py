@@ -110,7 +110,8 @@ def test_rows_that_lie_far_apart(monkeypatch):
         place.copy_(near)
         u, dt, z, gradient, grad_z = place.split(3, -1)[:5]
         B, C = place[..., 15:].split(2, -1)
-        inputs = (u, dt, -torch.ones(3, 2), B, C, torch.ones(3), z, torch.ones(3), None)
+        BC = torch.stack([B, C], 2)
+        inputs = (u, dt, -torch.ones(3, 2), BC, torch.ones(3), z, torch.ones(3), None)
         out, last, entries = backend.scan_forward(*inputs, None)
         gradients = backend.scan_backward(gradient, None, *inputs, entries, grad_z)
         return out, last, *gradients
@@ -123,6 +124,7 @@ def test_states_that_take_more_than_32_bits():
     """Those kept of a long row are found where chunk times state passes 2**31 elements."""
     leaves = inputs(1, 20, 4, 4, without=["seq_idx"])
     del leaves["initial_state"]
+    leaves["BC"] = torch.stack([leaves.pop("B"), leaves.pop("C")], 2)
     call = backend._Scan(**leaves)
     none = torch.zeros(1, 16, 4)
     kept = {}

@@ -109,12 +109,12 @@ def test_torch_compile_gets_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatc
     }
     for name in names:
         monkeypatch.setattr(fused, name, functions[name])  # as it is again at the end
-    monkeypatch.setattr(loss, "chunk_loss", plain)
+    monkeypatch.setattr(loss, "on_device", plain)
     monkeypatch.setattr(torch, "compile", lambda function, **_: ("compiled", function))
     compile_blocks([], torch.device("cpu"))
-    assert loss.chunk_loss is plain
+    assert loss.on_device is plain
     compile_blocks([], torch.device("cuda"))
-    assert loss.chunk_loss == ("compiled", plain)
+    assert loss.on_device == ("compiled", plain)
     assert all(getattr(fused, name)._torchdynamo_disable for name in names)
 
 

@@ -17,6 +17,8 @@ KINDS = {
     "fp16": {"layers": "mamba1,mamba2", "mixed_precision": "fp16"},
     "muon": {"layers": "mamba2", "optimizer": "muon"},
     "deterministic": {"layers": "mamba2", "deterministic": "true"},
+    "compiled": {"layers": "mamba2", "use_torch_compile": "true"},
+    "profiled": {"layers": "mamba2", "use_profiler": "true", "num_steps": "8"},
     "recomputed, accumulated": {
         "layers": "mamba1",
         "fsdp_activation_checkpointing": "true",

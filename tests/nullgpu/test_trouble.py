@@ -78,5 +78,6 @@ def test_a_stuck_kernel_ends_the_rank_with_its_stacks(run, tmp_path):
 
 def test_a_full_gpu_is_told(run, tmp_path):
     code, stderr = run(tmp_path / "run", NULLGPU_MEMORY=30 << 20)
-    assert code == 1 and "CUDA out of memory" in stderr
+    assert code == 1 and "has too little memory: lower batch_size" in stderr
+    assert "CUDA out of memory" in stderr and "Traceback" not in stderr
     assert whole_checkpoints(tmp_path / "run") == []

@@ -42,7 +42,7 @@ memory     14.6 GB a device: it fits
            moments        519.2 MB
            gathered       107.2 MB
            activations     11.0 GB
-           loss           318.6 MB
+           loss           320.2 MB
            framework        2.1 GB
 step       1.533 s of 256 x 2,048 = 524,288 tokens
            products        0.314 s
@@ -50,12 +50,12 @@ step       1.533 s of 256 x 2,048 = 524,288 tokens
            memory          0.421 s
            network         0.106 s
            hidden          0.334 s
-speed      341,900 tokens/s, 170,950 a device, 14% of its peak
-length     300,000,000,000 tokens: 10.16 days, 487.5 device-hours
+speed      341,964 tokens/s, 170,982 a device, 14% of its peak
+length     300,000,000,000 tokens: 10.15 days, 487.4 device-hours
 checkpoint 1.5 GB
            nodes  batch_size  recompute  global     memory     tokens/s
-as given       2          16          0     256    14.6 GB      341,900
-best           2          64          0     256    48.9 GB      363,381
+as given       2          16          0     256    14.6 GB      341,964
+best           2          64          0     256    48.9 GB      363,445
 """
 
 

@@ -29,12 +29,11 @@ def conv_backward(
     `grad_x` may have any stride."""
     grad_x = x.new_empty(x.shape) if grad_x is None else grad_x
     blocks = triton.blocks(BACKWARD, x.device)
-    sums = x.new_empty(
-        x.shape[0], -(-x.shape[1] // blocks["ROWS"]), 5, x.shape[2], dtype=torch.float32
-    )
+    parts = x.shape[0] * -(-x.shape[1] // blocks["ROWS"])
+    sums = x.new_empty(parts, weight.numel() + bias.numel(), dtype=torch.float32)
     _walk(blocks, x, weight, bias, seq_idx, grad_x, grad, sums)
-    *taps, grad_bias = sums.sum((0, 1))[4 - weight.shape[2] :]
-    return grad_x, torch.stack(taps, 1).unsqueeze(1).to(weight.dtype), grad_bias.to(bias.dtype)
+    grad_weight, grad_bias = sums.sum(0).tensor_split([weight.numel()])
+    return grad_x, grad_weight.view(weight.shape), grad_bias
 
 
 def _walk(

@@ -5,11 +5,12 @@ registers.
 w0 to w3 are the weights of x[t] to x[t-3]; weights beyond the convolution's width are 0.
 """
 
-import triton
 import triton.language as tl
 
+from mamba_fsdp.ops.triton import kernel
 
-@triton.jit  # one kernel: helpers would need all of its state as arguments
+
+@kernel  # one kernel: helpers would need all of its state as arguments
 def walk(  # noqa: PLR0915
     X,
     WEIGHT,
@@ -35,8 +36,8 @@ def walk(  # noqa: PLR0915
     CHANNELS: tl.constexpr,
 ):
     """Writes to OUT the result if BACK is 0; if it is 3, the gradient of X, to which GRAD of three more rows adds; r1
-    to r3 gather the gradients of rows t-1 to t-3. SUMS (sequences x row_programs, 5, channels) gets these rows' part of
-    the gradients of w3 to w0 and of the bias."""
+    to r3 gather the gradients of rows t-1 to t-3. SUMS (sequences x row_programs, channels x WIDTH + channels) gets these
+    rows' part of the gradients of the weight and of the bias."""
     rows = tl.program_id(0) // channel_programs
     batch = (rows // row_programs).to(tl.int64)
     begin = rows % row_programs * ROWS
@@ -142,9 +143,10 @@ def walk(  # noqa: PLR0915
             x = x + x_row
             out = out + out_row
     if BACK:
-        place = SUMS + rows.to(tl.int64) * 5 * channels + c
-        tl.store(place, sum3, mask=inside)
-        tl.store(place + channels, sum2, mask=inside)
-        tl.store(place + 2 * channels, sum1, mask=inside)
-        tl.store(place + 3 * channels, sum0, mask=inside)
-        tl.store(place + 4 * channels, sums, mask=inside)
+        place = SUMS + rows.to(tl.int64) * (WIDTH + 1) * channels
+        taps = place + c * WIDTH + WIDTH - 1
+        tl.store(taps, sum0, mask=inside)
+        tl.store(taps - 1, sum1, mask=inside)
+        tl.store(taps - 2, sum2, mask=c < (channels if WIDTH > 2 else 0))
+        tl.store(taps - 3, sum3, mask=c < (channels if WIDTH > 3 else 0))
+        tl.store(place + channels * WIDTH + c, sums, mask=inside)

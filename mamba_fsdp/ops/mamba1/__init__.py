@@ -10,8 +10,8 @@ BACKENDS = modules(__name__)
 
 
 def mamba1_mixer(*tensors: Tensor | None, backend: str) -> Tensor:
-    """Returns the mixer's output (batch, length, d_model) for these inputs, in this order. Projections run in xz's
-    dtype.
+    """Returns the mixer's output (batch, length, d_model) for these inputs, in this order. The weights of
+    projections are in xz's dtype.
 
     xz           (batch, length, 2 d_inner), halves [x, z]
     conv_weight  (d_inner, 1, width), conv_bias (d_inner)

@@ -10,6 +10,13 @@ from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
 from mamba_fsdp.ops.scan.triton import scan_backward, scan_forward
 
 
+def _split(projected: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns dt_proj's input, and B and C (batch, length, 2, d_state), as views."""
+    dt, BC = projected.tensor_split([dt_proj.shape[1]], -1)
+    rows = BC.shape[:2]
+    return dt, BC.view(*rows, 2, BC.shape[2] // 2)
+
+
 def _forward(
     xz: Tensor,
     conv_weight: Tensor,
@@ -25,11 +32,11 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     x, z = xz.chunk(2, -1)
     u = conv_forward(x, conv_weight, conv_bias, seq_idx)
-    projected = F.linear(u, x_proj.to(u.dtype))
-    dt, B, C = projected.split([dt_proj.shape[1], A.shape[1], A.shape[1]], -1)
-    dt = F.linear(dt, dt_proj.to(u.dtype))
-    y, _, entries = scan_forward(u, dt, A, B, C, D, z, dt_bias, seq_idx, None, keep)
-    return F.linear(y, out_proj.to(u.dtype)), projected, entries
+    projected = F.linear(u, x_proj)
+    rank_dt, BC = _split(projected, dt_proj)
+    dt = F.linear(rank_dt, dt_proj)
+    y, _, entries = scan_forward(u, dt, A, BC, D, z, dt_bias, seq_idx, None, keep)
+    return F.linear(y, out_proj), projected, entries
 
 
 def _backward(
@@ -47,18 +54,20 @@ def _backward(
     projected: Tensor,
     entries: Tensor,
 ) -> tuple[Tensor, ...]:
-    x_proj, dt_proj, out_proj = (weight.to(xz.dtype) for weight in (x_proj, dt_proj, out_proj))
     x, z = xz.chunk(2, -1)
     grad_xz = xz.new_empty(xz.shape)
     grad_x, grad_z = grad_xz.chunk(2, -1)
     u = conv_forward(x, conv_weight, conv_bias, seq_idx)
-    rank_dt, B, C = projected.split([dt_proj.shape[1], A.shape[1], A.shape[1]], -1)
+    rank_dt, BC = _split(projected, dt_proj)
     dt = F.linear(rank_dt, dt_proj)
 
-    grad_u, grad_dt, grad_A, grad_B, grad_C, grad_D, _, grad_bias, _, y = scan_backward(
-        grad @ out_proj, None, u, dt, A, B, C, D, z, dt_bias, seq_idx, entries, grad_z
+    grad_u, grad_dt, grad_A, grad_BC, grad_D, _, grad_bias, _, y = scan_backward(
+        grad @ out_proj, None, u, dt, A, BC, D, z, dt_bias, seq_idx, entries, grad_z
     )
-    grad_projected = torch.cat([grad_dt @ dt_proj, grad_B, grad_C], -1)
+    grad_projected = torch.empty_like(projected)
+    into_dt, into_BC = _split(grad_projected, dt_proj)
+    torch.mm(grad_dt.flatten(0, 1), dt_proj, out=into_dt.flatten(0, 1))
+    into_BC.copy_(grad_BC)
     grad_u = grad_u.flatten(0, 1).addmm_(grad_projected.flatten(0, 1), x_proj).view(u.shape)
     _, grad_conv, grad_conv_bias = conv_backward(grad_u, x, conv_weight, conv_bias, seq_idx, grad_x)
     return (

@@ -16,7 +16,7 @@ def mamba2_mixer(*inputs: Tensor | float | None, backend: str) -> Tensor:
     conv_weight  (d_inner + 2 ngroups d_state, 1, width), conv_bias: for [x, B, C]
     dt_bias      (heads), as A and D
     norm         (d_inner), the weight of the norm, which norms each group separately
-    out_proj     (d_model, d_inner)
+    out_proj     (d_model, d_inner), in zxbcdt's dtype
     seq_idx      (batch, length), or None
     eps          of the norm
     ngroups, headdim, and chunk_size, which only the fused kernel reads

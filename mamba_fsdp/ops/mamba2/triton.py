@@ -12,11 +12,19 @@ from mamba_fsdp.ops.norm.triton import gated_norm, gated_norm_backward
 from mamba_fsdp.ops.ssd.triton import ssd_backward, ssd_forward
 
 
-def _split(xbc: Tensor, d_inner: int, heads: int, groups: int) -> tuple[Tensor, ...]:
-    """Returns SSD's x, B and C as views."""
-    x, bc = xbc.tensor_split([d_inner], -1)
-    B, C = bc.unflatten(2, (2, groups, -1)).unbind(2)
-    return x.unflatten(2, (heads, -1)), B, C
+def _parts(zxbcdt: Tensor, conv_weight: Tensor, A: Tensor) -> tuple[Tensor, ...]:
+    """Returns z, [x, B, C] and dt, as views."""
+    heads = A.numel()
+    return zxbcdt.tensor_split([-conv_weight.shape[0] - heads, -heads], -1)
+
+
+def _split(xbc: Tensor, d_inner: int, A: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Returns SSD's x, and B and C (batch, length, 2, groups, d_state), as views."""
+    rows = xbc.shape[:2]
+    heads = A.numel()
+    x, BC = xbc.tensor_split([d_inner], -1)
+    d_state = BC.shape[2] // (2 * groups)
+    return x.view(*rows, heads, d_inner // heads), BC.view(*rows, 2, groups, d_state)
 
 
 def _convolve(
@@ -30,9 +38,10 @@ def _convolve(
     groups: int,
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Returns z, [x, B, C] before the convolution, and SSD's inputs."""
-    z, xbc, dt = zxbcdt.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
+    z, xbc, dt = _parts(zxbcdt, conv_weight, A)
     convolved = conv_forward(xbc, conv_weight, conv_bias, seq_idx)
-    x, B, C = _split(convolved, z.shape[2], len(A), groups)
+    x, BC = _split(convolved, z.shape[2], A, groups)
+    B, C = BC.unbind(2)
     return z, xbc, (x, dt, A, B, C, D, dt_bias, seq_idx, None)
 
 
@@ -53,7 +62,7 @@ def _forward(
     z, _, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups)
     y, _ = ssd_forward(*inputs)
     normed, scale = gated_norm(y.flatten(2), z, norm_weight, eps, z.shape[2] // groups)
-    return F.linear(normed, out_proj.to(z.dtype)), scale
+    return F.linear(normed, out_proj), scale
 
 
 def _backward(
@@ -72,23 +81,22 @@ def _backward(
     z, xbc, inputs = _convolve(
         zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, scale.shape[1]
     )
-    y, entering = ssd_forward(*inputs, remake=True)
+    y, remade = ssd_forward(*inputs, remake=True)
     grad_zxbcdt = zxbcdt.new_empty(zxbcdt.shape)
-    grad_z, grad_xbc, grad_dt = grad_zxbcdt.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
-
+    grad_z, grad_xbc, grad_dt = _parts(grad_zxbcdt, conv_weight, A)
     normed = z.new_empty(z.shape)
-    grad_normed = grad @ out_proj.to(z.dtype)
+    grad_normed = grad @ out_proj
     grad_y, _, grad_norm = gated_norm_backward(
         grad_normed, y.flatten(2), z, norm_weight, scale, grad_z=grad_z, normed=normed
     )
     grad_convolved = xbc.new_empty(xbc.shape)
-    grad_x, grad_B, grad_C = _split(grad_convolved, z.shape[2], len(A), scale.shape[1])
+    grad_x, grad_BC = _split(grad_convolved, z.shape[2], A, scale.shape[1])
     _, _, grad_A, _, _, grad_D, grad_dt_bias, _ = ssd_backward(
         grad_y.view(y.shape),
         None,
         *inputs,
-        entering=entering,
-        results=(grad_x, grad_dt, grad_B, grad_C),
+        remade=remade,
+        results=(grad_x, grad_dt, grad_BC),
     )
     _, *grad_conv = conv_backward(grad_convolved, xbc, conv_weight, conv_bias, seq_idx, grad_xbc)
     grad_out = triton.weight_gradient(grad, normed)

@@ -106,7 +106,7 @@ def _norm(
     x: Tensor, weight: Tensor, normed: Tensor, eps: float, channels: int, **others: Any
 ) -> Tensor:
     """Runs the kernel and returns the scale."""
-    groups = len(weight) // channels
+    groups = weight.numel() // channels
     scale = x.new_empty(x.shape[:-1].numel(), groups, dtype=torch.float32)
     if x.numel() and not x.is_meta:
         from mamba_fsdp.ops.norm.triton_kernels import norm
@@ -120,9 +120,9 @@ def _norm_back(
 ) -> Tensor:
     """Runs the kernel and returns the weight's gradient."""
     rows, groups = scale.shape
-    channels = len(weight) // groups
+    channels = weight.numel() // groups
     programs = -(-rows // ROWS)
-    sums = scale.new_empty(programs, len(weight))
+    sums = scale.new_empty(programs, weight.numel())
     if x.numel() and not x.is_meta:
         from mamba_fsdp.ops.norm.triton_kernels import norm_back
 

@@ -9,6 +9,8 @@ weight's gradient to its row of SUMS. So the sizes alone decide the order of all
 import triton
 import triton.language as tl
 
+from mamba_fsdp.ops.triton import kernel
+
 
 @triton.jit
 def _read(places, inside):
@@ -20,7 +22,7 @@ def _sigmoid(x):
     return 1 / (1 + tl.math.exp2(-1.4426950408889634 * x))
 
 
-@triton.jit
+@kernel
 def norm(
     X,
     WEIGHT,
@@ -61,7 +63,7 @@ def norm(
     tl.store(SCALE + row * groups + group, scale)
 
 
-@triton.jit
+@kernel
 def norm_back(
     GRAD,
     X,

@@ -1,6 +1,8 @@
 """Computes the selective scan in Triton: triton_kernels.py. Equal inputs give equal bits on equal GPUs: nothing is
 added with atomics, and the cut of a row into segments depends only on sizes."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +35,11 @@ def segments_of(programs: int, chunks: int) -> tuple[int, int]:
     return -(-chunks // segment_chunks), segment_chunks
 
 
+def _state(initial: Tensor | None) -> Tensor | None:
+    """Returns a state (batch, d_inner, d_state) as (batch, d_state, d_inner). None counts as zeros."""
+    return None if initial is None else initial.mT.float().contiguous()
+
+
 class _Scan:
     """The segments of a scan's rows, and the arguments that its kernels share."""
 
@@ -41,8 +48,7 @@ class _Scan:
         u: Tensor,
         dt: Tensor,
         A: Tensor,
-        B: Tensor,
-        C: Tensor,
+        BC: Tensor,
         D: Tensor,
         z: Tensor,
         dt_bias: Tensor,
@@ -58,16 +64,15 @@ class _Scan:
         self.dt = _rows(dt)
         self.z = _rows(z)
         short = -length % TILE
-        BC = torch.stack([B, C], 2).float()
-        starts = torch.zeros(BC.shape[:2], dtype=torch.int32, device=u.device)
+        starts = None
         if seq_idx is not None:
-            starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+            starts = F.pad((seq_idx[:, 1:] != seq_idx[:, :-1]).int(), (1, short))
         self.shared = dict(
             A=A.T.float().contiguous(),
-            BC=F.pad(BC, (0, N - self.states, 0, 0, 0, short)),
+            BC=F.pad(BC.float().contiguous(), (0, N - self.states, 0, 0, 0, short)),
             D=D.contiguous(),
             bias=dt_bias.contiguous(),
-            starts=F.pad(starts, (0, short)),
+            starts=starts,
             length=length,
             channels=self.channels,
             states=self.states,
@@ -87,17 +92,11 @@ class _Scan:
         """Returns an uninitialised state, (d_state, d_inner), for each of these places."""
         return self.floats(*places, self.states, self.channels)
 
-    def state(self, initial: Tensor | None) -> Tensor:
-        """Returns a state as (batch, d_state, d_inner). initial: (batch, d_inner, d_state), or None for zeros."""
-        if initial is None:
-            return self.slabs(self.batch).zero_()
-        return initial.mT.float().contiguous()
-
     def sweep(
         self,
         segments: int,
         u: Tensor,
-        state: Tensor,
+        state: Tensor | None,
         out: Tensor,
         entries: Tensor | None,
         last: Tensor,
@@ -131,8 +130,7 @@ def scan_forward(
     u: Tensor,
     dt: Tensor,
     A: Tensor,
-    B: Tensor,
-    C: Tensor,
+    BC: Tensor,
     D: Tensor,
     z: Tensor,
     dt_bias: Tensor,
@@ -140,17 +138,24 @@ def scan_forward(
     state: Tensor | None,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (y, last state, entries). With `keep`, entries are the states (batch, chunks, d_state, d_inner) at chunk
+    """Returns (y, last state, entries). BC: (batch, length, 2, d_state). With `keep`, entries are the states (batch, chunks, d_state, d_inner) at chunk
     entries, from which scan_backward starts."""
-    scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
-    state = scan.state(state)
-    last = torch.empty_like(state)
+    scan = _Scan(u, dt, A, BC, D, z, dt_bias, seq_idx)
+    last = scan.slabs(scan.batch)
     out = u.new_empty(u.shape)
     entries = scan.slabs(scan.batch, scan.chunks) if keep else scan.floats(0, 0, 0, 0)
     if not u.is_meta:
         scan.cut(scan.u, reverse=False)
         scan.sweep(
-            scan.segments, scan.u, state, out, entries, last, LOCAL=False, REVERSE=False, KEEP=keep
+            scan.segments,
+            scan.u,
+            _state(state),
+            out,
+            entries,
+            last,
+            LOCAL=False,
+            REVERSE=False,
+            KEEP=keep,
         )
     return out, last.mT, entries
 
@@ -161,8 +166,7 @@ def scan_backward(
     u: Tensor,
     dt: Tensor,
     A: Tensor,
-    B: Tensor,
-    C: Tensor,
+    BC: Tensor,
     D: Tensor,
     z: Tensor,
     dt_bias: Tensor,
@@ -170,26 +174,25 @@ def scan_backward(
     entries: Tensor,
     grad_z: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias and the initial state, and y as scan_forward returns it.
+    """Returns the gradients of u, dt, A, BC, D, z, dt_bias and the initial state, and y as scan_forward returns it.
     grad_z: the tensor for the gradient of z."""
-    scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
+    scan = _Scan(u, dt, A, BC, D, z, dt_bias, seq_idx)
     grad_out = _rows(grad_out)
-    grad_last = scan.state(grad_last)
-    grad_state = torch.empty_like(grad_last)
+    grad_state = scan.slabs(scan.batch)
     out = u.new_empty(u.shape)
     grad_u = u.new_empty(u.shape)
     grad_dt = dt.new_empty(u.shape)
     if grad_z is None:
         grad_z = u.new_empty(u.shape)
-    grad_A = scan.slabs(scan.batch, scan.segments)
-    grad_D = scan.floats(scan.batch, scan.segments, scan.channels)
-    grad_bias = torch.empty_like(grad_D)
+    parts = scan.batch * scan.segments
+    grad_A = scan.floats(parts, scan.channels, scan.states)
+    grad_D_and_bias = scan.floats(2, parts, scan.channels)
+    grad_D, grad_bias = grad_D_and_bias
     N = scan.shared["N"]
     grad_BC = scan.floats(
         scan.blocks, *scan.shared["BC"].shape
     )  # a part for each block of channels
-    programs = scan.batch * scan.segments * scan.blocks
-    scratch = scan.floats(programs, CHUNK // TILE + 1, N + TILE, CHANNELS)
+    scratch = scan.floats(parts * scan.blocks, CHUNK // TILE + 1, N + TILE, CHANNELS)
     from mamba_fsdp.ops.scan.triton_kernels import backward
 
     scan.cut(grad_out, reverse=True)
@@ -198,7 +201,7 @@ def scan_backward(
         **_with_strides(u=scan.u, dt=scan.dt, z=scan.z, grad_z=grad_z),
         grad_out=grad_out,
         grad_row=grad_out.stride(1),
-        grad_last=grad_last,
+        grad_last=_state(grad_last),
         entries=entries,
         scratch=scratch,
         grad_u=grad_u,
@@ -210,38 +213,45 @@ def scan_backward(
         grad_state=grad_state,
         out=out,
     )
-    grad_B, grad_C = grad_BC[:, :, : u.shape[1], :, : scan.states].unbind(3)
+    sum_D, sum_bias = grad_D_and_bias.sum(1)
     return (
         grad_u,
         grad_dt,
-        grad_A.sum((0, 1)).T,
-        grad_B.sum(0).to(B.dtype),
-        grad_C.sum(0).to(C.dtype),
-        grad_D.sum((0, 1)),
+        grad_A.sum(0),
+        grad_BC.sum(0)[:, : u.shape[1], :, : scan.states],
+        sum_D,
         grad_z,
-        grad_bias.sum((0, 1)),
+        sum_bias,
         grad_state.mT,
         out,
     )
 
 
-def _backward(*inputs: Tensor | None) -> tuple[Tensor, ...]:
-    without_state = [*inputs[:-2], inputs[-1]]  # `entries`, the last input, replaces the state
-    return scan_backward(*without_state)[:-1]
+def _forward(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    return scan_forward(u, dt, A, torch.stack([B, C], 2), *others)
 
 
-_forward = triton.differentiable(
+def _backward(*inputs: Any) -> tuple[Tensor, ...]:
+    *first, B, C, D, z, dt_bias, seq_idx, _, entries = inputs  # entries replace the state
+    others = [torch.stack([B, C], 2), D, z, dt_bias, seq_idx, entries]
+    grad_u, grad_dt, grad_A, grad_BC, *grads, _ = scan_backward(*first, *others)
+    return grad_u, grad_dt, grad_A, *grad_BC.unbind(2), *grads
+
+
+_scan = triton.differentiable(
     "scan",
     "u dt A B C D z dt_bias seq_idx? state?",
     "bool keep",
     2,
     1,
-    scan_forward,
+    _forward,
     _backward,
 )
 
 
 def selective_scan(*inputs: Tensor | bool | None) -> Tensor | tuple[Tensor, Tensor]:
     *tensors, return_last_state = inputs
-    out, last, _ = _forward(*tensors, torch.is_grad_enabled())
+    out, last, _ = _scan(*tensors, torch.is_grad_enabled())
     return (out, last) if return_last_state else out

@@ -19,6 +19,8 @@ Rows can lie so far apart that a position's address takes 64 bits; therefore poi
 import triton
 import triton.language as tl
 
+from mamba_fsdp.ops.triton import kernel
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 ENDLESS = tl.constexpr(1e30)  # a step that makes the decay 0
@@ -77,7 +79,10 @@ def _steps(dt, bias, starts, inside, EVEN):
     delta = _softplus(dt.to(tl.float32) + bias)
     if not EVEN:
         delta = tl.where(inside, delta, 0.0)
-    return delta, tl.where(starts != 0, ENDLESS, delta)
+    step = delta
+    if starts is not None:
+        step = tl.where(starts != 0, ENDLESS, delta)
+    return delta, step
 
 
 @triton.jit
@@ -202,10 +207,12 @@ def _through_chunk(  # noqa: PLR0915
     grad_out = grad_out + at * grad_row + channel
     grad_z = grad_z + at * grad_z_row + channel
     BC = BC + t * (2 * N) + n + tl.arange(0, 2)[None, :] * N
-    starts = starts + t + four
     inside = _inside(here, t + four, length, EVEN)
     bc0, bc1, bc2, bc3 = _read_BC(BC, N)
-    is_start = tl.load(starts)
+    is_start = None
+    if starts is not None:
+        starts = starts + t + four
+        is_start = tl.load(starts)
     dt_now = _read(dt, dt_row, inside)
     z_now = _read(z, z_row, inside)
     u_now = _read(u, u_row, inside)
@@ -218,10 +225,11 @@ def _through_chunk(  # noqa: PLR0915
         dt += ahead * dt_row
         z += ahead * z_row
         BC += ahead * (2 * N)
-        starts += ahead
         inside_next = _inside(here, t + four, length, EVEN)
         bc0_next, bc1_next, bc2_next, bc3_next = _read_BC(BC, N)
-        is_start_next = tl.load(starts)
+        if starts is not None:
+            starts += ahead
+            is_start_next = tl.load(starts)
         dt_next = _read(dt, dt_row, inside_next)
         z_next = _read(z, z_row, inside_next)
         u_next = _read(u, u_row, inside_next)
@@ -254,7 +262,8 @@ def _through_chunk(  # noqa: PLR0915
         bc1 = bc1_next
         bc2 = bc2_next
         bc3 = bc3_next
-        is_start = is_start_next
+        if starts is not None:
+            is_start = is_start_next
         dt_now = dt_next
         z_now = z_next
         u_now = u_next
@@ -274,7 +283,7 @@ def _entering(h, ends, totals, A, slab, channels, other, order, count, both, her
     return h
 
 
-@triton.jit
+@kernel
 def sweep(
     u,
     dt,
@@ -333,10 +342,11 @@ def sweep(
     z += first * z_row
     out += first * channels
     BC += row * row_tiles * (8 * N)
-    starts += row * row_tiles * 4
+    if starts is not None:
+        starts += row * row_tiles * 4
     h = tl.zeros((N, CHANNELS), tl.float32)
     total = tl.zeros((1, CHANNELS), tl.float32)
-    if not LOCAL:
+    if state is not None and not LOCAL:
         h += _load(state + row * slab + corner, both)
     if CUT and not LOCAL:
         totals_row = totals + row * segments * channels + channel
@@ -411,14 +421,16 @@ def _position(
     N,
     CHANNELS,
 ):
-    """Returns delta, the step, u, delta * u, the gradient of y, B and C of position t + i. Pointers are to position
-    t."""
+    """Returns delta, the step, u, delta * u, the gradient of y, B and C of position t + i. `starts` is of the row; the
+    other pointers are to position t."""
     inside = _inside(here, t + i, length, EVEN)
     delta = tl.load(deltas + i * CHANNELS)
     value = _load(u + i * u_row, inside)
     gate = _load(z + i * z_row, inside)
     grad_y = _load(grad_out + i * grad_row, inside) * gate * _sigmoid(gate)
-    step = tl.where(tl.load(starts + i) != 0, ENDLESS, delta)
+    step = delta
+    if starts is not None:
+        step = tl.where(tl.load(starts + t + i) != 0, ENDLESS, delta)
     BC += i * 2 * N
     return delta, step, value, delta * value, grad_y, tl.load(BC), tl.load(BC + N)
 
@@ -468,7 +480,7 @@ def _back(
     return g, sum_A, sum_bias + grad_raw  # after the row's end, delta and its slope are 0
 
 
-@triton.jit  # one kernel: helpers would need all of its state as arguments
+@kernel  # one kernel: helpers would need all of its state as arguments
 def backward(  # noqa: PLR0915
     grad_out,
     grad_last,
@@ -526,7 +538,8 @@ def backward(  # noqa: PLR0915
     first = row * length
     grad_BC += (block.to(tl.int64) * tl.num_programs(2) + row) * row_tiles * (8 * N) + n
     BC += row * row_tiles * (8 * N)
-    starts += row * row_tiles * 4
+    if starts is not None:
+        starts += row * row_tiles * 4
     u += first * u_row
     dt += first * dt_row
     z += first * z_row
@@ -540,7 +553,9 @@ def backward(  # noqa: PLR0915
     sum_A = tl.zeros((N, CHANNELS), tl.float32)
     sum_bias = tl.zeros((CHANNELS,), tl.float32)
     sum_D = tl.zeros((4, CHANNELS), tl.float32)
-    g = _load(grad_last + row * slab + corner, both)
+    g = tl.zeros((N, CHANNELS), tl.float32)
+    if grad_last is not None:
+        g += _load(grad_last + row * slab + corner, both)
     if CUT:
         A_back = _load(A + corner, both) * LOG2E
         totals_row = totals + row * segments * channels + channel[None, :]
@@ -604,7 +619,6 @@ def backward(  # noqa: PLR0915
             grad_t = grad_out + at * grad_row + channel
             z_t = z + at * z_row + channel
             BC_t = BC + at * (2 * N) + n
-            starts_t = starts + t
             delta0, step0, u0, x0, grad0, b0, c0 = _position(
                 0,
                 t,
@@ -616,7 +630,7 @@ def backward(  # noqa: PLR0915
                 z_row,
                 deltas,
                 BC_t,
-                starts_t,
+                starts,
                 length,
                 here,
                 EVEN,
@@ -634,7 +648,7 @@ def backward(  # noqa: PLR0915
                 z_row,
                 deltas,
                 BC_t,
-                starts_t,
+                starts,
                 length,
                 here,
                 EVEN,
@@ -652,7 +666,7 @@ def backward(  # noqa: PLR0915
                 z_row,
                 deltas,
                 BC_t,
-                starts_t,
+                starts,
                 length,
                 here,
                 EVEN,
@@ -670,7 +684,7 @@ def backward(  # noqa: PLR0915
                 z_row,
                 deltas,
                 BC_t,
-                starts_t,
+                starts,
                 length,
                 here,
                 EVEN,
@@ -797,7 +811,7 @@ def backward(  # noqa: PLR0915
             )
             after = h0
         tl.debug_barrier()
-    tl.store(grad_A + place * slab + corner, sum_A, mask=both)
+    tl.store(grad_A + place * slab + channel[None, :] * states + n[:, None], sum_A, mask=both)
     tl.store(grad_D + place * channels + channel, tl.sum(sum_D, axis=0), mask=here)
     tl.store(grad_bias + place * channels + channel, sum_bias, mask=here)
     if segment == 0:

@@ -63,7 +63,10 @@ def use_simpler_form() -> None:
 def _packed(t: Tensor) -> Tensor:
     """Returns a tensor as the kernels take it, with any strides of batch and length. The model's tensors are not
     copied."""
-    return t if t[0, 0].is_contiguous() else t.contiguous()
+    is_packed = t.stride(-1) == 1
+    if t.dim() == 4 and t.shape[2] > 1:
+        is_packed = is_packed and t.stride(2) == t.shape[3]
+    return t if is_packed else t.contiguous()
 
 
 def _batches(*tensors: Tensor) -> list[int]:
@@ -217,9 +220,10 @@ def ssd_forward(
     state: Tensor | None,
     *,
     remake: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Any]:
     """Returns (y, last state); the arguments are as in ops/ssd's ssd. The gradients need only the arguments. remake:
-    returns, in place of the last state, the states before each pair of chunks, which save ssd_backward a sweep."""
+    returns, in place of the last state, what saves ssd_backward a sweep: the call, and the states before each pair of
+    chunks."""
     if x.is_meta and not remake:
         return x.new_empty(x.shape), x.new_empty(
             x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32
@@ -227,7 +231,7 @@ def ssd_forward(
     call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
     y = x.new_empty(x.shape)
     entering, last = call.sweep(call.x, call.B, call.C, state, y, keep=remake)
-    return y, entering if remake else last
+    return y, (call, entering) if remake else last
 
 
 def ssd_backward(
@@ -243,22 +247,25 @@ def ssd_backward(
     seq_idx: Tensor | None,
     state: Tensor | None,
     *,
-    entering: Tensor | None = None,
-    results: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    remade: tuple[_Call, Tensor] | None = None,
+    results: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of x, dt, A, B, C, D, dt_bias and the initial state; None counts as a state of zeros.
-    entering: what ssd_forward with `remake` returns. results: tensors to which the gradients of x, dt, B and C are
-    written; their batches and rows may have any strides."""
+    remade: what ssd_forward with `remake` returns. results: tensors to which the gradients of x, of dt, and of B and C
+    (batch, length, 2, groups, d_state) are written; their batches and rows may have any strides."""
     from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
-    call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
-    grad = _packed(grad.to(call.x.dtype))
-    if entering is None:
+    if remade is None:
+        call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
         entering, _ = call.sweep(call.x, call.B, call.C, state, None, keep=True)
-    if results is None:
-        grad_x, grad_dt, grad_B, grad_C = (t.new_empty(t.shape) for t in (x, dt, B, C))
     else:
-        grad_x, grad_dt, grad_B, grad_C = results
+        call, entering = remade
+    grad = _packed(grad.to(call.x.dtype))
+    if results is None:
+        grad_x = x.new_empty(x.shape)
+        grad_dt = dt.new_empty(dt.shape)
+    else:
+        grad_x, grad_dt, grad_BC = results
     leaving, grad_state = call.sweep(
         grad, call.C, call.B, grad_last, grad_x, keep=True, reverse=True
     )
@@ -270,7 +277,8 @@ def ssd_backward(
     near_blocks = -(-call.share // near_options["BLOCK"])
     far_blocks = -(-call.share // far_options["BLOCK"])
     flows = call.fp32(call.batch, call.heads, call.pairs, 5, call.W)
-    parts_of_B, parts_of_C = call.fp32(2, near_blocks + far_blocks, *B.shape)
+    parts = call.fp32(2, near_blocks + far_blocks, *B.shape)
+    parts_of_B, parts_of_C = parts
     inputs = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
     strides = _batches(grad, call.x, call.B, call.C)
     constants = call.constants | {"W": call.W} | _rows(GRAD_Y=grad, X=call.x, B=call.B, C=call.C)
@@ -289,7 +297,7 @@ def ssd_backward(
         **constants,
         **far_options,
     )
-    totals = call.fp32(3, call.batch * call.pairs, call.heads)
+    totals = x.new_empty(3, call.batch * call.pairs, call.heads, dtype=torch.float64)
     finish[call.heads, call.pairs, call.batch](
         call.dt,
         A,
@@ -306,9 +314,11 @@ def ssd_backward(
         W=call.W,
         num_warps=2,
     )
-    grad_A, grad_dt_bias, grad_D = (total.double().sum(0).float() for total in totals)
-    grad_B.copy_(parts_of_B.sum(0))
-    grad_C.copy_(parts_of_C.sum(0))
+    grad_A, grad_dt_bias, grad_D = totals.sum(1).float()
+    sums = parts.sum(1)
+    if results is not None:
+        grad_BC.copy_(sums.movedim(0, 2))
+    grad_B, grad_C = sums
     return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state
 
 

@@ -17,6 +17,8 @@ A loop over heads loads the next head's steps ahead. Triton loads its x, grad_y 
 import triton
 import triton.language as tl
 
+from mamba_fsdp.ops.triton import kernel
+
 
 @triton.jit
 def dot(a, b):
@@ -34,7 +36,7 @@ def load(
     return tl.load(pointer + rows[:, None] * row + columns[None, :], mask=is_valid, other=0.0).to(T)
 
 
-@triton.jit
+@kernel
 def add_up(
     dt, A, bias, steps, dt_batch, dt_row, length, heads, HEADS: tl.constexpr, W: tl.constexpr
 ):
@@ -131,7 +133,7 @@ def decays_within(high, low, document, r, DOCUMENTS: tl.constexpr, REVERSE: tl.c
     return tl.exp(tl.where(seen, exponents, float("-inf")))
 
 
-@triton.jit  # one kernel: helpers would need all of its state as arguments
+@kernel  # one kernel: helpers would need all of its state as arguments
 def sweep(  # noqa: C901, PLR0915
     x,
     B,
@@ -263,7 +265,7 @@ def sweep(  # noqa: C901, PLR0915
         tl.store(last + last_place, state, mask=in_last)
 
 
-@triton.jit  # one kernel: helpers would need all of its state as arguments
+@kernel  # one kernel: helpers would need all of its state as arguments
 def near(  # noqa: PLR0915
     grad_y,
     x,
@@ -356,7 +358,7 @@ def near(  # noqa: PLR0915
     tl.store(grad_C + place, dot(grad_cb.to(T), b), mask=is_valid)
 
 
-@triton.jit  # one kernel: helpers would need all of its state as arguments
+@kernel  # one kernel: helpers would need all of its state as arguments
 def far(  # noqa: PLR0915
     grad_y,
     x,
@@ -477,7 +479,7 @@ def far(  # noqa: PLR0915
     tl.store(grad_C + place, grad_c, mask=is_valid)
 
 
-@triton.jit
+@kernel
 def finish(
     dt,
     A,

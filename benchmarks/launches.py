@@ -1,0 +1,75 @@
+"""Measures the host's part of a training step on a GPU, by the pinned stack on a device that computes nothing:
+
+    .venv-torch2.2/bin/python -m benchmarks.launches
+
+CPU time and launches of a block, forward and backward, for a micro-batch, and of a step. A block's are those of a model
+with twice the layers less the model's own. Launches: of torch, of Triton, and calls of cuBLAS.
+"""
+
+import ctypes
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import steps_in_turn, table
+from benchmarks.our_step import our_step
+from mamba_fsdp.planning.devices import INSTANCES
+from mamba_fsdp.planning.estimate import estimate
+from mamba_fsdp.settings.resolve import resolve_settings
+from mamba_fsdp.settings.train_config import TrainConfig
+from tests.support.nullgpu import build
+
+MODELS = {
+    "Mamba-1": {"layers": "mamba1", "n_layer": 8},
+    "Mamba-2": {"layers": "mamba2", "n_layer": 8},
+    "mamba-130m": {"model_name": "mamba-130m"},
+}
+SHAPE = {"batch_size": 2, "seq_length": 4096, "global_batch_size": 0}
+
+
+def counted_step(settings: TrainConfig, layers: int) -> Callable[[], torch.Tensor]:
+    """Returns a function that takes a step of so many layers and returns all launches so far, by kind."""
+    library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    step = our_step(settings, torch.device("cuda"), n_layer=layers)
+    tokens = torch.zeros(SHAPE["batch_size"], SHAPE["seq_length"] + 1, dtype=torch.long).cuda()
+
+    def counted() -> torch.Tensor:
+        step(tokens)
+        return torch.tensor([library.nullgpu_counter(kind) for kind in range(3)])
+
+    return counted
+
+
+def row(model: str, environment: dict[str, str]) -> dict[str, object]:
+    """Returns a row of the table."""
+    settings = resolve_settings(MODELS[model] | SHAPE)
+    layers = settings.model.n_layer
+    makers = {count: partial(counted_step, settings, count) for count in (layers, 2 * layers)}
+    once, twice = steps_in_turn(makers, 15, dict.fromkeys(makers, environment)).values()
+    more = statistics.median(b.cpu_seconds - a.cpu_seconds for a, b in zip(once, twice))
+    launches, of_twice = (steps[1].returned - steps[0].returned for steps in (once, twice))
+    planned = estimate(settings, 1, INSTANCES["p5.4xlarge"]).seconds_per_step
+    return {
+        "model": model,
+        "block, CPU ms": f"{1e3 * more / layers:.2f}",
+        "its launches": ((of_twice - launches) / layers).round().int().tolist(),
+        "step, CPU ms": f"{1e3 * statistics.median(each.cpu_seconds for each in once):.0f}",
+        "step's launches": launches.tolist(),
+        "plan's step on an H100, ms": f"{1e3 * planned:.0f}",
+    }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        build.build(Path(folder))
+        environment = build.environment(Path(folder))
+        print(table(row(model, environment) for model in MODELS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Kernels that are launched without Triton's launcher."""
+
+import pytest
+
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
+
+
+def test_a_launch_has_the_kernel_and_the_arguments_that_triton_would_give_it(start):
+    process = start("-m", "tests.support.nullgpu.launching", NULLGPU_DEVICES=2)
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 0, stderr
+
+
+def test_layers_of_the_presets_pass_no_limit_of_a_small_gpu(start):
+    """Of shared memory, blocks and grids; the memory is a large one's."""
+    presets = ("mamba-2.8b", "mamba2-2.7b", "bamba-9b", "nemotron-h-8b")
+    small = {"NULLGPU_ARCHITECTURE": 86, "NULLGPU_MEMORY": 80 << 30}
+    process = start("-m", "tests.support.nullgpu.shapes", *presets, **small)
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr

@@ -1,0 +1,21 @@
+"""Runs a layer of each kind of the named presets forward and backward on the null device, at the shape of their recipes:
+python -m tests.support.nullgpu.shapes PRESET ... It fails if a launch passes a limit of the device."""
+
+import sys
+
+import torch
+
+from mamba_fsdp.settings.resolve import resolve_settings
+from mamba_fsdp.trainer.first_use import FirstUse
+
+
+def main(presets):
+    for name in presets:
+        settings = resolve_settings({"model_name": name, "use_dummy_dataset": "true"})
+        found = FirstUse(settings, torch.device("cuda"), is_sharded=True)
+        model = found.layers.make_model(found.layers.kinds, found.resolve().backends)
+        found.layers.run(model, found.layers.shape)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
