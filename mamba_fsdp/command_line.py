@@ -136,7 +136,8 @@ def invoke(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for name in named:
         if name not in signature.parameters and (name in elsewhere or not takes_any):
-            hint = near_name(name, signature.parameters, see, dashes, elsewhere)
+            names = [known.rstrip("_") for known in signature.parameters]
+            hint = near_name(name, names, see, dashes, elsewhere)
             raise UserError(f"{dashes}{name}: there is no such option; {hint}")
     try:
         bound = signature.bind(*positional, **named)

@@ -161,10 +161,15 @@ def leave_for_torchrun(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    exit_code = 1
+    text = "".join(traceback.format_exception(error))
     if isinstance(error, UserError):
+        exit_code = error.exit_code
         text = f"error: {error}\n"
-    else:
-        text = "".join(traceback.format_exception(error))
-    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    details = {
+        "py_callstack": text,
+        "timestamp": str(int(time.time())),
+        "exit_code": str(exit_code),
+    }
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
     Path(path).write_text(json.dumps({"message": message}))

@@ -5,6 +5,7 @@ from enum import Enum
 from typing import NamedTuple
 
 MISTAKE = 2  # the exit code of what no restart fixes
+DIFFERENT = 3  # of a replay that found a difference
 KILLED = 137  # of a launcher that SIGKILL has ended, and with it its ranks
 ENDED = 143  # of a job that Slurm or a person has ended
 # Slurm sends USR1 so long before the time limit, as the header of 1.train.sbatch asks, and up to a minute earlier.
@@ -69,9 +70,9 @@ def decide(ending: Ending) -> Decision:
     if ending.code == 0 and outcome.stop_file:
         sentence = "stopped at {} as the file STOP asked; sbatch the same command to resume"
         return Decision(Action.END, 0, sentence.format(ending.newest), False, forgets=True)
-    if ending.code == MISTAKE:
+    if ending.code in (MISTAKE, DIFFERENT):
         sentence = "not queued again, since no restart can fix this"
-        return Decision(Action.END, MISTAKE, sentence, forgets=True)
+        return Decision(Action.END, ending.code, sentence, forgets=True)
     if outcome.status == "stopped" and outcome.stop_file:  # as much of it as the failure left
         sentence = (
             "ended at {}: the file STOP asked, and a rank failed meanwhile; sbatch the same command to "
@@ -119,7 +120,7 @@ def starts_again_in_place(ending: Ending, restarted_from: str, has_lost_nodes: b
     restarted_from: the newest checkpoint when they did so last; "" if they never did.
     """
     outcome = ending.outcome
-    if ending.asked or outcome.stop_file or ending.code in (0, MISTAKE):
+    if ending.asked or outcome.stop_file or ending.code in (0, MISTAKE, DIFFERENT):
         return False
     if not outcome.status and (ending.code != KILLED or has_lost_nodes):
         return False

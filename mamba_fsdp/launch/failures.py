@@ -35,15 +35,18 @@ class Failure:
 
     @classmethod
     def of_rank(cls, rank: int, process: "ProcessFailure") -> "Failure":
-        """Reads what torch knows of the rank that failed, and what it has left in its error file."""
+        """Reads what torch knows of the rank that failed, and what it has left in its error file: with one, it had failed
+        before anything killed it."""
         code = process.exitcode
-        was_killed = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
-        if os.path.isfile(process.error_file):
-            moment = os.stat(process.error_file).st_mtime
-        else:
-            moment = time.time()
         exit_code = code if code > 0 else 128 - code
-        return cls(node_name(), rank, exit_code, was_killed, moment, _reason_of(process))
+        if isinstance(process.message, dict):
+            error = process.message["extraInfo"]
+            if code < 0:
+                exit_code = int(error["exit_code"])
+            moment = os.stat(process.error_file).st_mtime
+            return cls(node_name(), rank, exit_code, False, moment, error["py_callstack"].rstrip())
+        was_killed = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
+        return cls(node_name(), rank, exit_code, was_killed, time.time(), _reason_of(code))
 
     @classmethod
     def of_node(cls, reason: str) -> "Failure":
@@ -82,10 +85,8 @@ def order(failure: Failure) -> tuple[bool, bool, float]:
     return (not failure.was_killed, failure.rank is None, failure.time)
 
 
-def _reason_of(process: "ProcessFailure") -> str:
-    if process.exitcode < 0:
-        name = signal.Signals(-process.exitcode).name
+def _reason_of(code: int) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
         return f"It was killed by {name}.{USUAL_REASONS.get(name, '')}"
-    if isinstance(process.message, dict):  # from its error file
-        return process.message["extraInfo"]["py_callstack"].rstrip()
-    return f"It exited with code {process.exitcode}; its output is above."
+    return f"It exited with code {code}; its output is above."

@@ -64,7 +64,7 @@ class LocalTraining:
         self.plan = plan
         self.variables = variables
         self.supervisor = Supervisor()
-        self.folder = StartFolder(plan.run_folder, name_here())
+        self.folder = StartFolder(plan.run_folder, name_here(), bool(plan.replay))
         self.status_before = self.status()
         self.interrupts = 0
         self.was_killed = False  # the launcher, since the user did not want to wait
@@ -107,7 +107,7 @@ class LocalTraining:
     def train(self) -> int:
         """Runs the ranks, again after a failure that a restart may fix. Returns the exit code."""
         words = ["--standalone", "--rdzv-id=" + os.path.basename(self.folder.path)]
-        words += [os.path.join(PROJECT, "training.py"), "--resolved=" + self.folder.settings]
+        words += self.plan.program(os.path.join(PROJECT, "training.py"), self.folder.settings)
         self.hurries = signal.SIGQUIT  # at which a launcher kills its ranks
         launcher = launcher_of(
             self.python, self.plan.run_folder, self.variables.profile, str(os.getpid())

@@ -7,6 +7,7 @@ Writes into the file ANSWER, or prints, what a job has to know of them, as one J
     missing_data  the whole path of the built-in data if the settings read it and it has to be made; ""
     settings      what they came to, which nodes and ranks read by settings.resolve.read_resolved
     paths         the whole paths that they name, for a container to mount
+    replay        the words of the verb replay, if ranks are to do that in place of training; the run folder is scratch then
 
 A wrong setting ends it with exit code 2, in seconds. --help shows the help page, and nothing is written.
 
@@ -19,6 +20,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mamba_fsdp import interpreter
 
@@ -34,8 +36,13 @@ from mamba_fsdp.launch.machine import check_version
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run.layout import CHECKPOINT_BYTES, IN_USE, committed
 from mamba_fsdp.run.lease import Lease
-from mamba_fsdp.run.names import CHECKPOINTS, LEASE
-from mamba_fsdp.settings.resolve import as_plain, check_run_folder, resolve_settings
+from mamba_fsdp.run.names import CHECKPOINTS, LEASE, SETTINGS
+from mamba_fsdp.settings.resolve import (
+    as_plain,
+    check_run_folder,
+    read_copy,
+    resolve_settings,
+)
 from mamba_fsdp.settings.settings_page import settings_page
 from mamba_fsdp.settings.train_config import TrainConfig, all_settings
 from mamba_fsdp.storage.patience import exists, is_folder
@@ -46,6 +53,9 @@ def plan(answer: Path, *stray: str, config: str | None = None, **words: str) -> 
     trains_in_image = os.environ.get("IMAGE")
     if not trains_in_image:
         check_version()
+    if stray[:1] == ("replay",):
+        answer.write_text(json.dumps(plan_of_replay(*stray[1:], **words)))
+        return
     if os.environ.get("PROFILE") == "torch":
         words.setdefault("use_profiler", "true")
     settings = resolve_settings(words, config, stray)
@@ -58,8 +68,35 @@ def plan(answer: Path, *stray: str, config: str | None = None, **words: str) -> 
         "missing_data": str(missing_builtin(settings.data) or ""),
         "settings": as_plain(settings),
         "paths": named_paths(settings),
+        "replay": [],
     }
     answer.write_text(json.dumps(resolved))
+
+
+def plan_of_replay(run: str = "", *stray: str, **options: str) -> dict[str, Any]:
+    """Returns the plan of `replay RUN`. Its files of a start lie in a folder beside RUN, which goes away afterwards. Raises
+    UserError if there is no run."""
+    if not run:
+        raise UserError("replay: name the run, as in replay runs/demo")
+    if not exists(Path(run, SETTINGS)):
+        from mamba_fsdp.data.paths import refused  # numpy
+
+        raise refused(run, "a run")
+    place = Path(run).resolve()
+    scratch = place.with_name(f".{place.name}.replay-{os.getpid()}")
+    settings = read_copy(place / SETTINGS)
+    settings = settings.changed(
+        save_ckpt_path=str(scratch), load_ckpt_path=str(place), init_from="", dry_run=False
+    )
+    words = [str(place), *stray, *(f"--{name}={value}" for name, value in options.items())]
+    return {
+        "run_folder": str(scratch),
+        "dry_run": False,
+        "missing_data": "",
+        "settings": as_plain(settings),
+        "paths": named_paths(settings),
+        "replay": words,
+    }
 
 
 def check_inputs(settings: TrainConfig) -> None:

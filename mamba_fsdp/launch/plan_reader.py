@@ -20,6 +20,13 @@ class Plan(NamedTuple):
     missing_data: str
     settings: Dict[str, Any]
     paths: List[str]
+    replay: List[str]
+
+    def program(self, training: str, settings: str) -> List[str]:
+        """Returns what each rank runs. training: the path of training.py. settings: of the file that has them."""
+        if self.replay:
+            return ["-m", "mamba_fsdp", "replay", *self.replay]
+        return [training, "--resolved=" + settings]
 
 
 class Answer(NamedTuple):

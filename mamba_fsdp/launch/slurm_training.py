@@ -177,8 +177,8 @@ class SlurmTraining:
             self.count_start()
         plan = self.plan
         if plan.dry_run:
-            return plan, StartFolder(plan.run_folder, self.job.start)
-        self.folder = StartFolder(plan.run_folder, self.job.start)
+            return plan, StartFolder(plan.run_folder, self.job.start, bool(plan.replay))
+        self.folder = StartFolder(plan.run_folder, self.job.start, bool(plan.replay))
         self.made = missing_folders(plan.run_folder) + missing_folders(plan.missing_data)
         try:
             self.folder.make(plan.settings)
@@ -354,8 +354,7 @@ class SlurmTraining:
             # keep_alive_max_attempt: torchrun judges by the nodes' clocks which of them are alive; one that is down, Slurm
             # finds.
             "--rdzv-conf=join_timeout=900,read_timeout=900,keep_alive_max_attempt=999999",
-            "training.py",
-            "--resolved=" + folder.settings,
+            *plan.program("training.py", folder.settings),
         ]
         bounds = ["--kill-on-bad-exit=1", f"--wait={SECONDS_BEHIND}"]
         try:

@@ -37,10 +37,11 @@ def name_here() -> str:
 
 
 class StartFolder:
-    """The folder of one start. path: its own."""
+    """The folder of one start. path: its own. is_scratch: whether the run folder goes away with it."""
 
-    def __init__(self, run_folder: str, name: str) -> None:
+    def __init__(self, run_folder: str, name: str, is_scratch: bool = False) -> None:
         self.run_folder = run_folder
+        self.is_scratch = is_scratch
         self.starts = os.path.join(run_folder, STARTS)
         self.name = name
         self.path = os.path.join(self.starts, name)
@@ -75,6 +76,8 @@ class StartFolder:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.rmdir(self.starts)
+        if self.is_scratch:
+            shutil.rmtree(self.run_folder, ignore_errors=True)
 
     def killed_starts(self) -> List[str]:
         """Returns the folders of the job's starts before this one or, without a job, of those of this machine's

@@ -38,8 +38,7 @@ class Watcher(threading.Thread):
                     event.si_code == os.CLD_EXITED and event.si_status
                 )
                 if has_failed and not self.killed:  # otherwise this thread has killed it
-                    self.killed = set(child_pids()) - {event.si_pid}
-                    send(signal.SIGKILL)
+                    self.killed = send(signal.SIGKILL) - {event.si_pid}
             elif not child_pids():  # none yet, or none any more
                 first = self.request or event.si_signo
                 shutil.rmtree(self.scratch, ignore_errors=True)
@@ -52,14 +51,19 @@ class Watcher(threading.Thread):
                 send(event.si_signo)
 
 
-def child_pids() -> list[int]:
+def child_pids() -> set[int]:
     """Returns the process ids of the ranks: they are all that the main thread starts."""
     pid = os.getpid()
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    # Twice: the kernel may leave one out while another one goes.
+    words = children.read_text().split() + children.read_text().split()
+    return set(map(int, words))
 
 
-def send(number: int) -> None:
-    """Sends a signal to the ranks and to what they have started."""
-    for pid in child_pids():
+def send(number: int) -> set[int]:
+    """Sends a signal to the ranks and to what they have started. Returns the ranks' process ids."""
+    pids = child_pids()
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, number)
+    return pids

@@ -5,15 +5,22 @@ checkpoints, and compare the loss and the gradient norm of each step, and the
 next checkpoint, bit for bit with what the run recorded. On another device,
 stack or number of ranks, where bits may differ, it compares with a tolerance.
 Nothing is written into RUN, which may train meanwhile. All ranks of a run take
-part with torchrun --nproc-per-node=RANKS -m mamba_fsdp replay RUN.
+part with ./1.train.sbatch replay RUN, or sbatch, as in a training.
 
 Exit codes: 0 the steps repeat, 3 one differs.
 """
 
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from mamba_fsdp.fields import setting
+from mamba_fsdp.launch.machine import begin_rank
+from mamba_fsdp.run.names import START
+from mamba_fsdp.run.records import write_status
+
+SECONDS_BEHIND = 60.0
 
 
 @dataclass
@@ -25,6 +32,15 @@ class Options:
 
 
 def main(run: str, options: Options) -> None:
-    from mamba_fsdp.trainer.replay import replay
+    begin_rank()
+    from mamba_fsdp.trainer.replay import DifferenceError, replay
 
-    replay(Path(run), options.from_, options.steps)
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        replay(Path(run), options.from_, options.steps)
+    except DifferenceError:
+        if not is_first:  # rank 0 says it, at which torchrun ends the others
+            time.sleep(SECONDS_BEHIND)
+        raise
+    if is_first and START in os.environ:  # the launcher asks how it ended
+        write_status(Path(os.environ[START]).parents[1], "finished", 0)

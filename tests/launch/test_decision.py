@@ -52,6 +52,7 @@ TABLE = {  # what happened: (the ending, what the job does, its exit code, how i
         "not queued again",
     ),
     "a mistake before the ranks": (ended(2), END, 2, "not queued again"),
+    "a replay that found a difference": (ended(3), END, 3, "not queued again"),
     "a rank crashes": (ended(outcome=CRASHED), AGAIN, 0, "queued again, to resume from step_0"),
     "storage fails": (ended(outcome=Outcome("failed", 74)), AGAIN, 0, "queued again"),
     "a launcher is killed": (ended(137), AGAIN, 0, "queued again"),

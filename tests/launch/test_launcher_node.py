@@ -12,7 +12,9 @@ from dataclasses import asdict, replace
 
 import pytest
 from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from mamba_fsdp.errors import UserError, leave_for_torchrun
 from mamba_fsdp.launch import agent, node
 from mamba_fsdp.launch.decision import Outcome
 from mamba_fsdp.launch.failures import Failure, first_failure
@@ -275,6 +277,16 @@ def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     assert first_failure(tmp_path) == FAILURE
     node.leave(tmp_path / "5.json", asdict(killed))
     assert first_failure(tmp_path) == killed
+
+
+def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, monkeypatch):
+    """Another rank had failed at the same moment. What no restart fixes must not count as a crash."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    leave_for_torchrun(UserError("a mistake"))
+    killed = ProcessFailure(0, 1, -signal.SIGKILL, str(tmp_path / "error"))
+    failure = Failure.of_rank(3, killed)
+    assert (failure.exit_code, failure.was_killed) == (2, False)
+    assert failure.reason == "error: a mistake"
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -12,6 +12,7 @@ from mamba_fsdp.run.names import EVENTS, LEASE, STEPS, STOP
 from mamba_fsdp.run.records import read
 from mamba_fsdp.trainer.replay import DifferenceError, replay
 from tests.support.forked import said_by, start_ranks
+from tests.support.processes import run_program
 from tests.support.tiny import HYBRID, TINY, as_words
 
 KINDS = {
@@ -41,6 +42,20 @@ def test_the_steps_of_any_run_repeat(kind, corpus, tmp_path):
             "repeat within 2% (2 losses, 0 checkpoints); not compared bit for bit, since it ran "
             in said
         )
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_its_ranks(train, tmp_path, project):
+    """With the exit code 3, and without a second start, if a step differs. Nothing stays beside the run."""
+    run = tmp_path / "run"
+    train(run, num_steps=2, checkpoint_interval=1)
+    replays = (project / "1.train.sbatch", "replay", run)
+    done = run_program(*replays, PROCESSES_PER_NODE="2")
+    assert done.returncode == 0 and "steps 1 to 2 of " in done.stdout, done.stderr
+    edit(run / STEPS, '"step": 2, "loss": ', '"step": 2, "loss": 9')
+    done = run_program(*replays, PROCESSES_PER_NODE="2")
+    assert done.returncode == 3 and "step 2 of " in done.stderr and "restarts" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir() if "replay" in path.name] == []
 
 
 def test_a_flipped_bit_is_found_at_its_step(corpus, tiny_file, tmp_path, told):
