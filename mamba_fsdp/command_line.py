@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from keyword import iskeyword
@@ -74,6 +75,10 @@ def mistakes_in_a_line() -> Iterator[None]:
         _fail(error)
     except Exception as error:
         leave_for_torchrun(error)
+        if "CUDA error" in str(error):  # at its usual end PyTorch would use the lost GPU, and abort
+            traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(1)
         raise
 
 

@@ -7,7 +7,7 @@ import pytest
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 MOST_SECONDS = 200
-LAUNCHES_OF_THREE_STEPS = 350
+LAUNCHES_OF_THREE_STEPS = 250
 SETTINGS = {
     "use_dummy_dataset": "true",
     "layers": "mamba2",

@@ -167,7 +167,7 @@ def test_a_command_that_a_signal_stops_does_not_end_as_one_that_is_done(project,
     command = [sys.executable, project / "training.py", *DIRECTLY.split()]
     process = subprocess.Popen([*command, f"--save_ckpt_path={tmp_path}/run"])
     status = tmp_path / "run/status.json"
-    wait_until(lambda: status.exists() and "running" in status.read_text())
+    wait_until(lambda: status.exists() and '"reason": ""' in status.read_text(), "a step")
     process.send_signal(number)
     code, _ = finish(process)
     assert code == 128 + number and read_status(tmp_path / "run")["status"] == "stopped"
