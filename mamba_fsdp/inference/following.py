@@ -16,7 +16,7 @@ from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, KEPT
 from mamba_fsdp.run.records import LARGEST, Log, read, read_status
 from mamba_fsdp.storage.formats import timestamp
-from mamba_fsdp.storage.patience import exists, retry_io
+from mamba_fsdp.storage.patience import exists, retry_io, storage_error
 
 SECONDS_BETWEEN_LOOKS = 10.0
 
@@ -35,9 +35,12 @@ def follow(
     of a checkpoint. Raises UserError if another process does the same, and as `measure` does.
     """
     file = run / EVALUATIONS / f"{name}.jsonl"
-    retry_io(partial(file.parent.mkdir, exist_ok=True), file.parent)
     with closing(Lease(file.with_name(f".{file.name}.lease"), file)) as lease:
-        lease.take(console.line, "one process is enough")
+        try:
+            retry_io(partial(file.parent.mkdir, exist_ok=True), file.parent)
+            lease.take(console.line, "one process is enough")
+        except OSError as error:
+            raise storage_error(error, f"{file}: can't be written ({error.strerror})") from None
         log = Log(file, LARGEST, lease.check)
         missed: set[Path] = set()
         while True:

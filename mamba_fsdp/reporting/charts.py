@@ -79,7 +79,9 @@ def _restarts(run: RunSummary) -> dict[str, Any]:
 def _parts(run: RunSummary, metric: str) -> list[dict[int, float]]:
     """Returns the values of a metric; a validation's in parts, of different data, which no line joins."""
     column = run.metrics.get(metric, {})
-    ends = [*run.validated_otherwise(), math.inf] if metric.startswith(VALIDATION) else [math.inf]
+    ends = [math.inf]
+    if metric.startswith(VALIDATION):
+        ends = [*run.validated_otherwise(metric), math.inf]
     parts = []
     for begin, end in pairwise([-1, *ends]):
         parts.append({step: value for step, value in column.items() if begin < step <= end})

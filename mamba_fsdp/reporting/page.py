@@ -9,6 +9,13 @@ from mamba_fsdp.reporting.charts import make_figure
 from mamba_fsdp.reporting.run_summary import RunSummary, name_runs, summarise_run
 from mamba_fsdp.storage.formats import timestamp
 
+COMPARED = {
+    "validation",
+    "code",
+    "ranks_per_node",
+    "seconds_to_start",
+    "seconds_of_earlier_commands",
+}
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -20,7 +27,7 @@ def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
         raise UserError(f"the report needs plotly: {python()} -m pip install plotly") from None
     runs = [summarise_run(folder, name) for name, folder in zip(name_runs(folders), folders)]
     records = [
-        {"name": run.name, "settings": run.settings, "events": run.events, **run.others}
+        {"name": run.name, "settings": run.settings, "events": shown_of(run.events), **run.others}
         for run in runs
     ]
     content = {
@@ -32,6 +39,23 @@ def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
     before, between, after = PAGE.read_text(encoding="utf-8").split("__CUT__")
     no_tags = json.dumps(content, default=str).replace("<", "\\u003c")  # none may end <script>
     return before + get_plotlyjs() + between + no_tags + after
+
+
+def shown_of(events: Sequence[dict]) -> list[dict]:
+    """Returns the events with what a reader looks for, most of all what has changed, before the rest. What only programs
+    compare is left out."""
+    shown = []
+    for event in events:
+        parts = {"time": event.get("time"), "event": event.get("event"), "step": event["step"]}
+        if "changed" in event:
+            parts["changed"] = event["changed"]
+        parts |= {name: value for name, value in event.items() if name not in COMPARED}
+        if isinstance(event.get("weights"), dict):
+            parts["weights"] = ", ".join(
+                f"{name} {part:.3g}" for name, part in event["weights"].items()
+            )
+        shown.append(parts)
+    return shown
 
 
 def differing_settings(runs: Sequence[RunSummary]) -> list[str]:

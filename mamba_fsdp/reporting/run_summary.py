@@ -35,13 +35,16 @@ class RunSummary:
         starts = [event for event in self.events if event.get("event") == "started"]
         return starts[1:]
 
-    def validated_otherwise(self) -> list[int]:
-        """Returns the steps after which a start had other data to validate on than the start before it."""
-        known = [event for event in self.events if "validation" in event]
+    def validated_otherwise(self, metric: str) -> list[int]:
+        """Returns the steps after which a start had other data for this metric of a validation than the start before it.
+        That of one source is named as in val_source_loss/code."""
+        starts = [event for event in self.events if "validation" in event]
+        source = metric.partition("/")[2]
+        data = [each["validation"].get(source) if source else each["validation"] for each in starts]
         return [
-            after["step"]
-            for before, after in pairwise(known)
-            if before["validation"] != after["validation"]
+            start["step"]
+            for start, (before, now) in zip(starts[1:], pairwise(data))
+            if before != now
         ]
 
     @cached_property

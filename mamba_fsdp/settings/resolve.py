@@ -325,14 +325,20 @@ def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def note_on_recipe(settings: TrainConfig) -> list[str]:
-    """Returns a note on the settings that come from the recipe of a named model other than the demo, if any do."""
+    """Returns a note on the settings that come from the recipe for trained weights, or of a named model other than the
+    demo, if any do."""
+    from_weights = bool(settings.checkpoint.init_from)
     name_of_recipe = recipe_name(settings.model.model_name)
     taken = [
         f"{name}={shown(value)}"
-        for name, value in recipe(name_of_recipe).items()
+        for name, value in recipe(name_of_recipe, from_weights).items()
         if name not in settings.explicit and settings.value(name) == value
     ]
-    if not taken or settings.model.model_name == default("model_name"):
+    if from_weights:
+        name_of_recipe = "for trained weights (others)"
+    elif settings.model.model_name == default("model_name"):
+        return []
+    if not taken:
         return []
     return [f"{', '.join(taken)}: the recipe {name_of_recipe} in {RECIPES_FILE}"]
 

@@ -96,6 +96,9 @@ def _run_training(
                 set_up = SetUp(start, world, folder, console.line)
                 if is_dry:
                     set_up.show(shape)
+                    over = said_if_over(set_up.start)
+                    if over:
+                        console.line(over)
                     return Trained(folder.path, "dry run", {})
                 context = set_up.context()
                 state = context.state
@@ -154,16 +157,12 @@ def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: 
     and its end in the run folder."""
     state = context.state
     world = context.world
-    schedule = context.schedule
     if not state.first_started:
         state.first_started = context.settings.began
     validation_due = context.start.validation_due
-    is_over = state.step >= schedule.total_steps
+    is_over = said_if_over(context.start)
     if is_over and not validation_due:
-        what = f"already has all its {counted(state.step, 'step')}"
-        if state.step > schedule.total_steps:
-            what = f"is already past {schedule.total_steps}: it has {counted(state.step, 'step')}"
-        console.line(f"over       {folder.path} {what}; raise num_steps to train on")
+        console.line(is_over)
         return ""
     shards = [] if is_over else context.parallel.shards(context.optimizer)
     world.on_all_ranks(prepare, context, folder, shards)
@@ -179,6 +178,18 @@ def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: 
         how = f"before the first step of this start ({reason}): nothing was lost"
     console.line(f"stopped    {how}")
     return reason
+
+
+def said_if_over(start: StartingPoint) -> str:
+    """Returns the line on a run that has all its steps; "" if it has not."""
+    step = start.state.step
+    if not start.schedule or step < start.schedule.total_steps:
+        return ""
+    what = f"already has all its {counted(step, 'step')}"
+    if step > start.schedule.total_steps:
+        what = f"is already past {start.schedule.total_steps}: it has {counted(step, 'step')}"
+    folder = start.settings.checkpoint.save_ckpt_path
+    return f"over       {folder} {what}; raise num_steps to train on"
 
 
 def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -> None:
@@ -197,7 +208,7 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
             **context.circumstances(),
             "settings": folder.write_settings(resolve.as_yaml(settings)),
             "weights": context.data.shares,
-            "learning_rate": settings.optimizer.learning_rate,
+            "peak_learning_rate": settings.optimizer.learning_rate,
             "seconds_to_start": round(time.time() - settings.began, 1),
             "seconds_of_earlier_commands": round(folder.earlier_seconds, 1),
         }

@@ -155,7 +155,7 @@ def adopt_saved(
     if settings.checkpoint.begins_elsewhere():
         settings = resolve.adopt_model(settings, model, f"{origin.setting} {checkpoint}")
     else:
-        remedy = f"; give these settings again, or another {origin.setting}"
+        remedy = f"; give the values that are there, or another {origin.setting}"
         settings = resolve.with_vocabulary_of(settings, model)
         resolve.check_same_model(settings, model, str(checkpoint), remedy)
     if saved.optimizer != settings.optimizer.optimizer:

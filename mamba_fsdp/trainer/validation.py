@@ -79,6 +79,8 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
         if context.validation_bytes is None:
             context.validation_bytes = world.on_rank0(_bytes_predicted, context, limit)
         whole, parts = measure_sources(sums, context.validation_bytes)
+        if len(context.data.sources) == 1 and len(parts) == 1:
+            parts = {}
         share = whole.tokens / sum(labels)
         logger.validated(step, whole, parts, share, seconds, write_samples(context))
     if not math.isfinite(whole.loss):
@@ -93,7 +95,7 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
 def measure_sources(
     sums: dict[str, LossSums], sizes: dict[str, float]
 ) -> tuple[Measure, dict[str, Measure]]:
-    """Returns the measures of all data together and of each source, of several, that has tokens that count.
+    """Returns the measures of all data together and of each source that has tokens that count.
 
     sizes: the bytes of each source's text; 0: not known, and then not those of all either. Raises UserError if no token
     counts.
@@ -102,7 +104,7 @@ def measure_sources(
     size = sum(sizes.values()) if all(sizes.values()) else 0.0
     parts = {}
     for name, part in sums.items():
-        if len(sums) > 1 and part.weight:
+        if part.weight:
             parts[name] = part.measure(sizes[name])
     return whole.measure(size), parts
 

@@ -25,14 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mamba_fsdp.data.paths import refused_data, tokenizer_in
+from mamba_fsdp.data.paths import refused, refused_data, tokenizer_in
 from mamba_fsdp.data.splits import SPLITS, is_store
 from mamba_fsdp.errors import UserError, install_command
 from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.reporting.console import Console, as_json, say
-from mamba_fsdp.run.names import CHECKPOINTS, SETTINGS, TASK_RESULTS
+from mamba_fsdp.run.names import CHECKPOINTS, STATUS, TASK_RESULTS
 from mamba_fsdp.storage.patience import exists, write_for_user
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def follow_run(run: Path, data: str, options: CommandConfig) -> None:
     from mamba_fsdp.inference.following import follow
     from mamba_fsdp.inference.loading import inference_world
 
-    if not exists(run / SETTINGS):
-        raise UserError(f"--follow: {run} is not the folder of a run that has begun")
+    if not exists(run / STATUS):  # which a run writes first
+        raise refused(run, "a run that has begun")
     if inference_world().size > 1:
         raise UserError("--follow is done by one process; start it without torchrun")
     if options.tasks:

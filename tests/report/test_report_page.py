@@ -90,9 +90,12 @@ def test_a_run_is_read_while_it_is_written(tmp_path):
 
 def test_validations_on_other_data_are_not_joined_and_evaluations_have_charts(tmp_path):
     run = write_run(tmp_path / "run", [4.0, 3.0])
-    losses = [{"step": step, "val_loss": 5.0, "val_source_loss": {"a": 1.0}} for step in range(4)]
+    losses = [
+        {"step": step, "val_loss": 5.0, "val_source_loss": {"a": 1.0, "b": 2.0}}
+        for step in range(4)
+    ]
     append(run / "metrics.jsonl", *losses)
-    starts = [(0, {"a": "x"}), (1, {"a": "y"}), (2, {"a": "y"})]
+    starts = [(0, {"a": "x", "b": "z"}), (1, {"a": "y", "b": "z"}), (2, {"a": "y", "b": "z"})]
     append(
         run / "events.jsonl",
         *({"step": step, "event": "started", "validation": data} for step, data in starts),
@@ -103,6 +106,7 @@ def test_validations_on_other_data_are_not_joined_and_evaluations_have_charts(tm
     curves = curves_of(content_of(page_of(run, out=tmp_path / "page.html")))
     assert curves["loss"][1:] == [{0: 5.0, 1: 5.0}, {20: 3.5, 2: 5.0, 3: 5.0}]
     assert curves["source loss/a"] == [{0: 1.0, 1: 1.0}, {2: 1.0, 3: 1.0}]
+    assert curves["source loss/b"] == [{0: 2.0, 1: 2.0, 2: 2.0, 3: 2.0}]
     assert curves["evaluated/t/acc"] == [{1: 0.5, 2: 0.5}]
 
 

@@ -390,6 +390,8 @@ def test_settings_of_another_version_block_no_start_of_their_run(first_run):
 
 def test_the_recipe_of_a_named_model_is_told():
     assert module.note_on_recipe(resolve()) == []
+    (note,) = module.note_on_recipe(resolve(init_from="x.pth"))
+    assert "learning_rate=0.0003" in note and "the recipe for trained weights (others) in" in note
     (note,) = module.note_on_recipe(resolve(model_name="mamba-130m", batch_size="4"))
     assert note.startswith("seq_length=2048, global_batch_size=256, num_steps=")
     assert ": the recipe mamba-130m in " in note and "batch_size=4" not in note

@@ -89,7 +89,7 @@ def test_what_changes_between_starts_is_recorded_with_its_step(train, tmp_path, 
     starts = [event for event in read_events(run) if event["event"] == "started"]
     assert "changed" not in starts[0] and starts[1]["step"] == 2
     assert "learning_rate=100.0 (before 0.01)" in starts[1]["changed"]
-    facts = {"learning_rate": 100.0, "global_batch": 2, "settings": "config.2.yaml"}
+    facts = {"peak_learning_rate": 100.0, "global_batch": 2, "settings": "config.2.yaml"}
     assert facts.items() <= starts[1].items() and starts[1]["weights"].keys() == {"train"}
     assert "learning_rate: 0.01\n" in (run / starts[0]["settings"]).read_text()
     assert (run / "config.2.yaml").read_text() == (run / "config.yaml").read_text()
@@ -155,7 +155,9 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
     before = (tmp_path / "metrics.jsonl").read_bytes()
     said = train(tmp_path, num_steps=3)
     assert "already has all its 3 steps; raise num_steps to train on" in said
-    assert "is already past 2: it has 3 steps" in train(tmp_path, num_steps=2)
+    for dry_run in (False, True):
+        said = train(tmp_path, num_steps=2, dry_run=dry_run)
+        assert "is already past 2: it has 3 steps" in said
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert read_status(tmp_path)["status"] == "finished"
     assert list(tmp_path.glob("pth/*/consolidated.00.pth"))
