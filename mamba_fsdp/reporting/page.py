@@ -9,12 +9,15 @@ from mamba_fsdp.reporting.charts import make_figure
 from mamba_fsdp.reporting.run_summary import RunSummary, name_runs, summarise_run
 from mamba_fsdp.storage.formats import timestamp
 
-COMPARED = {
-    "validation",
+COMPARED = {  # facts of a start that only programs compare
     "code",
+    "device",
+    "kernels",
     "ranks_per_node",
-    "seconds_to_start",
     "seconds_of_earlier_commands",
+    "seconds_to_start",
+    "torch",
+    "validation",
 }
 PAGE = Path(__file__).with_name("page.html")
 
@@ -50,10 +53,9 @@ def shown_of(events: Sequence[dict]) -> list[dict]:
         if "changed" in event:
             parts["changed"] = event["changed"]
         parts |= {name: value for name, value in event.items() if name not in COMPARED}
-        if isinstance(event.get("weights"), dict):
-            parts["weights"] = ", ".join(
-                f"{name} {part:.3g}" for name, part in event["weights"].items()
-            )
+        weights = event.get("weights")
+        if isinstance(weights, dict):
+            parts["weights"] = ", ".join(f"{name} {share}" for name, share in weights.items())
         shown.append(parts)
     return shown
 

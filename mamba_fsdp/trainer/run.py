@@ -203,11 +203,13 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
             seconds_of_commands(folder.path, settings.began),
             settings.began - context.state.first_started,  # 0 if the run begins anew
         )
+        shares = context.data.shares
+        whole = sum(shares.values())
         facts: dict[str, object] = {
             "from": context.start.begins,
             **context.circumstances(),
             "settings": folder.write_settings(resolve.as_yaml(settings)),
-            "weights": context.data.shares,
+            "weights": {name: round(share / whole, 4) for name, share in shares.items()},
             "peak_learning_rate": settings.optimizer.learning_rate,
             "seconds_to_start": round(time.time() - settings.began, 1),
             "seconds_of_earlier_commands": round(folder.earlier_seconds, 1),
