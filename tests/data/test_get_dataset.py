@@ -316,6 +316,21 @@ def test_another_input_or_setting_than_before_is_refused(prepare, tmp_path):
         prepare(tmp_path / "b.txt", tmp_path / "out")
 
 
+def test_an_unfinished_import_is_kept_from_other_settings(prepare, tmp_path, monkeypatch):
+    """Unless it has failed before anything was recorded: then the command may be corrected."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "words": "b"}\n{"text": 3, "words": "c"}')
+    with pytest.raises(UserError, match="'text' is int"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(os, "fsync", dies_after(1))
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", text_column="words")
+    refused = "shard_tokens was .* --text_column=words .*resumes it .*remove .*out, or give"
+    with pytest.raises(UserError, match=refused):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", text_column="words", shard_tokens=9)
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", text_column="words")
+    assert read_back(tmp_path / "out/train") == ["b", "c"]
+
+
 def test_an_input_and_a_tokenizer_are_known_by_their_places(
     prepare, tmp_path, monkeypatch, tokenizer, capsys
 ):
