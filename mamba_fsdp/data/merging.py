@@ -84,9 +84,20 @@ def merge(
         print(
             f"{path}: {counted(store.token_count, 'token')} in {counted(store.document_count, 'document')}"
         )
+    _tell_of_unequal_shares(files, options)
     empty = sum(state.empty for _, state in parts)
     write_settings(out / MADE, {**settings, "unreadable": list(unreadable)})
     print(f"vocabulary {tokenizer.vocab_size:,}; empty documents left out: {empty:,}")
+
+
+def _tell_of_unequal_shares(files: dict[str, list[WrittenFile]], options: DatasetConfig) -> None:
+    tokens = {name: sum(file.entry.tokens for file in files[name]) for name in files}
+    share = tokens.get("validation", 0) / sum(tokens.values())
+    if options.splits == "held_out" and share > 2 * options.validation_fraction:
+        print(
+            f"validation has {share:.0%} of the tokens, not {options.validation_fraction:.2g}: whole documents are held "
+            "out, and their lengths differ much; --documents or another --validation_fraction changes that"
+        )
 
 
 def exact(fraction: float) -> Fraction:

@@ -210,8 +210,7 @@ class StoreWriter:
         tokens = np.asarray(tokens)
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             raise UserError(
-                f"{self.path}: token ids from {tokens.min()} to {tokens.max()}, but the vocabulary has {self.vocab_size}; "
-                "name the tokenizer that made them with --tokenizer, or their --vocab_size, or the --dtype of flat files"
+                f"{self.path}: token ids from {tokens.min()} to {tokens.max()}, but the vocabulary has {self.vocab_size}"
             )
         while len(tokens):
             end = max(1, self.shard_tokens - self.state.tokens)

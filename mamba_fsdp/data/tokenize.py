@@ -295,7 +295,9 @@ class _Part:
         self.share.unreadable = state.unreadable
         pace = Pace(self.share.files)
         # Readers of token ids know the eos by its id alone.
-        options = replace(self.options, eos_token=str(tokenizer.eos))
+        options = replace(
+            self.options, eos_token=str(tokenizer.eos), vocab_size=tokenizer.vocab_size
+        )
         batches = read_batches(self.share, options, BATCH_SIZE, state.position)
         console = Console()
         tokens_before = sum(written.total() for written in state.stores.values())

@@ -193,7 +193,7 @@ class NoTokenizer(TextTokenizer):
         self.prefix = []
         self.eos = int(eos_token or -1)
         self.separators = [self.eos]
-        self.vocab_size = max(vocab_size, self.eos + 1)
+        self.vocab_size = vocab_size
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
         """Raises UserError if there are any texts."""

@@ -85,12 +85,17 @@ class DatasetConfig:
             needs_eos = self.pack != "none"
             if not self.eos_token.isdecimal() and (self.eos_token or needs_eos):
                 raise UserError(
-                    "--tokenizer=none: give the token id that ends documents, as in --eos_token=0, or "
-                    "--pack=none, which adds no token to the rows"
+                    f"--tokenizer=none: eos_token {self.eos_token!r} is no token id; give the token id that ends documents, "
+                    "as in --eos_token=0, or --pack=none, which adds no token to the rows"
                 )
             if not self.vocab_size:
                 raise UserError(
                     "--tokenizer=none: give --vocab_size=N too, one more than the largest token id"
+                )
+            if self.eos_token and int(self.eos_token) >= self.vocab_size:
+                raise UserError(
+                    f"--eos_token={self.eos_token} is beyond --vocab_size={self.vocab_size}, which is one more than the "
+                    "largest token id"
                 )
         if self.bos and (self.tokenizer == "none" or self.tokenizer.startswith("train:")):
             raise UserError(

@@ -147,7 +147,9 @@ def show_checkpoint(place: Place, verify: bool) -> int:
 
 def show_input(place: Place) -> None:
     """Prints what get_dataset.py would read, with the fields of the first row and its command for them."""
-    from mamba_fsdp.data.sample import first_row, likely_text  # imports datasets, which is slow
+    # These import datasets, which is slow.
+    from mamba_fsdp.data.json_records import are_token_ids
+    from mamba_fsdp.data.sample import first_row, likely_text
 
     options = DatasetConfig()
     files = find_files(str(place.path), options)
@@ -160,6 +162,8 @@ def show_input(place: Place) -> None:
     column = ""
     if options.text_column not in fields and likely_text(fields):
         column = f" --text_column={likely_text(fields)}"
+        if are_token_ids(fields.get(likely_text(fields))):
+            column += " --tokenizer=PATH"
     say("to use it", f"{import_command(place.path)}{column}" if fields else place.use)
 
 
