@@ -92,7 +92,7 @@ class DatasetConfig:
                 raise UserError(
                     "--tokenizer=none: give --vocab_size=N too, one more than the largest token id"
                 )
-            if self.eos_token and int(self.eos_token) >= self.vocab_size:
+            if int(self.eos_token or 0) >= self.vocab_size:
                 raise UserError(
                     f"--eos_token={self.eos_token} is beyond --vocab_size={self.vocab_size}, which is one more than the "
                     "largest token id"

@@ -147,9 +147,7 @@ def show_checkpoint(place: Place, verify: bool) -> int:
 
 def show_input(place: Place) -> None:
     """Prints what get_dataset.py would read, with the fields of the first row and its command for them."""
-    # These import datasets, which is slow.
-    from mamba_fsdp.data.json_records import are_token_ids
-    from mamba_fsdp.data.sample import first_row, likely_text
+    from mamba_fsdp.data.sample import first_row, likely_text  # imports datasets, which is slow
 
     options = DatasetConfig()
     files = find_files(str(place.path), options)
@@ -162,7 +160,7 @@ def show_input(place: Place) -> None:
     column = ""
     if options.text_column not in fields and likely_text(fields):
         column = f" --text_column={likely_text(fields)}"
-        if are_token_ids(fields.get(likely_text(fields))):
+        if isinstance(fields[likely_text(fields)], list):  # of token ids
             column += " --tokenizer=PATH"
     say("to use it", f"{import_command(place.path)}{column}" if fields else place.use)
 

@@ -70,14 +70,19 @@ def test_the_share_held_out_is_exact_and_does_not_depend_on_batches(count, fract
     assert abs(whole.sum() - count * fraction) <= 1
 
 
-def test_documents_are_held_out_by_their_numbers(prepare, tmp_path, monkeypatch, texts):
-    """And lost to neither store."""
+def test_documents_are_held_out_by_their_numbers(prepare, tmp_path, monkeypatch, capsys, texts):
+    """And lost to neither store. A line says if these are far more than their share of the tokens."""
     monkeypatch.setattr(tokenize, "BATCH_SIZE", 300)
     write_records(tmp_path / "a.jsonl", texts)
     prepare(tmp_path / "a.jsonl", tmp_path / "out", validation_fraction=0.1)
     chosen = for_validation(np.arange(len(texts)), 0.1).tolist()
     assert read_back(tmp_path / "out/validation") == list(itertools.compress(texts, chosen))
     assert len(read_back(tmp_path / "out/train")) == len(texts) - sum(chosen) == 54
+    assert "its share" not in capsys.readouterr().out
+    unequal = [(2000 if is_chosen else 1) * "a b " for is_chosen in chosen]
+    write_records(tmp_path / "b.jsonl", unequal)
+    prepare(tmp_path / "b.jsonl", tmp_path / "unequal", validation_fraction=0.1)
+    assert "validation has more than twice its share" in capsys.readouterr().out
 
 
 def test_of_one_document_the_end_is_held_out(prepare, tmp_path, texts, capsys):
