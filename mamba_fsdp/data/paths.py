@@ -24,7 +24,7 @@ from mamba_fsdp.run.names import (
     step_of,
 )
 from mamba_fsdp.storage.patience import exists, is_file, is_folder, names_in
-from mamba_fsdp.storage.signatures import OF_IDS, POINTERS, Signature, content_of
+from mamba_fsdp.storage.signatures import BINARY, OF_IDS, POINTERS, Signature, content_of
 
 PROGRESS = ".progress"  # in a folder that get_dataset.py has not finished
 BEGUN = f"{PROGRESS}/begun.json"
@@ -45,7 +45,7 @@ TOKENIZER_FILES = (
 WANTED = (  # of --tokenizer
     "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
 )
-NO_TOKENIZER = "--tokenizer=none --eos_token=ID --vocab_size=N"
+ITS_TOKENIZER = " --tokenizer=PATH"
 INPUT_WORDS = {  # by kind; else text
     "arrow": "Arrow tables",
     "datalayout": "Composer's DataLayout",
@@ -126,9 +126,10 @@ def refused_data(path: str | Path, text_options: str = "") -> UserError:
     place = what_is(path)
     use = place.use
     if place.kind == "input":
-        use = f"make one of it: {use.partition(' makes')[0]}"
+        making = use.partition(" makes")[0]
         if text_options:
-            use = f"make one of it: {import_command(path)}{text_options}"
+            making = making.removesuffix(ITS_TOKENIZER)
+        use = f"make one of it: {making}{text_options}"
     if place.kind == "nothing" and not use:
         use = f"make a token store there: {import_command('INPUT', str(path))}"
     if not use:
@@ -433,15 +434,14 @@ def _other_folder(path: Path) -> Place:
 def _use_of_input(path: Path, file: Path) -> str:
     """Returns what makes token stores of `path`, with the options that its `file` needs."""
     kind = _kind_of(file)
+    making = import_command(path)
     if kind not in INPUT_WORDS or kind == "arrow":
-        return f"{import_command(path)} makes token stores of it"
-    options = "--tokenizer=PATH"
-    found = _content(file)
-    if kind == "ids" and (found is None or found.name not in OF_IDS[:2]):
-        options += " --dtype=TYPE"
+        return f"{making} makes token stores of it"
+    if kind == "ids" and _content(file) in (None, BINARY):  # without a header
+        making += " --dtype=TYPE"
     return (
-        f"{import_command(path)} {options} makes token stores of it, with the tokenizer that made the ids, "
-        f"or {NO_TOKENIZER} in its place"
+        f"{making}{ITS_TOKENIZER} makes token stores of it, with the tokenizer that made the ids, or "
+        "--tokenizer=none --eos_token=ID --vocab_size=N in its place"
     )
 
 

@@ -207,11 +207,12 @@ class _Part:
 
     def _has_begun(self, settings: dict[str, Any]) -> bool:
         """Returns whether an import with these settings has begun in OUT. Raises UserError if one with others has."""
-        remedy = (
+        return records_settings(
+            self.out / BEGUN,
+            settings,
             f"{what_is(self.out).use} if the input and the tokenizer are as they were; to begin anew, remove {self.out}, "
-            "or give --overwrite"
+            "or give --overwrite",
         )
-        return records_settings(self.out / BEGUN, settings, remedy)
 
     def _forget_failed_start(self) -> None:
         """Removes what this start left, if it has failed before anything was recorded: whoever corrects the command is

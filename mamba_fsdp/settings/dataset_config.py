@@ -92,11 +92,6 @@ class DatasetConfig:
                 raise UserError(
                     "--tokenizer=none: give --vocab_size=N too, one more than the largest token id"
                 )
-            if int(self.eos_token or 0) >= self.vocab_size:
-                raise UserError(
-                    f"--eos_token={self.eos_token} is beyond --vocab_size={self.vocab_size}, which is one more than the "
-                    "largest token id"
-                )
         if self.bos and (self.tokenizer == "none" or self.tokenizer.startswith("train:")):
             raise UserError(
                 f"--bos=true is for a tokenizer that has a bos; --tokenizer={self.tokenizer} has none"

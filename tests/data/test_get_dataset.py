@@ -290,9 +290,9 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
     write_records(tmp_path / "a.jsonl", texts)
 
     def full(_):
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device", "hidden")
 
-    told = "No space left.*fix that, then the same command resumes"
+    told = "^[^ ]*/out: can't be written .No space left.*fix that, then the same command resumes"
     with monkeypatch.context() as patched, pytest.raises(UserError, match=told):
         patched.setattr(os, "fsync", full)
         prepare(tmp_path / "a.jsonl", tmp_path / "out")

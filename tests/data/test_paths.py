@@ -78,7 +78,7 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "saved": ("input", "a folder that the library datasets saved"),
     "rows.jsonl": ("input", "get_dataset.py rows.jsonl OUT"),
     "ids.npy": ("input", "get_dataset.py ids.npy OUT --tokenizer=PATH makes"),
-    "flat.bin": ("input", "OUT --tokenizer=PATH --dtype=TYPE makes"),
+    "flat.bin": ("input", "OUT --dtype=TYPE --tokenizer=PATH makes"),
     "arch.tar.gz": ("foreign", "tar xf arch.tar.gz -C arch"),
     "arch.zip": ("foreign", "unzip arch.zip -d arch"),
     "notes": ("other", "get_dataset.py notes OUT --format=text"),
