@@ -287,8 +287,10 @@ def _with_a_kind(name: str, kinds: dict[Path, str | None]) -> list[Path]:
     unknown = [path for path, kind in kinds.items() if not kind]
     remedy = _named_content(unknown)
     if not files:
-        remedy = remedy or "--format=text takes every file as text"
-        raise UserError(f"{name}: no file named {', '.join(KINDS)} there; {remedy}")
+        raise UserError(
+            remedy
+            or f"{name}: no file named {', '.join(KINDS)} there; --format=text takes every file as text"
+        )
     if unknown:
         remedy = remedy or "--format=text takes all as text, or one that you name"
         print(

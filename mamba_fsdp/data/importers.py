@@ -182,7 +182,7 @@ def _mapped(path: str | Path, dtype: Any, count: int, source: str, offset: int =
     if size != offset + count * dtype.itemsize or not count:
         raise ValueError(
             f"{size} bytes, but {source} says {counted(count, 'token')} of {counted(dtype.itemsize, 'byte')}; copy "
-            "again what is cut short"
+            "again what is cut short, or belongs to another file"
         )
     return np.memmap(path, dtype, "r", offset)
 
@@ -225,9 +225,13 @@ def _flat_ids(name: str, dtype: str) -> np.ndarray:
         ids = _mapped(name, LLM_C_TYPES[magic], count, "its header", LLM_C_HEADER)
     else:
         raise ValueError(f"it is {found.title}; {found.advice(name)}")
-    if dtype not in ("auto", ids.dtype.name):
-        raise ValueError(f"its header says {ids.dtype.name}: leave out --dtype={dtype}")
+    _check_dtype(ids, dtype, "header")
     return ids
+
+
+def _check_dtype(ids: np.ndarray, dtype: str, source: str) -> None:
+    if dtype not in ("auto", ids.dtype.name):
+        raise ValueError(f"its {source} says {ids.dtype.name}: leave out --dtype={dtype}")
 
 
 def _ids_without_header(name: str, dtype: str) -> np.ndarray:
@@ -277,6 +281,7 @@ def megatron_documents(file: InputFile, options: DatasetConfig) -> Iterator[Docu
     dtype, lengths, offsets, documents = _megatron_index(index)
     starts = np.append(0, np.cumsum(lengths, dtype=np.int64))
     ids = _mapped(path, dtype, int(starts[-1]), index.name)
+    _check_dtype(ids, options.dtype, "index")
     is_in_order = np.array_equal(starts[:-1] * ids.itemsize, offsets)
     is_whole = len(documents) and documents[0] == 0 and documents[-1] == len(lengths)
     if not (is_in_order and is_whole and (np.diff(documents) >= 0).all()):

@@ -73,6 +73,7 @@ def merge(
         raise UserError("the input holds no text")
     if files.get("validation") == []:
         _hold_out_end(files, parts[-1][0] / "held_out", tokenizer, options)
+    counts = {}
     for name in files:
         path = out / name
         # A process that was killed while it wrote them left these.
@@ -81,8 +82,15 @@ def merge(
         tokenizer.save(path / "tokenizer")
         entries = _move_into(path, files[name])
         store = writer_of(path, tokenizer, options, WriterState(entries)).finish()
+        counts[name] = store.token_count
         print(
             f"{path}: {counted(store.token_count, 'token')} in {counted(store.document_count, 'document')}"
+        )
+    most = max(2, 2 * options.validation_fraction * sum(counts.values()))  # an end has at least 2
+    if options.splits == "held_out" and counts.get("validation", 0) > most:
+        print(
+            "validation has more than twice its share: whole documents are held out, and they are few or of unequal "
+            "lengths; in text, --documents=lines makes shorter ones"
         )
     empty = sum(state.empty for _, state in parts)
     write_settings(out / MADE, {**settings, "unreadable": list(unreadable)})

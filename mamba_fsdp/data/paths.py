@@ -24,7 +24,7 @@ from mamba_fsdp.run.names import (
     step_of,
 )
 from mamba_fsdp.storage.patience import exists, is_file, is_folder, names_in
-from mamba_fsdp.storage.signatures import OF_IDS, POINTERS, Signature, content_of
+from mamba_fsdp.storage.signatures import BINARY, OF_IDS, POINTERS, Signature, content_of
 
 PROGRESS = ".progress"  # in a folder that get_dataset.py has not finished
 BEGUN = f"{PROGRESS}/begun.json"
@@ -45,6 +45,7 @@ TOKENIZER_FILES = (
 WANTED = (  # of --tokenizer
     "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
 )
+ITS_TOKENIZER = " --tokenizer=PATH"
 INPUT_WORDS = {  # by kind; else text
     "arrow": "Arrow tables",
     "datalayout": "Composer's DataLayout",
@@ -125,7 +126,10 @@ def refused_data(path: str | Path, text_options: str = "") -> UserError:
     place = what_is(path)
     use = place.use
     if place.kind == "input":
-        use = f"make one of it: {import_command(path)}{text_options}"
+        making = use.partition(" makes")[0]
+        if text_options:
+            making = making.removesuffix(ITS_TOKENIZER)
+        use = f"make one of it: {making}{text_options}"
     if place.kind == "nothing" and not use:
         use = f"make a token store there: {import_command('INPUT', str(path))}"
     if not use:
@@ -267,7 +271,7 @@ def _input_file(path: Path) -> Place | None:
     kind = _kind_of(path)
     if not kind:
         return None
-    return Place(path, "input", INPUT_WORDS.get(kind, "text"), _use_of_input(path))
+    return Place(path, "input", INPUT_WORDS.get(kind, "text"), _use_of_input(path, path))
 
 
 def _other_file(path: Path) -> Place:
@@ -409,11 +413,11 @@ def _runs(path: Path) -> Place | None:
 def _input_folder(path: Path) -> Place | None:
     if _has(path, "dataset_dict.json", "dataset_info.json"):
         words = "a folder that the library datasets saved"
-        return Place(path, "input", words, _use_of_input(path))
+        return Place(path, "input", words, _use_of_input(path, path))
     for file in itertools.islice(_files_below(path), MOST_LOOKED_AT):
         if kind := _kind_of(file):
             words = f"a folder of {INPUT_WORDS.get(kind, 'text')}"
-            return Place(path, "input", words, _use_of_input(path))
+            return Place(path, "input", words, _use_of_input(path, file))
     return None
 
 
@@ -427,8 +431,18 @@ def _other_folder(path: Path) -> Place:
 # ---------------------------------------------------------------- words
 
 
-def _use_of_input(path: Path) -> str:
-    return f"{import_command(path)} makes token stores of it"
+def _use_of_input(path: Path, file: Path) -> str:
+    """Returns what makes token stores of `path`, with the options that its `file` needs."""
+    kind = _kind_of(file)
+    making = import_command(path)
+    if kind not in INPUT_WORDS or kind == "arrow":
+        return f"{making} makes token stores of it"
+    if kind == "ids" and _content(file) in (None, BINARY):  # without a header
+        making += " --dtype=TYPE"
+    return (
+        f"{making}{ITS_TOKENIZER} makes token stores of it, with the tokenizer that made the ids, or "
+        "--tokenizer=none --eos_token=ID --vocab_size=N in its place"
+    )
 
 
 def _use_of_model(path: Path) -> str:

@@ -76,9 +76,13 @@ def write_settings(path: Path, settings: dict[str, Any]) -> None:
     write_object(path, {**DATASET.header(), **settings})
 
 
-def records_settings(path: Path, settings: dict[str, Any]) -> bool:
-    """Returns whether the file is there and records these settings. Raises UserError if it records others. Ignores
-    settings that an earlier version did not have."""
+def records_settings(
+    path: Path,
+    settings: dict[str, Any],
+    remedy: str = "choose another folder, or give --overwrite",
+) -> bool:
+    """Returns whether the file is there and records these settings. Raises UserError, which ends in `remedy`, if it
+    records others. Ignores settings that an earlier version did not have."""
     try:
         recorded = read_object(path, dict[str, Any], START_AGAIN, DATASET)
     except FileNotFoundError:
@@ -89,8 +93,7 @@ def records_settings(path: Path, settings: dict[str, Any]) -> bool:
             before = resolved(before)
         if before != value:
             raise UserError(
-                f"{path}: made with other settings: {_difference(name, before, value)}; choose another folder, or give "
-                "--overwrite"
+                f"{path}: made with other settings: {_difference(name, before, value)}; {remedy}"
             )
     return True
 

@@ -149,7 +149,8 @@ def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document]
     try:
         if file.kind in TABLES:
             _check_head(file)
-        yield from map(_checked, READERS[file.kind](file, options))
+        for document in READERS[file.kind](file, options):
+            yield _checked(document, options.vocab_size)
     except Exception as error:  # the libraries raise whatever a file runs into
         reason = getattr(error, "strerror", None) or first_line(error)[:LONGEST_REASON]
         if isinstance(error, (NulByte, UnicodeDecodeError)):
@@ -217,12 +218,19 @@ def _unreadable_files(files: list[InputFile], options: DatasetConfig) -> Iterato
             yield file.name
 
 
-def _checked(document: Document) -> Document:
-    """Returns the document, emptied if it is only white space. Raises ValueError for a text that is too long."""
-    if isinstance(document.content, str):
-        _check_length(document.content)
-        if document.content.isspace():
+def _checked(document: Document, vocab_size: int) -> Document:
+    """Returns the document, emptied if it is only white space. Raises ValueError for a text that is too long, and for
+    token ids outside the vocabulary, if that is known."""
+    content = document.content
+    if isinstance(content, str):
+        _check_length(content)
+        if content.isspace():
             return Document("")
+    elif vocab_size and len(content) and not 0 <= content.min() <= content.max() < vocab_size:
+        raise ValueError(
+            f"token ids from {content.min()} to {content.max()}, but the vocabulary has {vocab_size}; name the tokenizer "
+            "that made them with --tokenizer, or their --vocab_size, or the --dtype of flat files"
+        )
     return document
 
 

@@ -183,7 +183,7 @@ def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
 class StoreWriter:
     """Writes a store. After `flush`, `state` says what is durable, and a new writer can resume from it.
 
-    Raises OSError as the disk does, UserError for tokens outside the vocabulary and documents of 2**31 tokens or more.
+    Raises OSError as the disk does, UserError for documents of 2**31 tokens or more.
     """
 
     path: Path
@@ -208,11 +208,7 @@ class StoreWriter:
         """Appends `tokens` (n,), integers. Each eos ends a document; the next call continues a document without an
         end."""
         tokens = np.asarray(tokens)
-        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
-            raise UserError(
-                f"{self.path}: token ids from {tokens.min()} to {tokens.max()}, but the vocabulary has {self.vocab_size}; "
-                "name the tokenizer that made them with --tokenizer, or their --vocab_size, or the --dtype of flat files"
-            )
+        assert not len(tokens) or 0 <= tokens.min() <= tokens.max() < self.vocab_size
         while len(tokens):
             end = max(1, self.shard_tokens - self.state.tokens)
             if self.whole:  # the document that fills the file is written to its end

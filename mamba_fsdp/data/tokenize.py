@@ -28,7 +28,7 @@ from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.corpus import Document, InputFile, describe, find_files, is_local
 from mamba_fsdp.data.losses import check_losses
 from mamba_fsdp.data.merging import exact, merge, writer_of
-from mamba_fsdp.data.paths import BEGUN, PROGRESS, check_input
+from mamba_fsdp.data.paths import BEGUN, PROGRESS, check_input, what_is
 from mamba_fsdp.data.progress import (
     MADE,
     START_AGAIN,
@@ -95,9 +95,8 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     except UnreadableFile as error:
         raise name_unreadable(error, files, options) from error
     except OSError as error:
-        place = error.filename or out
         raise UserError(
-            f"{place}: can't be written ({error.strerror}); fix that, then the same command resumes"
+            f"{out}: can't be written ({error.strerror}); fix that, then the same command resumes"
         ) from error
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; the same command resumes from here", file=sys.stderr)
@@ -178,20 +177,22 @@ class _Part:
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
         lease.take(print, IN_USE)
         with contextlib.closing(lease):
+            settings = {**self.settings, "parts": self.count}
+            self._has_begun(settings)
             if not self.options.skip_unreadable:
                 check_content(self.share.files)
-            self._forget_failed_start()
             tokenizer = self._tokenizer()
-            settings = {
-                **self.settings,
-                "parts": self.count,
-                "tokenizer_identity": tokenizer.identity,
-            }
-            if not records_settings(self.out / BEGUN, settings):
+            settings["tokenizer_identity"] = tokenizer.identity
+            if not self._has_begun(settings):
                 write_settings(self.out / BEGUN, {**settings, "command": self.command})
             self.state = state_in(self.folder)
             if not self.state.finished:
-                self._tokenize(tokenizer, lease)
+                try:
+                    self._tokenize(tokenizer, lease)
+                except UserError:
+                    if lease.is_held():
+                        self._forget_failed_start()
+                    raise
         states = [state_in(folder) for folder in self.folders]
         unfinished = [str(number) for number, state in enumerate(states) if not state.finished]
         if not unfinished:
@@ -204,19 +205,22 @@ class _Part:
         )
         return False
 
+    def _has_begun(self, settings: dict[str, Any]) -> bool:
+        """Returns whether an import with these settings has begun in OUT. Raises UserError if one with others has."""
+        return records_settings(
+            self.out / BEGUN,
+            settings,
+            f"{what_is(self.out).use} if the input and the tokenizer are as they were; to begin anew, remove {self.out}, "
+            "or give --overwrite",
+        )
+
     def _forget_failed_start(self) -> None:
-        """Removes what a start with other settings left, if it has failed before anything was written: whoever corrects
-        the command is not asked to choose another folder."""
-        progress = self.out / PROGRESS
-        parts = {path.parent.name for path in progress.glob("*-of-*/*")}
-        if parts - {self.folder.name} or (self.folder / STATE).exists():
-            return
-        try:
-            records_settings(self.out / BEGUN, {**self.settings, "parts": self.count})
-        except UserError:
+        """Removes what this start left, if it has failed before anything was recorded: whoever corrects the command is
+        not asked to choose another folder."""
+        parts = {path.parent.name for path in (self.out / PROGRESS).glob("*-of-*/*")}
+        if parts == {self.folder.name} and not (self.folder / STATE).exists():
             (self.out / BEGUN).unlink()
             shutil.rmtree(self.folder)
-            self.folder.mkdir()
 
     def _merge(self, states: list[PartState], tokenizer: TextTokenizer) -> None:
         """Merges all parts, or waits until another part's process has done it."""
@@ -292,7 +296,9 @@ class _Part:
         self.share.unreadable = state.unreadable
         pace = Pace(self.share.files)
         # Readers of token ids know the eos by its id alone.
-        options = replace(self.options, eos_token=str(tokenizer.eos))
+        options = replace(
+            self.options, eos_token=str(tokenizer.eos), vocab_size=tokenizer.vocab_size
+        )
         batches = read_batches(self.share, options, BATCH_SIZE, state.position)
         console = Console()
         tokens_before = sum(written.total() for written in state.stores.values())

@@ -184,7 +184,8 @@ class TextTokenizer:
 
 
 class NoTokenizer(TextTokenizer):
-    """The tokenizer of token ids that come without one. Its backend is None; its eos is -1 if none is known."""
+    """The tokenizer of token ids that come without one. Its backend is None; its eos is -1 if none is known.
+    Raises UserError if the eos is outside the vocabulary."""
 
     def __init__(self, eos_token: str, vocab_size: int):
         self.identity = ""
@@ -193,7 +194,11 @@ class NoTokenizer(TextTokenizer):
         self.prefix = []
         self.eos = int(eos_token or -1)
         self.separators = [self.eos]
-        self.vocab_size = max(vocab_size, self.eos + 1)
+        self.vocab_size = vocab_size
+        if self.eos >= vocab_size:
+            raise UserError(
+                f"--eos_token={eos_token} is beyond --vocab_size={vocab_size}, which is one more than the largest token id"
+            )
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
         """Raises UserError if there are any texts."""

@@ -85,8 +85,8 @@ class DatasetConfig:
             needs_eos = self.pack != "none"
             if not self.eos_token.isdecimal() and (self.eos_token or needs_eos):
                 raise UserError(
-                    "--tokenizer=none: give the token id that ends documents, as in --eos_token=0, or "
-                    "--pack=none, which adds no token to the rows"
+                    f"--tokenizer=none: eos_token {self.eos_token!r} is no token id; give the token id that ends documents, "
+                    "as in --eos_token=0, or --pack=none, which adds no token to the rows"
                 )
             if not self.vocab_size:
                 raise UserError(

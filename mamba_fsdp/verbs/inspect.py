@@ -158,8 +158,11 @@ def show_input(place: Place) -> None:
     for name, value in fields.items():
         say("field", f"{name}: {value!r}"[:SAMPLE_WIDTH])
     column = ""
-    if options.text_column not in fields and likely_text(fields):
-        column = f" --text_column={likely_text(fields)}"
+    likely = likely_text(fields)
+    if options.text_column not in fields and likely:
+        column = f" --text_column={likely}"
+        if isinstance(fields[likely], list):  # of token ids
+            column += " --tokenizer=PATH"
     say("to use it", f"{import_command(place.path)}{column}" if fields else place.use)
 
 

@@ -70,14 +70,19 @@ def test_the_share_held_out_is_exact_and_does_not_depend_on_batches(count, fract
     assert abs(whole.sum() - count * fraction) <= 1
 
 
-def test_documents_are_held_out_by_their_numbers(prepare, tmp_path, monkeypatch, texts):
-    """And lost to neither store."""
+def test_documents_are_held_out_by_their_numbers(prepare, tmp_path, monkeypatch, capsys, texts):
+    """And lost to neither store. A line says if these are far more than their share of the tokens."""
     monkeypatch.setattr(tokenize, "BATCH_SIZE", 300)
     write_records(tmp_path / "a.jsonl", texts)
     prepare(tmp_path / "a.jsonl", tmp_path / "out", validation_fraction=0.1)
     chosen = for_validation(np.arange(len(texts)), 0.1).tolist()
     assert read_back(tmp_path / "out/validation") == list(itertools.compress(texts, chosen))
     assert len(read_back(tmp_path / "out/train")) == len(texts) - sum(chosen) == 54
+    assert "its share" not in capsys.readouterr().out
+    unequal = [(2000 if is_chosen else 1) * "a b " for is_chosen in chosen]
+    write_records(tmp_path / "b.jsonl", unequal)
+    prepare(tmp_path / "b.jsonl", tmp_path / "unequal", validation_fraction=0.1)
+    assert "validation has more than twice its share" in capsys.readouterr().out
 
 
 def test_of_one_document_the_end_is_held_out(prepare, tmp_path, texts, capsys):
@@ -285,9 +290,9 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
     write_records(tmp_path / "a.jsonl", texts)
 
     def full(_):
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device", "hidden")
 
-    told = "No space left.*fix that, then the same command resumes"
+    told = "^[^ ]*/out: can't be written .No space left.*fix that, then the same command resumes"
     with monkeypatch.context() as patched, pytest.raises(UserError, match=told):
         patched.setattr(os, "fsync", full)
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
@@ -314,6 +319,21 @@ def test_another_input_or_setting_than_before_is_refused(prepare, tmp_path):
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
     with pytest.raises(UserError, match="input: place was .*a.txt and is .*b.txt; choose"):
         prepare(tmp_path / "b.txt", tmp_path / "out")
+
+
+def test_an_unfinished_import_is_kept_from_other_settings(prepare, tmp_path, monkeypatch):
+    """Unless it has failed before anything was recorded: then the command may be corrected."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "words": "b"}\n{"text": 3, "words": "c"}')
+    with pytest.raises(UserError, match="'text' is int"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(os, "fsync", dies_after(1))
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", text_column="words")
+    refused = "shard_tokens was .* --text_column=words .*resumes it .*remove .*out, or give"
+    with pytest.raises(UserError, match=refused):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", text_column="words", shard_tokens=9)
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", text_column="words")
+    assert read_back(tmp_path / "out/train") == ["b", "c"]
 
 
 def test_an_input_and_a_tokenizer_are_known_by_their_places(

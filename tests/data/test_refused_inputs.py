@@ -110,6 +110,8 @@ MISTAKES = {  # words of the command: what is said
     "texts out --tokenizer=train:many": "at least 257",
     "texts out --tokenizer=train:1e12": "at most 16,777,216",
     "texts out --tokenizer=none": "give the token id that ends documents",
+    "texts out --tokenizer=none --eos_token=-1": "eos_token '-1' is no token id; give",
+    f"large out {IDS} --eos_token=300": "--eos_token=300 is beyond --vocab_size=300",
     f"texts out {IDS}": "the input holds text, but --tokenizer=none is for token ids",
     "large out": "holds token ids; name the tokenizer that made them",
     "texts out --documents=pages": "write file, lines",
@@ -132,10 +134,11 @@ MISTAKES = {  # words of the command: what is said
     f"llm_c.bin out {IDS}": "1028 bytes, but its header says 3 tokens of 2 bytes",
     f"cut.npy out {IDS}": "it is cut short, or no plain array",
     f"floats.npy out {IDS}": "it is an array of float64 in 1 dimension",
+    f"typed.bin out {IDS} --dtype=uint16": "its index says int32: leave out --dtype=uint16",
     f"cut.bin out {IDS}": "10 bytes, but cut.idx says 3 tokens of 4 bytes",
     f"cut_index.bin out {IDS}": "cut_index.idx is cut short, or not an index of Megatron's",
     f"disorder.bin out {IDS}": "disorder.idx does not list its documents one after the other",
-    "cut.idx out": "cut.idx is an index of Megatron's; name the .bin next to it",
+    "cut.idx out": "error: cut.idx is an index of Megatron's; name the .bin next to it",
     "chunks out": "chunks: a folder of litdata's chunks",
     f"chunks/a.bin out {IDS} --dtype=uint16": "index.json next to it says that it is not a flat file",
     "tokens.bin out --format=text": "is 0x00: binary data, not text; if it holds token ids",
@@ -180,7 +183,7 @@ MISTAKES = {  # words of the command: what is said
     f"counts.parquet out {IDS}": "there is no column 'text'; it has: content, tokens",
     f"counts_alone out {IDS}": "the column holds int64, not text or lists of token ids",
     "numbers out": "the column holds double, not text",
-    f"large out {IDS}": "token ids from 0 to 300, but the vocabulary has 300",
+    f"large out {IDS}": "arrow: can't be read as arrow: token ids from 1 to 300, but the vocabulary has 300",
 }
 
 
@@ -203,7 +206,7 @@ def inputs(tmp_path_factory):
     write_llm_c(folder / "llm_c.bin", [5, 6, 7])
     np.save(folder / "cut.npy", [5, 6, 7])
     np.save(folder / "floats.npy", [0.5])
-    for name in ("cut.bin", "cut_index.bin", "disorder.bin"):
+    for name in ("cut.bin", "cut_index.bin", "disorder.bin", "typed.bin"):
         write_megatron(folder / name, [[5, 6, 7]])
     for name in ("llm_c.bin", "cut.npy", "cut.bin", "cut_index.idx"):
         os.truncate(folder / name, (folder / name).stat().st_size - 2)
