@@ -21,8 +21,8 @@ def train(
 ) -> "Trained":
     """Trains in this process and returns how that ended: `folder`, the run's; `stopped`, why it stopped before its last
     step, such as SIGTERM, else "" (a loop over trainings looks at it); `last`, the latest value of each key of
-    metrics.jsonl, such as val_loss. The result can be used as a path, as in mamba_fsdp.load: it means the folder. The
-    same call again resumes.
+    metrics.jsonl, such as val_loss. The result can be used as a path, as in mamba_fsdp.load: it means the folder.
+    The same call again resumes.
 
     settings: as training.py takes them, such as num_steps=100, dataset_path="data/mine". config: a YAML file
     or a ready run. on_record: rank 0 calls it with each entry of metrics.jsonl, a dict, once that is written; if it
