@@ -71,7 +71,7 @@ class StartFolder:
                 os.unlink(os.path.join(self.path, name))
 
     def remove(self) -> None:
-        """Removes the folder, those of killed starts before, and the one of all starts if it is empty then."""
+        """Removes the folder and those of killed starts; if none is left, the folder of all starts too."""
         for folder in [self.path, *self.killed_starts()]:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -80,8 +80,8 @@ class StartFolder:
             shutil.rmtree(self.run_folder, ignore_errors=True)
 
     def killed_starts(self) -> List[str]:
-        """Returns the folders of the job's starts before this one or, without a job, of those of this machine's
-        processes that have ended."""
+        """Returns the folders that killed starts have left: earlier ones of this job or, without a job, those of this
+        machine's processes that have ended."""
         job, _, _ = self.name.rpartition(".")
         if job:
             return glob.glob(os.path.join(glob.escape(self.starts), job + ".*"))

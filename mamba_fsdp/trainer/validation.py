@@ -97,7 +97,7 @@ def measure_sources(
 ) -> tuple[Measure, dict[str, Measure]]:
     """Returns the measures of all data together and of each source that has tokens that count.
 
-    sizes: the bytes of each source's text; 0: not known, and then not those of all either. Raises UserError if no token
+    sizes: the bytes of each source's text; 0: not known, in which case the total is not known either. Raises UserError if no token
     counts.
     """
     whole = LossSums(*(sum(column) for column in zip(*sums.values())))

@@ -14,7 +14,7 @@ Its results are printed, and kept as lm_eval_TIME.json if MODEL is a run folder.
 
 With --follow: each checkpoint of the run MODEL as it comes, beside its
 training, until the run is finished. The numbers are in RUN/evaluations/ and in
-the report; the same command goes on after an interruption.
+the report. After an interruption the same command resumes.
 """
 
 import importlib.util
