@@ -42,7 +42,7 @@ class Failure:
         if isinstance(process.message, dict):
             error = process.message["extraInfo"]
             if code < 0:
-                exit_code = int(error["exit_code"])
+                exit_code = int(error.get("exit_code", 1))  # torch's own lacks it
             moment = os.stat(process.error_file).st_mtime
             return cls(node_name(), rank, exit_code, False, moment, error["py_callstack"].rstrip())
         was_killed = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)

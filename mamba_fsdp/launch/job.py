@@ -97,10 +97,10 @@ def check_in_a_job(words: List[str]) -> int:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, interrupt)
     try:
-        called, *words = sys.argv[1:]
-        if called.startswith("-"):  # which 1.train.sbatch puts first is missing
+        called = "".join(sys.argv[1:2])
+        if not called or called.startswith("-"):  # 1.train.sbatch puts its own path there
             raise Mistake("job.py is started by 1.train.sbatch: give the words to that")
-        sys.exit(main(called, words))
+        sys.exit(main(called, sys.argv[2:]))
     except Mistake as mistake:
         say_error(str(mistake))
         sys.exit(Mistake.exit_code)
