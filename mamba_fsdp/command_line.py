@@ -134,39 +134,58 @@ def invoke(
     options = options_of(function)
     leaves = {leaf.name: leaf for leaf in dataclasses.fields(options)} if options else {}
     signature = with_options(function)
+    refuse_unknown(signature, leaves, named, dashes, see)
+    try:
+        bound = signature.bind(*positional, **named)
+    except TypeError as error:
+        raise UserError(f"{error}; {see}") from None
+    given = {name: bound.arguments.pop(name) for name in leaves if name in bound.arguments}
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            bound.arguments[name] = tuple(read_argument(parameter, one, see) for one in value)
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            bound.arguments[name] = read_argument(parameter, value, see)
+    if options:
+        return function(*bound.args, **bound.kwargs, options=read_options(options, given, dashes))
+    return function(*bound.args, **bound.kwargs)
+
+
+def refuse_unknown(
+    signature: inspect.Signature,
+    leaves: Mapping[str, Any],
+    named: Mapping[str, Any],
+    dashes: str,
+    see: str,
+) -> None:
+    """Raises UserError for a name that no parameter and no option has, with the nearest name or other tools' word for it."""
     elsewhere = {
         word: name for name, leaf in leaves.items() for word in leaf.metadata["elsewhere"].split()
     }
     parameters = signature.parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    known_names = [known.rstrip("_") for known in signature.parameters]
     for name in named:
-        if name not in signature.parameters and (name in elsewhere or not takes_any):
-            names = [known.rstrip("_") for known in signature.parameters]
-            hint = near_name(name, names, see, dashes, elsewhere)
+        is_known = name in signature.parameters
+        if not is_known and (name in elsewhere or not takes_any):
+            hint = near_name(name, known_names, see, dashes, elsewhere)
             raise UserError(f"{dashes}{name}: there is no such option; {hint}")
-    try:
-        bound = signature.bind(*positional, **named)
-    except TypeError as error:
-        raise UserError(f"{error}; {see}") from None
-    for name, value in bound.arguments.items():
-        parameter = signature.parameters[name]
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            bound.arguments[name] = tuple(read_argument(parameter, one, see) for one in value)
-        elif parameter.kind is not parameter.VAR_KEYWORD and name not in leaves:
-            bound.arguments[name] = read_argument(parameter, value, see)
+
+
+def read_options(options: Any, given: Mapping[str, Any], dashes: str) -> Any:
+    """Returns the dataclass `options` with the values that were given. Raises UserError for one of a wrong type, out of
+    bounds, or without effect beside the others."""
+    leaves = {leaf.name: leaf for leaf in dataclasses.fields(options)}
     values = {}
-    for name, leaf in leaves.items():
-        value = bound.arguments.pop(name, None)
+    for name, value in given.items():
         if value is not None:
             text = value if isinstance(value, (list, dict)) else shown(value)
-            values[name] = read_field(f"{dashes}{name.rstrip('_')}", leaf, text)
-    if not options:
-        return function(*bound.args, **bound.kwargs)
+            values[name] = read_field(f"{dashes}{name.rstrip('_')}", leaves[name], text)
     made = options(**values)
     for name, value in values.items():
         if value != default(leaves[name]) and not has_effect(leaves[name], made):
             raise UserError(f"{dashes}{does_nothing(leaves[name], value)}; leave it out")
-    return function(*bound.args, **bound.kwargs, options=made)
+    return made
 
 
 def read_argument(parameter: inspect.Parameter, value: Any, see: str) -> Any:

@@ -117,9 +117,9 @@ class FirstUse:
         self.record = Record()
         self.path: Path | None = None  # of the run's kernels.json
 
-    def circumstances(self) -> list[str]:
-        """Returns everything that decides which backends are right and fast."""
-        circumstances = [
+    def holds_for(self) -> list[str]:
+        """Returns everything on which it depends which backends are right and fast."""
+        conditions = [
             self.asked,
             str(self.layers.model),
             str(self.layers.shape),
@@ -128,9 +128,9 @@ class FirstUse:
             os.environ.get("TRITON_PTXAS_PATH", ""),
         ]
         with contextlib.suppress(OSError):
-            circumstances.append(Path("/proc/driver/nvidia/version").read_text())
+            conditions.append(Path("/proc/driver/nvidia/version").read_text())
         installed = [f"{package.name} {package.version}" for package in distributions()]
-        return [*circumstances, *sorted(installed), code_digest()]
+        return [*conditions, *sorted(installed), code_digest()]
 
     # 1. and 2. Verdicts
 
@@ -231,7 +231,7 @@ class FirstUse:
         self.record = Record.read(self.path)
         if self.record.choice.backends and self.asked in self.record.made_for:
             return self.record, "chosen when this run began"
-        made_for = self.circumstances()
+        made_for = self.holds_for()
         identity = hashlib.sha256(repr(made_for).encode()).hexdigest()
         shared = folder.parent / CACHES / "kernels" / f"{identity}.json"
         earlier = Record.read(shared)
