@@ -24,7 +24,7 @@ def _forward(
     x_proj: Tensor,
     dt_proj: Tensor,
     dt_bias: Tensor,
-    A: Tensor,
+    A_log: Tensor,
     D: Tensor,
     out_proj: Tensor,
     seq_idx: Tensor | None,
@@ -35,7 +35,9 @@ def _forward(
     projected = F.linear(u, x_proj)
     rank_dt, BC = _split(projected, dt_proj)
     dt = F.linear(rank_dt, dt_proj)
-    y, _, entries = scan_forward(u, dt, A, BC, D, z, dt_bias, seq_idx, None, keep)
+    y, _, entries = scan_forward(
+        u, dt, A_log, BC, D, z, dt_bias, seq_idx, None, keep, a_is_log=True
+    )
     return F.linear(y, out_proj), projected, entries
 
 
@@ -47,7 +49,7 @@ def _backward(
     x_proj: Tensor,
     dt_proj: Tensor,
     dt_bias: Tensor,
-    A: Tensor,
+    A_log: Tensor,
     D: Tensor,
     out_proj: Tensor,
     seq_idx: Tensor | None,
@@ -61,8 +63,9 @@ def _backward(
     rank_dt, BC = _split(projected, dt_proj)
     dt = F.linear(rank_dt, dt_proj)
 
+    inputs = (u, dt, A_log, BC, D, z, dt_bias, seq_idx, entries)
     grad_u, grad_dt, grad_A, grad_BC, grad_D, _, grad_bias, _, y = scan_backward(
-        grad @ out_proj, None, u, dt, A, BC, D, z, dt_bias, seq_idx, entries, grad_z
+        grad @ out_proj, None, *inputs, grad_z, a_is_log=True
     )
     grad_projected = torch.empty_like(projected)
     into_dt, into_BC = _split(grad_projected, dt_proj)
@@ -85,7 +88,7 @@ def _backward(
 
 _mixer = triton.differentiable(
     "mamba1",
-    "xz conv_weight conv_bias x_proj dt_proj dt_bias A D out_proj seq_idx?",
+    "xz conv_weight conv_bias x_proj dt_proj dt_bias A_log D out_proj seq_idx?",
     "bool keep",
     1,
     2,
