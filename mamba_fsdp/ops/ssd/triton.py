@@ -282,7 +282,8 @@ def ssd_backward(
     far_blocks = -(-call.share // far_options["BLOCK"])
     flows = call.fp32(call.batch, call.heads, call.pairs, 5, call.W)
     parts = call.fp32(2, near_blocks + far_blocks, *B.shape)
-    parts_of_B, parts_of_C = parts
+    parts_of_B = parts[0]
+    parts_of_C = parts[1]
     inputs = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
     strides = _batches(grad, call.x, call.B, call.C)
     constants = call.constants | {"W": call.W} | _rows(GRAD_Y=grad, X=call.x, B=call.B, C=call.C)
@@ -323,7 +324,7 @@ def ssd_backward(
     sums = parts.sum(1)
     if results is not None:
         grad_BC.copy_(sums.movedim(0, 2))
-    grad_B, grad_C = sums
+    grad_B, grad_C = sums if results is None else (None, None)
     return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state
 
 
