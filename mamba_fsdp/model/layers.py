@@ -26,6 +26,7 @@ from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.gdn import gated_delta_rule
 from mamba_fsdp.ops.mamba1 import mamba1_mixer
 from mamba_fsdp.ops.mamba2 import mamba2_mixer
+from mamba_fsdp.ops.negative_exp import NegativeExp
 from mamba_fsdp.ops.norm import gated_rms_norm
 from mamba_fsdp.ops.norm.reference import rms_norm
 from mamba_fsdp.ops.scan import selective_scan
@@ -87,20 +88,6 @@ def add_parameters(module: nn.Module, parameters: spec.Parameters) -> None:
 
 def multiply(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
-
-
-class NegativeExp(torch.autograd.Function):
-    """Computes -exp(x), which is also the factor of its gradient: a launch less than of exp and neg."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x.exp().neg_()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0]
 
 
 class SSM(Sublayer):
@@ -196,7 +183,7 @@ class Mamba1(SSM):
             self.x_proj.weight.to(xz.dtype),
             self.dt_proj.weight.to(xz.dtype),
             self.dt_proj.bias,
-            self.A(),
+            self.A_log,
             self.D,
             self.out_proj.weight.to(xz.dtype),
             seq_idx,
@@ -274,7 +261,7 @@ class Mamba2(SSM):
             self.conv1d.weight,
             self.conv1d.bias,
             self.dt_bias,
-            self.A(),
+            self.A_log,
             self.D,
             self.norm.weight,
             self.out_proj.weight.to(zxbcdt.dtype),

@@ -8,6 +8,7 @@ from torch import Tensor
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import attention
 from mamba_fsdp.ops.backends import Use
+from mamba_fsdp.ops.negative_exp import NegativeExp
 
 FUNCTIONS = (  # of this module, that call the libraries
     "causal_conv_silu",
@@ -215,7 +216,7 @@ def mamba1_mixer(
     x_proj: Tensor,
     dt_proj: Tensor,
     dt_bias: Tensor,
-    A: Tensor,
+    A_log: Tensor,
     D: Tensor,
     out_proj: Tensor,
     seq_idx: Tensor | None,
@@ -232,7 +233,7 @@ def mamba1_mixer(
         dt_proj,
         out_proj,
         None,
-        A.float(),
+        NegativeExp.apply(A_log.float()),
         D=D.float(),
         delta_bias=dt_bias.float(),
         delta_softplus=True,
@@ -244,7 +245,7 @@ def mamba2_mixer(
     weight: Tensor,
     bias: Tensor,
     dt_bias: Tensor,
-    A: Tensor,
+    A_log: Tensor,
     D: Tensor,
     norm: Tensor,
     out_proj: Tensor,
@@ -262,7 +263,7 @@ def mamba2_mixer(
         weight.squeeze(1).to(zxbcdt.dtype),
         bias.to(zxbcdt.dtype),
         dt_bias,
-        A,
+        NegativeExp.apply(A_log),
         D,
         chunk_size,
         seq_idx=_from_zero(seq_idx),

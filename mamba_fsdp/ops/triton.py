@@ -165,6 +165,8 @@ def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blo
     """Returns a kernel's block sizes: the entry of its `table` for the newest architecture (compute capability) that is
     not newer than the device's. Equal devices thus give equal bits at every start."""
     own = _capability(device) if device.type == "cuda" else OLDEST
+    if own in table:
+        return table[own]
     return table[max(capability for capability in table if capability <= own)]
 
 

@@ -132,7 +132,9 @@ def test_states_that_take_more_than_32_bits():
     for states in 4, 1 << 28:
         slab = states * 4
         entries = torch.empty(3 * slab)
-        call.shared |= dict(states=states, A=torch.full((16, 4), -1.0), ends=none, totals=none)
+        A = torch.empty(slab + 16)
+        A.as_strided((4, 16), (states, 1)).fill_(-1.0)
+        call.shared |= dict(states=states, A=A, ends=none, totals=none)
         call.sweep(1, call.u, none, call.u.clone(), entries, none.clone(), **ONCE)
         kept[states] = entries.as_strided((3, 4, 4), (slab, 4, 1))
     few, many = kept.values()

@@ -2,6 +2,9 @@
 
 import pytest
 
+from benchmarks import launches
+from tests.support.nullgpu import build
+
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 
@@ -18,3 +21,10 @@ def test_layers_of_the_presets_pass_no_limit_of_a_small_gpu(start):
     process = start("-m", "tests.support.nullgpu.shapes", *presets, **small)
     _, stderr = process.communicate(timeout=200)
     assert process.returncode == 0, stderr
+
+
+@pytest.mark.parametrize("model, most", [("Mamba-1", [15, 9, 13]), ("Mamba-2", [11, 18, 6])])
+def test_a_block_launches_no_more_than_it_did(null_device, model, most):
+    """Of torch, of Triton, and calls of cuBLAS, forward and backward, with weights in fp32."""
+    row = launches.row(model, build.environment(null_device))
+    assert row["its launches"] == most

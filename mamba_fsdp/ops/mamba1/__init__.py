@@ -17,7 +17,7 @@ def mamba1_mixer(*tensors: Tensor | None, backend: str) -> Tensor:
     conv_weight  (d_inner, 1, width), conv_bias (d_inner)
     x_proj       (dt_rank + 2 d_state, d_inner), rows [dt, B, C]
     dt_proj      (d_inner, dt_rank), followed by its bias dt_bias (d_inner)
-    A            (d_inner, d_state), D (d_inner)
+    A_log        (d_inner, d_state), log(-A); D (d_inner)
     out_proj     (d_model, d_inner)
     seq_idx      (batch, length), or None
     """

@@ -1,5 +1,5 @@
-"""Computes the Mamba-1 mixer by the Triton backends of its parts. It keeps xz, the output of x_proj and the scan's
-states at chunk entries; the scan's backward pass recomputes the scan's output."""
+"""Computes the Mamba-1 mixer by the Triton backends of its parts. It keeps xz, the output of x_proj, B and C in fp32 and
+the scan's states at chunk entries; the scan's backward pass recomputes the scan's output."""
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ def _forward(
     x_proj: Tensor,
     dt_proj: Tensor,
     dt_bias: Tensor,
-    A: Tensor,
+    A_log: Tensor,
     D: Tensor,
     out_proj: Tensor,
     seq_idx: Tensor | None,
@@ -34,9 +34,12 @@ def _forward(
     u = conv_forward(x, conv_weight, conv_bias, seq_idx)
     projected = F.linear(u, x_proj)
     rank_dt, BC = _split(projected, dt_proj)
+    BC = BC.float().contiguous()
     dt = F.linear(rank_dt, dt_proj)
-    y, _, entries = scan_forward(u, dt, A, BC, D, z, dt_bias, seq_idx, None, keep)
-    return F.linear(y, out_proj), projected, entries
+    y, _, entries = scan_forward(
+        u, dt, A_log, BC, D, z, dt_bias, seq_idx, None, keep, a_is_log=True
+    )
+    return F.linear(y, out_proj), projected, BC, entries
 
 
 def _backward(
@@ -47,22 +50,24 @@ def _backward(
     x_proj: Tensor,
     dt_proj: Tensor,
     dt_bias: Tensor,
-    A: Tensor,
+    A_log: Tensor,
     D: Tensor,
     out_proj: Tensor,
     seq_idx: Tensor | None,
     projected: Tensor,
+    BC: Tensor,
     entries: Tensor,
 ) -> tuple[Tensor, ...]:
     x, z = xz.chunk(2, -1)
     grad_xz = xz.new_empty(xz.shape)
     grad_x, grad_z = grad_xz.chunk(2, -1)
     u = conv_forward(x, conv_weight, conv_bias, seq_idx)
-    rank_dt, BC = _split(projected, dt_proj)
+    rank_dt, _ = _split(projected, dt_proj)
     dt = F.linear(rank_dt, dt_proj)
 
+    inputs = (u, dt, A_log, BC, D, z, dt_bias, seq_idx, entries)
     grad_u, grad_dt, grad_A, grad_BC, grad_D, _, grad_bias, _, y = scan_backward(
-        grad @ out_proj, None, u, dt, A, BC, D, z, dt_bias, seq_idx, entries, grad_z
+        grad @ out_proj, None, *inputs, grad_z, a_is_log=True
     )
     grad_projected = torch.empty_like(projected)
     into_dt, into_BC = _split(grad_projected, dt_proj)
@@ -85,10 +90,10 @@ def _backward(
 
 _mixer = triton.differentiable(
     "mamba1",
-    "xz conv_weight conv_bias x_proj dt_proj dt_bias A D out_proj seq_idx?",
+    "xz conv_weight conv_bias x_proj dt_proj dt_bias A_log D out_proj seq_idx?",
     "bool keep",
     1,
-    2,
+    3,
     _forward,
     _backward,
 )

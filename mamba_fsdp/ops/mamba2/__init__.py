@@ -14,7 +14,7 @@ def mamba2_mixer(*inputs: Tensor | float | None, backend: str) -> Tensor:
 
     zxbcdt       (batch, length, 2 d_inner + 2 ngroups d_state + heads), [z, x, B, C, dt]
     conv_weight  (d_inner + 2 ngroups d_state, 1, width), conv_bias: for [x, B, C]
-    dt_bias      (heads), as A and D
+    dt_bias      (heads), as A_log, which is log(-A), and D
     norm         (d_inner), the weight of the norm, which norms each group separately
     out_proj     (d_model, d_inner), in zxbcdt's dtype
     seq_idx      (batch, length), or None

@@ -12,16 +12,14 @@ from mamba_fsdp.ops.norm.triton import gated_norm, gated_norm_backward
 from mamba_fsdp.ops.ssd.triton import ssd_backward, ssd_forward
 
 
-def _parts(zxbcdt: Tensor, conv_weight: Tensor, A: Tensor) -> tuple[Tensor, ...]:
+def _parts(zxbcdt: Tensor, conv_weight: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Returns z, [x, B, C] and dt, as views."""
-    heads = A.numel()
     return zxbcdt.tensor_split([-conv_weight.shape[0] - heads, -heads], -1)
 
 
-def _split(xbc: Tensor, d_inner: int, A: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def _split(xbc: Tensor, d_inner: int, heads: int, groups: int) -> tuple[Tensor, Tensor]:
     """Returns SSD's x, and B and C (batch, length, 2, groups, d_state), as views."""
     rows = xbc.shape[:2]
-    heads = A.numel()
     x, BC = xbc.tensor_split([d_inner], -1)
     d_state = BC.shape[2] // (2 * groups)
     return x.view(*rows, heads, d_inner // heads), BC.view(*rows, 2, groups, d_state)
@@ -32,17 +30,17 @@ def _convolve(
     conv_weight: Tensor,
     conv_bias: Tensor,
     dt_bias: Tensor,
-    A: Tensor,
+    A_log: Tensor,
     D: Tensor,
     seq_idx: Tensor | None,
     groups: int,
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Returns z, [x, B, C] before the convolution, and SSD's inputs."""
-    z, xbc, dt = _parts(zxbcdt, conv_weight, A)
+    z, xbc, dt = _parts(zxbcdt, conv_weight, A_log.numel())
     convolved = conv_forward(xbc, conv_weight, conv_bias, seq_idx)
-    x, BC = _split(convolved, z.shape[2], A, groups)
+    x, BC = _split(convolved, z.shape[2], A_log.numel(), groups)
     B, C = BC.unbind(2)
-    return z, xbc, (x, dt, A, B, C, D, dt_bias, seq_idx, None)
+    return z, xbc, (x, dt, A_log, B, C, D, dt_bias, seq_idx, None)
 
 
 def _forward(
@@ -50,7 +48,7 @@ def _forward(
     conv_weight: Tensor,
     conv_bias: Tensor,
     dt_bias: Tensor,
-    A: Tensor,
+    A_log: Tensor,
     D: Tensor,
     norm_weight: Tensor,
     out_proj: Tensor,
@@ -59,8 +57,8 @@ def _forward(
     groups: int,
     *_: int,
 ) -> tuple[Tensor, Tensor]:
-    z, _, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups)
-    y, _ = ssd_forward(*inputs)
+    z, _, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A_log, D, seq_idx, groups)
+    y, _ = ssd_forward(*inputs, a_is_log=True)
     normed, scale = gated_norm(y.flatten(2), z, norm_weight, eps, z.shape[2] // groups)
     return F.linear(normed, out_proj), scale
 
@@ -71,7 +69,7 @@ def _backward(
     conv_weight: Tensor,
     conv_bias: Tensor,
     dt_bias: Tensor,
-    A: Tensor,
+    A_log: Tensor,
     D: Tensor,
     norm_weight: Tensor,
     out_proj: Tensor,
@@ -79,18 +77,18 @@ def _backward(
     scale: Tensor,
 ) -> tuple[Tensor, ...]:
     z, xbc, inputs = _convolve(
-        zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, scale.shape[1]
+        zxbcdt, conv_weight, conv_bias, dt_bias, A_log, D, seq_idx, scale.shape[1]
     )
-    y, remade = ssd_forward(*inputs, remake=True)
+    y, remade = ssd_forward(*inputs, a_is_log=True, remake=True)
     grad_zxbcdt = zxbcdt.new_empty(zxbcdt.shape)
-    grad_z, grad_xbc, grad_dt = _parts(grad_zxbcdt, conv_weight, A)
+    grad_z, grad_xbc, grad_dt = _parts(grad_zxbcdt, conv_weight, A_log.numel())
     normed = z.new_empty(z.shape)
     grad_normed = grad @ out_proj
     grad_y, _, grad_norm = gated_norm_backward(
         grad_normed, y.flatten(2), z, norm_weight, scale, grad_z=grad_z, normed=normed
     )
     grad_convolved = xbc.new_empty(xbc.shape)
-    grad_x, grad_BC = _split(grad_convolved, z.shape[2], A, scale.shape[1])
+    grad_x, grad_BC = _split(grad_convolved, z.shape[2], A_log.numel(), scale.shape[1])
     _, _, grad_A, _, _, grad_D, grad_dt_bias, _ = ssd_backward(
         grad_y.view(y.shape),
         None,
@@ -105,7 +103,7 @@ def _backward(
 
 _mixer = triton.differentiable(
     "mamba2",
-    "zxbcdt conv_weight conv_bias dt_bias A D norm_weight out_proj seq_idx?",
+    "zxbcdt conv_weight conv_bias dt_bias A_log D norm_weight out_proj seq_idx?",
     "float eps, int groups, int headdim, int chunk_size",
     1,
     1,

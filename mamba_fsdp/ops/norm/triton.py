@@ -3,7 +3,7 @@ sum, and the gated norm its inputs. There, every block of ROWS rows sums its par
 parts are summed. The sizes alone decide the blocks, so that equal inputs give equal bits in every run and on all equal
 GPUs."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ why_unavailable = triton.why_unavailable
 ROWS = 16  # of a program of the backward pass
 
 
+@cache
 def blocks(channels: int) -> triton.Blocks:
     """Returns a kernel's constants for groups of this size: 8 channels a thread, 16 if these would be more than 16
     warps, and at most 32 warps."""

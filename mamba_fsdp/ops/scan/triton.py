@@ -53,6 +53,7 @@ class _Scan:
         z: Tensor,
         dt_bias: Tensor,
         seq_idx: Tensor | None,
+        a_is_log: bool = False,
     ) -> None:
         self.batch, length, self.channels = u.shape
         self.states = A.shape[1]
@@ -67,9 +68,12 @@ class _Scan:
         starts = None
         if seq_idx is not None:
             starts = F.pad((seq_idx[:, 1:] != seq_idx[:, :-1]).int(), (1, short))
+        BC = BC.float().contiguous()
+        if short or self.states < N:
+            BC = F.pad(BC, (0, N - self.states, 0, 0, 0, short))
         self.shared = dict(
-            A=A.T.float().contiguous(),
-            BC=F.pad(BC.float().contiguous(), (0, N - self.states, 0, 0, 0, short)),
+            A=A.contiguous(),
+            BC=BC,
             D=D.contiguous(),
             bias=dt_bias.contiguous(),
             starts=starts,
@@ -78,6 +82,7 @@ class _Scan:
             states=self.states,
             segment_chunks=segment_chunks,
             CUT=self.segments > 1,
+            A_IS_LOG=a_is_log,
             CHUNK=CHUNK,
             N=N,
             EVEN=self.channels % CHANNELS == short == 0 and self.states == N,
@@ -137,10 +142,11 @@ def scan_forward(
     seq_idx: Tensor | None,
     state: Tensor | None,
     keep: bool = True,
+    a_is_log: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (y, last state, entries). BC: (batch, length, 2, d_state). With `keep`, entries are the states (batch, chunks, d_state, d_inner) at chunk
-    entries, from which scan_backward starts."""
-    scan = _Scan(u, dt, A, BC, D, z, dt_bias, seq_idx)
+    """Returns (y, last state, entries). BC: (batch, length, 2, d_state). With `keep`, entries are the states (batch,
+    chunks, d_state, d_inner) at chunk entries, from which scan_backward starts. a_is_log: log(-A) stands for A."""
+    scan = _Scan(u, dt, A, BC, D, z, dt_bias, seq_idx, a_is_log)
     last = scan.slabs(scan.batch)
     out = u.new_empty(u.shape)
     entries = scan.slabs(scan.batch, scan.chunks) if keep else scan.floats(0, 0, 0, 0)
@@ -173,10 +179,11 @@ def scan_backward(
     seq_idx: Tensor | None,
     entries: Tensor,
     grad_z: Tensor | None = None,
+    a_is_log: bool = False,
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of u, dt, A, BC, D, z, dt_bias and the initial state, and y as scan_forward returns it.
-    grad_z: the tensor for the gradient of z."""
-    scan = _Scan(u, dt, A, BC, D, z, dt_bias, seq_idx)
+    grad_z: the tensor for the gradient of z. a_is_log: as in scan_forward, of which the gradient is then."""
+    scan = _Scan(u, dt, A, BC, D, z, dt_bias, seq_idx, a_is_log)
     grad_out = _rows(grad_out)
     grad_state = scan.slabs(scan.batch)
     out = u.new_empty(u.shape)
@@ -185,14 +192,12 @@ def scan_backward(
     if grad_z is None:
         grad_z = u.new_empty(u.shape)
     parts = scan.batch * scan.segments
-    grad_A = scan.floats(parts, scan.channels, scan.states)
-    grad_D_and_bias = scan.floats(2, parts, scan.channels)
-    grad_D, grad_bias = grad_D_and_bias
+    grad_sums = scan.floats(parts, A.numel() + 2 * scan.channels)
     N = scan.shared["N"]
     grad_BC = scan.floats(
         scan.blocks, *scan.shared["BC"].shape
     )  # a part for each block of channels
-    scratch = scan.floats(parts * scan.blocks, CHUNK // TILE + 1, N + TILE, CHANNELS)
+    scratch = scan.floats(parts * scan.blocks, CHUNK // TILE + 2, N + TILE, CHANNELS)
     from mamba_fsdp.ops.scan.triton_kernels import backward
 
     scan.cut(grad_out, reverse=True)
@@ -206,22 +211,20 @@ def scan_backward(
         scratch=scratch,
         grad_u=grad_u,
         grad_dt=grad_dt,
-        grad_A=grad_A,
         grad_BC=grad_BC,
-        grad_D=grad_D,
-        grad_bias=grad_bias,
+        grad_sums=grad_sums,
         grad_state=grad_state,
         out=out,
     )
-    sum_D, sum_bias = grad_D_and_bias.sum(1)
+    grad_A, grad_D, grad_bias = grad_sums.sum(0).tensor_split([A.numel(), -scan.channels])
     return (
         grad_u,
         grad_dt,
-        grad_A.sum(0),
+        grad_A.view(A.shape),
         grad_BC.sum(0)[:, : u.shape[1], :, : scan.states],
-        sum_D,
+        grad_D,
         grad_z,
-        sum_bias,
+        grad_bias,
         grad_state.mT,
         out,
     )

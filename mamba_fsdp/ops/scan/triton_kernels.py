@@ -4,9 +4,9 @@ A program is a warp (more warps for more than 16 states) and computes, for one r
 their N states over one segment of the row's chunks. If batch and channels fill the GPU, a row is one segment. Otherwise
 LOCAL sweeps go through each segment from a zero state, and the state before a segment is summed up from their results.
 
-Positions are read in tiles of four; each tile is read while the previous one is computed. A is a `slab` (states,
-channels), as a state is. BC (batch, tiles, 4, 2, N) has B and C in float32, with zeros after the states and after the
-row's end. `starts` (batch, tiles, 4) is not 0 where a document starts: an endless step clears the state there.
+Positions are read in tiles of four; each tile is read while the previous one is computed. A is (channels, states), or
+log(-A) if A_IS_LOG; a state is a `slab` (states, channels). BC (batch, tiles, 4, 2, N) has B and C in float32, with zeros
+after the states and after the row's end. `starts` (batch, tiles, 4) is not 0 where a document starts: an endless step clears the state there.
 Positions after the row's end have delta 0, which leaves the state unchanged. EVEN: no mask is needed.
 
 Forward in time, a thread has all states of a channel, so that sums over states need no other thread. Backward in time,
@@ -93,6 +93,15 @@ def _alone(CHANNELS):
 
 
 @triton.jit
+def _rates(A, n, channel, states, mask, A_IS_LOG):
+    """Returns the logarithms to base 2 of the decays by a step of 1."""
+    a = _load(A + channel * states + n, mask)
+    if A_IS_LOG:
+        a = -tl.math.exp2(a * LOG2E)
+    return a * LOG2E
+
+
+@triton.jit
 def _read_BC(BC, N):
     """Returns B and C, (N, 2), of each of a tile's four positions."""
     return tl.load(BC), tl.load(BC + 2 * N), tl.load(BC + 4 * N), tl.load(BC + 6 * N)
@@ -172,6 +181,7 @@ def _through_chunk(  # noqa: PLR0915
     REVERSE,
     KEEP,
     BACK,
+    A_IS_LOG,
     EVEN,
     N,
     CHANNELS,
@@ -189,7 +199,7 @@ def _through_chunk(  # noqa: PLR0915
     here = (channel < channels) | EVEN
     both = ((n < states) | EVEN) & here
     corner = n * channels + channel
-    A = _load(A + corner, both) * LOG2E
+    A = _rates(A, n, channel, states, both, A_IS_LOG)
     D = _load(D + channel, here)
     bias = _load(bias + channel, here)
     entries += corner
@@ -310,6 +320,7 @@ def sweep(
     REVERSE: tl.constexpr,
     CUT: tl.constexpr,
     KEEP: tl.constexpr,
+    A_IS_LOG: tl.constexpr,
     EVEN: tl.constexpr,
     N: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -351,7 +362,7 @@ def sweep(
     if CUT and not LOCAL:
         totals_row = totals + row * segments * channels + channel
         ends_row = ends + row * segments * slab + corner
-        decay = _load(A + corner, both) * LOG2E
+        decay = _rates(A, n, channel, states, both, A_IS_LOG)
         h = _entering(h, ends_row, totals_row, decay, slab, channels, 0, 1, segment, both, here)
     chunks = tl.cdiv(length, CHUNK)
     chunk = segment * segment_chunks
@@ -391,6 +402,7 @@ def sweep(
             REVERSE,
             KEEP,
             False,
+            A_IS_LOG,
             EVEN,
             N,
             CHANNELS,
@@ -498,11 +510,9 @@ def backward(  # noqa: PLR0915
     scratch,
     grad_u,
     grad_dt,
-    grad_A,
     grad_BC,
-    grad_D,
     grad_z,
-    grad_bias,
+    grad_sums,
     grad_state,
     out,
     grad_row,
@@ -515,13 +525,14 @@ def backward(  # noqa: PLR0915
     states,
     segment_chunks,
     CUT: tl.constexpr,
+    A_IS_LOG: tl.constexpr,
     EVEN: tl.constexpr,
     N: tl.constexpr,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Writes all gradients, of A, D and the bias by row and segment, of B and C by block of channels; and
-    y."""
+    """Writes all gradients and y. The gradients of B and C are by block of channels; grad_sums has those of A, D and the
+    bias, side by side, by row and segment."""
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)
     segments = tl.num_programs(1)
@@ -548,7 +559,11 @@ def backward(  # noqa: PLR0915
     grad_z += first * grad_z_row
     grad_u = grad_u + first * channels + channel
     grad_dt = grad_dt + first * channels + channel
-    scratch += (place * tl.num_programs(0) + block) * ((CHUNK // 4 + 1) * (N + 4) * CHANNELS)
+    scratch += (place * tl.num_programs(0) + block) * ((CHUNK // 4 + 2) * (N + 4) * CHANNELS)
+    # A goes through memory, since read as it lies it would spread the states over the threads in another way.
+    rates = scratch + (CHUNK // 4 + 1) * (N + 4) * CHANNELS + n[:, None] * CHANNELS + lane[None, :]
+    tl.store(rates, _rates(A, n[:, None], channel[None, :], states, both, A_IS_LOG))
+    tl.debug_barrier()
     D_back = _load(D + channel, here)
     sum_A = tl.zeros((N, CHANNELS), tl.float32)
     sum_bias = tl.zeros((CHANNELS,), tl.float32)
@@ -557,7 +572,7 @@ def backward(  # noqa: PLR0915
     if grad_last is not None:
         g += _load(grad_last + row * slab + corner, both)
     if CUT:
-        A_back = _load(A + corner, both) * LOG2E
+        A_back = tl.load(rates)
         totals_row = totals + row * segments * channels + channel[None, :]
         ends_row = ends + row * segments * slab + corner
         last = segments - 1
@@ -601,12 +616,13 @@ def backward(  # noqa: PLR0915
             False,
             False,
             True,
+            A_IS_LOG,
             EVEN,
             N,
             CHANNELS,
         )
         tl.debug_barrier()
-        A_back = _load(A + corner, both) * LOG2E
+        A_back = tl.load(rates)
         kept = scratch + tiles * ((N + 4) * CHANNELS)
         after = tl.load(kept + n[:, None] * CHANNELS + lane[None, :])
         for k in range(1, tiles + 1):
@@ -811,8 +827,11 @@ def backward(  # noqa: PLR0915
             )
             after = h0
         tl.debug_barrier()
-    tl.store(grad_A + place * slab + channel[None, :] * states + n[:, None], sum_A, mask=both)
-    tl.store(grad_D + place * channels + channel, tl.sum(sum_D, axis=0), mask=here)
-    tl.store(grad_bias + place * channels + channel, sum_bias, mask=here)
+    if A_IS_LOG:
+        sum_A *= tl.load(rates) * LN2
+    grad_sums += place * (slab + 2 * channels)
+    tl.store(grad_sums + channel[None, :] * states + n[:, None], sum_A, mask=both)
+    tl.store(grad_sums + slab + channel, tl.sum(sum_D, axis=0), mask=here)
+    tl.store(grad_sums + slab + channels + channel, sum_bias, mask=here)
     if segment == 0:
         tl.store(grad_state + row * slab + corner, g, mask=both)

@@ -92,6 +92,7 @@ class _Call:
         D: Tensor,
         dt_bias: Tensor,
         seq_idx: Tensor | None,
+        a_is_log: bool,
     ) -> None:
         from mamba_fsdp.ops.ssd.triton_kernels import add_up
 
@@ -100,6 +101,7 @@ class _Call:
         self.B = _packed(B.to(dtype))
         self.C = _packed(C.to(dtype))
         self.dt = _packed(dt)
+        self.a_is_log = a_is_log
         self.D = D
         self.bias = dt_bias
         self.seq_idx = None if seq_idx is None else seq_idx.contiguous()
@@ -129,6 +131,7 @@ class _Call:
             *self.dt.stride()[:2],
             self.length,
             self.heads,
+            A_IS_LOG=a_is_log,
             HEADS=8,
             W=self.W,
         )
@@ -219,16 +222,17 @@ def ssd_forward(
     seq_idx: Tensor | None,
     state: Tensor | None,
     *,
+    a_is_log: bool = False,
     remake: bool = False,
 ) -> tuple[Tensor, Any]:
-    """Returns (y, last state); the arguments are as in ops/ssd's ssd. The gradients need only the arguments. remake:
-    returns, in place of the last state, what saves ssd_backward a sweep: the call, and the states before each pair of
-    chunks."""
+    """Returns (y, last state); the arguments are as in ops/ssd's ssd. The gradients need only the arguments. a_is_log:
+    log(-A) stands for A. remake: returns, in place of the last state, what saves ssd_backward a sweep: the call, and the
+    states before each pair of chunks."""
     if x.is_meta and not remake:
         return x.new_empty(x.shape), x.new_empty(
             x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32
         )
-    call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
+    call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx, a_is_log)
     y = x.new_empty(x.shape)
     entering, last = call.sweep(call.x, call.B, call.C, state, y, keep=remake)
     return y, (call, entering) if remake else last
@@ -251,12 +255,12 @@ def ssd_backward(
     results: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of x, dt, A, B, C, D, dt_bias and the initial state; None counts as a state of zeros.
-    remade: what ssd_forward with `remake` returns. results: tensors to which the gradients of x, of dt, and of B and C
-    (batch, length, 2, groups, d_state) are written; their batches and rows may have any strides."""
+    remade: what ssd_forward with `remake` returns; A is as it was there. results: tensors to which the gradients of x, of
+    dt, and of B and C (batch, length, 2, groups, d_state) are written; their batches and rows may have any strides."""
     from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
     if remade is None:
-        call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
+        call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx, a_is_log=False)
         entering, _ = call.sweep(call.x, call.B, call.C, state, None, keep=True)
     else:
         call, entering = remade
@@ -278,7 +282,8 @@ def ssd_backward(
     far_blocks = -(-call.share // far_options["BLOCK"])
     flows = call.fp32(call.batch, call.heads, call.pairs, 5, call.W)
     parts = call.fp32(2, near_blocks + far_blocks, *B.shape)
-    parts_of_B, parts_of_C = parts
+    parts_of_B = parts[0]
+    parts_of_C = parts[1]
     inputs = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
     strides = _batches(grad, call.x, call.B, call.C)
     constants = call.constants | {"W": call.W} | _rows(GRAD_Y=grad, X=call.x, B=call.B, C=call.C)
@@ -297,7 +302,7 @@ def ssd_backward(
         **constants,
         **far_options,
     )
-    totals = x.new_empty(3, call.batch * call.pairs, call.heads, dtype=torch.float64)
+    totals = call.fp32(3, call.batch * call.pairs, call.heads)
     finish[call.heads, call.pairs, call.batch](
         call.dt,
         A,
@@ -311,14 +316,15 @@ def ssd_backward(
         *grad_dt.stride()[:2],
         call.length,
         call.heads,
+        A_IS_LOG=call.a_is_log,
         W=call.W,
         num_warps=2,
     )
-    grad_A, grad_dt_bias, grad_D = totals.sum(1).float()
+    grad_A, grad_dt_bias, grad_D = totals.sum(1)
     sums = parts.sum(1)
     if results is not None:
         grad_BC.copy_(sums.movedim(0, 2))
-    grad_B, grad_C = sums
+    grad_B, grad_C = sums if results is None else (None, None)
     return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state
 
 

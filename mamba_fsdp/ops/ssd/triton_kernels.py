@@ -36,9 +36,28 @@ def load(
     return tl.load(pointer + rows[:, None] * row + columns[None, :], mask=is_valid, other=0.0).to(T)
 
 
+@triton.jit
+def load_A(A, heads, mask, A_IS_LOG: tl.constexpr):
+    """Returns A of some heads. A_IS_LOG: from log(-A)."""
+    a = tl.load(A + heads, mask=mask, other=0.0).to(tl.float32)
+    if A_IS_LOG:
+        a = -tl.exp(a)
+    return a
+
+
 @kernel
 def add_up(
-    dt, A, bias, steps, dt_batch, dt_row, length, heads, HEADS: tl.constexpr, W: tl.constexpr
+    dt,
+    A,
+    bias,
+    steps,
+    dt_batch,
+    dt_row,
+    length,
+    heads,
+    A_IS_LOG: tl.constexpr,
+    HEADS: tl.constexpr,
+    W: tl.constexpr,
 ):
     """Writes steps (3, batch, heads, pairs, W) of a pair's positions: delta = softplus(dt + bias), and the sum of the
     decays' exponents over the pair up to each position, in two parts."""
@@ -49,7 +68,7 @@ def add_up(
     rows = pair * W + r
     is_head = head < heads
     is_valid = (rows < length)[:, None] & is_head[None, :]
-    a = tl.load(A + head, mask=is_head, other=0.0).to(tl.float32)
+    a = load_A(A, head, is_head, A_IS_LOG)
     b = tl.load(bias + head, mask=is_head, other=0.0).to(tl.float32)
     dt = tl.load(
         dt + batch * dt_batch + rows.to(tl.int64)[:, None] * dt_row + head[None, :],
@@ -495,6 +514,7 @@ def finish(
     grad_dt_row,
     length,
     heads,
+    A_IS_LOG: tl.constexpr,
     W: tl.constexpr,
 ):
     """Writes grad_dt (batch, length, heads), and totals (3, batch, pairs, heads), this pair's part of the gradients of
@@ -533,9 +553,8 @@ def finish(
     is_valid = r < length - start
     dt = dt + batch * dt_batch + (start + r).to(tl.int64) * dt_row + head
     raw = tl.load(dt, mask=is_valid, other=0.0).to(tl.float32) + tl.load(bias + head).to(tl.float32)
-    grad = (outflow + kept + tl.load(A + head).to(tl.float32) * passing) * tl.exp(
-        raw - delta
-    )  # the slope of softplus
+    a = load_A(A, head, head < heads, A_IS_LOG)
+    grad = (outflow + kept + a * passing) * tl.exp(raw - delta)  # the slope of softplus
     grad = tl.where(is_valid, grad, 0.0)
     tl.store(
         grad_dt + batch * grad_dt_batch + (start + r).to(tl.int64) * grad_dt_row + head,
@@ -543,6 +562,9 @@ def finish(
         mask=is_valid,
     )
     totals += (batch * pairs + pair) * heads + head
-    tl.store(totals, tl.sum(passing * delta, 0))
+    grad_A = tl.sum(passing * delta, 0)
+    if A_IS_LOG:
+        grad_A *= a
+    tl.store(totals, grad_A)
     tl.store(totals + batches * pairs * heads, tl.sum(grad, 0))
     tl.store(totals + 2 * batches * pairs * heads, tl.sum(through, 0))
