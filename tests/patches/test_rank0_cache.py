@@ -206,25 +206,3 @@ def test_unknown_scope_is_refused(patched, cluster):
     """A misspelt scope is an error that names the allowed ones, not a silent choice."""
     code = "import triton.runtime.cache as c\ntry: c.get_cache_manager('ab')\nexcept ValueError as error: print(error)"
     assert "set it to global" in python(patched, code, cluster, TRITON_RANK0_SCOPE="nodes")
-
-
-@pytest.mark.slow
-def test_a_real_kernel_compiled_by_the_newest_triton(newest, cluster):
-    """Rank 1's cold compilation touches nothing shared and gives a cubin; after rank 0's the cache serves both."""
-    kernel = cluster.folder / "kernel.py"
-    kernel.write_text(
-        "import triton, triton.language as tl\nfrom triton.backends.compiler import GPUTarget\n"
-        "@triton.jit\ndef double(x, n: tl.constexpr):\n"
-        "    i = tl.arange(0, n)\n    tl.store(x + i, 2 * tl.load(x + i))\n"
-        "source = triton.compiler.ASTSource(double, {'x': '*fp32', 'n': 'constexpr'}, {'n': 64})\n"
-        "print(len(triton.compile(source, target=GPUTarget('cuda', 90, 32)).asm['cubin']) > 0)\n"
-    )
-    run = f"import runpy; runpy.run_path({str(kernel)!r})"
-    assert python(newest, run, cluster, RANK="1") == "True" and cluster.files() == []
-    assert python(newest, run, cluster, RANK="0") == "True"
-    published = cluster.files()
-    assert (
-        python(newest, run, cluster, RANK="1", TRITON_RANK0_PRIVATE_DIR="/dev/null/nowhere")
-        == "True"
-    ), "nothing to keep"
-    assert published and cluster.files() == published

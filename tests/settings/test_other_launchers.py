@@ -117,19 +117,3 @@ def test_a_section_of_theirs_is_only_a_prefix(tmp_path):
     settings = resolve.resolve_settings({}, str(file))
     assert (settings.training.global_batch_size, settings.optimizer.learning_rate) == (16, 1e-3)
     assert (settings.report.wandb_project, settings.report.wandb_name) == ("mine", "one")
-
-
-LENGTHS = {
-    "demo": 256,
-    "mamba-130m": 2048,
-    "state-spaces/mamba-130m": 4096,
-    "mamba2-1.3b": 2048,
-    "mamba_9.8b": 4096,
-    "llama3_8b_4k": 4096,
-    "mambaoutai": 4096,
-}
-
-
-def test_presets_are_what_their_launchers_mean():
-    for name, length in LENGTHS.items():
-        assert resolve.resolve_settings({"model_name": name}).data.seq_length == length

@@ -431,19 +431,3 @@ def test_options_of_get_dataset_that_exclude_each_other_are_refused():
             dataset_options(text).check()
     for text in DATASET_OPTIONS:
         dataset_options(text).check()
-
-
-def test_the_ready_runs_are_what_they_say():
-    tokens_per_step = {
-        "demo": 2048,
-        "wikitext103": 65_536,
-        "mambaoutai": 3_670_016,
-        "bamba-9b": 1_572_864,
-    }
-    for name, tokens in tokens_per_step.items():
-        config = resolve(name)
-        assert config.checkpoint.save_ckpt_path == f"runs/{name}"
-        assert config.data.dataset_path.startswith("data/")
-        samples = config.training.global_batch_size or config.training.batch_size
-        assert samples * config.data.seq_length == tokens
-    assert tokens_per_step.keys() == module.ready_runs().keys()

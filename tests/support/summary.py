@@ -27,10 +27,9 @@ MUST_RUN_ON_CI = [
     "cpu: kernels",
     "torch2.2: ",
 ]
-# These can't run on it: the index that alone has STACK=current's torch can't be reached from there, it has no GPU,
-# and the pinned stack lacks what newer ones have. An image is built only if its files have changed.
+# These can't run on it: it has no GPU, and the pinned stack lacks what newer ones have. An image is built only if its
+# files have changed.
 MAY_BE_SKIPPED_ON_CI = [
-    "tests/container/test_image.py::test_the_current_stack_builds_from_the_same_file",
     "the same files as in the last real build",
     "tests/gpu/",
     "torch 2.2's operator takes no bounds of tensors without content",
