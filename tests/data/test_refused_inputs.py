@@ -78,6 +78,8 @@ FILES = {
     "no.arrow": b"no arrow",
     "alone.npy": b"1234",
     "t.json": b"{}",
+    "spm/tokenizer.model": b"",
+    "tiktoken/a.tiktoken": b"",
 }
 TABLES = {  # tables of others' tokens, as `datasets` saves them
     "null": {"tokens": [[5, None]]},
@@ -106,6 +108,9 @@ MISTAKES = {  # words of the command: what is said
     "texts out --tokenizer=a/b/c": "error: a/b/c: there is no such file or folder",
     "texts out --tokenizer=notes.parquet": "notes.parquet: a Git LFS pointer, not the file itself",
     "texts out --tokenizer=t.json": "tokenizer t.json: t.json can't be read",
+    "texts out --tokenizer=texts": "a folder of text, not a tokenizer; wanted is a tokenizer.json, or its",
+    "texts out --tokenizer=spm": "holds tokenizer.model, a sentencepiece",
+    "texts out --tokenizer=tiktoken": "(a.tiktoken), not a tokenizer; wanted is",
     "texts out --tokenizer=train:9": "at least 257",
     "texts out --tokenizer=train:many": "at least 257",
     "texts out --tokenizer=train:1e12": "at most 16,777,216",
@@ -191,7 +196,7 @@ MISTAKES = {  # words of the command: what is said
 def inputs(tmp_path_factory):
     """A folder with all that the mistakes are about."""
     folder = tmp_path_factory.mktemp("inputs")
-    for name in ("texts", "blank", "pair", "empty", "pipe", "astray", "chunks"):
+    for name in ("texts", "blank", "pair", "empty", "pipe", "astray", "chunks", "spm", "tiktoken"):
         (folder / name).mkdir()
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
