@@ -135,33 +135,17 @@ def test_full_disk(patched, cluster):
 
 
 def test_corrupt_group_file(patched, cluster):
-    """A group file that is no group counts as none, and rank 0's next compilation mends it."""
+    """A group file that is no group counts as none, and rank 0's next compilation mends it. Files of the same content stay
+    as they are: others may have them mapped."""
     cluster.run(patched, pose(0, kernels=["k"]), RANK="0")
     (group,) = [path for path in cluster.files() if path.name.startswith("__grp__")]
+    inodes = {path: path.stat().st_ino for path in cluster.files() if path != group}
     for garbage in (b"", b"null", b"\xff\xfe", b'{"child_paths": {}}', b'{"child_paths": [[]]}'):
         group.write_bytes(garbage)
         assert cluster.run(patched, pose(1, kernels=["k"]), RANK="1") == {"k": "compiled"}, garbage
     assert cluster.run(patched, pose(0, kernels=["k"]), RANK="0") == {"k": "compiled"}
+    assert inodes == {path: path.stat().st_ino for path in inodes}
     assert cluster.run(patched, pose(1, kernels=["k"]), RANK="1") == {"k": "hit"}
-
-
-def test_readers_never_see_a_partial_file_and_identical_files_stay(patched, cluster):
-    """While rank 0 rewrites a file over and over, readers see one content or the other; equal content keeps its
-    inode."""
-    writer = CODE + (
-        "import os\nfor i in range(150): path = m.put(b'ab'[i % 2:i % 2 + 1] * 300_000, 'file')\n"
-        "inode = os.stat(path).st_ino; m.put(b'b' * 300_000, 'file'); print(os.stat(path).st_ino == inode)"
-    )
-    reader = CODE + (
-        "import time\nwhile not m.has_file('file'): time.sleep(0.001)\nseen = set()\n"
-        "for i in range(300): seen.add(open(m.get_file('file'), 'rb').read())\n"
-        "print(seen <= {b'a' * 300_000, b'b' * 300_000})"
-    )
-    processes = [
-        cluster.start_program([sys.executable, "-c", code], {**patched, "RANK": str(rank)})
-        for rank, code in enumerate((writer, reader, reader))
-    ]
-    assert [said_by(process)[0] for process in processes] == ["True\n"] * 3
 
 
 @pytest.mark.parametrize(
