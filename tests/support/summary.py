@@ -18,8 +18,8 @@ from xml.etree import ElementTree
 
 SLOWEST = 10
 # Exit statuses of pytest. It is interrupted by Ctrl-C, or where a file can't be collected or an option says so (-x).
-INTERRUPTED = 2
 EMPTY = 5
+ENDS = {2: "it was interrupted", EMPTY: "it ran no test"}
 # CI's machine (CI=true) has all that these tests need. There a skipped one is a failure.
 MUST_RUN_ON_CI = [
     "cpu: tests/container/",
@@ -78,14 +78,9 @@ class Part:
 
     def end(self, status: int, may_be_empty: bool) -> None:
         """Adds a failure for an exit status of pytest that is not its tests'."""
-        reason = ""
-        if status == EMPTY and not may_be_empty:
-            reason = "it ran no test"
-        elif status == INTERRUPTED and not self.failed:
-            reason = "it was interrupted"
-        elif status not in (0, EMPTY) and not self.failed:
-            reason = f"pytest ended with status {status}"
-        if reason:
+        is_told = self.failed or (status == EMPTY and may_be_empty)
+        if status and not is_told:
+            reason = ENDS.get(status, f"pytest ended with status {status}")
             self.failed.append(f"{self.stack}: {self.name}: {reason}")
 
 
