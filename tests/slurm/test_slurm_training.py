@@ -60,6 +60,7 @@ def training_project(tmp_path):
     project = projects.make_project(tmp_path / "the project", training=None)
     stopping = project / "mamba_fsdp/trainer/stopping.py"
     stopping.write_text(stopping.read_text() + HOLD)
+    projects.shorten_the_silence(project)
     projects.make_venv(project)
     documents = np.random.default_rng(0).integers(1, 64, size=(300, 100))
     write_store(tmp_path / "store", documents, vocab_size=64, eos=0, tokenizer="none")
