@@ -86,6 +86,8 @@ def test_two_words_for_a_setting_agree():
     assert settings.training.mixed_precision == "bf16"
     assert settings.notes[0] == "bf16=true is mixed_precision=bf16 here"
     assert resolved(use_wandb="False", tracker="tensorboard").report.tracker == ["tensorboard"]
+    several = resolved(tracker="tensorboard,wandb", use_wandb="true")
+    assert several.report.tracker == ["tensorboard", "wandb"]
     for both in ({"bf16": "true", "fp16": "true"}, {"seq_len": "8", "seq_length": "16"}):
         with pytest.raises(UserError, match="given twice"):
             resolved(**both)
