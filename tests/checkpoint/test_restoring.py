@@ -88,7 +88,7 @@ def test_any_layout_reads_what_any_layout_saved(run):
     expected = [unbroken(how.get("muon", False)) for how, _ in SAVES]
     for number, (first, saved) in enumerate(saves):
         torch.testing.assert_close(first, expected[number][:2], rtol=2e-5, atol=2e-5)
-        assert len(saved) == 3 * 17 - (6 if "muon" in SAVES[number][0] else 0)
+        assert len(saved) == 3 * 32 - (12 if "muon" in SAVES[number][0] else 0)
         assert all(tensor.isfinite().all() and tensor.any() for tensor in saved.values())
         model = CheckpointTensors(as_whole(run / str(number) / "checkpoints/step_00000002"))
         assert {name for name in saved if not name.startswith("optimizer/")} == model.shapes.keys()

@@ -116,11 +116,6 @@ def test_the_architecture_names_files_that_are_there(project):
     assert len(named) > 30 and not missing
 
 
-def test_every_file_says_what_it_is_for(files):
-    for path, tree in files.items():
-        assert ast.get_docstring(tree), f"{path} does not open with what it is for"
-
-
 def test_the_library_has_few_rooms(project):
     """Folders of the library, and files that stand beside them."""
     library = project / "mamba_fsdp"

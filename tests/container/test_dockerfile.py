@@ -1,6 +1,5 @@
 """What can be said of the Dockerfile without building it."""
 
-import os
 import re
 import shutil
 import sys
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.builder import Builder
 from tests.support.processes import run_program
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -31,50 +29,6 @@ def test_every_base_is_named_with_its_registry():
     stages = ("${BASE_IMAGE:-", "${DEVEL_IMAGE:-", "kernels-${")
     assert len(bases) == 7
     assert all(base.startswith((*registries, *stages)) for base in bases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments, used",
-    [
-        ([], ["base", "devel-torch2.2"]),
-        (["INSTALL_KERNELS=0"], ["base"]),
-        (["STACK=current"], ["base", "devel-current"]),
-    ],
-)
-def test_builders_find_the_stages_of_the_stack(tmp_path, arguments, used):
-    """The Dockerfile's stages with nothing in them but a file that tells whose they are. A CUDA toolkit is pulled only
-    where kernels are compiled."""
-    if os.geteuid() or not shutil.which("buildah"):
-        pytest.skip("needs root and buildah: apt-get install --no-install-recommends buildah")
-    stages = []
-    for line in (PROJECT / "Dockerfile").read_text().splitlines():
-        if line.startswith(
-            ("ARG STACK=", "ARG BASE_IMAGE", "ARG DEVEL_IMAGE", "ARG INSTALL_KERNELS=")
-        ):
-            stages.append(line)
-        elif line.startswith("FROM docker.io/"):
-            name = line.split()[-1]
-            (tmp_path / name).write_text(name)
-            stages += [f"FROM scratch AS {name}", f"COPY {name} /whose"]
-        elif line.startswith("FROM "):
-            stages += [line, "COPY end /end"]
-        elif "--from=kernels" in line or "from=kernels" in line:
-            stages.append("COPY --from=kernels /end /kernels")
-    (tmp_path / "end").touch()
-    (tmp_path / "Dockerfile").write_text("\n".join(stages) + "\n")
-    builder = Builder(tmp_path / "builder")
-    builder.folder.mkdir()
-    try:
-        options = [word for argument in arguments for word in ("--build-arg", argument)]
-        said = builder(
-            "bud", "--isolation", "chroot", "--pull-never", "-t", "stages", *options, tmp_path
-        )
-        assert {
-            name for name in ("base", "devel-torch2.2", "devel-current") if f"COPY {name} " in said
-        } == set(used)
-    finally:
-        builder.remove()
 
 
 @pytest.mark.parametrize("stack", ["torch2.2", "current"])

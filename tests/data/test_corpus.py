@@ -183,7 +183,9 @@ def test_within_a_split_no_name_says_anything(tmp_path):
 def test_a_split_that_is_asked_for_needs_no_train(tmp_path):
     write_records(tmp_path / "corpus-valid.jsonl", [[5]])
     write_records(tmp_path / "corpus.jsonl", [[6]])
+    write_records(tmp_path / "odd/a.jsonl", [[7]])
     assert first_tokens(tmp_path, split="validation") == [5]
+    assert first_tokens(tmp_path, split="odd") == [7]
 
 
 def test_inspect_says_what_importing_reads(tmp_path, capsys):

@@ -21,7 +21,7 @@ from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.train_config import DataConfig
-from tests.support.processes import wait_until
+from tests.support.processes import PATIENCE_SECONDS, wait_until
 from tests.support.tiny import resolved
 
 L = 8
@@ -120,7 +120,7 @@ def test_threads_read_as_many_steps_ahead_as_they_are_told(workers, prefetch, st
 
     class Watched(Numbers):
         def read(self, start, length):
-            at_once.wait(20)
+            at_once.wait(PATIENCE_SECONDS)
             threads.append(threading.current_thread())
             return super().read(start, length)
 

@@ -120,30 +120,3 @@ def test_a_bos_that_is_none_is_refused(prepare, tmp_path):
     folder = saved(tmp_path / "tokenizer", byte_level())
     with pytest.raises(UserError, match="--bos=true .*is missing"):
         imported(prepare, tmp_path, folder, bos=True)
-
-
-def test_a_dataset_means_its_tokenizer(prepare, tmp_path):
-    ids, place = imported(prepare, tmp_path, saved(tmp_path / "tokenizer", byte_level()))
-    (tmp_path / "again").mkdir()
-    for number, name in enumerate(("out", "out/train")):
-        again = tmp_path / f"again/{number}"
-        again.mkdir()
-        assert imported(prepare, again, tmp_path / name)[0] == ids
-
-
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        (
-            "tokenizer.model",
-            "holds tokenizer.model, a sentencepiece .*; wanted is a tokenizer.json",
-        ),
-        ("a.tiktoken", "(a.tiktoken.), not a tokenizer; wanted is"),
-        ("notes.txt", "a folder of text, not a tokenizer; wanted is a tokenizer.json, or its"),
-    ],
-)
-def test_a_folder_without_a_tokenizer_says_what_is_there(file, words, prepare, tmp_path):
-    (tmp_path / "wrong").mkdir()
-    (tmp_path / "wrong" / file).write_text("x")
-    with pytest.raises(UserError, match=words):
-        imported(prepare, tmp_path, tmp_path / "wrong")

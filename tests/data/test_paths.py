@@ -1,7 +1,6 @@
 """What lies at a path is told by one function, with what is in it and a command that takes it."""
 
 import io
-import shlex
 import tarfile
 import zipfile
 from pathlib import Path
@@ -35,6 +34,7 @@ FILES = RUN | {
     "dcp/.metadata": "",
     "tok/tokenizer.json": "",
     "texts/deep/a.txt": "text",
+    "my texts/a.txt": "text",
     "texts/config.json": '{"colour": "red"}',
     "saved/dataset_info.json": "",
     "rows.jsonl": "{}",
@@ -75,6 +75,7 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "tok": ("tokenizer", "get_dataset.py INPUT OUT --tokenizer=tok"),
     "tok/tokenizer.json": ("tokenizer", "--tokenizer=tok"),
     "texts": ("input", "a folder of text; "),
+    "my texts": ("input", "get_dataset.py 'my texts' OUT"),
     "saved": ("input", "a folder that the library datasets saved"),
     "rows.jsonl": ("input", "get_dataset.py rows.jsonl OUT"),
     "ids.npy": ("input", "get_dataset.py ids.npy OUT --tokenizer=PATH makes"),
@@ -148,10 +149,3 @@ def test_a_tokenizer_is_found_in_what_was_made_with_it(folder):
     for path in ("data/mine", "data/mine/train"):
         assert tokenizer_in(path) == Path("data/mine/train/tokenizer")
     assert tokenizer_in("texts") is None
-
-
-def test_commands_quote_what_a_shell_would_split(folder):
-    (folder / "my texts").mkdir()
-    (folder / "my texts/a.txt").touch()
-    command, _, _ = what_is("my texts").use.partition(" makes")
-    assert shlex.split(command)[-2:] == ["my texts", "OUT"]

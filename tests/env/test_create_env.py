@@ -45,7 +45,7 @@ exec '{sys.executable}' "$@"
 
 
 @pytest.fixture
-def create(project, tmp_path, quick_python, monkeypatch):
+def create(project, tmp_path, monkeypatch, request):
     """create(*words, **environment) -> the finished process, in tmp_path."""
     shutil.copy(project / "0.create_env.sh", tmp_path)
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
@@ -59,7 +59,8 @@ def create(project, tmp_path, quick_python, monkeypatch):
     )
 
     def run(*words, **environment):
-        environment = {"PYTHON": quick_python, **environment}
+        if "PYTHON" not in environment:
+            environment["PYTHON"] = request.getfixturevalue("quick_python")
         return run_program("./0.create_env.sh", *words, cwd=tmp_path, **environment)
 
     return run
@@ -70,6 +71,7 @@ def stub(folder, name, body):
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+@pytest.mark.slow
 def test_another_pythons_folders_do_not_matter(create, tmp_path):
     """Those that a cluster's module files name."""
     (tmp_path / "other/pip").mkdir(parents=True)

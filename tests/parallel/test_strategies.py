@@ -22,7 +22,7 @@ HSDP = {"strategy": "hsdp", "shard_size": 2}
 MUON = {"muon": True}
 RECOMPUTING = {"fsdp_activation_checkpointing": True}
 UNSHARDED = {"accumulate_unsharded": True}
-WHOLE = (".A_log", ".D")  # on every rank
+WHOLE = (".A_log", ".D", ".dt_proj.bias")  # on every rank
 
 
 def each(world, function, *cases):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.triton_wheels import NEWEST, PATCHED, PATCHES, bare_triton_2_2, with_class
+from tests.support.triton_wheels import PATCHED, PATCHES, bare_triton_2_2, with_class
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -30,11 +30,6 @@ def triton(request):
     if request.param == PATCHED:
         return request.getfixturevalue("patched")
     return with_class(request.param)
-
-
-@pytest.fixture(scope="session")
-def newest():
-    return with_class(NEWEST)
 
 
 def said_by(process):

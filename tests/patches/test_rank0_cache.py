@@ -135,33 +135,17 @@ def test_full_disk(patched, cluster):
 
 
 def test_corrupt_group_file(patched, cluster):
-    """A group file that is no group counts as none, and rank 0's next compilation mends it."""
+    """A group file that is no group counts as none, and rank 0's next compilation mends it. Files of the same content stay
+    as they are: others may have them mapped."""
     cluster.run(patched, pose(0, kernels=["k"]), RANK="0")
     (group,) = [path for path in cluster.files() if path.name.startswith("__grp__")]
+    inodes = {path: path.stat().st_ino for path in cluster.files() if path != group}
     for garbage in (b"", b"null", b"\xff\xfe", b'{"child_paths": {}}', b'{"child_paths": [[]]}'):
         group.write_bytes(garbage)
         assert cluster.run(patched, pose(1, kernels=["k"]), RANK="1") == {"k": "compiled"}, garbage
     assert cluster.run(patched, pose(0, kernels=["k"]), RANK="0") == {"k": "compiled"}
+    assert inodes == {path: path.stat().st_ino for path in inodes}
     assert cluster.run(patched, pose(1, kernels=["k"]), RANK="1") == {"k": "hit"}
-
-
-def test_readers_never_see_a_partial_file_and_identical_files_stay(patched, cluster):
-    """While rank 0 rewrites a file over and over, readers see one content or the other; equal content keeps its
-    inode."""
-    writer = CODE + (
-        "import os\nfor i in range(150): path = m.put(b'ab'[i % 2:i % 2 + 1] * 300_000, 'file')\n"
-        "inode = os.stat(path).st_ino; m.put(b'b' * 300_000, 'file'); print(os.stat(path).st_ino == inode)"
-    )
-    reader = CODE + (
-        "import time\nwhile not m.has_file('file'): time.sleep(0.001)\nseen = set()\n"
-        "for i in range(300): seen.add(open(m.get_file('file'), 'rb').read())\n"
-        "print(seen <= {b'a' * 300_000, b'b' * 300_000})"
-    )
-    processes = [
-        cluster.start_program([sys.executable, "-c", code], {**patched, "RANK": str(rank)})
-        for rank, code in enumerate((writer, reader, reader))
-    ]
-    assert [said_by(process)[0] for process in processes] == ["True\n"] * 3
 
 
 @pytest.mark.parametrize(
@@ -206,25 +190,3 @@ def test_unknown_scope_is_refused(patched, cluster):
     """A misspelt scope is an error that names the allowed ones, not a silent choice."""
     code = "import triton.runtime.cache as c\ntry: c.get_cache_manager('ab')\nexcept ValueError as error: print(error)"
     assert "set it to global" in python(patched, code, cluster, TRITON_RANK0_SCOPE="nodes")
-
-
-@pytest.mark.slow
-def test_a_real_kernel_compiled_by_the_newest_triton(newest, cluster):
-    """Rank 1's cold compilation touches nothing shared and gives a cubin; after rank 0's the cache serves both."""
-    kernel = cluster.folder / "kernel.py"
-    kernel.write_text(
-        "import triton, triton.language as tl\nfrom triton.backends.compiler import GPUTarget\n"
-        "@triton.jit\ndef double(x, n: tl.constexpr):\n"
-        "    i = tl.arange(0, n)\n    tl.store(x + i, 2 * tl.load(x + i))\n"
-        "source = triton.compiler.ASTSource(double, {'x': '*fp32', 'n': 'constexpr'}, {'n': 64})\n"
-        "print(len(triton.compile(source, target=GPUTarget('cuda', 90, 32)).asm['cubin']) > 0)\n"
-    )
-    run = f"import runpy; runpy.run_path({str(kernel)!r})"
-    assert python(newest, run, cluster, RANK="1") == "True" and cluster.files() == []
-    assert python(newest, run, cluster, RANK="0") == "True"
-    published = cluster.files()
-    assert (
-        python(newest, run, cluster, RANK="1", TRITON_RANK0_PRIVATE_DIR="/dev/null/nowhere")
-        == "True"
-    ), "nothing to keep"
-    assert published and cluster.files() == published

@@ -4,12 +4,14 @@ A block is a command's if it is fenced as sh or python, or indented by four spac
 a program prints or what a folder holds; a line in it that begins with "$ " is a command, and the rest is its output.
 """
 
+import json
 import re
 import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.support.forked import output_of, said_by, start, start_ranks
 from tests.support.projects import PROJECT
 
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))]
@@ -26,61 +28,34 @@ class Command:
     output: str = ""  # what the page says it prints, if it says so
 
 
-@dataclass(frozen=True)
-class NotRun:
-    """A command that no test of this folder runs."""
-
-    page: str
-    start: str  # the command's first words
-    reason: str
-    elsewhere: str = ""  # the test that runs it, or what stands for it
-
-
 PARALLELCLUSTER = "it sets up the head node of a real ParallelCluster"
 EXAMPLES = "/opt/parallelcluster/examples"
-NOT_RUN = [
-    NotRun("README.md", "docker build", "CI has no Docker", "tests/container/test_image.py"),
-    NotRun("README.md", "enroot import", "it reads the image from Docker"),
-    NotRun(
-        "README.md",
-        "sbatch 1.train.sbatch",
-        "it needs Slurm and GPUs",
-        "tests/slurm/test_slurm_training.py",
-    ),
-    NotRun(
-        "docs/cluster.md",
-        "tail -f",
-        "it does not end",
-        "tests/slurm/test_slurm_launcher.py",
-    ),
-    NotRun(
-        "docs/evaluating.md", ".venv/bin/python -m pip install", "pip installs from the network"
-    ),
-    NotRun(
-        "docs/evaluating.md",
-        ".venv/bin/python -m mamba_fsdp evaluate runs/demo --tasks=lambada_openai,hellaswag",
-        "its tasks come from the network",
-        "tests/inference/test_tasks.py",
-    ),
-    NotRun(
-        "docs/evaluating.md",
-        ".venv/bin/lm_eval",
-        "its tasks come from the network",
-    ),
-    NotRun("docs/tuning.md", ".venv/bin/python -m pip install", "pip installs from the network"),
-    NotRun("docs/image.md", "docker build", "CI has no Docker", "tests/container/test_image.py"),
-    NotRun(
-        "docs/image.md", "export ENROOT_SQUASH_OPTIONS='-comp zstd", "it is for the next command"
-    ),
-    NotRun(
-        "docs/image.md", "rm -f mamba-train.sqsh && enroot import", "it reads the image from Docker"
-    ),
-    NotRun("docs/image.md", "salloc", "it opens a shell, in which the next commands are typed"),
-    NotRun("docs/image.md", "mkdir -p /opt/slurm/etc/plugstack.conf.d", PARALLELCLUSTER),
-    NotRun("docs/image.md", f"cp {EXAMPLES}/spank/plugstack.conf", PARALLELCLUSTER),
-    NotRun("docs/image.md", f"cp {EXAMPLES}/pyxis/pyxis.conf", PARALLELCLUSTER),
-    NotRun("docs/image.md", "scontrol reconfigure", PARALLELCLUSTER),
-]
+# {page: {first words of a command: why no test of this folder runs it, and which other test does}}
+NOT_RUN = {
+    "README.md": {
+        "docker build": "CI has no Docker: tests/container/test_image.py",
+        "enroot import": "it reads the image from Docker",
+        "sbatch 1.train.sbatch": "it needs Slurm and GPUs: tests/slurm/test_slurm_training.py",
+    },
+    "docs/cluster.md": {"tail -f": "it does not end: tests/slurm/test_slurm_launcher.py"},
+    "docs/evaluating.md": {
+        ".venv/bin/python -m pip install": "pip installs from the network",
+        ".venv/bin/python -m mamba_fsdp evaluate runs/demo --tasks=lambada_openai,hellaswag": "its tasks come from the "
+        "network: tests/inference/test_tasks.py",
+        ".venv/bin/lm_eval": "its tasks come from the network",
+    },
+    "docs/tuning.md": {".venv/bin/python -m pip install": "pip installs from the network"},
+    "docs/image.md": {
+        "docker build": "CI has no Docker: tests/container/test_image.py",
+        "export ENROOT_SQUASH_OPTIONS='-comp zstd": "it is for the next command",
+        "rm -f mamba-train.sqsh && enroot import": "it reads the image from Docker",
+        "salloc": "it opens a shell, in which the next commands are typed",
+        "mkdir -p /opt/slurm/etc/plugstack.conf.d": PARALLELCLUSTER,
+        f"cp {EXAMPLES}/spank/plugstack.conf": PARALLELCLUSTER,
+        f"cp {EXAMPLES}/pyxis/pyxis.conf": PARALLELCLUSTER,
+        "scontrol reconfigure": PARALLELCLUSTER,
+    },
+}
 
 
 def text_of(page: str) -> str:
@@ -134,12 +109,10 @@ def is_whole(command: str) -> bool:
     return subprocess.run(["bash", "-n", "-c", command], stderr=subprocess.DEVNULL).returncode == 0
 
 
-def not_run(page: str, command: Command) -> list[NotRun]:
+def not_run(page: str, command: Command) -> list[str]:
     """The entries of NOT_RUN that a command of a page has."""
     words = f"{command.text} "
-    return [
-        entry for entry in NOT_RUN if entry.page == page and words.startswith(f"{entry.start} ")
-    ]
+    return [start for start in NOT_RUN.get(page, {}) if words.startswith(f"{start} ")]
 
 
 def blocks_to_run(page: str) -> list[list[Command]]:
@@ -154,3 +127,46 @@ def blocks_to_run(page: str) -> list[list[Command]]:
 
 def commands_to_run(page: str) -> list[Command]:
     return [command for block in blocks_to_run(page) for command in block]
+
+
+class Shell:
+    """Runs sh commands in a folder, one after the other, as far as the pages need it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.variables = {}
+
+    def run(self, text):
+        """What a command prints. Raises AssertionError if it fails."""
+        assignment = re.fullmatch(r'(\w+)="(.*)"', text)
+        if assignment:
+            name, value = assignment.groups()
+            self.variables[name] = value
+            return ""
+        for name, value in self.variables.items():
+            text = text.replace(f"${name}", value)
+        program, *words = shlex.split(text, comments=True)
+        if not program.startswith(".venv/bin/"):
+            done = subprocess.run(text, shell=True, cwd=self.folder, capture_output=True, text=True)
+            assert done.returncode == 0 and "Traceback" not in done.stderr, (
+                f"{text}\n{done.stdout}\n{done.stderr}"
+            )
+            return done.stdout
+        file = None
+        if words[-2:-1] == [">"]:
+            file = self.folder / words[-1]
+            words = words[:-2]
+        said = self.fork(program, words)
+        if file:
+            file.write_text(said)
+            json.loads(said)
+        return said
+
+    def fork(self, program, words):
+        if program == ".venv/bin/torchrun":
+            ranks, *words = words
+            count = int(ranks.removeprefix("--nproc_per_node="))
+            assert words[:2] == ["-m", "mamba_fsdp"]
+            return said_by(start_ranks(count, words[2:], words[:2], self.folder))
+        command = shlex.join([program, *words])
+        return output_of(start(command, self.folder, merged=False), command)

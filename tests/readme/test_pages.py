@@ -6,11 +6,8 @@ files as the other launchers have them. A program of .venv is forked from a proc
 """
 
 import importlib
-import json
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import fields
 
 import datasets
@@ -30,13 +27,12 @@ from tests.readme.pages import (
     NOT_RUN,
     ON_A_CLUSTER,
     PAGES,
-    PROJECT,
+    Shell,
     blocks,
     commands_to_run,
     not_run,
     text_of,
 )
-from tests.support.forked import output_of, said_by, start, start_ranks
 from tests.support.others_tokens import write_fms, write_layout
 from tests.support.tiny import TINY, as_words
 
@@ -153,50 +149,6 @@ def desk(user_folder, tmp_path):
     return tmp_path / "desk"
 
 
-class Shell:
-    """Runs sh commands in a folder, one after the other, as far as the pages need it."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.variables = {}
-
-    def run(self, text):
-        """What a command prints. Raises AssertionError if it fails."""
-        assignment = re.fullmatch(r'(\w+)="(.*)"', text)
-        if assignment:
-            name, value = assignment.groups()
-            self.variables[name] = value
-            return ""
-        for name, value in self.variables.items():
-            text = text.replace(f"${name}", value)
-        program, *words = shlex.split(text, comments=True)
-        is_of_python = words[:1] == ["-c"]
-        if is_of_python:
-            text = text.replace(program, sys.executable)
-        if is_of_python or not program.startswith(".venv/bin/"):
-            done = subprocess.run(text, shell=True, cwd=self.folder, stdout=subprocess.PIPE)
-            assert done.returncode == 0, text
-            return done.stdout.decode()
-        file = None
-        if words[-2:-1] == [">"]:
-            file = self.folder / words[-1]
-            words = words[:-2]
-        said = self.fork(program, words)
-        if file:
-            file.write_text(said)
-            json.loads(said)
-        return said
-
-    def fork(self, program, words):
-        if program == ".venv/bin/torchrun":
-            ranks, *words = words
-            count = int(ranks.removeprefix("--nproc_per_node="))
-            assert words[:2] == ["-m", "mamba_fsdp"]
-            return said_by(start_ranks(count, words[2:], words[:2], self.folder))
-        command = shlex.join([program, *words])
-        return output_of(start(command, self.folder, merged=False), command)
-
-
 def pages_to_follow():
     """The pages with commands that no other file follows."""
     elsewhere = IN_A_CLONE + ON_A_CLUSTER
@@ -229,21 +181,11 @@ def test_every_command_works(page, desk, monkeypatch):
         assert (desk / LEAVES[page]).exists() or (fsx / LEAVES[page]).exists()
 
 
-def test_what_is_not_run_says_where_it_is_tested():
-    """Each entry is for one command, has its reason, and names a test that exists."""
-    for entry in NOT_RUN:
-        commands = [command for block in blocks(entry.page) for command in block]
-        entries = [not_run(entry.page, command) for command in commands]
-        assert entries.count([entry]) == 1, entry
-        assert entry.reason and (PROJECT / entry.elsewhere).exists(), entry
-
-
-def test_no_command_hides_in_what_is_printed():
-    """A fence without a language holds output; a command there would be run by no test."""
-    programs = r"^ *(?:\./|\.venv/|python|sbatch|srun|docker|enroot|mamba-fsdp|torchrun|pip) ?\S"
-    for page in PAGES:
-        for printed in re.findall(r"^```\n(.*?)^```", text_of(page), flags=re.M | re.S):
-            assert not re.search(programs, printed, flags=re.M), (page, printed)
+def test_what_is_not_run_is_one_command_each():
+    for page, starts in NOT_RUN.items():
+        commands = [command for block in blocks(page) for command in block]
+        entries = [not_run(page, command) for command in commands]
+        assert [entries.count([start]) for start in starts] == [1] * len(starts), page
 
 
 def options_of_verbs():

@@ -86,6 +86,8 @@ def test_two_words_for_a_setting_agree():
     assert settings.training.mixed_precision == "bf16"
     assert settings.notes[0] == "bf16=true is mixed_precision=bf16 here"
     assert resolved(use_wandb="False", tracker="tensorboard").report.tracker == ["tensorboard"]
+    several = resolved(tracker="tensorboard,wandb", use_wandb="true")
+    assert several.report.tracker == ["tensorboard", "wandb"]
     for both in ({"bf16": "true", "fp16": "true"}, {"seq_len": "8", "seq_length": "16"}):
         with pytest.raises(UserError, match="given twice"):
             resolved(**both)
@@ -117,19 +119,3 @@ def test_a_section_of_theirs_is_only_a_prefix(tmp_path):
     settings = resolve.resolve_settings({}, str(file))
     assert (settings.training.global_batch_size, settings.optimizer.learning_rate) == (16, 1e-3)
     assert (settings.report.wandb_project, settings.report.wandb_name) == ("mine", "one")
-
-
-LENGTHS = {
-    "demo": 256,
-    "mamba-130m": 2048,
-    "state-spaces/mamba-130m": 4096,
-    "mamba2-1.3b": 2048,
-    "mamba_9.8b": 4096,
-    "llama3_8b_4k": 4096,
-    "mambaoutai": 4096,
-}
-
-
-def test_presets_are_what_their_launchers_mean():
-    for name, length in LENGTHS.items():
-        assert resolve.resolve_settings({"model_name": name}).data.seq_length == length

@@ -30,6 +30,7 @@ def differing(one, other):
     }
 
 
+@pytest.mark.slow
 def test_each_resolves_is_the_model_it_names_and_fits():
     names = {*ready_runs(), *RECIPES}
     assert len(names) >= 17

@@ -8,28 +8,18 @@ import subprocess
 import numpy as np
 import pytest
 
-from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.run.records import read_events, read_status
 from tests.support import projects
+from tests.support.corpora import write_store
 from tests.support.processes import write_program
+from tests.support.tiny import TINY, as_words
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 SETTINGS = [
-    "--d_model=32",
-    "--n_layer=2",
-    "--vocab_size=64",
-    "--d_state=4",
-    "--seq_length=64",
-    "--batch_size=2",
-    "--num_steps=16",
-    "--report_interval=1",
-    "--checkpoint_interval=12",
-    "--eval_interval=0",
-    "--mixed_precision=fp32",
+    *as_words(TINY | {"num_steps": 16, "checkpoint_interval": 12}),
     "--deterministic=true",
     "--sharding_strategy=fsdp",
-    "--kernels=reference",
     "--dataset_path=data/store",
 ]
 HOLD = """
@@ -47,29 +37,17 @@ if os.environ.get("HELD") and not os.environ.get("SLURM_RESTART_COUNT"):
         return look(request)
 
     StopRequest.look = look_or_wait
-
-if os.environ.get("SLOW") and not os.environ.get("SLURM_RESTART_COUNT"):
-    usual = StopRequest.look
-
-    def look_slowly(request):
-        time.sleep(0.3)
-        return usual(request)
-
-    StopRequest.look = look_slowly
 """
 DEMO_STEPS = 20
-DEMO_FILES = 250
 
 
 @pytest.fixture
 def new_project(tmp_path):
     """The checkout with a .venv, as a new user has it, with a shorter demo: of its thousand steps the first 20, and of
-    the 1,800 files of Python's library, of which get_dataset.py makes its data, the first 250. These are three batches:
-    threads that share the tokenizer meet."""
+    Python's library so many files that they are three batches: threads that share the tokenizer meet."""
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.edit(project / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
-    library = 'sorted(root.rglob("*.py"), key=Path.as_posix)'
-    projects.edit(project / "mamba_fsdp/data/corpus.py", library, f"{library}[:{DEMO_FILES}]")
+    projects.shorten_the_corpus(project)
     projects.trace_resolutions(project)
     projects.make_venv(project)
     return project
@@ -78,16 +56,14 @@ def new_project(tmp_path):
 @pytest.fixture
 def training_project(tmp_path):
     """The checkout with its own training program, a .venv and a link to a small token store. With HELD=1 in its environment
-    a run waits in its first start, after some steps, until it is asked to stop; with SLOW=1 its steps take time there."""
+    a run waits in its first start, after some steps, until it is asked to stop."""
     project = projects.make_project(tmp_path / "the project", training=None)
     stopping = project / "mamba_fsdp/trainer/stopping.py"
     stopping.write_text(stopping.read_text() + HOLD)
+    projects.shorten_the_silence(project)
     projects.make_venv(project)
-    random = np.random.default_rng(0)
-    writer = StoreWriter(tmp_path / "store", vocab_size=64, eos=0, tokenizer="none")
-    for _ in range(300):
-        writer.append([*random.integers(1, 64, size=100).tolist(), writer.eos])
-    writer.finish()
+    documents = np.random.default_rng(0).integers(1, 64, size=(300, 100))
+    write_store(tmp_path / "store", documents, vocab_size=64, eos=0, tokenizer="none")
     (project / "data").mkdir()
     (project / "data/store").symlink_to(tmp_path / "store")
     return project
@@ -165,24 +141,6 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(cluster, traini
     assert not (run / "STOP").exists()
     assert losses(run) == losses(training_project / "runs/unbroken")
     assert weights(run) == weights(training_project / "runs/unbroken") and len(weights(run)) == 1
-
-
-def test_a_node_that_shuts_down_in_good_order_does_not_end_the_run(cluster, training_project):
-    """Its launcher gets SIGTERM, all ranks stop with a checkpoint, and the job is queued again: nobody has asked for the
-    run's end."""
-    words = [*SETTINGS, "--save_ckpt_path=runs/a", "--num_steps=60"]
-    job = cluster.submit(training_project, *words, env={"SLOW": "1"})
-    run = training_project / "runs/a"
-    metrics = run / "metrics.jsonl"
-    cluster.wait_until(lambda: metrics.exists() and len(read_metrics(run)) > 3, "some steps")
-    kill = ["pkill", "-TERM", "-f", "^/.*/python -m mamba_fsdp.launch.node"]
-    subprocess.run(cluster.command(*kill, on="node2"), check=True)
-    assert cluster.wait_for_end(job) == "COMPLETED", log(training_project, job)
-    text = log(training_project, job)
-    assert cluster.restarts(job) == 1 and "STOP" not in text, text
-    assert text.splitlines()[-1] == f"finished: {run}"
-    steps = [step for step, *_ in losses(run)]
-    assert steps == list(range(1, 61)), "no gap, no step twice"
 
 
 # `pkill -f` would take the launcher too, whose words have the program's name.

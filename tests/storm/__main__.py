@@ -1,6 +1,6 @@
 """A storm: runs that are killed at random moments, started again, and then compared with unbroken ones bit for bit.
 
-    python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp,context] [--folder=F]
+    python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp,context]
 
 A round is a kill: of one rank, of all, or of their launcher; at the n-th file operation of a kind (saving, committing,
 pruning, consolidating and all else that touches the run folder), after a step, or at any time. The moments follow from
@@ -9,7 +9,6 @@ need.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -36,15 +35,11 @@ def main(words):
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--strategies", default=",".join(RANKS))
-    parser.add_argument("--folder", help="where runs and what their ranks said are left")
     given = parser.parse_args(words)
     strategies = given.strategies.split(",")
     print(f"seed {given.seed}: {given.rounds} rounds", flush=True)
-    with contextlib.ExitStack() as stack:
-        folder = Path(
-            given.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="storm-"))
-        )
-        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="storm-") as place:
+        folder = Path(place)
         rank.make_data(folder)
         rank.import_all()
         for number, strategy in enumerate(strategies):

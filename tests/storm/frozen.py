@@ -9,7 +9,6 @@ Each rename, with --all each call, is a freeze of its own. A run is a process of
 checkpoints.
 """
 
-import argparse
 import itertools
 import os
 import shutil
@@ -17,7 +16,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from pathlib import Path
 
@@ -34,10 +32,7 @@ BEGINNINGS = {"new": [4, 5], "broken": [4, 5, 6]}
 
 
 def main(words):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true")
-    given = parser.parse_args(words)
-    calls = EVENTS if given.all else ("os.rename",)
+    calls = EVENTS if "--all" in words else ("os.rename",)
     lease.SECONDS_BETWEEN_RENEWALS = 0.02
     lease.SECONDS_BETWEEN_LOOKS = 0.02
     for beginning in BEGINNINGS:
@@ -168,6 +163,4 @@ def stop_before(calls, number, run):
 
 
 if __name__ == "__main__":
-    began = time.monotonic()
     main(sys.argv[1:])
-    print(f"{time.monotonic() - began:.0f} s")

@@ -135,15 +135,16 @@ class Builder:
         (base / "gitconfig").write_text(f'[url "file:///opt/sources/"]\n{elsewhere}')
         self("bud", "--isolation", "chroot", "-t", "localhost/cuda", base)
 
-    def build(self, context, image, base, check=True, **arguments):
-        """Build the project in `context` as localhost/`image` on localhost/`base`; returns what buildah says."""
-        bases = {"BASE_IMAGE": f"localhost/{base}", "DEVEL_IMAGE": f"localhost/{base}"}
-        arguments = {**bases, "INSTALL_EFA": 0, **arguments}
-        words = [
-            word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")
-        ]
-        options = ["--isolation", "chroot", "--layers", "--pull-never"]
-        return self("bud", *options, *words, "-t", f"localhost/{image}", context, check=check)
+    def build(self, context, image):
+        """Build the project in `context` as localhost/`image` on localhost/cuda; returns what buildah says."""
+        words = ["--isolation", "chroot", "--pull-never"]
+        for argument in (
+            "BASE_IMAGE=localhost/cuda",
+            "DEVEL_IMAGE=localhost/cuda",
+            "INSTALL_EFA=0",
+        ):
+            words += ["--build-arg", argument]
+        return self("bud", *words, "-t", f"localhost/{image}", context)
 
     def run(self, image, script):
         """Run `script` in localhost/`image` as Enroot would: root read-only, /tmp a tmpfs, a user that the image does

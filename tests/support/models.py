@@ -2,10 +2,9 @@
 
 import torch
 
-from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops.backends import REFERENCE
+from tests.support.small_models import random_state
 from tests.support.tiny import model_config
 
 BACKENDS = {"reference": REFERENCE, "cpp": REFERENCE | {"conv": "cpp", "scan": "cpp"}}
@@ -30,17 +29,9 @@ FAMILIES = {name: model_config(words) for name, words in WORDS.items()}
 
 
 def small_model(family, **more):
-    """With initial values, disturbed so that nothing is left at 0 or 1 and hides a mix-up."""
+    """With random values, so that nothing is left at 0 or 1 and hides a mix-up."""
     model = MambaLM(FAMILIES[family], **more)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            described = parameters(model.config)[name]
-            value = initial_part(name, described, 1, 0, described.size).view(described.shape)
-            value *= (
-                3 if "embedding" in name else 1 + 0.3 * torch.rand(value.shape, generator=generator)
-            )
-            parameter.copy_(value)
+    model.load_state_dict(random_state(model.config), strict=False)  # a tied head is the embedding
     return model
 
 

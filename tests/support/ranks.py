@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import hashlib
 import multiprocessing
 import os
 import pickle
@@ -12,19 +11,22 @@ import torch
 from torch.distributed import TCPStore
 
 from mamba_fsdp.data.loader import Batch
-from mamba_fsdp.model.spec import ONES, Parameter
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.compat import has_fused_adamw
-from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.settings.train_config import OptimizerConfig, ParallelConfig
+from mamba_fsdp.settings.train_config import OptimizerConfig, ParallelConfig, TrainConfig
 from mamba_fsdp.trainer import loop, run
 from mamba_fsdp.trainer.optimizer import make_optimizer
+from mamba_fsdp.trainer.setup import fill_at_random
 from mamba_fsdp.trainer.step_stats import sum_over_ranks
-from tests.support.double import Double
 from tests.support.ports import rank_environment
 
 RATE = 0.01
+# No number of ranks divides the rows of its matrices.
+SIZES = {"d_model": 21, "d_state": 3, "vocab_size": 50, "pad_vocab_size_multiple": 1}
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
 PROCESSES = multiprocessing.get_context(
     "forkserver"
@@ -113,44 +115,33 @@ def train_whole(world, settings, **how):
     return run.run_training(settings, **how)
 
 
-def value_of(name, shape):
-    """A fixed random value for each parameter."""
-    generator = torch.Generator().manual_seed(int(hashlib.md5(name.encode()).hexdigest()[:8], 16))
-    return torch.randn(shape, generator=generator) * 0.1 + (1 if "norm" in name else 0)
+class Scaled(MambaLM):
+    """A language model, whose loss a test may multiply."""
+
+    loss_factor = 1.0
+
+    def forward(self, *given, **named):
+        return super().forward(*given, **named) * self.loss_factor
 
 
 def build(
     world, strategy, dtype=torch.float32, tie=True, layers=3, shard_size=None, muon=False, **how
 ):
-    """(filled ParallelModel of the double, its AdamW or Muon). shard_size: ranks of a node. how: settings of
+    """(filled ParallelModel of a small language model, its AdamW or Muon). shard_size: ranks of a node. how: settings of
     ParallelConfig."""
     if shard_size:
         world = dataclasses.replace(world, local_size=shard_size)
     settings = ParallelConfig(sharding_strategy=strategy, **how)
+    config = ModelConfig(tie_embeddings=tie, n_layer=layers, **SIZES)
     with torch.device("meta"):
-        model = Double(compute_dtype=dtype, tie=tie, layers=layers)
+        model = Scaled(config, compute_dtype=dtype)
     parallel = parallelize(model, settings, world=world, compute_dtype=dtype)
-    shapes = {shard.name: shard.shape for shard in parallel.shards()}
-    fill_parts(
-        parallel.shards(),
-        lambda name, start, stop: value_of(name, shapes[name]).reshape(-1)[start:stop],
-    )
+    fill_at_random(TrainConfig(config), parallel)
     if muon:
-        config = OptimizerConfig(optimizer="muon")
-        return parallel, make_optimizer(parallel, spec_of_double(parallel), config, dtype)
+        settings = OptimizerConfig(optimizer="muon")
+        return parallel, make_optimizer(parallel, parameters(config), settings, dtype)
     weights = parallel.parameters().values()
     return parallel, torch.optim.AdamW(weights, fused=has_fused_adamw(world.device) or None)
-
-
-def spec_of_double(parallel):
-    """What Muon needs to know: in_proj holds matrices whose rows no number of ranks divides, out_proj one."""
-    rows = {"in_proj.weight": {"z": 29, "x": 12, "B": 7}, "out_proj.weight": {"weight": 24}}
-    return {
-        slot.name: Parameter(
-            slot.shape, ONES, decay=True, rows=rows.get(".".join(slot.name.split(".")[-2:]), {})
-        )
-        for slot in parallel.slots
-    }
 
 
 def tokens(step):

@@ -49,15 +49,9 @@ def compile_kernel(cache, kernel, author, size):
             contents(kernel, "json", author, size), f"{kernel}.json", binary=False
         )
         manager.put_group(f"{kernel}.json", group)
-    if not hit:
-        assert len(group) == len(STAGES) + 1
-        assert {author_of(path) for path in group.values()} == {author}, (
-            "a file put by this rank is someone else's"
-        )
-    else:
-        assert len({author_of(path) for path in group.values()}) == 1, (
-            f"a group of several authors: {group}"
-        )
+    authors = {author_of(path) for path in group.values()}
+    assert len(group) == len(STAGES) + 1 and len(authors) == 1, group
+    assert hit or authors == {author}, "a file put by this rank is someone else's"
     author_of(library)
     return "hit" if hit else "compiled"
 

@@ -120,19 +120,6 @@ def test_tokens_of_others_become_a_store(enter, home, source):
     assert documents_of(home / f"data/of_{source}/train") == [[*ids, EOS] for ids in IDS]
 
 
-def test_two_parts_that_are_made_at_once_are_one_dataset(home, store):
-    """Each process encodes with threads of its own; whichever ends last completes the dataset."""
-    commands = [
-        f"get_dataset.py texts data/parts {TOKENIZER} --validation_fraction=0 --part={part}/2"
-        for part in range(2)
-    ]
-    processes = [start(command, home) for command in commands]
-    for process, command in zip(processes, commands):
-        output_of(process, command)
-    texts = [(home / "texts" / f"{name}.txt").read_text() for name in range(FILES)]
-    assert sorted(read_back(home / "data/parts/train")) == sorted(texts)
-
-
 # ---------------------------------------------------------------- training
 
 
