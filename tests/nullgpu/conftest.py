@@ -21,7 +21,10 @@ RANKS_OF_A_NODE = 2
 def null_device(tmp_path_factory):
     """The folder of the null device's libraries."""
     folder = tmp_path_factory.mktemp("nullgpu")
-    build.build(folder)
+    try:
+        build.build(folder)
+    except OSError as error:
+        pytest.skip(str(error))
     return folder
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.pinned, pytest.mark.slow]
+pytestmark = [pytest.mark.torch22, pytest.mark.slow]
 
 
 def test_a_launch_has_the_kernel_and_the_arguments_that_triton_would_give_it(start):

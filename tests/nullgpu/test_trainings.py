@@ -3,7 +3,7 @@ that the check at its start has not tested, and the host waits nowhere in a step
 
 import pytest
 
-pytestmark = [pytest.mark.pinned, pytest.mark.slow]
+pytestmark = [pytest.mark.torch22, pytest.mark.slow]
 
 KINDS = {
     "mamba1": {"layers": "mamba1"},

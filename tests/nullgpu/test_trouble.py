@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = [pytest.mark.pinned, pytest.mark.slow]
+pytestmark = [pytest.mark.torch22, pytest.mark.slow]
 
 MOST_SECONDS = 200
 LAUNCHES_OF_THREE_STEPS = 250

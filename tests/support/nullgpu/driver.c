@@ -160,3 +160,5 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
 CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t bytes) { return CUDA_ERROR_NOT_SUPPORTED; }
 CUresult cuMemFree_v2(CUdeviceptr pointer) { return CUDA_ERROR_NOT_SUPPORTED; }
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_ERROR_NOT_SUPPORTED; }
