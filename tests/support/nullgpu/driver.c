@@ -90,6 +90,9 @@ CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count,
     return cuModuleLoadData(module, image);
 }
 
+/* From a file, as torch's compiler loads its own kernels. */
+CUresult cuModuleLoad(CUmodule *module, const char *file) { return cuModuleLoadData(module, file); }
+
 CUresult cuModuleUnload(CUmodule module) {
     free(module);
     return CUDA_SUCCESS;
