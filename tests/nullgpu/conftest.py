@@ -5,7 +5,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -36,7 +35,7 @@ def start(null_device, project):
 
         def start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **variables):
             process = subprocess.Popen(
-                [sys.executable, *map(str, words)],
+                [build.interpreter(null_device), *map(str, words)],
                 env=build.environment(null_device, PYTHONFAULTHANDLER=1, **variables),
                 cwd=project,
                 stdout=stdout,

@@ -1,16 +1,18 @@
 """Builds the null device, a GPU that computes nothing, and says how a command runs on it. README.md says what it is."""
 
 import functools
+import importlib.util
 import os
 import re
 import subprocess
+import sys
 import sysconfig
+import venv
 from pathlib import Path
 
 from benchmarks.kernels.install import installed
 
 SOURCES = Path(__file__).parent
-OWN = Path(sysconfig.get_paths()["purelib"])
 # Where this Python has no CUDA build of torch: the newest one that is tested, and headers for it.
 NEWEST = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.96")
 # Libraries that are called for computing alone, if at all; all but cuBLAS and NVRTC stay as they are if they are installed.
@@ -27,9 +29,23 @@ COMPILE = ["gcc", "-std=gnu11", "-shared", "-fPIC", "-O1", "-Wall", "-Werror"]
 @functools.cache
 def packages():
     """The folder of torch's CUDA build: this Python's, or else a newer one's, which is installed first. Raises OSError."""
-    if (OWN / "torch/lib/libtorch_cuda.so").exists():
-        return OWN
+    own = Path(importlib.util.find_spec("torch").origin).parents[1]
+    if (own / "torch/lib/libtorch_cuda.so").exists():
+        return own
     return installed("torch-2.11.0", *NEWEST)
+
+
+def interpreter(folder):
+    """The Python that has torch's CUDA build: this one, or else one in the folder with all that this one has besides."""
+    if str(packages()) in sys.path:
+        return sys.executable
+    made = folder / "venv"
+    if not made.exists():
+        venv.create(made)
+        (own,) = made.glob("lib/python*/site-packages")
+        here = sysconfig.get_paths()["purelib"]
+        (own / "found.pth").write_text(f"{packages()}\n{here}\n")
+    return str(made / "bin/python")
 
 
 def build(folder):
@@ -83,6 +99,4 @@ def environment(folder, **more):
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "OMP_NUM_THREADS": "1",
     }
-    if packages() != OWN:
-        variables["PYTHONPATH"] = str(packages())
     return {**os.environ, **variables, **{name: str(value) for name, value in more.items()}}
