@@ -2,17 +2,15 @@
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 
-@pytest.mark.pinned
 def test_a_launch_has_the_kernel_and_the_arguments_that_triton_would_give_it(start):
     process = start("-m", "tests.support.nullgpu.launching", NULLGPU_DEVICES=2)
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 0, stderr
 
 
-@pytest.mark.torch22
 def test_layers_of_the_presets_pass_no_limit_of_a_small_gpu(start):
     """Of shared memory, blocks and grids; the memory is a large one's."""
     presets = ("mamba-2.8b", "mamba2-2.7b", "bamba-9b", "nemotron-h-8b")
