@@ -1,6 +1,7 @@
-"""Measures the host's part of a training step on a GPU, by the pinned stack on a device that computes nothing:
+"""Measures the host's part of a training step on a GPU, on a device that computes nothing:
 
-    .venv-torch2.2/bin/python -m benchmarks.launches
+    .venv-torch2.2/bin/python -m benchmarks.launches    by the pinned stack
+    .venv/bin/python -m benchmarks.launches             by a current one, which is installed in a cache folder
 
 CPU time and launches of a block, forward and backward, for a micro-batch, and of a step. A block's are those of a model
 with twice the layers less the model's own. Launches: of torch, of Triton, and calls of cuBLAS.
@@ -9,6 +10,7 @@ with twice the layers less the model's own. Launches: of torch, of Triton, and c
 import ctypes
 import os
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -45,12 +47,12 @@ def counted_step(settings: TrainConfig, layers: int) -> Callable[[], torch.Tenso
     return counted
 
 
-def row(model: str, environment: dict[str, str]) -> dict[str, object]:
+def row(model: str) -> dict[str, object]:
     """Returns a row of the table."""
     settings = resolve_settings(MODELS[model] | SHAPE)
     layers = settings.model.n_layer
     makers = {count: partial(counted_step, settings, count) for count in (layers, 2 * layers)}
-    once, twice = steps_in_turn(makers, 15, dict.fromkeys(makers, environment)).values()
+    once, twice = steps_in_turn(makers, 15).values()
     more = statistics.median(b.cpu_seconds - a.cpu_seconds for a, b in zip(once, twice))
     launches, of_twice = (steps[1].returned - steps[0].returned for steps in (once, twice))
     planned = estimate(settings, 1, INSTANCES["p5.4xlarge"]).seconds_per_step
@@ -65,10 +67,14 @@ def row(model: str, environment: dict[str, str]) -> dict[str, object]:
 
 
 def main() -> None:
+    if "LD_PRELOAD" in os.environ:  # this process is on the device
+        print(table(row(model) for model in MODELS))
+        return
     with tempfile.TemporaryDirectory() as folder:
-        build.build(Path(folder))
-        environment = build.environment(Path(folder))
-        print(table(row(model, environment) for model in MODELS))
+        device = Path(folder)
+        build.build(device)
+        command = [build.interpreter(device), "-m", "benchmarks.launches"]
+        subprocess.run(command, env=build.environment(device), check=True)
 
 
 if __name__ == "__main__":

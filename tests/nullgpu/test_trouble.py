@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = [pytest.mark.pinned, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 MOST_SECONDS = 200
 LAUNCHES_OF_THREE_STEPS = 250
@@ -48,12 +48,14 @@ def whole_checkpoints(folder):
     return [path.name for path in found]
 
 
+@pytest.mark.pinned
 def test_a_gpu_lost_in_the_first_minute_is_told(run, tmp_path):
     code, stderr = run(tmp_path / "run", NULLGPU_LOST=200)
     assert code == 1 and "the GPU is lost: start again" in stderr
     assert whole_checkpoints(tmp_path / "run") == []
 
 
+@pytest.mark.torch22
 def test_a_gpu_lost_in_mid_run_costs_the_steps_since_the_last_checkpoint(run, tmp_path):
     """The runs lie in folders of their own, so that each chooses its kernels and launches as many."""
     report = tmp_path / "report.json"
@@ -69,6 +71,7 @@ def test_a_gpu_lost_in_mid_run_costs_the_steps_since_the_last_checkpoint(run, tm
     assert "step_00000008" in whole_checkpoints(folder)
 
 
+@pytest.mark.pinned
 def test_a_stuck_kernel_ends_the_rank_with_its_stacks(run, tmp_path):
     code, stderr = run(tmp_path / "run", NULLGPU_HANG=500, timeout_minutes=0.1)
     assert code == 1
@@ -76,6 +79,7 @@ def test_a_stuck_kernel_ends_the_rank_with_its_stacks(run, tmp_path):
     assert whole_checkpoints(tmp_path / "run") == []
 
 
+@pytest.mark.pinned
 def test_a_full_gpu_is_told(run, tmp_path):
     code, stderr = run(tmp_path / "run", NULLGPU_MEMORY=30 << 20)
     assert code == 1 and "has too little memory: lower batch_size" in stderr

@@ -1,14 +1,23 @@
 """Builds the null device, a GPU that computes nothing, and says how a command runs on it. README.md says what it is."""
 
+import functools
+import importlib.util
 import os
+import re
 import subprocess
+import sys
 import sysconfig
+import venv
 from pathlib import Path
 
-from tests.support import cuda_stand_ins
+from benchmarks.kernels.install import installed
 
 SOURCES = Path(__file__).parent
-# A function of cuBLAS that blas.c does not have, whose definition wins over a weak one.
+# Where this Python has no CUDA build of torch: the newest one that is tested, and headers for it.
+NEWEST = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.96")
+# Libraries that are called for computing alone, if at all; all but cuBLAS and NVRTC stay as they are if they are installed.
+OTHERS = "cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|nccl|nvrtc|nvshmem|nvtx"
+# A function of these that others.c does not have, whose definition wins over a weak one.
 COMPUTES = """__attribute__((weak)) int {name}(void) {{
     nullgpu_count(BLAS_CALLS, 1);
     return 0;
@@ -17,32 +26,77 @@ COMPUTES = """__attribute__((weak)) int {name}(void) {{
 COMPILE = ["gcc", "-std=gnu11", "-shared", "-fPIC", "-O1", "-Wall", "-Werror"]
 
 
+@functools.cache
+def packages():
+    """The folder of torch's CUDA build: this Python's, or else a newer one's, which is installed first. Raises OSError."""
+    own = Path(importlib.util.find_spec("torch").origin).parents[1]
+    if (own / "torch/lib/libtorch_cuda.so").exists():
+        return own
+    return installed("torch-2.11.0", *NEWEST)
+
+
+def interpreter(folder):
+    """The Python that has torch's CUDA build: this one, or else one in the folder with all that this one has besides."""
+    if str(packages()) in sys.path:
+        return sys.executable
+    made = folder / "venv"
+    if not made.exists():
+        venv.create(made)
+        (own,) = made.glob("lib/python*/site-packages")
+        here = sysconfig.get_paths()["purelib"]
+        (own / "found.pth").write_text(f"{packages()}\n{here}\n")
+    return str(made / "bin/python")
+
+
 def build(folder):
-    """Build its libraries into the folder, against the headers of CUDA's runtime that torch 2.2 brings."""
-    packages = Path(sysconfig.get_paths()["purelib"])
-    headers = [f"-I{SOURCES}", f"-I{packages}/nvidia/cuda_runtime/include"]
+    """Build its libraries into the folder, for torch's CUDA build and against the headers that it brings."""
+    cuda = packages() / "nvidia/cu13"
+    if not cuda.exists():
+        cuda = packages() / "nvidia/cuda_runtime"
+    headers = [f"-I{SOURCES}", f"-I{cuda}/include"]
     products = folder / "products.c"
-    names = cuda_stand_ins.functions()
-    computed = [*names["libcublas.so.12"], *names["libcublasLt.so.12"]]
     products.write_text(
-        '#include "device.h"\n' + "".join(COMPUTES.format(name=n) for n in computed)
+        '#include "device.h"\n' + "".join(COMPUTES.format(name=name) for name in computed())
     )
-    sources = [SOURCES / "runtime.c", SOURCES / "blas.c", products]
+    sources = [SOURCES / "runtime.c", SOURCES / "others.c", products]
     runtime = ["-Wl,-soname,libnullgpu.so", *sources, "-lpthread"]
     driver = [SOURCES / "driver.c", f"-L{folder}", "-lnullgpu", "-Wl,-rpath,$ORIGIN"]
     subprocess.run([*COMPILE, *headers, *runtime, "-o", folder / "libnullgpu.so"], check=True)
     subprocess.run([*COMPILE, *headers, *driver, "-o", folder / "libcuda.so.1"], check=True)
     (folder / "libcuda.so").symlink_to("libcuda.so.1")  # by this name Triton links its launchers
+    for name in missing():
+        (folder / name).symlink_to("libnullgpu.so")
+
+
+@functools.cache
+def of_torch(words):
+    """What a program of binutils says of torch's libraries."""
+    libraries = sorted(packages().glob("torch/lib/*.so"))
+    done = subprocess.run([*words, *libraries], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def missing():
+    """NVIDIA's libraries that torch links and that are not installed: the one library of the null device serves for all."""
+    linked = set(re.findall(r"\(NEEDED\).*\[(.*)\]", of_torch(("readelf", "-d"))))
+    named = {name for name in linked if re.match(f"lib({OTHERS})", name, re.IGNORECASE)}
+    return {name for name in named if not list(packages().glob(f"nvidia/**/{name}"))}
+
+
+def computed():
+    """The functions that torch calls of the libraries that are replaced."""
+    called = set(re.findall(r"^ +U (\w+)", of_torch(("nm", "-D")), re.MULTILINE))
+    replaced = {"cublas", "nvrtc", *(re.match("lib([a-z]+)", name)[1] for name in missing())}
+    return sorted(name for name in called if re.match("|".join(replaced), name, re.IGNORECASE))
 
 
 def environment(folder, **more):
     """The environment of a command that runs on it. more: as runtime.c explains, such as NULLGPU_MEMORY=10**9."""
-    return {
-        **os.environ,
+    variables = {
         "LD_PRELOAD": str(folder / "libnullgpu.so"),
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "OMP_NUM_THREADS": "1",
-        **{name: str(value) for name, value in more.items()},
     }
+    return {**os.environ, **variables, **{name: str(value) for name, value in more.items()}}

@@ -6,19 +6,20 @@ import datetime
 import torch
 import torch.distributed as dist
 
+from mamba_fsdp.conventions import is_torch_2_2
+
 NAME = "over_gloo"
 
 
 class Done(dist._Work):
     """A collective that has ended."""
 
-    every: list[
-        "Done"
-    ] = []  # torch 2.2 keeps no reference to it, and would wait for good on what is left
+    every: list["Done"] = []
 
     def __init__(self, result):
         super().__init__()
-        self.every.append(self)
+        if is_torch_2_2():  # it keeps no reference, and would wait for good on what is left
+            self.every.append(self)
         self.future = torch.futures.Future(devices=[torch.cuda.current_device()])
         self.future.set_result(result)
 
@@ -30,6 +31,23 @@ class Done(dist._Work):
 
     def get_future(self):
         return self.future
+
+
+class Exchange(dist._Work):
+    """A tensor on its way, to or from another rank."""
+
+    def __init__(self, work, tensors, copies):
+        super().__init__()
+        self.work = work
+        self.tensors = tensors  # to fill, or none
+        self.copies = copies
+
+    def wait(self, timeout=None):
+        self.work.wait()
+        with unreported():
+            for tensor, copy in zip(self.tensors, self.copies):
+                tensor.copy_(copy)
+        return True
 
 
 @contextlib.contextmanager
@@ -63,11 +81,14 @@ class OverGloo(dist.ProcessGroup):
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-
-        self.exchanges = []  # under way: (gloo's work, tensors to fill or [], copies)
+        self.exchanges = []
 
     def getBackendName(self):
         return NAME
+
+    @property
+    def group_name(self):  # torch 2.11 has one for backends in C++ alone
+        return dist.distributed_c10d._world.pg_names[self]
 
     def broadcast(self, tensors, options):
         with on_cpu(tensors) as (copies,):
@@ -103,18 +124,21 @@ class OverGloo(dist.ProcessGroup):
     def send(self, tensors, to, tag):
         with unreported():
             copies = [tensor.cpu() for tensor in tensors]
-        self.exchanges.append((self.gloo.send(copies, to, tag), [], copies))
+        return self.begun(Exchange(self.gloo.send(copies, to, tag), [], copies))
 
     def recv(self, tensors, of, tag):
         copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
-        self.exchanges.append((self.gloo.recv(copies, of, tag), tensors, copies))
+        return self.begun(Exchange(self.gloo.recv(copies, of, tag), tensors, copies))
+
+    def begun(self, exchange):
+        """The exchange; torch 2.2 waits for all of them at once, later ones for each."""
+        if is_torch_2_2():
+            self.exchanges.append(exchange)
+        return exchange
 
     def _end_coalescing(self, device):
-        with unreported():
-            for work, tensors, copies in self.exchanges:
-                work.wait()
-                for tensor, copy in zip(tensors, copies):
-                    tensor.copy_(copy)
+        for exchange in self.exchanges:
+            exchange.wait()
         self.exchanges.clear()
         return Done([])
 

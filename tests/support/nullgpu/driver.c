@@ -90,6 +90,9 @@ CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count,
     return cuModuleLoadData(module, image);
 }
 
+/* From a file, as torch's compiler loads its own kernels. */
+CUresult cuModuleLoad(CUmodule *module, const char *file) { return cuModuleLoadData(module, file); }
+
 CUresult cuModuleUnload(CUmodule module) {
     free(module);
     return CUDA_SUCCESS;
@@ -160,3 +163,5 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
 CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t bytes) { return CUDA_ERROR_NOT_SUPPORTED; }
 CUresult cuMemFree_v2(CUdeviceptr pointer) { return CUDA_ERROR_NOT_SUPPORTED; }
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_ERROR_NOT_SUPPORTED; }

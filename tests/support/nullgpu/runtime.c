@@ -22,10 +22,6 @@
 #include "cuda_runtime_api.h"
 #include "device.h"
 
-#undef cudaGetDeviceProperties
-
-#define CUDA_OF_DRIVER 12020 /* 12.2, as numbers of CUDA's versions are written */
-#define CUDA_OF_RUNTIME 12010
 #define PAGE 4096
 #define MOST_GRID_YZ 65535
 #define MOST_THREADS 1024
@@ -144,16 +140,16 @@ cudaError_t cudaSetDevice(int device) {
 }
 
 cudaError_t cudaDriverGetVersion(int *version) {
-    *version = CUDA_OF_DRIVER;
+    *version = CUDART_VERSION;
     return cudaSuccess;
 }
 
 cudaError_t cudaRuntimeGetVersion(int *version) {
-    *version = CUDA_OF_RUNTIME;
+    *version = CUDART_VERSION;
     return cudaSuccess;
 }
 
-cudaError_t cudaGetDeviceProperties_v2(struct cudaDeviceProp *properties, int device) {
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
     const struct limits *limits = nullgpu_limits();
     memset(properties, 0, sizeof *properties);
     snprintf(properties->name, sizeof properties->name, "%s", limits->name);
@@ -175,8 +171,10 @@ cudaError_t cudaGetDeviceProperties_v2(struct cudaDeviceProp *properties, int de
     properties->maxGridSize[0] = 2147483647;
     properties->maxGridSize[1] = MOST_GRID_YZ;
     properties->maxGridSize[2] = MOST_GRID_YZ;
+#if CUDART_VERSION < 13000
     properties->clockRate = 1980000;
     properties->memoryClockRate = 2619000;
+#endif
     properties->memoryBusWidth = 5120;
     properties->l2CacheSize = 50 << 20;
     properties->totalConstMem = 65536;
@@ -528,9 +526,15 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
     return cudaSuccess;
 }
 
+#if CUDART_VERSION < 13000
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                         unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
                                         size_t *count) {
+#else
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                     unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
+                                     const cudaGraphEdgeData **edges, size_t *count) {
+#endif
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
@@ -617,6 +621,23 @@ cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void *
     const unsigned of_grid[3] = {grid.x, grid.y, grid.z};
     const unsigned of_block[3] = {block.x, block.y, block.z};
     return nullgpu_launch(TORCH_LAUNCHES, "a kernel of torch", of_grid, of_block, shared);
+}
+
+/* What nvcc 13 writes in place of cudaLaunchKernel. */
+
+cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
+    *kernel = (cudaKernel_t)function;
+    return cudaSuccess;
+}
+
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                               cudaStream_t stream) {
+    return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
+    return cudaLaunchKernel(function, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes,
+                            config->stream);
 }
 
 cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,

@@ -15,10 +15,11 @@ import warnings
 from unittest.mock import patch
 
 import torch
-from triton.runtime.jit import JITFunction
+import triton
 
 import mamba_fsdp
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.ops.triton import is_version_2
 from mamba_fsdp.trainer import loop
 from tests.support.nullgpu import collectives, numbers
 
@@ -72,13 +73,20 @@ class Watch:
             self.waits.add(f"{place.filename.split('mamba_fsdp/')[-1]}:{place.lineno}")
 
 
+def hook_of_triton():
+    """Where Triton looks for what to call before it compiles: an object, and a name."""
+    if is_version_2():
+        return triton.JITFunction, "cache_hook"
+    return triton.knobs.runtime, "jit_cache_hook"
+
+
 def train(settings):
     """How a training ended, and what the watch saw."""
     watch = Watch()
     warnings.simplefilter("always")
     with (
         numbers.replaced(),
-        patch.object(JITFunction, "cache_hook", watch.compiled),
+        patch.object(*hook_of_triton(), watch.compiled),
         patch.object(loop, "take_step", watch.step),
         patch.object(warnings, "showwarning", watch.warned),
     ):

@@ -1,5 +1,8 @@
-/* cuBLAS and cublasLt for a GPU that computes nothing: the functions that answer something. The others, products and
-   solutions, count as a call and do nothing; build.py writes them by their names. */
+/* cuBLAS, cublasLt and what is missing of NVIDIA's other libraries, for a GPU that computes nothing: the functions that
+   answer something. The others, products and solutions, count as a call and do nothing; build.py writes them by their names. */
+#include <stddef.h>
+
+#include "cuda_runtime_api.h"
 #include "device.h"
 
 static int handle; /* stands for all handles and descriptions */
@@ -42,5 +45,23 @@ DOES_NOTHING(cublasLtMatrixLayoutDestroy)
 int cublasLtMatmulAlgoGetHeuristic(void *lt, void *operation, void *a, void *b, void *c, void *d, void *preference,
                                    int wanted, void *results, int *found) {
     *found = 1;
+    return 0;
+}
+
+/* NVRTC, which compiles some elementwise kernels of torch when they are first called. */
+
+int nvrtcVersion(int *major, int *minor) {
+    *major = CUDART_VERSION / 1000;
+    *minor = CUDART_VERSION % 1000 / 10;
+    return 0;
+}
+
+int nvrtcGetCUBINSize(void *program, size_t *size) {
+    *size = 1;
+    return 0;
+}
+
+int nvrtcGetLoweredName(void *program, const char *name, const char **lowered) {
+    *lowered = name;
     return 0;
 }
