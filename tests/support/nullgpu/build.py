@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.support import cuda_stand_ins
 
 SOURCES = Path(__file__).parent
+PROJECT = SOURCES.parents[2]
 # A function of cuBLAS that blas.c does not have, whose definition wins over a weak one.
 COMPUTES = """__attribute__((weak)) int {name}(void) {{
     nullgpu_count(BLAS_CALLS, 1);
@@ -43,6 +44,7 @@ def environment(folder, **more):
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TRITON_CACHE_DIR": str(folder / "triton"),
+        "PYTHONPATH": f"{PROJECT}:{SOURCES / 'start'}",
         "OMP_NUM_THREADS": "1",
         **{name: str(value) for name, value in more.items()},
     }
