@@ -22,6 +22,9 @@ def null_device(tmp_path_factory):
     """The folder of the null device's libraries."""
     folder = tmp_path_factory.mktemp("nullgpu")
     build.build(folder)
+    shared = folder.parents[1] / "triton"  # by all processes of the test run
+    shared.mkdir(exist_ok=True)
+    (folder / "triton").symlink_to(shared)
     return folder
 
 
