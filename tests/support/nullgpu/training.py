@@ -1,8 +1,9 @@
 """Trains on the null device and says what happened: python -m tests.support.nullgpu.training SETTING=VALUE ...
 
-num_steps=2,4 trains twice: the second time it resumes. After each time a line of stdout is a JSON object: `ended` (finished,
-stopped, or the error), `untested` (kernels of Triton that training compiled and the check had not), `waits` (places in a
-step where the host waited for the device), `left` (what of the device's resources training has not given back).
+num_steps=2,4,answer trains twice, the second time from a checkpoint, and then evaluates and generates. After each time a line
+of stdout is a JSON object: `ended` (finished, stopped, or the error), `untested` (kernels of Triton that were compiled, but
+not by the check of layers), `waits` (places in a step where the host waited for the device), `left` (what of the device's
+resources it has not given back).
 """
 
 import ctypes
@@ -36,7 +37,8 @@ SMALL = {
     "n_layer": "2",
     "vocab_size": "512",
 }
-REGISTERED = 3  # of the kinds of memory in device.h
+DEVICE, PINNED, REGISTERED = 1, 2, 3  # of the kinds of memory in device.h
+STREAMS, EVENTS = 5, 6  # of its counters
 
 
 class Watch:
@@ -79,7 +81,20 @@ class Watch:
 
 
 def train(settings):
-    """How a training ended, and what the watch saw."""
+    return mamba_fsdp.train(**settings).stopped or "finished"
+
+
+def answer(settings):
+    """Evaluate and generate, of windows and a prompt of unlike lengths."""
+    validation = f"{settings['dataset_path']}/validation"
+    model = mamba_fsdp.load(settings["save_ckpt_path"])
+    for seq_length in (64, 251):
+        mamba_fsdp.evaluate(model, validation, seq_length=seq_length, limit=3)
+    return f"{len(list(mamba_fsdp.generate(model, 'x = 1', length=3)))} tokens"
+
+
+def watched(work, settings):
+    """How a training or `answer` ended, and what the watch saw."""
     watch = Watch()
     warnings.simplefilter("always")
     with (
@@ -89,26 +104,34 @@ def train(settings):
         patch.object(warnings, "showwarning", watch.warned),
     ):
         try:
-            ended = mamba_fsdp.train(**settings).stopped or "finished"
+            ended = work(settings)
         except UserError as error:
             ended = f"error: {error}"
     return {"ended": ended, "untested": sorted(watch.untested), "waits": sorted(watch.waits)}
 
 
 def resources():
-    """What of the device is in use: bytes that the host has pinned in place, bytes of tensors."""
+    """What of the device is in use: bytes that the host has pinned in place, and those that torch keeps pinned, bytes of
+    tensors and those that torch keeps, streams, events."""
     gc.collect()
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
     return {
         "pinned in place": library.nullgpu_bytes(REGISTERED),
+        "pinned": library.nullgpu_bytes(PINNED),
         "tensors": torch.cuda.memory_allocated(),
+        "device": library.nullgpu_bytes(DEVICE),
+        "streams": library.nullgpu_counter(STREAMS),
+        "events": library.nullgpu_counter(EVENTS),
     }
 
 
 def main(words):
     settings = SMALL | dict(word.split("=", 1) for word in words)
     for num_steps in settings.pop("num_steps").split(","):
-        report = train(settings | {"num_steps": num_steps})
+        if num_steps == "answer":
+            report = watched(answer, settings)
+        else:
+            report = watched(train, settings | {"num_steps": num_steps})
         report["left"] = {name: left for name, left in resources().items() if left}
         print(json.dumps(report), flush=True)
 
