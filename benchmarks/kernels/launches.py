@@ -98,13 +98,14 @@ class Recorder:
         for name, parameter in self.parameters.items():
             value = values.get(name, parameter.default)
             is_constant = "constexpr" in str(parameter.annotation)
-            of_length = name in glue.OF_LENGTH
-            if is_constant or value is None or (type(value) is int and value == 1 and not of_length):
+            is_one = type(value) is int and value == 1 and name not in glue.OF_LENGTH
+            if is_constant or value is None or is_one:
                 constants[name] = value
                 continue
             signature[name] = type_of(value)
             number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-            if isinstance(number, int) and number % 16 == 0 and not of_length:
+            is_aligned = isinstance(number, int) and number % 16 == 0
+            if is_aligned and name not in glue.OF_LENGTH:
                 aligned.append(name)
         launch = Launch(
             self.operator, self.kernel, signature, constants, tuple(aligned), num_warps, num_stages
