@@ -11,7 +11,7 @@ starts that must choose the same, a warm one, equal bits of equal runs and after
 training steps. steps: training steps with and without our norms and use_torch_compile. Other names are presets: their
 training step compared with mamba_ssm's and transformers' model. Each part runs in a process of its own with its own
 time limit, and leaves NAME.log in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary.
---rehearse: tiny, on the CPU.
+--rehearse: tiny, and on the CPU if there is no GPU.
 
 Calls that follow each other on one machine share what Triton compiled. If the machine has no git, add the commit.
 """
@@ -88,9 +88,11 @@ TOOLS = {  # what these parts run under
 ENVIRONMENT = {"sanitizer": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}
 
 
-def provenance(rehearse: bool) -> str:
+def provenance() -> str:
     """Returns machine, versions and commit, as benchmarks/RESULTS.md wants them."""
-    device = f"CPU {platform.machine()}" if rehearse else torch.cuda.get_device_name()
+    device = f"CPU {platform.machine()}"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
     versions = []
     for package in ("torch", "triton", "mamba-ssm", "causal-conv1d", "transformers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -105,7 +107,7 @@ def provenance(rehearse: bool) -> str:
 
 
 def rows_of(name: str, out: Path, rehearse: bool) -> Iterator[dict[str, object]]:
-    device = torch.device("cpu") if rehearse else torch.device("cuda", 0)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if name in ("run", "traces"):
         with tempfile.TemporaryDirectory() as folder:
             if name == "run":
@@ -186,11 +188,11 @@ def main() -> int:
     if not names or not LIMITS.keys() >= set(names):
         parser.error(f"--call, or --only with some of {','.join(LIMITS)}")
     if not asked.rehearse and not torch.version.cuda:
-        parser.error("it needs a CUDA device; --rehearse tries all of it on the CPU")
+        parser.error("it needs a CUDA device; --rehearse tries all of it without one")
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     summary = out / f"summary{asked.call or ''}.md"
-    summary.write_text(provenance(asked.rehearse))
+    summary.write_text(provenance())
     outcomes = set()
     for name in names:
         outcome = run_part(name, out, asked.rehearse)

@@ -29,7 +29,7 @@ from mamba_fsdp.ops.backends import why_unavailable
 from mamba_fsdp.planning.devices import device_peak
 from mamba_fsdp.settings.train_config import TrainConfig
 
-TINY = dict(layers="mamba1,mamba2", d_model=32, n_layer=2, vocab_size=250, d_state=16, headdim=32)
+TINY = dict(layers="mamba1,mamba2", d_model=64, n_layer=2, vocab_size=250, d_state=16, headdim=32)
 SHAPES = ((8, 2048), (4, 4096))  # (batch, length)
 ROUNDS = 2
 WARM_UP = 2

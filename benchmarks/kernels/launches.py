@@ -66,8 +66,6 @@ class Launch:
     def title(self) -> str:
         flags = ["BACK", "REVERSE", "LOCAL", "CUT"]
         words = [flag.lower() for flag in flags if self.constants.get(flag)]
-        if "length" in self.signature and "length" not in self.aligned:
-            words.append("masks")
         if {"seq_idx", "SEQ_IDX"} & self.signature.keys():
             words.append("documents")
         return " ".join([self.operator, self.kernel, *words])
@@ -100,12 +98,14 @@ class Recorder:
         for name, parameter in self.parameters.items():
             value = values.get(name, parameter.default)
             is_constant = "constexpr" in str(parameter.annotation)
-            if is_constant or value is None or (type(value) is int and value == 1):
+            is_one = type(value) is int and value == 1 and name not in glue.OF_LENGTH
+            if is_constant or value is None or is_one:
                 constants[name] = value
                 continue
             signature[name] = type_of(value)
             number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-            if isinstance(number, int) and number % 16 == 0:
+            is_aligned = isinstance(number, int) and number % 16 == 0
+            if is_aligned and name not in glue.OF_LENGTH:
                 aligned.append(name)
         launch = Launch(
             self.operator, self.kernel, signature, constants, tuple(aligned), num_warps, num_stages

@@ -68,5 +68,7 @@ def draw(
     probabilities[likelier >= max(top_p, 1e-30)] = 0
     if top_k:
         probabilities[:, top_k:] = 0
-    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    # As torch.multinomial draws, but without its checks, for which the host waits.
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    drawn = (probabilities / noise).argmax(dim=-1, keepdim=True)
     return tokens.gather(1, drawn).squeeze(1)

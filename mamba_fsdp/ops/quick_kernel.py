@@ -16,8 +16,8 @@ class QuickKernel(JITFunction[Any]):
     """A kernel of Triton 2.2. The first launch with such arguments is Triton's own, which compiles it; later ones go to
     the compiled kernel."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        super().__init__(function)
+    def __init__(self, function: Callable[..., None], **options: Any) -> None:
+        super().__init__(function, **options)
         self.names = [parameter.name for parameter in self.params]
         self.defaults = [parameter.default for parameter in self.params]
         self.taken = [parameter.name for parameter in self.params if not parameter.is_constexpr]

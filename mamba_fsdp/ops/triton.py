@@ -24,6 +24,9 @@ LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
 RUNS: dict[str, Callable[..., Any]] = {}  # the `run` of each operator, by name
 OLDEST = (8, 0)  # oldest supported compute capability, the first in every kernel's table
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
+# Arguments for which Triton compiles no other code if 16 divides them or if they are 1: they follow from the number of
+# positions, which differs in each prompt and in the last window of an evaluation. Addresses are as aligned without.
+OF_LENGTH = "length rows row_programs seq_idx_batch segments per_segment segment_chunks".split()
 
 
 def why_unavailable() -> str | None:
@@ -183,10 +186,10 @@ def kernel(function: Callable[..., None]) -> Any:
     if is_version_2() and not interpreted():
         from mamba_fsdp.ops.quick_kernel import QuickKernel
 
-        return QuickKernel(function)
+        return QuickKernel(function, do_not_specialize=OF_LENGTH)
     import triton
 
-    return triton.jit(function)
+    return triton.jit(function, do_not_specialize=OF_LENGTH)
 
 
 def interpreted() -> bool:

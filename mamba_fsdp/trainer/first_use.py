@@ -43,7 +43,7 @@ from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.formats import code_digest
 from mamba_fsdp.storage.patience import this_rank
 from mamba_fsdp.storage.typed_json import read_object, write_object
-from mamba_fsdp.trainer.layer_check import LayerCheck, LostGpu, Rows
+from mamba_fsdp.trainer.layer_check import READS, READS_AFTER_STATE, LayerCheck, LostGpu
 
 DEVICES = {"cuda"}  # on which backends are tested before use
 RIGHT = "right"  # a verdict
@@ -275,9 +275,8 @@ def repeats(settings: TrainConfig, backends: Mapping[str, str]) -> bool:
 def choose_for_answers(settings: TrainConfig, device: torch.device) -> BackendChoice:
     """Returns the backends for a model that is not trained. Nothing is timed or stored."""
     use = FirstUse(settings, device)
-    positions = use.layers.positions
-    # One token after the other.
-    use.layers.tests = [Rows(1, positions), Rows(1, 1, before=positions)]
+    use.layers.tests = []
+    use.layers.reads = READS + READS_AFTER_STATE
     if device.type in DEVICES:
         use.prove()
     return use.resolve()

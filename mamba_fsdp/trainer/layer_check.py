@@ -2,7 +2,8 @@
 
 One layer of each kind of the model, between an embedding and a loss, goes forward and backward in the run's precision,
 over rows for which Triton compiles the same code as for the run's. One row has the run's own length, if it fits the memory.
-If the model hands states to the next rank, positions after a state are tested too.
+Further rows are read without gradients, as validation reads them. If the model hands states to the next rank, positions
+after a state are tested too.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.patience import this_rank
 
-# Positions of a tested row, plus the run's modulo 16: Triton compiles other code for multiples of 16. SSD may cut the row
+# Positions of a tested row, plus the run's modulo 16, on which the code that Triton compiles depends. SSD may cut the row
 # in two, and it is no multiple of any kernel's chunk.
 POSITIONS = 592
 VOCABULARY = 1009  # prime: each position of a row has its own token, and so its own gradient; no two rows are alike
@@ -55,6 +56,11 @@ class Rows(NamedTuple):
         return f"over {self.batch} x {self.positions} positions after {self.before}"
 
 
+# Texts have any length. Triton compiles other code for short ones, and for lengths that 4 does not divide.
+READS = [Rows(1, 1), Rows(1, 16), Rows(1, 17), Rows(1, 608), Rows(1, 609)]
+READS_AFTER_STATE = [Rows(1, 1, before=1), Rows(1, 17, before=16), Rows(1, 609, before=608)]
+
+
 class Measured(NamedTuple):
     """The comparison of a layer's results with float64: for the tensor with the largest share."""
 
@@ -68,8 +74,9 @@ class Measured(NamedTuple):
 class LayerCheck:
     """The check of the layers of a run's model on a device.
 
-    kinds: of the layers. shape: the run's own rows. tests: the rows of the check. is_sharded: whether sharding hands the
-    weights to the operators in the run's precision; without it they come in fp32, for which Triton compiles other code."""
+    kinds: of the layers. shape: the run's own rows. tests: the rows of the check. reads: its rows without gradients.
+    is_sharded: whether sharding hands the weights to the operators in the run's precision; without it they come in fp32,
+    for which Triton compiles other code."""
 
     def __init__(
         self, settings: TrainConfig, device: torch.device, is_sharded: bool = False
@@ -90,9 +97,11 @@ class LayerCheck:
         self.positions = POSITIONS + own % 16
         self.short = [Rows(batch, self.positions)]
         self.tests = [*self.short, Rows(1, own)]
+        self.reads = READS
         if settings.parallel.context_parallel > 1:
             self.short.append(Rows(batch, self.positions, before=self.positions))
             self.tests = [*self.short, Rows(1, own), Rows(1, own, before=own)]
+            self.reads = READS + READS_AFTER_STATE
         # For each kind of layer: the reference's results in float64, and in the run's precision.
         self.expected: dict[str, tuple[Results, Results]] = {}
 
@@ -128,7 +137,7 @@ class LayerCheck:
         return model
 
     def run(self, model: MambaLM, rows: Rows) -> Results:
-        """Returns the output of made-up tokens and, unless there is one position, the gradient of each parameter. A row
+        """Returns the output of made-up tokens and, unless gradients are off, the gradient of each parameter. A row
         has three documents, or one if it begins with a state."""
         heart.beat()
         length = rows.before + rows.positions
@@ -146,7 +155,7 @@ class LayerCheck:
             seq_idx = (places % length * 3 // length).int()
         output = model.final_norm(*model.read(own, seq_idx, documents, state))
         results = {f"output {rows}": output.detach()}
-        if rows.positions > 1:
+        if torch.is_grad_enabled():
             model.loss(output, own).backward()
             for name, parameter in model.named_parameters():
                 name = name.removeprefix("backbone.layers.0.")
@@ -161,6 +170,9 @@ class LayerCheck:
         results: Results = {}
         for rows in self.tests:
             results |= self.run(model, rows)
+        with torch.no_grad():
+            for rows in self.reads:
+                results |= self.run(model, rows)
         return results
 
     def measure(self, kind: str, backends: dict[str, str]) -> Measured:

@@ -1,6 +1,7 @@
 """Runs one training: its start, its end, and the status that it leaves when it fails."""
 
 import contextlib
+import gc
 import statistics
 import tempfile
 import time
@@ -9,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.selection import one_for_all
@@ -63,7 +66,11 @@ def run_training(
     ranks, and of ranks on a node, if a dry run in a single process stands for them.
     """
     with training_process(settings.training.deterministic):
-        return _run_training(settings, write_model, on_record, planned)
+        trained = _run_training(settings, write_model, on_record, planned)
+    if torch.cuda.is_initialized():  # its memory is for what comes next, in this process or another
+        gc.collect()
+        torch.cuda.empty_cache()
+    return trained
 
 
 def _run_training(

@@ -44,7 +44,7 @@ BOUNDS = {
     "ssd far": Bounds(112, spills=16, stack=80),
     "ssd finish": Bounds(14),
 }
-VARIANTS = {"reverse", "cut", "masks", "documents"}  # which have no bounds of their own
+VARIANTS = {"reverse", "cut", "documents"}  # which have no bounds of their own
 
 
 def complaints(made):

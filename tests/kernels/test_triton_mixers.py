@@ -101,6 +101,7 @@ def test_the_first_minute_finds_them_right(kind, batch, length):
     settings = settings.changed(mixed_precision="bf16", batch_size=batch, reset_at_documents=True)
     layers = LayerCheck(settings, torch.device("cpu"))
     layers.tests = [Rows(batch, length)]
+    layers.reads = [Rows(1, 1, before=1)]
     wrong, _ = layers.check(WHOLES)
     assert not wrong
 

@@ -24,6 +24,9 @@ def null_device(tmp_path_factory):
         build.build(folder)
     except OSError as error:
         pytest.skip(str(error))
+    shared = folder.parents[1] / "triton"  # by all processes of the test run
+    shared.mkdir(exist_ok=True)
+    (folder / "triton").symlink_to(shared)
     return folder
 
 

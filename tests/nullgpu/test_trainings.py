@@ -4,6 +4,9 @@ all there too, by hand: .venv/bin/python -m pytest tests/nullgpu -k "not a_launc
 
 import pytest
 
+from mamba_fsdp.data.tokenize import make_dataset
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+
 pytestmark = pytest.mark.slow
 
 KINDS = {
@@ -35,6 +38,7 @@ PARALLEL = {
     "context": {"sharding_strategy": "fsdp", "context_parallel": "2"},
 }
 BOTH = ("fp16", "hybrid, documents", "fsdp")
+OF_CUBLAS = 32 << 20  # bytes of a workspace, which torch keeps
 GOOD = {"ended": "finished", "untested": [], "waits": []}
 
 
@@ -61,9 +65,19 @@ def test_ranks_compile_nothing_untested_and_wait_nowhere(train, kind):
 
 
 @pytest.mark.pinned
-def test_trainings_in_one_process_give_back_what_they_took(train):
-    """The memory that is pinned for saves above all: later trainings would find no other."""
-    first, second, third = train(num_steps="2,4,6", layers="mamba2", n_layer=8)
-    assert first["ended"] == second["ended"] == third["ended"] == "finished"
+def test_what_a_user_does_in_one_process_gives_back_what_it_took(train, tmp_path):
+    """Three trainings with validation, then evaluate and generate: in memory that is pinned for saves, later trainings
+    would find no room. Nothing waits, and no kernel is untested; nor if a new process evaluates and generates."""
+    (tmp_path / "a.txt").write_text("def line(x): return 2 * x\n" * 600)
+    data = tmp_path / "data"
+    options = DatasetConfig(tokenizer="train:300", validation_fraction=0.2)
+    make_dataset(str(tmp_path / "a.txt"), data, options)
+    settings = {"layers": "mamba1,mamba2", "n_layer": 8, "vocab_size": 300, "seq_length": 249}
+    settings |= {"dataset_path": data, "use_dummy_dataset": "false", "eval_interval": 1}
+    first, *later, answers = train(num_steps="2,4,6,answer", **settings)
+    (alone,) = train(num_steps="answer", **settings)
+    assert all(report == first for report in later)
+    assert first == GOOD | {"left": first["left"]}
     assert "pinned in place" not in first["left"]
-    assert third["left"] == second["left"]
+    assert first["left"]["device"] == first["left"]["tensors"] == OF_CUBLAS
+    assert answers["untested"] == alone["untested"] == []

@@ -33,8 +33,7 @@ def run(start):
         settings = {name: value for name, value in more.items() if name not in variables}
         settings = SETTINGS | {"save_ckpt_path": folder} | settings
         words = [f"--{name}={value}" for name, value in settings.items()]
-        program = ["-m", "tests.support.nullgpu.program", "training.py"]
-        process = start(*program, *words, **variables)
+        process = start("training.py", *words, **variables)
         _, stderr = process.communicate(timeout=MOST_SECONDS)
         return process.returncode, stderr
 

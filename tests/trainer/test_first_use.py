@@ -21,7 +21,7 @@ from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer import first_use, layer_check
-from mamba_fsdp.trainer.layer_check import POSITIONS, LayerCheck, Rows
+from mamba_fsdp.trainer.layer_check import READS_AFTER_STATE, LayerCheck, Rows
 from mamba_fsdp.trainer.watchdog import watchdog
 from tests.support.ranks import PROCESSES, run_ranks
 
@@ -185,14 +185,15 @@ def test_rows_are_cut_as_in_the_run(batch, d_model, cut):
 
 @pytest.mark.parametrize("seq_length, ranks, own", [(512, 1, 512), (200, 1, 200), (100, 3, 34)])
 def test_triton_compiles_the_same_code_as_in_training(monkeypatch, seq_length, ranks, own):
-    """It specialises what 16 divides: so every row has the run's length modulo 16, or that of a rank's part; one has the
-    length itself."""
+    """It specialises what 16 divides: so every row that is trained has the run's length modulo 16, or that of a rank's
+    part; one has the length itself."""
     settings = settings_of(documents=False)
     layers = LayerCheck(settings.changed(seq_length=seq_length, context_parallel=ranks), CPU)
     lengths = []
 
     def note(function, arguments):
-        lengths.append(arguments[0].shape[1])
+        if torch.is_grad_enabled():
+            lengths.append(arguments[0].shape[1])
         return function(*arguments)
 
     measure_with(monkeypatch, layers, "scan", note)
@@ -232,7 +233,7 @@ def test_a_wrong_state_is_found_where_one_is_handed_on(monkeypatch, operator, ki
     alone = LayerCheck(settings, CPU)
     found = measure_with(monkeypatch, alone, operator, change_state(torch.neg))
     assert found.share < 1, "a training alone hands on no state"
-    alone.tests = [Rows(1, 1, before=POSITIONS)]
+    alone.reads = READS_AFTER_STATE
     alone.expected.clear()
     settings = settings.changed(context_parallel=2)
     sharing = LayerCheck(settings, CPU)

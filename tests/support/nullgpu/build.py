@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.kernels.install import installed
 
 SOURCES = Path(__file__).parent
+PROJECT = SOURCES.parents[2]
 # Where this Python has no CUDA build of torch: the newest one that is tested, and headers for it.
 NEWEST = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.96")
 # Libraries that are called for computing alone, if at all; all but cuBLAS and NVRTC stay as they are if they are installed.
@@ -97,6 +98,7 @@ def environment(folder, **more):
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TRITON_CACHE_DIR": str(folder / "triton"),
+        "PYTHONPATH": f"{PROJECT}:{SOURCES / 'start'}",
         "OMP_NUM_THREADS": "1",
     }
     return {**os.environ, **variables, **{name: str(value) for name, value in more.items()}}

@@ -1,8 +1,9 @@
 """Trains on the null device and says what happened: python -m tests.support.nullgpu.training SETTING=VALUE ...
 
-num_steps=2,4 trains twice: the second time it resumes. After each time a line of stdout is a JSON object: `ended` (finished,
-stopped, or the error), `untested` (kernels of Triton that training compiled and the check had not), `waits` (places in a
-step where the host waited for the device), `left` (what of the device's resources training has not given back).
+num_steps=2,4,answer trains twice, the second time from a checkpoint, and then evaluates and generates. After each time a line
+of stdout is a JSON object: `ended` (finished, stopped, or the error), `untested` (kernels of Triton that were compiled, but
+not by the check of layers), `waits` (places in a step where the host waited for the device), `left` (what of the device's
+resources it has not given back).
 """
 
 import ctypes
@@ -21,7 +22,7 @@ import mamba_fsdp
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.triton import is_version_2
 from mamba_fsdp.trainer import loop
-from tests.support.nullgpu import collectives, numbers
+from mamba_fsdp.trainer.layer_check import LayerCheck
 
 SMALL = {
     "use_dummy_dataset": "true",
@@ -37,28 +38,35 @@ SMALL = {
     "n_layer": "2",
     "vocab_size": "512",
 }
-REGISTERED = 3  # of the kinds of memory in device.h
+DEVICE, PINNED, REGISTERED = 1, 2, 3  # of the kinds of memory in device.h
+STREAMS, EVENTS = 5, 6  # of its counters
 
 
 class Watch:
-    """Watches a training: the kernels that Triton compiles, before the first step and from then on, and waits in steps."""
+    """Watches the kernels that Triton compiles outside of the check of layers, and waits in steps."""
 
     def __init__(self):
-        self.tested = set()
-        self.trained = set()
+        self.untested = set()
         self.waits = set()
-        self.is_training = False
+        self.is_testing = False
+        self.test_layers = LayerCheck.results
         self.take_step = loop.take_step
 
     def compiled(self, key=None, repr=None, **_):
         """Triton's hook: a kernel that is not compiled yet in this process."""
-        kernels = self.trained if self.is_training else self.tested
-        kernels.add(f"{repr.split('[')[0]} {key}")
+        if not self.is_testing:
+            self.untested.add(f"{repr.split('[')[0]} {key}")
         return False
+
+    def results(self, *given):
+        self.is_testing = True
+        try:
+            return self.test_layers(*given)
+        finally:
+            self.is_testing = False
 
     def step(self, context, clock, stop, ahead=0):
         """A step; all but the first may not wait."""
-        self.is_training = True
         if context.state.step + ahead > 0:
             torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -81,41 +89,57 @@ def hook_of_triton():
 
 
 def train(settings):
-    """How a training ended, and what the watch saw."""
+    return mamba_fsdp.train(**settings).stopped or "finished"
+
+
+def answer(settings):
+    """Evaluate and generate, of windows and a prompt of unlike lengths."""
+    validation = f"{settings['dataset_path']}/validation"
+    model = mamba_fsdp.load(settings["save_ckpt_path"])
+    for seq_length in (64, 251):
+        mamba_fsdp.evaluate(model, validation, seq_length=seq_length, limit=3)
+    return f"{len(list(mamba_fsdp.generate(model, 'x = 1', length=3)))} tokens"
+
+
+def watched(work, settings):
+    """How a training or `answer` ended, and what the watch saw."""
     watch = Watch()
     warnings.simplefilter("always")
     with (
-        numbers.replaced(),
         patch.object(*hook_of_triton(), watch.compiled),
+        patch.object(LayerCheck, "results", lambda check, *given: watch.results(check, *given)),
         patch.object(loop, "take_step", watch.step),
         patch.object(warnings, "showwarning", watch.warned),
     ):
         try:
-            ended = mamba_fsdp.train(**settings).stopped or "finished"
+            ended = work(settings)
         except UserError as error:
             ended = f"error: {error}"
-    return {
-        "ended": ended,
-        "untested": sorted(watch.trained - watch.tested),
-        "waits": sorted(watch.waits),
-    }
+    return {"ended": ended, "untested": sorted(watch.untested), "waits": sorted(watch.waits)}
 
 
 def resources():
-    """What of the device is in use: bytes that the host has pinned in place, bytes of tensors."""
+    """What of the device is in use: bytes that the host has pinned in place, and those that torch keeps pinned, bytes of
+    tensors and those that torch keeps, streams, events."""
     gc.collect()
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
     return {
         "pinned in place": library.nullgpu_bytes(REGISTERED),
+        "pinned": library.nullgpu_bytes(PINNED),
         "tensors": torch.cuda.memory_allocated(),
+        "device": library.nullgpu_bytes(DEVICE),
+        "streams": library.nullgpu_counter(STREAMS),
+        "events": library.nullgpu_counter(EVENTS),
     }
 
 
 def main(words):
     settings = SMALL | dict(word.split("=", 1) for word in words)
-    collectives.stand_for_nccl()
     for num_steps in settings.pop("num_steps").split(","):
-        report = train(settings | {"num_steps": num_steps})
+        if num_steps == "answer":
+            report = watched(answer, settings)
+        else:
+            report = watched(train, settings | {"num_steps": num_steps})
         report["left"] = {name: left for name, left in resources().items() if left}
         print(json.dumps(report), flush=True)
 

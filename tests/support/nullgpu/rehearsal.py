@@ -1,0 +1,27 @@
+"""Goes through the parts of benchmarks.gpu in tiny sizes, in this process: python -m tests.support.nullgpu.rehearsal OUT
+
+Prints their tables. Each is timed once, and compilers' caches stay where they are: as little is compiled as can be.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import __main__ as everything
+from benchmarks.gpu import models, runs, values
+from mamba_fsdp.trainer import layer_check
+
+PARTS = ("values", "ncu", "mamba-1.4b", "steps", "traces", "run")
+
+if __name__ == "__main__":
+    layer_check.ROUNDS = models.ROUNDS = models.STEPS = 1
+    values.POSITIONS = (608,)
+    runs.use_caches = lambda folder: None
+    torch.compile = partial(torch.compile, backend="eager")
+    out = Path(sys.argv[1])
+    print(everything.provenance())
+    for part in PARTS:
+        everything.measure_part(part, out, True)
+        print(everything.take_table(part, out), flush=True)
