@@ -15,47 +15,11 @@ from tests.support.checkpoints import flip
 pytestmark = pytest.mark.torch22
 
 
-@pytest.fixture
-def verify(call):
-    """verify(path) -> (exit code, what is said) of inspect PATH --verify."""
-    return lambda path: call(inspect, path, "--verify")
-
-
-@pytest.mark.parametrize(
-    "place, damaged, said",
-    [
-        ("runs/demo", "checkpoints/step_00000002/rank_00000.safetensors", "broken: the content of"),
-        ("data/builtin", "validation/00000.bin", "the content does not match its checksum"),
-    ],
-)
-def test_verify_reads_every_byte(place, damaged, said, in_user_folder, tmp_path, verify):
-    copy = shutil.copytree(place, tmp_path / "copy")
-    code, told = verify(copy)
-    assert code == 0
-    assert told.count("  whole") + told.count("all bytes read, every file has its size and ch") == 2
-    flip(copy / damaged)
-    code, told = verify(copy)
-    assert code in (1, 2) and said in told and damaged.rpartition("/")[2][:14] in told, told
-
-
-def test_inspect_says_what_a_run_a_checkpoint_and_models_hold(in_user_folder, capsys):
-    for place, words in {
-        "runs/demo": (
-            "run            runs/demo",
-            "status         finished",
-            "step   tokens      size  committed         verdict",
-            "4     256 ",
-        ),
-        "runs/demo/checkpoints/step_00000002": (
-            "tokens         128, 0 steps skipped",
-            "1 rank, torch",
-            "  not verified",
-        ),
-        "exported/demo": ("model          exported/demo", "2 layers mamba1, d_model 16"),
-    }.items():
-        inspect.main(place, inspect.Options())
-        told = capsys.readouterr().out
-        assert all(word in told for word in words), told
+def test_verify_reads_every_byte(in_user_folder, tmp_path, call):
+    copy = shutil.copytree("data/builtin", tmp_path / "copy")
+    flip(copy / "validation/00000.bin")
+    code, told = call(inspect, copy, "--verify")
+    assert code == 2 and "00000.bin" in told and "does not match its checksum" in told
 
 
 def test_an_export_can_be_read_by_others(in_user_folder, tmp_path):
@@ -110,14 +74,3 @@ def test_inspect_shows_the_fields_of_every_format_and_the_command_that_imports_t
         assert f"get_dataset.py {name} OUT --text_column=document.text\n" in told
     (tmp_path / "f.csv").write_text("id;words\n1;some text\n")
     assert "get_dataset.py f.csv OUT --text_column=words\n" in call(inspect, "f.csv")[1]
-
-
-def test_inspect_shows_each_run_and_each_store_of_a_folder(call, in_user_folder):
-    code, told = call(inspect, "runs")
-    assert code == 0 and "run            runs/demo  finished\n" in told
-    code, told = call(inspect, "data")
-    assert code == 0 and "token store    data/builtin/validation\n" in told
-    assert "--dataset_path=data --datasets=builtin;" in told
-    for path in ("runs/demo/config.yaml", "runs/demo/checkpoints", "runs/demo/"):
-        code, told = call(inspect, path)
-        assert code == 0 and "committed         verdict" in told
