@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from mamba_fsdp.errors import Accident, UserError
+from mamba_fsdp.errors import Accident, UserError, command, python
 from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.launch.checks import Check, Finding
 from mamba_fsdp.parallel.world import start_world
@@ -130,3 +130,26 @@ def test_a_process_has_the_gpu_of_its_number(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="process 1 of this node has no GPU: there are 1;"):
         start_world()
+
+
+@pytest.mark.parametrize("stamp", [None, "cpu\n0123\n", "other\n0123\n", ""])
+def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp):
+    if stamp is not None:
+        (tmp_path / ".complete").write_text(stamp)
+    with pytest.raises(UserError, match="incomplete or was made from other requirements"):
+        machine.check_version(tmp_path)
+
+
+def test_an_installed_package_has_no_checkout_to_agree_with(tmp_path, monkeypatch):
+    monkeypatch.setattr("mamba_fsdp.errors.PROJECT", tmp_path)
+    finding = next(check for check in checks.CHECKS if check.name == "environment").make()
+    assert finding.verdict == "ok" and "an installed package" in finding.text
+    assert command("tokenize") == "mamba-fsdp tokenize" and python() == "python"
+
+
+@pytest.mark.parametrize(
+    "visible, count", [("0,1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-8932f937-d72c", 1)]
+)
+def test_gpus_that_were_chosen_are_counted(monkeypatch, visible, count):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.assigned_gpus() == count
