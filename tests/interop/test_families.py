@@ -254,7 +254,6 @@ ROPE = {
         "mscale_all_dim": 0.8,
         "attention_factor": 1.3,
     },
-    "yarn, shrunk": {"factor": 0.5},
 }
 
 
