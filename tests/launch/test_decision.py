@@ -21,7 +21,7 @@ STOPPED_BY_FILE = Outcome("stopped", stop_file=True)
 STOPPED_BY_A_SIGNAL = Outcome("stopped")
 CRASHED = Outcome("failed", 1, "rank 1 on node2: It exited with code 1", error="Error\n")
 LATE = {"seconds_run": 7000.0, "seconds_left": 290.0}
-EARLY = {"seconds_run": 5.0, "seconds_left": 290.0}
+EARLY = {"seconds_run": 5.0, "seconds_left": 360.0}
 NO_PROGRESS = {"newest_before": "step_00000005", "restarts": 3}
 
 
@@ -62,7 +62,7 @@ TABLE = {  # what happened: (the ending, what the job does, its exit code, how i
         "queued again",
     ),
     "USR1 by hand": (
-        ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", seconds_run=5.0, seconds_left=86000.0),
+        ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", seconds_run=5.0, seconds_left=361.0),
         AGAIN,
         0,
         "queued again",
@@ -71,7 +71,7 @@ TABLE = {  # what happened: (the ending, what the job does, its exit code, how i
         ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", **EARLY),
         END,
         2,
-        "error: Slurm asked to stop 5 s after the start and 290 s before the time limit, which leaves no time",
+        "error: Slurm asked to stop 5 s after the start and 360 s before the time limit, which leaves no time",
     ),
     "USR1, start after start without a checkpoint": (
         ended(143, asked="USR1", **LATE, **NO_PROGRESS),

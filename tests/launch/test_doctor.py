@@ -109,11 +109,10 @@ def test_a_gpu_that_torch_has_no_code_for_is_a_mistake(monkeypatch, capability, 
     assert fits or "has no code for NVIDIA B200 (sm_100), but for sm_80" in found.text
 
 
-@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
-def test_no_visible_device_is_a_wish_for_the_cpu(monkeypatch, visible):
+def test_no_visible_device_is_a_wish_for_the_cpu(monkeypatch):
     stand_in_driver(monkeypatch, 8)
     monkeypatch.setattr(machine, "driver_gpus", lambda: ["NVIDIA H100"] * 8)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     monkeypatch.delenv("RANK", raising=False)
     assert start_world().device.type == "cpu"
     assert Check("GPUs", checks.find_torch_gpus).make() == Finding("-", "0 GPUs")
