@@ -73,6 +73,9 @@ def test_a_validation_counts_for_its_step_alone(path):
     records.Log(path, 0).write({"step": 1, "val_loss": 1.0}, {"step": 2, "loss": 1.0})
     assert records.was_validated(path.parent, 1)
     assert not records.was_validated(path.parent, 2)
+    better = {"step": 3, "val_loss": 0.5}
+    assert records.best_validation([*records.read(path), better]) == better
+    assert records.best_validation([]) == {}
 
 
 def test_a_run_that_stood_still_after_its_check_cuts_nothing_from_the_others_log(path):
