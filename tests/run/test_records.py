@@ -144,6 +144,15 @@ def test_a_full_disk_is_said_in_a_line_and_what_was_to_be_written_waits(path, ca
     assert steps_in(path) == [1, 2, 3] and not metrics.failing
 
 
+def test_entries_are_on_the_disk_once_they_are_synced(path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes()))
+    metrics = records.Log(path, 0)
+    metrics.write({"step": 1})
+    metrics.sync()
+    assert synced == [b"", b'{"step": 1}\n']
+
+
 def test_storage_that_still_fails_after_a_warning_is_no_mistake(path, monkeypatch):
     monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
     metrics = records.Log(path, 0)
