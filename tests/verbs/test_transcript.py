@@ -39,6 +39,7 @@ def folder(in_user_folder, tmp_path, monkeypatch):
     more = Path(shutil.copytree("runs/demo", "more/more"))
     (more / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in METRICS))
     (more / "events.jsonl").write_text(json.dumps(EVENT) + "\n")
+    (more / "lm_eval_2025.json").touch()
     (more / "lm_eval_2026.json").touch()
     (more / "evaluations").mkdir()
     (more / "evaluations/data.jsonl").touch()
