@@ -167,12 +167,8 @@ def measure(
 
 
 def _shown(perplexity: float) -> str:
-    """Returns a perplexity to print: from a million on, as that of words can be, as 4.2e40."""
-    return (
-        f"{perplexity:,.3f}"
-        if perplexity < MOST_IN_FULL
-        else f"{perplexity:.1e}".replace("e+", "e")
-    )
+    """Returns a perplexity to print: from a million on, as that of words can be, as 4.2e+40."""
+    return f"{perplexity:,.3f}" if perplexity < MOST_IN_FULL else f"{perplexity:.1e}"
 
 
 def _exp(number: float) -> float:

@@ -75,10 +75,8 @@ def muon_flops(work: Workload) -> float:
     with r the shorter side, takes two products of r x r x c and one of r x r x r."""
     costs = []
     for parameter in work.of_muon:
-        multiplied = 0
-        for rows in parameter.rows.values():
-            shorter, longer = sorted((rows, parameter.shape[1]))
-            multiplied += 2 * shorter**2 * longer + shorter**3
+        sides = [sorted((rows, parameter.shape[1])) for rows in parameter.rows.values()]
+        multiplied = sum(2 * shorter**2 * longer + shorter**3 for shorter, longer in sides)
         costs.append(2 * NEWTON_SCHULZ_ITERATIONS * multiplied)
     return work.most_owned(costs)
 

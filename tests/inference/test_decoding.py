@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch22
 
 def test_prompts_of_several_lengths_share_a_batch_and_are_continued_by_the_likeliest():
     model = small_model("everything")
-    prompts = torch.tensor([[3, 1, 4, 1, 5], [9, 2, -1, -1, -1], [6, 5, 3, 5, -1]])
+    prompts = torch.tensor([[3, 1, 4, 1, 5], [9, 2, -1, -1, -1], [6, 0, 3, 5, -1]])
     steps = torch.stack(list(generate(model, prompts, length=4, temperature=0)), dim=1)
     assert steps.shape == (3, 7)
     for row, length in enumerate((5, 2, 4)):
@@ -28,7 +28,6 @@ SHARES = [  # how it is drawn, and the tokens' shares then
     ({"top_k": 2}, [0.625, 0.375, 0, 0]),
     ({"top_p": 0.7}, [0.625, 0.375, 0, 0]),
     ({"top_k": 3, "top_p": 0.9}, [0.526, 0.316, 0.158, 0]),
-    ({"top_p": 0.01}, [1, 0, 0, 0]),
     ({"top_p": 1e-50}, [1, 0, 0, 0]),
     ({"temperature": 0}, [1, 0, 0, 0]),
     ({"temperature": 1e-30}, [1, 0, 0, 0]),
@@ -53,9 +52,9 @@ def test_nothing_is_drawn_from_logits_that_are_not_finite(value):
             draw(logits, temperature, 0, 1.0, torch.Generator())
 
 
-def test_padding_of_the_vocabulary_is_never_drawn():
+def test_any_token_may_be_drawn_but_the_padding_of_the_vocabulary():
     model = small_model("mamba1")
     with torch.no_grad():
         model.lm_head.weight[50:] = 100 * torch.sign(model.lm_head.weight[:6])
-    tokens = generate(model, torch.tensor([[1]]), length=50, temperature=2.0)
-    assert all(token.item() < 50 for token in tokens)
+    tokens = {int(token) for token in generate(model, torch.tensor([[1]]), length=50)}
+    assert len(tokens) > 1 and max(tokens) < 50

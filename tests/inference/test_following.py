@@ -1,5 +1,6 @@
 """evaluate --follow: each checkpoint of a run once, beside its training."""
 
+import io
 import shutil
 
 import pytest
@@ -20,7 +21,7 @@ def commit(run, step, *marks):
 
 @pytest.fixture
 def follow(tmp_path, monkeypatch):
-    """follow(way, {step: what happens when it is measured}) -> the steps that were measured."""
+    """follow(way, {step: what happens when it is measured}) -> (the steps that were measured, what is told)."""
     monkeypatch.setattr(following, "SECONDS_BETWEEN_LOOKS", 0.0)
 
     def follow_here(way, happens):
@@ -32,8 +33,9 @@ def follow(tmp_path, monkeypatch):
             happens.get(step, lambda: None)()
             return {"data/loss": float(step)}
 
-        following.follow(tmp_path, "data", way, measure, Console(enabled=False))
-        return measured
+        told = io.StringIO()
+        following.follow(tmp_path, "data", way, measure, Console(stream=told))
+        return measured, told.getvalue()
 
     return follow_here
 
@@ -53,11 +55,16 @@ def test_each_checkpoint_is_measured_once_until_the_run_is_finished(follow, tmp_
         commit(tmp_path, step)
     with pytest.raises(UserError, match="broken"):
         follow("a", {2: removes_one, 3: fails})
-    assert follow(
+    measured, told = follow(
         "a", {3: lambda: commit(tmp_path, 4), 4: lambda: write_status(tmp_path, "finished", 4)}
-    ) == [3, 4]
-    assert follow("a", {}) == []
-    assert follow("b", {}) == [1, 3, 4]
+    )
+    over = (
+        f"over       {tmp_path} is finished; the numbers are in {tmp_path}/evaluations/data.jsonl\n"
+    )
+    assert measured == [3, 4]
+    assert told == f"step 3: data/loss 3.0000\nstep 4: data/loss 4.0000\n{over}"
+    assert follow("a", {}) == ([], over)
+    assert follow("b", {})[0] == [1, 3, 4]
     lines = read(tmp_path / "evaluations/data.jsonl")
     assert [line["step"] for line in lines] == [1, 3, 4] * 2
     assert lines[0]["evaluated"] == {"data/loss": 1.0}
@@ -67,4 +74,4 @@ def test_of_a_run_that_keeps_some_those_and_the_last_are_measured(follow, tmp_pa
     for step, *marks in ((1,), (2, "KEEP"), (3,), (4, "KEEP"), (5,)):
         commit(tmp_path, step, *marks)
     write_status(tmp_path, "finished", 5)
-    assert follow("a", {}) == [2, 4, 5]
+    assert follow("a", {})[0] == [2, 4, 5]

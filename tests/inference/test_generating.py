@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mamba_fsdp.data.tokenizer import load_words, train
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import decoding, generate
 
 pytestmark = pytest.mark.torch22
@@ -26,6 +27,8 @@ def test_a_character_of_several_tokens_waits_until_it_is_whole(monkeypatch, tmp_
         assert [*generate.generate(model, generate.GenerationConfig("x"))] == pieces
     monkeypatch.setattr(decoding, "generate", lambda *_, **__: iter(tokens[:2]))
     assert "".join(generate.generate(model, generate.GenerationConfig("x"))) == ""
+    with pytest.raises(UserError, match="invalid UTF-8 after 'x{20}';"):
+        next(generate.generate(model, generate.GenerationConfig("x" * 99 + "\udcef")))
 
 
 def test_words_without_transformers_are_those_of_transformers(in_user_folder):

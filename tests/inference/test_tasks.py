@@ -18,14 +18,14 @@ from mamba_fsdp.data import tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import harness
 from mamba_fsdp.inference.harness import MambaFSDP
-from mamba_fsdp.run.records import read
-from mamba_fsdp.verbs import evaluate, inspect
+from mamba_fsdp.verbs import evaluate
 
 pytestmark = pytest.mark.torch22
 WORDS = "def return the line_2 naïve x y \n class of numbers".split(" ")
 TASKS = {
     "ours_choice": {
         "output_type": "multiple_choice",
+        "num_fewshot": 1,
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
@@ -64,13 +64,10 @@ def task_files(tmp_path_factory):
     draw.shuffle(lines)
     (folder / "questions.json").write_text("\n".join(lines))
     data = {"data_files": {"test": str(folder / "questions.json")}, "cache_dir": str(folder)}
-    (folder / "cut.json").write_text('{"text": "x", "choi')
-    cut = {**data, "data_files": {"test": str(folder / "cut.json")}}
     beams = {"num_beams": 4, **TASKS["ours_until"]["generation_kwargs"]}
     others = {
         "ours_beams": {**TASKS["ours_until"], "generation_kwargs": beams},
         "ours_wrong": {**TASKS["ours_until"], "doc_to_text": "{{nothing.here}}"},
-        "ours_cut": {**TASKS["ours_until"], "dataset_kwargs": cut},
     }
     for name, task in (TASKS | others).items():
         common = {"task": name, "dataset_path": "json", "dataset_kwargs": data}
@@ -110,56 +107,44 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_hf_on_the_export(in_user_folder, task_files):
-    """Whatever the size of a batch."""
-    ours = answers(MambaFSDP("runs/demo", max_length=WINDOW, batch_size=5), task_files)
-    words = f"pretrained=exported/demo,max_length={WINDOW}"
-    assert_same(ours, answers("hf", task_files, model_args=words, device="cpu", batch_size=3))
-
-
-@pytest.mark.slow
-def test_lm_eval_finds_the_class_by_its_name(in_user_folder, task_files, project):
-    """As a release with plugins will: by the entry point, which the registry of 0.4.13 takes when it is told."""
+def test_answers_are_those_of_hf_on_the_export(in_user_folder, task_files, project):
+    """Whatever the size of a batch. lm-eval finds the class by its name, as a release with plugins will: by the entry
+    point, which the registry of 0.4.13 takes when it is told."""
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     groups = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"]
     ((name, value),) = groups["lm_eval.models"].items()
     point = importlib.metadata.EntryPoint(name, value, "lm_eval.models")
-    assert point.load() is MambaFSDP
     model_registry.register(name, target=point)
-    words = {"model_args": "pretrained=runs/demo", "batch_size": 2, "device": "cpu"}
-    assert len(answers(name, task_files, **words)) == 21
+    how = {"device": "cpu", "task_files": task_files}
+    ours = answers(
+        name, batch_size=5, model_args=f"pretrained=runs/demo,max_length={WINDOW}", **how
+    )
+    words = f"pretrained=exported/demo,max_length={WINDOW}"
+    assert_same(ours, answers("hf", batch_size=3, model_args=words, **how))
+
+
+def test_its_arguments_are_those_of_hf(in_user_folder):
+    usual = MambaFSDP("runs/demo")
+    assert (usual.max_length, usual.batch_size) == (2048, 8)
+    usual.tokenizer.bos_token = "x"
+    assert usual.prefix_token_id == usual.tokenizer.encode("x")[0] != usual.eot_token_id
     for wrong in ({"device": "cuda:0"}, {"batch_size": "auto"}, {"dtype": "float32"}):
         with pytest.raises(UserError, match="takes pretrained, tokenizer"):
             MambaFSDP("runs/demo", **wrong)
 
 
-def test_what_is_told_and_kept(run, call, task_files):
-    words = [f"--tasks={','.join(TASKS)}", f"--include_path={task_files}", f"--seq_length={WINDOW}"]
-    code, out, err = run("runs/demo", *words, "--limit=3", "--num_fewshot=2")
-    assert code == 0
-    for text in ("runs/demo/checkpoints/step_00000004", "|ours_choice ", "|exact_match", "±"):
-        assert text in out
-    (kept,) = Path("runs/demo").glob("lm_eval_*.json")
-    found = json.loads(kept.read_text())
-    assert found["n-samples"]["ours_until"]["effective"] == 3
-    assert found["n-shot"]["ours_choice"] == 2
-    assert str(kept) in err and str(kept) in call(inspect, "runs/demo")[1]
-    code, out, _ = run("exported/demo", *words[:2], "--seq_length=40", "--limit=2", "--json")
-    assert code == 0 and set(json.loads(out)["results"]) == set(TASKS)
-    assert not list(Path("exported/demo").glob("lm_eval_*"))
-    code, out, _ = run("runs/demo", *words, "--limit=3", "--num_fewshot=2", "--follow")
-    *_, line = read(Path("runs/demo/evaluations") / f"{','.join(TASKS)}.jsonl")
-    assert code == 0 and line["step"] == 4 and "\nover       runs/demo is finished" in out
-    accuracy = found["results"]["ours_choice"]["acc,none"]
-    assert line["evaluated"]["ours_choice/acc"] == accuracy
-    assert "evaluations    runs/demo/evaluations/" in call(inspect, "runs/demo")[1]
+def test_the_number_of_questions_and_of_solved_ones(in_user_folder, task_files):
+    manager = TaskManager(include_path=str(task_files), include_defaults=False)
+    for few, limit, expected in ((0, 3, (0, 3)), (-1, 0, (1, 7))):
+        found = harness.run_tasks(MambaFSDP("runs/demo"), manager, ["ours_choice"], few, limit)
+        asked = found["n-samples"]["ours_choice"]["effective"]
+        assert (found["n-shot"]["ours_choice"], asked) == expected
 
 
 MISTAKES = {
     "--tasks=ours_choise": "has it; did you mean ours_choice?",
-    "--tasks=ours_until --seq_length=20": "a task asks for 20 tokens",
+    "--tasks=ours_until --seq_length=20": "a task asks for 20 tokens: --seq_length=20 must leave",
     "--tasks=ours_wrong": "--tasks: lm-eval stopped at UndefinedError",
-    "--tasks=ours_cut": "lm-eval stopped at DatasetGenerationError",
     "--tasks=5 --include_path=number": "lm-eval stopped at TypeError: ",
     "--tasks=ours_beams": "a task asks for num_beams",
     "--tasks=ours_until --include_path=gone": "--include_path=gone: there is no such",

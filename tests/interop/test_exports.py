@@ -1,7 +1,10 @@
 """What is exported, transformers can use: layer lists drawn at random, on each stack."""
 
+import dataclasses
 import random
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,10 @@ import transformers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.architectures import ARCHITECTURES, architecture_for, exportable
 from mamba_fsdp.interop.convert import write_model
-from mamba_fsdp.interop.trial import ONE_PROMPT_BEFORE_5
+from mamba_fsdp.interop.trial import ONE_PROMPT_BEFORE_5, try_export
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.model.config import ModelConfig
-from tests.support.small_models import assert_same, model_of, random_state, write_ours
+from tests.support.small_models import GROUPED, assert_same, model_of, random_state, write_ours
 from tests.support.tiny import model_config
 
 pytestmark = pytest.mark.torch22
@@ -55,7 +58,7 @@ def continued(model, tokens):
     return tokens
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(27))
 def test_an_export_computes_and_generates_the_same_or_is_refused_in_a_line(seed, tmp_path, capsys):
     config = drawn(seed)
     state = random_state(config)
@@ -69,9 +72,12 @@ def test_an_export_computes_and_generates_the_same_or_is_refused_in_a_line(seed,
         return
     folder = write_model(ours, tmp_path / "hf")
     assert_same(read_weights(folder), config, state)
-    if "not tried: it needs" in capsys.readouterr().err:
+    told = capsys.readouterr().err
+    if "not tried: it needs" in told:
         assert not TRANSFORMERS_5
         return
+    version = f"transformers {transformers.__version__}"
+    assert told.startswith(f"tried: {class_name} of {version} loads it, computes the same and ge")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
     assert type(theirs).__name__ == class_name
     model = model_of(config, state.get)
@@ -103,6 +109,20 @@ def test_an_export_that_its_class_can_t_use_is_not_left(trial, tmp_path, monkeyp
     with pytest.raises(UserError, match=words):
         write_model(ours, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_an_export_is_not_tried_in_a_transformers_that_is_too_old(tmp_path, monkeypatch):
+    def told(**different):
+        used = dataclasses.replace(architecture_for(GROUPED), **different)
+        return try_export(tmp_path, used, GROUPED, write=None)
+
+    older = types.SimpleNamespace(__version__="4.57.6", Mamba2ForCausalLM=None)
+    monkeypatch.setitem(sys.modules, "transformers", older)
+    assert told().startswith("not tried: it needs transformers 5 or newer; transformers 4.57.6, wh")
+    expected = "not tried: it needs a newer transformers with NewLM; here is transformers 4.57.6"
+    assert told(class_name="NewLM") == expected
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert told().startswith("not tried in transformers, which can't be imported (import of trans")
 
 
 def rows_of_the_table():

@@ -254,7 +254,6 @@ ROPE = {
         "mscale_all_dim": 0.8,
         "attention_factor": 1.3,
     },
-    "yarn, shrunk": {"factor": 0.5},
 }
 
 
@@ -307,9 +306,3 @@ def test_scaled_rotary_positions_are_those_of_transformers(case, tmp_path):
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     assert torch.equal(back(tokens, use_cache=False).logits, logits)
     assert read_weights(tmp_path / "back").config == weights.config
-
-
-@pytest.mark.parametrize("text", ["longrope,factor=2", "linear,factor=x", "linear,factor=-2"])
-def test_a_rope_scaling_that_can_t_be_is_refused(text):
-    with pytest.raises(UserError, match="rope_scaling"):
-        ModelConfig(layers="attention", rope_scaling=text).check()

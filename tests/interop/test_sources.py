@@ -9,7 +9,8 @@ import transformers
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.convert import publish, write_model
+from mamba_fsdp.interop import convert
+from mamba_fsdp.interop.convert import publish, write_mean, write_model
 from mamba_fsdp.interop.places import Origin, find_origin
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.model.config import ModelConfig
@@ -50,6 +51,17 @@ def test_a_broken_checkpoint_is_passed_over_and_said(run, capsys):
     (run / "checkpoints" / "step_00000002" / "rank_00000.safetensors").write_bytes(b"")
     assert_same(read_weights(run), CONFIG, random_state(CONFIG, seed=1))
     assert "step_00000002 is broken" in capsys.readouterr().out
+
+
+def test_the_mean_of_checkpoints_is_a_model_with_their_tokenizer(run, monkeypatch):
+    monkeypatch.setattr(convert, "ELEMENTS_AT_ONCE", 100)
+    models = [run / f"checkpoints/step_0000000{step}" for step in (1, 2)]
+    write_mean(models, [0.25, 0.75], run / "mean")
+    mean = read_weights(run / "mean")
+    one, two = (random_state(CONFIG, seed) for seed in (1, 2))
+    expected = {name: 0.25 * one[name].double() + 0.75 * two[name].double() for name in one}
+    assert_same(mean, CONFIG, {name: tensor.float() for name, tensor in expected.items()})
+    assert mean.tokenizer_path == run / "mean/tokenizer"
 
 
 @pytest.mark.parametrize("source", [".", "checkpoints/step_00000002"])

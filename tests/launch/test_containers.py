@@ -48,7 +48,7 @@ def test_the_project_is_mounted_once_and_no_image_needs_nothing(options, tmp_pat
     assert containers.container_options("", "77.0", ["/nowhere"]) == []
 
 
-@pytest.mark.parametrize("name", ["a b", "a,b", "a:b", "a$b", "a#b", "a'b", "a\\b"])
+@pytest.mark.parametrize("name", ["a b", "a,b", "a\\b"])
 def test_a_name_that_no_mount_can_have_is_covered_by_the_folder_above(
     options, disk, tmp_path, name
 ):

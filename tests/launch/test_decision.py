@@ -21,7 +21,7 @@ STOPPED_BY_FILE = Outcome("stopped", stop_file=True)
 STOPPED_BY_A_SIGNAL = Outcome("stopped")
 CRASHED = Outcome("failed", 1, "rank 1 on node2: It exited with code 1", error="Error\n")
 LATE = {"seconds_run": 7000.0, "seconds_left": 290.0}
-EARLY = {"seconds_run": 5.0, "seconds_left": 290.0}
+EARLY = {"seconds_run": 5.0, "seconds_left": 360.0}
 NO_PROGRESS = {"newest_before": "step_00000005", "restarts": 3}
 
 
@@ -51,12 +51,9 @@ TABLE = {  # what happened: (the ending, what the job does, its exit code, how i
         2,
         "not queued again",
     ),
-    "a mistake before the ranks": (ended(2), END, 2, "not queued again"),
     "a replay that found a difference": (ended(3), END, 3, "not queued again"),
     "a rank crashes": (ended(outcome=CRASHED), AGAIN, 0, "queued again, to resume from step_0"),
-    "storage fails": (ended(outcome=Outcome("failed", 74)), AGAIN, 0, "queued again"),
     "a launcher is killed": (ended(137), AGAIN, 0, "queued again"),
-    "SIGTERM to the first node": (ended(143), AGAIN, 0, "queued again"),
     "SIGTERM to another node": (ended(143, STOPPED_BY_A_SIGNAL), AGAIN, 0, "queued again"),
     "USR1 before the time limit": (
         ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", **LATE),
@@ -65,7 +62,7 @@ TABLE = {  # what happened: (the ending, what the job does, its exit code, how i
         "queued again",
     ),
     "USR1 by hand": (
-        ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", seconds_run=5.0, seconds_left=86000.0),
+        ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", seconds_run=5.0, seconds_left=361.0),
         AGAIN,
         0,
         "queued again",
@@ -74,38 +71,19 @@ TABLE = {  # what happened: (the ending, what the job does, its exit code, how i
         ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", **EARLY),
         END,
         2,
-        "error: Slurm asked to stop 5 s after the start and 290 s before the time limit, which leaves no time",
+        "error: Slurm asked to stop 5 s after the start and 360 s before the time limit, which leaves no time",
     ),
-    "USR1 before there are ranks": (ended(143, asked="USR1", **LATE), AGAIN, 0, "queued again"),
     "USR1, start after start without a checkpoint": (
         ended(143, asked="USR1", **LATE, **NO_PROGRESS),
         END,
         1,
         "error: gave up after 3 restarts",
     ),
-    "USR1 and a rank that crashes": (
-        ended(outcome=CRASHED, asked="USR1", **LATE),
-        AGAIN,
-        0,
-        "queued again",
-    ),
     "scancel": (
         ended(outcome=STOPPED_BY_A_SIGNAL, asked="TERM", is_running=False),
         END,
         143,
         "ended at step_00000005 by Slurm or by hand",
-    ),
-    "scancel before there are ranks": (
-        ended(143, asked="TERM", is_running=False),
-        END,
-        143,
-        "ended at",
-    ),
-    "preemption, which queues it again": (
-        ended(outcome=STOPPED_BY_A_SIGNAL, asked="TERM", is_running=False),
-        END,
-        143,
-        "ended at",
     ),
     "TERM to the script alone": (
         ended(outcome=STOPPED_BY_A_SIGNAL, asked="TERM"),
@@ -121,12 +99,6 @@ TABLE = {  # what happened: (the ending, what the job does, its exit code, how i
         "error: gave up after 3 restarts without a checkpoint newer than step_00000005 (MAX_RESTARTS=3)",
     ),
     "crashes with a new checkpoint": (ended(outcome=CRASHED, restarts=3), AGAIN, 0, "queued again"),
-    "a node that shuts down at each start": (
-        ended(143, STOPPED_BY_A_SIGNAL, **NO_PROGRESS),
-        END,
-        1,
-        "error: gave up",
-    ),
 }
 
 
@@ -147,10 +119,8 @@ IN_PLACE = {  # what happened: (the ending, from where ranks started again last,
     "a launcher is killed": (ended(137), "", False, True),
     "a launcher is killed with its node": (ended(137), "", True, False),
     "srun itself fails": (ended(1), "", False, False),
-    "SIGTERM to a node": (ended(143), "", False, False),
     "SIGTERM to another node": (ended(143, STOPPED_BY_A_SIGNAL), "", False, False),
     "a mistake": (ended(outcome=Outcome("failed", 2)), "", False, False),
-    "done": (ended(outcome=FINISHED), "", False, False),
     "asked to stop": (ended(outcome=CRASHED, asked="USR1"), "", False, False),
     "a file STOP": (ended(outcome=Outcome("stopped", 1, "rank 1", True)), "", False, False),
 }

@@ -1,6 +1,7 @@
 """The doctor says that an environment is whole only when it is."""
 
 import ctypes
+import platform
 import re
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from mamba_fsdp.errors import Accident, UserError
+from mamba_fsdp.errors import Accident, UserError, command, python
 from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.launch.checks import Check, Finding
 from mamba_fsdp.parallel.world import start_world
@@ -23,6 +24,24 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     found = Check("packages", checks.find_packages).make()
     assert found.verdict == "FAIL" and "ModuleNotFoundError: import of datasets" in found.text
+
+
+def test_what_is_there_is_named_with_its_version():
+    assert checks.find_python().startswith(f"{platform.python_version()}, Linux")
+    packages = checks.find_packages().split(", ")
+    version = torch.__version__.partition("+")[0]
+    assert packages[0].startswith(f"torch {version}") and len(packages) >= 9
+    assert re.match("(cpu|cuda:0): .*conv", checks.find_operators())
+
+
+def test_efa_devices_are_known_by_their_driver(tmp_path, monkeypatch):
+    for number, driver in enumerate(["efa", "efa", "mlx5_core"]):
+        (tmp_path / f"{number}/device").mkdir(parents=True)
+        (tmp_path / f"{number}/device/driver").symlink_to(f"/nowhere/{driver}")
+    monkeypatch.setattr(checks, "EFA_FOLDER", tmp_path)
+    assert checks.find_efa() == "2 EFA devices"
+    monkeypatch.setattr(checks, "EFA_FOLDER", tmp_path / "nowhere")
+    assert Check("EFA", checks.find_efa).make() == Finding("-", "0 EFA devices")
 
 
 def test_efa_devices_need_the_library_that_uses_them(monkeypatch):
@@ -99,7 +118,8 @@ def test_gpus_that_torch_cannot_open_are_an_error_with_its_reason(monkeypatch, v
 @pytest.mark.parametrize("capability, fits", [((9, 0), True), ((8, 9), True), ((10, 0), False)])
 def test_a_gpu_that_torch_has_no_code_for_is_a_mistake(monkeypatch, capability, fits):
     major, minor = capability
-    about = SimpleNamespace(name="NVIDIA B200", major=major, minor=minor)
+    about = SimpleNamespace(name="NVIDIA B200", major=major, minor=minor, total_memory=192 << 30)
+    monkeypatch.setattr(machine, "assigned_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90a"])
@@ -107,13 +127,16 @@ def test_a_gpu_that_torch_has_no_code_for_is_a_mistake(monkeypatch, capability, 
     found = check.make()
     assert check.exit_code == 2 and (found.verdict == "ok") == fits
     assert fits or "has no code for NVIDIA B200 (sm_100), but for sm_80" in found.text
+    gpu = f"192 GiB, sm_{major}{minor}"
+    assert checks.find_torch_gpus() == f"{gpu}, 2250 TFLOP/s in bf16"
+    about.name = "Tesla T4"
+    assert checks.find_torch_gpus() == f"{gpu}, peak rate unknown, so no MFU"
 
 
-@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
-def test_no_visible_device_is_a_wish_for_the_cpu(monkeypatch, visible):
+def test_no_visible_device_is_a_wish_for_the_cpu(monkeypatch):
     stand_in_driver(monkeypatch, 8)
     monkeypatch.setattr(machine, "driver_gpus", lambda: ["NVIDIA H100"] * 8)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     monkeypatch.delenv("RANK", raising=False)
     assert start_world().device.type == "cpu"
     assert Check("GPUs", checks.find_torch_gpus).make() == Finding("-", "0 GPUs")
@@ -130,3 +153,26 @@ def test_a_process_has_the_gpu_of_its_number(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="process 1 of this node has no GPU: there are 1;"):
         start_world()
+
+
+@pytest.mark.parametrize("stamp", [None, "cpu\n0123\n", "other\n0123\n", ""])
+def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp):
+    if stamp is not None:
+        (tmp_path / ".complete").write_text(stamp)
+    with pytest.raises(UserError, match="incomplete or was made from other requirements"):
+        machine.check_version(tmp_path)
+
+
+def test_an_installed_package_has_no_checkout_to_agree_with(tmp_path, monkeypatch):
+    monkeypatch.setattr("mamba_fsdp.errors.PROJECT", tmp_path)
+    finding = next(check for check in checks.CHECKS if check.name == "environment").make()
+    assert finding.verdict == "ok" and "an installed package" in finding.text
+    assert command("tokenize") == "mamba-fsdp tokenize" and python() == "python"
+
+
+@pytest.mark.parametrize(
+    "visible, count", [("0,1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-8932f937-d72c", 1)]
+)
+def test_gpus_that_were_chosen_are_counted(monkeypatch, visible, count):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.assigned_gpus() == count

@@ -16,8 +16,6 @@ from tests.support.tiny import TINY, as_words
 WAYS = [  # AWS's README writes booleans with a capital
     "--dry_run",
     "--dry_run=True",
-    "--dry_run=yes",
-    "--dry_run=1",
     "--dry-run",
     "--training.dry_run=true",
     "--config=my.yaml",

@@ -19,7 +19,6 @@ REFUSED = {
     "MAX_RESTARTS=-1": "MAX_RESTARTS=-1: expected a number",
     "PROFILE=yes": "PROFILE=yes: choose torch or nsys",
     "FSX_MOUNT=/mnt/lustre:/fsx": "write /mnt/lustre:/mnt/lustre",
-    "DATA_PATH=data": "DATA_PATH or FSX_MOUNT: data: expected the whole path of a",
     "MOUNTS=my": "MOUNTS, DATA_PATH or FSX_MOUNT: my: expected the whole",
 }
 

@@ -289,6 +289,25 @@ def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, mo
     assert failure.reason == "error: a mistake"
 
 
+CODES_OF_RANKS = {  # what torch has of a rank: (its exit code, whether it was killed, why it failed)
+    3: (3, False, "It exited with code 3; its output is above."),
+    -signal.SIGKILL: (
+        137,
+        True,
+        "It was killed by SIGKILL. The usual reason is that the node ran o",
+    ),
+    -signal.SIGABRT: (134, False, "It was killed by SIGABRT."),
+}
+
+
+@pytest.mark.parametrize("code", CODES_OF_RANKS)
+def test_a_rank_without_a_word_has_failed_by_its_exit_code(code):
+    failure = Failure.of_rank(0, ProcessFailure(0, 1, code, "/nowhere"))
+    exit_code, was_killed, reason = CODES_OF_RANKS[code]
+    assert (failure.exit_code, failure.was_killed) == (exit_code, was_killed)
+    assert failure.reason.startswith(reason)
+
+
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 

@@ -37,12 +37,12 @@ cat {command}.$number
 
 
 @pytest.mark.parametrize(
-    "task, restart, name, start", [("", "", "77", "77.0"), ("3", "2", "70_3", "77.2")]
+    "task, restart, name, start", [("", "", "10077", "10077.0"), ("3", "2", "70_3", "10077.2")]
 )
 def test_a_job_has_a_name_and_its_start_another(says, monkeypatch, task, restart, name, start):
     """The name of an array's task is not its number, which one task shares with the whole array."""
     says("scontrol", "node1\nnode2\n")
-    variables = {"JOB_ID": "77", "ARRAY_TASK_ID": task, "ARRAY_JOB_ID": "70"}
+    variables = {"JOB_ID": "10077", "ARRAY_TASK_ID": task, "ARRAY_JOB_ID": "70"}
     for variable, value in {**variables, "RESTART_COUNT": restart}.items():
         monkeypatch.setenv(f"SLURM_{variable}", value)
     job = slurm.this_job()
@@ -91,7 +91,7 @@ def test_a_step_asks_for_all_gpus_and_shares_a_node_only_with_a_users_own_step(m
     assert slurm.on_all_nodes(JOB) == [*usual, *shared, each, "--label", "--gpus-per-node=8"]
     assert slurm.beside_all(JOB) == [*usual, "--overlap", each]
     first = slurm.on_first_node(JOB)
-    assert first[1:3] == ["--nodes=1", "--ntasks=1"] and first[-1] == "--nodelist=node1"
+    assert first == ["srun", "--nodes=1", "--ntasks=1", *usual[3:], *shared, "--nodelist=node1"]
 
 
 def test_hyperpod_starts_a_step_again_itself(monkeypatch, tmp_path):
@@ -157,17 +157,17 @@ NODE = "   RealMemory=8000 AllocMem=0\n"
 
 
 @pytest.mark.parametrize(
-    "config, given, warns",
+    "config, given, gives",
     [
-        (CONFIG, "mem=10000M", True),
-        (CONFIG, "mem=16G", False),
-        (CONFIG, "mem=1T", False),
-        (CONFIG, "mem=14.0M", False),  # none of Slurm's forms
-        ("SelectTypeParameters = CR_CORE\n", "mem=10M", False),
+        (CONFIG, "mem=10000M", "5,000"),
+        (CONFIG, "mem=14G", "7,168"),
+        (CONFIG, "mem=1T", ""),
+        (CONFIG, "mem=14.0M", ""),  # none of Slurm's forms
+        ("SelectTypeParameters = CR_CORE\n", "mem=10M", ""),
     ],
 )
-def test_a_job_with_little_of_its_nodes_memory_is_warned(says, capfd, config, given, warns):
+def test_a_job_with_little_of_its_nodes_memory_is_warned(says, capfd, config, given, gives):
     says("scontrol", config, f"   TRES=cpu=8,{given},node=2\n", NODE)
     slurm.warn_of_little_memory(JOB)
-    said = "warning: Slurm gives this job 5,000 MB of the 8,000 that node1 has; sbatch --mem=0 takes all\n"
-    assert capfd.readouterr().out == (said if warns else "")
+    said = f"warning: Slurm gives this job {gives} MB of the 8,000 that node1 has; sbatch --mem=0 takes all\n"
+    assert capfd.readouterr().out == (said if gives else "")

@@ -31,9 +31,7 @@ IS = "is not a run folder (it holds"
     "files, refused",
     {
         "index.json 00000.bin 00000.doc": f"{IS} 00000.bin, 00000.doc, index.json); ",
-        "train/index.json dataset.json": f"{IS} dataset.json, train)",
         "a b c d e": f"{IS} a, b, c, d)",
-        "thesis.tex": f"{IS} thesis.tex)",
         "thesis.tex checkpoints/step_00000001/COMMIT": "",
         "thesis.tex status.json": "",
         "config.yaml train.log slurm-17.out .nfs0001 starts/17.0/x": "",

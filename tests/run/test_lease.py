@@ -165,6 +165,20 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
         lease.check()
 
 
+def test_one_that_loses_its_folder_while_it_takes_the_lease_takes_it_again(tmp_path, monkeypatch):
+    lease = Lease(tmp_path / LEASE)
+    look = module.list_hidden_beside
+    moments = iter([lambda: lease.own.rename(tmp_path / "taken")])
+
+    def overtaken(file):
+        next(moments, lambda: None)()
+        return look(file)
+
+    monkeypatch.setattr(module, "list_hidden_beside", overtaken)
+    assert lease.try_take() and lease.own.is_dir()
+    lease.close()
+
+
 def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch):
     """The folder may be on storage that is away, or not mounted."""
     lease = take()

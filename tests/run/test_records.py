@@ -73,6 +73,9 @@ def test_a_validation_counts_for_its_step_alone(path):
     records.Log(path, 0).write({"step": 1, "val_loss": 1.0}, {"step": 2, "loss": 1.0})
     assert records.was_validated(path.parent, 1)
     assert not records.was_validated(path.parent, 2)
+    better = {"step": 3, "val_loss": 0.5}
+    assert records.best_validation([*records.read(path), better]) == better
+    assert records.best_validation([]) == {}
 
 
 def test_a_run_that_stood_still_after_its_check_cuts_nothing_from_the_others_log(path):
@@ -139,6 +142,15 @@ def test_a_full_disk_is_said_in_a_line_and_what_was_to_be_written_waits(path, ca
     metrics.path = path
     metrics.write({"step": 3})
     assert steps_in(path) == [1, 2, 3] and not metrics.failing
+
+
+def test_entries_are_on_the_disk_once_they_are_synced(path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes()))
+    metrics = records.Log(path, 0)
+    metrics.write({"step": 1})
+    metrics.sync()
+    assert synced == [b"", b'{"step": 1}\n']
 
 
 def test_storage_that_still_fails_after_a_warning_is_no_mistake(path, monkeypatch):

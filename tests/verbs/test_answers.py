@@ -11,10 +11,11 @@ import pytest
 
 from mamba_fsdp import command_line
 from mamba_fsdp.__main__ import VERBS
-from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import default, shown, takes
 from mamba_fsdp.inference import loading
-from mamba_fsdp.verbs import evaluate, generate, report
+from mamba_fsdp.launch.checks import Check
+from mamba_fsdp.verbs import doctor, evaluate, generate, train
 from tests.support.processes import run_program
 
 STORE = "data/builtin/validation"
@@ -34,19 +35,15 @@ def test_an_option_s_default_or_bound_changes_only_on_purpose():
 
 
 @pytest.mark.torch22
-def test_what_is_told(answer, in_user_folder):
-    """JSON is all there is on stdout, if it is asked for; else a line for each measure."""
-    model = "runs/demo/checkpoints/step_00000002"
-    words = [model, STORE, "--seq_length=32", "--limit=3"]
-    code, out, err = answer(evaluate, *words)
-    every = TokenStore(STORE).token_count - 1
-    names = [line.split()[0] for line in out.splitlines()]
-    assert (code, err) == (0, "")
-    assert names == "model data tokens windows loss perplexity bits speed".split()
-    assert f"\ntokens         96 of {every:,}\nwindows        32 tokens long, one every 32\n" in out
-    code, numbers, err = answer(evaluate, *words, "--json")
-    loss = json.loads(numbers)["data"][STORE]["loss"]
-    assert f"model          {model}\n" in err and f"\nloss           {loss:.4f} nats" in err
+def test_json_is_all_there_is_on_stdout_if_it_is_asked_for(answer, in_user_folder):
+    words = ["runs/demo/checkpoints/step_00000002", STORE, "--seq_length=32", "--limit=3", "--json"]
+    code, numbers, err = answer(evaluate, *words)
+    found = json.loads(numbers)
+    told = found["data"][STORE]
+    assert (code, found["model"], told["tokens"]) == (0, words[0], 96)
+    assert (
+        f"model          {words[0]}\n" in err and f"\nloss           {told['loss']:.4f} nats" in err
+    )
 
 
 @pytest.mark.torch22
@@ -116,13 +113,28 @@ command_line.run(generate.main, str, words)
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("out", ["", "folder/", "page.html"])
-def test_the_page_is_written_where_it_is_asked_for(call, in_user_folder, tmp_path, out):
-    words = ["runs/demo", "runs/demo"]
-    if out:
-        words.append(f"--out={tmp_path}/{out}")
-    code, said = call(report, *words)
-    file = {"": "runs/demo/report.html", "folder/": f"{tmp_path}/folder/report.html"}
-    expected = file.get(out, f"{tmp_path}/{out}")
-    assert (code, said) == (0, f"{expected}\n")
-    assert Path(expected).read_text().count('"name": "demo", "settings"') == 1
+def test_a_training_that_a_signal_stopped_ends_with_a_shell_s_code(monkeypatch):
+    """torchrun takes any code of a rank for a failure."""
+    codes = [train.exit_code(stopped) for stopped in ("", "STOP file", "SIGTERM")]
+    assert codes == [0, 0, 143]
+    monkeypatch.setenv("RANK", "0")
+    assert train.exit_code("SIGTERM") == 0
+
+
+def test_a_dry_run_counts_the_ranks_of_all_nodes(monkeypatch):
+    assert train.planned_ranks() is None
+    monkeypatch.setenv("MAMBA_FSDP_NODES", "2")
+    monkeypatch.setenv("PROCESSES_PER_NODE", "3")
+    assert train.planned_ranks() == (6, 3)
+
+
+def test_the_doctor_fails_if_one_check_does(monkeypatch, answer):
+    def fail():
+        raise UserError("it is broken")
+
+    checks = [Check("a", fail), Check("b", lambda: "it is fine")]
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    said = "FAIL a               it is broken\nok   b               it is fine\n"
+    assert answer(doctor) == (1, said, "")
+    monkeypatch.setattr(doctor, "CHECKS", checks[1:])
+    assert answer(doctor)[0] == 0

@@ -8,7 +8,7 @@ import pytest
 
 from mamba_fsdp import command_line
 from mamba_fsdp.checkpoint.saved_run import TrainState
-from mamba_fsdp.errors import UserError, command, python
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.settings.resolve import as_plain
 from mamba_fsdp.verbs import preflight
@@ -181,26 +181,3 @@ def test_data_that_training_cannot_read_is_told_by_the_first_node(
         f"error: a: {tmp_path}/wikitext: a folder that the library datasets saved"
     )
     assert wrong.endswith(f"make one of it: sbatch 2.tokenize.sbatch {tmp_path}/wikitext OUT\n")
-
-
-@pytest.mark.parametrize("stamp", [None, "cpu\n0123\n", "other\n0123\n", ""])
-def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp):
-    if stamp is not None:
-        (tmp_path / ".complete").write_text(stamp)
-    with pytest.raises(UserError, match="incomplete or was made from other requirements"):
-        machine.check_version(tmp_path)
-
-
-def test_an_installed_package_has_no_checkout_to_agree_with(tmp_path, monkeypatch):
-    monkeypatch.setattr("mamba_fsdp.errors.PROJECT", tmp_path)
-    finding = next(check for check in checks.CHECKS if check.name == "environment").make()
-    assert finding.verdict == "ok" and "an installed package" in finding.text
-    assert command("tokenize") == "mamba-fsdp tokenize" and python() == "python"
-
-
-@pytest.mark.parametrize(
-    "visible, count", [("0,1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-8932f937-d72c", 1)]
-)
-def test_gpus_that_were_chosen_are_counted(monkeypatch, visible, count):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.assigned_gpus() == count

@@ -3,10 +3,12 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects
 import pytest
+import yaml
 from tokenizers import Tokenizer, models
 
 from mamba_fsdp.errors import UserError
@@ -20,12 +22,14 @@ EVIL = "</script><script>document.title = 'owned'</script>"
 REPORT = """{"step": %d, "tokens": %d, "loss": %s, "learning_rate": %f, "grad_norm": 0.5, "tokens_per_second": 100.0,
  "skipped_steps": 0, "delaying_rank": 1, "source_tokens": {"EVIL": %d}, "source_epochs": {"EVIL": %f}}"""
 VALIDATION = """{"step": 20, "val_loss": 3.5, "val_perplexity": 33.1, "val_tokens": 9, "val_share": 1.0,
- "samples": ["EVIL", "one\\n  two"]}"""
-CONFIG = "training: {seed: %d, kernels: auto}\ndata: {dataset_path: %s}\n"
+ "val_source_loss": {"x": 1.0, "y": 2.0}, "samples": ["EVIL", "one\\n  two"]}"""
+CONFIG = "version: 3\ntraining: {seed: %d, kernels: auto}\ndata: {dataset_path: %s, datasets: [a, b], deep: [[1]]}\n"
 EVENTS = """\
-{"time": "2026-01-02T03:04:05Z", "event": "started", "step": 0, "ranks": 2, "from": "EVIL"}
-{"time": "2026-01-02T03:04:05Z", "event": "started", "step": 20, "ranks": 2, "from": "EVIL"}
+{"time": "2026-01-02T03:04:05Z", "event": "started", "step": 0, "from": "EVIL", "validation": {"x": "1", "y": "1"}}
+{"time": "2026-01-02T03:04:05Z", "event": "started", "step": 20, "torch": "2", "changed": "a 1 -> 2", "from": "EVIL",
+ "validation": {"x": "2", "y": "1"}, "weights": {"x": 0.5, "y": 2}}
 {"time": "2026-01-02T04:04:05Z", "event": "checkpoint", "step": 20, "bytes": 2500000, "seconds": 1.5}
+{"time": "2026-01-02T03:04:05Z", "event": "started", "step": 40, "from": null, "validation": {"x": "2", "y": "1"}}
 """
 
 
@@ -40,15 +44,14 @@ def write_run(folder, losses, seed=1):
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9']))
     (folder / "config.yaml").write_text(CONFIG % (seed, json.dumps(EVIL)))
     (folder / "status.json").write_text('{"status": "stopped", "step": 0}')
-    (folder / "events.jsonl").write_text(EVENTS.replace("EVIL", EVIL))
+    (folder / "events.jsonl").write_text(EVENTS.replace(",\n", ",").replace("EVIL", EVIL))
     commit_empty(folder, 20)
     return folder
 
 
-def append(file, *entries):
+def append(file, entry):
     with open(file, "a") as lines:
-        lines.writelines("\n" + json.dumps(entry) for entry in entries)
-        lines.write("\n")
+        lines.write("\n" + json.dumps(entry) + "\n")
 
 
 def page_of(*runs, out):
@@ -61,53 +64,24 @@ def content_of(page):
     return json.loads(re.search(r"^const \{.*\} = (\{.*\});$", page, re.MULTILINE)[1])
 
 
-def curves_of(content):
-    """{a chart's title: {steps: values} of its curves}, without bands and restarts."""
-    figure = content["figure"]
-    curves = {}
-    for axis, title in enumerate(figure["layout"]["annotations"], 1):
-        assert title["yref"] == f"y{axis if axis > 1 else ''} domain"
-        curves[re.sub("<.*?>", "", title["text"])] = [
-            dict(zip(trace["meta"]["steps"], trace["y"]))
-            for trace in figure["data"]
-            if f"{trace['yaxis']} domain" == title["yref"]
-            and trace["meta"]["run"] == content["runs"][0]["name"]
-            and "fill" not in trace
-        ]
-    return curves
-
-
-def test_a_run_is_read_while_it_is_written(tmp_path):
-    run = write_run(tmp_path / "run", [4.0, None, 2.0])
-    content = content_of(page_of(run, out=tmp_path / "page.html"))
-    curves = curves_of(content)
-    assert curves["loss"] == [{10: 4.0, 20: None, 30: 2.0}, {20: 3.5}]
-    assert [*curves] == ["loss", "learning rate", "grad norm", "tokens per second"]
-    meta = content["figure"]["data"][1]["meta"]
-    hours = [640 / 100 / 3600 * reports for reports in (1, 2, 3)]
-    assert meta["tokens"] == [640, 1280, 1920] and meta["hours"] == pytest.approx(hours)
-
-
-def test_validations_on_other_data_are_not_joined_and_evaluations_have_charts(tmp_path):
-    run = write_run(tmp_path / "run", [4.0, 3.0])
-    losses = [
-        {"step": step, "val_loss": 5.0, "val_source_loss": {"a": 1.0, "b": 2.0}}
-        for step in range(4)
-    ]
-    append(run / "metrics.jsonl", *losses)
-    starts = [(0, {"a": "x", "b": "z"}), (1, {"a": "y", "b": "z"}), (2, {"a": "y", "b": "z"})]
-    append(
-        run / "events.jsonl",
-        *({"step": step, "event": "started", "validation": data} for step, data in starts),
-    )
-    (run / "evaluations").mkdir()
+def test_what_a_page_holds_changes_only_on_purpose(tmp_path):
+    """Of a run that was started again twice, with other validation data, and is still written; of one with another seed;
+    and of one that has only begun."""
+    runs = [write_run(tmp_path / f"run{seed}", [4.0, None, 2.0, 1.0], seed) for seed in (1, 2)]
+    append(runs[0] / "metrics.jsonl", {"step": 40, "val_loss": 5.0, "val_source_loss": {"y": 3.0}})
+    (runs[0] / "evaluations").mkdir()
     for name, step in (("b", 2), ("a", 1)):
-        append(run / f"evaluations/{name}.jsonl", {"step": step, "evaluated": {"t/acc": 0.5}})
-    curves = curves_of(content_of(page_of(run, out=tmp_path / "page.html")))
-    assert curves["loss"][1:] == [{0: 5.0, 1: 5.0}, {20: 3.5, 2: 5.0, 3: 5.0}]
-    assert curves["source loss/a"] == [{0: 1.0, 1: 1.0}, {2: 1.0, 3: 1.0}]
-    assert curves["source loss/b"] == [{0: 2.0, 1: 2.0, 2: 2.0, 3: 2.0}]
-    assert curves["evaluated/t/acc"] == [{1: 0.5, 2: 0.5}]
+        append(
+            runs[0] / f"evaluations/{name}.jsonl",
+            {"step": step, "evaluated": {"t/acc": 0.5 * step}},
+        )
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    append(begun / "metrics.jsonl", {"step": 1, "loss": 9.0})
+    (begun / "config.yaml").write_text(CONFIG % (1, json.dumps(EVIL)))
+    content = content_of(page_of(*runs, begun, out=tmp_path / "page.html"))
+    assert content.pop("made").startswith("20")
+    assert content == yaml.safe_load(Path(__file__).with_name("page.yaml").read_text())
 
 
 def test_plotly_knows_every_part_of_the_figure(tmp_path):
@@ -118,41 +92,6 @@ def test_plotly_knows_every_part_of_the_figure(tmp_path):
     assert axes and not any(
         None in axis.values() for axis in axes
     )  # plotly.js can't draw these again
-
-
-def test_restarts_are_lines_over_the_first_chart(tmp_path):
-    runs = [write_run(tmp_path / name, [4.0, 3.0]) for name in "ab"]
-    data = content_of(page_of(*runs, out=tmp_path / "page.html"))["figure"]["data"]
-    lines = [trace for trace in data if trace["yaxis"] == "y99"]
-    assert [trace["meta"]["run"] for trace in lines] == ["a", "b"]
-    for trace in lines:
-        assert trace["meta"]["steps"] == [None, 20, 20, None] and trace["y"] == [None, 0, 1, None]
-        assert trace["meta"]["tokens"][1] == 1280
-        assert (
-            trace["text"][1]
-            == "restart from &lt;/script&gt;&lt;script&gt;document.title = 'owned'&lt;/script&gt;"
-        )
-
-
-def test_records_reach_the_page_and_settings_that_differ_are_named(tmp_path):
-    runs = [write_run(tmp_path / f"run{seed}", [4.0, 3.0], seed) for seed in (1, 2)]
-    content = content_of(page_of(*runs, out=tmp_path / "page.html"))
-    assert content["differing"] == ["training.seed"]
-    read = {"training.seed": 1, "training.kernels": "auto", "data.dataset_path": EVIL}
-    first = content["runs"][0]
-    assert first["name"] == "run1" and first["settings"] == read
-    assert first["status"] == {"status": "stopped", "step": 0}
-    latest = {
-        "step": 20,
-        "tokens": 1280,
-        "loss": 3.0,
-        "val_loss": 3.5,
-        f"source_epochs/{EVIL}": 0.25,
-    }
-    assert latest.items() <= first["last"].items()
-    assert (first["best"]["val_loss"], first["best"]["step"]) == (3.5, 20)
-    assert first["samples"] == {"20": [EVIL, "one\n  two"]} and first["checkpoints"] == [20]
-    assert [event["event"] for event in first["events"]] == ["started", "started", "checkpoint"]
 
 
 def test_what_files_say_ends_no_script_of_the_page(tmp_path):
@@ -183,7 +122,8 @@ def test_a_long_curve_keeps_its_spikes_beside_its_means(tmp_path):
     assert means["y"][0] == pytest.approx(np.mean(known))
     assert band["y"][0] == pytest.approx(min(known))
     assert means["y"][-1] == pytest.approx(np.mean(losses[565 * size :]))
-    assert figure["layout"]["yaxis"]["range"][1] < 6  # the spike is not in the first view
+    # The spike is not in the first view.
+    assert figure["layout"]["yaxis"]["range"] == pytest.approx([1.8536, 5.1464], abs=1e-4)
 
 
 def test_numbers_that_are_not_finite_are_gaps(tmp_path):
@@ -191,9 +131,12 @@ def test_numbers_that_are_not_finite_are_gaps(tmp_path):
     run = write_run(tmp_path / "run", [None] * 1500)
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(lines.replace("100.0", "0.0", 1))
+    (run / "config.yaml").write_text("{")
     content = content_of(page_of(run, out=tmp_path / "page.html"))
-    assert set(curves_of(content)["loss"][0].values()) == {None}
-    hours = content["figure"]["data"][-1]["meta"]["hours"]
+    assert content["runs"][0]["settings"] == {}
+    losses = content["figure"]["data"][2]
+    assert set(losses["y"]) == {None}
+    hours = losses["meta"]["hours"]
     assert hours[-1] == pytest.approx(1499 * 6.4 / 3600, rel=2e-3)
 
 
@@ -225,8 +168,7 @@ def test_records_that_cannot_be_read_are_one_line(tmp_path):
 def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path):
     runs = [write_run(tmp_path / name, [2.0]) for name in "ab"]
     for run in runs:
-        with open(run / "metrics.jsonl", "a") as file:
-            file.write('\n{"step": 10, "val_loss": 3, "val_bits_per_byte": 1.5}\n')
+        append(run / "metrics.jsonl", {"step": 10, "val_loss": 3, "val_bits_per_byte": 1.5})
     for letter, first, loss in (
         ("x", "loss", "loss"),
         ("y", "bits per byte", "loss  per token of different tokenizers: not comparable"),
@@ -235,5 +177,6 @@ def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path):
             (run / "tokenizer").mkdir(exist_ok=True)
             words = Tokenizer(models.WordLevel({words: 0}, unk_token=words))
             words.save(str(run / "tokenizer/tokenizer.json"))
-        titles = [*curves_of(content_of(page_of(*runs, out=tmp_path / "page.html")))]
+        layout = content_of(page_of(*runs, out=tmp_path / "page.html"))["figure"]["layout"]
+        titles = [re.sub("<.*?>", "", title["text"]) for title in layout["annotations"]]
         assert titles[0] == first and loss in titles

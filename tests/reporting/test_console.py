@@ -6,14 +6,18 @@ import sys
 
 import pytest
 
-from mamba_fsdp.reporting.console import Console, read_share, say
+from mamba_fsdp.reporting.console import Console, as_json, read_share, say
 from tests.support.terminal import Terminal, drawings
 
 LONG = "step  123456/1000000  loss  3.2500  lr 3.00e-04  1,214,000 tok/s  MFU 41.2%  left 4 days, 4:02:05"
 
 
-def test_a_plain_line_per_report_without_a_terminal():
+def test_a_plain_line_per_report_without_a_terminal(monkeypatch):
+    """Nothing on other ranks, nor in a program without a stdout."""
+    monkeypatch.setattr(sys, "stdout", None)
+    Console().line("step 19")
     stream = io.StringIO()
+    Console(enabled=False, stream=stream).line("step 19")
     console = Console(stream=stream)
     console.passing("step 19")
     console.line("step 20")
@@ -56,6 +60,7 @@ def test_the_live_line_fits(columns, monkeypatch):
     window = Terminal(columns)
     console = Console(stream=window.stream())
     console.passing(LONG)
+    console.passing("too soon after it to be read")
     (live,) = drawings(window.text())
     window.close()
     assert live == LONG[: columns - 1].rstrip()
@@ -91,6 +96,12 @@ print('from a library', file=sys.stderr)
     process.stdout.close()
     process.stdin.close()
     assert (process.wait(300), process.stderr.read()) == (0, b"from a library\n")
+
+
+def test_results_are_json_that_every_program_reads(tmp_path):
+    assert as_json({"loss": float("nan"), "model": tmp_path}) == (
+        f'{{\n "loss": null,\n "model": "{tmp_path}"\n}}'
+    )
 
 
 def test_the_share_that_a_validation_read_is_told_in_words():

@@ -72,10 +72,7 @@ def wandb(monkeypatch):
 def test_wandb_takes_every_number_and_tells_one_line(tmp_path, wandb, capfd):
     """Where it goes; not the forty lines of its own."""
     told = []
-    trackers = make_trackers(
-        tmp_path, settings("wandb", "tensorboard", project="mine", name="second"), 0, told.append
-    )
-    for tracker in trackers:
+    for tracker in make_trackers(tmp_path, settings("wandb", "tensorboard"), 0, told.append):
         tracker.write({"step": 3, "loss": 2.5, "samples": ["once"]})
         tracker.close()
     assert told == [f"tracker    W&B: offline, in {tmp_path}/wandb"]
@@ -94,7 +91,7 @@ class FakeRun:
         self.sent = []
 
     def log(self, values, step):
-        self.sent.append((step, values.get("train/loss")))
+        self.sent.append((step, values))
 
     def finish(self):
         pass
@@ -115,7 +112,10 @@ def fake(monkeypatch):
 
         settings = SimpleNamespace(settings=SimpleNamespace(mode=mode))
         module = SimpleNamespace(
-            init=init, setup=lambda: settings, api=SimpleNamespace(api_key=api_key)
+            init=init,
+            setup=lambda: settings,
+            api=SimpleNamespace(api_key=api_key),
+            Table=lambda *rows: rows,
         )
         monkeypatch.setitem(sys.modules, "wandb", module)
         return given
@@ -127,15 +127,34 @@ def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, fake):
     run = FakeRun(step=5, resumed=True)
     given = fake("online", run)
     (tmp_path / "wandb_id").write_text("older 4")  # of an older version
-    (tracker,) = make_trackers(tmp_path, settings("wandb"), 3, print)
+    told = []
+    (tracker,) = make_trackers(tmp_path, settings("wandb"), 3, told.append)
     for step in (4, 5, 6):
-        tracker.write({"step": step, "loss": 1.0 * step})
-    assert run.sent == [(5, 5.0), (6, 6.0)] and given[0]["id"] == "older"
-    first = FakeRun()
+        tracker.write({"step": step, "loss": 1.0 * step, "samples": ["a", "b"]})
+    texts = (["text"], [["a"], ["b"]])
+    assert run.sent == [
+        (5, {"train/loss": 5.0, "validation/samples": texts}),
+        (6, {"train/loss": 6.0, "validation/samples": texts}),
+    ]
+    names = {"project": "mamba-fsdp", "name": tmp_path.name, "config": settings("wandb")}
+    assert given == [{**names, "id": "older", "resume": "allow", "dir": str(tmp_path)}]
+    assert told == ["tracker    W&B: https://it"]
+    first = FakeRun(step=5)
     fake("online", first)
     (tracker,) = make_trackers(tmp_path, settings("wandb"), 0, print)
     tracker.write({"step": 0, "loss": 9.0})
-    assert first.sent == [(0, 9.0)]
+    assert first.sent == [(0, {"train/loss": 9.0})]
+
+
+def test_names_are_those_of_the_settings_then_of_the_environment(tmp_path, fake, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_NAME", "third")
+    given = fake("offline", FakeRun())
+    make_trackers(tmp_path, settings("wandb"), 0, print)
+    make_trackers(tmp_path, settings("wandb", project="mine", name="second"), 0, print)
+    found = [(words["project"], words["name"], words["resume"]) for words in given]
+    assert found == [("theirs", "third", None), ("mine", "second", None)]
+    assert given[0]["id"] == given[1]["id"]
 
 
 def test_a_run_whom_wandb_refuses_does_without_it(tmp_path, fake):

@@ -1,0 +1,69 @@
+"""What the verbs say on a terminal, in full: of all that a training leaves, and of trainings to come."""
+
+import importlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import datasets
+import pytest
+
+TRANSCRIPT = Path(__file__).with_name("transcript.txt")
+# Entries of a run that validated, was started again with another setting, and was measured.
+METRICS = [
+    {"step": 4, "loss": 1.5},
+    {"step": 5, "val_loss": 2.5, "val_share": 0.25},
+    {"step": 6, "val_loss": 3.0, "val_share": 1.0, "goodput": 0.5, "goodput_of_commands": 0.75},
+]
+EVENT = {"step": 6, "event": "started", "changed": "seed 1 -> 2"}
+ELSEWHERE = {  # what the machine, the moment and the version decide
+    r" \d+\.\d+ k?B(?=  )": " SIZE",
+    r"(?<=torch )\S+": "VERSION",
+    r"20\d\d-\d\d-\d\d \d\d:\d\d": "TIME",
+    r"/\S*/python /\S*/(?=get_dataset.py)|/\S*/(?=mamba-fsdp )": "",
+    r"(?<=1 x cpu of )\S+": "ITS",
+    r"\d\S* (?=nats|per token|per word|tokens/s)": "NUMBER ",
+    r"(?<=per byte  )\S+|(?<=per_byte )\S+|(?<=/loss )\S+(?=,)": "NUMBER",
+}
+
+
+@pytest.fixture
+def folder(in_user_folder, tmp_path, monkeypatch):
+    """A copy of the user's folder with a run of which more is recorded, which was killed in a save."""
+    of_other_tests = shutil.ignore_patterns("evaluations", "lm_eval_*", "report.html")
+    for place in ("data/builtin", "runs/demo", "exported/demo"):
+        shutil.copytree(in_user_folder / place, tmp_path / place, ignore=of_other_tests)
+    shutil.copy(in_user_folder / "a.txt", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    more = Path(shutil.copytree("runs/demo", "more/more"))
+    (more / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in METRICS))
+    (more / "events.jsonl").write_text(json.dumps(EVENT) + "\n")
+    (more / "lm_eval_2025.json").touch()
+    (more / "lm_eval_2026.json").touch()
+    (more / "evaluations").mkdir()
+    (more / "evaluations/data.jsonl").touch()
+    (more / "status.json").write_text('{"status": "failed", "reason": "a full disk"}')
+    (more / "checkpoints/step_00000002/KEEP").touch()
+    (more / ".lease.json.0123456789ab.partial/step_00000006").mkdir(parents=True)
+    rows = datasets.Dataset.from_list([{"document": {"text": "a b"}, "n": 1}])
+    rows.to_json("rows.jsonl")
+    rows.to_parquet("rows.parquet")
+    rows.save_to_disk("rows")
+    Path("words.csv").write_text("id;words\n1;some text\n")
+    Path("ids.jsonl").write_text('{"ids": [1, 2]}\n')
+    Path("bare").mkdir()
+    shutil.copy("runs/demo/pth/step_00000004/consolidated.00.pth", "bare")
+    shutil.copytree("data/builtin/train", "plain")
+    shutil.rmtree("plain/tokenizer")
+
+
+def test_the_transcript_changes_only_on_purpose(folder, call):
+    told = []
+    for line in re.findall(r"^\$ (.*)$", TRANSCRIPT.read_text(), re.M):
+        verb, *words = line.split()
+        code, said = call(importlib.import_module(f"mamba_fsdp.verbs.{verb}"), *words)
+        for pattern, word in ELSEWHERE.items():
+            said = re.sub(pattern, word, said)
+        told.append(f"$ {line}\n{said}{code}\n")
+    assert "".join(told) == TRANSCRIPT.read_text()
