@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel import compat
 from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.parallel.world import start_world
 from tests.support.checkpoints import equal, open_run
@@ -35,9 +36,19 @@ def trajectory(world, how, micro_batches):
     return records, whole(world, parallel.shards(optimizer))
 
 
+def trajectories(world, *cases):
+    return each(world, trajectory, *cases)
+
+
 @functools.cache
 def one_process(muon):
     return trajectory(start_world(), {"strategy": "none", "muon": muon}, 2)
+
+
+def with_fsdp1(world, *cases):
+    """As torch 2.2 has it alone."""
+    compat.HAS_FSDP2 = False
+    return trajectories(world, *cases)
 
 
 # (how, micro-batches) by the number of ranks.
@@ -56,17 +67,18 @@ COMPILED = [(FSDP | RECOMPUTING | {"use_torch_compile": True}, 2)]
 
 
 @pytest.mark.parametrize(
-    "ranks, cases",
+    "ranks, run, cases",
     [
-        (2, TWO),
-        pytest.param(4, FOUR, marks=pytest.mark.slow),
-        pytest.param(2, COMPILED, marks=pytest.mark.slow),
+        (2, trajectories, TWO),
+        pytest.param(4, trajectories, FOUR, marks=pytest.mark.slow),
+        pytest.param(4, with_fsdp1, FOUR, marks=pytest.mark.slow),
+        pytest.param(2, trajectories, COMPILED, marks=pytest.mark.slow),
     ],
-    ids=["2 ranks", "4 ranks", "compiled"],
+    ids=["2 ranks", "4 ranks", "FSDP1", "compiled"],
 )
-def test_every_strategy_trains_as_one_process_does(ranks, cases):
+def test_every_strategy_trains_as_one_process_does(ranks, run, cases):
     """Losses, gradient norms, weights and optimiser state don't depend on ranks, strategy or micro-batches."""
-    for results in run_ranks(ranks, each, trajectory, *cases):
+    for results in run_ranks(ranks, run, *cases):
         for (how, _), (records, tensors) in zip(cases, results):
             expected, expected_tensors = one_process(how.get("muon", False))
             torch.testing.assert_close(records, expected, rtol=2e-5, atol=2e-5, msg=str(how))
