@@ -1,6 +1,5 @@
 """The model as a whole: its loss, its precision, the backends of its operators, and how it is built."""
 
-import inspect
 from functools import partial
 
 import pytest
@@ -10,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops import fused, loss
 from mamba_fsdp.ops.ssd import reference as ssd
 from mamba_fsdp.parallel.parallelize import compile_blocks
 from tests.support.models import FAMILIES, small_model, some_tokens
@@ -111,24 +109,6 @@ def test_compiled_blocks_compute_the_same(monkeypatch):
     loss, gradients = loss_and_gradients(model, tokens, seq_idx)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
-
-
-def test_torch_compile_gets_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatch):
-    """Tracing through the autograd functions of libraries breaks graphs or fails."""
-    plain = loss.chunk_loss
-    functions = dict(inspect.getmembers(fused, inspect.isfunction))
-    names = {
-        name for name in functions if name[0] != "_" and name not in {"why_not", "check_reach"}
-    }
-    for name in names:
-        monkeypatch.setattr(fused, name, functions[name])  # as it is again at the end
-    monkeypatch.setattr(loss, "on_device", plain)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: ("compiled", function))
-    compile_blocks([], torch.device("cpu"))
-    assert loss.on_device is plain
-    compile_blocks([], torch.device("cuda"))
-    assert loss.on_device == ("compiled", plain)
-    assert all(getattr(fused, name)._torchdynamo_disable for name in names)
 
 
 class Names(TorchDispatchMode):
