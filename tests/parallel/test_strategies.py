@@ -91,6 +91,33 @@ def test_every_strategy_trains_as_one_process_does(ranks, run, cases):
             )
 
 
+def in_half_precision(world, how):
+    """(loss and gradient norm of a step in bf16, the dtypes of a mixer's weights in its forward pass, those kept)"""
+    parallel, optimizer = build(world, dtype=torch.bfloat16, **how)
+    seen = {}
+
+    def look(mixer, _):
+        seen.update((name, weight.dtype) for name, weight in mixer.named_parameters())
+
+    parallel.model.backbone.layers[0].mixer.register_forward_pre_hook(look)
+    ((loss, norm, _),) = train(world, parallel, optimizer, [0])
+    held = [slot.local for slot in parallel.slots]
+    return loss, norm, seen, {t.dtype for weight in held for t in (weight, weight.grad)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how, gathered", [(DDP, torch.float32), (FSDP, torch.bfloat16)], ids=str)
+def test_a_step_in_bf16_is_near_that_in_fp32_and_its_recurrence_stays_fp32(how, gathered):
+    """Projections are in bf16 if they were gathered so. What is kept is in fp32."""
+    (loss, norm, _), *_ = one_process(False)[0]
+    for half_loss, half_norm, seen, kept in run_ranks(2, in_half_precision, how):
+        assert half_loss == pytest.approx(loss, rel=5e-3)
+        assert half_norm == pytest.approx(norm, rel=3e-2)
+        fp32 = dict.fromkeys(("A_log", "D"), torch.float32)
+        assert seen == fp32 | dict.fromkeys(("in_proj.weight", "out_proj.weight"), gathered)
+        assert kept == {torch.float32}
+
+
 def poisoned(world, how, dtype):
     """(whether it was applied, whether weights and moments stayed) of steps of which rank 1's loss is no number in the
     second, infinite in the third, and has a gradient in the fourth of which the norm is infinite."""

@@ -101,9 +101,8 @@ def test_what_changes_between_starts_is_recorded_with_its_step(train, tmp_path, 
     assert re.search(r"validation +loss \d.* at step 4.*; the best \d.* at step [0-3]", said)
 
 
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_the_start_says_if_transformers_can_t_hold_the_model(dry_run, train, tmp_path):
-    said = train(tmp_path / "run", dry_run=dry_run, layers="mamba1+mlp", num_steps=1)
+def test_the_start_says_if_transformers_can_t_hold_the_model(train, tmp_path):
+    said = train(tmp_path / "run", dry_run=True, layers="mamba1+mlp")
     assert (
         "export     no transformers model holds mamba1+mlp; .pth and this program's own\n" in said
     )
