@@ -250,14 +250,17 @@ def test_each_process_has_its_gpu(monkeypatch, opened, driver, environment, expe
     cuda.is_available.return_value = opened > 0
     cuda.device_count.return_value = opened
     cuda._device_count_nvml.return_value = driver
-    for name in ("is_available", "device_count", "_device_count_nvml", "init", "set_device"):
+    names = "is_available device_count _device_count_nvml init set_device Event"
+    for name in names.split():
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     if isinstance(expected, str):
         with pytest.raises((Accident, UserError), match=expected):
             start_world()
     else:
-        assert start_world().device == expected
-        assert cuda.set_device.called == (opened > 0)
+        world = start_world()
+        assert world.device == expected and cuda.set_device.called == (opened > 0)
+        assert world.start_copy_to_host(torch.ones(1))() == [1.0]
+        assert cuda.Event().synchronize.called == (opened > 0)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def test_a_dry_run_finds_the_start_of_the_run_and_changes_nothing(train, tmp_pat
     """And which settings are not those of the last start."""
     run = tmp_path / "run"
     assert "settings " not in train(run, num_steps=2, checkpoint_interval=1)
+    (run / "STOP").touch()
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     newest = run / "checkpoints/step_00000002"
     said = train(run, dry_run=True, learning_rate=0.001)

@@ -13,6 +13,7 @@ from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.records import read
 from mamba_fsdp.trainer import clock, loop
+from mamba_fsdp.trainer.step_stats import StepSums
 from mamba_fsdp.trainer.stopping import StopRequest
 from tests.support.checkpoints import steps_in
 from tests.support.ranks import run_ranks, train_whole
@@ -149,6 +150,11 @@ def test_bad_samples_are_those_of_the_last_bad_step(
         train(tmp_path, eval_interval=0, checkpoint_interval=6, max_skipped_steps=2, batch_size=9)
     named = ", ".join(f"{name} window {window}" for name, window in drawn[3][:8])
     assert max(drawn) == 3 + late and f"samples {named}, .... " in str(told.value)
+
+
+def test_a_step_without_a_label_that_counts_is_one_of_loss_0():
+    sums = StepSums(*torch.zeros(3), host_numbers=torch.empty(0))
+    assert loop.mean_loss_and_norm(sums, torch.tensor(8.0)) == (0, 0, 8)
 
 
 class SmallCollectives(TorchDispatchMode):
