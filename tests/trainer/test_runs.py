@@ -11,6 +11,7 @@ from mamba_fsdp.data.paths import what_is
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.lease import Holder
 from mamba_fsdp.run.records import read_events, read_status
+from mamba_fsdp.trainer.run import run_training
 from mamba_fsdp.verbs import inspect
 from tests.support.checkpoints import equal, flip, steps_in
 
@@ -54,7 +55,7 @@ def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights
     ]
 
 
-def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
+def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path, settings_of, capsys):
     said = train(tmp_path / "run", dry_run=True)
     assert not (tmp_path / "run").exists()
     words = re.findall(r"^\w+", said, flags=re.MULTILINE)
@@ -64,9 +65,13 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
         "kernels    reference: conv, scan, norm, loss",
         "memory     at least .* a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
         "activations .*",
+        "data       .*/train .* validation: .*/validation",
         "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all",
     ):
         assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
+    hsdp = settings_of(dry_run=True, sharding_strategy="hsdp")
+    run_training(hsdp, planned=(4, 2))
+    assert "hsdp on 4 x cpu" in capsys.readouterr().out
 
 
 def test_a_dry_run_warns_of_what_can_hardly_be_meant(train, tmp_path):
@@ -196,7 +201,7 @@ def test_starting_from_another_run(train, tmp_path, metrics_of):
         ({"vocab_size": 32}, "set vocab_size=64"),
         ({"load_ckpt_path": "/nowhere"}, "/nowhere"),
         ({"seq_length": 10**7}, "seq_length"),
-        ({"save_ckpt_path": "/proc/nowhere"}, "save_ckpt_path /proc/nowhere"),
+        ({"save_ckpt_path": "/proc/nowhere"}, "/proc/nowhere: can't write /proc/nowhere .No such"),
         ({"save_ckpt_path": "tests/trainer"}, "save_ckpt_path tests/trainer is not a run folder"),
         ({"on_record": "print"}, "on_record=print is not a function"),
         ({"eval_prompts": "gone.txt"}, "eval_prompts=gone.txt: can't be read: No such file"),
