@@ -136,8 +136,8 @@ TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
         (
             "cuda",
             "fla",
-            dict(layers="gdn", headdim=16, d_state=264),
-            "takes a d_state of up to 256, not 264",
+            dict(layers="gdn", headdim=16, d_state=257),
+            "takes a d_state of up to 256, not 257",
         ),
         (
             "cuda",
