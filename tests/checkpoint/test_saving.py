@@ -66,7 +66,9 @@ def test_other_programs_can_read_the_files(run):
     """A rank's file is plain safetensors, with pieces named <tensor>@<start>."""
     from safetensors.torch import load_file
 
-    content = load_file(make_checkpoints(run, [1]).last / "rank_00000.safetensors")
+    path = make_checkpoints(run, [1]).last / "rank_00000.safetensors"
+    content = load_file(path)
+    assert path.read_bytes()[0] % 8 == 0  # the header's length: the data is aligned
     assert content.keys() == {"model/a.weight@0", "model/b@0"}
     assert torch.equal(content["model/a.weight@0"], ONES)
 
