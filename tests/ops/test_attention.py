@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba_fsdp.ops.attention import BACKENDS, Documents, attention, rotary
@@ -73,12 +74,11 @@ def masked_attention(q, k, v, bounds_q, bounds_k, longest_q, longest_k, dropout,
         of_q, of_k = (
             slice(*bounds[number : number + 2].tolist()) for bounds in (bounds_q, bounds_k)
         )
-        scores = torch.einsum("qhd,khd->hqk", q[of_q], k[of_k]) / q.shape[-1] ** 0.5
-        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(
-            k[of_k].shape[0] - q[of_q].shape[0]
-        )
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v[of_k]))
+        by_head = [t.transpose(0, 1) for t in (q[of_q], k[of_k], v[of_k])]
+        of_q, of_k, _ = (t.shape[1] for t in by_head)
+        mask = torch.ones(of_q, of_k, dtype=torch.bool).tril(of_k - of_q)
+        out = F.scaled_dot_product_attention(*by_head, attn_mask=mask)
+        outs.append(out.transpose(0, 1))
     return torch.cat(outs), None, None, None, None
 
 

@@ -3,6 +3,7 @@
 import sys
 import sysconfig
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -325,6 +326,7 @@ def test_what_was_measured_goes_before_the_usual_order(install):
     assert str(choice).startswith("triton: conv, scan, norm, mamba1; reference: loss; ")
 
 
+@needs_c
 def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
     """A toy backend of the scan is chosen best first, asked what it can do, and called."""
     toy = types.ModuleType("mamba_fsdp.ops.scan.toy")
@@ -336,6 +338,13 @@ def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
     monkeypatch.setattr(scan, "BACKENDS", backends.modules("mamba_fsdp.ops.scan"))
     assert choose("auto", "cpu").backends["scan"] == "toy" == choose("toy", "cpu").backends["scan"]
     assert choose("auto", "cuda").backends["scan"] != "toy"
+    uses = {"scan": [Use("scan", torch.bfloat16, False)]}
+    for demanded, names in (({}, ["toy", "cpp"]), ({"scan": "toy"}, ["toy"])):
+        found = backends.candidates(demanded, "cpu", uses)
+        assert list(found) == [("scan", name) for name in names]
+    assert not backends.use_simpler_form("scan", "toy")
+    toy.use_simpler_form = Mock()
+    assert backends.use_simpler_form("scan", "toy") and toy.use_simpler_form.called
     choice = choose("auto", "cpu", seq_idx=True)
     assert "scan not toy: the toy can't separate documents" in str(choice)
     x = torch.ones(1, 3, 4)
