@@ -1,6 +1,5 @@
 """Whole runs: interrupted runs end as unbroken ones do, and what is wrong is said."""
 
-import dataclasses
 import json
 import re
 import time
@@ -9,11 +8,10 @@ import pytest
 
 from mamba_fsdp.data.paths import what_is
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run.lease import Holder
 from mamba_fsdp.run.records import read_events, read_status
 from mamba_fsdp.trainer.run import run_training
 from mamba_fsdp.verbs import inspect
-from tests.support.checkpoints import equal, flip, steps_in
+from tests.support.checkpoints import equal, flip
 
 
 def progress_of(run):
@@ -242,27 +240,6 @@ def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_pat
     assert str(failure.value) in status["reason"]
     train(tmp_path, num_steps=1)
     assert read_status(tmp_path)["status"] == "finished"
-
-
-def test_a_run_whose_folder_was_taken_over_writes_nothing_more(train, tmp_path, change_loss):
-    """It stood still for so long that another counted it as dead. Neither metrics nor checkpoint nor status."""
-    before = {}
-
-    def suspended(state, true_loss):
-        if state.step == 2 and not before:
-            other = dataclasses.replace(Holder.this_process(), token="x", host="elsewhere", pid=7)
-            (tmp_path / "lease.json").write_text(json.dumps(dataclasses.asdict(other)))
-            before.update(contents_of(tmp_path))
-        return true_loss()
-
-    change_loss(suspended)
-    with pytest.raises(UserError, match="in use by process 7 on elsewhere"):
-        train(tmp_path, checkpoint_interval=1, async_checkpoint=False, eval_interval=0)
-    assert contents_of(tmp_path) == before and steps_in(tmp_path) == [1, 2]
-
-
-def contents_of(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.torch22
