@@ -101,8 +101,9 @@ def in_half_precision(world, how):
 
     parallel.model.backbone.layers[0].mixer.register_forward_pre_hook(look)
     ((loss, norm, _),) = train(world, parallel, optimizer, [0])
-    held = [slot.local for slot in parallel.slots]
-    return loss, norm, seen, {t.dtype for weight in held for t in (weight, weight.grad)}
+    kept = {slot.local.dtype for slot in parallel.slots}
+    kept |= {slot.local.grad.dtype for slot in parallel.slots if slot.local.grad is not None}
+    return loss, norm, seen, kept
 
 
 @pytest.mark.slow
