@@ -1,4 +1,4 @@
-"""Whole mixers of Triton kernels beside the reference parts in float64; models of Triton backends alone."""
+"""Whole mixers of Triton kernels beside the reference parts in float64; what they keep; models of Triton backends alone."""
 
 from functools import partial
 
@@ -10,14 +10,16 @@ from torch.utils.checkpoint import checkpoint
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.ops.backends import OPERATORS, REFERENCE
+from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS, REFERENCE
 from mamba_fsdp.ops.conv import triton as conv_triton
 from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.ops.ssd import triton as ssd_triton
 from tests.support.compare import assert_like, double, evaluate
 
-WHOLES = {operator: "triton" for operator, names in OPERATORS.items() if "triton" in names}
-WHOLES = REFERENCE | WHOLES
+PARTS = REFERENCE | {
+    operator: "triton" for operator in REFERENCE if "triton" in OPERATORS[operator]
+}
+WHOLES = PARTS | {mixer: "triton" for mixer in MIXER_PARTS}
 SIZES = {
     "mamba1": dict(d_model=10, d_state=5, dt_rank=3),
     "mamba2": dict(d_model=12, d_state=3, headdim=12, ngroups=2, d_conv=3),
@@ -88,6 +90,45 @@ def test_equals_float64(kind):
         assert (fake[name].shape, fake[name].dtype) == (result.shape, result.dtype), name
     for name, value in values.items():
         assert results[f"gradient of {name}"].dtype == value.dtype
+
+
+def kept(kind, backends):
+    """What a mixer's backward pass waits with, beside its input and weights, in tensors of (token, d_inner): of bf16,
+    at the sizes of mamba-1.4b or mamba2-1.3b, without content."""
+    storages = {}
+    with FakeTensorMode():
+        layer = build(
+            kind,
+            backends,
+            d_model=2048,
+            **dict(d_state=128, headdim=64) if kind == "mamba2" else {},
+        )
+        weights = {
+            name: weight.detach().bfloat16().requires_grad_()
+            for name, weight in layer.named_parameters()
+        }
+        x = torch.empty(1, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
+
+        def pack(tensor):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = torch.func.functional_call(layer, weights, (x,))  # which keeps the storages
+        for tensor in (x, *weights.values()):
+            storages.pop(tensor.untyped_storage()._cdata, None)
+        assert output.shape == x.shape
+        return sum(storages.values()) / (2048 * 4096 * 2)
+
+
+@pytest.mark.parametrize("kind, most", [("mamba1", 2.6), ("mamba2", 2.1)])
+def test_keeps_less_than_its_parts(kind, most, monkeypatch):
+    """Mamba-1: x, z, x_proj's output and the states of every 64th position in fp32. Mamba-2: in_proj's output.
+    mamba-ssm keeps the outputs of scan and SSD too."""
+    monkeypatch.undo()  # blocks of their own size
+    whole = kept(kind, WHOLES)
+    parts = kept(kind, PARTS)
+    assert most - 0.1 <= whole <= most and parts > whole + 2
 
 
 def losses(backends, compiled=False):

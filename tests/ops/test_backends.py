@@ -86,12 +86,6 @@ TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
             "cuda",
             "triton",
             dict(layers="mamba2", dtype=torch.float32),
-            "triton: conv, norm; reference: ssd, loss; ",
-        ),
-        (
-            "cuda",
-            "triton",
-            dict(layers="mamba2", dtype=torch.float32),
             "ssd not triton: in float32 a program's states are more than",
         ),
         (
@@ -108,12 +102,6 @@ TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
             dict(layers="mamba2", d_model=32, headdim=16),
             "fused: conv, ssd, norm; reference: loss; "
             "mamba2 not fused: mamba-ssm takes multiples of 8 rows of its input projection, not 164",
-        ),
-        (
-            "cuda",
-            "mamba",
-            dict(layers="gdn"),
-            "gdn not fused: fla.ops.gated_delta_rule does not load (",
         ),
         (
             "cuda",
@@ -153,13 +141,6 @@ TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
             "cpp: conv, scan; reference: ssd, gdn, attention, norm, loss",
             marks=needs_c,
         ),
-        pytest.param(
-            "cpu",
-            ALL,
-            SSM | dict(deterministic=True),
-            "cpp: conv, scan; reference: ssd, gdn, norm, loss",
-            marks=needs_c,
-        ),
         (
             "cpu",
             ALL,
@@ -178,7 +159,6 @@ def test_auto_takes_the_best_that_can_serve(install, device, packages, asked, ch
     "setting, device, asked, choice",
     [
         ("reference", "cpu", {}, "reference: conv, scan, ssd, gdn, attention, norm, loss"),
-        ("reference", "cuda", {}, "reference: conv, scan, ssd, gdn, attention, norm, loss"),
         # A mixer runs in one call only if its parts have that backend.
         (
             "scan=reference",
@@ -216,12 +196,6 @@ def test_a_demand_holds_for_what_it_names(install, setting, device, asked, choic
             "conv can't be fused on cuda: causal-conv1d takes multiples of 8 channels, not 10",
         ),
         (
-            "mamba2=fused",
-            "cuda",
-            dict(layers="mamba2", d_model=32, headdim=16),
-            "mamba2 can't be fused on cuda: mamba-ssm takes multiples of 8 rows",
-        ),
-        (
             "norm=reference,mamba2=fused",
             "cuda",
             {},
@@ -239,7 +213,6 @@ def test_a_demand_holds_for_what_it_names(install, setting, device, asked, choic
             {},
             "gdn can't be fused on cuda: fla.ops.gated_delta_rule does not load (",
         ),
-        ("conv=cpp", "cuda", {}, "conv can't be cpp on cuda: it is for cpu devices"),
         (
             "fused",
             "cpu",

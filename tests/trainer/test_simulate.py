@@ -1,5 +1,7 @@
 """A whole step on a GPU that is none, in a process group of up to 128 ranks that is none either."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -56,3 +58,40 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, shari
         assert found[part] == pytest.approx(expected[part], rel=0.03), part
     passing = expected["gathered"] + expected["activations"] + expected["loss"]
     assert passing == pytest.approx(found["passing"], rel=0.03)
+
+
+def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
+    """And nothing else, whatever the length but for the keys: once forward, their gradients once backward."""
+    sharing = 4
+    settings = TrainConfig(
+        ModelConfig(
+            layers="mamba1,mamba2,attention",
+            n_layer=3,
+            d_model=128,
+            vocab_size=512,
+            n_head=4,
+            n_kv_head=2,
+        )
+    )
+    settings = settings.changed(seq_length=1024, batch_size=2, context_parallel=sharing)
+    found = simulate(settings, 8, rank=1).collectives
+    sent = Counter((each.name, each.dtype, each.numel) for each in found if each.ranks == sharing)
+    rows = 2
+    model = settings.model
+    bf16, fp32 = torch.bfloat16, torch.float32
+    inputs = {
+        "mamba1": rows * (model.d_conv - 1) * model.d_inner,
+        "mamba2": rows * (model.d_conv - 1) * (model.d_inner + 2 * model.d_state),
+    }
+    state = rows * model.d_inner * model.d_state
+    keys = rows * settings.data.seq_length * 2 * model.n_kv_head * model.resolved_head_dim
+    expected = Counter()
+    for elements in inputs.values():
+        expected[("send", bf16, elements)] += 2
+        expected[("recv_", bf16, elements)] += 2
+    for decays in (state, rows * model.n_ssm_head):
+        expected[("_allgather_base_", fp32, sharing * (state + decays))] += 1
+        expected[("_allgather_base_", fp32, sharing * state)] += 1
+    expected[("_allgather_base_", bf16, keys)] += 1
+    expected[("_reduce_scatter_base_", fp32, keys)] += 1
+    assert sent == expected
