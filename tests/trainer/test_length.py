@@ -11,11 +11,13 @@ from mamba_fsdp.trainer.starting_point import say_passes
 from tests.support.tiny import resolved
 
 
-def test_another_global_batch_is_told_once():
+def test_another_global_batch_is_told_once_and_a_length_in_tokens_stays():
     said = []
     state = TrainState()
-    for samples in (4, 2, 2):
-        schedule_run(TrainConfig(), samples, state, Duration(100, "steps"), 0, said.append)
+    length = Duration(8192, "tok")
+    for samples, steps in ((4, 8), (2, 1 + 14), (2, 1 + 14)):
+        schedule = schedule_run(TrainConfig(), samples, state, length, 0, said.append)
+        assert schedule.total_steps == steps
         state.advance(samples, 256 * samples, 1.0, applied=True, excused=False)
     (line,) = said
     assert line.startswith("batch      2 samples per step from here on, 4 before; ")
