@@ -171,6 +171,21 @@ def test_a_wrong_sign_is_found(monkeypatch, operator):
         assert wrong.share > 2, tensor
 
 
+@pytest.mark.parametrize(
+    "is_sharded, exact, dtypes",
+    [
+        (False, True, {torch.float64}),
+        (False, False, {torch.float32}),
+        (True, False, {torch.float32, torch.bfloat16}),
+    ],
+)
+def test_weights_come_to_the_operators_as_in_the_run(is_sharded, exact, dtypes):
+    """Sharding hands on all but those of the recurrence in the run's precision."""
+    layers = LayerCheck(settings_of(precision="bf16"), CPU, is_sharded)
+    model = layers.make_model(["mamba1"], REFERENCE, exact)
+    assert {parameter.dtype for parameter in model.parameters()} == dtypes
+
+
 @pytest.mark.usefixtures("few_positions")
 def test_the_runs_own_length_is_left_out_where_it_does_not_fit(monkeypatch):
     """In float64, as the reference needs it."""

@@ -10,6 +10,7 @@ from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock
 
 PEAK_FLOPS = 1e10
+LABELS = 1314  # of the validation store
 DIGITS = {
     "goodput": 4,
     "goodput_of_commands": 4,
@@ -44,7 +45,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
     assert losses == pytest.approx([4.152922, 4.116724, 4.093144, 3.993663], rel=1e-5)
     said = train(tmp_path / "run", report_interval="128tok", **given)
     validation, report, *_ = read(tmp_path / "run/metrics.jsonl")
-    assert validation["step"] == 0 and 0 < validation["val_share"] < 1
+    assert validation["step"] == 0 and validation["val_share"] == round(128 / LABELS, 6)
     # There is one source, and it has no tokenizer.
     assert not validation.keys() & {"val_source_loss", "val_bits_per_byte"}
     assert validation["val_perplexity"] == pytest.approx(math.exp(validation["val_loss"]))
