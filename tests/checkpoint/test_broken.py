@@ -51,6 +51,7 @@ def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, words):
     said = []
     assert newest(run, said.append).name == "step_00000001"
     assert len(said) == 1 and "step_00000002 is broken" in said[0] and words in said[0]
+    assert words in "".join(problems(run / "checkpoints/step_00000002"))
     with pytest.raises(UserError, match="step_00000002 is broken"):
         find_checkpoint(run / "checkpoints/step_00000002", WORLD)
 
