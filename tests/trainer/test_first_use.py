@@ -171,6 +171,16 @@ def test_a_wrong_sign_is_found(monkeypatch, operator):
         assert wrong.share > 2, tensor
 
 
+def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
+    """Rows are as many as fill a GPU, since kernels cut fewer; all lengths are the run's own modulo 16."""
+    settings = settings_of().changed(d_model=2048, batch_size=40, seq_length=100)
+    assert LayerCheck(settings, CPU).tests == [Rows(9, 592 + 4), Rows(1, 100)]
+    shared = LayerCheck(settings.changed(context_parallel=3), CPU)
+    of_parts = [Rows(9, 592 + 2), Rows(9, 592 + 2, before=592 + 2)]
+    assert shared.tests == [*of_parts, Rows(1, 34), Rows(1, 34, before=34)]
+    assert LayerCheck(settings.changed(batch_size=2), CPU).tests[0].batch == 2
+
+
 @pytest.mark.parametrize(
     "is_sharded, exact, dtypes",
     [
