@@ -68,7 +68,7 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path, setti
     ):
         assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
     hsdp = settings_of(dry_run=True, sharding_strategy="hsdp")
-    run_training(hsdp, planned=(4, 2))
+    assert run_training(hsdp, planned=(4, 2)).stopped == "dry run"
     assert "hsdp on 4 x cpu" in capsys.readouterr().out
 
 
