@@ -58,6 +58,16 @@ def test_equals_the_definition(kv_heads, seq_idx):
     assert_like(found, evaluate(plain_attention, values, seq_idx=seq_idx), 1e-12)
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_one_query_sees_all_keys_and_shapes_need_no_content(kv_heads):
+    values = inputs(kv_heads=kv_heads)
+    whole = attention(**values)
+    last = attention(**values | {"q": values["q"][:, -1:]})
+    torch.testing.assert_close(last, whole[:, -1:])
+    empty = {name: value.to("meta") for name, value in values.items()}
+    assert attention(**empty).shape == whole.shape
+
+
 ARGUMENTS = (
     "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask".split()
 )
