@@ -57,7 +57,7 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
     assert read_contents(checkpointer.last).state == {"step": 3}
     (event,) = read_events(run)
     assert event["step"] == 3 and event["bytes"] > 400 and event["seconds"] > 0
-    assert checkpointer.stall_seconds() > 0 and checkpointer.stall_seconds() == 0
+    assert 0 < checkpointer.stall_seconds() < 60 and checkpointer.stall_seconds() == 0
     checkpointer.save(3, shards_of(3), {"step": 3})
     assert checkpointer.stage() is None  # it is there already
 
