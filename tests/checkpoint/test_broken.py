@@ -140,6 +140,7 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype, monkeypa
     [
         (b"model/b@0", b"model/b@1", "it lacks the piece of model/b that starts at 0"),
         (b"model/b@0", b"model/c@0", "it is cut short, or its header is not"),
+        (b"[7]", b"[3]", "it lacks the piece of model/b that starts at 0"),
         (b"[7]", b"{ }", "it is cut short, or its header is not"),
         (b"[400, 428]", b"[900, 928]", "it is cut short, or its header is not"),
     ],
