@@ -110,8 +110,8 @@ class _CheckedFile:
         self.flushed = 0
         self.read = xxh3_64()
         self.check: Future[None] | None = None  # of the last part that was written
-        # Overwrites what a failed attempt left. The buffer gathers small blocks.
-        self.file = open(path, "wb", buffering=1 << 20)
+        # Overwrites what a failed attempt left. Its buffer gathers small blocks.
+        self.file = open(path, "wb")
         self.back = open(path, "rb", buffering=0)
 
     def __enter__(self) -> "_CheckedFile":

@@ -52,8 +52,8 @@ class Clock:
         self.together = time.perf_counter()
 
     def seconds_per_step(self, step: int) -> tuple[float, list[float]]:
-        """Returns means since the last report: (seconds per step, each rank's own seconds)."""
-        steps = max(1, step - self.interval_step)
+        """Returns means since the last report: (seconds per step, each rank's own seconds). At least one step came since."""
+        steps = step - self.interval_step
         in_all = time.perf_counter() - self.interval_began
         return in_all / steps, [seconds / steps for seconds in self.own]
 

@@ -194,17 +194,16 @@ class MetricsLogger(contextlib.ExitStack):
         self._write_status(step, "")
 
     def sync(self) -> None:
-        """Returns when the metrics are on the disk."""
-        if self.metrics:
-            self.steps.sync()
-            self.metrics.sync()
+        """Returns when the metrics are on the disk. Only rank 0 calls it."""
+        assert self.metrics
+        self.steps.sync()
+        self.metrics.sync()
 
     def _write(self, entry: dict) -> None:
         if self.metrics:
             self.metrics.write(entry)
-        for tracker in self.trackers:
-            tracker.write(entry)
-        if self.metrics:
+            for tracker in self.trackers:
+                tracker.write(entry)
             self.hear(entry)
 
     def _write_status(self, step: int, reason: str) -> None:

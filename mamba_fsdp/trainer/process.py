@@ -21,13 +21,13 @@ def training_process(deterministic: bool) -> Iterator[None]:
     environment = dict(os.environ)
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     flushes = cpp.flushes_denormals()
-    chunk_loss = loss.chunk_loss
+    on_device = loss.on_device
     try:
         with deterministic_algorithms(deterministic):
             yield
     finally:
         cpp.flush_denormals(flushes)
-        loss.chunk_loss = chunk_loss
+        loss.on_device = on_device
         resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]

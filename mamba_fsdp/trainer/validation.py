@@ -79,7 +79,7 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
         if context.validation_bytes is None:
             context.validation_bytes = world.on_rank0(_bytes_predicted, context, limit)
         whole, parts = measure_sources(sums, context.validation_bytes)
-        if len(context.data.sources) == 1 and len(parts) == 1:
+        if len(context.data.sources) == 1:
             parts = {}
         share = whole.tokens / sum(labels)
         logger.validated(step, whole, parts, share, seconds, write_samples(context))

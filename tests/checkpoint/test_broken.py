@@ -51,6 +51,7 @@ def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, words):
     said = []
     assert newest(run, said.append).name == "step_00000001"
     assert len(said) == 1 and "step_00000002 is broken" in said[0] and words in said[0]
+    assert words in "".join(problems(run / "checkpoints/step_00000002"))
     with pytest.raises(UserError, match="step_00000002 is broken"):
         find_checkpoint(run / "checkpoints/step_00000002", WORLD)
 
@@ -139,6 +140,7 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype, monkeypa
     [
         (b"model/b@0", b"model/b@1", "it lacks the piece of model/b that starts at 0"),
         (b"model/b@0", b"model/c@0", "it is cut short, or its header is not"),
+        (b"[7]", b"[3]", "it lacks the piece of model/b that starts at 0"),
         (b"[7]", b"{ }", "it is cut short, or its header is not"),
         (b"[400, 428]", b"[900, 928]", "it is cut short, or its header is not"),
     ],

@@ -185,11 +185,12 @@ def test_each_byte_is_read_once_and_again_only_by_who_holds_it(saved, ranks):
 
 @pytest.mark.slow
 def test_who_wants_the_weights_alone_demands_that_they_are_whole_and_no_more(saved, run):
-    """A broken moment does not matter; a broken weight is refused."""
+    """A broken moment does not matter; a broken weight is refused, but to who wants the state alone."""
     shutil.copytree(saved, run)
     path = run / "checkpoints/step_00000002/rank_00001.safetensors"
     flip(path)
     assert find_checkpoint(run, World.alone(), part="model").path == path.parent
     flip(path, at=5000)
+    assert find_checkpoint(run, World.alone(), part="state").path == path.parent
     with pytest.raises(UserError, match="none of the checkpoints .* content of rank_00001"):
         find_checkpoint(run, World.alone(), report=quiet, part="model")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mamba_fsdp.checkpoint.saved_run import SavedRun, TrainState
+from mamba_fsdp.checkpoint.saved_run import SavedRun, TrainState, read_run
 from mamba_fsdp.errors import UserError
+from tests.support.checkpoints import open_run, shards_of
 
 
 def test_a_train_state_counts_from_zero_what_was_read_and_what_was_applied():
@@ -26,8 +27,11 @@ def test_a_train_state_counts_from_zero_what_was_read_and_what_was_applied():
     assert state.skipped_in_a_row == 0 and state.take_mean_loss() == 1
 
 
-def test_the_state_of_a_run_comes_back_or_is_refused_by_name():
+def test_the_state_of_a_run_comes_back_or_is_refused_by_name(run):
+    checkpointer = open_run(run)
     run = SavedRun(TrainState(step=3), {"d_model": 8}, "adamw", "2.2.2", 1, 32)
-    assert SavedRun.from_state(asdict(run), Path("run")) == run
+    checkpointer.save(3, shards_of(3), asdict(run))
+    checkpointer.wait()
+    assert read_run(checkpointer.last) == run
     with pytest.raises(UserError, match="^run: its state.json does not .*: seq_length is 0, not"):
         SavedRun.from_state({**asdict(run), "seq_length": 0}, Path("run"))

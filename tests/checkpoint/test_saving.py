@@ -57,7 +57,7 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
     assert read_contents(checkpointer.last).state == {"step": 3}
     (event,) = read_events(run)
     assert event["step"] == 3 and event["bytes"] > 400 and event["seconds"] > 0
-    assert checkpointer.stall_seconds() > 0 and checkpointer.stall_seconds() == 0
+    assert 0 < checkpointer.stall_seconds() < 60 and checkpointer.stall_seconds() == 0
     checkpointer.save(3, shards_of(3), {"step": 3})
     assert checkpointer.stage() is None  # it is there already
 
@@ -66,7 +66,9 @@ def test_other_programs_can_read_the_files(run):
     """A rank's file is plain safetensors, with pieces named <tensor>@<start>."""
     from safetensors.torch import load_file
 
-    content = load_file(make_checkpoints(run, [1]).last / "rank_00000.safetensors")
+    path = make_checkpoints(run, [1]).last / "rank_00000.safetensors"
+    content = load_file(path)
+    assert path.read_bytes()[0] % 8 == 0  # the header's length: the data is aligned
     assert content.keys() == {"model/a.weight@0", "model/b@0"}
     assert torch.equal(content["model/a.weight@0"], ONES)
 

@@ -9,6 +9,7 @@ import torch
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.conv import triton as backend
+from tests.ops.test_causal_conv import inputs
 from tests.support.compare import assert_like_reference
 
 WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"].limits
@@ -20,12 +21,7 @@ DOCUMENTS = torch.tensor(
 reference, kernels = (partial(causal_conv_silu, backend=name) for name in ("reference", "triton"))
 
 
-def leaves(batch=2, length=13, channels=5, width=4, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    randn = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    return dict(
-        x=randn(batch, length, channels), weight=randn(channels, 1, width), bias=randn(channels)
-    )
+leaves = partial(inputs, length=13, dtype=torch.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +44,7 @@ def test_documents_and_widths(width):
 
 @pytest.mark.parametrize("batch, length, channels", [(1, 1, 1), (1, 8, 3), (0, 4, 5), (2, 0, 5)])
 def test_odd_sizes(batch, length, channels):
-    assert_like_reference(kernels, reference, leaves(batch, length, channels))
+    assert_like_reference(kernels, reference, leaves(batch, length=length, channels=channels))
 
 
 def test_bf16_with_weights_in_fp32():

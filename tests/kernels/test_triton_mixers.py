@@ -14,8 +14,6 @@ from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS, REFERENCE
 from mamba_fsdp.ops.conv import triton as conv_triton
 from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.ops.ssd import triton as ssd_triton
-from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.layer_check import LayerCheck, Rows
 from tests.support.compare import assert_like, double, evaluate
 
 PARTS = REFERENCE | {
@@ -92,18 +90,6 @@ def test_equals_float64(kind):
         assert (fake[name].shape, fake[name].dtype) == (result.shape, result.dtype), name
     for name, value in values.items():
         assert results[f"gradient of {name}"].dtype == value.dtype
-
-
-@pytest.mark.parametrize("kind, batch, length", [("mamba1", 1, 9), ("mamba2", 4, 20)])
-def test_the_first_minute_finds_them_right(kind, batch, length):
-    """In bf16 with documents, by the bounds that hold on a GPU."""
-    settings = TrainConfig(ModelConfig(layers=kind, **SIZES[kind] | {"headdim": 6}))
-    settings = settings.changed(mixed_precision="bf16", batch_size=batch, reset_at_documents=True)
-    layers = LayerCheck(settings, torch.device("cpu"))
-    layers.tests = [Rows(batch, length)]
-    layers.reads = [Rows(1, 1, before=1)]
-    wrong, _ = layers.check(WHOLES)
-    assert not wrong
 
 
 def kept(kind, backends):

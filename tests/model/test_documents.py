@@ -38,7 +38,7 @@ def middle_logits_and_gradients(model, tokens, seq_idx):
 @pytest.mark.parametrize("backend", FORM_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_documents_change_nothing_to_the_bit(family, backend):
-    """What A and C say changes neither B's logits nor any gradient of B's loss."""
+    """What A and C say changes neither B's logits, which are those of B alone, nor any gradient of B's loss."""
     model = small_model(family, reset_at_documents=True, backends=BACKENDS[backend])
     tokens = some_tokens(2, A + B + C)
     changed = some_tokens(2, A + B + C, seed=1)
@@ -46,6 +46,7 @@ def test_other_documents_change_nothing_to_the_bit(family, backend):
     logits, gradients = middle_logits_and_gradients(model, tokens, DOCUMENTS)
     same_logits, same_gradients = middle_logits_and_gradients(model, changed, DOCUMENTS)
     assert torch.equal(logits, same_logits)
+    torch.testing.assert_close(logits, model(tokens[:, MIDDLE]), rtol=1e-4, atol=1e-4)
     for (name, _), gradient, same in zip(model.named_parameters(), gradients, same_gradients):
         if name == "backbone.embedding.weight":  # its rows collect zeros in another order
             torch.testing.assert_close(gradient, same, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,5 @@
 """The model as a whole: its loss, its precision, the backends of its operators, and how it is built."""
 
-import inspect
 from functools import partial
 
 import pytest
@@ -10,12 +9,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops import fused, loss
 from mamba_fsdp.ops.ssd import reference as ssd
 from mamba_fsdp.parallel.parallelize import compile_blocks
 from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
+# As of the models of each family that tests/interop holds to those of other libraries.
+LOSSES = {
+    "mamba1": 192.870605,
+    "mamba2": 190.589697,
+    "mamba3": 195.808288,
+    "gdn": 197.527653,
+    "hybrid": 195.477089,
+    "llama": 202.920993,
+    "hybrids": 201.875336,
+    "everything": 197.805661,
+}
 
 
 def loss_and_gradients(model, tokens, seq_idx=None):
@@ -32,7 +41,8 @@ def assert_gradients_close(found, expected, tolerance):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_is_the_sum_of_cross_entropies_of_the_logits(family):
-    """Over the positions that count, and with the gradients that autograd finds through the logits."""
+    """Over the positions that count, and with the gradients that autograd finds through the logits. It stays what it
+    was."""
     model = small_model(family, compute_dtype=torch.float64).double()
     tokens = some_tokens(3, 20)
     labels = some_tokens(3, 20, seed=1)
@@ -42,6 +52,7 @@ def test_the_loss_is_the_sum_of_cross_entropies_of_the_logits(family):
         model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
     )
     torch.testing.assert_close(loss, expected)
+    assert loss.item() == pytest.approx(LOSSES[family], rel=1e-7)
     parameters = list(model.parameters())
     for found, gradient in zip(
         torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters)
@@ -98,24 +109,6 @@ def test_compiled_blocks_compute_the_same(monkeypatch):
     loss, gradients = loss_and_gradients(model, tokens, seq_idx)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
-
-
-def test_torch_compile_gets_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatch):
-    """Tracing through the autograd functions of libraries breaks graphs or fails."""
-    plain = loss.chunk_loss
-    functions = dict(inspect.getmembers(fused, inspect.isfunction))
-    names = {
-        name for name in functions if name[0] != "_" and name not in {"why_not", "check_reach"}
-    }
-    for name in names:
-        monkeypatch.setattr(fused, name, functions[name])  # as it is again at the end
-    monkeypatch.setattr(loss, "on_device", plain)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: ("compiled", function))
-    compile_blocks([], torch.device("cpu"))
-    assert loss.on_device is plain
-    compile_blocks([], torch.device("cuda"))
-    assert loss.on_device == ("compiled", plain)
-    assert all(getattr(fused, name)._torchdynamo_disable for name in names)
 
 
 class Names(TorchDispatchMode):

@@ -8,7 +8,7 @@ import pytest
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import PRESETS, preset, title
-from mamba_fsdp.model.spec import flops_per_token, parameter_count
+from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameter_count
 
 PUBLISHED = {  # number of parameters in the released checkpoints
     "mamba-130m": 129_135_360, "mamba-370m": 371_516_416, "mamba-790m": 793_204_224, "mamba-1.4b": 1_372_178_432,
@@ -22,6 +22,35 @@ PUBLISHED = {  # number of parameters in the released checkpoints
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_have_the_published_numbers_of_parameters(name):
     assert parameter_count(ModelConfig(**preset(name))) == PUBLISHED[name]
+
+
+EACH = "mamba1+mlp,mamba2,mamba3,gdn,attention"
+
+
+def test_the_sizes_that_nobody_gives():
+    assert parameter_count(ModelConfig()) == 990_848
+    assert parameter_count(ModelConfig(layers=EACH, n_layer=5)) == 1_168_540
+
+
+def test_what_a_model_asks_of_its_operators():
+    """Sizes by which backends are passed over: channels, rows, and the elements of 10 tokens' widest projection."""
+    uses = operator_uses(ModelConfig(layers=EACH, n_layer=5), "bf16", tokens=10)
+    asked = {
+        name: [(use.channels, use.rows) for use in found if use.channels or use.rows]
+        for name, found in uses.items()
+    }
+    assert asked == {
+        **dict.fromkeys(("norm", "loss", "scan", "mamba1", "ssd"), []),
+        "conv": [(256, 0), (288, 0), (288, 0)],
+        "mamba2": [(0, 548)],
+        "gdn": [(16, 0)],
+        "attention": [(16, 0)],
+    }
+    assert {use.elements for found in uses.values() for use in found} == {10 * 768}
+    in_parts = operator_uses(ModelConfig(layers=EACH, n_layer=5), "bf16", in_parts=True)
+    assert uses.keys() - in_parts.keys() == {"mamba1", "mamba2"}
+    odd = ModelConfig(layers="mamba1,mamba2", bcdt_norm_eps=1e-6, ssm_norm="before")
+    assert list(operator_uses(odd, "bf16")) == ["norm", "loss", "conv", "scan", "ssd"]
 
 
 def test_flops_by_hand_of_each_kind_of_layer():

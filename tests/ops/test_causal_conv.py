@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_fsdp.ops.conv import causal_conv_silu
-from tests.support.compare import assert_like, evaluate
+from tests.support.compare import assert_like, double, evaluate
 
 
 def inputs(batch=2, length=70, channels=5, width=4, dtype=torch.float64):
@@ -28,6 +28,15 @@ def test_equals_conv1d(backend, length, width):
     values = inputs(length=length, width=width)
     found = evaluate(causal_conv_silu, values, backend=backend)
     assert_like(found, evaluate(definition, values), 1e-12)
+
+
+def test_bf16_is_as_exact_as_its_storage(backend):
+    """With weights in fp32, whose gradients are in it."""
+    values = inputs(dtype=torch.float32)
+    values["x"] = values["x"].bfloat16()
+    found = evaluate(causal_conv_silu, values, backend=backend)
+    assert found["output 0"].dtype == found["gradient of x"].dtype == torch.bfloat16
+    assert_like(found, evaluate(definition, double(values)), 2.0**-7)
 
 
 @pytest.mark.parametrize(

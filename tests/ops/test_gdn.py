@@ -89,6 +89,8 @@ def test_the_call_of_flash_linear_attention(monkeypatch, bounded):
     if bounded:
         del values["initial_state"]
         rest = dict(seq_idx=random_documents(2, 70))
+        with pytest.raises(AssertionError, match="each document has a state"):
+            gated_delta_rule(**inputs(70), **rest, backend="fused")
     found, expected = (
         evaluate(gated_delta_rule, values, **rest, backend=backend)
         for backend in ("fused", "reference")

@@ -51,11 +51,15 @@ def test_residual_stays_float32():
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
-def test_gated_norms_each_group_behind_the_gate(group_size):
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_gated_norms_each_group_behind_the_gate_or_before_it(group_size, norm_first):
     def gated(x, z, weight):
-        groups = (x * F.silu(z)).unflatten(-1, (-1, group_size))
-        return definition(groups, weight.view(-1, group_size), 1e-5).flatten(-2)
+        gate = F.silu(z)
+        groups = (x if norm_first else x * gate).unflatten(-1, (-1, group_size))
+        normed = definition(groups, weight.view(-1, group_size), 1e-5).flatten(-2)
+        return normed * gate if norm_first else normed
 
     leaves = {"x": randn(2, 3, 8), "z": randn(2, 3, 8, seed=1), "weight": randn(8, seed=2)}
-    found = evaluate(gated_rms_norm, leaves, eps=1e-5, group_size=group_size)
+    how = dict(eps=1e-5, group_size=group_size, norm_first=norm_first)
+    found = evaluate(gated_rms_norm, leaves, **how)
     assert_like(found, evaluate(gated, leaves), 1e-12)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mamba_fsdp.ops.ssd import reference, ssd
+from mamba_fsdp.ops.ssd import reference, ssd, weighted_ssd
+from mamba_fsdp.ops.ssd.entering import decays_from_start, output_of_state
 from tests.support.compare import assert_like, double, evaluate, relative_error
 from tests.support.definitions import random_documents, recurrence, ssd_values
 from tests.support.memory import LargestTensor
@@ -29,6 +30,37 @@ def test_equals_the_recurrence(length, groups, bounded):
     seq_idx = random_documents(2, length) if bounded else None
     found = evaluate(ssd, values, chunk_size=256, seq_idx=seq_idx, return_last_state=True)
     assert_like(found, evaluate(recurrence, values, seq_idx=seq_idx), 1e-11)
+
+
+def test_decay_and_weight_by_themselves():
+    """As Mamba-3 has them: those of the recurrence, x times the quotient of both."""
+    x, _, _, B, C, *_ = inputs().values()
+    generator = torch.Generator().manual_seed(1)
+    decay, weight = torch.rand(2, *x.shape[:3], generator=generator, dtype=torch.float64)
+
+    def definition(x, decay, weight, B, C):
+        zeros = torch.zeros(4, dtype=torch.float64)
+        dt = torch.log(torch.expm1(decay))
+        return recurrence(x * (weight / decay)[..., None], dt, zeros - 1, B, C, zeros, zeros)[0]
+
+    values = dict(x=x, decay=decay, weight=weight, B=B, C=C)
+    found = evaluate(weighted_ssd, values, chunk_size=64)
+    assert_like(found, evaluate(definition, values), 1e-11)
+
+
+def test_a_part_from_zeros_and_the_output_of_the_state_before_it_are_the_whole():
+    values = inputs()
+    whole = ssd(**values, chunk_size=64)
+    of_parts = [
+        {name: value[:, span] if value.dim() > 1 else value for name, value in values.items()}
+        for span in (slice(0, 30), slice(30, 70))
+    ]
+    first, state = ssd(**of_parts[0], chunk_size=64, return_last_state=True)
+    second = of_parts[1]
+    decays = decays_from_start(second["dt"], second["A"], second["dt_bias"])
+    entering = output_of_state(second["C"], state, decays)
+    parts = [first, ssd(**second, chunk_size=64) + entering]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-11, atol=1e-11)
 
 
 def test_the_sums_of_a_deterministic_run_on_a_gpu(monkeypatch):

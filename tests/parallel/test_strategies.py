@@ -1,6 +1,7 @@
 """Every strategy trains as one process does, and each rank holds, sends and recomputes what it should."""
 
 import functools
+import inspect
 import math
 from unittest.mock import Mock
 
@@ -9,8 +10,12 @@ import torch
 import torch.distributed as dist
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.ops import fused, loss
+from mamba_fsdp.parallel import compat
 from mamba_fsdp.parallel.compat import HAS_FSDP2
-from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.parallel.parallelize import choose_strategy, compile_blocks
+from mamba_fsdp.parallel.world import CPU, World, start_world
+from mamba_fsdp.settings.train_config import ParallelConfig
 from tests.support.checkpoints import equal, open_run
 from tests.support.ranks import build, run_ranks, train, whole
 
@@ -35,9 +40,19 @@ def trajectory(world, how, micro_batches):
     return records, whole(world, parallel.shards(optimizer))
 
 
+def trajectories(world, *cases):
+    return each(world, trajectory, *cases)
+
+
 @functools.cache
-def one_process(muon):
-    return trajectory(start_world(), {"strategy": "none", "muon": muon}, 2)
+def one_process(muon, layers=3):
+    return trajectory(start_world(), {"strategy": "none", "muon": muon, "layers": layers}, 2)
+
+
+def with_fsdp1(world, *cases):
+    """As torch 2.2 has it alone."""
+    compat.HAS_FSDP2 = False
+    return trajectories(world, *cases)
 
 
 # (how, micro-batches) by the number of ranks.
@@ -52,27 +67,56 @@ TWO = [
     (FSDP | RECOMPUTING | {"selective_checkpointing": "1/2"}, 2),
 ]
 FOUR = [(FSDP | MUON, 2), (HSDP | MUON, 3), (HSDP | UNSHARDED, 3)]
-COMPILED = [(FSDP | RECOMPUTING | {"use_torch_compile": True}, 2)]
+COMPILED = [(FSDP | RECOMPUTING | {"use_torch_compile": True, "layers": 1}, 2)]
 
 
 @pytest.mark.parametrize(
-    "ranks, cases",
+    "ranks, run, cases",
     [
-        (2, TWO),
-        pytest.param(4, FOUR, marks=pytest.mark.slow),
-        pytest.param(2, COMPILED, marks=pytest.mark.slow),
+        (2, trajectories, TWO),
+        pytest.param(4, trajectories, FOUR, marks=pytest.mark.slow),
+        pytest.param(4, with_fsdp1, FOUR, marks=pytest.mark.slow),
+        pytest.param(2, trajectories, COMPILED, marks=pytest.mark.slow),
     ],
-    ids=["2 ranks", "4 ranks", "compiled"],
+    ids=["2 ranks", "4 ranks", "FSDP1", "compiled"],
 )
-def test_every_strategy_trains_as_one_process_does(ranks, cases):
+def test_every_strategy_trains_as_one_process_does(ranks, run, cases):
     """Losses, gradient norms, weights and optimiser state don't depend on ranks, strategy or micro-batches."""
-    for results in run_ranks(ranks, each, trajectory, *cases):
+    for results in run_ranks(ranks, run, *cases):
         for (how, _), (records, tensors) in zip(cases, results):
-            expected, expected_tensors = one_process(how.get("muon", False))
+            expected, expected_tensors = one_process(how.get("muon"), how.get("layers", 3))
             torch.testing.assert_close(records, expected, rtol=2e-5, atol=2e-5, msg=str(how))
             torch.testing.assert_close(
                 tensors, expected_tensors, rtol=1e-3, atol=2e-5, msg=str(how)
             )
+
+
+def in_half_precision(world, how):
+    """(loss and gradient norm of a step in bf16, the dtypes of a mixer's weights in its forward pass, those kept)"""
+    parallel, optimizer = build(world, dtype=torch.bfloat16, **how)
+    seen = {}
+
+    def look(mixer, _):
+        seen.update((name, weight.dtype) for name, weight in mixer.named_parameters())
+
+    parallel.model.backbone.layers[0].mixer.register_forward_pre_hook(look)
+    ((loss, norm, _),) = train(world, parallel, optimizer, [0])
+    kept = {slot.local.dtype for slot in parallel.slots}
+    kept |= {slot.local.grad.dtype for slot in parallel.slots if slot.local.grad is not None}
+    return loss, norm, seen, kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how, gathered", [(DDP, torch.float32), (FSDP, torch.bfloat16)], ids=str)
+def test_a_step_in_bf16_is_near_that_in_fp32_and_its_recurrence_stays_fp32(how, gathered):
+    """Projections are in bf16 if they were gathered so. What is kept is in fp32."""
+    (loss, norm, _), *_ = one_process(False)[0]
+    for half_loss, half_norm, seen, kept in run_ranks(2, in_half_precision, how):
+        assert half_loss == pytest.approx(loss, rel=5e-3)
+        assert half_norm == pytest.approx(norm, rel=3e-2)
+        fp32 = dict.fromkeys(("A_log", "D"), torch.float32)
+        assert seen == fp32 | dict.fromkeys(("in_proj.weight", "out_proj.weight"), gathered)
+        assert kept == {torch.float32}
 
 
 def poisoned(world, how, dtype):
@@ -227,12 +271,41 @@ def test_the_chosen_share_of_blocks_recomputes(share, expected):
     assert calls == 6 + sum(expected) + 6
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_blocks_are_compiled_if_asked(monkeypatch, asked):
-    compile_blocks = Mock()
-    monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", compile_blocks)
-    build(start_world(), strategy="none", use_torch_compile=asked)
-    assert compile_blocks.called == asked
+def test_torch_compile_gets_blocks_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatch):
+    """If it is asked for. Tracing through the autograd functions of libraries breaks graphs or fails."""
+    names = {
+        name
+        for name, _ in inspect.getmembers(fused, inspect.isfunction)
+        if name[0] != "_" and name not in {"why_not", "check_reach"}
+    }
+    for name in names:
+        monkeypatch.setattr(fused, name, getattr(fused, name))  # as it is again at the end
+    plain = loss.chunk_loss
+    monkeypatch.setattr(loss, "on_device", plain)
+    monkeypatch.setattr(torch, "compile", Mock())
+    for asked in (False, True):
+        build(start_world(), strategy="none", layers=40, use_torch_compile=asked)
+        assert torch.compile.call_count == 40 * asked and loss.on_device is plain
+    assert torch._dynamo.config.cache_size_limit == 8 * 40
+    compile_blocks([], torch.device("cuda"))
+    torch.compile.assert_called_with(plain, dynamic=False)
+    assert loss.on_device is torch.compile.return_value
+    assert all(getattr(fused, name)._torchdynamo_disable for name in names)
+
+
+@pytest.mark.parametrize(
+    "asked, ranks, of_a_node, chosen",
+    [
+        ("auto", 1, 1, "none"),
+        ("auto", 2, 2, "fsdp"),
+        ("none", 1, 1, "none"),
+        ("hsdp", 4, 2, "hsdp"),
+        ("hsdp", 4, 1, "ddp"),
+    ],
+)
+def test_the_strategy_that_is_chosen(asked, ranks, of_a_node, chosen):
+    world = World(0, ranks, of_a_node, CPU)
+    assert choose_strategy(ParallelConfig(sharding_strategy=asked), world) == chosen
 
 
 def refusal(world, how):

@@ -1,7 +1,10 @@
 """What ranks tell each other, and who waits for whom."""
 
 import os
+import resource
 import time
+from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ import torch.distributed as dist
 
 from mamba_fsdp.errors import Accident, StorageError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.parallel.world import ALL_RANKS, lost_rank, start_world
+from mamba_fsdp.parallel.world import ALL_RANKS, CPU, lost_rank, start_world
 from tests.support.ports import hold_port
 from tests.support.ranks import run_ranks
 
@@ -24,7 +27,8 @@ def talk(world):
         world.all_reduce_sum(world.rank),
         world.all_reduce_sum([1.0, world.rank / 2]),
         world.all_reduce_sum(torch.tensor([world.rank, 1])).tolist(),
-        (world.rank, world.size, world.local_size),
+        world.start_copy_to_host(world.copy_to_device([world.rank / 2]))(),
+        (world.rank, world.size, world.local_size, world.timeout),
         world.gather_unique(["all"] + [f"from {world.rank}"] * (world.rank == 1)),
     )
 
@@ -40,18 +44,39 @@ def test_ranks_tell_each_other():
             3,
             [3.0, 1.5],
             [3, 3],
-            (rank, 3, 3),
+            [rank / 2],
+            (rank, 3, 3, timedelta(minutes=3, seconds=5)),
             ["all", "from 1"],
         )
 
 
 def test_one_process_needs_no_launcher(monkeypatch):
-    """Without torchrun there is a world of one, whose messages are trivial, and no process group."""
+    """Without torchrun there is a world of one, whose messages are trivial, and no process group. It may open as many
+    files as the system lets it."""
     monkeypatch.delenv("RANK", raising=False)
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1, most))
     world = start_world()
-    assert talk(world)[1:] == ([0], 0, [1.0, 0.0], [0, 1], (0, 1, 1), ["all"])
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    assert talk(world)[1:] == ([0], 0, [1.0, 0.0], [0, 1], [0.0], (0, 1, 1, None), ["all"])
     assert not dist.is_initialized()
     world.close()
+
+
+def end(world):
+    """Whether there is a process group after its end was asked for while an error was raised, and after another."""
+    try:
+        raise KeyError
+    except KeyError:
+        world.close()
+    before = dist.is_initialized()
+    world.close()
+    return before, dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_an_error_leaves_the_group_to_the_other_ranks():
+    assert run_ranks(2, end) == [(True, False)] * 2
 
 
 def meet_often(world, ports):
@@ -157,6 +182,7 @@ def fail_first(world):
         ValueError("a surprise"),
         StorageError("gone"),
         OSError(5, "unwell", "FILE"),
+        OSError("in other words"),
     ):
 
         def action(error=error):
@@ -179,6 +205,7 @@ def test_what_the_first_rank_does_alone_is_known_to_all():
             (2, "ValueError: a surprise"),
             (74, "gone"),
             (74, "FILE: unwell"),
+            (2, "in other words"),
         ],
     )
     assert run_ranks(2, fail_first) == [expected, expected]
@@ -198,6 +225,42 @@ def test_ranks_that_miss_those_of_a_node_do_not_train(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(Accident, match="^only 1 of 2 ranks have met: .* clock"):
         start_world()
+
+
+RANK_2 = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+TOO_OLD = "can't open the GPUs that the driver shows: too old"
+
+
+@pytest.mark.parametrize(
+    "opened, driver, environment, expected",
+    [
+        (2, 2, {}, torch.device("cuda", 0)),
+        (2, 2, RANK_2, "process 2 of this node has no GPU: there are 2"),
+        (0, 0, {}, CPU),
+        (0, 1, {}, TOO_OLD),
+        (0, 0, {"CUDA_VISIBLE_DEVICES": "MIG-1"}, TOO_OLD),
+    ],
+)
+def test_each_process_has_its_gpu(monkeypatch, opened, driver, environment, expected):
+    """Or the CPU if the driver shows none."""
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    cuda = Mock(**{"init.side_effect": RuntimeError("too old")})
+    cuda.is_available.return_value = opened > 0
+    cuda.device_count.return_value = opened
+    cuda._device_count_nvml.return_value = driver
+    names = "is_available device_count _device_count_nvml init set_device Event"
+    for name in names.split():
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    if isinstance(expected, str):
+        with pytest.raises((Accident, UserError), match=expected):
+            start_world()
+    else:
+        world = start_world()
+        assert world.device == expected and cuda.set_device.called == (opened > 0)
+        assert world.start_copy_to_host(torch.ones(1))() == [1.0]
+        assert cuda.Event().synchronize.called == (opened > 0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.layout import committed, step_of
 from mamba_fsdp.run.records import correct_status, read_events, read_status
 from mamba_fsdp.storage import patience
-from mamba_fsdp.trainer import loop, saver
+from mamba_fsdp.trainer import loop
+from mamba_fsdp.trainer.clock import Clock
 from tests.support.checkpoints import steps_in
 
 LONG = {
@@ -26,8 +27,8 @@ LONG = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The next attempt comes two steps after a failure, and no patience takes a minute."""
-    monkeypatch.setattr(saver, "FIRST_PAUSE", 0.0)
+    """The next attempt comes two steps after a failure, then four, then eight, and no patience takes a minute."""
+    monkeypatch.setattr(Clock, "mean_seconds", lambda clock, step: 30.0)
     monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
 
 
@@ -76,9 +77,9 @@ def last_weights(run):
 @pytest.mark.parametrize(
     "asynchronous, begins",
     [
-        ("false", [2, 4, 6, 8]),
+        ("false", [2, 4, 8, 16]),
         # What a save came to is learnt two steps later.
-        pytest.param("true", [2, 6, 10, 14], marks=pytest.mark.slow),
+        pytest.param("true", [2, 6, 12, 16], marks=pytest.mark.slow),
     ],
 )
 def test_training_continues_and_saves_when_it_can_again(
@@ -106,7 +107,7 @@ def test_training_continues_and_saves_when_it_can_again(
 
 
 @pytest.mark.parametrize(
-    "asynchronous, most, begins", [("false", 3, [4, 6, 8]), ("true", 2, [4, 8])]
+    "asynchronous, most, begins", [("false", 3, [4, 6, 10]), ("true", 2, [4, 8])]
 )
 def test_a_run_that_can_t_save_stops(
     train, tmp_path, failing, wait_for_writing, asynchronous, most, begins
@@ -114,7 +115,7 @@ def test_a_run_that_can_t_save_stops(
     """With what was saved before, and an exit code with which the launcher queues it again only after what may pass."""
     train(tmp_path, **LONG | {"num_steps": 2})
     begun = failing(10**9, errno.EIO)
-    said = f"^{most} saves in a row failed .max_failed_saves.*the last error: .*step 8 could"
+    said = f"^{most} saves in a row failed .max_failed_saves.*the last error: .*step {begins[-1]} could"
     with pytest.raises(UserError, match=said) as told:
         train(tmp_path, **LONG | {"async_checkpoint": asynchronous}, max_failed_saves=most)
     assert begun == begins and told.value.exit_code == 74

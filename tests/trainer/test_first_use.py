@@ -17,7 +17,6 @@ from mamba_fsdp.errors import Accident, UserError
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.ops import conv, cpp, gdn, norm, scan, ssd
 from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE
-from mamba_fsdp.ops.scan import triton as scan_triton
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer import first_use, layer_check
@@ -172,32 +171,29 @@ def test_a_wrong_sign_is_found(monkeypatch, operator):
         assert wrong.share > 2, tensor
 
 
-@pytest.mark.parametrize("batch, d_model, cut", [(8, 2048, False), (9, 64, True)])
-def test_rows_are_cut_as_in_the_run(batch, d_model, cut):
-    """The scan has other kernels for cut rows."""
-    settings = settings_of().changed(d_model=d_model, batch_size=batch, seq_length=2048)
-    layers = LayerCheck(settings, CPU)
-    for rows in (layers.shape, layers.tests[0]):
-        programs = rows.batch * settings.model.d_inner // scan_triton.CHANNELS
-        segments, _ = scan_triton.segments_of(programs, -(-rows.positions // scan_triton.CHUNK))
-        assert (segments > 1) == cut
+def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
+    """Rows are as many as fill a GPU, since kernels cut fewer; all lengths are the run's own modulo 16."""
+    settings = settings_of().changed(d_model=2048, batch_size=40, seq_length=100)
+    assert LayerCheck(settings, CPU).tests == [Rows(9, 592 + 4), Rows(1, 100)]
+    shared = LayerCheck(settings.changed(context_parallel=3), CPU)
+    of_parts = [Rows(9, 592 + 2), Rows(9, 592 + 2, before=592 + 2)]
+    assert shared.tests == [*of_parts, Rows(1, 34), Rows(1, 34, before=34)]
+    assert LayerCheck(settings.changed(batch_size=2), CPU).tests[0].batch == 2
 
 
-@pytest.mark.parametrize("seq_length, ranks, own", [(512, 1, 512), (200, 1, 200), (100, 3, 34)])
-def test_triton_compiles_the_same_code_as_in_training(monkeypatch, seq_length, ranks, own):
-    """It specialises what 16 divides: so every row that is trained has the run's length modulo 16, or that of a rank's
-    part; one has the length itself."""
-    settings = settings_of(documents=False)
-    layers = LayerCheck(settings.changed(seq_length=seq_length, context_parallel=ranks), CPU)
-    lengths = []
-
-    def note(function, arguments):
-        if torch.is_grad_enabled():
-            lengths.append(arguments[0].shape[1])
-        return function(*arguments)
-
-    measure_with(monkeypatch, layers, "scan", note)
-    assert own in lengths and {length % 16 for length in lengths} == {own % 16}
+@pytest.mark.parametrize(
+    "is_sharded, exact, dtypes",
+    [
+        (False, True, {torch.float64}),
+        (False, False, {torch.float32}),
+        (True, False, {torch.float32, torch.bfloat16}),
+    ],
+)
+def test_weights_come_to_the_operators_as_in_the_run(is_sharded, exact, dtypes):
+    """Sharding hands on all but those of the recurrence in the run's precision."""
+    layers = LayerCheck(settings_of(precision="bf16"), CPU, is_sharded)
+    model = layers.make_model(["mamba1"], REFERENCE, exact)
+    assert {parameter.dtype for parameter in model.parameters()} == dtypes
 
 
 @pytest.mark.usefixtures("few_positions")

@@ -3,19 +3,41 @@
 import pytest
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
+from mamba_fsdp.data.loader import split_step
 from mamba_fsdp.fields import Duration
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.run_schedule import schedule_run
+from mamba_fsdp.trainer.starting_point import say_passes
+from tests.support.tiny import resolved
 
 
-def test_another_global_batch_is_told_once():
+def test_another_global_batch_is_told_once_and_a_length_in_tokens_stays():
     said = []
     state = TrainState()
-    for samples in (4, 2, 2):
-        schedule_run(TrainConfig(), samples, state, Duration(100, "steps"), 0, said.append)
+    length = Duration(8192, "tok")
+    for samples, steps in ((4, 8), (2, 1 + 14), (2, 1 + 14)):
+        schedule = schedule_run(TrainConfig(), samples, state, length, 0, said.append)
+        assert schedule.total_steps == steps
         state.advance(samples, 256 * samples, 1.0, applied=True, excused=False)
     (line,) = said
     assert line.startswith("batch      2 samples per step from here on, 4 before; ")
+
+
+@pytest.mark.parametrize("stores, batches", [(0, 0), (1, 15), (2, 8)])
+def test_validations_take_a_twentieth_of_the_time_of_steps(stores, batches):
+    """Of 100 steps between two of them, each as long as three forward passes."""
+    settings = TrainConfig().changed(eval_interval=Duration(100, "steps"))
+    length = Duration(9, "steps")
+    schedule = schedule_run(settings, 2, TrainState(), length, stores, pytest.fail)
+    assert (schedule.eval_steps, schedule.eval_batches) == (100 * (stores > 0), batches)
+
+
+@pytest.mark.parametrize("batch_size, told", [(17, "16 passes of 17 samples"), (18, "")])
+def test_a_recipes_batch_that_takes_many_passes_is_told(batch_size, told):
+    settings = resolved(model_name="mamba-130m", batch_size=batch_size)
+    said = []
+    say_passes(settings, split_step(settings, 0, 1).global_batch, 1, said.append)
+    assert told in "".join(said) and len(said) == bool(told)
 
 
 @pytest.mark.slow

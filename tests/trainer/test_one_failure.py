@@ -1,6 +1,5 @@
 """A call to the operating system that fails once, whichever it is, changes nothing: storage is tried again."""
 
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.data.tokenizer import train
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.run.lease import new_folder
-from mamba_fsdp.run.names import LEASE
 from mamba_fsdp.settings.resolve import check_run_folder, resolve_settings
 from mamba_fsdp.storage import patience
 from mamba_fsdp.trainer.run_folder import RunFolder
@@ -70,24 +68,6 @@ def test_a_run_folder_is_taken_written_and_given_back(place, tmp_path, withstand
         assert copied == (tmp_path / "new/tokenizer.json").read_bytes()
 
     withstand(scenario)
-
-
-@pytest.mark.slow
-def test_what_a_killed_run_left_is_removed(place, withstand):
-    def kill():
-        killed = make_checkpoints(place, [3]).lease
-        killed.closed.set()
-        (killed.own / "step_00000004").mkdir()
-        (killed.own / "step_00000004" / "part").write_bytes(bytes(10))
-        holder = json.loads((place / LEASE).read_text())
-        (place / LEASE).write_text(json.dumps({**holder, "started": 1}))
-
-    def scenario(_):
-        folder = RunFolder(place)
-        folder.acquire()
-        folder.lease.close()
-
-    withstand(scenario, kill)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def wsd_of_composer(x):
 FORMULAS = [
     (Schedule("fms_cosine", 1000), fms_cosine),
     (Schedule("wsd", 1000, warmup=100, decay=200, floor=0.1), wsd_of_composer),
+    (Schedule("wsd", 5, warmup=0), lambda x: 1.0 if x < 5 else 0.1),
     (Schedule("annealing", 10), lambda x: 1 - (x - 1) / 10),
     (Schedule("constant", 10), lambda x: 1.0),
 ]

@@ -4,17 +4,14 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.simulate import simulate
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.world import CPU, World
-from mamba_fsdp.planning import roofline
 from mamba_fsdp.planning.memory import Workload, expected_memory
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer import muon
 
 pytestmark = pytest.mark.slow
 
@@ -98,41 +95,3 @@ def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
     expected[("_allgather_base_", bf16, keys)] += 1
     expected[("_reduce_scatter_base_", fp32, keys)] += 1
     assert sent == expected
-
-
-@pytest.mark.parametrize("size", [1, 64])
-def test_what_a_rank_holds_sends_and_multiplies_is_what_plan_expects(size, monkeypatch):
-    """One momentum; two collectives a step, in bf16, of a share of the matrices and what the rank owns: on many ranks
-    that is one parameter. Rank 0 owns the most costly one."""
-    multiplied = []
-
-    def counted(matrix, step_of=muon._step_of):
-        if matrix.shape[0] > matrix.shape[1]:
-            return step_of(matrix)  # which calls this with its transpose
-        with FlopCounterMode(display=False) as counter:
-            step = step_of(matrix)
-        multiplied.append(counter.get_total_flops())
-        return step
-
-    monkeypatch.setattr(muon, "_step_of", counted)
-    settings = TrainConfig(ModelConfig(layers="mamba2+mlp", n_layer=2, d_model=512, vocab_size=512))
-    settings = settings.changed(
-        seq_length=64, batch_size=1, optimizer="muon", mixed_precision="bf16"
-    )
-    found = simulate(settings, size)
-    uses = settings.operator_uses("cuda")
-    backends = resolve_backends("auto", "cuda", uses, assumed=("triton",)).backends
-    work = Workload(settings, World(0, size, min(8, size), CPU), backends)
-    expected = expected_memory(work)
-    assert found.peak["moments"] == pytest.approx(expected["moments"], rel=0.01)
-    assert sum(multiplied) == pytest.approx(roofline.muon_flops(work), rel=1e-6)
-    if size == 1:  # where the step takes more than the backward pass
-        assert expected["muon"]
-        assert sum(found.peak.values()) == pytest.approx(sum(expected.values()), rel=0.05)
-        return
-    exchanges = [each for each in found.collectives if each.name.startswith("alltoall")]
-    assert [(each.dtype, each.ranks) for each in exchanges] == [(torch.bfloat16, size)] * 2
-    owned = work.most_owned([parameter.size for parameter in work.of_muon])
-    assert [each.numel for each in exchanges] == pytest.approx([owned] * 2, rel=1e-6)
-    reduced = [each.numel * 4 for each in found.collectives if "scatter" in each.name]
-    assert sum(each.numel * 2 for each in exchanges) < 0.2 * sum(reduced)

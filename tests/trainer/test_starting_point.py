@@ -111,20 +111,6 @@ def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
     assert not (tmp_path / "other").exists()
 
 
-def test_other_words_for_the_same_model_are_no_other_model(train, tmp_path):
-    """A model is the same by its structure, however its settings are written, wherever a run gets it from."""
-    heads = {"n_head": 2, "n_kv_head": 2, "eval_interval": 0}
-    before = {"layers": "mamba1,attention", "rotary_dim": 8, **heads}
-    after = {"layers": "1*mamba1,attention,mamba1", "head_dim": 8, **heads}
-    first = tmp_path / "first"
-    train(first, num_steps=1, **before)
-    pth = first / "pth/step_00000001/consolidated.00.pth"
-    said = train(tmp_path / "pth", num_steps=2, load_ckpt_path=pth, **after)
-    assert "starting " in said and "step 2/2" in said
-    said = train(first, num_steps=2, **after)
-    assert "resumes " in said and "step 2/2" in said
-
-
 @pytest.mark.torch22
 def test_what_the_shape_of_the_weights_rules_out_is_refused(train, tmp_path):
     """Though the settings alone, without the weights, would be a model that can be trained so."""

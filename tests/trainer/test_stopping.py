@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -12,7 +10,6 @@ from mamba_fsdp.run.records import read, read_status
 from mamba_fsdp.trainer import setup, stopping
 from mamba_fsdp.verbs.train import exit_code
 from tests.support.checkpoints import equal
-from tests.support.processes import finish, wait_until
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
@@ -151,26 +148,6 @@ def test_ranks_of_a_launcher_keep_a_request_for_their_start(train, tmp_path, mon
     (tmp_path / "starts/1.0").mkdir(parents=True)
     (tmp_path / "starts/1.0/STOP").write_text("SIGUSR1\n")
     assert "before the first step of this start (SIGUSR1)" in train(tmp_path, num_steps=2)
-
-
-DIRECTLY = (
-    "--use_dummy_dataset=true --vocab_size=64 --d_model=16 --d_state=8 --n_layer=1 --seq_length=32 --batch_size=1 "
-    "--num_steps=1000000"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.torch22
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_command_that_a_signal_stops_does_not_end_as_one_that_is_done(project, tmp_path, number):
-    """What follows it after && does not run. A rank of torchrun ends with 0: else torchrun kills the others."""
-    command = [sys.executable, project / "training.py", *DIRECTLY.split()]
-    process = subprocess.Popen([*command, f"--save_ckpt_path={tmp_path}/run"])
-    status = tmp_path / "run/status.json"
-    wait_until(lambda: status.exists() and '"reason": ""' in status.read_text(), "a step")
-    process.send_signal(number)
-    code, _ = finish(process)
-    assert code == 128 + number and read_status(tmp_path / "run")["status"] == "stopped"
 
 
 REASONS = {"SIGHUP": 129, "SIGUSR1": 138, "STOP file": 0, "on_record": 0, "": 0}
