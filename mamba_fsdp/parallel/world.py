@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import chain
+from functools import cache
+from itertools import chain, count
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ OF_A_LOSS = re.compile("onnection|peer|remote process|network|imeout|imed out")
 # The process groups that have ended. torch 2.2 frees a group with the interpreter's lock held, and waits meanwhile for
 # the group's threads, which may need the lock to free the tensors of the last exchange: the process would hang.
 ENDED_GROUPS: "list[dist.ProcessGroup]" = []
+WORLD_NUMBERS = count()  # of this process's trainings, equal on all ranks
 # In the environment: how many ranks the launchers of all nodes start.
 ALL_RANKS = "MAMBA_FSDP_RANKS"
 
@@ -278,13 +280,29 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     device = _acquire_device(local_rank)
     # The watchdog, which looks once a second, comes first, since it says where a rank is stuck.
     timeout = timedelta(minutes=timeout_minutes, seconds=5)
+    meeting: dict[str, Any] = {"store": _store(timeout), "rank": rank, "world_size": size}
     if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout)
+        dist.init_process_group("nccl", **meeting, timeout=timeout)
         gloo = dist.new_group(backend="gloo", timeout=timeout)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", **meeting, timeout=timeout)
         gloo = dist.group.WORLD
     return World(rank, size, local_size, device, timeout, gloo)
+
+
+def _store(timeout: timedelta) -> dist.Store:
+    """Returns the store at which the ranks of a new world meet, with names of its own: else a second training of these
+    processes would find the addresses of the first one's ranks, and wait for them."""
+    store = dist.PrefixStore(f"world {next(WORLD_NUMBERS)}", _store_of_processes(timeout))
+    store.set_timeout(timeout)
+    return store
+
+
+@cache
+def _store_of_processes(timeout: timedelta) -> dist.Store:
+    """Returns the launcher's store, or that of rank 0 if the launcher has none."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store
 
 
 def has_gpus() -> bool:

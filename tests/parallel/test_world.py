@@ -79,6 +79,23 @@ def test_an_error_leaves_the_group_to_the_other_ranks():
     assert run_ranks(2, end) == [(True, False)] * 2
 
 
+def meet_again(world):
+    """What the ranks add up to in three worlds, one after another."""
+    sums = []
+    for _ in range(3):
+        world.close()
+        time.sleep(0.5 * (world.rank == 0))  # as it does after a training, to publish the model
+        world = start_world(timeout_minutes=0.3)
+        sums.append(world.all_reduce_sum(world.rank))
+    return sums
+
+
+@pytest.mark.slow
+def test_ranks_may_train_several_times():
+    """They meet again, and not at the addresses of the first time."""
+    assert run_ranks(2, meet_again) == [[1, 1, 1]] * 2
+
+
 def meet_often(world, ports):
     world.close()
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # rank 0 makes the store of each round
