@@ -178,7 +178,7 @@ def test_each_byte_is_read_once_and_again_only_by_who_holds_it(saved, ranks):
     verified, again, _, held = (sum(column) for column in zip(*results, strict=True))
     headers = verified - sum(entry["bytes"] for entry in commit.values())
     assert 0 < headers < 3 * 20_000  # which say where the pieces lie, and are verified
-    assert again < (0.4 if ranks == 3 else 1.0) * held
+    assert again < (0.5 if ranks == 3 else 1.0) * held
     of_rank_0, *of_others = [opened for _, _, opened, _ in results]
     assert 0 < of_rank_0 < 5 and sum(of_others) <= 1  # which verifies state.json, as any other file
 

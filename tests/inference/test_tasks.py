@@ -149,13 +149,13 @@ MISTAKES = {
     "--tasks=ours_beams": "a task asks for num_beams",
     "--tasks=ours_until --include_path=gone": "--include_path=gone: there is no such",
     "--tasks=ours_choice --seq_length=4": "tokens, a window 4",
-    "--tasks=ours_until --tokenizer=large": "more than the model",
+    "--tasks=ours_until --tokenizer=of_400": "more than the model",
 }
 
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes_are_a_line(run, task_files, words):
-    tokenizer.train(map(str, range(3000)), 400).save(Path("large"))
+    tokenizer.train(map(str, range(3000)), 400).save(Path("of_400"))
     Path("number").mkdir(exist_ok=True)
     Path("number", "a.yaml").write_text("task: 5")
     Path("number", "b.yaml").write_text("task: name")

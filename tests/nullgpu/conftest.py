@@ -81,7 +81,10 @@ def train(start, tmp_path):
         reports = [
             [json.loads(at) for at in text.splitlines() if at.startswith("{")] for text in said
         ]
-        assert all(report == reports[0] for report in reports)
+        for of_rank in reports:  # of memory, torch may keep more on one
+            assert [of_time | {"left": {}} for of_time in of_rank] == [
+                of_time | {"left": {}} for of_time in reports[0]
+            ]
         return reports[0]
 
     return train

@@ -37,7 +37,7 @@ PARALLEL = {
     "hsdp": {"sharding_strategy": "hsdp", "ranks": 4},
     "context": {"sharding_strategy": "fsdp", "context_parallel": "2"},
 }
-BOTH = ("fp16", "hybrid, documents", "fsdp")
+BOTH = ("fp16", "fsdp")
 OF_CUBLAS = 32 << 20  # bytes of a workspace, which torch keeps
 GOOD = {"ended": "finished", "untested": [], "waits": []}
 
