@@ -18,7 +18,13 @@ from mamba_fsdp.errors import UserError, leave_for_torchrun
 from mamba_fsdp.launch import agent, node
 from mamba_fsdp.launch.decision import Outcome
 from mamba_fsdp.launch.failures import Failure, first_failure
-from mamba_fsdp.launch.machine import node_name, processes_per_node, set_environment
+from mamba_fsdp.launch.machine import (
+    LOOPBACK,
+    interface_towards,
+    node_name,
+    processes_per_node,
+    set_environment,
+)
 from mamba_fsdp.run import names
 from mamba_fsdp.run.records import ELSEWHERE, write_status
 from tests.support.processes import finish, wait_until
@@ -217,6 +223,11 @@ def test_ranks_of_a_node(monkeypatch, given, ranks):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("PROCESSES_PER_NODE", "2")
     assert processes_per_node() == 2
+
+
+def test_the_interface_is_that_of_the_first_host_to_which_one_leads():
+    assert interface_towards(["no.such.host.invalid", LOOPBACK]) == "lo"
+    assert interface_towards(["127.0.0.2"]) == ""
 
 
 CODES = {"": (0, 1, 2, 74, 137, 143), "129": (0, 129, 2, 129, 137, 143)}

@@ -18,7 +18,7 @@ def slept(monkeypatch):
     """The pauses so far; no other time passes."""
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    monkeypatch.setattr(time, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr(time, "monotonic", lambda: 100 + sum(pauses))
     return pauses
 
 
