@@ -62,6 +62,7 @@ def test_a_model_without_its_kernels_does_not_take_the_others_time(monkeypatch):
         models.time_steps(step, torch.zeros(1))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is asked itself")
 @pytest.mark.slow
 def test_it_is_rehearsed_on_a_cpu(tmp_path, monkeypatch):
     """Each part but `tests` and `sanitizer`, in this process, timed once."""
