@@ -263,7 +263,7 @@ def mamba2_mixer(
         weight.squeeze(1).to(zxbcdt.dtype),
         bias.to(zxbcdt.dtype),
         dt_bias,
-        NegativeExp.apply(A_log),
+        NegativeExp.apply(A_log.float()),
         D,
         chunk_size,
         seq_idx=_from_zero(seq_idx),
