@@ -3,6 +3,9 @@ channels. It has the last inputs, x1 to x3, in registers and reads two rows ahea
 registers.
 
 w0 to w3 are the weights of x[t] to x[t-3]; weights beyond the convolution's width are 0.
+
+Each name that a loop changes begins with a tensor of its own. Triton 3 takes a name for unchanged if a trip of the loop
+leaves it with the tensor that it began with: x3, which gets what next2 was, would stay 0 if they began as one.
 """
 
 import triton.language as tl
@@ -52,26 +55,25 @@ def walk(  # noqa: PLR0915
     w2 = tl.load(weight - 2, mask=c < (channels if WIDTH > 2 else 0), other=0).to(tl.float32)
     w3 = tl.load(weight - 3, mask=c < (channels if WIDTH > 3 else 0), other=0).to(tl.float32)
     bias = tl.load(BIAS + c, mask=inside, other=0).to(tl.float32)
-    zeros = tl.zeros([CHANNELS], tl.float32)
-    x1 = zeros
-    x2 = zeros
-    x3 = zeros
-    r1 = zeros
-    r2 = zeros
-    r3 = zeros
-    sum0 = zeros
-    sum1 = zeros
-    sum2 = zeros
-    sum3 = zeros
-    sums = zeros
+    x1 = tl.zeros([CHANNELS], tl.float32)
+    x2 = tl.zeros([CHANNELS], tl.float32)
+    x3 = tl.zeros([CHANNELS], tl.float32)
+    r1 = tl.zeros([CHANNELS], tl.float32)
+    r2 = tl.zeros([CHANNELS], tl.float32)
+    r3 = tl.zeros([CHANNELS], tl.float32)
+    sum0 = tl.zeros([CHANNELS], tl.float32)
+    sum1 = tl.zeros([CHANNELS], tl.float32)
+    sum2 = tl.zeros([CHANNELS], tl.float32)
+    sum3 = tl.zeros([CHANNELS], tl.float32)
+    sums = tl.zeros([CHANNELS], tl.float32)
     x = X + batch * x_batch + early * x_row + c
     out = OUT + batch * out_batch + (early - BACK) * out_row + c
-    next1 = zeros.to(X.dtype.element_ty)
-    next2 = next1
+    next1 = tl.zeros([CHANNELS], X.dtype.element_ty)
+    next2 = tl.zeros([CHANNELS], X.dtype.element_ty)
     if BACK:
         grad = GRAD + batch * grad_batch + early * grad_row + c
-        ahead1 = zeros.to(GRAD.dtype.element_ty)
-        ahead2 = ahead1
+        ahead1 = tl.zeros([CHANNELS], GRAD.dtype.element_ty)
+        ahead2 = tl.zeros([CHANNELS], GRAD.dtype.element_ty)
     if SEQ_IDX is not None:
         document = SEQ_IDX + batch * seq_idx_batch + early
         last = tl.load(SEQ_IDX)
