@@ -162,12 +162,17 @@ def candidates(
     demanded: Mapping[str, str], device_type: str, uses: Mapping[str, Collection[Use]]
 ) -> Iterator[tuple[str, str]]:
     """Yields each (operator, backend) that resolve_backends may choose, except the reference; a mixer comes after its
-    parts."""
+    parts, if these are candidates."""
+    known = set()
     for operator in OPERATORS:
         for backend in OPERATORS[operator]:
             is_allowed = operator in uses and demanded.get(operator, backend) == backend
             is_for_device = BACKENDS[backend] == device_type
-            if is_allowed and is_for_device and not why_not(operator, backend, uses[operator]):
+            has_parts = known.issuperset((part, backend) for part in parts_with(operator, backend))
+            if not is_allowed or not is_for_device or not has_parts:
+                continue
+            if not why_not(operator, backend, uses[operator]):
+                known.add((operator, backend))
                 yield operator, backend
 
 

@@ -326,6 +326,15 @@ def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
     assert (scan.selective_scan(*given, backend="toy") == 7).all()
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_mixer_is_a_candidate_if_its_parts_are(install, bounded):
+    """mamba-ssm's scan can't separate documents, and so neither can its Mamba-1."""
+    install("mamba")
+    uses = operator_uses(ModelConfig(layers="mamba1"), torch.bfloat16, seq_idx=bounded)
+    found = [operator for operator, _ in backends.candidates({}, "cuda", uses)]
+    assert found == (["conv", "norm"] if bounded else ["conv", "scan", "norm", "mamba1"])
+
+
 def test_a_backend_must_serve_every_use(install):
     install("mamba")
     fits, other = (Use("conv", torch.bfloat16, False, channels=channels) for channels in (64, 60))
