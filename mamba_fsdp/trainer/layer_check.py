@@ -161,7 +161,6 @@ class LayerCheck:
                 name = name.removeprefix("backbone.layers.0.")
                 results[f"gradient of {name} {rows}"] = parameter.grad
                 parameter.grad = None
-        self.synchronize()
         return results
 
     def results(self, kind: str, backends: dict[str, str], exact: bool = False) -> Results:
@@ -173,6 +172,7 @@ class LayerCheck:
         with torch.no_grad():
             for rows in self.reads:
                 results |= self.run(model, rows)
+        self.synchronize()
         return results
 
     def measure(self, kind: str, backends: dict[str, str]) -> Measured:
@@ -237,21 +237,23 @@ class LayerCheck:
             torch.cuda.synchronize(self.device)
 
     def milliseconds(self, backends: dict[str, str]) -> float:
-        """Returns the shortest time of forward and backward through a layer of each kind at the run's shape, infinite if
-        that fails or does not fit the memory."""
-        times = []
+        """Returns the time of forward and backward through a layer of each kind at the run's shape, infinite if that fails
+        or does not fit the memory. As in a training, the host launches what follows while the device computes, so that
+        the slower of the two counts."""
         try:
             model = self.make_model(self.kinds, backends)
+            self.run(model, self.shape)  # compiles
+            self.synchronize()
+            began = time.perf_counter()
             for _ in range(ROUNDS):
-                began = time.perf_counter()
                 self.run(model, self.shape)
-                times.append(1e3 * (time.perf_counter() - began))
+            self.synchronize()
+            return 1e3 * (time.perf_counter() - began) / ROUNDS
         except torch.cuda.OutOfMemoryError:
             return math.inf
         except Exception as error:
             self.explained(error)  # raises Accident
             return math.inf
-        return min(times)
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
