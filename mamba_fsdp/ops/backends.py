@@ -163,7 +163,7 @@ def candidates(
 ) -> Iterator[tuple[str, str]]:
     """Yields each (operator, backend) that resolve_backends may choose, except the reference; a mixer comes after its
     parts, if these are candidates."""
-    known = set()
+    known: set[tuple[str, str]] = set()
     for operator in OPERATORS:
         for backend in OPERATORS[operator]:
             is_allowed = operator in uses and demanded.get(operator, backend) == backend
