@@ -33,15 +33,15 @@ HINTS = {  # how to get a package that a backend needs
     )
 }
 OPERATORS = {  # the backends of each, best first; on a GPU, trainer/first_use.py times them
-    "conv": ("fused", "triton", "cpp", "reference"),
-    "scan": ("fused", "triton", "cpp", "reference"),
-    "ssd": ("fused", "triton", "reference"),
+    "conv": ("triton", "fused", "cpp", "reference"),
+    "scan": ("triton", "fused", "cpp", "reference"),
+    "ssd": ("triton", "fused", "reference"),
     "gdn": ("fused", "reference"),
     "attention": ("flash", "reference"),
-    "norm": ("fused", "triton", "reference"),
+    "norm": ("triton", "fused", "reference"),
     "loss": ("reference",),
-    "mamba1": ("fused", "triton"),
-    "mamba2": ("fused", "triton"),
+    "mamba1": ("triton", "fused"),
+    "mamba2": ("triton", "fused"),
 }
 # Mixers that a backend computes in one call, and their parts; a part that has the backend must use it too.
 MIXER_PARTS = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}
@@ -86,7 +86,7 @@ class BackendChoice:
 
 def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
     """Returns {operator: backend} that the setting `kernels` demands: one backend for all operators that have it, or
-    backends by operator, as in scan=reference,conv=cpp.
+    backends by operator, as in scan=reference,conv=cpp; a mixer's is its parts' too.
 
     Raises UserError for an unknown name, with the nearest one, and for operators that are not in `used`.
     """
@@ -101,6 +101,9 @@ def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
             if operator in demanded:
                 raise UserError(f"kernels={setting}: give each operator one backend")
             demanded[operator] = backend
+        for operator, backend in list(demanded.items()):
+            for part in parts_with(operator, backend):
+                demanded.setdefault(part, backend)
     else:
         _check_name(setting, ("auto", *BACKENDS), setting, "backend")
         demanded = {operator: setting for operator in used if setting in OPERATORS[operator]}

@@ -94,6 +94,10 @@ class Record:
             if each.verdict not in ("", RIGHT)
         }
 
+    def served(self) -> set[str]:
+        """Returns the operators that have a right candidate."""
+        return {each.operator for each in self.candidates if each.verdict == RIGHT}
+
     def use_simpler_forms(self) -> None:
         """Makes this process use the forms that the verdicts are about."""
         for candidate in self.candidates:
@@ -134,8 +138,9 @@ class FirstUse:
 
     # 1. and 2. Verdicts
 
-    def prove(self) -> None:
-        """Gives each candidate its verdict. Raises Accident if one can't be tested now."""
+    def prove(self, first_only: bool = False) -> None:
+        """Gives each candidate its verdict, or (first_only) those up to the first right one of each operator. Raises
+        Accident if one can't be tested now."""
         record = self.record
         if not record.candidates:
             found = known.candidates(self.demanded, self.device, self.uses)
@@ -148,7 +153,7 @@ class FirstUse:
                 continue
             elif candidate.backends().items() & record.passed_over().keys():
                 candidate.verdict = "a part of it is passed over"
-            else:
+            elif not first_only or candidate.operator not in record.served():
                 with self.trial(candidate):
                     candidate.verdict = self.verdict_on(candidate)
 
@@ -278,7 +283,7 @@ def choose_for_answers(settings: TrainConfig, device: torch.device) -> BackendCh
     use.layers.tests = []
     use.layers.reads = READS + READS_AFTER_STATE
     if device.type in DEVICES:
-        use.prove()
+        use.prove(first_only=True)
     return use.resolve()
 
 

@@ -57,29 +57,34 @@ TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
             "cuda",
             ALL,
             {},
-            "fused: conv, scan, ssd, gdn, norm, mamba1, mamba2; flash: attention; reference: loss",
+            "triton: conv, scan, ssd, norm, mamba1, mamba2; fused: gdn; flash: attention; reference: loss",
         ),
         (
             "cuda",
             "",
             {},
             "reference: conv, scan, ssd, gdn, norm, loss; flash: attention; "
-            "conv, scan, ssd, norm not fused: mamba_ssm does not load (",
+            "conv, scan, ssd, norm not triton: triton does not load (",
         ),
         ("cuda", "triton", SSM, TRITON),
         ("cuda", ALL, SSM | dict(deterministic=True), TRITON),
         (
             "cuda",
-            ALL,
+            "mamba fla",
             SSM | dict(seq_idx=True),
-            "fused: conv, ssd, gdn, norm, mamba2; triton: scan; reference: loss; "
+            "fused: conv, ssd, gdn, norm, mamba2; reference: scan, loss; "
+            "conv, scan, ssd, norm not triton: triton does not load (",
+        ),
+        (
+            "cuda",
+            "mamba",
+            dict(layers="mamba1", seq_idx=True),
             "scan not fused: mamba-ssm's scan can't separate documents",
         ),
         (
             "cuda",
-            ALL,
-            SSM | dict(in_parts=True),
-            "fused: conv, ssd, gdn, norm; triton: scan; reference: loss; "
+            "mamba",
+            dict(layers="mamba1", in_parts=True),
             "scan not fused: mamba-ssm's scan can't begin from a state",
         ),
         (
@@ -92,7 +97,6 @@ TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
             "cuda",
             "mamba",
             dict(layers="mamba1", d_model=5),
-            "reference: conv, loss; fused: scan, norm; "
             "conv not fused: causal-conv1d takes multiples of 8 channels, not 10",
         ),
         # 2 * 64 + 2 * 16 + 4 rows
@@ -100,7 +104,6 @@ TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
             "cuda",
             "mamba",
             dict(layers="mamba2", d_model=32, headdim=16),
-            "fused: conv, ssd, norm; reference: loss; "
             "mamba2 not fused: mamba-ssm takes multiples of 8 rows of its input projection, not 164",
         ),
         (
@@ -164,13 +167,19 @@ def test_auto_takes_the_best_that_can_serve(install, device, packages, asked, ch
             "scan=reference",
             "cuda",
             SSM,
-            "fused: conv, ssd, gdn, norm, mamba2; reference: scan, loss",
+            "triton: conv, ssd, norm, mamba2; reference: scan, loss; fused: gdn",
+        ),
+        (
+            "mamba2=fused",
+            "cuda",
+            dict(layers="mamba2,mamba1"),
+            "fused: conv, ssd, norm, mamba2; triton: scan; reference: loss",
         ),
         (
             "scan = reference,conv=triton",
             "cuda",
             dict(layers="mamba1"),
-            "triton: conv; reference: scan, loss; fused: norm",
+            "triton: conv, norm; reference: scan, loss",
         ),
         pytest.param(
             "scan=reference",
@@ -246,7 +255,7 @@ def test_a_demand_that_can_not_be_met_is_refused(install, setting, device, asked
         ("tritn", "there is no backend 'tritn'; did you mean triton?"),
         ("cuda", "there is no backend 'cuda'; choose one of auto, "),
         ("scam=cpp", "there is no operator 'scam'; did you mean scan?"),
-        ("ssd=cpp", "there is no backend of ssd 'cpp'; choose one of fused, triton, reference"),
+        ("ssd=cpp", "there is no backend of ssd 'cpp'; choose one of triton, fused, reference"),
         ("scan=", "there is no backend of scan ''"),
         ("scan=cpp,", "there is no operator ''"),
         ("scan=cpp,scan=reference", "give each operator one backend"),
@@ -287,16 +296,16 @@ def test_what_was_measured_goes_before_the_usual_order(install):
     package."""
     uses = operator_uses(ModelConfig(layers="mamba1"), torch.bfloat16)
     install("mamba triton")
-    failed = {("scan", "fused"): "it is off"}
+    failed = {("scan", "triton"): "it is off"}
     choice = resolve_backends("auto", "cuda", uses, failed=failed)
-    assert str(choice).startswith("fused: conv, norm; triton: scan; reference: loss; ")
-    assert "scan not fused: it is off" in str(choice)
-    faster = {"conv": "triton", "scan": "triton", "mamba1": "triton", "loss": "triton"}
+    assert str(choice).startswith("triton: conv, norm; fused: scan; reference: loss; ")
+    assert "scan not triton: it is off" in str(choice)
+    faster = {"conv": "fused", "scan": "fused", "mamba1": "fused", "loss": "fused"}
     choice = resolve_backends("auto", "cuda", uses, preferred=faster)
-    assert str(choice) == "triton: conv, scan, mamba1; fused: norm; reference: loss"
+    assert str(choice) == "fused: conv, scan, mamba1; triton: norm; reference: loss"
     install("")
     choice = resolve_backends("auto", "cuda", uses, assumed=["triton"])
-    assert str(choice).startswith("triton: conv, scan, norm, mamba1; reference: loss; ")
+    assert str(choice).startswith("triton: conv, scan, norm, mamba1; reference: loss")
 
 
 @needs_c

@@ -455,6 +455,19 @@ def test_a_model_that_answers_takes_what_is_right(tmp_path, monkeypatch, train):
     assert backends == {**REFERENCE_OF_MAMBA1, "conv": "cpp"}
 
 
+def test_a_model_that_answers_tries_no_more_than_it_needs(monkeypatch, rivals):
+    monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
+    for broken in ("scan", "conv"):
+        monkeypatch.setitem(FUNCTIONS[broken][0].BACKENDS, "triton", changed(broken, fail))
+    settings = TrainConfig(ModelConfig(layers="mamba1", d_model=32, dt_rank=4))
+    choice = first_use.choose_for_answers(settings, CPU)
+    assert str(choice) == "cpp: conv, scan; reference: norm, loss"
+    monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", fail))
+    choice = first_use.choose_for_answers(settings, CPU)
+    assert str(choice).startswith("reference: conv, norm, loss; cpp: scan; conv not cpp: ")
+    assert "conv not triton: RuntimeError: out of resources" in str(choice)
+
+
 @pytest.mark.usefixtures("few_positions")
 def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
     """And resumes with it; a dry run proves nothing."""
