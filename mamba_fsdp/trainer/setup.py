@@ -170,10 +170,12 @@ class SetUp:
         work = Workload(settings, shape, choice.backends)
         if device == "cuda" or is_dry:
             memory = world.on_rank0(expected_memory, work)
+            measure = "about"
         else:  # nothing is refused on a CPU, so the estimate is not worth its seconds
             memory = state_memory(work)
+            measure = "at least"
         rows = ", ".join(f"{name} {with_unit(size, 'B')}" for name, size in memory.items() if size)
-        self.say(f"memory     at least {with_unit(sum(memory.values()), 'B')} a device: {rows}")
+        self.say(f"memory     {measure} {with_unit(sum(memory.values()), 'B')} a device: {rows}")
         check_memory(memory, shape, self.say)
         return choice
 
@@ -234,7 +236,7 @@ def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
     on_gpu = world.device.type == "cuda"
     if on_gpu and needed > LARGEST_ERROR * available:
         raise UserError(
-            f"this needs at least {with_unit(needed, 'B')} of a GPU, which has {with_unit(available, 'B')}: {TAKES_LESS}"
+            f"this needs about {with_unit(needed, 'B')} of a GPU, which has {with_unit(available, 'B')}: {TAKES_LESS}"
         )
     if on_gpu and needed > available:
         say(f"warning    the GPU has only {with_unit(available, 'B')}: {TAKES_LESS}")

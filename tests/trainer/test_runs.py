@@ -61,7 +61,7 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path, setti
     for line in (
         "model      custom .from demo.: 5,... parameters, 2 layers, fp32, no sharding on 1 x cpu",
         "kernels    reference: conv, scan, norm, loss",
-        "memory     at least .* a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
+        "memory     about .* a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
         "activations .*",
         "data       .*/train .* validation: .*/validation",
         "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all",
