@@ -99,26 +99,6 @@ def train(corpus, tiny_file, capsys):
 
 
 @pytest.fixture
-def change_loss(monkeypatch):
-    """change_loss(new): the loss of a micro-batch becomes new(the run's TrainState, what gives the true loss)."""
-
-    def change(new):
-        from mamba_fsdp.trainer import loop
-
-        train, true_loss = loop.train, loop.batch_loss
-
-        def changed_train(context, *rest):
-            monkeypatch.setattr(
-                loop, "batch_loss", lambda *batch: new(context.state, lambda: true_loss(*batch))
-            )
-            return train(context, *rest)
-
-        monkeypatch.setattr(loop, "train", changed_train)
-
-    return change
-
-
-@pytest.fixture
 def weights_of():
     """weights_of(run) -> {name: tensor} of its last consolidated file."""
 

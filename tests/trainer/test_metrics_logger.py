@@ -7,7 +7,7 @@ import pytest
 
 from mamba_fsdp.run.records import read
 from mamba_fsdp.trainer import loop
-from mamba_fsdp.trainer.clock import Clock
+from mamba_fsdp.trainer.clock import Clock, delays
 
 PEAK_FLOPS = 1e10
 LABELS = 1314  # of the validation store
@@ -70,7 +70,8 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
 
 
 def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
-    """And a rank's own seconds are those between a step's sum over ranks and the next forward pass."""
+    """And a rank's own seconds, which tell whom the others wait for, are those between a step's sum over ranks and the next
+    forward pass."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     clock = Clock(0, ranks=2)
@@ -82,3 +83,5 @@ def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
         now[0] += passes
         clock.meet([before, 3.0])
     assert clock.seconds_per_step(2) == (10.0, [1.5, 3.0]) and clock.mean_seconds(2) == 10.0
+    largest = {"delaying_rank": 1, "largest_delay_seconds": 3.0}
+    assert delays([1.5, 3.0]) == {**largest, "median_delay_seconds": 2.25}

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
-from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
@@ -94,16 +93,6 @@ def test_a_step_is_that_of_torchs_muon_on_each_stacked_matrix(muon):
             torch.testing.assert_close(
                 slot.local, torch.cat(parts), rtol=1e-6, atol=1e-6 + step * largest / 2**9
             )
-
-
-def test_another_optimizer_than_the_checkpoints_is_refused(train, tmp_path):
-    """In a line, in the same run and as a start from another; its weights alone serve."""
-    train(tmp_path / "run", optimizer="muon", num_steps=1)
-    for run, origin in (("run", {}), ("other", {"load_ckpt_path": tmp_path / "run"})):
-        with pytest.raises(UserError, match="the state of optimizer=muon; .*init_from=") as said:
-            train(tmp_path / run, num_steps=2, **origin)
-        assert "\n" not in str(said.value)
-    train(tmp_path / "anew", init_from=tmp_path / "run", num_steps=1)
 
 
 def updated(scale, state, applied):

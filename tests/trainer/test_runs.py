@@ -6,11 +6,9 @@ import time
 
 import pytest
 
-from mamba_fsdp.data.paths import what_is
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.records import read_events, read_status
 from mamba_fsdp.trainer.run import run_training
-from mamba_fsdp.verbs import inspect
 from tests.support.checkpoints import equal, flip
 
 
@@ -39,18 +37,6 @@ def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights
         for run in ("whole", "parts")
     )
     assert [entry["tokens"] for entry in whole] == [256, 512] and whole[-1] == parts[-1]
-    told = [
-        (event["event"], event["step"], event.get("from"))
-        for event in read_events(tmp_path / "parts")
-    ]
-    assert told == [
-        ("started", 0, "the start"),
-        ("checkpoint", 2, None),
-        ("finished", 2, None),
-        ("started", 2, "checkpoint step_00000002"),
-        *(("checkpoint", step, None) for step in (4, 6, 8)),
-        ("finished", 8, None),
-    ]
 
 
 def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path, settings_of, capsys):
@@ -73,22 +59,24 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path, setti
 
 
 def test_a_dry_run_warns_of_what_can_hardly_be_meant(train, tmp_path):
+    """And says if transformers can't hold the model."""
     wrong = {"batch_size": 10**6, "num_steps": 10**6, "vocab_size": 999, "warmup_steps": "2M"}
-    said = train(tmp_path, dry_run=True, **wrong)
+    said = train(tmp_path, dry_run=True, layers="mamba1+mlp", **wrong)
     for warning in (
-        "of the machine's .* GB",
-        "read the data .* times; set",
-        "set vocab_size=64",
-        "2 times as long as the s",
+        "warning .*of the machine's .* GB",
+        "warning .*read the data .* times; set",
+        "warning .*set vocab_size=64",
+        "warning .*2 times as long as the s",
+        "export     no transformers model holds mamba1.mlp; .pth and this program's own$",
     ):
-        assert re.search(f"^warning .*{warning}", said, re.MULTILINE), (warning, said)
+        assert re.search(f"^{warning}", said, re.MULTILINE), (warning, said)
 
 
-def test_what_changes_between_starts_is_recorded_with_its_step(train, tmp_path, capsys):
-    """`inspect` shows it, and the best validation beside the last. A copy of each start's settings stays."""
+def test_what_changes_between_starts_is_recorded_with_its_step(train, tmp_path):
+    """A copy of each start's settings stays."""
     run = tmp_path / "run"
-    train(run, num_steps=2, checkpoint_interval=1, eval_interval=1)
-    train(run, num_steps=4, learning_rate=100.0, eval_interval=1)
+    train(run, num_steps=2)
+    train(run, num_steps=4, learning_rate=100.0)
     starts = [event for event in read_events(run) if event["event"] == "started"]
     assert "changed" not in starts[0] and starts[1]["step"] == 2
     assert "learning_rate=100.0 (before 0.01)" in starts[1]["changed"]
@@ -96,19 +84,6 @@ def test_what_changes_between_starts_is_recorded_with_its_step(train, tmp_path, 
     assert facts.items() <= starts[1].items() and starts[1]["weights"].keys() == {"train"}
     assert "learning_rate: 0.01\n" in (run / starts[0]["settings"]).read_text()
     assert (run / "config.2.yaml").read_text() == (run / "config.yaml").read_text()
-    capsys.readouterr()
-    inspect.show_run(what_is(run), verify=False)
-    said = capsys.readouterr().out
-    assert "changed at step 2: " in said and "learning_rate=100.0 (before 0.01)" in said
-    assert re.search(r"goodput +[\d.]+% of its commands' time, [\d.]+% of the time since", said)
-    assert re.search(r"validation +loss \d.* at step 4.*; the best \d.* at step [0-3]", said)
-
-
-def test_the_start_says_if_transformers_can_t_hold_the_model(train, tmp_path):
-    said = train(tmp_path / "run", dry_run=True, layers="mamba1+mlp")
-    assert (
-        "export     no transformers model holds mamba1+mlp; .pth and this program's own\n" in said
-    )
 
 
 def test_a_dry_run_finds_the_start_of_the_run_and_changes_nothing(train, tmp_path):
@@ -188,22 +163,19 @@ def test_starting_from_another_run(train, tmp_path, metrics_of):
     assert losses["folder"] == losses["step"] and losses["data"][0] != losses["folder"][0]
     with pytest.raises(UserError, match="seed is 5, but .*2023.* load_ckpt_path=RUN without"):
         train(first, num_steps=9, seed=5)
+    with pytest.raises(UserError, match="the state of optimizer=adamw; .*init_from="):
+        train(first, num_steps=9, optimizer="muon")
 
 
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"dataset_path": "/nowhere"}, "/nowhere: there is no such file or folder"),
-        ({"datasets": "train,typo"}, "typo"),
         ({"validation_path": "/nowhere"}, "/nowhere"),
-        ({"vocab_size": 32}, "set vocab_size=64"),
         ({"load_ckpt_path": "/nowhere"}, "/nowhere"),
         ({"seq_length": 10**7}, "seq_length"),
         ({"save_ckpt_path": "/proc/nowhere"}, "/proc/nowhere: can't write /proc/nowhere .No such"),
-        ({"save_ckpt_path": "tests/trainer"}, "save_ckpt_path tests/trainer is not a run folder"),
         ({"on_record": "print"}, "on_record=print is not a function"),
         ({"eval_prompts": "gone.txt"}, "eval_prompts=gone.txt: can't be read: No such file"),
-        ({"eval_prompts": "{tmp_path}"}, "can't be read: Is a directory"),
         ({"eval_prompts": "caf\udce9"}, "can't be read: .*surrogates not allowed"),
         ({"eval_prompts": "{tmp_path}/blank.txt"}, "blank.txt: no prompt is there"),
         ({"eval_prompts": "w1 w2\n" * 400}, "400 prompts of up to 2 tokens, with 50 after"),
@@ -212,8 +184,8 @@ def test_starting_from_another_run(train, tmp_path, metrics_of):
         ({"eval_prompts": "w1", "dataset_path": "{corpus}"}, "the store has no tokenizer"),
     ],
 )
-def test_a_mistake_is_a_line_at_the_start(train, texts, corpus, tmp_path, capsys, wrong, message):
-    """Those in the data before the model is told."""
+def test_a_mistake_is_a_line_at_the_start(train, texts, corpus, tmp_path, wrong, message):
+    """Others are in tests/verbs/test_advice.py, each with what its advice leads to."""
     (tmp_path / "blank.txt").write_text(" \n")
     given = {"dataset_path": texts / "a", **wrong}
     for name, value in wrong.items():
@@ -222,8 +194,6 @@ def test_a_mistake_is_a_line_at_the_start(train, texts, corpus, tmp_path, capsys
     with pytest.raises(UserError, match=message) as mistake:
         train(tmp_path / "run", **given)
     assert "\n" not in str(mistake.value)
-    if wrong.keys() & {"dataset_path", "datasets", "validation_path", "vocab_size"}:
-        assert "model " not in capsys.readouterr().out
 
 
 def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_path):
