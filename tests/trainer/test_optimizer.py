@@ -8,14 +8,11 @@ import torch
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import operator_uses, parameters
-from mamba_fsdp.ops.backends import resolve_backends
+from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.compat import has_fused_adamw, step_unless
-from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import CPU, World
-from mamba_fsdp.settings.train_config import OptimizerConfig, ParallelConfig
-from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
+from mamba_fsdp.trainer.optimizer import LossScale
+from tests.support.ranks import build
 
 SIZES = dict(d_model=32, vocab_size=64, d_state=8, headdim=8, n_head=4, n_kv_head=2)
 ALL_KINDS = ModelConfig(layers="mamba1,mamba2+mlp,attention", n_layer=3, **SIZES)
@@ -33,18 +30,12 @@ def test_only_matrices_decay():
 
 @pytest.fixture
 def muon():
-    """(model with random weights, its spec, its Muon) on one rank, in bf16."""
-    spec = parameters(ALL_KINDS)
-    dtype = torch.bfloat16
-    backends = resolve_backends("reference", "cpu", operator_uses(ALL_KINDS, dtype)).backends
-    model = MambaLM(ALL_KINDS, backends=backends, compute_dtype=dtype, reset_at_documents=False)
-    alone = ParallelConfig(sharding_strategy="none")
-    parallel = parallelize(model, alone, world=World.alone(), compute_dtype=dtype)
-    generator = torch.Generator().manual_seed(0)
-    for shard in parallel.shards():
-        shard.data.normal_(0, 0.1, generator=generator)
-    config = OptimizerConfig(optimizer="muon", learning_rate=RATE)
-    return parallel, spec, make_optimizer(parallel, spec, config, dtype)
+    """(model, its spec, its Muon) on one rank, in bf16."""
+    how = {"strategy": "none", "optimizer": "muon", "config": ALL_KINDS}
+    parallel, optimizer = build(World.alone(), dtype=torch.bfloat16, **how)
+    for group in optimizer.param_groups:
+        group["lr"] = RATE
+    return parallel, parameters(ALL_KINDS), optimizer
 
 
 def draw_gradients(parallel, step):

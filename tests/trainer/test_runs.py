@@ -225,3 +225,16 @@ def test_a_broken_checkpoint_makes_another_start(train, tmp_path, weights_of):
     assert "step_00000003 is broken and is skipped" in said
     assert said.count("resumes    from ") == 1 and f"resumes    from {older}, step 2\n" in said
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "broken"))
+
+
+@pytest.mark.slow
+def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path, metrics_of):
+    """An epoch is the windows of all datasets of the mixture."""
+    common = {"datasets": "train,other", "batch_size": 64, "eval_interval": 0, "publish": False}
+    train(tmp_path, num_epochs=0.9, **common)
+    first, *_, last = metrics_of(tmp_path)
+    assert last["loss"] < first["loss"] - 0.1
+    assert last["source_epochs"] == pytest.approx({"train": 0.9, "other": 0.9}, abs=0.15)
+    assert "over " in train(tmp_path, num_epochs=0.9, **common)
+    assert "follows the former schedule" in train(tmp_path, num_epochs=1.8, **common)
+    assert metrics_of(tmp_path)[-1]["step"] in (2 * last["step"], 2 * last["step"] - 1)

@@ -23,17 +23,6 @@ def test_a_signal_is_a_request_and_the_old_handler_comes_back(tmp_path, number):
     assert signal.getsignal(number) == before
 
 
-def test_under_nohup_a_terminal_that_closes_is_no_request(tmp_path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stopping.StopRequest(tmp_path, True) as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.look()
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_two_signals_are_one_request_but_a_second_ctrl_c_does_not_wait(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt), stopping.StopRequest(tmp_path, True) as stop:
         stop.has_stepped = True
