@@ -139,34 +139,6 @@ def test_a_rank_that_waits_for_one_that_gets_on_counts_as_alive(tmp_path):
     assert run_ranks(2, keep_alive, tmp_path) == [0, 1]
 
 
-def stand_still(world, folder):
-    """How many last signs of life a rank has seen in the last rounds in which the ranks tell each other who works. Only
-    rank 1 does then, and stands still; that rank 0 began its work was one."""
-    seen, tell = [], world.all_reduce_sum
-
-    def telling(value):
-        seen.append(heart.last)
-        return tell(value)
-
-    def work():
-        if world.rank == 0:
-            return (folder / "ended").touch()
-        while not (folder / "ended").exists():
-            time.sleep(0.01)
-        first = len(seen)
-        while len(seen) < first + 6:
-            time.sleep(0.01)
-
-    world.all_reduce_sum = telling
-    world.run_local(work)
-    return len({*seen[-4:]})
-
-
-@pytest.mark.slow
-def test_waiting_for_a_rank_that_stands_still_is_no_sign_of_life(tmp_path):
-    assert run_ranks(2, stand_still, tmp_path) == [1, 1]
-
-
 def fail_on_one(world, method):
     def work():
         if world.rank == 1:

@@ -137,9 +137,9 @@ CASES = [(name, value, common) for common, values in OTHER_VALUES for name, valu
 SHOWN_BY = {
     "num_workers": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
     "prefetch": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
-    "fsdp_activation_checkpointing": "parallel/test_strategies.py::test_the_chosen_share_of_blocks_recomputes",
-    "selective_checkpointing": "parallel/test_strategies.py::test_the_chosen_share_of_blocks_recomputes",
-    "accumulate_unsharded": "parallel/test_strategies.py::test_gradients_travel_when_they_should",
+    "fsdp_activation_checkpointing": "trainer/test_simulate.py::test_what_a_device_holds_is_what_was_expected",
+    "selective_checkpointing": "trainer/test_simulate.py::test_what_a_device_holds_is_what_was_expected",
+    "accumulate_unsharded": "trainer/test_simulate.py::test_gradients_travel_when_they_should",
     "context_parallel": "trainer/test_ranks.py::test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process",
     "timeout_minutes": "launch/test_launcher_terminal.py::test_a_rank_that_waits_for_one_that_stands_still_says_so",
     "eval_prompts": "trainer/test_samples.py::test_samples_are_what_generate_writes_and_change_nothing",
