@@ -141,7 +141,7 @@ SHOWN_BY = {
     "selective_checkpointing": "trainer/test_simulate.py::test_what_a_device_holds_is_what_was_expected",
     "accumulate_unsharded": "trainer/test_simulate.py::test_gradients_travel_when_they_should",
     "context_parallel": "trainer/test_ranks.py::test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process",
-    "timeout_minutes": "launch/test_launcher_terminal.py::test_a_rank_that_waits_for_one_that_stands_still_says_so",
+    "timeout_minutes": "trainer/test_ranks.py::test_a_rank_that_waits_in_vain_ends_with_where_it_stands",
     "eval_prompts": "trainer/test_samples.py::test_samples_are_what_generate_writes_and_change_nothing",
     "dry_run": "trainer/test_runs.py::test_a_dry_run_says_what_is_coming_and_writes_nothing",
     "max_skipped_steps": "trainer/test_step.py::test_bad_samples_are_those_of_the_last_bad_step",

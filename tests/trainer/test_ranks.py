@@ -1,12 +1,17 @@
 """The same run on any number of ranks: equal losses, a checkpoint resumes on other ranks and strategies, and what ranks
-do when one of them is gone."""
+do when one of them is stuck or gone."""
 
+import os
 import time
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from mamba_fsdp.run.records import read
+from mamba_fsdp.trainer import loop
 from tests.support.forked import said_by, start_ranks
+from tests.support.ranks import run_ranks, train_whole
 from tests.support.tiny import HYBRID, TINY, as_words
 
 RELAY = {
@@ -50,6 +55,33 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(corpus,
     assert numbers_of(tmp_path / "relay") == [
         number and pytest.approx(number, rel=1e-4) for number in expected
     ]
+
+
+def train_stuck(world, settings, folder):
+    """A run with six seconds of patience, of which rank 1 never comes to step 2. Its stderr goes to a file."""
+    os.dup2(os.open(folder / f"stderr-{world.rank}", os.O_WRONLY | os.O_CREAT), 2)
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=0.1), dist.group.WORLD)
+    batch_loss = loop.batch_loss
+    batches = []
+
+    def stuck(module, batch):
+        if world.rank == 1 and batches:
+            time.sleep(300)
+        batches.append(batch)
+        return batch_loss(module, batch)
+
+    loop.batch_loss = stuck
+    train_whole(world, settings)
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(settings_of, tmp_path):
+    """One rank never comes to the next step; the watchdog says where it stands, and the job ends."""
+    settings = settings_of(eval_interval=0, timeout_minutes=0.1)
+    with pytest.raises(AssertionError):
+        run_ranks(2, train_stuck, settings, tmp_path)
+    said = (tmp_path / "stderr-1").read_text()
+    assert "made no progress" in said and "in stuck" in said
 
 
 @pytest.mark.torch22
