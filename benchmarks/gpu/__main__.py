@@ -5,7 +5,7 @@
     python -m benchmarks.gpu --only values,run
                             [--out FOLDER] [--rehearse]
 
-tests: tests/gpu. values: each backend of each operator compared with float64, its bits twice, the time of whole layers.
+values: each backend of each operator compared with float64, its bits twice, the time of whole layers.
 sanitizer: the same on small sizes under compute-sanitizer. ncu: our kernels in layers of models under ncu. run: two cold
 starts that must choose the same, a warm one, equal bits of equal runs and after a kill, stalls by saves. traces: of
 training steps. steps: training steps with and without our norms and use_torch_compile. Other names are presets: their
@@ -18,7 +18,6 @@ Calls that follow each other on one machine share what Triton compiled. If the m
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import platform
 import re
@@ -39,7 +38,6 @@ from benchmarks.measure import command_line, table
 
 LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them, for each dtype
     "values": 300,
-    "tests": 240,
     "mamba-1.4b": 270,
     "mamba2-1.3b": 270,
     "run": 300,
@@ -50,7 +48,7 @@ LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them,
     "steps": 540,
 }
 CALLS = {
-    "1": ("values", "tests"),
+    "1": ("values",),
     "2": ("mamba-1.4b", "mamba2-1.3b"),
     "3": ("run", "sanitizer"),
     "4": ("ncu", "traces", "mamba2-2.7b"),
@@ -130,13 +128,7 @@ def measure_part(name: str, out: Path, rehearse: bool) -> None:
 def run_part(name: str, out: Path, rehearse: bool) -> str:
     """Runs a part in a process of its own; returns what came of it."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(out)]
-    if name == "tests":
-        # Without tests/conftest.py, which wants more packages than they do.
-        command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "tests/gpu"]
-        command.append("--ignore=tests/gpu/test_all.py")
-        if importlib.util.find_spec("xdist"):  # each worker compiles kernels
-            command += ["-n", "auto"]
-    elif rehearse:
+    if rehearse:
         command.append("--rehearse")
     elif name in TOOLS:
         tool = TOOLS[name][0]

@@ -11,16 +11,7 @@ from mamba_fsdp.trainer.clock import Clock, delays
 
 PEAK_FLOPS = 1e10
 LABELS = 1314  # of the validation store
-DIGITS = {
-    "goodput": 4,
-    "goodput_of_commands": 4,
-    "tokens_per_second": 1,
-    "tokens_per_second_per_device": 1,
-    "mfu": 4,
-    "memory_gb": 3,
-    "data_wait_seconds": 6,
-    "checkpoint_stall_seconds": 6,
-}
+POSITIVE = ("tokens_per_second", "mfu", "data_wait_seconds", "checkpoint_stall_seconds")
 
 
 @pytest.fixture
@@ -58,8 +49,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
     assert report["tokens_per_second_per_device"] == rate and report["goodput"] < 1
     assert report["mfu"] == pytest.approx(rate * flops_per_token[0] / PEAK_FLOPS, abs=1e-4)
     assert 0.01 < report["memory_gb"] < 1000 and report["goodput_of_commands"] < 1
-    for name, digits in DIGITS.items():
-        assert 0 < report[name] == round(report[name], digits), name
+    assert all(report[name] > 0 for name in POSITIVE)
     first, second, *_ = re.findall("^step .*", said, flags=re.M)
     loss, perplexity = validation["val_loss"], validation["val_perplexity"]
     assert first.startswith(f"step 0: validation loss {loss:.4f}, perplexity {perplexity:.2f} (")

@@ -133,9 +133,8 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
     before = (tmp_path / "metrics.jsonl").read_bytes()
     said = train(tmp_path, num_steps=3)
     assert "already has all its 3 steps; raise num_steps to train on" in said
-    for dry_run in (False, True):
-        said = train(tmp_path, num_steps=2, dry_run=dry_run)
-        assert "is already past 2: it has 3 steps" in said
+    said = train(tmp_path, num_steps=2, dry_run=True)
+    assert "is already past 2: it has 3 steps" in said
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert read_status(tmp_path)["status"] == "finished"
     assert list(tmp_path.glob("pth/*/consolidated.00.pth"))
