@@ -16,7 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.corpora import write_store
+from tests.support.checkpoints import metrics_of
+from tests.support.corpora import write_learnable
 from tests.support.forked import start_ranks
 from tests.support.processes import wait_until
 from tests.support.tiny import TINY, as_words
@@ -37,7 +38,6 @@ SETTINGS = {
     "num_steps": STEPS,
 }
 SECONDS_TO_END = 400  # for ranks of which one is gone, on however busy a machine
-TIMES = ("tokens_per_second", "mfu", "delaying_rank", "seconds", "goodput", "memory_gb", "gpu_")
 OF_RANK_0 = ("os.rename", "os.remove", "os.mkdir", "publish")
 MOMENTS = ("time", "step", "open", *OF_RANK_0)
 LAST = {"step": 5, "open": 60, "os.remove": 20, "publish": 6}  # of those that are counted; else 8
@@ -55,22 +55,14 @@ def main(words):
     print(f"seed {given.seed}: {given.rounds} rounds", flush=True)
     with tempfile.TemporaryDirectory(prefix="storm-") as place:
         folder = Path(place)
-        make_data(folder / "data")
+        write_learnable(folder / "data/train", 0, 60)
+        write_learnable(folder / "data/validation", 1, 20)
         for number, strategy in enumerate(strategies):
             begin = given.rounds * number // len(strategies)
             end = given.rounds * (number + 1) // len(strategies)
             choose = random.Random(f"{given.seed} {strategy}")
             Storm(folder / strategy, strategy, choose).rage(end - begin)
     print("all runs ended as the unbroken ones", flush=True)
-
-
-def make_data(folder):
-    choose = random.Random(0)
-    for part in ("train", "validation"):
-        documents = [
-            [choose.randrange(1, 64) for _ in range(choose.randrange(5, 120))] for _ in range(60)
-        ]
-        write_store(folder / part, documents, vocab_size=64, eos=0, tokenizer="ids:of the storm")
 
 
 class Storm:
@@ -149,11 +141,7 @@ class Storm:
         files = [*folder.glob(f"checkpoints/step_{STEPS:08d}/rank_*"), *folder.glob("pth/*/*.pth")]
         left = {file.name: file.read_bytes() for file in files}
         assert len(left) == self.ranks + 1, sorted(left)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        left["metrics"] = [
-            {key: value for key, value in line.items() if not any(word in key for word in TIMES)}
-            for line in lines
-        ]
+        left["metrics"] = metrics_of(folder)
         return left
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings import resolve
+from tests.support.checkpoints import metrics_of
 
 # What must be set for the settings of these sections to matter: one short run for as many as possible.
 USUAL = {"num_steps": 3, "eval_interval": 0, "checkpoint_interval": 9, "publish": False}
@@ -162,7 +163,7 @@ def known():
 
 
 @pytest.fixture
-def effects(train, metrics_of, tmp_path):
+def effects(train, tmp_path):
     """effects(settings) -> (the losses of a run with them, the files it leaves, all else that tells it from others)."""
 
     def run_with(given):

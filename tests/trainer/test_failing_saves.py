@@ -14,7 +14,7 @@ from mamba_fsdp.run.records import read_events, read_status
 from mamba_fsdp.storage import patience
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock
-from tests.support.checkpoints import steps_in
+from tests.support.checkpoints import metrics_of, steps_in
 
 LONG = {
     "num_steps": 12,
@@ -65,7 +65,7 @@ def wait_for_writing(monkeypatch):
     monkeypatch.setattr(loop, "take_step", take)
 
 
-def test_training_continues_and_saves_when_it_can_again(train, tmp_path, metrics_of, failing):
+def test_training_continues_and_saves_when_it_can_again(train, tmp_path, failing):
     run = tmp_path / "run"
     settings = LONG | {"num_steps": 16}
     train(tmp_path / "well", **settings)

@@ -9,7 +9,7 @@ import pytest
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.records import read_events, read_status
 from mamba_fsdp.trainer.run import run_training
-from tests.support.checkpoints import equal, flip
+from tests.support.checkpoints import equal, flip, metrics_of, weights_of
 
 
 def progress_of(run):
@@ -18,7 +18,7 @@ def progress_of(run):
     return json.loads(newest.read_text())["state"]["progress"]
 
 
-def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights_of, monkeypatch):
+def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, monkeypatch):
     """Also between reports: the mean loss of a report interval survives the break, as does what goodput is made of."""
     common = {"report_interval": 4, "num_steps": 8, "schedule": "constant", "deterministic": True}
     train(tmp_path / "whole", **common)
@@ -141,7 +141,7 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
 
 
 @pytest.mark.slow
-def test_starting_from_another_run(train, tmp_path, metrics_of):
+def test_starting_from_another_run(train, tmp_path):
     """A .pth file gives the model; a folder the optimiser too; resuming_dataset the data's position too."""
     first = tmp_path / "first"
     train(first, num_steps=2)
@@ -212,7 +212,7 @@ def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_pat
 
 
 @pytest.mark.torch22
-def test_a_broken_checkpoint_makes_another_start(train, tmp_path, weights_of):
+def test_a_broken_checkpoint_makes_another_start(train, tmp_path):
     """Of the older one, with its step and its position in the data: the run ends as an unbroken one does."""
     given = {"schedule": "constant", "checkpoint_interval": 1, "eval_interval": 0}
     for name in ("whole", "broken"):
@@ -227,7 +227,7 @@ def test_a_broken_checkpoint_makes_another_start(train, tmp_path, weights_of):
 
 
 @pytest.mark.slow
-def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path, metrics_of):
+def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path):
     """An epoch is the windows of all datasets of the mixture."""
     common = {"datasets": "train,other", "batch_size": 64, "eval_interval": 0, "publish": False}
     train(tmp_path, num_epochs=0.9, **common)

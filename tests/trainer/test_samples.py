@@ -8,7 +8,7 @@ import pytest
 import mamba_fsdp
 from mamba_fsdp.run.records import read, read_events
 from mamba_fsdp.trainer.stopping import StopRequest
-from tests.support.checkpoints import equal
+from tests.support.checkpoints import equal, weights_of
 from tests.support.ranks import run_ranks, train_whole
 
 PROMPTS = ["w1 w2 w3", "w4"]
@@ -31,9 +31,7 @@ def validations_of(folder):
     return [entry for entry in read(folder / "metrics.jsonl") if "val_loss" in entry]
 
 
-def test_samples_are_what_generate_writes_and_change_nothing(
-    train, given, texts, tmp_path, weights_of
-):
+def test_samples_are_what_generate_writes_and_change_nothing(train, given, texts, tmp_path):
     """The bits per byte are those that evaluate finds in the same windows."""
     said = train(tmp_path / "run", **given)
     first, last = validations_of(tmp_path / "run")

@@ -13,6 +13,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.step_stats import StepSums
 from mamba_fsdp.trainer.stopping import StopRequest
+from tests.support.checkpoints import metrics_of
 
 pytestmark = pytest.mark.torch22
 AT_ONCE, A_STEP_LATE = 0, 1
@@ -54,19 +55,14 @@ def stop_at_look(monkeypatch):
     return stop
 
 
-@pytest.fixture
-def left_by(metrics_of):
-    """left_by(run) -> its metrics, and the progress and tensors that its checkpoints hold."""
-
-    def read(run):
-        checkpoints = []
-        for path in sorted(run.glob("checkpoints/step_*")):
-            progress = json.loads((path / "state.json").read_text())["state"]["progress"]
-            del progress["first_started"], progress["step_seconds"]
-            checkpoints.append((progress, next(path.glob("rank_*")).read_bytes()))
-        return metrics_of(run), checkpoints
-
-    return read
+def left_by(run):
+    """A run's metrics, and the progress and tensors that its checkpoints hold."""
+    checkpoints = []
+    for path in sorted(run.glob("checkpoints/step_*")):
+        progress = json.loads((path / "state.json").read_text())["state"]["progress"]
+        del progress["first_started"], progress["step_seconds"]
+        checkpoints.append((progress, next(path.glob("rank_*")).read_bytes()))
+    return metrics_of(run), checkpoints
 
 
 @pytest.mark.slow
@@ -79,7 +75,7 @@ def left_by(metrics_of):
     ids=["fp32", "fp16"],
 )
 def test_reading_late_leaves_the_same_run(
-    train, tmp_path, read_numbers, lose, stop_at_look, left_by, precision, length, factors
+    train, tmp_path, read_numbers, lose, stop_at_look, precision, length, factors
 ):
     """Losses, gradient norms, skips and the scale of fp16 are those of the steps they are told for; checkpoints and
     validations see the steps up to theirs, and a run that is asked to stop in between resumes as the unbroken one."""
