@@ -16,7 +16,8 @@ from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World, start_world
-from tests.support.checkpoints import as_whole, equal, flip, open_run, quiet
+from tests.support.checkpoints import as_whole, flip, open_run, quiet
+from tests.support.compare import equal
 from tests.support.ranks import build, run_ranks, train, whole
 
 pytestmark = pytest.mark.torch22

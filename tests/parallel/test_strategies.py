@@ -16,7 +16,7 @@ from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy, compile_blocks
 from mamba_fsdp.parallel.world import CPU, World, start_world
 from mamba_fsdp.settings.train_config import ParallelConfig
-from tests.support.checkpoints import equal
+from tests.support.compare import equal
 from tests.support.ranks import SMALL, build, run_ranks, train, whole
 
 pytestmark = pytest.mark.torch22

@@ -24,7 +24,7 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import lease
 from mamba_fsdp.trainer.run_folder import RunFolder
-from tests.support.checkpoints import WORLD, make_checkpoints, problems, shards_of
+from tests.support.checkpoints import WORLD, make_checkpoints, problems, quiet, shards_of
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir")
 # Steps that stand in the folder when the first run begins; 6 is broken.
@@ -102,7 +102,7 @@ def acquire(run, patience):
 
 
 def checkpointer_of(folder, keep):
-    return Checkpointer(folder.path, WORLD, folder.lease, keep=keep, report=lambda text: None)
+    return Checkpointer(folder.path, WORLD, folder.lease, keep=keep, report=quiet)
 
 
 def save(checkpointer, step, value):

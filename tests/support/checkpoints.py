@@ -121,10 +121,3 @@ def metrics_of(run):
 def weights_of(run):
     """{name: tensor} of a run's last consolidated file."""
     return torch.load(sorted(run.glob("pth/step_*/consolidated.00.pth"))[-1], weights_only=True)
-
-
-def equal(first, second):
-    """Of two models' weights: whether they are the same to the bit."""
-    if first.keys() != second.keys():
-        return False
-    return all(torch.equal(first[name], second[name]) for name in first)

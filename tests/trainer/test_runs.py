@@ -9,7 +9,8 @@ import pytest
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.records import read_events, read_status
 from mamba_fsdp.trainer.run import run_training
-from tests.support.checkpoints import equal, flip, metrics_of, weights_of
+from tests.support.checkpoints import flip, metrics_of, weights_of
+from tests.support.compare import equal
 
 
 def progress_of(run):

@@ -8,7 +8,8 @@ import pytest
 import mamba_fsdp
 from mamba_fsdp.run.records import read, read_events
 from mamba_fsdp.trainer.stopping import StopRequest
-from tests.support.checkpoints import equal, weights_of
+from tests.support.checkpoints import weights_of
+from tests.support.compare import equal
 from tests.support.ranks import run_ranks, train_whole
 
 PROMPTS = ["w1 w2 w3", "w4"]
