@@ -176,6 +176,7 @@ def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
     shared = LayerCheck(settings.changed(context_parallel=3), CPU)
     of_parts = [Rows(9, 592 + 2), Rows(9, 592 + 2, before=592 + 2)]
     assert shared.tests == [*of_parts, Rows(1, 34), Rows(1, 34, before=34)]
+    assert [rows.positions for rows in shared.reads] == [1, 16, 17, 608, 609, 1, 17, 609]
     assert LayerCheck(settings.changed(batch_size=2), CPU).tests[0].batch == 2
 
 

@@ -64,7 +64,7 @@ def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
     forward pass."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    clock = Clock(0, ranks=2)
+    clock = Clock(1, ranks=2)
     for saving, own, passes in ((50, 1, 8), (0, 2, 9)):
         with clock.paused():
             now[0] += saving
@@ -72,6 +72,6 @@ def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
         before = clock.own_seconds()
         now[0] += passes
         clock.meet([before, 3.0])
-    assert clock.seconds_per_step(2) == (10.0, [1.5, 3.0]) and clock.mean_seconds(2) == 10.0
+    assert clock.seconds_per_step(3) == (10.0, [1.5, 3.0]) and clock.mean_seconds(3) == 10.0
     largest = {"delaying_rank": 1, "largest_delay_seconds": 3.0}
     assert delays([1.5, 3.0]) == {**largest, "median_delay_seconds": 2.25}

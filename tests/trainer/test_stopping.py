@@ -47,6 +47,14 @@ def test_the_stop_file_is_seen_by_rank_0_and_removed_at_the_end(
     assert not (tmp_path / "STOP").exists()
 
 
+def test_a_stop_file_that_replaces_an_old_one_is_a_request(tmp_path):
+    (tmp_path / "STOP").touch()
+    stop = stopping.StopRequest(tmp_path, True)
+    (tmp_path / "STOP").write_text("another")
+    with stop:
+        assert stop.look()
+
+
 def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path):
     """And for the ranks that it starts again in place."""
     with pytest.raises(ConnectionError), stopping.StopRequest(tmp_path, True):
