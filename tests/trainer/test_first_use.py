@@ -375,33 +375,32 @@ def test_what_hangs_or_ends_two_starts_is_passed_over(tmp_path, monkeypatch):
     assert choose(run)[0].backends == choice.backends
 
 
+def refusal(folder, world):
+    """What a choice is refused with."""
+    with pytest.raises(UserError) as refused:
+        choose(folder, world)
+    return f"{refused.value.exit_code} {refused.value}"
+
+
 def on_two_ranks(world, folder):
     """What each rank says where rank 1 alone has a wrong conv, where only its bits are others, and where it loses its GPU."""
-    run = folder / "run"
-    choose(run, world)
+    choose(folder, world)
     said = []
     for change in (negate(1), lambda function, arguments: function(*arguments) * (1 + 3e-7)):
         if world.rank == 1:
             conv.BACKENDS["cpp"] = changed("conv", change)
-        try:
-            choose(run, world)
-        except UserError as error:
-            said.append(str(error))
+        said.append(refusal(folder, world))
     if world.rank == 1:
         LayerCheck.synchronize = lose_device
-    try:
-        choose(run, world)
-    except UserError as error:
-        said.append(f"{error.exit_code} {error}")
-    return said
+    return [*said, refusal(folder, world)]
 
 
 @pytest.mark.slow
 def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
-    one, other = run_ranks(2, on_two_ranks, tmp_path)
+    one, other = run_ranks(2, on_two_ranks, tmp_path / "run")
     assert one == other
     wrong, others_bits, lost = one
-    here = f"the chosen kernels fail on rank 1 on {socket.gethostname()}: "
+    here = f"2 the chosen kernels fail on rank 1 on {socket.gethostname()}: "
     assert wrong.startswith(f"{here}gradient of mixer.conv1d.weight over 1 x ")
     assert "off by 2 of its largest" in wrong
     assert others_bits.startswith(f"{here}its bits differ from those of rank 0")
