@@ -11,7 +11,14 @@ from mamba_fsdp.trainer.clock import Clock, delays
 
 PEAK_FLOPS = 1e10
 LABELS = 1314  # of the validation store
-POSITIVE = ("tokens_per_second", "mfu", "data_wait_seconds", "checkpoint_stall_seconds")
+POSITIVE = (
+    "goodput",
+    "goodput_of_commands",
+    "tokens_per_second",
+    "mfu",
+    "data_wait_seconds",
+    "checkpoint_stall_seconds",
+)
 
 
 @pytest.fixture
