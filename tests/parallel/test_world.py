@@ -27,6 +27,7 @@ def talk(world):
         world.start_copy_to_host(world.copy_to_device([world.rank / 2]))(),
         (world.rank, world.size, world.local_size, world.timeout),
         world.gather_unique(["all"] + [f"from {world.rank}"] * (world.rank == 1)),
+        world.on_all_ranks(str, world.rank),
     )
 
 
@@ -44,6 +45,7 @@ def test_ranks_tell_each_other():
             [rank / 2],
             (rank, 3, 3, timedelta(minutes=3, seconds=5)),
             ["all", "from 1"],
+            str(rank),
         )
 
 
@@ -51,7 +53,8 @@ def test_one_process_needs_no_launcher(monkeypatch):
     """Without torchrun there is a world of one, whose messages are trivial, and no process group."""
     monkeypatch.delenv("RANK", raising=False)
     world = start_world()
-    assert talk(world)[1:] == ([0], 0, [1.0, 0.0], [0, 1], [0.0], (0, 1, 1, None), ["all"])
+    said = ([0], 0, [1.0, 0.0], [0, 1], [0.0], (0, 1, 1, None), ["all"], "0")
+    assert talk(world)[1:] == said
     assert not dist.is_initialized()
     world.close()
 
