@@ -16,7 +16,8 @@ from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World, start_world
-from tests.support.checkpoints import as_whole, equal, flip, open_run, quiet
+from tests.support.checkpoints import as_whole, flip, open_run, quiet
+from tests.support.compare import equal
 from tests.support.ranks import build, run_ranks, train, whole
 
 pytestmark = pytest.mark.torch22
@@ -52,7 +53,7 @@ def read(world, run, how):
 SAVES = [
     ({"strategy": "fsdp"}, True),
     ({"strategy": "hsdp", "shard_size": 2}, False),
-    ({"strategy": "ddp", "muon": True}, True),
+    ({"strategy": "ddp", "optimizer": "muon"}, True),
 ]
 LAYOUTS = {  # number of ranks: how they read
     1: [{"strategy": "none"}],
@@ -70,13 +71,13 @@ def read_each(world, run, layouts):
     found = []
     for number, (how, _) in enumerate(SAVES):
         for layout in layouts:
-            like_saved = {**layout, "muon": how.get("muon", False)}
+            like_saved = {**layout, "optimizer": how.get("optimizer", "adamw")}
             found.append((number, layout, read(world, run / str(number), like_saved)))
     return found
 
 
-def unbroken(muon):
-    parallel, optimizer = build(start_world(), strategy="none", muon=muon)
+def unbroken(kind):
+    parallel, optimizer = build(start_world(), strategy="none", optimizer=kind)
     return train(start_world(), parallel, optimizer, range(4))
 
 
@@ -85,10 +86,10 @@ def test_any_layout_reads_what_any_layout_saved(run):
     """Model and optimiser come back bit for bit on any number of ranks and any strategy, with rank 0's state, and the
     next losses and gradients are those of one unbroken process."""
     saves, *_ = run_ranks(4, save_each, run)
-    expected = [unbroken(how.get("muon", False)) for how, _ in SAVES]
+    expected = [unbroken(how.get("optimizer", "adamw")) for how, _ in SAVES]
     for number, (first, saved) in enumerate(saves):
         torch.testing.assert_close(first, expected[number][:2], rtol=2e-5, atol=2e-5)
-        assert len(saved) == 3 * 32 - (12 if "muon" in SAVES[number][0] else 0)
+        assert len(saved) == 3 * 32 - (12 if "optimizer" in SAVES[number][0] else 0)
         assert all(tensor.isfinite().all() and tensor.any() for tensor in saved.values())
         model = CheckpointTensors(as_whole(run / str(number) / "checkpoints/step_00000002"))
         assert {name for name in saved if not name.startswith("optimizer/")} == model.shapes.keys()

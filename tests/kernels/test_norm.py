@@ -7,7 +7,7 @@ import torch
 
 from mamba_fsdp.ops.norm import add_rms_norm, gated_rms_norm
 from mamba_fsdp.ops.norm import triton as backend
-from tests.support.compare import assert_like_reference, assert_same_bits, evaluate
+from tests.support.compare import assert_like_reference, equal, evaluate
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_bf16_with_a_weight_in_fp32():
     assert got["output 0"].dtype == got["gradient of x"].dtype == torch.bfloat16
     assert got["output 1"].dtype == got["gradient of residual"].dtype == torch.float32
     assert got["gradient of weight"].dtype == torch.float32
-    assert_same_bits(got, evaluate(kernels, leaves))
+    assert equal(got, evaluate(kernels, leaves))
 
 
 def test_a_sum_or_a_norm_that_nothing_reads():

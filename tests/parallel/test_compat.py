@@ -22,8 +22,3 @@ def test_a_deterministic_gpu_runs_no_attention_that_varies(monkeypatch):
     with compat.deterministic_algorithms(False):
         assert torch.backends.cuda.flash_sdp_enabled()
         assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_fused_optimizer_is_there_for_a_gpu_and_on_newer_stacks_for_a_cpu():
-    assert compat.has_fused_adamw(torch.device("cuda"))
-    assert compat.has_fused_adamw(torch.device("cpu")) == compat.HAS_FSDP2

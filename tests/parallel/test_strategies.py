@@ -1,30 +1,31 @@
 """Every strategy trains as one process does, and each rank holds, sends and recomputes what it should."""
 
+import dataclasses
 import functools
-import inspect
 import math
+from fractions import Fraction
 from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import fused, loss
 from mamba_fsdp.parallel import compat
 from mamba_fsdp.parallel.compat import HAS_FSDP2
-from mamba_fsdp.parallel.parallelize import choose_strategy, compile_blocks
+from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy, compile_blocks
 from mamba_fsdp.parallel.world import CPU, World, start_world
 from mamba_fsdp.settings.train_config import ParallelConfig
-from tests.support.checkpoints import equal, open_run
-from tests.support.ranks import build, run_ranks, train, whole
+from tests.support.compare import equal
+from tests.support.ranks import SMALL, build, run_ranks, train, whole
 
 pytestmark = pytest.mark.torch22
 
 DDP = {"strategy": "ddp"}
 FSDP = {"strategy": "fsdp"}
 HSDP = {"strategy": "hsdp", "shard_size": 2}
-MUON = {"muon": True}
+MUON = {"optimizer": "muon"}
+ONE_LAYER = dataclasses.replace(SMALL, n_layer=1)
 RECOMPUTING = {"fsdp_activation_checkpointing": True}
 UNSHARDED = {"accumulate_unsharded": True}
 WHOLE = (".A_log", ".D", ".dt_proj.bias")  # on every rank
@@ -40,19 +41,15 @@ def trajectory(world, how, micro_batches):
     return records, whole(world, parallel.shards(optimizer))
 
 
-def trajectories(world, *cases):
+def trajectories(world, has_fsdp2, cases):
+    compat.HAS_FSDP2 = has_fsdp2
     return each(world, trajectory, *cases)
 
 
 @functools.cache
-def one_process(muon, layers=3):
-    return trajectory(start_world(), {"strategy": "none", "muon": muon, "layers": layers}, 2)
-
-
-def with_fsdp1(world, *cases):
-    """As torch 2.2 has it alone."""
-    compat.HAS_FSDP2 = False
-    return trajectories(world, *cases)
+def one_process(optimizer="adamw", config=SMALL):
+    how = {"strategy": "none", "optimizer": optimizer, "config": config}
+    return trajectory(start_world(), how, 2)
 
 
 # (how, micro-batches) by the number of ranks.
@@ -67,24 +64,25 @@ TWO = [
     (FSDP | RECOMPUTING | {"selective_checkpointing": "1/2"}, 2),
 ]
 FOUR = [(FSDP | MUON, 2), (HSDP | MUON, 3), (HSDP | UNSHARDED, 3)]
-COMPILED = [(FSDP | RECOMPUTING | {"use_torch_compile": True, "layers": 1}, 2)]
+COMPILED = [(FSDP | RECOMPUTING | {"use_torch_compile": True, "config": ONE_LAYER}, 2)]
 
 
 @pytest.mark.parametrize(
-    "ranks, run, cases",
+    "ranks, has_fsdp2, cases",
     [
-        (2, trajectories, TWO),
-        pytest.param(4, trajectories, FOUR, marks=pytest.mark.slow),
-        pytest.param(4, with_fsdp1, FOUR, marks=pytest.mark.slow),
-        pytest.param(2, trajectories, COMPILED, marks=pytest.mark.slow),
+        (2, HAS_FSDP2, TWO),
+        pytest.param(4, HAS_FSDP2, FOUR, marks=pytest.mark.slow),
+        pytest.param(4, False, FOUR, marks=pytest.mark.slow),  # as torch 2.2 has it alone
+        pytest.param(2, HAS_FSDP2, COMPILED, marks=pytest.mark.slow),
     ],
     ids=["2 ranks", "4 ranks", "FSDP1", "compiled"],
 )
-def test_every_strategy_trains_as_one_process_does(ranks, run, cases):
+def test_every_strategy_trains_as_one_process_does(ranks, has_fsdp2, cases):
     """Losses, gradient norms, weights and optimiser state don't depend on ranks, strategy or micro-batches."""
-    for results in run_ranks(ranks, run, *cases):
+    for results in run_ranks(ranks, trajectories, has_fsdp2, cases):
         for (how, _), (records, tensors) in zip(cases, results):
-            expected, expected_tensors = one_process(how.get("muon"), how.get("layers", 3))
+            like = {name: how[name] for name in ("optimizer", "config") if name in how}
+            expected, expected_tensors = one_process(**like)
             torch.testing.assert_close(records, expected, rtol=2e-5, atol=2e-5, msg=str(how))
             torch.testing.assert_close(
                 tensors, expected_tensors, rtol=1e-3, atol=2e-5, msg=str(how)
@@ -110,7 +108,7 @@ def in_half_precision(world, how):
 @pytest.mark.parametrize("how, gathered", [(DDP, torch.float32), (FSDP, torch.bfloat16)], ids=str)
 def test_a_step_in_bf16_is_near_that_in_fp32_and_its_recurrence_stays_fp32(how, gathered):
     """Projections are in bf16 if they were gathered so. What is kept is in fp32."""
-    (loss, norm, _), *_ = one_process(False)[0]
+    (loss, norm, _), *_ = one_process()[0]
     for half_loss, half_norm, seen, kept in run_ranks(2, in_half_precision, how):
         assert half_loss == pytest.approx(loss, rel=5e-3)
         assert half_norm == pytest.approx(norm, rel=3e-2)
@@ -144,120 +142,18 @@ def test_what_is_not_finite_on_one_rank_reaches_the_weights_of_none():
             assert found == [(True, False), *refused, (True, False)], case
 
 
-def broken_off(world, run, how):
-    """Whether the tensors after three steps are those after two and a third one of a resumed run."""
-    parallel, optimizer = build(world, **how)
-    train(world, parallel, optimizer, range(2))
-    checkpointer = open_run(run, world)
-    checkpointer.save(2, parallel.shards(optimizer), {})
-    checkpointer.wait()
-    train(world, parallel, optimizer, [2])
-    unbroken = whole(world, parallel.shards(optimizer))
-
-    parallel, optimizer = build(world, **how)
-    shards = parallel.shards(optimizer)
-    open_run(run, world).resume(shards)
-    parallel.set_optimizer_steps(optimizer, 2)
-    train(world, parallel, optimizer, [2])
-    return equal(unbroken, whole(world, shards))
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path):
-    """On three ranks, where the order of a sum matters: DDP's buckets must be those of later steps."""
-    cases = [(tmp_path / str(number), how) for number, how in enumerate((DDP, FSDP | MUON))]
-    for results in run_ranks(3, each, broken_off, *cases):
-        assert results == [True, True]
-
-
-def layout(world, how):
+def share_held(world, how):
+    """How much of the tensors that sharding cuts lies on this rank."""
     parallel, _ = build(world, **how)
-    shards = parallel.shards()
-    cut = [shard for shard in shards if not shard.name.endswith(WHOLE)]
-    replicas = [(shard.replicas, shard.replica_index) for shard in cut]
+    cut = [shard for shard in parallel.shards() if not shard.name.endswith(WHOLE)]
     held = sum(shard.data.numel() for shard in cut)
-    wanted = sum(math.prod(shard.shape) for shard in cut)
-    tied = parallel.model.lm_head.weight is parallel.model.backbone.embedding.weight
-    everywhere = {shard.replicas for shard in shards if shard.name.endswith(WHOLE)}
-    return {*replicas}, everywhere, held, wanted, tied
+    return held / sum(math.prod(shard.shape) for shard in cut)
 
 
-@pytest.mark.parametrize(
-    "ranks, how, group",
-    [(3, FSDP, 3), (4, HSDP, 2), (2, DDP, 1)],
-    ids=["fsdp", "hsdp", "ddp"],
-)
-def test_each_rank_holds_its_share_and_knows_who_else_does(ranks, how, group):
-    """Evenly but for rows; replicas are numbered, tied weights stay tied."""
-    for rank, found in enumerate(run_ranks(ranks, layout, how)):
-        replicas, everywhere, held, wanted, tied = found
-        assert replicas == {(ranks // group, rank // group)} and everywhere == {ranks} and tied
-        assert held <= wanted / group + 24 * 12
-
-
-def gradients_sent(world, how):
-    """How many collectives for gradients each of three micro-batches issues, as [(reduce-scatters, all-reduces)]."""
-    parallel, _ = build(world, **how)
-    calls = {"scatter": 0, "all": 0}
-
-    def counting(original, kind):
-        def count(*arguments, **named):
-            calls[kind] += 1
-            return original(*arguments, **named)
-
-        return count
-
-    for name in dir(dist):
-        if "reduce_scatter" in name:
-            setattr(dist, name, counting(getattr(dist, name), "scatter"))
-    dist.all_reduce = counting(dist.all_reduce, "all")
-    seen = []
-    batch = torch.zeros(1, 4, dtype=torch.long)
-    for index in range(3):
-        calls.update(scatter=0, all=0)
-        with parallel.accumulate(last=index == 2):
-            parallel.module(batch, labels=batch).backward()
-        seen.append((calls["scatter"], calls["all"]))
-    return seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "ranks, how, at_once",
-    [
-        (2, FSDP, True),
-        (4, HSDP, True),
-        (2, DDP, False),
-        (4, HSDP | UNSHARDED, False),
-    ],
-    ids=str,
-)
-def test_gradients_travel_when_they_should(ranks, how, at_once):
-    """Each micro-batch's at once over the shard group, so that only a share waits; or all with the last one."""
-    for first, second, last in run_ranks(ranks, gradients_sent, how):
-        assert first == second and sum(last) > 0
-        assert (first[0] > 0) == at_once
-        if HAS_FSDP2 or not at_once:
-            assert first[1] == 0
-
-
-def recomputed(world, share):
-    parallel, _ = build(
-        world,
-        layers=6,
-        strategy="none",
-        fsdp_activation_checkpointing=True,
-        selective_checkpointing=share,
-    )
-    calls = []
-    for index, block in enumerate(parallel.model.backbone.layers):
-        block.mixer.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
-    batch = torch.zeros(2, 5, dtype=torch.long)
-    parallel.module(batch, labels=batch).backward()
-    trained = [calls.count(index) - 1 for index in range(6)]
-    with torch.no_grad():
-        parallel.module(batch, labels=batch)
-    return trained, len(calls)
+@pytest.mark.parametrize("ranks, how, parts", [(3, FSDP, 3), (4, HSDP, 2)], ids=["fsdp", "hsdp"])
+def test_each_rank_holds_its_share(ranks, how, parts):
+    for share in run_ranks(ranks, share_held, how):
+        assert share == pytest.approx(1 / parts, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -265,32 +161,23 @@ def recomputed(world, share):
     [("1", [1, 1, 1, 1, 1, 1]), ("1/2", [1, 0, 1, 0, 1, 0]), ("1/3", [0, 1, 0, 0, 1, 0])],
 )
 def test_the_chosen_share_of_blocks_recomputes(share, expected):
-    """Block i (from 1) recomputes when i * share reaches 0.5, 1.5, 2.5, ...; nothing recomputes without gradients."""
-    trained, calls = recomputed(start_world(), share)
-    assert trained == expected
-    assert calls == 6 + sum(expected) + 6
+    """Block i (from 1) recomputes when i * share reaches 0.5, 1.5, 2.5, ..."""
+    assert choose_recomputed(6, Fraction(share)) == expected
 
 
-def test_torch_compile_gets_blocks_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatch):
-    """If it is asked for. Tracing through the autograd functions of libraries breaks graphs or fails."""
-    names = {
-        name
-        for name, _ in inspect.getmembers(fused, inspect.isfunction)
-        if name[0] != "_" and name not in {"why_not", "check_reach"}
-    }
-    for name in names:
+def test_torch_compile_gets_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatch):
+    """Tracing through the autograd functions of libraries breaks graphs or fails."""
+    for name in fused.FUNCTIONS:
         monkeypatch.setattr(fused, name, getattr(fused, name))  # as it is again at the end
     plain = loss.chunk_loss
     monkeypatch.setattr(loss, "on_device", plain)
     monkeypatch.setattr(torch, "compile", Mock())
-    for asked in (False, True):
-        build(start_world(), strategy="none", layers=40, use_torch_compile=asked)
-        assert torch.compile.call_count == 40 * asked and loss.on_device is plain
-    assert torch._dynamo.config.cache_size_limit == 8 * 40
+    compile_blocks([], CPU)
+    assert loss.on_device is plain
     compile_blocks([], torch.device("cuda"))
-    torch.compile.assert_called_with(plain, dynamic=False)
+    torch.compile.assert_called_once_with(plain, dynamic=False)
     assert loss.on_device is torch.compile.return_value
-    assert all(getattr(fused, name)._torchdynamo_disable for name in names)
+    assert all(getattr(fused, name)._torchdynamo_disable for name in fused.FUNCTIONS)
 
 
 @pytest.mark.parametrize(
@@ -335,4 +222,4 @@ def test_what_does_not_fit_is_refused(how, word):
 def test_fsdp_needs_no_launcher():
     """One process that no torchrun has started can shard, and trains as without."""
     [(records, _)] = run_ranks(1, trajectory, FSDP, 2, launched=False)
-    torch.testing.assert_close(records, one_process(False)[0], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(records, one_process()[0], rtol=2e-5, atol=2e-5)

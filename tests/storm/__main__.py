@@ -2,30 +2,45 @@
 
     python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp,context]
 
-A round is a kill: of one rank, of all, or of their launcher; at the n-th file operation of a kind (saving, committing,
-pruning, consolidating and all else that touches the run folder), after a step, or at any time. The moments follow from
-the seed, those of a time but for the machine's mood. Ranks are forked from this process, which has imported all they
-need.
+A round is a kill: of one rank or, as if their launcher had died, of all; at the n-th file operation of a kind (saving,
+committing, pruning, consolidating and all else that touches the run folder), after a step, or at any time. The moments
+follow from the seed, those of a time but for the machine's mood.
 """
 
 import argparse
 import json
-import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from tests.storm import rank
+from tests.support.checkpoints import metrics_of
+from tests.support.corpora import write_learnable
+from tests.support.forked import start_ranks
+from tests.support.processes import wait_until
+from tests.support.tiny import TINY, as_words
 
 # DDP: from three on the order of a sum matters. context: fsdp whose ranks share each sequence.
 RANKS = {"ddp": 3, "fsdp": 2, "hsdp": 4, "context": 2}
 STEPS = 8
-SECONDS_TO_END = 400  # for ranks whose launcher or peer is gone, on however busy a machine
-TIMES = ("tokens_per_second", "mfu", "delaying_rank", "seconds", "goodput", "memory_gb", "gpu_")
+SETTINGS = {
+    **TINY,
+    "kernels": "auto",
+    "batch_size": 1,
+    "global_batch_size": 12,
+    "eval_interval": 5,
+    "eval_batches": 1,
+    "checkpoint_interval": 1,
+    "keep_checkpoints": 2,
+    "deterministic": True,
+    "num_steps": STEPS,
+}
+SECONDS_TO_END = 400  # for ranks of which one is gone, on however busy a machine
+OF_RANK_0 = ("os.rename", "os.remove", "os.mkdir", "publish")
+MOMENTS = ("time", "step", "open", *OF_RANK_0)
+LAST = {"step": 5, "open": 60, "os.remove": 20, "publish": 6}  # of those that are counted; else 8
 
 
 def main(words):
@@ -40,8 +55,8 @@ def main(words):
     print(f"seed {given.seed}: {given.rounds} rounds", flush=True)
     with tempfile.TemporaryDirectory(prefix="storm-") as place:
         folder = Path(place)
-        rank.make_data(folder)
-        rank.import_all()
+        write_learnable(folder / "data/train", 0, 60)
+        write_learnable(folder / "data/validation", 1, 20)
         for number, strategy in enumerate(strategies):
             begin = given.rounds * number // len(strategies)
             end = given.rounds * (number + 1) // len(strategies)
@@ -55,108 +70,78 @@ class Storm:
 
     def __init__(self, folder, strategy, choose):
         self.folder = folder
-        self.strategy = strategy
         self.choose = choose
         self.ranks = RANKS[strategy]
-        self.starts = 0
+        self.per_node = 2 if strategy == "hsdp" else self.ranks
+        self.settings = {**SETTINGS, "dataset_path": folder.parent / "data"}
+        if strategy == "context":
+            self.settings |= {"sharding_strategy": "fsdp", "context_parallel": self.ranks}
+        else:  # Gated DeltaNet can't share sequences
+            self.settings |= {"sharding_strategy": strategy, "layers": "mamba1,gdn+mlp"}
         folder.mkdir()
 
     def rage(self, rounds):
-        code, _ = self.start("whole")
-        assert code == 0, self.said()
-        expected, number = self.left_by("whole"), 0
+        assert self.start("whole")
+        expected = self.left_by("whole")
+        number = 0
         while rounds:
-            run, number = f"killed-{number}", number + 1
-            while True:
-                kill = self.choose_kill() if rounds else None
-                rounds -= bool(kill)
-                code, seconds = self.start(run, kill)
-                print(
-                    f"{self.strategy} {run} start {self.starts} {kill}: code {code}, the last rank ended after "
-                    f"{seconds:.2f} s",
-                    flush=True,
-                )
-                assert seconds < SECONDS_TO_END, f"a rank lived on\n{self.said()}"
-                if code == 0:
-                    break
-                if kill is None:
-                    assert (self.folder / f"start-{self.starts}" / "fired").exists(), self.said()
+            run = f"killed-{number}"
+            number += 1
+            is_over = False
+            while not is_over:
+                kill = None
+                if rounds:
+                    kill = self.choose_kill(run)
+                    rounds -= 1
+                is_over = self.start(run, kill)
             found = self.left_by(run)
             wrong = [name for name in expected if expected[name] != found.get(name)]
-            assert not wrong, f"{self.strategy} {run}: other {', '.join(wrong)}"
+            assert not wrong, f"{run}: other {', '.join(wrong)}"
             shutil.rmtree(self.folder / run)
 
-    def choose_kill(self):
-        """{"whom", "rank", and the moment}: the n-th file operation of a kind, a step, or seconds after the first."""
-        kill = {
-            "whom": self.choose.choice(["rank", "rank", "all", "launcher"]),
-            "rank": self.choose.randrange(self.ranks),
-        }
-        at = self.choose.choice(
-            ["time", "step", "open", "os.rename", "os.remove", "os.mkdir", "publish"]
-        )
+    def choose_kill(self, run):
+        """The moment: the n-th file operation of a kind, a step, or seconds after the first; which rank it kills, and
+        whether all others too."""
+        at = self.choose.choice(MOMENTS)
+        nth = self.choose.randint(1, LAST.get(at, 8))
         if at == "time":
-            return {**kill, "at": at, "nth": round(self.choose.uniform(0, 0.6), 3)}
-        if at == "publish":
-            return {**kill, "rank": 0, "at": at, "nth": self.choose.randint(1, 6)}
-        if at in ("os.rename", "os.remove", "os.mkdir"):
-            kill["rank"] = 0
+            nth = self.choose.uniform(0, 0.6)
         return {
-            **kill,
             "at": at,
-            "nth": self.choose.randint(1, {"step": 5, "open": 60, "os.remove": 20}.get(at, 8)),
+            "nth": nth,
+            "rank": 0 if at in OF_RANK_0 else self.choose.randrange(self.ranks),
+            "all": self.choose.random() < 0.5,
+            "folder": str(self.folder / run),
         }
 
     def start(self, run, kill=None):
-        """(exit code of the launcher, seconds from the first death to the last) of a start of the run."""
-        self.starts += 1
-        scratch = self.folder / f"start-{self.starts}"
-        scratch.mkdir()
-        task = {
-            "run": str(self.folder / run),
-            "data": str(self.folder.parent / "data"),
-            "kill": kill,
-            "scratch": str(scratch),
-            "strategy": self.strategy,
-            "ranks": self.ranks,
-            "steps": STEPS,
-            "async": self.choose.random() < 0.6,
-        }
-        launcher = rank.fork(rank.launch, task)
-        _, status = os.waitpid(launcher, 0)
-        ended = time.monotonic()
-        while rank.living(scratch):
-            if time.monotonic() > ended + SECONDS_TO_END:
-                for pid in rank.living(scratch):
-                    os.kill(pid, signal.SIGUSR2)  # its stacks go to its log
-                time.sleep(1)
-                for pid in rank.living(scratch):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-        first = scratch / "fired"
-        code = os.waitstatus_to_exitcode(status)
-        return code, time.time() - first.stat().st_mtime if code and first.exists() else 0.0
-
-    def said(self):
-        """The logs of the last start."""
-        scratch = self.folder / f"start-{self.starts}"
-        return "\n".join(
-            f"--- {log}\n{log.read_text()[-3000:]}" for log in sorted(scratch.glob("*.log"))
-        )
+        """Whether a start of the run came to its end. As torchrun it asks the others to stop if a rank fails."""
+        settings = self.settings | {"save_ckpt_path": self.folder / run}
+        settings["async_checkpoint"] = self.choose.random() < 0.6
+        words = [json.dumps(kill), *as_words(settings)]
+        program = ("-m", "tests.storm.rank")
+        ranks = start_ranks(self.ranks, words, program, per_node=self.per_node)
+        try:
+            wait_until(lambda: any(rank.poll() is not None for rank in ranks), "a rank ends")
+            if any(rank.poll() for rank in ranks):
+                for rank in ranks:
+                    rank.send_signal(signal.SIGKILL if kill and kill["all"] else signal.SIGTERM)
+            said = [rank.communicate(SECONDS_TO_END)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        codes = [rank.returncode for rank in ranks]
+        print(f"{run}: {kill}: {codes}", flush=True)
+        assert not any(codes) or -signal.SIGKILL in codes, "\n".join(said)
+        return not any(codes)
 
     def left_by(self, run):
         """What a finished run has left, without times: weights and moments as bytes, metrics."""
         folder = self.folder / run
-        files = sorted(
-            [*folder.glob(f"checkpoints/step_{STEPS:08d}/rank_*"), *folder.glob("pth/*/*.pth")]
-        )
+        files = [*folder.glob(f"checkpoints/step_{STEPS:08d}/rank_*"), *folder.glob("pth/*/*.pth")]
         left = {file.name: file.read_bytes() for file in files}
         assert len(left) == self.ranks + 1, sorted(left)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        left["metrics"] = [
-            {key: value for key, value in line.items() if not any(word in key for word in TIMES)}
-            for line in lines
-        ]
+        left["metrics"] = metrics_of(folder)
         return left
 
 

@@ -10,6 +10,7 @@ checkpoints.
 """
 
 import itertools
+import multiprocessing
 import os
 import shutil
 import signal
@@ -23,12 +24,12 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import lease
 from mamba_fsdp.trainer.run_folder import RunFolder
-from tests.storm import rank
-from tests.support.checkpoints import WORLD, make_checkpoints, problems, shards_of
+from tests.support.checkpoints import WORLD, make_checkpoints, problems, quiet, shards_of
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir")
 # Steps that stand in the folder when the first run begins; 6 is broken.
 BEGINNINGS = {"new": [4, 5], "broken": [4, 5, 6]}
+FORKED = multiprocessing.get_context("fork")
 
 
 def main(words):
@@ -61,8 +62,9 @@ def storm(place, beginning, finishes, calls):
 
 def freeze(run, calls, number, finishes):
     """Whether a run made so many of these calls; it stood still before the last of them."""
-    frozen = rank.fork(be_frozen, run, calls, number, finishes)
-    _, status = os.waitpid(frozen, os.WUNTRACED)
+    process = FORKED.Process(target=be_frozen, args=(run, calls, number, finishes))
+    process.start()
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
     if not os.WIFSTOPPED(status):
         assert os.waitstatus_to_exitcode(status) == 0
         return False
@@ -75,8 +77,8 @@ def freeze(run, calls, number, finishes):
         folder.write_status("finished", 7)
         folder.lease.close()
     left = files_of(run)
-    os.kill(frozen, signal.SIGCONT)
-    os.waitpid(frozen, 0)
+    os.kill(process.pid, signal.SIGCONT)
+    os.waitpid(process.pid, 0)
     found = files_of(run)
     lost = [name for name in left if found.get(name) != left[name]]
     assert not lost, f"lost or changed: {lost}"
@@ -100,7 +102,7 @@ def acquire(run, patience):
 
 
 def checkpointer_of(folder, keep):
-    return Checkpointer(folder.path, WORLD, folder.lease, keep=keep, report=lambda text: None)
+    return Checkpointer(folder.path, WORLD, folder.lease, keep=keep, report=quiet)
 
 
 def save(checkpointer, step, value):

@@ -16,8 +16,10 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.layout import committed, step_name
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, LEASE
+from mamba_fsdp.run.records import read
 
 WORLD = World.alone()
+TIMES = ("tokens_per_second", "mfu", "delaying_rank", "seconds", "goodput", "memory_gb")
 
 
 def quiet(text):
@@ -107,8 +109,15 @@ def problems(checkpoint):
     return verify(checkpoint, WORLD)
 
 
-def equal(first, second):
-    """Of two models' weights: whether they are the same to the bit."""
-    if first.keys() != second.keys():
-        return False
-    return all(torch.equal(first[name], second[name]) for name in first)
+def metrics_of(run):
+    """The entries of a run's metrics.jsonl without times, rates and memory, in which equal runs differ."""
+    entries = read(run / "metrics.jsonl")
+    return [
+        {key: value for key, value in entry.items() if not any(word in key for word in TIMES)}
+        for entry in entries
+    ]
+
+
+def weights_of(run):
+    """{name: tensor} of a run's last consolidated file."""
+    return torch.load(sorted(run.glob("pth/step_*/consolidated.00.pth"))[-1], weights_only=True)

@@ -59,6 +59,20 @@ def write_store(path, documents, **how):
     return writer.finish()
 
 
+def write_learnable(path, seed, documents, tokenizer="ids:of the corpus"):
+    """Documents of random length in which each token mostly follows from the one before: something to learn."""
+    random = np.random.default_rng(seed)
+    written = []
+    for _ in range(documents):
+        tokens = [int(random.integers(1, 64))]
+        for _ in range(int(random.integers(5, 120))):
+            follows = random.random() < 0.8
+            next_token = 1 + (tokens[-1] * 5 + 3) % 63 if follows else random.integers(1, 64)
+            tokens.append(int(next_token))
+        written.append(tokens)
+    write_store(path, written, vocab_size=64, eos=0, tokenizer=tokenizer)
+
+
 def read_back(store):
     """A store's documents as text."""
     store = TokenStore(store)

@@ -60,32 +60,6 @@ def random_documents(batch, length):
     return starts.int().cumsum(1).int()
 
 
-def assert_no_leak(operator, tensors, boundary, names):
-    """Whatever one of two documents holds, the other's outputs and gradients stay bitwise the same, both ways.
-
-    operator(tensors) -> output; names: of those tensors that have a length; boundary: where the second document starts.
-    """
-
-    def run(changed):
-        values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        for name in names:
-            values[name][:, changed] = 1000 * values[name][:, changed].flip(1) + 3
-            values[name].requires_grad_()
-        output = operator(**values)
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
-        weights[:, changed] *= -5
-        gradients = torch.autograd.grad((output * weights).sum(), [values[name] for name in names])
-        return output.detach(), *gradients
-
-    first = slice(0, boundary)
-    second = slice(boundary, None)
-    before = run(slice(0, 0))
-    for changed, kept in ((first, second), (second, first)):
-        for old, new in zip(before, run(changed)):
-            assert torch.equal(old[:, kept], new[:, kept])
-            assert not torch.equal(old[:, changed], new[:, changed])
-
-
 def ssd_values(randn, batch, length, heads, headdim, groups, d_state):
     """The SSD's inputs by name, of numbers that randn(*shape) draws."""
     return dict(

@@ -14,7 +14,6 @@ from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.settings.train_config import OptimizerConfig, ParallelConfig, TrainConfig
@@ -26,7 +25,7 @@ from tests.support.ports import rank_environment
 
 RATE = 0.01
 # No number of ranks divides the rows of its matrices.
-SIZES = {"d_model": 21, "d_state": 3, "vocab_size": 50, "pad_vocab_size_multiple": 1}
+SMALL = ModelConfig(d_model=21, d_state=3, vocab_size=50, pad_vocab_size_multiple=1, n_layer=3)
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
 PROCESSES = multiprocessing.get_context(
     "forkserver"
@@ -125,23 +124,24 @@ class Scaled(MambaLM):
 
 
 def build(
-    world, strategy, dtype=torch.float32, tie=True, layers=3, shard_size=None, muon=False, **how
+    world,
+    strategy,
+    dtype=torch.float32,
+    config=SMALL,
+    shard_size=None,
+    optimizer="adamw",
+    **how,
 ):
-    """(filled ParallelModel of a small language model, its AdamW or Muon). shard_size: ranks of a node. how: settings of
-    ParallelConfig."""
+    """(filled ParallelModel, its optimiser). shard_size: ranks of a node. how: settings of ParallelConfig."""
     if shard_size:
         world = dataclasses.replace(world, local_size=shard_size)
     settings = ParallelConfig(sharding_strategy=strategy, **how)
-    config = ModelConfig(tie_embeddings=tie, n_layer=layers, **SIZES)
     with torch.device("meta"):
         model = Scaled(config, compute_dtype=dtype)
     parallel = parallelize(model, settings, world=world, compute_dtype=dtype)
     fill_at_random(TrainConfig(config), parallel)
-    if muon:
-        settings = OptimizerConfig(optimizer="muon")
-        return parallel, make_optimizer(parallel, parameters(config), settings, dtype)
-    weights = parallel.parameters().values()
-    return parallel, torch.optim.AdamW(weights, fused=has_fused_adamw(world.device) or None)
+    settings = OptimizerConfig(optimizer=optimizer)
+    return parallel, make_optimizer(parallel, parameters(config), settings, dtype)
 
 
 def tokens(step):

@@ -1,39 +1,22 @@
 """A tiny corpus, and tiny runs on it in this process."""
 
-import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mamba_fsdp
 from mamba_fsdp.data.tokenizer import TextTokenizer
-from mamba_fsdp.run import records
 from tests.support import corpora
 from tests.support.tiny import TINY, resolved
-
-
-def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
-    """Documents of random length in which each token mostly follows from the one before: something to learn."""
-    random = np.random.default_rng(seed)
-    written = []
-    for _ in range(documents):
-        tokens = [int(random.integers(1, 64))]
-        for _ in range(int(random.integers(5, 120))):
-            follows = random.random() < 0.8
-            next_token = 1 + (tokens[-1] * 5 + 3) % 63 if follows else random.integers(1, 64)
-            tokens.append(int(next_token))
-        written.append(tokens)
-    corpora.write_store(path, written, vocab_size=64, eos=0, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A folder with the stores train and validation, other/train, and foreign/train, whose tokenizer is another."""
     root = tmp_path_factory.mktemp("corpus")
-    write_store(root / "train", 0, 200)
-    write_store(root / "validation", 1, 20)
-    write_store(root / "other" / "train", 2, 50)
-    write_store(root / "foreign" / "train", 2, 50, tokenizer="ids:of others")
+    corpora.write_learnable(root / "train", 0, 200)
+    corpora.write_learnable(root / "validation", 1, 20)
+    corpora.write_learnable(root / "other" / "train", 2, 50)
+    corpora.write_learnable(root / "foreign" / "train", 2, 50, tokenizer="ids:of others")
     return root
 
 
@@ -53,16 +36,13 @@ def word_tokenizer(vocabulary):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    """A folder with the stores a and b, which hold the same tokens, of different tokenizers; and unknown, which does not
-    say of which."""
+    """A folder with the stores a and b, which hold the same tokens, of different tokenizers."""
     root = tmp_path_factory.mktemp("texts")
-    for name, vocabulary in (("a", WORDS), ("b", OTHER_WORDS), ("unknown", WORDS)):
+    for name, vocabulary in (("a", WORDS), ("b", OTHER_WORDS)):
         tokenizer = TextTokenizer(word_tokenizer(vocabulary), END)
-        identity = tokenizer.identity if name != "unknown" else "none"
         for seed, part in enumerate(("train", "validation")):
-            write_store(root / name / part, seed, 20, tokenizer=identity)
-            if name != "unknown":
-                tokenizer.save(root / name / part / "tokenizer")
+            corpora.write_learnable(root / name / part, seed, 20, tokenizer=tokenizer.identity)
+            tokenizer.save(root / name / part / "tokenizer")
     return root
 
 
@@ -96,61 +76,3 @@ def train(corpus, tiny_file, capsys):
         return capsys.readouterr().out
 
     return run_here
-
-
-@pytest.fixture
-def change_loss(monkeypatch):
-    """change_loss(new): the loss of a micro-batch becomes new(the run's TrainState, what gives the true loss)."""
-
-    def change(new):
-        from mamba_fsdp.trainer import loop
-
-        train, true_loss = loop.train, loop.batch_loss
-
-        def changed_train(context, *rest):
-            monkeypatch.setattr(
-                loop, "batch_loss", lambda *batch: new(context.state, lambda: true_loss(*batch))
-            )
-            return train(context, *rest)
-
-        monkeypatch.setattr(loop, "train", changed_train)
-
-    return change
-
-
-@pytest.fixture
-def weights_of():
-    """weights_of(run) -> {name: tensor} of its last consolidated file."""
-
-    def read(run):
-        return torch.load(sorted(run.glob("pth/step_*/consolidated.00.pth"))[-1], weights_only=True)
-
-    return read
-
-
-TIMES = (
-    "tokens_per_second",
-    "mfu",
-    "goodput",
-    "goodput_of_commands",
-    "delaying_rank",
-    "largest_delay_seconds",
-    "median_delay_seconds",
-    "tokens_per_second_per_device",
-    "data_wait_seconds",
-    "checkpoint_stall_seconds",
-    "memory_gb",
-)
-
-
-@pytest.fixture
-def metrics_of():
-    """metrics_of(run) -> its metrics without times and rates."""
-
-    def read(run):
-        return [
-            {key: value for key, value in entry.items() if key not in TIMES}
-            for entry in records.read(run / "metrics.jsonl")
-        ]
-
-    return read

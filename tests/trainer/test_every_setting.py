@@ -2,14 +2,12 @@
 
 import re
 import shutil
-import sys
-from unittest.mock import Mock
 
 import pytest
-import torch
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings import resolve
+from tests.support.checkpoints import metrics_of
 
 # What must be set for the settings of these sections to matter: one short run for as many as possible.
 USUAL = {"num_steps": 3, "eval_interval": 0, "checkpoint_interval": 9, "publish": False}
@@ -93,10 +91,8 @@ OTHER_VALUES = [
             "seed": 1,
             "mixed_precision": "bf16",
             "kernels": "auto",
-            "deterministic": True,
             "publish": True,
             "sharding_strategy": "fsdp",
-            "use_torch_compile": True,
             "report_interval": 3,
             "tracker": "tensorboard",
         },
@@ -123,22 +119,15 @@ OTHER_VALUES = [
             "keep_every": 2,
         },
     ),
-    (
-        USUAL | {"tracker": "wandb"},
-        {
-            "wandb_project": "mine",
-            "wandb_name": "mine",
-        },
-    ),
 ]
 CASES = [(name, value, common) for common, values in OTHER_VALUES for name, value in values.items()]
 # Those whose effect takes more than a short run of one process, and the test that shows it.
 SHOWN_BY = {
     "num_workers": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
     "prefetch": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
-    "fsdp_activation_checkpointing": "parallel/test_strategies.py::test_the_chosen_share_of_blocks_recomputes",
-    "selective_checkpointing": "parallel/test_strategies.py::test_the_chosen_share_of_blocks_recomputes",
-    "accumulate_unsharded": "parallel/test_strategies.py::test_gradients_travel_when_they_should",
+    "fsdp_activation_checkpointing": "trainer/test_simulate.py::test_what_a_device_holds_is_what_was_expected",
+    "selective_checkpointing": "trainer/test_simulate.py::test_what_a_device_holds_is_what_was_expected",
+    "accumulate_unsharded": "trainer/test_simulate.py::test_gradients_travel_when_they_should",
     "context_parallel": "trainer/test_ranks.py::test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process",
     "timeout_minutes": "trainer/test_ranks.py::test_a_rank_that_waits_in_vain_ends_with_where_it_stands",
     "eval_prompts": "trainer/test_samples.py::test_samples_are_what_generate_writes_and_change_nothing",
@@ -149,7 +138,11 @@ SHOWN_BY = {
     "resuming_dataset": "trainer/test_runs.py::test_starting_from_another_run",
     "init_from": "trainer/test_starting_point.py::test_what_a_run_began_with_may_be_gone",
     "max_failed_saves": "trainer/test_failing_saves.py::test_a_run_that_can_t_save_stops",
-    "async_checkpoint": "trainer/test_failing_saves.py::test_training_continues_and_saves_when_it_can_again",
+    "async_checkpoint": "trainer/test_failing_saves.py::test_a_run_that_can_t_save_stops",
+    "wandb_project": "reporting/test_trackers.py::test_names_are_those_of_the_settings_then_of_the_environment",
+    "wandb_name": "reporting/test_trackers.py::test_names_are_those_of_the_settings_then_of_the_environment",
+    "deterministic": "trainer/test_first_use.py::test_what_a_run_asks_for_is_chosen_again_where_it_has_changed",
+    "use_torch_compile": "parallel/test_strategies.py::test_every_strategy_trains_as_one_process_does",
     "use_profiler": "trainer/test_profiling.py::test_a_run_says_where_its_time_goes",
 }
 
@@ -170,26 +163,10 @@ def known():
 
 
 @pytest.fixture
-def effects(train, metrics_of, tmp_path, change_loss, monkeypatch):
+def effects(train, tmp_path):
     """effects(settings) -> (the losses of a run with them, the files it leaves, all else that tells it from others)."""
-    others = []
-
-    def loss(state, true_loss):
-        others.append(torch.are_deterministic_algorithms_enabled())
-        return true_loss()
-
-    change_loss(loss)
-    compile_blocks = Mock()
-    monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", compile_blocks)
-    wandb = Mock()
-    wandb.setup.return_value.settings.mode = "offline"
-    wandb.init.return_value.resumed = False
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
 
     def run_with(given):
-        others.clear()
-        wandb.init.reset_mock()
-        compile_blocks.reset_mock()
         folder = tmp_path / "run"
         shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -202,9 +179,7 @@ def effects(train, metrics_of, tmp_path, change_loss, monkeypatch):
         ]
         files = {re.sub("tfevents.*", "tfevents", path.name) for path in folder.rglob("[!.]*")}
         lines = [line for line in said.splitlines() if not line.startswith("step")]
-        for call in wandb.init.call_args_list:
-            others.append((call.kwargs["project"], call.kwargs["name"]))
-        return losses, files, [entries, lines, compile_blocks.called, *others]
+        return losses, files, [entries, lines]
 
     return run_with
 

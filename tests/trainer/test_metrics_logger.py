@@ -7,20 +7,18 @@ import pytest
 
 from mamba_fsdp.run.records import read
 from mamba_fsdp.trainer import loop
-from mamba_fsdp.trainer.clock import Clock
+from mamba_fsdp.trainer.clock import Clock, delays
 
 PEAK_FLOPS = 1e10
 LABELS = 1314  # of the validation store
-DIGITS = {
-    "goodput": 4,
-    "goodput_of_commands": 4,
-    "tokens_per_second": 1,
-    "tokens_per_second_per_device": 1,
-    "mfu": 4,
-    "memory_gb": 3,
-    "data_wait_seconds": 6,
-    "checkpoint_stall_seconds": 6,
-}
+POSITIVE = (
+    "goodput",
+    "goodput_of_commands",
+    "tokens_per_second",
+    "mfu",
+    "data_wait_seconds",
+    "checkpoint_stall_seconds",
+)
 
 
 @pytest.fixture
@@ -58,8 +56,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
     assert report["tokens_per_second_per_device"] == rate and report["goodput"] < 1
     assert report["mfu"] == pytest.approx(rate * flops_per_token[0] / PEAK_FLOPS, abs=1e-4)
     assert 0.01 < report["memory_gb"] < 1000 and report["goodput_of_commands"] < 1
-    for name, digits in DIGITS.items():
-        assert 0 < report[name] == round(report[name], digits), name
+    assert all(report[name] > 0 for name in POSITIVE)
     first, second, *_ = re.findall("^step .*", said, flags=re.M)
     loss, perplexity = validation["val_loss"], validation["val_perplexity"]
     assert first.startswith(f"step 0: validation loss {loss:.4f}, perplexity {perplexity:.2f} (")
@@ -70,10 +67,11 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
 
 
 def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
-    """And a rank's own seconds are those between a step's sum over ranks and the next forward pass."""
+    """And a rank's own seconds, which tell whom the others wait for, are those between a step's sum over ranks and the next
+    forward pass."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    clock = Clock(0, ranks=2)
+    clock = Clock(1, ranks=2)
     for saving, own, passes in ((50, 1, 8), (0, 2, 9)):
         with clock.paused():
             now[0] += saving
@@ -81,4 +79,6 @@ def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
         before = clock.own_seconds()
         now[0] += passes
         clock.meet([before, 3.0])
-    assert clock.seconds_per_step(2) == (10.0, [1.5, 3.0]) and clock.mean_seconds(2) == 10.0
+    assert clock.seconds_per_step(3) == (10.0, [1.5, 3.0]) and clock.mean_seconds(3) == 10.0
+    largest = {"delaying_rank": 1, "largest_delay_seconds": 3.0}
+    assert delays([1.5, 3.0]) == {**largest, "median_delay_seconds": 2.25}

@@ -8,7 +8,6 @@ import pytest
 from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.data.tokenizer import train
 from mamba_fsdp.interop.places import find_origin
-from mamba_fsdp.run.lease import new_folder
 from mamba_fsdp.settings.resolve import check_run_folder, resolve_settings
 from mamba_fsdp.storage import patience
 from mamba_fsdp.trainer.run_folder import RunFolder
@@ -98,14 +97,6 @@ def test_what_a_run_starts_from_is_found(place, withstand, name):
         return find_origin(settings.checkpoint)
 
     withstand(scenario, prepare)
-
-
-def test_a_new_folder_is_made_whole(place, withstand):
-    def scenario(_):
-        with new_folder(place / "models" / "out") as unfinished:
-            patience.retry_io((unfinished / "part").touch, unfinished)
-
-    withstand(scenario)
 
 
 def test_a_stop_file_is_used_up(place, withstand):

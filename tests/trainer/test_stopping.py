@@ -8,8 +8,6 @@ import pytest
 from mamba_fsdp.run.names import OLD_STOP, START, stop_mark
 from mamba_fsdp.run.records import read, read_status
 from mamba_fsdp.trainer import setup, stopping
-from mamba_fsdp.verbs.train import exit_code
-from tests.support.checkpoints import equal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
@@ -21,17 +19,6 @@ def test_a_signal_is_a_request_and_the_old_handler_comes_back(tmp_path, number):
         os.kill(os.getpid(), number)
         assert stop.look() and stop.reason == number.name
     assert signal.getsignal(number) == before
-
-
-def test_under_nohup_a_terminal_that_closes_is_no_request(tmp_path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stopping.StopRequest(tmp_path, True) as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.look()
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_two_signals_are_one_request_but_a_second_ctrl_c_does_not_wait(tmp_path, capsys):
@@ -60,6 +47,14 @@ def test_the_stop_file_is_seen_by_rank_0_and_removed_at_the_end(
     assert not (tmp_path / "STOP").exists()
 
 
+def test_a_stop_file_that_replaces_an_old_one_is_a_request(tmp_path):
+    (tmp_path / "STOP").touch()
+    stop = stopping.StopRequest(tmp_path, True)
+    (tmp_path / "STOP").write_text("another")
+    with stop:
+        assert stop.look()
+
+
 def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path):
     """And for the ranks that it starts again in place."""
     with pytest.raises(ConnectionError), stopping.StopRequest(tmp_path, True):
@@ -69,25 +64,21 @@ def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path
 
 
 @pytest.mark.torch22
-def test_a_caller_hears_the_records_and_stops_a_run_that_resumes_to_the_bit(
-    train, tmp_path, weights_of
-):
-    given = {"num_steps": 4, "eval_interval": 2, "schedule": "constant"}
+def test_a_caller_hears_the_records_and_stops_a_run(train, tmp_path):
+    given = {"num_steps": 4, "eval_interval": 2}
     heard = []
 
     def listen(record):
         heard.append(record)
         return "val_loss" in record and record["step"] == 2
 
-    train(tmp_path / "whole", **given)
-    said = train(tmp_path / "run", **given, on_record=listen)
+    said = train(tmp_path, **given, on_record=listen)
     assert "stopped    at step 3 (on_record); the same command resumes from here" in said
-    assert heard == read(tmp_path / "run/metrics.jsonl")
-    status = read_status(tmp_path / "run")
+    assert heard == read(tmp_path / "metrics.jsonl")
+    status = read_status(tmp_path)
     assert (status["status"], status["step"], status["reason"]) == ("stopped", 3, "on_record")
-    train(tmp_path / "run", **given, on_record=heard.append)
-    assert heard == read(tmp_path / "run/metrics.jsonl") and heard[-1]["step"] == 4
-    assert equal(weights_of(tmp_path / "run"), weights_of(tmp_path / "whole"))
+    train(tmp_path, **given, on_record=heard.append)
+    assert heard == read(tmp_path / "metrics.jsonl") and heard[-1]["step"] == 4
 
 
 @pytest.fixture
@@ -148,13 +139,3 @@ def test_ranks_of_a_launcher_keep_a_request_for_their_start(train, tmp_path, mon
     (tmp_path / "starts/1.0").mkdir(parents=True)
     (tmp_path / "starts/1.0/STOP").write_text("SIGUSR1\n")
     assert "before the first step of this start (SIGUSR1)" in train(tmp_path, num_steps=2)
-
-
-REASONS = {"SIGHUP": 129, "SIGUSR1": 138, "STOP file": 0, "on_record": 0, "": 0}
-
-
-def test_the_exit_code_of_a_training(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert {reason: exit_code(reason) for reason in REASONS} == REASONS
-    monkeypatch.setenv("RANK", "0")
-    assert {exit_code(reason) for reason in REASONS} == {0}
