@@ -84,7 +84,6 @@ ENDS = {  # what happens: (how, the job's exit code, its last lines)
         0,
         [AGAIN, "error: a launcher was killed by SIGKILL", "requeued"],
     ),
-    "a mistake that a rank finds": (ranks(FAILED | {"code": 2}), 2, ["not queued", "the error"]),
     "a node is not fit": ({"PREFLIGHT": "1"}, 0, [AGAIN, "requeued"]),
     "a mistake that preflight finds": ({"PREFLIGHT": "2"}, 2, ["not queued again"]),
     "USR1 in preflight": (told("USR1", "report"), 0, [AGAIN, "requeued"]),
@@ -284,23 +283,6 @@ def test_a_slurm_that_runs_no_images_is_told_at_once(cluster, image):
         assert done.returncode == 2, done.stdout
         (line,) = done.stdout.splitlines()
         assert line.startswith("error: this Slurm runs no images"), line
-
-
-TALKATIVE = """#!/bin/sh
-echo "   Command=$COMMAND --some=words"
-head -c 1000000 /dev/zero | tr '\\0' '\\n'
-"""
-
-
-@pytest.mark.parametrize("script", ["1.train.sbatch", "2.tokenize.sbatch"])
-def test_a_job_finds_its_project_whatever_scontrol_prints_after_the_line(
-    cluster, launcher_project, script
-):
-    """A reader that stops at the line would end the job with SIGPIPE."""
-    write_program(cluster.folder / "commands/scontrol", TALKATIVE)
-    (launcher_project / "get_dataset.py").write_text("import sys; print(sys.argv)")
-    done, _, _ = cluster.submit("--no_such=1", script=script)
-    assert "no_such" in done.stdout, done
 
 
 # ------------------------------------------------------------------------------------------------ removals

@@ -11,17 +11,15 @@ import threading
 from dataclasses import asdict, replace
 
 import pytest
-from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mamba_fsdp.errors import UserError, leave_for_torchrun
-from mamba_fsdp.launch import agent, node
+from mamba_fsdp.launch import node
 from mamba_fsdp.launch.decision import Outcome
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import (
     LOOPBACK,
     interface_towards,
-    node_name,
     processes_per_node,
     set_environment,
 )
@@ -36,15 +34,6 @@ import os, signal, time
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 open(f"started-{os.environ['RANK']}", "w")
 time.sleep(600)
-"""
-
-SAYS_WHEN_IT_LOOKS = """
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
-connect = c10d_rendezvous_backend.TCPStore
-def say_and_connect(*given, **named):
-    open("looks", "w").close()
-    return connect(*given, **named)
-c10d_rendezvous_backend.TCPStore = say_and_connect
 """
 
 
@@ -105,16 +94,6 @@ def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (143, "loading    PyTorch\n")
     assert '"failed"' in (project / "run/status.json").read_text(), "nothing runs any longer"
-
-
-@pytest.mark.slow
-def test_sigterm_while_it_looks_for_other_nodes_is_quiet(start_node):
-    """Nobody is there: it keeps trying."""
-    words = ["--nnodes=1", "--rdzv-endpoint=192.0.2.1:29400", "--rdzv-id=1"]
-    process, project = start_node(*words, before=SAYS_WHEN_IT_LOOKS)
-    wait_until((project / "looks").exists)
-    process.send_signal(signal.SIGTERM)
-    assert finish(process) in [(-signal.SIGTERM, ""), (143, "")]
 
 
 @pytest.mark.slow
@@ -257,26 +236,6 @@ def test_the_other_launchers_end_after_the_first(tmp_path, monkeypatch):
     assert (tmp_path / names.OUTCOME).exists()
 
 
-def test_a_node_that_has_no_ranks_yet_is_named():
-    """After the words `restarts   the ranks after the loss of`."""
-    failure = Failure.of_node("error: no more")
-    assert failure.summary() == f"{node_name()}: error: no more"
-    assert failure.text() == "error: no more\n"
-
-
-@pytest.mark.torch22
-def test_an_agent_whose_first_node_has_gone_says_it_in_a_line(monkeypatch):
-    def lose_store(*_):
-        raise DistNetworkError("Failed to recv, got 0 bytes\nException raised from recvBytes")
-
-    monkeypatch.setattr(agent, "elastic_launch", lambda *_: lose_store)
-    monkeypatch.setattr(agent.logging, "disable", print)
-    monkeypatch.setenv(agent.ALL_RANKS, "")  # it comes back
-    options = agent.read_options(["--nnodes=2", "--rdzv-endpoint=a:1", "training.py"])
-    failure = agent.run_ranks(options, watcher=None)
-    assert "has lost the first" in failure.reason and "\n" not in failure.reason
-
-
 def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     later = replace(FAILURE, rank=4, time=3.0)
     killed = replace(FAILURE, rank=5, time=4.0, was_killed=True)
@@ -298,25 +257,6 @@ def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, mo
     failure = Failure.of_rank(3, killed)
     assert (failure.exit_code, failure.was_killed) == (2, False)
     assert failure.reason == "error: a mistake"
-
-
-CODES_OF_RANKS = {  # what torch has of a rank: (its exit code, whether it was killed, why it failed)
-    3: (3, False, "It exited with code 3; its output is above."),
-    -signal.SIGKILL: (
-        137,
-        True,
-        "It was killed by SIGKILL. The usual reason is that the node ran o",
-    ),
-    -signal.SIGABRT: (134, False, "It was killed by SIGABRT."),
-}
-
-
-@pytest.mark.parametrize("code", CODES_OF_RANKS)
-def test_a_rank_without_a_word_has_failed_by_its_exit_code(code):
-    failure = Failure.of_rank(0, ProcessFailure(0, 1, code, "/nowhere"))
-    exit_code, was_killed, reason = CODES_OF_RANKS[code]
-    assert (failure.exit_code, failure.was_killed) == (exit_code, was_killed)
-    assert failure.reason.startswith(reason)
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -121,16 +121,6 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
     assert len((project / "resolutions").read_text().splitlines()) == 1
 
 
-def test_a_rank_that_waits_for_one_that_stands_still_says_so(start, tmp_path):
-    """In a sentence of the watchdog's, before the collective ends in an error of gloo's."""
-    process = start("--timeout_minutes=0.1", MAX_RESTARTS="0")
-    os.kill(tree_of(tmp_path / "scratch")["rank 1"], signal.SIGSTOP)
-    assert process.wait(400) == 1
-    said = (tmp_path / "log").read_text()
-    assert "Traceback" not in said
-    assert said.splitlines()[-1].startswith("error: rank 0 made no progress for 0.1 minutes")
-
-
 def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(
     project, command, terminal
 ):
