@@ -5,7 +5,6 @@ import io
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -235,37 +234,27 @@ def test_a_mistake_is_one_line(inputs, tmp_path, monkeypatch, answer, words):
 
 
 COMMAND = re.compile(r": ((gzip|iconv|tr|\S*python3?|mkdir|unzip) .*)\n")
-ADVISED = {  # an input: what the advised command makes of it, and how that is imported
+ADVISED = {  # an input: what the advised command makes of it
     "bad.txt": "bad.fixed.txt",
     "bad.txt.gz": "bad.fixed.txt",
     "latin.txt": "latin.fixed.txt",
     "utf16.txt": "utf16.fixed.txt",
-    "utf16_unmarked.txt": "utf16_unmarked.fixed.txt",
     "hole.txt": "hole.fixed.txt",
     "lists.jsonl": "lists.fixed.jsonl",
     "chat.jsonl": "chat.fixed.jsonl",
     "chat.json": "chat.fixed.json",
     "chat.parquet": "chat.jsonl",
-    "chat.arrow": "data-00000-of-00001.jsonl",
     "half.jsonl": "half.fixed.jsonl",
     "half_text.jsonl": "half_text.fixed.jsonl",
-    "texts.tar.gz": "texts",
-    "texts.zip": "texts",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADVISED)
-def test_the_command_that_is_advised_leads_to_an_import(
-    inputs, tmp_path, monkeypatch, answer, name
-):
+def test_the_command_that_is_advised_leads_to_an_import(tmp_path, monkeypatch, answer, name):
+    """tests/verbs/test_advice.py follows other advice."""
     monkeypatch.chdir(tmp_path)
-    if name in FILES:
-        Path(name).write_bytes(FILES[name])
-    elif name == "chat.arrow":
-        datasets.Dataset.from_list(CHATS).save_to_disk("chat.arrow")
-    else:
-        shutil.make_archive("texts", "zip" if name.endswith("zip") else "gztar", inputs / "texts")
+    Path(name).write_bytes(FILES[name])
     code, _, told = answer(get_dataset, name, "out")
     assert code == 2
     subprocess.run(COMMAND.search(told)[1], shell=True, stderr=subprocess.DEVNULL)

@@ -1,6 +1,5 @@
 """Token stores: what is written is what is read, and what is broken is refused by name."""
 
-import copy
 import pickle
 import shutil
 import subprocess
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mamba_fsdp.data.store import StoreFile, StoreIndex, StoreWriter, TokenStore
+from mamba_fsdp.data.store import StoreFile, StoreIndex, TokenStore
 from mamba_fsdp.errors import UserError
 from tests.support.checkpoints import flip
 from tests.support.corpora import stored_documents, write_store
@@ -57,34 +56,6 @@ def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, 
         [*document, EOS] for document in documents
     ]
     store.verify()
-
-
-@settings(max_examples=20)
-@given(cuts=st.lists(st.integers(0, 18), max_size=6), resume_at=st.integers(0, 6))
-def test_bytes_depend_on_neither_the_calls_nor_an_interruption(tmp_path_factory, cuts, resume_at):
-    """Appending in pieces that cut documents anywhere, and resuming from a saved state over torn files, gives equal
-    bytes."""
-    folder = tmp_path_factory.mktemp("store")
-    whole = write(folder / "whole", DOCUMENTS)
-    flat = np.array([token for document in DOCUMENTS for token in [*document, EOS]])
-    bounds = [0, *sorted(cuts), len(flat)]
-    arguments = dict(vocab_size=100, eos=EOS, tokenizer="none", shard_tokens=6)
-    writer = StoreWriter(folder / "pieces", **arguments)
-    for number, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        if number == resume_at:
-            writer.flush()
-            state = copy.deepcopy(writer.state)
-            writer.append(flat[start:])  # lost: the process is killed here
-            writer.close()
-            writer = StoreWriter(folder / "pieces", **arguments, state=state)
-        piece = flat[start:end]
-        writer.append(piece)
-    pieces = writer.finish()
-    assert pieces.identity == whole.identity
-    written = sorted(whole.path.iterdir())
-    assert len(written) > 3
-    for path in written:
-        assert path.read_bytes() == (pieces.path / path.name).read_bytes()
 
 
 def test_places_beyond_four_gib_are_read(tmp_path):

@@ -51,12 +51,6 @@ def test_only_rank_0_publishes_and_every_rank_has_all_it_compiled(triton, cluste
     assert set(again.values()) == {"hit"}, "what rank 0 published serves everyone"
 
 
-def test_a_rank_finds_what_it_compiled_without_rank_0(patched, cluster):
-    """It waits for nobody, and keeps to itself what it compiled."""
-    mine = cluster.run(patched, pose(5, kernels=["a", "b", "a", "b"]), RANK="5")
-    assert mine == {"a": "hit", "b": "hit"} and cluster.files() == []
-
-
 @pytest.mark.parametrize("write", [1, 13])
 def test_rank_0_killed_in_mid_write(patched, cluster, write):
     """Killed at any write, rank 0 leaves nothing torn: the others go on, and its next start completes the cache."""
@@ -173,17 +167,6 @@ def test_the_environment_says_who_writes(patched, cluster, variables, publishes)
     """The writer is known from the launcher's variables alone, at the first put."""
     python(patched, CODE + "m.put(b'1', 'file')", cluster, **variables)
     assert bool(cluster.files()) == publishes
-
-
-def test_every_folder_can_be_chosen(triton, cluster):
-    """TRITON_CACHE_DIR and TRITON_DUMP_DIR move all files of a kernel: none is left in the home folder."""
-    folders = {name: str(cluster.folder / name) for name in ("TRITON_CACHE_DIR", "TRITON_DUMP_DIR")}
-    cluster.run(triton, pose(0, kernels=["k"]), **folders)
-    assert (
-        cluster.files() == []
-        and len(cluster.files("TRITON_CACHE_DIR")) == 8
-        and len(cluster.files("TRITON_DUMP_DIR")) == 5
-    )
 
 
 def test_unknown_scope_is_refused(patched, cluster):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mamba_fsdp.errors import LostError, StorageError, UserError
+from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.run import records
-from mamba_fsdp.run.lease import Holder, Lease
+from mamba_fsdp.run.lease import Holder
 from mamba_fsdp.storage import patience
 from tests.run.test_lease import left_by
 from tests.support.checkpoints import commit_empty
@@ -78,23 +78,6 @@ def test_a_validation_counts_for_its_step_alone(path):
     assert records.best_validation([]) == {}
 
 
-def test_a_run_that_stood_still_after_its_check_cuts_nothing_from_the_others_log(path):
-    checks = []
-
-    def check(trying):
-        checks.append(trying)
-        if len(checks) == 3:
-            path.write_text('{"step": 1}\n{"step": 2}\n')
-        elif len(checks) > 3:
-            raise LostError("another's")
-
-    metrics = records.Log(path, 0, check)
-    metrics.write({"step": 1})
-    with pytest.raises(LostError):
-        metrics.write({"step": 9})
-    assert steps_in(path) == [1, 2]
-
-
 def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
     assert records.read_events(tmp_path) == []
     records.add_event(tmp_path, "started", 0, ranks=2)
@@ -144,15 +127,6 @@ def test_a_full_disk_is_said_in_a_line_and_what_was_to_be_written_waits(path, ca
     assert steps_in(path) == [1, 2, 3] and not metrics.failing
 
 
-def test_entries_are_on_the_disk_once_they_are_synced(path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes()))
-    metrics = records.Log(path, 0)
-    metrics.write({"step": 1})
-    metrics.sync()
-    assert synced == [b"", b'{"step": 1}\n']
-
-
 def test_storage_that_still_fails_after_a_warning_is_no_mistake(path, monkeypatch):
     monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
     metrics = records.Log(path, 0)
@@ -177,26 +151,6 @@ def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, star
     assert (why in told["reason"]) == (status == "failed")
     events = [(event["event"], event["step"]) for event in records.read_events(tmp_path)]
     assert events == ([("failed", 7)] if status == "failed" else [])
-
-
-@pytest.mark.parametrize("nth", [1, 2])
-def test_a_run_that_starts_while_its_status_is_read_stays_running(tmp_path, monkeypatch, nth):
-    """Whichever of the two looks at the lease it comes after."""
-    looks = []
-
-    def look(self, real=Lease.look):
-        seen = real(self)
-        looks.append(seen)
-        if len(looks) == nth:
-            left_by(tmp_path, **asdict(Holder.this_process()))
-            records.write_status(tmp_path, "running", 3, "starting")
-        return seen
-
-    records.write_status(tmp_path, "running", 2)
-    monkeypatch.setattr(Lease, "look", look)
-    records.correct_status(tmp_path)
-    assert records.read_status(tmp_path)["reason"] == "starting"
-    assert records.read_events(tmp_path) == []
 
 
 def test_a_folder_without_a_status_has_none(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage.formats import CHECKPOINT, DATASET, TOKEN_STORE, Format, timestamp
+from mamba_fsdp.storage.formats import Format, timestamp
 from mamba_fsdp.storage.typed_json import (
     FileName,
     at_least,
@@ -42,15 +42,6 @@ class Open:
 
 LONGEST = "a" * 255
 HUGE = 10**400
-
-
-def test_files_say_what_they_are():
-    for kind, name in (
-        (CHECKPOINT, "checkpoint"),
-        (TOKEN_STORE, "token store"),
-        (DATASET, "dataset"),
-    ):
-        assert kind.header() == {"format": f"mamba_fsdp {name}", "version": 1}
 
 
 def test_an_object_becomes_the_dataclass_that_wrote_it():
