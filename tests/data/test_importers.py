@@ -115,14 +115,11 @@ def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
     assert hint in capsys.readouterr().out
 
 
-def test_a_flat_file_is_cut_where_the_tokenizer_s_eos_is(prepare, tmp_path, tokenizer):
-    eos = Tokenizer.from_file(tokenizer).token_to_id(END_OF_TEXT)
-    np.save(tmp_path / "a.npy", [5, 6, eos, 7])
+@pytest.mark.parametrize("array", [[5, 6, EOS, 7], [[5, 6], [7, EOS]]])
+def test_an_array_is_cut_where_the_tokenizer_s_eos_or_a_row_ends(
+    prepare, tmp_path, tokenizer, array
+):
+    assert Tokenizer.from_file(tokenizer).token_to_id(END_OF_TEXT) == EOS
+    np.save(tmp_path / "a.npy", array)
     prepare(tmp_path / "a.npy", tmp_path / "out")
-    assert documents_of(tmp_path / "out/train") == [[5, 6, eos], [7, eos]]
-
-
-def test_each_row_of_an_array_is_a_document(prepare, tmp_path):
-    np.save(tmp_path / "a.npy", [[5, 6], [7, EOS]])
-    prepare(tmp_path / "a.npy", tmp_path / "out", **IDS)
     assert documents_of(tmp_path / "out/train") == [[5, 6, EOS], [7, EOS]]

@@ -16,7 +16,6 @@ from mamba_fsdp.data.selection import (
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.train_config import DataConfig
-from mamba_fsdp.verbs import inspect
 from tests.support.corpora import write_store
 
 DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7]]
@@ -34,9 +33,8 @@ def make_without_eos(path):
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val", "dev"])
-def test_training_and_inspect_know_a_store_by_each_name(tmp_path, capsys, validation):
-    names = ("train", validation, "test")
-    for name in names:
+def test_training_knows_a_store_by_each_name(tmp_path, validation):
+    for name in ("train", validation, "test"):
         make(tmp_path / name)
     data = DataConfig(str(tmp_path))
     sources, weights = training_sources(data)
@@ -44,9 +42,6 @@ def test_training_and_inspect_know_a_store_by_each_name(tmp_path, capsys, valida
     assert weights == {"train": 9}
     assert [source.path for source in validation_sources(data).values()] == [tmp_path / validation]
     assert validation_sources(DataConfig(str(tmp_path / validation))) == {}
-    assert inspect.main(str(tmp_path), inspect.Options()) == 0
-    told = capsys.readouterr().out
-    assert all(f"token store    {tmp_path / name}\n" in told for name in names)
 
 
 def test_datasets_are_mixed_by_their_weights_or_sizes(tmp_path):
@@ -64,13 +59,6 @@ def test_datasets_are_mixed_by_their_weights_or_sizes(tmp_path):
     assert validation_sources(replace(data, validation_path="none")) == {}
     with pytest.raises(UserError, match="datasets a,a names one twice"):
         training_sources(DataConfig(str(tmp_path), datasets=["a", "a"]))
-
-
-def test_documents_without_a_known_end_cant_be_kept_apart(tmp_path):
-    make_without_eos(tmp_path / "train")
-    assert training_sources(DataConfig(str(tmp_path)))[1] == {"train": 7}
-    with pytest.raises(UserError, match="reset_at_documents needs to know which token ends"):
-        training_sources(DataConfig(str(tmp_path), reset_at_documents=True))
 
 
 def test_stores_of_one_run_have_one_tokenizer(tmp_path):

@@ -146,14 +146,11 @@ UNFIT = {  # nodes that start no container: (exit code, what is said of it)
 
 @pytest.mark.parametrize("nodes", UNFIT)
 def test_nodes_that_start_no_container(cluster, image, nodes):
-    """One of them may be exchanged, unless this is a check; an image that starts nowhere is damaged."""
+    """One of them may be exchanged; an image that starts nowhere is damaged."""
     code, said = UNFIT[nodes]
     done, _, _ = cluster.submit(*RUN, BROKEN_NODES=nodes)
     assert done.returncode == code and said in done.stdout, done.stdout
     assert done.stdout.endswith("requeued\n") == (code == 0)
-    done, _, _ = cluster.submit("--check", *RUN, BROKEN_NODES=nodes)
-    assert done.returncode == (code or 1) and said in done.stdout
-    assert "queued again" not in done.stdout
 
 
 # ------------------------------------------------------------------------------------------------ what is asked for
@@ -257,18 +254,12 @@ def test_settings_are_read_on_a_host_without_an_environment_or_else_in_the_image
     stand_in.write_text(stand_in.read_text().replace(".venv", environment.name))
     python = cluster.folder / "commands/python3"
     python.symlink_to(sys.executable)
-    done, asked, _ = cluster.submit("--num_stepss=3", "--seed=7")
-    assert done.returncode == 2 and not asked
-    assert len(done.stdout.splitlines()) == 1 and "did you mean num_steps" in done.stdout
-    done, asked, _ = cluster.submit("--help")
-    assert done.returncode == 0 and not asked and "--num_steps" in done.stdout, done.stdout
+    done, asked, _ = cluster.submit("--num_stepss=3")
+    assert done.returncode == 2 and not asked and "did you mean num_steps" in done.stdout
     python.unlink()
     write_program(python, WITHOUT_YAML)
-    done, asked, _ = cluster.submit("--help")
-    assert done.returncode == 2 and "./0.create_env.sh" in done.stdout and not asked
     done, asked, _ = cluster.submit("--num_stepss=3", *RUN)
-    assert done.returncode == 2 and "did you mean num_steps" in done.stdout
-    assert len([words for words in asked if "mamba_fsdp.launch.plan" in words]) == 1
+    assert done.returncode == 2 and asked and "did you mean num_steps" in done.stdout
     done, _, _ = cluster.submit(*RUN, PREFLIGHT="0")
     assert done.returncode == 0, done.stdout
     (training,) = cluster.trainings()

@@ -232,19 +232,16 @@ def states(project):
 
 @pytest.mark.slow
 def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_project):
-    """They are in sessions of their own, which no terminal reaches; then everything is as before: Ctrl-C stops the run
-    with a checkpoint, also where the window closes meanwhile, of which kernel and shell both tell."""
+    """They are in sessions of their own, which no terminal reaches. Then Ctrl-C stops the run with a checkpoint, also where
+    the window closes meanwhile, of which kernel and shell both tell."""
     environment = {"PROCESSES_PER_NODE": "2", "FAKE_COMMIT_SECONDS": "2"}
     process = launch(launcher_project, *ENDLESS, **environment)
     wait_until(lambda: len(starts(launcher_project / "runs/a")) == 2)
-    for _ in range(2):
-        process.send_signal(signal.SIGTSTP)
-        wait_until(lambda: states(launcher_project) == ["T", "T"])
-        assert os.waitid(os.P_PID, process.pid, os.WSTOPPED), (
-            "a shell sees that the job has stopped"
-        )
-        process.send_signal(signal.SIGCONT)
-        wait_until(lambda: "T" not in states(launcher_project))
+    process.send_signal(signal.SIGTSTP)
+    wait_until(lambda: states(launcher_project) == ["T", "T"])
+    assert os.waitid(os.P_PID, process.pid, os.WSTOPPED), "a shell sees that it has stopped"
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: "T" not in states(launcher_project))
     process.send_signal(signal.SIGINT)
     wait_until(lambda: list(launcher_project.glob("runs/a/starts/*/STOP")))
     process.send_signal(signal.SIGHUP)

@@ -36,35 +36,11 @@ cat {command}.$number
     return say
 
 
-@pytest.mark.parametrize(
-    "task, restart, name, start", [("", "", "10077", "10077.0"), ("3", "2", "70_3", "10077.2")]
-)
-def test_a_job_has_a_name_and_its_start_another(says, monkeypatch, task, restart, name, start):
-    """The name of an array's task is not its number, which one task shares with the whole array."""
-    says("scontrol", "node1\nnode2\n")
-    variables = {"JOB_ID": "10077", "ARRAY_TASK_ID": task, "ARRAY_JOB_ID": "70"}
-    for variable, value in {**variables, "RESTART_COUNT": restart}.items():
-        monkeypatch.setenv(f"SLURM_{variable}", value)
-    job = slurm.this_job()
-    assert (job.name, job.start, job.nodes) == (name, start, ["node1", "node2"])
-    assert slurm.meeting_place(job) == "node1:20077"
-
-
 def test_a_heterogeneous_job_is_refused(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
     with pytest.raises(Mistake, match="heterogeneous job"):
         slurm.this_job()
-
-
-GPUS = "   Nodes=node{} CPU_IDs=0-7 Mem=0 GRES=gpu:{}(IDX:0-7)\n"
-
-
-def test_nodes_with_different_gpus_are_refused(says):
-    says("scontrol", GPUS.format("[1-2]", "h100:8"), GPUS.format(1, 8) + GPUS.format(2, 4))
-    slurm.check_gpus(JOB)
-    with pytest.raises(Mistake, match="node1 gpu:8, node2 gpu:4"):
-        slurm.check_gpus(JOB)
 
 
 STEPS = {  # SLURM_STEP_ID of this program: whether its own steps share nodes with it

@@ -80,16 +80,6 @@ def test_a_request_is_written_once_the_storage_lets_it(tmp_path, monkeypatch):
         wait_until(file.exists)
 
 
-def test_nobody_writes_it_when_all_is_over(tmp_path):
-    """A folder that appears later stays empty."""
-    folder = tmp_path / "not yet"
-    with written_until(str(folder / "STOP"), lambda: "") as ask:
-        ask()
-    folder.mkdir()
-    time.sleep(0.1)
-    assert not list(folder.iterdir())
-
-
 def test_a_training_that_does_not_end_is_not_waited_for(supervisor):
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(TooLate):

@@ -61,6 +61,7 @@ def test_two_nodes_make_one_run_of_a_rank_for_each_gpu_in_the_shared_venv(
         environment = rank["environment"]
         assert rank["settings"] == {"save_ckpt_path": "runs/a", "num_steps": "3", "tracker": []}
         assert rank["cwd"] == str(project)
+        assert len(set(rank["open_files"])) == 1, "many nodes need all that a process may open"
         assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("4", "2")
         assert environment["MASTER_ADDR"] == "node4", "a host name, which a replaced node keeps"
         assert environment["TRITON_CACHE_DIR"] == f"{project}/runs/.cache/triton"

@@ -10,7 +10,7 @@ import tarfile
 import pytest
 import zstandard
 
-from mamba_fsdp.storage.signatures import content_of, signature_of
+from mamba_fsdp.storage.signatures import content_of
 
 pytestmark = pytest.mark.torch22
 
@@ -50,13 +50,3 @@ def test_content_says_what_a_file_is(tmp_path):
         found = content_of(file)
         assert (found.name if found else "") == name, content
     assert content_of(tmp_path) is None
-
-
-def test_a_page_of_html_is_told_from_other_text_if_asked():
-    assert signature_of(PAGE, text_may_be_a_page=False).name == "page"
-    assert signature_of(b"text", text_may_be_a_page=False) is None
-
-
-@pytest.mark.parametrize(("path", "folder"), [("a/b.tar.gz", "a/b"), ("b", "b.unpacked")])
-def test_an_archive_is_unpacked_into_a_folder_of_its_own(path, folder):
-    assert signature_of(archive("w")).advice(path).endswith(f"tar xf {path} -C {folder}")

@@ -116,20 +116,6 @@ writer.finish()
 FOR_EVER = "--num_steps=1000000"
 
 
-TRACED_RESOLUTIONS = """
-
-import socket
-import sys
-
-_resolve = resolve_settings
-
-def resolve_settings(*words, **more):
-    with open("resolutions", "a") as file:
-        file.write(f"{socket.gethostname()} {sys.argv[0]}\\n")
-    return _resolve(*words, **more)
-"""
-
-
 def make_project(folder, training=FAKE_TRAINING):
     """A project folder with the checkout's launcher and library; training: the text of training.py, None for the real
     one. With another than the real one get_dataset.py is no real one either."""
@@ -145,13 +131,6 @@ def make_project(folder, training=FAKE_TRAINING):
         (folder / "training.py").write_text(training)
         (folder / "get_dataset.py").write_text(FAKE_GET_DATASET)
     return folder
-
-
-def trace_resolutions(project):
-    """Each time that settings are resolved in the project, the file `resolutions` in the folder where that happens gets
-    a line: the host, and the program."""
-    with open(project / "mamba_fsdp/settings/resolve.py", "a") as resolve:
-        resolve.write(TRACED_RESOLUTIONS)
 
 
 def make_venv(project):
