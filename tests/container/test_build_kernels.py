@@ -32,7 +32,7 @@ for wanted in os.environ["TORCH_CUDA_ARCH_LIST"].split():
     "setup_py, said",
     [
         (SETUP.replace("HACK", "TRICK"), "setup.py has no line like"),
-        ("# HACK: The compiler flag\nraise SystemExit('error: no such type')", "no such type"),
+        (SETUP + "raise SystemExit('error: no such type')", "no such type"),
         (SETUP.replace(".split()", ".replace('8.6', '').split()"), "without code for sm_86"),
     ],
 )

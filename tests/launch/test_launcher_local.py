@@ -30,6 +30,12 @@ def train(project, *settings, **environment):
     return finish(launch(project, *settings, **environment))
 
 
+def wait_for_status(run):
+    """Returns once the run's status is whole."""
+    status = run / "status.json"
+    wait_until(lambda: status.exists() and '"running"' in status.read_text())
+
+
 @pytest.mark.slow
 def test_each_gpu_has_a_rank_with_the_settings_as_they_are_and_the_first_error_is_said_last(
     launcher_project, tmp_path
@@ -126,7 +132,7 @@ def test_a_request_commits_a_checkpoint_and_says_how_to_resume(launcher_project)
     run.mkdir(parents=True)
     (run / "STOP").write_text("old")
     process = launch(launcher_project, "--save_ckpt_path=runs/a b", FOR_EVER)
-    wait_until((run / "status.json").exists)
+    wait_for_status(run)
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 143 and "Traceback" not in output
@@ -140,7 +146,7 @@ def test_a_request_commits_a_checkpoint_and_says_how_to_resume(launcher_project)
 def test_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project):
     process = launch(launcher_project, *ENDLESS, FAKE="deaf")
     run = launcher_project / "runs/a"
-    wait_until((run / "status.json").exists)
+    wait_for_status(run)
     process.send_signal(signal.SIGINT)
     wait_until(lambda: list(run.glob("starts/*/STOP")))
     process.send_signal(signal.SIGINT)
@@ -165,7 +171,7 @@ def test_a_terminal_that_closes_or_ends_the_reader_too_stops_the_run_with_a_chec
     """Ctrl-C in `./1.train.sbatch | tee log`: the terminal tells both, and nobody reads what is said then."""
     command = f"./1.train.sbatch {' '.join(ENDLESS)} 2>&1{reader}"
     process = terminal.start(["bash", "-c", command], cwd=launcher_project)
-    wait_until((launcher_project / "runs/a/status.json").exists)
+    wait_for_status(launcher_project / "runs/a")
     if reader:
         terminal.type("\x03")
     else:
