@@ -80,17 +80,12 @@ def test_a_request_is_written_once_the_storage_lets_it(tmp_path, monkeypatch):
         wait_until(file.exists)
 
 
-def test_a_training_that_does_not_end_is_not_waited_for(supervisor):
+@pytest.mark.parametrize("method, ask", [("run_training", [print]), ("output_of", [])])
+def test_what_does_not_end_is_not_waited_for(supervisor, method, ask):
+    """Neither is a command that only prints: it may cost the job its place in the queue."""
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(TooLate):
-        supervisor.run_training(SLEEPS, lambda: None)
-
-
-def test_neither_is_a_command_that_only_prints(supervisor):
-    """One that does not end when it is asked to may cost the job its place in the queue."""
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    with pytest.raises(TooLate):
-        supervisor.output_of(SLEEPS)
+        getattr(supervisor, method)(SLEEPS, *ask)
 
 
 def test_no_signal_of_the_terminal_reaches_a_command(supervisor):

@@ -100,8 +100,6 @@ def test_a_bare_sbatch_makes_its_data_and_trains_on_it(cluster, new_project):
     assert (status["status"], status["step"]) == ("finished", DEMO_STEPS)
     assert list(run.glob(f"checkpoints/step_{DEMO_STEPS:08d}/COMMIT"))
     assert len(weights(run)) == 1
-    validated = [entry["val_loss"] for entry in read_metrics(run) if "val_loss" in entry]
-    assert len(validated) == 2 and validated[-1] < validated[0]
 
 
 def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(cluster, training_project):

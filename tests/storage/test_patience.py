@@ -48,10 +48,6 @@ def test_a_transient_error_is_retried_after_growing_pauses(slept, capsys, monkey
     ]
 
 
-def test_a_process_without_a_launcher_is_rank_0():
-    assert patience.this_rank().startswith("rank 0 on ")
-
-
 def test_storage_that_stays_away_for_a_minute_is_an_error_after_which_a_start_may_succeed(slept):
     with pytest.raises(StorageError, match="^file: Stale file handle, even after a minute of"):
         patience.retry_io(failing(10**6, errno.ESTALE), "file")
