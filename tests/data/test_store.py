@@ -1,5 +1,6 @@
 """Token stores: what is written is what is read, and what is broken is refused by name."""
 
+import pickle
 import shutil
 import subprocess
 
@@ -73,10 +74,12 @@ def test_places_beyond_four_gib_are_read(tmp_path):
 
 
 def test_identity_follows_content_not_place(store, tmp_path):
-    """A copy has the same identity, one other token another."""
+    """A copy has the same identity, one other token another. Rank 0 tells the other ranks what it has opened."""
     shutil.copytree(store.path, tmp_path / "copy")
     assert TokenStore(tmp_path / "copy").identity == store.identity
     assert write(tmp_path / "other", [[1, 2, 4], *DOCUMENTS[1:]]).identity != store.identity
+    told = pickle.loads(pickle.dumps(store))
+    assert told.read(3, 5).tokens.tolist() == store.read(3, 5).tokens.tolist()
 
 
 OF_VERSION = "of version .*; this version of the program reads"
