@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mamba_fsdp.data import reading
+from mamba_fsdp.data.sample import likely_text
 from mamba_fsdp.errors import UserError
 from tests.support.corpora import read_input
 
@@ -130,3 +131,9 @@ def test_a_dot_names_a_field_within_a_field(tmp_path):
     rows.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
     rows.to_parquet(tmp_path / "b.parquet")
     assert read_input(tmp_path, text_column="doc.text") == ["inside", "", "inside", ""]
+
+
+def test_of_a_row_the_longest_text_is_likely_the_document_else_token_ids():
+    assert likely_text({"id": "1", "words": "some text", "ids": [1, 2]}) == "words"
+    assert likely_text({"n": 1, "ids": [1, 2]}) == "ids"
+    assert likely_text({"n": 1}) == ""

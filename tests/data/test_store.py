@@ -61,7 +61,7 @@ def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, 
 def test_places_beyond_four_gib_are_read(tmp_path):
     """In a file that is a hole up to its last tokens."""
     count = 3 << 30
-    starts = np.array([0, count - 3], "<i8")
+    starts = np.array([0, 1 << 30, 2 << 30, count - 3], "<i8")
     file = StoreFile("00000", "", "", tokens=count, documents=len(starts))
     index = StoreIndex("uint16", vocab_size=100, tokenizer="none", files=[file], eos=EOS)
     starts.tofile(tmp_path / "00000.doc")
