@@ -38,12 +38,12 @@ if os.environ.get("HELD") and not os.environ.get("SLURM_RESTART_COUNT"):
 
     StopRequest.look = look_or_wait
 """
-DEMO_STEPS = 20
+DEMO_STEPS = 5
 
 
 @pytest.fixture
 def new_project(tmp_path):
-    """The checkout with a .venv, as a new user has it, with a shorter demo: of its thousand steps the first 20, and of
+    """The checkout with a .venv, as a new user has it, with a shorter demo: of its thousand steps the first five, and of
     Python's library so many files that they are three batches: threads that share the tokenizer meet."""
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.edit(project / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
