@@ -64,7 +64,7 @@ def test_a_gpu_that_torch_has_no_code_for_is_a_mistake(monkeypatch, capability, 
     about = SimpleNamespace(name="NVIDIA B200", major=major, minor=minor, total_memory=192 << 30)
     monkeypatch.setattr(machine, "assigned_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", [about].__getitem__)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90a"])
     (check,) = (check for check in preflight.JOB_CHECKS if check.name == "torch's code")
     found = check.make()

@@ -82,3 +82,10 @@ def test_the_image_or_the_environment_that_trains(here, done):
     chosen = host.choose_environment(image)
     assert str(chosen) == f"{here}{expected}"
     assert chosen.python == ("python3" if chosen.image else f"{here}/.venv/bin/python")
+
+
+def test_an_environment_without_its_python_reads_no_settings(here):
+    python = here / ".venv/bin/python"
+    assert host.python_for_settings() == str(python)
+    python.unlink()
+    assert host.python_for_settings() != str(python)

@@ -230,11 +230,6 @@ def test_tokenizing_with_nothing_but_the_image(cluster, image, launcher_project,
     assert unpacked == ["node1"] and not cluster.containers("node1")
 
 
-def test_a_job_that_tokenizes_ends_when_slurm_ends_it(cluster, image):
-    done, _, _ = cluster.submit("in", script="2.tokenize.sbatch", **told("TERM", "get_dataset.py"))
-    assert done.returncode == 143, done.stdout
-
-
 # ------------------------------------------------------------------------------------------------ who reads the settings
 
 WITHOUT_YAML = f"""#!/bin/sh

@@ -67,12 +67,6 @@ def test_hyperpod_starts_a_step_again_itself(monkeypatch, tmp_path):
     assert slurm.on_all_nodes(JOB)[-1] == "--auto-resume=1"
 
 
-def test_a_busy_controller_is_asked_until_it_says_what_becomes_of_the_job(says):
-    says("squeue", None, "", "RUNNING\n")
-    assert slurm.state(JOB) == "RUNNING"
-    assert says.asked("squeue") == ["--noheader --jobs=70_3 --format=%T"] * 3
-
-
 def test_no_answer_is_not_taken_for_no_job(says):
     says("squeue", "77\n78\n77\n", None)
     assert slurm.jobs_of_this_user("RUNNING") == {"77", "78"}
