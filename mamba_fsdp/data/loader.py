@@ -298,7 +298,7 @@ def _batch(
 def _starts(positions: np.ndarray) -> np.ndarray:
     """Returns whether a document starts at each place of a window, (n,) bool. The first place is
     never a start: it makes no difference whether its document began before the window."""
-    return np.append(False, positions[1:] <= positions[:-1])
+    return np.append(False, positions[1:] == 0)
 
 
 def _read_window(source: Source, start: int, length: int, vocab_size: int, place: str) -> Tokens:

@@ -1,7 +1,10 @@
 """The tools of pyproject.toml find nothing: ruff in any Python file, which it has formatted too and which says what it is for (D100,
-D104), the type checker in library and benchmarks. Both know the image's Python 3.10, which no test runs in."""
+D104), the type checker in library and benchmarks, both for the image's Python 3.10, which no test runs in; shellcheck and
+hadolint in the rest."""
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,14 +15,16 @@ from tests.support.summary import read_part, summarize
 @pytest.mark.parametrize(
     "command",
     [
-        ["mypy", "--no-error-summary"],
-        ["ruff", "check", "--no-cache", "--extend-select=D100,D104", "."],
-        ["ruff", "format", "--check", "--no-cache", "."],
+        "mypy --no-error-summary",
+        "ruff check --no-cache --extend-select=D100,D104 .",
+        "ruff format --check --no-cache .",
+        "git ls-files '*.sh' '*.sbatch' '*.bash' | xargs shellcheck --external-sources",
+        "hadolint Dockerfile",
     ],
-    ids=["mypy", "ruff", "format"],
 )
 def test_finds_nothing(project, command):
-    done = run_program(sys.executable, "-m", *command, cwd=project)
+    tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = run_program("bash", "-c", command, cwd=project, PATH=tools)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

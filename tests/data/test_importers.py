@@ -100,20 +100,6 @@ def test_datalayout_documents_longer_than_its_positions(
     assert TokenStore(tmp_path / "out" / "train").dtype.name == "uint16"
 
 
-def test_a_document_that_breaks_off_ends_there(prepare, tmp_path, monkeypatch):
-    """When its file's rest is skipped, another file's document or the end of the input follows."""
-    monkeypatch.setattr(importers, "WINDOW", 1000)
-    (tmp_path / "in").mkdir()
-    for name in ("a.npy", "c.npy"):
-        write_layout(tmp_path / "in" / name, [LONG[:1500]])
-        entries = np.memmap(tmp_path / "in" / name, "<i4", "r+")
-        entries[-1] &= ~(1 << 30)  # not counted in the loss
-    write_layout(tmp_path / "in" / "b.npy", [[5, 6]])
-    prepare(tmp_path / "in", tmp_path / "out", **IDS, skip_unreadable=True)
-    whole = [*LONG[:1000], EOS]
-    assert documents_of(tmp_path / "out/train") == [whole, [5, 6, EOS], whole]
-
-
 def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
     """If one asks for that, and who does not is told."""
     rows = np.arange(3, 39).reshape(-1, 6).tolist()
@@ -129,14 +115,11 @@ def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
     assert hint in capsys.readouterr().out
 
 
-def test_a_flat_file_is_cut_where_the_tokenizer_s_eos_is(prepare, tmp_path, tokenizer):
-    eos = Tokenizer.from_file(tokenizer).token_to_id(END_OF_TEXT)
-    np.save(tmp_path / "a.npy", [5, 6, eos, 7])
+@pytest.mark.parametrize("array", [[5, 6, EOS, 7], [[5, 6], [7, EOS]]])
+def test_an_array_is_cut_where_the_tokenizer_s_eos_or_a_row_ends(
+    prepare, tmp_path, tokenizer, array
+):
+    assert Tokenizer.from_file(tokenizer).token_to_id(END_OF_TEXT) == EOS
+    np.save(tmp_path / "a.npy", array)
     prepare(tmp_path / "a.npy", tmp_path / "out")
-    assert documents_of(tmp_path / "out/train") == [[5, 6, eos], [7, eos]]
-
-
-def test_each_row_of_an_array_is_a_document(prepare, tmp_path):
-    np.save(tmp_path / "a.npy", [[5, 6], [7, EOS]])
-    prepare(tmp_path / "a.npy", tmp_path / "out", **IDS)
     assert documents_of(tmp_path / "out/train") == [[5, 6, EOS], [7, EOS]]

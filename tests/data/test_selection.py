@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 import mamba_fsdp
-from mamba_fsdp.data import tokenize
-from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
+from mamba_fsdp.data.builtin import missing_builtin
 from mamba_fsdp.data.selection import (
     check_tokenizers_agree,
     one_for_all,
@@ -17,7 +16,6 @@ from mamba_fsdp.data.selection import (
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.train_config import DataConfig
-from mamba_fsdp.verbs import inspect
 from tests.support.corpora import write_store
 
 DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7]]
@@ -35,9 +33,8 @@ def make_without_eos(path):
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val", "dev"])
-def test_training_and_inspect_know_a_store_by_each_name(tmp_path, capsys, validation):
-    names = ("train", validation, "test")
-    for name in names:
+def test_training_knows_a_store_by_each_name(tmp_path, validation):
+    for name in ("train", validation, "test"):
         make(tmp_path / name)
     data = DataConfig(str(tmp_path))
     sources, weights = training_sources(data)
@@ -45,38 +42,23 @@ def test_training_and_inspect_know_a_store_by_each_name(tmp_path, capsys, valida
     assert weights == {"train": 9}
     assert [source.path for source in validation_sources(data).values()] == [tmp_path / validation]
     assert validation_sources(DataConfig(str(tmp_path / validation))) == {}
-    assert inspect.main(str(tmp_path), inspect.Options()) == 0
-    told = capsys.readouterr().out
-    assert all(f"token store    {tmp_path / name}\n" in told for name in names)
 
 
 def test_datasets_are_mixed_by_their_weights_or_sizes(tmp_path):
     for name, documents in (("a", DOCUMENTS), ("b", DOCUMENTS * 2)):
         make(tmp_path / name / "train", documents=documents)
         make(tmp_path / name / "validation")
+    make(tmp_path / "b" / "dev")
     data = DataConfig(str(tmp_path), datasets=["a", "b"])
     assert training_sources(data)[1] == {"a": 9, "b": 18}
-    make(tmp_path / "b" / "dev")
-    found = {
-        name: str(source.path.relative_to(tmp_path))
-        for name, source in validation_sources(data).items()
-    }
-    assert found == {"a": "a/validation", "b": "b/validation", "b/dev": "b/dev"}
+    assert list(validation_sources(data)) == ["a", "b", "b/dev"]
     weighted = replace(data, weights=[0.5, 2.0], validation_path=str(tmp_path / "a"))
     assert training_sources(weighted)[1] == {"a": 0.5, "b": 2.0}
-    assert [each.path for each in validation_sources(weighted).values()] == [
-        tmp_path / "a/validation"
-    ]
+    (validation,) = validation_sources(weighted).values()
+    assert validation.path == tmp_path / "a/validation"
     assert validation_sources(replace(data, validation_path="none")) == {}
     with pytest.raises(UserError, match="datasets a,a names one twice"):
         training_sources(DataConfig(str(tmp_path), datasets=["a", "a"]))
-
-
-def test_documents_without_a_known_end_cant_be_kept_apart(tmp_path):
-    make_without_eos(tmp_path / "train")
-    assert training_sources(DataConfig(str(tmp_path)))[1] == {"train": 7}
-    with pytest.raises(UserError, match="reset_at_documents needs to know which token ends"):
-        training_sources(DataConfig(str(tmp_path), reset_at_documents=True))
 
 
 def test_stores_of_one_run_have_one_tokenizer(tmp_path):
@@ -103,18 +85,14 @@ def test_batches_are_endless_and_those_of_a_training(tmp_path):
 
 
 def test_only_the_default_data_is_made_and_only_if_it_is_missing(tmp_path, monkeypatch):
-    made = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tokenize, "make_dataset", lambda *given: made.append(given[:2]))
-    for path in ("data/mine", "builtin", "data/builtin/"):
-        make_missing_builtin(DataConfig(path))
-    make_missing_builtin(DataConfig("data/builtin", use_dummy_dataset=True))
-    assert made == [("builtin", "data/builtin")]
+    for path in ("data/mine", "builtin"):
+        assert missing_builtin(DataConfig(path)) is None
+    assert missing_builtin(DataConfig("data/builtin", use_dummy_dataset=True)) is None
     store = tmp_path / "data/builtin"
     (store / "train").mkdir(parents=True)
-    assert missing_builtin(DataConfig(str(store))) == store, "an empty folder"
+    assert missing_builtin(DataConfig("data/builtin/")) == store, "an empty folder"
     (store / "train/index.json").touch()
-    make_missing_builtin(DataConfig("data/builtin"))
-    assert len(made) == 1
+    assert missing_builtin(DataConfig("data/builtin")) is None
     (store / ".progress.json").touch()
     assert missing_builtin(DataConfig("data/builtin")) == store, "a part of it"

@@ -131,9 +131,3 @@ def test_when_ranks_start_again_in_place(happened):
     """Once for each new checkpoint."""
     ending, restarted_from, has_lost_nodes, expected = IN_PLACE[happened]
     assert starts_again_in_place(ending, restarted_from, has_lost_nodes) == expected
-
-
-def test_what_was_lost_is_named():
-    """A launcher that was killed leaves no outcome."""
-    assert ended(outcome=Outcome("failed", 1, "rank 1 on node2")).lost == "rank 1 on node2"
-    assert ended(code=137).lost == "a launcher, which was killed"

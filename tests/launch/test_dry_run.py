@@ -1,36 +1,14 @@
 """A dry run says what would be trained, however it is asked for, and leaves nothing anywhere."""
 
-import json
-from functools import partial
-
 import pytest
 
-from mamba_fsdp import command_line
-from mamba_fsdp.launch.plan import plan
 from tests.support import projects
 from tests.support.corpora import write_store
 from tests.support.processes import run_program
 from tests.support.pyxis import SQUASHFS, make_cluster
 from tests.support.tiny import TINY, as_words
 
-WAYS = [  # AWS's README writes booleans with a capital
-    "--dry_run",
-    "--dry_run=True",
-    "--dry-run",
-    "--training.dry_run=true",
-    "--config=my.yaml",
-]
 SAID_LAST = "\ndry run: nothing was trained\n"
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_it_is_one_however_it_is_asked_for(tmp_path, monkeypatch, way):
-    """So the launcher reads it, which makes no folder then."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.yaml").write_text("training:\n  dry_run: true\n")
-    command_line.call(partial(plan, tmp_path / "answer"), [way, "--save_ckpt_path=run"])
-    assert json.loads((tmp_path / "answer").read_text())["dry_run"]
-    assert {path.name for path in tmp_path.iterdir()} == {"answer", "my.yaml"}
 
 
 @pytest.fixture

@@ -37,9 +37,13 @@ NODES = {  # the drivers of its network devices, what nvidia-smi says, what is s
 }
 
 
-def node_command(project, folder):
-    """command(**environment) -> the environment of a command on a node that has the devices in folder/class and the
-    programs in folder/bin. There are no libraries."""
+def node_command(project, folder, drivers):
+    """command(**environment) -> the environment of a command on a node with a network device of each of the drivers and
+    the programs in folder/bin. There are no libraries."""
+    for number, driver in enumerate(drivers):
+        (folder / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+        (folder / f"class/{number}/device").mkdir(parents=True)
+        (folder / f"class/{number}/device/driver").symlink_to(folder / "drivers" / driver)
     script = write_program(folder / "1.train.sbatch", (project / "1.train.sbatch").read_text())
     edit(script, "EFA_FOLDER=/sys/class/infiniband ", f"EFA_FOLDER={folder}/class ")
     write_program(folder / "bin/ldconfig", "#!/bin/sh\n")
@@ -57,11 +61,7 @@ def node_command(project, folder):
 def test_a_node_gets_the_settings_of_its_devices_and_no_obsolete_ones(project, tmp_path, node):
     """Copy engines for NCCL's shared memory only if GPUs have no link to each other."""
     drivers, said, given, expected = NODES[node]
-    for number, driver in enumerate(drivers):
-        (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
-        (tmp_path / f"class/{number}/device").mkdir(parents=True)
-        (tmp_path / f"class/{number}/device/driver").symlink_to(tmp_path / "drivers" / driver)
-    command = node_command(project, tmp_path)
+    command = node_command(project, tmp_path, drivers)
     smi = f"echo '{said}'" if said else "exit 9"
     write_program(tmp_path / "bin/nvidia-smi", f"#!/bin/sh\n{smi}\n")
     pairs = command(**given)
@@ -73,10 +73,7 @@ def test_a_node_gets_the_settings_of_its_devices_and_no_obsolete_ones(project, t
 def test_nccl_is_told_of_a_plugin_that_it_does_not_look_for(project, tmp_path, plugin):
     """Without its plugin it takes TCP, and says nothing."""
     listed, given, expected = PLUGINS[plugin]
-    (tmp_path / "drivers/efa").mkdir(parents=True)
-    (tmp_path / "class/0/device").mkdir(parents=True)
-    (tmp_path / "class/0/device/driver").symlink_to(tmp_path / "drivers/efa")
-    command = node_command(project, tmp_path)
+    command = node_command(project, tmp_path, ["efa"])
     write_program(tmp_path / "bin/ldconfig", f"#!/bin/sh\nprintf '{listed}'\n")
     assert command(**given).get("NCCL_NET_PLUGIN") == expected
     (tmp_path / "libnccl-net.so").touch()

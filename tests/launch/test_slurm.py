@@ -36,42 +36,11 @@ cat {command}.$number
     return say
 
 
-@pytest.mark.parametrize(
-    "task, restart, name, start", [("", "", "10077", "10077.0"), ("3", "2", "70_3", "10077.2")]
-)
-def test_a_job_has_a_name_and_its_start_another(says, monkeypatch, task, restart, name, start):
-    """The name of an array's task is not its number, which one task shares with the whole array."""
-    says("scontrol", "node1\nnode2\n")
-    variables = {"JOB_ID": "10077", "ARRAY_TASK_ID": task, "ARRAY_JOB_ID": "70"}
-    for variable, value in {**variables, "RESTART_COUNT": restart}.items():
-        monkeypatch.setenv(f"SLURM_{variable}", value)
-    job = slurm.this_job()
-    assert (job.name, job.start, job.nodes) == (name, start, ["node1", "node2"])
-    assert slurm.meeting_place(job) == "node1:20077"
-
-
 def test_a_heterogeneous_job_is_refused(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
     with pytest.raises(Mistake, match="heterogeneous job"):
         slurm.this_job()
-
-
-GPUS = "   Nodes=node{} CPU_IDs=0-7 Mem=0 GRES=gpu:{}(IDX:0-7)\n"
-
-
-def test_nodes_with_different_gpus_are_refused(says):
-    says("scontrol", GPUS.format("[1-2]", "h100:8"), GPUS.format(1, 8) + GPUS.format(2, 4))
-    slurm.check_gpus(JOB)
-    with pytest.raises(Mistake, match="node1 gpu:8, node2 gpu:4"):
-        slurm.check_gpus(JOB)
-
-
-def test_an_image_needs_pyxis(says):
-    says("srun", "--container-image=[USER@]", "")
-    slurm.check_images_run("a.sqsh")
-    with pytest.raises(Mistake, match="rename a.sqsh"):
-        slurm.check_images_run("a.sqsh")
 
 
 STEPS = {  # SLURM_STEP_ID of this program: whether its own steps share nodes with it
@@ -83,15 +52,12 @@ STEPS = {  # SLURM_STEP_ID of this program: whether its own steps share nodes wi
 
 @pytest.mark.parametrize("own", STEPS)
 def test_a_step_asks_for_all_gpus_and_shares_a_node_only_with_a_users_own_step(monkeypatch, own):
+    """steps.yaml holds the other words."""
     monkeypatch.setenv("SLURM_STEP_ID", own)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    usual = ["srun", "--nodes=2", "--ntasks=2", "--export=ALL", "--cpu-bind=none"]
-    shared = ["--overlap"] if STEPS[own] else []
-    each = "--ntasks-per-node=1"
-    assert slurm.on_all_nodes(JOB) == [*usual, *shared, each, "--label", "--gpus-per-node=8"]
-    assert slurm.beside_all(JOB) == [*usual, "--overlap", each]
-    first = slurm.on_first_node(JOB)
-    assert first == ["srun", "--nodes=1", "--ntasks=1", *usual[3:], *shared, "--nodelist=node1"]
+    words = slurm.on_all_nodes(JOB)
+    assert "--gpus-per-node=8" in words
+    assert ("--overlap" in words) == STEPS[own]
 
 
 def test_hyperpod_starts_a_step_again_itself(monkeypatch, tmp_path):
@@ -99,12 +65,6 @@ def test_hyperpod_starts_a_step_again_itself(monkeypatch, tmp_path):
     assert slurm.on_all_nodes(JOB)[-1] == "--label"
     monkeypatch.setattr(slurm, "HYPERPOD_FOLDER", str(tmp_path))
     assert slurm.on_all_nodes(JOB)[-1] == "--auto-resume=1"
-
-
-def test_a_busy_controller_is_asked_until_it_says_what_becomes_of_the_job(says):
-    says("squeue", None, "", "RUNNING\n")
-    assert slurm.state(JOB) == "RUNNING"
-    assert says.asked("squeue") == ["--noheader --jobs=70_3 --format=%T"] * 3
 
 
 def test_no_answer_is_not_taken_for_no_job(says):
@@ -123,14 +83,6 @@ def test_a_start_has_run_since_and_ends_at_the_times_that_slurm_shows(says):
     assert slurm.seconds_run(JOB) == pytest.approx(60, abs=100)
     assert slurm.seconds_left(JOB) is None
     assert slurm.seconds_run(JOB) == float("inf")
-
-
-def test_nodes_that_slurm_has_lost_are_named(says, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
-    says("sinfo", "node1\nnode2\n", "")
-    assert slurm.lost_nodes() == "node1, node2"
-    assert says.asked("sinfo") == ["--noheader --nodes=node[1-2] --states=down --format=%n"]
-    assert slurm.lost_nodes() == ""
 
 
 @pytest.mark.parametrize(
@@ -162,7 +114,6 @@ NODE = "   RealMemory=8000 AllocMem=0\n"
         (CONFIG, "mem=10000M", "5,000"),
         (CONFIG, "mem=14G", "7,168"),
         (CONFIG, "mem=1T", ""),
-        (CONFIG, "mem=14.0M", ""),  # none of Slurm's forms
         ("SelectTypeParameters = CR_CORE\n", "mem=10M", ""),
     ],
 )

@@ -52,10 +52,6 @@ class Cluster:
     def start(self, environment, plan, *, wrapper=(), **more):
         """A process; `plan` is triton_rank.py's, `more` is added to its environment, `wrapper` goes before the
         command."""
-        command = [*wrapper, sys.executable, str(SUPPORT / "triton_rank.py"), json.dumps(plan)]
-        return self.start_program(command, {**environment, **more})
-
-    def start_program(self, command, environment):
         base = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.folder / "home"),
@@ -63,8 +59,8 @@ class Cluster:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         return subprocess.Popen(
-            command,
-            env={**base, **environment},
+            [*wrapper, sys.executable, str(SUPPORT / "triton_rank.py"), json.dumps(plan)],
+            env={**base, **environment, **more},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

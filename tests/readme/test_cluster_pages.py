@@ -55,15 +55,14 @@ def run_script(script, here, cluster):
 
 def trainings(cluster):
     """Model, data and run folder of each training that srun was to start, in order."""
-    trained = [training["settings"] for training in cluster.trainings()]
-    return [
-        (
-            settings["model"]["model_name"],
-            settings["data"]["dataset_path"],
-            settings["checkpoint"]["save_ckpt_path"],
+    found = []
+    for training in cluster.trainings():
+        settings = training["settings"]
+        data = settings["data"]["dataset_path"]
+        found.append(
+            (settings["model"]["model_name"], data, settings["checkpoint"]["save_ckpt_path"])
         )
-        for settings in trained
-    ]
+    return found
 
 
 def test_a_cluster_without_an_image_is_checked_and_trains(here, tmp_path):

@@ -24,13 +24,10 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.resolve import as_dict, resolve_settings
 from tests.readme.pages import (
     IN_A_CLONE,
-    NOT_RUN,
     ON_A_CLUSTER,
     PAGES,
     Shell,
-    blocks,
     commands_to_run,
-    not_run,
     text_of,
 )
 from tests.support.others_tokens import write_fms, write_layout
@@ -179,13 +176,6 @@ def test_every_command_works(page, desk, monkeypatch):
             assert "resumes    from" in shell.run(text)
     if page in LEAVES:
         assert (desk / LEAVES[page]).exists() or (fsx / LEAVES[page]).exists()
-
-
-def test_what_is_not_run_is_one_command_each():
-    for page, starts in NOT_RUN.items():
-        commands = [command for block in blocks(page) for command in block]
-        entries = [not_run(page, command) for command in commands]
-        assert [entries.count([start]) for start in starts] == [1] * len(starts), page
 
 
 def options_of_verbs():

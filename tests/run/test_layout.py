@@ -1,6 +1,5 @@
 """What lies in a run folder, and which of its checkpoints count."""
 
-import os
 import re
 
 import pytest
@@ -13,15 +12,6 @@ def make(folder, *files):
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).touch()
-
-
-def test_a_step_is_read_back_from_its_name():
-    assert layout.rank_file(7) == "rank_00007.safetensors"
-    for step in (0, 7, 12345678, 123456789):
-        assert layout.step_of(layout.step_name(step)) == step
-    assert layout.step_name(7) == "step_00000007"
-    for name in "step_ .step_00000001.0123.partial step_1a xstep_00000001".split():
-        assert layout.step_of(name) is None
 
 
 IS = "is not a run folder (it holds"
@@ -68,16 +58,6 @@ def test_a_folder_that_can_t_be_listed_is_not_an_empty_one(tmp_path):
     assert names.newest_checkpoint(str(tmp_path)) == ""
     with pytest.raises(OSError, match="Too many levels"):
         layout.newest_step(tmp_path)
-
-
-def test_each_stop_file_has_a_mark_of_its_own(tmp_path):
-    marks = [names.stop_mark(str(tmp_path))]
-    for moment in (1, 2):
-        (tmp_path / names.STOP).touch()
-        os.utime(tmp_path / names.STOP, ns=(moment, moment))
-        marks.append(names.stop_mark(str(tmp_path)))
-    assert marks[0] == "" and len(set(marks)) == 3
-    assert names.stop_mark(str(tmp_path / names.STOP)) == ""
 
 
 def test_what_is_being_saved_is_listed(tmp_path):

@@ -10,7 +10,7 @@ import tarfile
 import pytest
 import zstandard
 
-from mamba_fsdp.storage.signatures import compression_of, content_of, signature_of
+from mamba_fsdp.storage.signatures import content_of
 
 pytestmark = pytest.mark.torch22
 
@@ -40,7 +40,6 @@ CONTENTS = [
     ("", b"text"),
     ("", PAGE),
 ]
-PACKED = {"gzip": gzip, "bz2": bz2, "xz": lzma, "zstd": zstandard}
 
 
 def test_content_says_what_a_file_is(tmp_path):
@@ -51,23 +50,3 @@ def test_content_says_what_a_file_is(tmp_path):
         found = content_of(file)
         assert (found.name if found else "") == name, content
     assert content_of(tmp_path) is None
-
-
-def test_how_a_file_is_compressed(tmp_path):
-    file = tmp_path / "file"
-    for name, library in PACKED.items():
-        file.write_bytes(library.compress(b"%PDF-1.7"))
-        assert compression_of(file) == name
-    for content in (b"text", b"%PDF-1.7"):
-        file.write_bytes(content)
-        assert compression_of(file) == ""
-
-
-def test_a_page_of_html_is_told_from_other_text_if_asked():
-    assert signature_of(PAGE, text_may_be_a_page=False).name == "page"
-    assert signature_of(b"text", text_may_be_a_page=False) is None
-
-
-@pytest.mark.parametrize(("path", "folder"), [("a/b.tar.gz", "a/b"), ("b", "b.unpacked")])
-def test_an_archive_is_unpacked_into_a_folder_of_its_own(path, folder):
-    assert signature_of(archive("w")).advice(path).endswith(f"tar xf {path} -C {folder}")

@@ -23,7 +23,7 @@ PARTS = [
 STACK = os.environ.get("MAMBA_FSDP_TEST_STACK", "cpu")
 
 # Counts steps where the real one trains. How it ends is up to the environment:
-# FAKE=storage|mistake|endless|deaf|held (the first start waits at step 10 for a request to stop), a file
+# FAKE=storage|deaf|held (the first start waits at step 10 for a request to stop), a file
 # `fail` in the run folder, and how long it saves: FAKE_COMMIT_SECONDS. With as many steps as FOR_EVER says, no machine
 # is so slow that they are over before the test has done what it wants to do meanwhile.
 FAKE_TRAINING = r"""
@@ -75,18 +75,18 @@ with open(run / "starts.jsonl", "ab", buffering=0) as file:  # in one piece, bes
 sys.stdout.write(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}\n")
 sys.stdout.flush()
 status("running", step)
-if fake in ("storage", "mistake") and rank == int(os.environ["WORLD_SIZE"]) - 1:
+if fake == "storage" and rank == int(os.environ["WORLD_SIZE"]) - 1:
     while (run / "starts.jsonl").read_text().count("\n") <= rank:  # until the others have begun, too
         time.sleep(0.05)
-    fail(74 if fake == "storage" else 2)
+    fail(74)
 def commit():
-    if fake not in ("endless", "storage", "mistake"):
+    if fake != "storage":
         time.sleep(float(os.environ.get("FAKE_COMMIT_SECONDS", 0)))
         first_rank_writes(f"checkpoints/step_{step:08d}/COMMIT", "{}")
 
 while step < steps:
     time.sleep(0.1)
-    step += fake != "endless" and not (fake == "held" and not saved and step == 10)
+    step += not (fake == "held" and not saved and step == 10)
     if step == 5:
         commit()
     if rank == 0 and (run / "fail").exists():
@@ -116,20 +116,6 @@ writer.finish()
 FOR_EVER = "--num_steps=1000000"
 
 
-TRACED_RESOLUTIONS = """
-
-import socket
-import sys
-
-_resolve = resolve_settings
-
-def resolve_settings(*words, **more):
-    with open("resolutions", "a") as file:
-        file.write(f"{socket.gethostname()} {sys.argv[0]}\\n")
-    return _resolve(*words, **more)
-"""
-
-
 def make_project(folder, training=FAKE_TRAINING):
     """A project folder with the checkout's launcher and library; training: the text of training.py, None for the real
     one. With another than the real one get_dataset.py is no real one either."""
@@ -145,13 +131,6 @@ def make_project(folder, training=FAKE_TRAINING):
         (folder / "training.py").write_text(training)
         (folder / "get_dataset.py").write_text(FAKE_GET_DATASET)
     return folder
-
-
-def trace_resolutions(project):
-    """Each time that settings are resolved in the project, the file `resolutions` in the folder where that happens gets
-    a line: the host, and the program."""
-    with open(project / "mamba_fsdp/settings/resolve.py", "a") as resolve:
-        resolve.write(TRACED_RESOLUTIONS)
 
 
 def make_venv(project):

@@ -13,12 +13,10 @@ import datasets
 import numpy as np
 import pandas
 import pytest
-import torch
 
 from mamba_fsdp.run import records
-from tests.support.corpora import documents_of, read_back
+from tests.support.corpora import read_back
 from tests.support.forked import output_of, said_by, start, start_ranks
-from tests.support.others_tokens import write_fms, write_layout
 from tests.support.processes import wait_until
 from tests.support.projects import FOR_EVER
 
@@ -26,10 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 FILES = 4
 LINES = 500
 ROWS = [f"Row {number} says {number * number} once, naïvely.\n" for number in range(40)]
-IDS = [[3 + number, 4, 5 + number] for number in range(40)]
-EOS = 0
 TOKENIZER = "--tokenizer=data/texts/train/tokenizer"
-NO_TOKENIZER = f"--tokenizer=none --eos_token={EOS} --vocab_size=300"
 
 
 def write_inputs(folder):
@@ -43,8 +38,6 @@ def write_inputs(folder):
     rows.to_csv(folder / "rows.csv", index=False)
     rows.to_parquet(folder / "rows.parquet", index=False)
     datasets.Dataset.from_dict({"text": ROWS}).save_to_disk(folder / "saved")
-    write_fms(folder / "fms" / "lang=en" / "0.arrow", IDS)
-    write_layout(folder / "layout.npy", [np.array(ids) for ids in IDS])
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +95,6 @@ def run(home, store):
 # ---------------------------------------------------------------- data
 
 TEXT_INPUTS = ["rows.jsonl", "rows.csv", "rows.parquet", "saved"]
-TOKEN_INPUTS = ["fms", "layout.npy"]
 
 
 @pytest.mark.parametrize("source", TEXT_INPUTS)
@@ -112,12 +104,6 @@ def test_text_of_each_format_becomes_a_store(enter, store, home, source):
     assert "every file has its size and checksum" in enter(
         f"mamba-fsdp inspect data/of_{source} --verify"
     )
-
-
-@pytest.mark.parametrize("source", TOKEN_INPUTS)
-def test_tokens_of_others_become_a_store(enter, home, source):
-    enter(f"get_dataset.py {source} data/of_{source} {NO_TOKENIZER} --validation_fraction=0")
-    assert documents_of(home / f"data/of_{source}/train") == [[*ids, EOS] for ids in IDS]
 
 
 # ---------------------------------------------------------------- training
@@ -199,18 +185,6 @@ def test_an_export_generates_in_transformers_what_the_run_does(enter, run, home)
     theirs = (home / "theirs.txt").read_text()
     ours = enter("mamba-fsdp generate runs/demo --prompt='def f_1_2(x' --length=5 --temperature=0")
     assert theirs.startswith("def f_1_2(x") and theirs in ours
-
-
-def test_a_new_run_begins_with_imported_weights(enter, run, home, store):
-    enter("mamba-fsdp export runs/demo exported/again")
-    enter("mamba-fsdp import exported/again imported/again")
-    files = [*run.glob("pth/*/*.pth"), *home.glob("imported/again/*.pth")]
-    published, imported = [torch.load(file, weights_only=True) for file in files]
-    assert published.keys() == imported.keys()
-    assert all(torch.equal(published[name], imported[name]) for name in published)
-    output = enter(f"{DEMO} --init_from=imported/again --save_ckpt_path=runs/again --num_steps=1")
-    assert "finished   1 step;" in output
-    assert losses(home / "runs/again")[0][1] < losses(run)[0][1]
 
 
 PYTHON = """
