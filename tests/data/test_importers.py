@@ -100,6 +100,20 @@ def test_datalayout_documents_longer_than_its_positions(
     assert TokenStore(tmp_path / "out" / "train").dtype.name == "uint16"
 
 
+def test_a_document_that_breaks_off_ends_there(prepare, tmp_path, monkeypatch):
+    """When its file's rest is skipped, another file's document or the end of the input follows."""
+    monkeypatch.setattr(importers, "WINDOW", 1000)
+    (tmp_path / "in").mkdir()
+    for name in ("a.npy", "c.npy"):
+        write_layout(tmp_path / "in" / name, [LONG[:1500]])
+        entries = np.memmap(tmp_path / "in" / name, "<i4", "r+")
+        entries[-1] &= ~(1 << 30)  # not counted in the loss
+    write_layout(tmp_path / "in" / "b.npy", [[5, 6]])
+    prepare(tmp_path / "in", tmp_path / "out", **IDS, skip_unreadable=True)
+    whole = [*LONG[:1000], EOS]
+    assert documents_of(tmp_path / "out/train") == [whole, [5, 6, EOS], whole]
+
+
 def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
     """If one asks for that, and who does not is told."""
     rows = np.arange(3, 39).reshape(-1, 6).tolist()
