@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +14,8 @@ from mamba_fsdp.data import text, tokenizer
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import default, shown, takes
 from mamba_fsdp.inference import loading
-from mamba_fsdp.inference.evaluate import Evaluation, EvaluationConfig
-from mamba_fsdp.inference.generate import GenerationConfig
+from mamba_fsdp.inference.evaluate import Evaluation
 from mamba_fsdp.verbs import evaluate, export
 from tests.support.corpora import stored_documents
 from tests.support.forked import said_by, start_ranks
@@ -96,15 +93,6 @@ def test_the_lines_of_an_evaluation():
     assert found.lines() == LINES.splitlines()
     bare = dataclasses.replace(found, word_perplexity=None, bytes=0, bits_per_byte=None).lines()
     assert bare[3:-1] == ["perplexity     999,999.000 per token"]
-
-
-def test_an_option_s_default_or_bound_changes_only_on_purpose():
-    described = [
-        f"{leaf.name}={shown(default(leaf))} ({takes(leaf)})"
-        for options in (GenerationConfig, EvaluationConfig)
-        for leaf in dataclasses.fields(options)
-    ]
-    assert described == Path(__file__).with_name("options.txt").read_text().splitlines()
 
 
 def test_data_of_another_tokenizer_or_vocabulary_is_refused(model, run, tmp_path):
