@@ -173,7 +173,9 @@ def test_what_is_told_and_kept(run, task_files):
     code, out, _ = run("exported/demo", *words, "--json")
     found = json.loads(out)
     assert code == 0 and set(found["results"]) == set(TASKS)
-    assert found["n-samples"]["ours_until"]["effective"] == 7 and found["n-shot"]["ours_choice"] == 1
+    assert (
+        found["n-samples"]["ours_until"]["effective"] == 7 and found["n-shot"]["ours_choice"] == 1
+    )
     assert not list(Path("exported/demo").glob("lm_eval_*"))
     code, out, _ = run("runs/demo", *words, "--limit=3", "--num_fewshot=2", "--follow")
     *_, line = read(Path("runs/demo/evaluations") / f"{','.join(TASKS)}.jsonl")

@@ -18,7 +18,6 @@ from mamba_fsdp.interop.architectures import ARCHITECTURES, architecture_for, ex
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.trial import try_export
 from mamba_fsdp.interop.weights import read_weights
-from mamba_fsdp.model.config import ModelConfig
 from tests.support.small_models import GROUPED, assert_same, model_of, random_state, write_ours
 from tests.support.tiny import model_config
 
@@ -45,7 +44,11 @@ ODD = [  # sizes and settings that no row of the table has
         "n_kv_head=1 head_dim=20 rotary_dim=14 rope_theta=5e5",
         "BambaForCausalLM",
     ),
-    ("attention+mlp", "n_head=8 head_dim=12 rope_theta=1e6 tie_embeddings=true", "LlamaForCausalLM"),
+    (
+        "attention+mlp",
+        "n_head=8 head_dim=12 rope_theta=1e6 tie_embeddings=true",
+        "LlamaForCausalLM",
+    ),
     ("attention+mlp,mamba2+mlp", f"rotary_dim=16 {GRANITE}", "GraniteMoeHybridForCausalLM"),
     (
         "mamba2+mlp,2*attention+mlp",
@@ -56,8 +59,16 @@ ODD = [  # sizes and settings that no row of the table has
     ("mamba2/attention+mlp", f"ssm_norm=before norm_eps=1e-6 {FALCON}", "FalconH1ForCausalLM"),
     ("mamba2/attention+mlp", f"ssm_norm=none head_dim=16 {FALCON}", "FalconH1ForCausalLM"),
     ("mlp,mamba2,attention,mamba2,mlp", NEMOTRON, "NemotronHForCausalLM"),
-    ("gdn+mlp,attention+mlp", f"rotary_dim=0 allow_neg_eigval=true {OLMO}", "OlmoHybridForCausalLM"),
-    ("2*gdn+mlp,attention+mlp", f"ngroups=3 d_ssm=72 rope_theta=5e5 {OLMO}", "OlmoHybridForCausalLM"),
+    (
+        "gdn+mlp,attention+mlp",
+        f"rotary_dim=0 allow_neg_eigval=true {OLMO}",
+        "OlmoHybridForCausalLM",
+    ),
+    (
+        "2*gdn+mlp,attention+mlp",
+        f"ngroups=3 d_ssm=72 rope_theta=5e5 {OLMO}",
+        "OlmoHybridForCausalLM",
+    ),
     ("gdn+mlp,attention+mlp", f"rotary_dim=4 ngroups=2 {QWEN}", "Qwen3_5ForCausalLM"),
     ("gdn+mlp,attention+mlp", f"rotary_dim=8 tie_embeddings=true {QWEN}", "Qwen3_5ForCausalLM"),
 ]
@@ -65,8 +76,12 @@ GDN_LENGTHS = (1, 64, 101)  # below and at a chunk, and over several
 
 
 def config_of(layers, settings):
-    sizes = "d_model=64 n_layer=4 vocab_size=53 headdim=8 d_state=16 chunk_size=8 n_head=4 n_kv_head=2"
-    return model_config(f"layers={layers} {sizes} d_intermediate=41 tie_embeddings=false {settings}")
+    sizes = (
+        "d_model=64 n_layer=4 vocab_size=53 headdim=8 d_state=16 chunk_size=8 n_head=4 n_kv_head=2"
+    )
+    return model_config(
+        f"layers={layers} {sizes} d_intermediate=41 tie_embeddings=false {settings}"
+    )
 
 
 def assert_close(found, expected, name):
