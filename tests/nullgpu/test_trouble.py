@@ -56,8 +56,9 @@ TROUBLE = {  # in the first minute: what is said
 def test_a_gpu_in_trouble_is_told(trained, kind):
     how, words = TROUBLE[kind]
     output, checkpoints = trained(**how)
-    assert words in output and not checkpoints
-    assert ("Traceback" in output, "Thread 0x" in output) == (False, kind == "stuck")
+    assert words in output and "Traceback" not in output and not checkpoints
+    if kind == "stuck":
+        assert "Thread 0x" in output  # its stacks
 
 
 @pytest.mark.torch22
