@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +14,7 @@ from mamba_fsdp.data import text, tokenizer
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import default, shown, takes
 from mamba_fsdp.inference import loading
-from mamba_fsdp.inference.evaluate import Evaluation, EvaluationConfig
-from mamba_fsdp.inference.generate import GenerationConfig
 from mamba_fsdp.verbs import evaluate, export
 from tests.support.corpora import stored_documents
 from tests.support.forked import said_by, start_ranks
@@ -79,32 +75,6 @@ def test_words_and_bytes_are_those_of_the_predicted_text(model, monkeypatch):
     assert whole.words <= again.words <= whole.words + 3  # one document, cut in words
     windows = mamba_fsdp.evaluate("runs/demo", STORE, seq_length=32, stride=8, limit=9)
     assert windows.tokens == 32 + 8 * 8 and windows.words < whole.words
-
-
-LINES = """\
-tokens         2,000 of 3,000
-windows        1,024 tokens long, one every 512
-loss           1.2346 nats per token
-perplexity     999,999.000 per token, 1.0e+06 per word (1,500 words between white space)
-bits per byte  0.5000 (9,000 bytes)
-speed          800 tokens/s"""
-
-
-def test_the_lines_of_an_evaluation():
-    numbers = (2000, 3000, 1.23456, 999_999.0, 1500, 1e6, 9000, 0.5, 2.5, 1024, 512)
-    found = Evaluation(*numbers)
-    assert found.lines() == LINES.splitlines()
-    bare = dataclasses.replace(found, word_perplexity=None, bytes=0, bits_per_byte=None).lines()
-    assert bare[3:-1] == ["perplexity     999,999.000 per token"]
-
-
-def test_an_option_s_default_or_bound_changes_only_on_purpose():
-    described = [
-        f"{leaf.name}={shown(default(leaf))} ({takes(leaf)})"
-        for options in (GenerationConfig, EvaluationConfig)
-        for leaf in dataclasses.fields(options)
-    ]
-    assert described == Path(__file__).with_name("options.txt").read_text().splitlines()
 
 
 def test_data_of_another_tokenizer_or_vocabulary_is_refused(model, run, tmp_path):

@@ -18,6 +18,7 @@ from mamba_fsdp.data import tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import harness
 from mamba_fsdp.inference.harness import MambaFSDP
+from mamba_fsdp.run.records import read
 from mamba_fsdp.verbs import evaluate
 
 pytestmark = pytest.mark.torch22
@@ -133,14 +134,6 @@ def test_its_arguments_are_those_of_hf(in_user_folder):
             MambaFSDP("runs/demo", **wrong)
 
 
-def test_the_number_of_questions_and_of_solved_ones(in_user_folder, task_files):
-    manager = TaskManager(include_path=str(task_files), include_defaults=False)
-    for few, limit, expected in ((0, 3, (0, 3)), (-1, 0, (1, 7))):
-        found = harness.run_tasks(MambaFSDP("runs/demo"), manager, ["ours_choice"], few, limit)
-        asked = found["n-samples"]["ours_choice"]["effective"]
-        assert (found["n-shot"]["ours_choice"], asked) == expected
-
-
 MISTAKES = {
     "--tasks=ours_choise": "has it; did you mean ours_choice?",
     "--tasks=ours_until --seq_length=20": "a task asks for 20 tokens: --seq_length=20 must leave",
@@ -164,6 +157,29 @@ def test_mistakes_are_a_line(run, task_files, words):
         given.append(f"--include_path={task_files}")
     code, _, err = run("runs/demo", *given)
     assert code == 2 and MISTAKES[words] in err.splitlines()[-1]
+
+
+def test_what_is_told_and_kept(run, task_files):
+    words = [f"--tasks={','.join(TASKS)}", f"--include_path={task_files}", f"--seq_length={WINDOW}"]
+    code, out, err = run("runs/demo", *words, "--limit=3", "--num_fewshot=2")
+    assert code == 0
+    for text in ("runs/demo/checkpoints/step_00000004", "|ours_choice ", "|exact_match", "±"):
+        assert text in out
+    (kept,) = Path("runs/demo").glob("lm_eval_*.json")
+    found = json.loads(kept.read_text())
+    assert found["n-samples"]["ours_until"]["effective"] == 3
+    assert found["n-shot"]["ours_choice"] == 2
+    assert str(kept) in err
+    code, out, _ = run("exported/demo", *words, "--json")
+    found = json.loads(out)
+    assert code == 0 and set(found["results"]) == set(TASKS)
+    assert (
+        found["n-samples"]["ours_until"]["effective"] == 7 and found["n-shot"]["ours_choice"] == 1
+    )
+    assert not list(Path("exported/demo").glob("lm_eval_*"))
+    code, out, _ = run("runs/demo", *words, "--limit=3", "--num_fewshot=2", "--follow")
+    *_, line = read(Path("runs/demo/evaluations") / f"{','.join(TASKS)}.jsonl")
+    assert code == 0 and line["step"] == 4 and "\nover       runs/demo is finished" in out
 
 
 def test_without_lm_eval_a_line_says_how_to_install_it(run, monkeypatch, project):

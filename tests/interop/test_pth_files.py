@@ -110,15 +110,14 @@ def write_tar(path):
         archive.add(__file__, "storages")
 
 
-def saved(content, share=1.0, **how):
+def saved(content, share=1.0):
     def write(path):
-        torch.save(content, path, **how)
+        torch.save(content, path)
         os.truncate(path, int(path.stat().st_size * share))
 
     return write
 
 
-OLD = {"_use_new_zipfile_serialization": False}
 CUT = "file.pth .* is cut short or damaged; copy"
 PROGRAM = "file.pth is damaged or holds more than tensors and plain values"
 ARCHIVE = "file.pth is a TorchScript or tar archive, which may hold code"
@@ -129,10 +128,7 @@ REFUSED = {  # name: (what writes the file, what is said)
     "trap": (lambda path: torch.save({"a": Trap(path)}, path), PROGRAM),
     "pickled trap": (lambda path: path.write_bytes(pickle.dumps({"a": Trap(path)})), PROGRAM),
     "half a zip": (saved(TENSORS, 0.5), CUT),
-    "half an old one": (saved(TENSORS, 0.5, **OLD), "file.pth .* is damaged|cut short"),
-    "empty": (saved(TENSORS, 0.0), CUT),
     "text": (lambda path: path.write_text("some text"), "file.pth holds no weights: it is neither"),
-    "list": (saved([1]), NO_DICT),
     "no tensor": (saved({"a": 1}), NO_DICT),
     "missing": (lambda path: None, "can't read .*file.pth: No such file"),
     "repeated number": (
@@ -161,15 +157,11 @@ def test_storage_that_fails_is_no_damage(path, monkeypatch):
         PthTensors(path)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.eye(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2).long()],
-    ids=["sparse", "meta", "whole numbers"],
-)
-def test_what_is_no_weight_is_told_in_a_line(path, tensor):
-    torch.save({"weight": tensor}, path)
-    with pytest.raises(UserError, match="file.pth: weight is .* weights are dense"):
-        PthTensors(path).get("weight")
+def test_what_is_no_weight_is_told_in_a_line(path):
+    for tensor in (torch.eye(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2).long()):
+        saved({"weight": tensor})(path)
+        with pytest.raises(UserError, match="file.pth: weight is .* weights are dense"):
+            PthTensors(path).get("weight")
 
 
 def test_a_bomb_of_shared_dicts_is_visited_once(path):

@@ -47,12 +47,6 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_broken_checkpoint_is_passed_over_and_said(run, capsys):
-    (run / "checkpoints" / "step_00000002" / "rank_00000.safetensors").write_bytes(b"")
-    assert_same(read_weights(run), CONFIG, random_state(CONFIG, seed=1))
-    assert "step_00000002 is broken" in capsys.readouterr().out
-
-
 def test_the_mean_of_checkpoints_is_a_model_with_their_tokenizer(run, monkeypatch):
     monkeypatch.setattr(convert, "ELEMENTS_AT_ONCE", 100)
     models = [run / f"checkpoints/step_0000000{step}" for step in (1, 2)]

@@ -14,8 +14,6 @@ scan, reference = (
     for name in ("triton", "reference")
 )
 
-ONCE = {"LOCAL": False, "REVERSE": False, "KEEP": True}  # a sweep that keeps states
-
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
@@ -74,15 +72,6 @@ def test_bf16_in_and_out():
     )
 
 
-def test_rows_are_cut_where_they_are_too_few_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(backend, "FILL", 1024)
-
-    assert backend.segments_of(8 * 128, 2) == (1, 2)
-    assert backend.segments_of(4 * 128, 2) == (2, 1)
-    assert backend.segments_of(2 * 64, 9) == (5, 2)  # 9 chunks in 8 segments would be 2 each
-    assert backend.segments_of(2, 2) == (2, 1)
-
-
 def test_states_clear_at_a_start_however_slow_the_decay():
     """A whole document of steps of size 0 in front; nothing of the initial state gets through."""
     leaves = inputs(1, 9, 2, 2)
@@ -118,24 +107,3 @@ def test_rows_that_lie_far_apart(monkeypatch):
 
     for got, expected in zip(run(far), run(near.clone())):
         assert torch.equal(got, expected)
-
-
-def test_states_that_take_more_than_32_bits():
-    """Those kept of a long row are found where chunk times state passes 2**31 elements."""
-    leaves = inputs(1, 20, 4, 4, without=["seq_idx"])
-    del leaves["initial_state"]
-    leaves["BC"] = torch.stack([leaves.pop("B"), leaves.pop("C")], 2)
-    call = backend._Scan(**leaves)
-    none = torch.zeros(1, 16, 4)
-    kept = {}
-    # With so many the kernel lets all 16 of its own through, 12 of them into room that nobody reads.
-    for states in 4, 1 << 28:
-        slab = states * 4
-        entries = torch.empty(3 * slab)
-        A = torch.empty(slab + 16)
-        A.as_strided((4, 16), (states, 1)).fill_(-1.0)
-        call.shared |= dict(states=states, A=A, ends=none, totals=none)
-        call.sweep(1, call.u, none, call.u.clone(), entries, none.clone(), **ONCE)
-        kept[states] = entries.as_strided((3, 4, 4), (slab, 4, 1))
-    few, many = kept.values()
-    assert torch.equal(few, many)

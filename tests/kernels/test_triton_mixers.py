@@ -1,4 +1,4 @@
-"""Whole mixers of Triton kernels beside the reference parts in float64; what they keep; models of Triton backends alone."""
+"""Whole mixers of Triton kernels beside the reference parts in float64, and what they keep."""
 
 from functools import partial
 
@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
-from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS, REFERENCE
 from mamba_fsdp.ops.conv import triton as conv_triton
 from mamba_fsdp.ops.scan import triton as scan_triton
@@ -129,44 +128,3 @@ def test_keeps_less_than_its_parts(kind, most, monkeypatch):
     whole = kept(kind, WHOLES)
     parts = kept(kind, PARTS)
     assert most - 0.1 <= whole <= most and parts > whole + 2
-
-
-def losses(backends, compiled=False):
-    """Before and after a step of SGD of a small model, and the weights behind it."""
-    length = 9
-    config = ModelConfig(
-        layers="mamba1,mamba2",
-        n_layer=2,
-        vocab_size=40,
-        tie_embeddings=True,
-        headdim=10,
-        **SIZES["mamba1"],
-    )
-    model = MambaLM(config, backends=backends, reset_at_documents=True)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.3, generator=generator)
-    if compiled:
-        for block in model.backbone.layers:
-            block.mixer.compile(backend="aot_eager", fullgraph=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    tokens = torch.randint(0, 40, (2, length + 1), generator=generator)
-    documents = seq_idx(length, batch=2)
-    before = model(tokens[:, :-1], tokens[:, 1:], documents) / (2 * length)
-    before.backward()
-    optimizer.step()
-    with torch.no_grad():
-        after = model(tokens[:, :-1], tokens[:, 1:], documents) / (2 * length)
-    weights = [parameter.flatten() for parameter in model.parameters()]
-    return torch.cat([before.view(1), after.view(1), *weights]).detach()
-
-
-def test_a_model_of_triton_kernels_trains_as_a_reference_one():
-    """Losses and weights within fp32's rounding; the same bits in a second run, as deterministic=true promises, in which
-    torch.compile takes each mixer as one call."""
-    torch._dynamo.reset()
-    kernels = losses(WHOLES)
-    reference = losses(REFERENCE)
-    torch.testing.assert_close(kernels, reference, rtol=1e-6, atol=1e-6)
-    assert not torch.equal(kernels, reference)
-    assert torch.equal(kernels, losses(WHOLES, compiled=True))

@@ -3,13 +3,11 @@
 import os
 from functools import partial
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
 
-from mamba_fsdp.ops import triton as glue
-from mamba_fsdp.ops.ssd import ssd, triton, triton_kernels
+from mamba_fsdp.ops.ssd import ssd, triton
 from tests.support.compare import assert_like_reference
 from tests.support.definitions import random_documents, ssd_values
 
@@ -76,47 +74,3 @@ def test_extreme_dt():
     values = leaves()
     values["dt_bias"] += torch.tensor([-60.0, 20000.0])
     assert_like_reference(kernels, reference, values, 1e-4)
-
-
-@pytest.fixture
-def stages_of(monkeypatch):
-    """stages_of(headdim) -> num_stages by kernel of each of its launches in a backward pass."""
-
-    def backward(headdim):
-        kernels = {name: mock.MagicMock() for name in ("add_up", "sweep", "near", "far", "finish")}
-        for name, kernel in kernels.items():
-            monkeypatch.setattr(triton_kernels, name, kernel)
-        x = torch.empty(1, 64, 2, headdim, dtype=torch.bfloat16)
-        B = torch.empty(1, 64, 1, 128, dtype=torch.bfloat16)
-        dt = torch.empty(1, 64, 2, dtype=torch.bfloat16)
-        of_head = torch.empty(2)
-        triton.ssd_backward(x, None, x, dt, of_head, B, B, of_head, of_head, None, None)
-        launches = [kernels[name].__getitem__().mock_calls for name in ("sweep", "near", "far")]
-        return [launch.kwargs["num_stages"] for calls in launches for launch in calls]
-
-    return backward
-
-
-@pytest.mark.parametrize(
-    "capability, torch_version, headdim, stages",
-    [
-        ((8, 0), "2.2.2+cu121", 64, [1, 1, 2, 2]),
-        ((9, 0), "2.2.2+cu121", 256, [1, 1, 1, 2]),
-        ((9, 0), "2.10.0+cu130", 64, [1, 2, 2, 2]),
-        ((8, 0), "2.10.0+cu130", 512, [1, 2, 1, 2]),
-        ((10, 0), "2.10.0+cu130", 64, [1, 1, 1, 1]),
-    ],
-)
-def test_what_is_copied_ahead(monkeypatch, stages_of, capability, torch_version, headdim, stages):
-    """By the sweeps without and with outputs, `near` and `far`: what the Triton compiles and what fits the shared memory;
-    nothing on Blackwell, where such copies have given wrong results, nor by a sweep in the simpler form."""
-    monkeypatch.setattr(torch, "__version__", torch_version)
-    monkeypatch.setattr(glue, "OLDEST", capability)
-    for table in ("SWEEP", "NEAR", "FAR"):
-        monkeypatch.setattr(triton, table, dict(getattr(triton, table)))
-    for expected in (stages, [1, 1, *stages[2:]]):
-        assert stages_of(headdim) == expected
-        triton.use_simpler_form()
-    # wgmma and tcgen05 take four warps and 64 rows.
-    assert all(form["num_warps"] < 4 for form in (*triton.SWEEP.values(), *triton.NEAR.values()))
-    assert all(form["ROWS"] < 64 for form in triton.FAR.values())

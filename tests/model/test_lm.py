@@ -5,11 +5,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops.ssd import reference as ssd
 from mamba_fsdp.parallel.parallelize import compile_blocks
 from tests.support.models import FAMILIES, small_model, some_tokens
 
@@ -109,35 +107,3 @@ def test_compiled_blocks_compute_the_same(monkeypatch):
     loss, gradients = loss_and_gradients(model, tokens, seq_idx)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
-
-
-class Names(TorchDispatchMode):
-    """Remembers which of torch's operations were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.add(function.overloadpacket.__name__.rstrip("_"))
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("bounded", [False, True])
-def test_a_step_calls_nothing_that_a_deterministic_gpu_refuses(bounded, monkeypatch):
-    """Nothing of torch.use_deterministic_algorithms' list, of what serves other things than images."""
-    monkeypatch.setattr(ssd, "_cumsum_repeats", lambda values: False)  # as on a GPU
-    model = small_model("everything", reset_at_documents=bounded)
-    tokens = some_tokens(2, 20)
-    seq_idx = torch.arange(19).div(7, rounding_mode="floor").expand(2, -1) if bounded else None
-    optimizer = torch.optim.AdamW(model.parameters())
-    with Names() as names:
-        model(tokens[:, :-1], labels=tokens[:, 1:], seq_idx=seq_idx).backward()
-        optimizer.step()
-    # which have a deterministic backend
-    assert names.seen >= {"embedding_dense_backward", "scatter_add", "gather"}
-    refused = (
-        "cumsum put histc bincount kthvalue median nll_loss_forward nll_loss2d_forward scatter_reduce _embedding_bag "
-        "_ctc_loss resize"
-    )
-    assert names.seen.isdisjoint(refused.split())

@@ -5,24 +5,21 @@ import pytest
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 
-def test_a_launch_has_the_kernel_and_the_arguments_that_triton_would_give_it(start):
-    process = start("-m", "tests.support.nullgpu.launching", NULLGPU_DEVICES=2)
-    _, stderr = process.communicate(timeout=900)
-    assert process.returncode == 0, stderr
+def test_a_launch_has_the_kernel_and_the_arguments_that_triton_would_give_it(run):
+    code, output = run("-m", "tests.support.nullgpu.launching", NULLGPU_DEVICES=2)
+    assert code == 0, output
 
 
-def test_layers_of_the_presets_pass_no_limit_of_a_small_gpu(start):
+def test_layers_of_the_presets_pass_no_limit_of_a_small_gpu(run):
     """Of shared memory, blocks and grids; the memory is a large one's."""
     presets = ("mamba-2.8b", "mamba2-2.7b", "bamba-9b", "nemotron-h-8b")
     small = {"NULLGPU_ARCHITECTURE": 86, "NULLGPU_MEMORY": 80 << 30}
-    process = start("-m", "tests.support.nullgpu.shapes", *presets, **small)
-    _, stderr = process.communicate(timeout=900)
-    assert process.returncode == 0, stderr
+    code, output = run("-m", "tests.support.nullgpu.shapes", *presets, **small)
+    assert code == 0, output
 
 
 @pytest.mark.parametrize("model, most", [("Mamba-1", [15, 9, 13]), ("Mamba-2", [11, 18, 6])])
-def test_a_block_launches_no_more_than_it_did(start, model, most):
-    """Of torch, of Triton, and calls of cuBLAS, forward and backward, with weights in fp32."""
-    row = f"from benchmarks import launches; print(launches.row({model!r})['its launches'])"
-    output, _ = start("-c", row).communicate(timeout=900)
-    assert output.split("\n")[-2] == str(most)
+def test_a_block_launches_no_more_than_it_did(run, model, most):
+    """Of torch, of Triton, and calls of cuBLAS, forward and backward."""
+    code, output = run("-m", "tests.support.nullgpu.launches", model)
+    assert code == 0 and output.splitlines()[-1] == str(most), output

@@ -44,39 +44,28 @@ def test_the_usual_are_twenty_that_exist_grouped_as_the_sections_are():
     assert headings == [*SECTIONS]
 
 
-@pytest.mark.parametrize("columns", [20, 80, 120, 300])
-def test_no_line_is_wider_than_the_terminal(columns, monkeypatch):
-    """From 80 columns on; on narrower ones a long word may be."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for asked in ("", "all", "batch", "logical_shards"):
-        page = settings_page().text(asked)
-        assert page.isascii()
-        assert columns < 80 or max(map(len, page.splitlines())) < min(columns, 101)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_pages_of_verbs_fit_80_columns(verb):
-    module = importlib.import_module(f"mamba_fsdp.verbs.{verb.replace('import', 'import_')}")
-    for page in (page_of(module), overview()):
-        for asked in ("", "all"):
-            text = page.text(asked)
-            assert text.isascii() and max(map(len, text.splitlines())) <= 80
+def test_no_line_is_wider_than_the_terminal(monkeypatch):
+    pages = [settings_page(), overview()]
+    for verb in VERBS:
+        module = importlib.import_module(f"mamba_fsdp.verbs.{verb.replace('import', 'import_')}")
+        pages.append(page_of(module))
+    for columns in (80, 120, 300):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        for page in pages:
+            for asked in ("", "all"):
+                text = page.text(asked)
+                assert text.isascii() and max(map(len, text.splitlines())) <= min(columns, 100)
 
 
 WORDS = {
     "batch size": "batch_size",
     "BATCH-SIZES": "batch_size",
     "sequence length": "seq_length",
-    "context length": "seq_length",
-    "checkpoint interval": "checkpoint_interval",
     "dtype": "mixed_precision",
     "lr": "learning_rate",
-    "learning rate": "learning_rate",
     "max_seq_length": "seq_length",
     "output_dir": "save_ckpt_path",
     "epochs": "num_epochs",
-    "hidden size": "d_model",
-    "workers": "num_workers",
     "wandb": "tracker",
     "gradient accumulation": "gradient_accumulation_steps",
     "--batch_size": "batch_size",
@@ -93,7 +82,6 @@ def test_a_word_finds_its_setting_or_why_there_is_none():
 BESIDES = {  # what is asked: what is named in place of an option
     "early": "early_stopping_patience is not a setting here: a run has its length; a file STOP",
     "patience": "STOP",
-    "best": "load_best_model_at_end is not a setting here",
     "gpu": "./1.train.sbatch trains on all GPUs",
     "slurm": "docs/cluster.md:1 # Training on a Slurm cluster",
 }
@@ -108,7 +96,6 @@ UNKNOWN = {
     "warmpu": "did you mean --help=warmup",
     **dict.fromkeys(["nosuch", "***", " ", "(", "\x1b[2J", "--", "\udcff", "x" * 3000], ""),
     "lerning_rat": "did you mean --help=learning_rate",
-    "learningrate": "did you mean --help=learning_rate",
 }
 
 
@@ -126,12 +113,10 @@ ASKED = {
     "-h": "",
     "runs/a --help": "",
     "--help=": "",
-    "--help --seed=3": "",
     "--help=all": "all",
     "'--help=batch size'": "batch size",
     "--help batch size --seed=3": "batch size",
     "": None,
-    "help x": None,
     "--helper=3": None,
 }
 

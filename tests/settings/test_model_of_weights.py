@@ -18,12 +18,7 @@ def take(**given):
 
 def test_the_weights_give_the_shape():
     assert take(learning_rate=1).d_model == 48 and take().layers == "mamba2"
-    assert take(d_model=48, chunk_size=32).chunk_size == 32
-
-
-def test_settings_that_only_the_weights_make_sense_of_are_taken():
-    """Without them the model would be of Mamba-1 layers."""
-    assert take(headdim=16, chunk_size=32).headdim == 16
+    assert take(d_model=48, headdim=16, chunk_size=32).chunk_size == 32
 
 
 @pytest.mark.parametrize(
@@ -35,7 +30,6 @@ def test_settings_that_only_the_weights_make_sense_of_are_taken():
             {"n_layer": 2, "layers": "mamba2"},
             r"ask for: n_layer=2 \(there 3\); leave out what differs$",
         ),
-        ({"norm_eps": 1e-6}, r"norm_eps=1e-06 \(there 1e-05\)"),
     ],
 )
 def test_other_settings_are_refused(given, message):

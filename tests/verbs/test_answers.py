@@ -121,13 +121,6 @@ def test_a_training_that_a_signal_stopped_ends_with_a_shell_s_code(monkeypatch):
     assert train.exit_code("SIGTERM") == 0
 
 
-def test_a_dry_run_counts_the_ranks_of_all_nodes(monkeypatch):
-    assert train.planned_ranks() is None
-    monkeypatch.setenv("MAMBA_FSDP_NODES", "2")
-    monkeypatch.setenv("PROCESSES_PER_NODE", "3")
-    assert train.planned_ranks() == (6, 3)
-
-
 def test_the_doctor_fails_if_one_check_does(monkeypatch, answer):
     def fail():
         raise UserError("it is broken")

@@ -54,17 +54,8 @@ def test_a_function_of_the_package_takes_them_as_keywords():
     assert function("a", 3, wanted=True, note=None) == ("a", Options(3, wanted=True))
     assert str(inspect.signature(function)).startswith("(first, count: int = 1, share: float")
     assert "Does something." in function.__doc__ and "share: Part of all." in function.__doc__
-    for words, message in (
-        ({"cuont": 3}, "^cuont: there is no such option; did you mean count.$"),
-        ({"how_many": 3}, "did you mean count.$"),
-        ({"nosuch": 3}, r"^nosuch: there is no such option; see help\(in_order\)$"),
-        ({"count": 1.5}, "^count=1.5: expected a whole number$"),
-        ({"share": 2}, "^share=2: must be below 1$"),
-    ):
-        with pytest.raises(UserError, match=message):
-            function("a", **words)
-    with pytest.raises(UserError, match="missing a required argument: 'first'"):
-        function()
+    with pytest.raises(UserError, match="^cuont: there is no such option; did you mean count.$"):
+        function("a", cuont=3)
 
 
 MISTAKES = {

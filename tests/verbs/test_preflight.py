@@ -64,14 +64,17 @@ def judge(folder, capsys):
 
 
 def test_equal_nodes_are_fit(report, judge, monkeypatch):
-    monkeypatch.setattr(machine, "efa_plugin", lambda: "libnccl-net.so")
+    """But that EFA devices need NCCL's plugin."""
+    monkeypatch.setattr(machine, "efa_plugin", lambda: None)
     for node in ("a", "b"):
         report(node, gpus=8, efa=32)
     lines = [
         "node 0     a: 8 GPUs NVIDIA A100, 32 EFA devices\n",
         "node 1     b: 8 GPUs NVIDIA A100, 32 EFA devices\n",
     ]
-    assert judge("a", "b") == (0, "".join(lines), "")
+    code, said, warnings = judge("a", "b")
+    assert (code, said) == (0, "".join(lines))
+    assert warnings.startswith("warning: a: EFA devices, but no libnccl-net.so")
 
 
 LACKING = {  # what is said of a second node: what it has
@@ -100,13 +103,6 @@ def test_a_node_whose_project_folder_is_of_another_version_is_named(folder, repo
     code, _, wrong = judge("a", "b")
     assert code == 1 and len(wrong.splitlines()) == 1
     assert f"error: b: its {machine.PROJECT} holds other code than that of a; mount the" in wrong
-
-
-def test_efa_devices_without_nccls_plugin_are_a_warning(report, judge, monkeypatch):
-    monkeypatch.setattr(machine, "efa_plugin", lambda: None)
-    report("a", gpus=8, efa=32)
-    code, _, wrong = judge("a")
-    assert code == 0 and wrong.startswith("warning: a: EFA devices, but no libnccl-net.so")
 
 
 def test_too_little_space_for_the_checkpoints_to_come(folder, report, judge, monkeypatch):

@@ -2,12 +2,15 @@
 
 import importlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
 
 import datasets
 import pytest
+
+from tests.support.checkpoints import flip
 
 TRANSCRIPT = Path(__file__).with_name("transcript.txt")
 # Entries of a run that validated, was started again with another setting, and was measured.
@@ -56,6 +59,11 @@ def folder(in_user_folder, tmp_path, monkeypatch):
     shutil.copy("runs/demo/pth/step_00000004/consolidated.00.pth", "bare")
     shutil.copytree("data/builtin/train", "plain")
     shutil.rmtree("plain/tokenizer")
+    flip(Path(shutil.copytree("plain", "flipped")) / "00000.bin")
+    for name in ("cut", "changed"):
+        shutil.copytree("runs/demo", name)
+    os.truncate("cut/checkpoints/step_00000002/rank_00000.safetensors", 50)
+    flip(Path("changed/checkpoints/step_00000002/state.json"))
 
 
 def test_the_transcript_changes_only_on_purpose(folder, call):

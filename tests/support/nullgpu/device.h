@@ -17,7 +17,7 @@ struct limits {
     size_t memory;             /* bytes of the device */
 };
 
-/* Counters that tests read, by ctypes or in the report. */
+/* Counters that tests read by ctypes. */
 enum counter { TORCH_LAUNCHES, TRITON_LAUNCHES, BLAS_CALLS, WAITS, COPIES, STREAMS, EVENTS, COUNTERS };
 
 const struct limits *nullgpu_limits(void);

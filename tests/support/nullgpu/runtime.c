@@ -9,8 +9,7 @@
      NULLGPU_DEVICES=2          so many devices; a process uses one
      NULLGPU_MEMORY=BYTES       of the device, in place of the card's
      NULLGPU_LOST=N             every call fails from the N-th launch on
-     NULLGPU_HANG=N             the N-th launch never ends
-     NULLGPU_REPORT=FILE        the counters at the end of the process, as JSON */
+     NULLGPU_HANG=N             the N-th launch never ends */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
@@ -67,8 +66,6 @@ static size_t total_memory(void) {
 
 /* ---------------------------------------------------------------------------------------------- counters */
 
-static const char *const NAMES[COUNTERS] = {"torch_launches", "triton_launches", "blas_calls", "waits",
-                                            "copies",         "streams",         "events"};
 static long counters[COUNTERS];
 static size_t bytes_of[4]; /* by kind of memory */
 
@@ -79,19 +76,6 @@ void nullgpu_count(enum counter counter, long by) {
 /* For ctypes: a counter by its number in `enum counter`, and bytes by `enum memory`. */
 long nullgpu_counter(int counter) { return counters[counter]; }
 long nullgpu_bytes(int kind) { return (long)bytes_of[kind]; }
-
-__attribute__((destructor)) static void report(void) {
-    const char *path = getenv("NULLGPU_REPORT");
-    FILE *file = path ? fopen(path, "w") : NULL;
-    if (!file)
-        return;
-    fprintf(file, "{");
-    for (int i = 0; i < COUNTERS; i++)
-        fprintf(file, "\"%s\": %ld, ", NAMES[i], counters[i]);
-    fprintf(file, "\"device_bytes\": %zu, \"pinned_bytes\": %zu, \"registered_bytes\": %zu}\n", bytes_of[DEVICE],
-            bytes_of[PINNED], bytes_of[REGISTERED]);
-    fclose(file);
-}
 
 /* ---------------------------------------------------------------------------------------------- errors */
 

@@ -1,0 +1,21 @@
+"""Counts the launches of a block of one of benchmarks.launches' models: python -m tests.support.nullgpu.launches MODEL"""
+
+import sys
+
+from benchmarks.launches import MODELS, SHAPE, counted_step
+from mamba_fsdp.settings.resolve import resolve_settings
+
+LAYERS = 8
+
+
+def of_a_step(settings, layers):
+    step = counted_step(settings, layers)
+    step()  # which makes the moments
+    before = step()
+    return step() - before
+
+
+if __name__ == "__main__":
+    settings = resolve_settings(MODELS[sys.argv[1]] | SHAPE)
+    of_blocks = of_a_step(settings, 2 * LAYERS) - of_a_step(settings, LAYERS)
+    print((of_blocks / LAYERS).round().int().tolist())
