@@ -200,7 +200,7 @@ def flush_denormals(asked: bool) -> None:
     torch.set_flush_denormal(asked)
     threads = torch.get_num_threads()
     run_on_each = getattr(ctypes.CDLL(None), "GOMP_parallel", None)  # of PyTorch's OpenMP
-    if threads > 1 and run_on_each:
+    if run_on_each:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         run_on_each(kind(lambda _: torch.set_flush_denormal(asked) and None), None, threads, 0)
 
