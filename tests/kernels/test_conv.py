@@ -22,7 +22,7 @@ reference, kernels = (partial(causal_conv_silu, backend=name) for name in ("refe
 
 
 def leaves(batch=2, length=13, channels=5, width=4, dtype=torch.float32):
-    return draw("conv", dtype, b=batch, l=length, c=channels, w=width)
+    return draw("conv", dtype, b=batch, t=length, c=channels, w=width)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""Every operator along the sequence beside its definition in float64. Documents that change: tests/model/test_documents.py."""
+"""Every operator along the sequence beside its definition in float64. That documents change nothing of one another:
+tests/model/test_documents.py."""
 
 import sys
 import types
@@ -49,30 +50,30 @@ class Operator(NamedTuple):
 
 
 OPERATORS = {
-    "conv": Operator(causal_conv_silu, convolution, "x=blc weight=c1w bias=c"),
+    "conv": Operator(causal_conv_silu, convolution, "x=btc weight=c1w bias=c"),
     "scan": Operator(
         partial(selective_scan, return_last_state=True),
         loop,
-        "u=blc dt=blc A=cn B=bln C=bln D=c z=blc dt_bias=c initial_state=bcn",
+        "u=btc dt=btc A=cn B=btn C=btn D=c z=btc dt_bias=c initial_state=bcn",
     ),
     "ssd": Operator(
         partial(ssd, chunk_size=256, return_last_state=True),
         recurrence,
-        "x=blhp dt=blh A=h B=blgn C=blgn D=h dt_bias=h initial_state=bhpn",
+        "x=bthp dt=bth A=h B=btgn C=btgn D=h dt_bias=h initial_state=bhpn",
     ),
     "weighted ssd": Operator(
         partial(weighted_ssd, chunk_size=256, return_last_state=True),
         weighted_recurrence,
-        "x=blhp decay=blh weight=blh B=blgn C=blgn initial_state=bhpn",
+        "x=bthp decay=bth weight=bth B=btgn C=btgn initial_state=bhpn",
     ),
     "gdn": Operator(
         partial(gated_delta_rule, return_last_state=True),
         delta_recurrence,
-        "q=blgn k=blgn v=blhp g=blh beta=blh initial_state=bhnp",
+        "q=btgn k=btgn v=bthp g=bth beta=bth initial_state=bhnp",
     ),
 }
-# batch, length, channels, width, heads, channels of a head, groups of heads, states
-SIZES = {"b": 2, "l": 70, "c": 5, "w": 4, "h": 4, "p": 3, "g": 2, "n": 5, "1": 1}
+# batch, positions, channels, width, heads, channels of a head, groups of heads, states
+SIZES = {"b": 2, "t": 70, "c": 5, "w": 4, "h": 4, "p": 3, "g": 2, "n": 5, "1": 1}
 RANGES = {
     "A": lambda t: -t.exp(),
     "g": lambda t: -t.exp(),
@@ -87,7 +88,7 @@ each_form = pytest.mark.parametrize("operator, backend", FORMS + IN_C)
 
 
 def draw(operator, dtype=torch.float64, **sizes):
-    """Inputs by name. What has no length, or is a decay or weight, is of fp32 at least."""
+    """Inputs by name. Parameters, states, and what decays are made of keep at least fp32."""
     sizes = SIZES | sizes
     generator = torch.Generator().manual_seed(0)
     values = {}
@@ -97,7 +98,7 @@ def draw(operator, dtype=torch.float64, **sizes):
         value = torch.randn(shape, generator=generator, dtype=torch.float64)
         if name in RANGES:
             value = RANGES[name](value)
-        is_activation = "l" in letters and name not in ("g", "beta", "decay", "weight")
+        is_activation = "t" in letters and name not in ("g", "beta", "decay", "weight")
         kept = dtype if is_activation else torch.promote_types(dtype, torch.float32)
         values[name] = value.to(kept)
     return values
@@ -112,22 +113,22 @@ def compare(operator, backend, values, most, **how):
 @each_form
 @pytest.mark.parametrize("kind", ["whole", "documents", "deterministic"])
 @pytest.mark.parametrize(
-    "l, g, w",
+    "t, g, w",
     [(1, 1, 4), (3, 2, 9), (15, 4, 1), (16, 2, 2), (17, 2, 4), (64, 1, 2), (65, 4, 9), (150, 2, 4)],
 )
-def test_equals_its_definition(operator, backend, kind, l, g, w, monkeypatch):  # noqa: E741
+def test_equals_its_definition(operator, backend, kind, t, g, w, monkeypatch):
     """Outputs, last state and every gradient, at the edges of chunks, documents or none, for any groups and width. A
     deterministic run has no cumsum, which a GPU refuses."""
     if kind == "deterministic":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    seq_idx = random_documents(2, l) if kind == "documents" else None
-    compare(operator, backend, draw(operator, l=l, g=g, w=w), 1e-11, seq_idx=seq_idx)
+    seq_idx = random_documents(2, t) if kind == "documents" else None
+    compare(operator, backend, draw(operator, t=t, g=g, w=w), 1e-11, seq_idx=seq_idx)
 
 
 @each_form
 def test_half_precision_is_as_exact_as_its_storage(operator, backend):
     """Inner arithmetic is float32, so bf16 costs the rounding of outputs and their gradients, some more in sums."""
-    values = draw(operator, torch.bfloat16, l=300, c=20)
+    values = draw(operator, torch.bfloat16, t=300, c=20)
     found = compare(operator, backend, values, 2.0**-7, seq_idx=random_documents(2, 300))
     assert found["output 0"].dtype == torch.bfloat16
 
@@ -147,7 +148,7 @@ def test_half_precision_is_as_exact_as_its_storage(operator, backend):
 )
 def test_extreme_decays(operator, name, factor, shift):
     """From states that stay to states that are forgotten at once: right in float32, and every gradient finite."""
-    values = draw(operator, torch.float32, l=300)
+    values = draw(operator, torch.float32, t=300)
     values[name] = values[name] * factor + shift
     for name, backend in FORMS + IN_C:
         if name == operator:
@@ -198,7 +199,7 @@ def test_results_in_c_do_not_depend_on_threads(operator, backend):
 @each_form
 def test_memory_is_linear_without_states(operator, backend):
     """No tensor of length x states exists, which would be over 12 times the inputs, nor is as much kept."""
-    values = draw(operator, torch.float32, l=1024, c=64, n=64, h=4, p=16)
+    values = draw(operator, torch.float32, t=1024, c=64, n=64, h=4, p=16)
     for value in values.values():
         value.requires_grad_()
     kept = {}
