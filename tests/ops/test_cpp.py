@@ -43,8 +43,8 @@ WRITES_JUNK = f'{OTHERWISE} while [ "$1" != -o ]; do shift; done; echo junk >"$2
 @pytest.mark.parametrize(
     "body, said",
     [
-        ("exit 3", "exit status 3"),
-        (f'{OTHERWISE} echo "unknown flag" >&2; exit 1;; esac', "unknown flag"),
+        ("exit 3", "strange-cc fails: exit status 3"),
+        (f'{OTHERWISE} echo "unknown flag" >&2; exit 1;; esac', "strange-cc fails: unknown flag"),
         (WRITES_JUNK, "can't be written to or loaded"),
     ],
     ids=["always fails", "knows no flag", "writes junk"],
