@@ -114,7 +114,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     sources = b"".join(path.read_bytes() for path in (HEADER, *SOURCES))
     version = _run([*compiler, "--version"])
     identity = repr((sources, FLAGS, defines, compiler, version, _processor()))
-    path = _caches() / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    path = _caches() / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()}.so"
     try:
         if not path.exists():
             _compile(compiler, defines, path)
