@@ -116,7 +116,10 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
     checkpointer = open_run(run)
     assert checkpointer.resume(verified).contents.state == {"step": 1}
     read = parts_of(dtype)
-    load(as_whole(checkpointer.last), read, WORLD)
+    read[0].data[20:30] = 1  # as if verifying had filled them
+    checkpoint = as_whole(checkpointer.last)
+    checkpoint.filled["model/a.weight"] = [(50, 60)]
+    load(checkpoint, read, WORLD)
     for target in (verified, read):
         for filled, saved in zip(target, shards_of(1), strict=True):
             part = saved.data[filled.start : filled.start + len(filled.data)]
@@ -196,16 +199,16 @@ def test_a_checkpoint_that_storage_does_not_give_is_not_broken(run, monkeypatch,
 def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run):
     """And never counts among those that are kept."""
     make_checkpoints(run, [1, 2])
-    os.truncate(run / "checkpoints/step_00000002" / RANK_FILE, 30)
-    assert f"{RANK_FILE} has 30 bytes" in "".join(verify_sizes(run / "checkpoints/step_00000002"))
+    path = run / "checkpoints/step_00000002"
+    os.truncate(path / RANK_FILE, 30)
+    assert verify_sizes(path) == problems(path) != []
     checkpointer = open_run(run, keep=2)
     assert checkpointer.resume(shards_of(0)).path.name == "step_00000001"
     for step in (2, 3):
         checkpointer.save(step, shards_of(step), {"new": step})
         checkpointer.wait()
-    assert steps_in(run) == [2, 3] and not problems(run / "checkpoints/step_00000002")
-    assert read_contents(run / "checkpoints/step_00000002").state == {"new": 2}
-    assert verify_sizes(run / "checkpoints/step_00000002") == []
+    assert steps_in(run) == [2, 3] and problems(path) == verify_sizes(path) == []
+    assert read_contents(path).state == {"new": 2}
 
 
 MANY = {f"c{number}": (2,) for number in range(7)}

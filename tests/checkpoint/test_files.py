@@ -31,6 +31,20 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
     assert torch.equal(shard.data, tensor)
 
 
+@pytest.mark.parametrize("start, stop", [(0, 1000), (250, 260), (250, 800), (650, 1000)])
+def test_a_shard_is_filled_with_what_a_file_holds_of_it(tmp_path, start, stop):
+    """While it is verified. Here it lacks the last 100 elements."""
+    path = tmp_path / "file"
+    tensor = torch.arange(1000.0)
+    files.write_pieces(path, [("a", at, tensor[at : at + 300]) for at in (0, 300, 600)])
+    shard = Shard("a", (1000,), start, torch.full((stop - start,), -1.0))
+    read = files.hash_file(path, path.stat().st_size, {"a": shard})
+    assert read.xxh3 == files.checksum_of(path).xxh3
+    assert sum(b - a for a, b in read.filled["a"]) == min(stop, 900) - start
+    expected = torch.where(tensor < 900, tensor, -1)
+    assert torch.equal(shard.data, expected[start:stop])
+
+
 @pytest.mark.parametrize("from_disk", [True, False])
 def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, from_disk):
     """One flush of a large file at its end could take longer than a hang may."""
