@@ -28,7 +28,6 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
     assert beats(files.checksum_of, path) >= 40
     shard = Shard("a", (1000,), 0, torch.zeros(1000))
     assert beats(files.hash_file, path, path.stat().st_size, {"a": shard}) >= 40
-    assert torch.equal(shard.data, tensor)
 
 
 @pytest.mark.parametrize("start, stop", [(0, 1000), (250, 260), (250, 800), (650, 1000)])

@@ -33,9 +33,8 @@ def inputs(length=9, kv_heads=2):
     }
 
 
-DOCUMENTS = torch.tensor(
-    [[0, 0, 0, 0, 1, 1, 2, 2, 2], [2, 3, 3, 3, 3, 3, 3, 3, 3]], dtype=torch.int32
-)  # the second row begins with the number that ends the first
+# The second row begins with the number that ends the first.
+DOCUMENTS = torch.tensor([[0] * 4 + [1] * 2 + [2] * 3, [2] + [3] * 8], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
