@@ -112,7 +112,7 @@ class _CheckedFile:
         self.check: Future[None] | None = None  # of the last part that was written
         # Overwrites what a failed attempt left. Its buffer gathers small blocks.
         self.file = open(path, "wb")
-        self.back = open(path, "rb", buffering=0)
+        self.back = FileIO(path)
 
     def __enter__(self) -> "_CheckedFile":
         return self

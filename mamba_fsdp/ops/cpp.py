@@ -114,7 +114,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     sources = b"".join(path.read_bytes() for path in (HEADER, *SOURCES))
     version = _run([*compiler, "--version"])
     identity = repr((sources, FLAGS, defines, compiler, version, _processor()))
-    path = _caches() / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    path = _caches() / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()}.so"
     try:
         if not path.exists():
             _compile(compiler, defines, path)
@@ -200,7 +200,7 @@ def flush_denormals(asked: bool) -> None:
     torch.set_flush_denormal(asked)
     threads = torch.get_num_threads()
     run_on_each = getattr(ctypes.CDLL(None), "GOMP_parallel", None)  # of PyTorch's OpenMP
-    if threads > 1 and run_on_each:
+    if run_on_each:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         run_on_each(kind(lambda _: torch.set_flush_denormal(asked) and None), None, threads, 0)
 

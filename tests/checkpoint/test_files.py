@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from mamba_fsdp.checkpoint import files
-from mamba_fsdp.checkpoint.contents import Contents, StoredTensor
-from mamba_fsdp.checkpoint.folder import Reader
-from mamba_fsdp.checkpoint.ranges import TensorRanges
 from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.parallel.model import Shard
 
 pytestmark = pytest.mark.torch22
 
@@ -28,12 +26,25 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
     # Written, then read back.
     assert beats(files.write_pieces, path, [("a", 0, tensor)]) >= 2 * 40
     assert beats(files.checksum_of, path) >= 40
-    stored = StoredTensor([1000], "F32", 0)
-    contents = Contents(0, {}, ["file"], [TensorRanges([0], [0])], {"a": stored})
-    reader = Reader(tmp_path, contents)
-    reader.read("a", 0, 1)  # the header too
-    assert beats(reader.read, "a", 500, 750) == 10
-    assert torch.equal(reader.read("a", 500, 750), tensor[500:750])
+    shard = Shard("a", (1000,), 0, torch.zeros(1000))
+    assert beats(files.hash_file, path, path.stat().st_size, {"a": shard}) >= 40
+
+
+@pytest.mark.parametrize("start, stop", [(0, 1000), (250, 260), (250, 800), (650, 1000)])
+def test_a_shard_is_filled_with_what_a_file_or_its_part_holds_of_it(tmp_path, start, stop):
+    """While that is verified. The tensor's last 100 elements are in another file."""
+    path = tmp_path / "file"
+    tensor = torch.arange(1000.0)
+    pieces = [("a", at, tensor[at : at + 300]) for at in (0, 300, 600)]
+    written = files.write_pieces(path, pieces, model_pieces=2)
+    for part, held in ((written, 900), (written.model, 600)):
+        shard = Shard("a", (1000,), start, torch.full((stop - start,), -1.0))
+        read = files.hash_file(path, part.bytes, {"a": shard})
+        assert read.xxh3 == part.xxh3
+        filled = sum(last - first for first, last in read.filled.get("a", []))
+        assert filled == max(0, min(stop, held) - start)
+        expected = torch.where(tensor < held, tensor, -1)
+        assert torch.equal(shard.data, expected[start:stop])
 
 
 @pytest.mark.parametrize("from_disk", [True, False])
@@ -52,5 +63,5 @@ def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, from_disk)
     zeros = torch.zeros(500)
     pieces = [("a", 0, zeros), ("b", 0, zeros)]
     files.write_pieces(tmp_path / "file", pieces, from_disk=from_disk)
-    assert len(flushed) >= 4 and flushed[-1] == (tmp_path / "file").stat().st_size
+    assert 4 <= len(flushed) <= 6 and flushed[-1] == (tmp_path / "file").stat().st_size
     assert all(after - before <= 2200 for before, after in zip([0, *flushed], flushed))

@@ -1,5 +1,7 @@
 """Which rank writes what of a tensor, and how it is found again."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
@@ -36,24 +38,22 @@ CUTS = st.lists(st.integers(1, 9), min_size=1, max_size=8)  # lengths of a tenso
 
 
 def starts_of(lengths):
-    return [sum(lengths[:number]) for number in range(len(lengths))]
+    return [0, *accumulate(lengths[:-1])]
 
 
 @given(CUTS, st.integers(0, 80), st.integers(0, 80))
 def test_any_range_is_put_together_from_any_cut(lengths, start, length):
-    """Reading [start, stop) from pieces gives what slicing the whole gives, in order and without gap."""
+    """Reading [start, stop) from pieces gives what slicing the whole gives."""
     starts = starts_of(lengths)
     whole = torch.arange(sum(lengths))
-    assert ranges.tiles(starts, lengths, len(whole)) and ranges.is_cut(starts, len(whole))
+    assert ranges.is_cut(starts, len(whole))
     stop = min(start + length, len(whole))
-    got = [whole[:0]]
-    offset = 0
+    found = torch.full_like(whole[start:stop], -1)
     for part in ranges.overlaps(start, stop, starts, len(whole)):
-        assert part.at == offset and 0 < part.count <= lengths[part.piece] - part.offset
-        offset += part.count
+        assert 0 < part.count <= lengths[part.piece] - part.offset
         first = starts[part.piece] + part.offset
-        got.append(whole[first : first + part.count])
-    assert torch.equal(torch.cat(got), whole[start : max(start, stop)])
+        found[part.at : part.at + part.count] = whole[first : first + part.count]
+    assert torch.equal(found, whole[start:stop])
 
 
 @given(CUTS, st.randoms())
@@ -71,21 +71,18 @@ def test_what_is_missing_of_a_range_is_what_was_not_done(lengths, chance):
 @given(st.lists(CUTS, min_size=1, max_size=5), st.randoms())
 def test_ranks_tell_in_any_order_how_every_tensor_was_cut(cuts, chance):
     """Alike tensors are told once, a rank without a piece is in none, and a piece too few is an error."""
-    ranks = 8
-    pieces = np.zeros((ranks, 2 * len(cuts), 2), dtype=np.int64)
-    writers_of = []
+    pieces = np.zeros((8, len(cuts), 2), dtype=np.int64)  # of each rank
+    expected = []
     for number, lengths in enumerate(cuts):
-        writers = chance.sample(range(ranks), len(lengths))
-        writers_of.append(writers)
-        for writer, start, length in zip(writers, starts_of(lengths), lengths):
-            pieces[writer, [2 * number, 2 * number + 1]] = start, length
-    sizes = [sum(lengths) for lengths in cuts for _ in range(2)]
-    ways, numbers = ranges.find_ranges([ranges.pack(mine) for mine in pieces], sizes)
-    assert len(ways) == len(set(numbers)) <= len(cuts) and numbers[0::2] == numbers[1::2]
-    for number, lengths in enumerate(cuts):
-        way = ways[numbers[2 * number]]
-        assert way == ranges.TensorRanges(starts_of(lengths), writers_of[number])
-    pieces[writers_of[0][0], 0, 1] = 0
+        writers = chance.sample(range(8), len(lengths))
+        pieces[writers, number] = list(zip(starts_of(lengths), lengths))
+        expected.append(ranges.TensorRanges(starts_of(lengths), writers))
+    sizes = [sum(lengths) for lengths in cuts]
+    packed = [ranges.pack(np.concatenate([mine, mine])) for mine in pieces]
+    ways, numbers = ranges.find_ranges(packed, sizes * 2)
+    assert [ways[number] for number in numbers] == expected * 2
+    assert len(ways) == len(set(numbers)) <= len(cuts)
+    pieces[expected[0].files[0], 0, 1] = 0
     with pytest.raises(ValueError, match="did not write the whole of tensor 0"):
         ranges.find_ranges([ranges.pack(mine) for mine in pieces], sizes)
 

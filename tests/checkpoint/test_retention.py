@@ -2,13 +2,13 @@
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
-from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader
-from mamba_fsdp.checkpoint.restore import find_checkpoint, load
+from mamba_fsdp.checkpoint.restore import find_checkpoint, find_newest, load
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import patience
 from tests.support.checkpoints import (
@@ -69,39 +69,51 @@ def test_an_old_checkpoint_that_can_t_be_removed_is_told_and_fails_no_save(run, 
     assert "Input/output error" in warning
 
 
-@pytest.mark.parametrize("room, steps", [(4, [2, 3, 4]), (2, [3, 4]), (1, [1])])
-def test_an_old_checkpoint_makes_room_for_a_newer_one(run, monkeypatch, room, steps):
-    """With a word, but never the newest: if that is not enough nothing is written."""
-    size = 428
+SIZE = 428  # bytes of the tensors of a checkpoint
 
-    def disk_usage(path):
-        used = size * len(steps_in(run))
-        return shutil._ntuple_diskusage(size * room, used, size * room - used)
 
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+@pytest.fixture
+def small_disk(run, monkeypatch):
+    """small_disk(room): only so many checkpoints fit."""
+
+    def small_disk(room):
+        def disk_usage(path):
+            return SimpleNamespace(total=SIZE * room, free=SIZE * (room - len(steps_in(run))))
+
+        monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+
+    return small_disk
+
+
+@pytest.mark.parametrize("room, steps, early", [(4, [2, 3, 4], 0), (2, [3, 4], 2)])
+def test_an_old_checkpoint_makes_room_for_a_newer_one(run, small_disk, room, steps, early):
+    """With a word, if there would be too little without."""
+    small_disk(room)
     said = []
-    checkpointer = open_run(run, report=said.append)
-    for step in (1, 2, 3, 4):
-        if room == 1 and step == 2:
-            for ask in (checkpointer.make_room, lambda shards: checkpointer.save(2, shards, {})):
-                with pytest.raises(UserError, match="has only 0 B free, but .* 1 x 428 B"):
-                    ask(shards_of(step))
-            break
-        checkpointer.save(step, shards_of(step), {})
-        checkpointer.wait()
-    assert names_in(run) == [f"step_0000000{step}" for step in steps]
-    early = [line for line in said if "is removed to make room for" in line]
-    assert len(early) == {4: 0, 2: 2, 1: 0}[room]
+    make_checkpoints(run, [1, 2, 3, 4], report=said.append)
+    assert steps_in(run) == steps
+    assert sum("is removed to make room for" in line for line in said) == early
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["a checkpoint", "a run"])
-def test_a_reader_whose_checkpoint_is_removed_meanwhile_says_so_in_a_line(run, named):
-    """Wherever it is by then: at the contents, or at the tensors."""
+def test_the_newest_checkpoint_makes_no_room(run, small_disk):
+    """If that is not enough nothing is written."""
+    small_disk(1)
+    checkpointer = make_checkpoints(run, [1])
+    for ask in (checkpointer.make_room, lambda shards: checkpointer.save(2, shards, {})):
+        with pytest.raises(UserError, match="has only 0 B free, but .* 1 x 428 B"):
+            ask(shards_of(2))
+    assert names_in(run) == ["step_00000001"]
+
+
+def test_a_reader_whose_checkpoint_is_removed_meanwhile_says_so_in_a_line(run):
+    """Wherever it is by then: at the files, at the contents, or at the tensors. Of a run the newest is taken."""
     path = make_checkpoints(run, [1]).last
-    choice = find_checkpoint(path if named else run, WORLD)
-    reader = Reader(path, read_contents(path))
+    found = find_newest(run, pytest.fail)
+    choice = find_checkpoint(path, WORLD)
+    reader = Reader(path, choice.contents)
     make_checkpoints(run, [2], keep=1)
     reads = (
+        lambda: find_checkpoint(path, WORLD, found=found),
         lambda: read_contents(path),
         lambda: reader.read("model/b", 0, 7),
         lambda: load(choice, shards_of(0), WORLD),
@@ -110,20 +122,5 @@ def test_a_reader_whose_checkpoint_is_removed_meanwhile_says_so_in_a_line(run, n
         with pytest.raises(UserError, match="step_00000001 is gone: its run has newer") as told:
             read()
         assert "\n" not in str(told.value)
-
-
-def test_a_reader_whose_checkpoint_is_removed_while_it_verifies(run, monkeypatch):
-    """One that was named is gone; of a run the newest is taken."""
-    path = make_checkpoints(run, [1]).last
-
-    def removed_first(checkpoint, real=restore.read_commit):
-        if checkpoint == path and path.exists():
-            make_checkpoints(run, [2], keep=1)
-        return real(checkpoint)
-
-    monkeypatch.setattr(restore, "read_commit", removed_first)
-    with pytest.raises(UserError, match="step_00000001 is gone"):
-        find_checkpoint(path, WORLD)
-    shutil.rmtree(run)
-    make_checkpoints(run, [1])
-    assert find_checkpoint(run, WORLD, report=pytest.fail).path.name == "step_00000002"
+    newest = find_checkpoint(run, WORLD, report=pytest.fail, found=found)
+    assert newest.path.name == "step_00000002" and newest.broken == []

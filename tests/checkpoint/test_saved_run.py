@@ -17,12 +17,12 @@ def test_a_train_state_counts_from_zero_what_was_read_and_what_was_applied():
     assert not any(asdict(state).values()) and math.isnan(state.take_mean_loss())
     state.advance(2, 16, 3.0, applied=True, excused=False)
     state.advance(4, 32, 5.0, applied=True, excused=False)
-    assert state.take_mean_loss() == 4 and math.isnan(state.take_mean_loss())
     for excused in (False, True, False):
         state.advance(4, 32, math.inf, applied=False, excused=excused)
-    counts = (state.step, state.samples, state.global_batch, state.tokens, state.optimizer_steps)
-    assert counts == (5, 18, 4, 144, 2)
-    assert (state.skipped_steps, state.skipped_in_a_row) == (3, 2)
+    counts = {"step": 5, "samples": 18, "global_batch": 4, "tokens": 144, "optimizer_steps": 2}
+    counts |= {"skipped_steps": 3, "skipped_in_a_row": 2}
+    assert counts.items() <= asdict(state).items()
+    assert state.take_mean_loss() == 4 and math.isnan(state.take_mean_loss())
     state.advance(4, 32, 1.0, applied=True, excused=False)
     assert state.skipped_in_a_row == 0 and state.take_mean_loss() == 1
 

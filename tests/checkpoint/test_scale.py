@@ -25,27 +25,24 @@ def test_rank_0_makes_as_many_calls_among_a_thousand_ranks_as_among_64():
         assert 0 < few[calls] == many[calls] < 25
     for what in ("told_bytes", "state_bytes", "commit_bytes", "sent_bytes"):
         assert many[what] < 1.5 * 1024 / 64 * few[what], what
-    assert many["told_bytes"] < 1024 * 2000
 
 
 def read_with_few_files(_, folder, contents):
-    """(soft limit after a start, tensors read), if no more files may be open than the checkpoint has."""
+    """(soft limit after a start, what is read), if no more files may be open than the checkpoint has."""
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, highest + 30))
     start_world()
     reader = Reader(folder, contents)
-    tensors = [reader.read(name, 0, 120).tolist() for name in ("model/a", "model/b", "model/a")]
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - highest, tensors
+    read = [reader.read("model/a", 0, 120) for _ in range(2)]
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - highest, read
 
 
 def test_a_checkpoint_may_have_more_files_than_a_process_may_open(tmp_path):
     whole = torch.arange(120.0)
-    starts = list(range(0, 120, 3))
-    for start in starts:
-        part = whole[start : start + 3]
-        write_pieces(tmp_path / str(start), [("model/a", start, part), ("model/b", start, -part)])
-    tensors = dict.fromkeys(("model/a", "model/b"), StoredTensor([120], "F32", 0))
-    cut = TensorRanges(starts, list(range(40)))
-    contents = Contents(1, {}, [str(start) for start in starts], [cut], tensors)
+    files = [str(number) for number in range(40)]
+    for name, part in zip(files, whole.split(3)):
+        write_pieces(tmp_path / name, [("model/a", 3 * int(name), part)])
+    cut = TensorRanges(list(range(0, 120, 3)), list(range(40)))
+    contents = Contents(1, {}, files, [cut], {"model/a": StoredTensor([120], "F32", 0)})
     ((soft, read),) = run_ranks(1, read_with_few_files, tmp_path, contents, launched=False)
-    assert soft == 30 and read == [whole.tolist(), (-whole).tolist(), whole.tolist()]
+    assert soft == 30 and all(torch.equal(tensor, whole) for tensor in read)

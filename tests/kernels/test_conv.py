@@ -9,7 +9,7 @@ import torch
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.conv import triton as backend
-from tests.ops.test_causal_conv import inputs
+from tests.ops.test_sequence_operators import draw
 from tests.support.compare import assert_like_reference
 
 WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"].limits
@@ -21,7 +21,8 @@ DOCUMENTS = torch.tensor(
 reference, kernels = (partial(causal_conv_silu, backend=name) for name in ("reference", "triton"))
 
 
-leaves = partial(inputs, length=13, dtype=torch.float32)
+def leaves(batch=2, length=13, channels=5, width=4, dtype=torch.float32):
+    return draw("conv", dtype, b=batch, t=length, c=channels, w=width)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,6 @@ def test_odd_sizes(batch, length, channels):
 
 def test_bf16_with_weights_in_fp32():
     values = leaves(1, dtype=torch.bfloat16)
-    values["weight"] = values["weight"].float()
     got = assert_like_reference(kernels, reference, values, seq_idx=DOCUMENTS[:1])
     assert got["output 0"].dtype == torch.bfloat16
     assert got["gradient of weight"].dtype == torch.float32

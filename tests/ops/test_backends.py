@@ -1,5 +1,6 @@
 """Which backend serves which operator: best first; what keeps one away is said, and a demand that can't be met refused."""
 
+import shutil
 import sys
 import sysconfig
 import types
@@ -8,12 +9,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from mamba_fsdp.conventions import is_torch_2_2
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.spec import operator_uses
-from mamba_fsdp.ops import backends, cpp, scan
-from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS, REFERENCE, Use, resolve_backends
+from mamba_fsdp.ops import backends, cpp, fused, scan
+from mamba_fsdp.ops.backends import OPERATORS, Use, resolve_backends
 from mamba_fsdp.settings.resolve import resolve_settings
+from tests.support.tiny import resolved
 
 pytestmark = pytest.mark.torch22
 PACKAGES = {
@@ -125,6 +128,21 @@ TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
             "FlashAttention takes heads of up to 256 channels in multiples of 8, not 60",
         ),
         ("cuda", "", dict(layers="attention", head_dim=264), "in multiples of 8, not 264"),
+        (
+            "cuda",
+            "",
+            dict(layers="attention", deterministic=True),
+            "of torch 2.2 adds with atomics" if is_torch_2_2() else "flash: attention",
+        ),
+        *(
+            (
+                "cuda",
+                "mamba",
+                dict(layers=layers, d_state=2),
+                "takes multiples of 8 channels, not 516",
+            )
+            for layers in ("mamba1,mamba2", "mamba2,mamba1")  # a backend must serve every use
+        ),
         (
             "cuda",
             "fla",
@@ -268,26 +286,23 @@ def test_names_that_there_are_not_are_refused_with_the_settings(setting, said):
 
 
 @pytest.mark.parametrize(
-    "lacking, said",
+    "module, name, value, said",
     [
-        ("capability", "its kernels are for GPUs of compute capability 8.0 and newer, not 7.5"),
-        ("compiler", "Triton finds no C compiler: install gcc"),
-        ("headers", "install python3-dev, there is no /nowhere/Python.h"),
+        (torch.cuda, "get_device_capability", lambda: (7, 5), "8.0 and newer, not 7.5"),
+        (shutil, "which", lambda name: None, "Triton finds no C compiler: install gcc"),
+        (sysconfig, "get_path", lambda *of: "/no", "install python3-dev, there is no /no/Python.h"),
     ],
 )
-def test_a_machine_that_can_not_run_triton_is_told_why(install, monkeypatch, lacking, said):
+def test_a_machine_that_can_not_run_triton_is_told_why(
+    install, monkeypatch, module, name, value, said
+):
     """What would otherwise end the first launch: `max() arg is an empty sequence`, an error of gcc."""
     install("triton")
-    if lacking == "capability":
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    if lacking == "compiler":
-        monkeypatch.setenv("PATH", "/nowhere")
-        monkeypatch.delenv("CC", raising=False)
-    if lacking == "headers":
-        monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: module is torch.cuda)
+    monkeypatch.setattr(module, name, value)
     choice = choose("auto", "cuda", **SSM)
-    assert choice.backends == {operator: "reference" for operator in choice.backends}
+    assert set(choice.backends.values()) == {"reference"}
     assert "conv, scan, ssd, norm not triton: " in str(choice) and said in str(choice)
 
 
@@ -313,13 +328,16 @@ def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
     """A toy backend of the scan is chosen best first, asked what it can do, and called."""
     toy = types.ModuleType("mamba_fsdp.ops.scan.toy")
     toy.why_not = lambda use: "the toy can't separate documents" if use.seq_idx else None
-    toy.selective_scan = lambda u, *rest: u * 0 + 7
+    toy.selective_scan = lambda *inputs: "toy"
     monkeypatch.setitem(sys.modules, toy.__name__, toy)
     monkeypatch.setitem(backends.BACKENDS, "toy", "cpu")
-    monkeypatch.setitem(backends.OPERATORS, "scan", ("toy", *OPERATORS["scan"]))
+    monkeypatch.setitem(OPERATORS, "scan", ("toy", *OPERATORS["scan"]))
     monkeypatch.setattr(scan, "BACKENDS", backends.modules("mamba_fsdp.ops.scan"))
     assert choose("auto", "cpu").backends["scan"] == "toy" == choose("toy", "cpu").backends["scan"]
     assert choose("auto", "cuda").backends["scan"] != "toy"
+    choice = choose("auto", "cpu", seq_idx=True)
+    assert "scan not toy: the toy can't separate documents" in str(choice)
+    assert scan.selective_scan(*"udABCDzb", backend="toy") == "toy"
     uses = {"scan": [Use("scan", torch.bfloat16, False)]}
     for demanded, names in (({}, ["toy", "cpp"]), ({"scan": "toy"}, ["toy"])):
         found = backends.candidates(demanded, "cpu", uses)
@@ -327,12 +345,6 @@ def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
     assert not backends.use_simpler_form("scan", "toy")
     toy.use_simpler_form = Mock()
     assert backends.use_simpler_form("scan", "toy") and toy.use_simpler_form.called
-    choice = choose("auto", "cpu", seq_idx=True)
-    assert "scan not toy: the toy can't separate documents" in str(choice)
-    x = torch.ones(1, 3, 4)
-    of_channels = torch.ones(4)
-    given = (x, x, -torch.ones(4, 2), x[..., :2], x[..., :2], of_channels, x, of_channels)
-    assert (scan.selective_scan(*given, backend="toy") == 7).all()
 
 
 @pytest.mark.parametrize("bounded", [False, True])
@@ -344,15 +356,24 @@ def test_a_mixer_is_a_candidate_if_its_parts_are(install, bounded):
     assert found == (["conv", "norm"] if bounded else ["conv", "scan", "norm", "mamba1"])
 
 
-def test_a_backend_must_serve_every_use(install):
-    install("mamba")
-    fits, other = (Use("conv", torch.bfloat16, False, channels=channels) for channels in (64, 60))
-    assert resolve_backends("auto", "cuda", {"conv": [fits]}).backends == {"conv": "fused"}
-    for uses in ([fits, other], [other, fits]):
-        assert resolve_backends("auto", "cuda", {"conv": uses}).backends == {"conv": "reference"}
+@pytest.mark.parametrize("batch_size, is_fused", [(32, True), (64, False)])
+def test_fused_kernels_are_passed_over_if_their_addresses_do_not_reach(batch_size, is_fused):
+    """64 x 4,096 tokens of mamba2-2.7b's input projection have 2.8e9 elements."""
+    settings = resolved(model_name="mamba2-2.7b", batch_size=batch_size, seq_length=4096)
+    uses = settings.operator_uses("cuda")
+    faster = dict.fromkeys(uses, "fused")
+    choice = resolve_backends("auto", "cuda", uses, ("fused", "triton"), preferred=faster)
+    assert ("2^31 elements" not in str(choice)) == is_fused
+    assert (choice.backends["mamba2"] == "fused") == is_fused
 
 
-def test_every_operator_ends_with_its_reference():
-    for operator, names in OPERATORS.items():
-        assert (names[-1] == "reference") == (operator not in MIXER_PARTS)
-    assert set(REFERENCE.values()) == {"reference"}
+def test_a_call_refuses_what_their_addresses_do_not_reach():
+    """By the distance of elements, whatever the size: a slice of a projection is spread over all of it."""
+    of_projection = 10_576
+    fits, exceeds = (
+        torch.empty(1, tokens, of_projection, device="meta")[..., :64]
+        for tokens in (203_000, 203_100)
+    )
+    fused.check_reach(fits)
+    with pytest.raises(UserError, match="1 x 203,100 tokens .* reach 2.31: take fewer"):
+        fused.check_reach(exceeds)

@@ -32,8 +32,3 @@ def test_scaled_frequencies(kind, numbers, length):
     expected, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
     found = frequencies(32, 100.0, torch.device("cpu"), (kind, numbers), length)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
-
-
-def test_plain_frequencies():
-    found = frequencies(6, 8.0, torch.device("cpu"), ("", {}), 0)
-    torch.testing.assert_close(found, torch.tensor([1.0, 0.5, 0.25]))

@@ -29,15 +29,11 @@ def in_chunks(t: Tensor, size: int) -> Tensor:
     return t.unflatten(1, (-1, size))
 
 
-def _cumsum_repeats(values: Tensor) -> bool:
-    """Returns whether torch's cumsum may be used: in a deterministic run, not for floats on a GPU."""
-    return values.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled()
-
-
 def running_sums(values: Tensor, seq_idx: Tensor | None = None) -> Tensor:
     """Returns, for each position, the sum of values (..., positions, channels) up to it, within its document. seq_idx
     has the shape of values without the channels."""
-    if seq_idx is None and _cumsum_repeats(values):
+    # In a deterministic run, a GPU refuses cumsum.
+    if seq_idx is None and not torch.are_deterministic_algorithms_enabled():
         return values.cumsum(-2)
     shift = 1
     while shift < values.shape[-2]:  # after each round, the sum over the last 2 * shift positions
