@@ -50,7 +50,11 @@ FIELDS = [  # (base, fields that say something else, what is said)
     ("nemotron-h-8b", {"hybrid_override_pattern": "MX"}, "has 'X', not a layer that this"),
     ("nemotron-h-8b", {"hybrid_override_pattern": "ME*E"}, "has 'E', a mixture of experts,"),
     ("bamba", {"ssm_cfg": {"layer": "Mamba4"}}, "ssm_cfg.layer is 'mamba4'"),
-    ("bamba", {"ssm_cfg": MAMBA2 | {"dt_limit": [0.0, 0.5]}}, r"ssm_cfg.dt_limit is \[0.0, 0.5\]"),
+    (
+        "bamba",
+        {"ssm_cfg": MAMBA2 | {"dt_limit": [0.0, 0.5]}},
+        r"ssm_cfg.dt_limit is \[0.0, 0.5\]; only",
+    ),
     ("bamba", {"ssm_cfg": [3]}, "ssm_cfg. is not a JSON object"),
     ("bamba", {"attn_cfg": {"num_heads": 32}}, "attn_cfg.causal is None|is None, .* only False"),
     ("ours", {"width": 3}, "width is not a setting of this program's models"),

@@ -363,6 +363,8 @@ def test_settings_of_another_version_block_no_start_of_their_run(first_run):
 
 def test_the_recipe_of_a_named_model_is_told():
     assert module.note_on_recipe(resolve()) == []
+    given = {"seq_length": "8", "learning_rate": "1"}
+    assert module.note_on_recipe(resolve(init_from="x.pth", **given)) == []
     (note,) = module.note_on_recipe(resolve(init_from="x.pth"))
     assert "learning_rate=0.0003" in note and "the recipe for trained weights (others) in" in note
     (note,) = module.note_on_recipe(resolve(model_name="mamba-130m", batch_size="4"))

@@ -56,7 +56,7 @@ def judge(folder, capsys):
     """judge(nodes) -> (exit code, what is printed, what is wrong)."""
 
     def run(*nodes):
-        code = preflight.judge(folder, nodes)
+        code = command_line.call(preflight.main, ["judge", str(folder), *nodes])
         said = capsys.readouterr()
         return code, said.out, said.err
 
