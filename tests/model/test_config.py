@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.config import Layer, ModelConfig, checked_model
+from mamba_fsdp.model.config import FIELDS, Layer, ModelConfig, checked_model
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,17 @@ def test_what_can_not_be_built_is_refused_with_its_file(values, said):
 )
 def test_what_can_be_built_is_taken(values):
     assert checked_model(Path("config.json"), values) == ModelConfig(**values)
+
+
+def test_what_a_number_is_at_least():
+    """Nothing is below 1, except where 0 means that another setting decides."""
+    least = {"vocab_size": 2, "d_conv": 2, "rotary_dim": -1}
+    for name, leaf in FIELDS.items():
+        if leaf.type is int:
+            lowest = least.get(name, 1 if leaf.default else 0)
+            leaf.metadata["bounds"].check(lowest)
+            with pytest.raises(UserError, match=f"{name} is {lowest - 1}, but must be at least"):
+                checked_model(Path("config.json"), {name: lowest - 1})
 
 
 def test_sizes_that_follow_from_others():
