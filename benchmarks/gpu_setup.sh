@@ -7,8 +7,9 @@
 # Without them the same command measures all but the forms that need these libraries.
 #
 # The machine has nvcc and PyTorch; PYTHON names its interpreter (default: python3). It takes a quarter of an hour on two
-# cores, and no GPU: TARGET, from a machine with the same Python, PyTorch and CUDA, can be carried to one that is lent. SDISTS holds the two sdists, and wheels of what else that Python
-# lacks; without fire no run starts, without xdist tests compile one by one.
+# cores, and no GPU: TARGET, from a machine with the same Python, PyTorch and CUDA, can be carried to one that is lent.
+# SDISTS holds the two sdists, and wheels of what else that Python lacks; without fire no run starts, without xdist tests
+# compile one by one.
 # To fill it on a machine with network and PyTorch (for --python-version give the other machine's):
 #
 #   export CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE

@@ -172,9 +172,8 @@ def candidates(
             is_allowed = operator in uses and demanded.get(operator, backend) == backend
             is_for_device = BACKENDS[backend] == device_type
             has_parts = known.issuperset((part, backend) for part in parts_with(operator, backend))
-            if not is_allowed or not is_for_device or not has_parts:
-                continue
-            if not why_not(operator, backend, uses[operator]):
+            is_possible = is_allowed and is_for_device and has_parts
+            if is_possible and not why_not(operator, backend, uses[operator]):
                 known.add((operator, backend))
                 yield operator, backend
 

@@ -170,12 +170,12 @@ class SetUp:
         work = Workload(settings, shape, choice.backends)
         if device == "cuda" or is_dry:
             memory = world.on_rank0(expected_memory, work)
-            measure = "about"
+            estimate = "about"
         else:  # nothing is refused on a CPU, so the estimate is not worth its seconds
             memory = state_memory(work)
-            measure = "at least"
+            estimate = "at least"
         rows = ", ".join(f"{name} {with_unit(size, 'B')}" for name, size in memory.items() if size)
-        self.say(f"memory     {measure} {with_unit(sum(memory.values()), 'B')} a device: {rows}")
+        self.say(f"memory     {estimate} {with_unit(sum(memory.values()), 'B')} a device: {rows}")
         check_memory(memory, shape, self.say)
         return choice
 

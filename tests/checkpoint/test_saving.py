@@ -105,9 +105,8 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     than it must be, until the end."""
     cuda = mock.MagicMock()
     cuda.copy.side_effect = torch._foreach_copy_
-    for (
-        name
-    ) in "Stream Event current_stream set_device cudart check_error stream synchronize".split():
+    names = "Stream Event current_stream set_device cudart check_error stream synchronize"
+    for name in names.split():
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch, "_foreach_copy_", cuda.copy)
     checkpointer = open_run(run, dataclasses.replace(WORLD, device=torch.device("cuda", 0)))
@@ -115,9 +114,8 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     checkpointer.save(1, shards_of(1), {})
     checkpointer.wait_for_copies()
     checkpointer.wait()
-    cuda.cudart().cudaHostRegister.assert_called_once_with(
-        mock.ANY, 448 + 64, 0
-    )  # from multiples of 64
+    whole_blocks = 448 + 64  # from multiples of 64
+    cuda.cudart().cudaHostRegister.assert_called_once_with(mock.ANY, whole_blocks, 0)
     cuda.Stream().wait_stream.assert_called_once_with(cuda.current_stream())
     order = ["Stream().wait_stream", "stream().__enter__", "copy", "Event().record"]
     order += ["stream().__exit__", "Event().wait"]

@@ -141,16 +141,16 @@ def test_names_that_a_loop_of_a_kernel_changes_begin_with_tensors_of_their_own(p
     for path in project.glob("mamba_fsdp/ops/*/triton_kernels.py"):
         for function in ast.parse(path.read_text()).body:
             changed = set()
-            begun = []
             for loop in ast.walk(function):
                 if isinstance(loop, ast.For):
                     changed |= {node for node in ast.walk(loop) if isinstance(node, ast.Assign)}
             names = {ast.unparse(node.targets[0]) for node in changed}
             for node in ast.walk(function):
                 if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-                    if node not in changed and ast.unparse(node.targets[0]) in names:
-                        begun.append(ast.unparse(node))
-            assert not begun, path
+                    begins_as_another = (
+                        node not in changed and ast.unparse(node.targets[0]) in names
+                    )
+                    assert not begins_as_another, f"{path.parent.name}: {ast.unparse(node)}"
 
 
 def test_the_library_is_small_enough_to_hold_in_ones_head(project):

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.torch22
 
 
 def test_bad_files_are_named_together_or_skipped(prepare, tmp_path, monkeypatch, capsys):
-    """Also those that are bad behind a good beginning."""
+    """Also those that are bad after a good beginning."""
     monkeypatch.setattr(reading, "MOST_NAMED", 2)
     folder = tmp_path / "in"
     folder.mkdir()

@@ -32,7 +32,7 @@ def in_chunks(t: Tensor, size: int) -> Tensor:
 def running_sums(values: Tensor, seq_idx: Tensor | None = None) -> Tensor:
     """Returns, for each position, the sum of values (..., positions, channels) up to it, within its document. seq_idx
     has the shape of values without the channels."""
-    # In a deterministic run, a GPU refuses cumsum.
+    # A GPU refuses cumsum in a deterministic run; a CPU then computes as a GPU does.
     if seq_idx is None and not torch.are_deterministic_algorithms_enabled():
         return values.cumsum(-2)
     shift = 1
