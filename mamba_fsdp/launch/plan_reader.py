@@ -21,6 +21,7 @@ class Plan(NamedTuple):
     settings: Dict[str, Any]
     paths: List[str]
     replay: List[str]
+    batch: List[int]
 
     def program(self, training: str, settings: str) -> List[str]:
         """Returns what each rank runs. training: the path of training.py. settings: of the file that has them."""

@@ -21,16 +21,18 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from mamba_fsdp.errors import Accident, UserError, counted
+from mamba_fsdp.errors import Accident, NodeFault, UserError, counted
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.ops import backends as known
 from mamba_fsdp.ops.backends import REFERENCE, BackendChoice, resolve_backends
@@ -45,6 +47,8 @@ from mamba_fsdp.storage.patience import this_rank
 from mamba_fsdp.storage.typed_json import read_object, write_object
 from mamba_fsdp.trainer.layer_check import READS, READS_AFTER_STATE, LayerCheck, LostGpu
 
+T = TypeVar("T")
+MAX_MESSAGES = 4  # of ranks on which the check fails
 DEVICES = {"cuda"}  # on which backends are tested before use
 RIGHT = "right"  # a verdict
 ENDED_STARTS = 2  # starts that ended while a candidate was tried, before it is passed over
@@ -287,6 +291,49 @@ def choose_for_answers(settings: TrainConfig, device: torch.device) -> BackendCh
     return use.resolve()
 
 
+def test_this_node(settings: TrainConfig, folder: Path) -> str:
+    """Tests the backends that a run has chosen, on each GPU of this node by one process. Returns what was tested. Raises
+    UserError if one fails."""
+    record = Record.read(folder / KERNELS)
+    if not record.choice.backends:
+        return "the run has chosen no kernels yet"
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        FirstUse(settings, device).examine(record)
+    return f"the run's kernels are correct on {counted(torch.cuda.device_count(), 'GPU')}"
+
+
+def on_all_nodes(world: World, work: Callable[..., T], *inputs: Any) -> T:
+    """Returns the result of `work(*inputs)` on this rank. If it fails on some nodes only, raises NodeFault on their ranks
+    and Accident on all others: the job goes on without these nodes. If it fails on all, raises the UserErrors of all."""
+    failures: list[UserError] = []
+
+    def try_work() -> Any:
+        try:
+            return work(*inputs)
+        except UserError as error:
+            failures.append(error)
+
+    result = world.run_local(try_work)
+    failed = world.gather_unique([(socket.gethostname(), str(error)) for error in failures])
+    if not failed:
+        return result
+    nodes = world.gather_unique([socket.gethostname()])
+    if len({node for node, _ in failed}) < len(nodes):
+        if failures:
+            raise NodeFault(str(failures[0]))
+        raise Accident("; ".join(message for _, message in failed[:MAX_MESSAGES]))
+    world.on_all_ranks(raise_first, failures)
+    raise AssertionError("all nodes have failed")
+
+
+def raise_first(failures: Sequence[UserError]) -> None:
+    """Raises the first of the errors, if there is one."""
+    if failures:
+        raise failures[0]
+
+
 def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendChoice, str]:
     """Returns the same choice on all ranks and, in words, where it comes from. Raises UserError on all ranks if there
     is no choice or it fails on any rank."""
@@ -295,14 +342,15 @@ def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendCh
     use = FirstUse(settings, world.device, is_sharded)
     record, origin = world.on_rank0(use.choose, folder)
 
-    def compare() -> None:
-        if tested == tested0 and bits != bits0:
-            raise UserError(f"{this_rank()}: its bits differ from those of {where0}")
-
     try:
-        tested, bits = world.on_all_ranks(use.examine, record)
+        tested, bits = on_all_nodes(world, use.examine, record)
         tested0, bits0, where0 = world.broadcast_object((tested, bits, this_rank()))
-        world.on_all_ranks(compare)
+
+        def compare() -> None:
+            if tested == tested0 and bits != bits0:
+                raise UserError(f"{this_rank()}: its bits differ from those of {where0}")
+
+        on_all_nodes(world, compare)
     except Accident:
         raise
     except UserError as error:

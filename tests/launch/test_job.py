@@ -288,7 +288,7 @@ echo "removed $3"
 def test_a_removal_lasts_for_as_long_as_it_makes_progress(project, tmp_path):
     write_program(tmp_path / "enroot", ENROOT)
     done = subprocess.run(
-        [sys.executable, "-I", project / "mamba_fsdp/launch/keeper.py", "99.0"],
+        [sys.executable, "-I", project / "mamba_fsdp/launch/node_guard.py", "99.0"],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "REMOVAL_SECONDS": "2"},
         stdin=subprocess.DEVNULL,
         capture_output=True,

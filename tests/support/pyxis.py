@@ -118,7 +118,7 @@ if is_told:
     time.sleep(600)
 if "preflight" in command and "PREFLIGHT" in os.environ:
     sys.exit(int(os.environ["PREFLIGHT"]))
-if any(word.endswith("keeper.py") for word in command):  # beside the job's other steps, and on all nodes at once
+if any(word.endswith("node_guard.py") for word in command):  # beside the job's other steps, and on all nodes at once
     here = {{node: {{**os.environ, "SLURMD_NODENAME": node}} for node in nodes}}
     keepers = [subprocess.Popen(command, env=here[node], stdin=subprocess.PIPE) for node in nodes]
     sys.stdin.read()
