@@ -147,7 +147,8 @@ def kill_steps_on(job: Job, node: str) -> None:
     for line in listed.splitlines():
         step, name, nodes = (line.split() + ["", "", ""])[:3]
         if name != GUARD_STEP and node in host_names(nodes):
-            answer_of("scancel", "--signal=KILL", step)
+            # By the controller: scancel itself would wait ten seconds for the lost node.
+            answer_of("scancel", "--ctld", "--signal=KILL", step)
 
 
 # ------------------------------------------------------------------------------------------------ the job's state
