@@ -41,7 +41,7 @@ def follow(
             lease.take(console.line, "one process is enough")
         except OSError as error:
             raise storage_error(error, f"{file}: can't be written ({error.strerror})") from None
-        log = Log(file, LARGEST, lease.check)
+        log = Log(file, LARGEST, lease)
         missed: set[Path] = set()
         while True:
             status = read_status(run).get("status", "not begun")

@@ -21,6 +21,7 @@ from mamba_fsdp.run.layout import committed, step_name, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, KERNELS, STEPS
 from mamba_fsdp.run.records import entries, read_events
 from mamba_fsdp.settings import resolve
+from mamba_fsdp.storage.patience import copy_file, exists
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.first_use import repeats
 from mamba_fsdp.trainer.process import training_process
@@ -61,8 +62,11 @@ def replay(run: Path, first: int, count: int) -> None:
         cpp.tune_process(world.device.type)
         folder = RunFolder(Path(place, "run"))  # in place of the run's
         span = world.on_rank0(find_span, run, first, count)
-        start = world.on_rank0(begin_replay, span, world, folder.path)
-        with training_process(start.settings.training.deterministic):
+        start = world.on_rank0(begin_replay, span, world, folder)
+        with (
+            contextlib.closing(folder.lease),
+            training_process(start.settings.training.deterministic),
+        ):
             compare(span, SetUp(start, world, folder, quiet).context())
 
 
@@ -96,12 +100,13 @@ def find_span(run: Path, first: int, count: int) -> Span:
     return Span(run, first, kept, recorded, before[-1])
 
 
-def begin_replay(span: Span, world: World, scratch: Path) -> StartingPoint:
+def begin_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoint:
     """Returns the starting point of the replay. Rank 0 calls it. scratch: a folder to make. Raises UserError as find_start
     does."""
-    scratch.mkdir()
-    with contextlib.suppress(FileNotFoundError):  # a run on a CPU has none
-        (scratch / KERNELS).write_bytes((span.run / KERNELS).read_bytes())
+    scratch.path.mkdir()
+    scratch.lease.take(quiet, "")
+    if exists(span.run / KERNELS):  # a run on a CPU has none
+        copy_file(span.run / KERNELS, scratch.path / KERNELS)
     then = span.start
     settings = resolve.read_copy(span.run / then["settings"])
     settings = settings.changed(save_ckpt_path=str(span.run), eval_prompts="")
@@ -113,7 +118,7 @@ def begin_replay(span: Span, world: World, scratch: Path) -> StartingPoint:
             batch_size=math.gcd(settings.training.batch_size, then["global_batch"] // world.size),
         )
     checkpoint = span.run / CHECKPOINTS / step_name(span.first)
-    start = find_start(settings, scratch, world, quiet, checkpoint)
+    start = find_start(settings, scratch.path, world, quiet, checkpoint)
     # Named, so that none is taken in its place if it is broken.
     return replace(start, origin=Origin("load_ckpt_path", str(checkpoint), is_checkpoint=True))
 

@@ -62,6 +62,7 @@ def test_the_mean_of_checkpoints_is_a_model_with_their_tokenizer(run, monkeypatc
 def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
     """What a run publishes at its end can itself be exported, by any of its names."""
     published = run / "pth" / "step_00000002"
+    published.parent.mkdir(exist_ok=True)
     publish(run / source, published)
     assert_same(read_weights(published), CONFIG, random_state(CONFIG, seed=2))
     assert next(read_weights(run / source).tokenizer_identities()) == "made of it"
