@@ -99,6 +99,14 @@ def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) 
         newest = models[-1]
         for model in models:
             check_same_tensors(model.source, newest.shapes, model.shapes)
+            described = {**vars(model.config), "tokenizer": model.tokenizer}
+            wanted = {**vars(newest.config), "tokenizer": newest.tokenizer}
+            different = [name for name, value in wanted.items() if described[name] != value]
+            if different:
+                raise UserError(
+                    f"{model.source} and {newest.source} are different models, whose mean is none: they differ in "
+                    f"{', '.join(different)}"
+                )
 
         def mean_of(name: str) -> Tensor:
             mean = torch.zeros(newest.shapes[name])
