@@ -27,7 +27,7 @@ from mamba_fsdp.run.names import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 from mamba_fsdp.storage.patience import (
     copy_file,
     is_file,
-    retry_io,
+    make_folder,
     sync_folder,
     write_atomically,
 )
@@ -77,7 +77,7 @@ def publish(source: str | Path, folder: Path) -> None:
     """Writes the model that `source` names as pth, into the new folder `folder`. Its parent must exist: whoever takes a
     run over moves it away. Raises UserError and OSError."""
     weights = read_weights(source)
-    retry_io(folder.mkdir, folder)
+    make_folder(folder)
     _write_all(folder, weights, "pth", "")
 
 
@@ -221,7 +221,7 @@ def _write_object(path: Path, fields: Table) -> None:
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    retry_io(partial(folder.mkdir, exist_ok=True), folder)
+    make_folder(folder)
     for name in TOKENIZER_FILES:
         if is_file(source / name):
             copy_file(source / name, folder / name)

@@ -35,10 +35,13 @@ from mamba_fsdp.storage.patience import (
     delete,
     exists,
     hidden_beside,
+    is_folder,
     list_hidden_beside,
+    make_folder,
     move,
     names_in,
     read_once,
+    read_text,
     retry_io,
     size_of,
     storage_error,
@@ -188,7 +191,7 @@ class Lease:
             if other != self.own:
                 with contextlib.suppress(FileNotFoundError):
                     other.rename(self.own / other.name)
-        return self.is_held() and self.own.is_dir()
+        return self.is_held() and is_folder(self.own)
 
     def _take_away(self) -> None:
         """Moves the file into the own folder; does nothing if another process was faster."""
@@ -316,9 +319,9 @@ def new_folder(out: Path) -> Iterator[Path]:
     lease = Lease(out.with_name(f".{out.name}.lease"), out)
     unfinished = lease.own / out.name
     try:
-        retry_io(partial(out.parent.mkdir, parents=True, exist_ok=True), out.parent)
+        make_folder(out.parent, parents=True)
         lease.take(partial(print, file=sys.stderr), "wait for it, or name another folder")
-        retry_io(partial(unfinished.mkdir, exist_ok=True), unfinished)
+        make_folder(unfinished)
         yield unfinished
         sync_folder(unfinished)
         lease.move(unfinished, out)
@@ -332,7 +335,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 def _machine() -> str | None:
     """Returns a name that is the same for processes that see each other's process ids; None without Linux's /proc."""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = read_text("/proc/sys/kernel/random/boot_id").strip()
         return boot + os.readlink("/proc/self/ns/pid")
     return None
 
@@ -341,7 +344,7 @@ def _start_of(pid: int) -> int | None:
     """Returns when a process started, in clock ticks since boot: it tells processes with the same id apart. None if it has
     ended."""
     with contextlib.suppress(OSError, ValueError):
-        _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        _, _, after_name = read_text(f"/proc/{pid}/stat").rpartition(")")
         state, *fields = after_name.split()
         if state not in "ZX":
             return int(fields[18])

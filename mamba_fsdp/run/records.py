@@ -19,10 +19,10 @@ from mamba_fsdp.run.names import EVENTS, LEASE, METRICS, STATUS
 from mamba_fsdp.storage.formats import timestamp
 from mamba_fsdp.storage.patience import (
     exists,
-    modified,
     open_to_read,
     read_bytes,
     retry_io,
+    stat_of,
     storage_error,
     write_for_user,
 )
@@ -305,7 +305,7 @@ def seconds_of_commands(run_folder: Path, until: float) -> float:
         kinds = [event["event"] for event in events]
         start = max(number for number, kind in enumerate(kinds) if kind == "started")
         ends = [number for number, kind in enumerate(kinds) if kind in ENDS and number > start]
-        ended = moments[ends[0]] if ends else modified(run_folder / METRICS)
+        ended = moments[ends[0]] if ends else stat_of(run_folder / METRICS).st_mtime
         began = moments[start] - events[start]["seconds_to_start"]
         return events[start]["seconds_of_earlier_commands"] + max(0.0, min(ended, until) - began)
     return 0.0

@@ -101,10 +101,15 @@ def is_folder(path: str | Path) -> bool:
     return stat.S_ISDIR(_mode(path))
 
 
+def stat_of(path: str | Path) -> os.stat_result:
+    """Returns what os.stat does. Raises StorageError after a minute of retries, and other OSErrors at once."""
+    return retry_io(partial(os.stat, path), path)
+
+
 def _mode(path: str | Path) -> int:
     """Returns the type and the permissions of a file or folder; 0 if there is none."""
     try:
-        return retry_io(partial(os.stat, path), path).st_mode
+        return stat_of(path).st_mode
     except OSError as error:
         if error.errno not in NOT_THERE:
             raise
@@ -156,12 +161,12 @@ def read_text(path: str | Path) -> str:
     return read_bytes(path).decode()
 
 
-def modified(path: str | Path) -> float:
-    """Returns when a file was last changed, in seconds since the epoch. Raises as `read_bytes` does."""
-    return retry_io(partial(os.stat, path), path).st_mtime
-
-
 # Writing
+
+
+def make_folder(path: Path, parents: bool = False) -> None:
+    """Makes a folder, unless it exists. Raises as write_durably does. parents: also makes the folders above it."""
+    retry_io(partial(path.mkdir, parents=parents, exist_ok=True), path)
 
 
 def write_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -207,9 +212,9 @@ def hidden_beside(path: Path) -> Path:
 
 
 def list_hidden_beside(path: Path) -> list[Path]:
-    """Returns what lies next to `path` under names that hidden_beside gives. Raises OSError."""
+    """Returns what lies next to `path` under names that hidden_beside gives."""
     wanted = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.partial")
-    return [path.with_name(name) for name in os.listdir(path.parent) if wanted.fullmatch(name)]
+    return [path.with_name(name) for name in names_in(path.parent) if wanted.fullmatch(name)]
 
 
 def size_of(path: Path) -> int:

@@ -43,7 +43,7 @@ from mamba_fsdp.run.names import CACHES, KERNELS
 from mamba_fsdp.run.records import Write
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.formats import code_digest
-from mamba_fsdp.storage.patience import this_rank, write_atomically
+from mamba_fsdp.storage.patience import make_folder, read_text, this_rank, write_atomically
 from mamba_fsdp.storage.typed_json import read_object
 from mamba_fsdp.trainer.layer_check import READS, READS_AFTER_STATE, LayerCheck, LostGpu
 
@@ -136,7 +136,7 @@ class FirstUse:
             os.environ.get("TRITON_PTXAS_PATH", ""),
         ]
         with contextlib.suppress(OSError):
-            conditions.append(Path("/proc/driver/nvidia/version").read_text())
+            conditions.append(read_text("/proc/driver/nvidia/version"))
         installed = [f"{package.name} {package.version}" for package in distributions()]
         return [*conditions, *sorted(installed), code_digest()]
 
@@ -255,7 +255,7 @@ class FirstUse:
         self.record.write(self.path, write)
         if not any(candidate.ended_starts for candidate in self.record.candidates):
             with contextlib.suppress(OSError):  # without the file, the next run tests by itself
-                shared.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(shared.parent, parents=True)
                 self.record.write(shared)
         return self.record, origin
 

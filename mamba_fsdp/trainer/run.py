@@ -26,7 +26,7 @@ from mamba_fsdp.run.names import CHECKPOINTS, MODELS
 from mamba_fsdp.run.records import latest, seconds_of_commands
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.patience import exists, retry_io, storage_error, sync_folder
+from mamba_fsdp.storage.patience import exists, make_folder, storage_error, sync_folder
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.process import training_process
@@ -246,7 +246,7 @@ def finish(
         try:
             with folder.lease.guard():
                 write_model(checkpoint, unfinished)
-                retry_io(partial(model.parent.mkdir, exist_ok=True), model.parent)
+                make_folder(model.parent)
                 folder.lease.move(unfinished, model)
                 sync_folder(model.parent)
         except OSError as error:
@@ -265,7 +265,7 @@ def measure_pace(settings: TrainConfig) -> float:
         world = start_world()
         cpp.tune_process(world.device.type)
         folder = RunFolder(Path(place, "run"))
-        (folder.path / CHECKPOINTS).mkdir(parents=True)
+        make_folder(folder.path / CHECKPOINTS, parents=True)
         folder.lease.take(quiet, "")
         run = str(folder.path)
         of_random = settings.changed(save_ckpt_path=run, load_ckpt_path="", init_from="")

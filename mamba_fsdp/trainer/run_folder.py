@@ -1,6 +1,5 @@
 """Acquires the run folder, and writes the files that rank 0 leaves there besides checkpoints and metrics."""
 
-import os
 import re
 import sys
 from functools import partial
@@ -17,9 +16,10 @@ from mamba_fsdp.storage.patience import (
     exists,
     is_file,
     is_folder,
+    make_folder,
     names_in,
     read_bytes,
-    retry_io,
+    stat_of,
     storage_error,
 )
 
@@ -38,8 +38,8 @@ class RunFolder:
         check_is_run_folder(self.path)
         checkpoints = self.path / CHECKPOINTS
         try:
-            retry_io(partial(checkpoints.mkdir, parents=True, exist_ok=True), self.path)
-            if device_of(checkpoints) != device_of(self.path):
+            make_folder(checkpoints, parents=True)
+            if stat_of(checkpoints).st_dev != stat_of(self.path).st_dev:
                 raise UserError(
                     f"save_ckpt_path {self.path}: {CHECKPOINTS} lies on another disk, to which nothing can be moved; "
                     "name a folder on that disk as save_ckpt_path"
@@ -117,14 +117,9 @@ def _is_copy(source: Path, target: Path) -> bool:
 
 def _copy(source: Path, target: Path) -> None:
     """Copies a folder. Raises OSError; shutil.copytree's error has no errno."""
-    retry_io(partial(target.mkdir, exist_ok=True), target)
+    make_folder(target)
     for name in names_in(source):
         if is_folder(source / name):
             _copy(source / name, target / name)
         else:
             copy_file(source / name, target / name)
-
-
-def device_of(path: Path) -> int:
-    """Returns the number of the disk on which a file or folder lies."""
-    return retry_io(partial(os.stat, path), path).st_dev

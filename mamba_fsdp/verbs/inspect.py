@@ -24,6 +24,7 @@ from mamba_fsdp.reporting.console import read_share, say
 from mamba_fsdp.run.names import EVALUATIONS, METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
 from mamba_fsdp.run.records import best_validation, read, read_events, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.patience import is_file
 from mamba_fsdp.verbs import checkpoints
 
 KNOWN = "a run, a checkpoint, a model, a token store, or what get_dataset.py imports"
@@ -170,7 +171,7 @@ def show_model(path: Path) -> None:
     from mamba_fsdp.interop.weights import read_weights
     from mamba_fsdp.model.spec import parameter_count
 
-    if path.is_file() and not (path.parent / MODEL_CONFIG).is_file():
+    if is_file(path) and not is_file(path.parent / MODEL_CONFIG):
         show_tensors(path)
         return
     weights = read_weights(path)
