@@ -15,7 +15,7 @@ from mamba_fsdp.run.names import (
     committed_names,
     step_of,
 )
-from mamba_fsdp.storage.patience import exists, names_in
+from mamba_fsdp.storage.patience import exists, list_hidden_beside, names_in
 
 IN_USE = "stop that run first, or give this one another save_ckpt_path"
 # In a checkpoint, for each parameter: the weight and AdamW's two moments, all fp32. Muon's has fewer.
@@ -76,7 +76,8 @@ def newest_step(run: str | Path) -> int:
 
 def unfinished(run: Path) -> list[Path]:
     """Returns the checkpoints that are being saved, or that a killed run was saving; see lease.py."""
-    return sorted(run.glob(f".{LEASE}.*.partial/step_*"))
+    own = list_hidden_beside(run / LEASE)
+    return sorted(folder / name for folder in own for name in names_in(folder) if step_of(name))
 
 
 def removed(checkpoint: Path) -> UserError:

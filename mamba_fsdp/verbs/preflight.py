@@ -29,6 +29,7 @@ from mamba_fsdp.run.names import VERDICT
 from mamba_fsdp.settings.resolve import read_resolved
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.formats import code_digest
+from mamba_fsdp.storage.patience import exists, is_file, read_bytes
 from mamba_fsdp.storage.typed_json import write_object
 
 JOB_CHECKS = [check for check in CHECKS if check.exit_code is not None]
@@ -53,7 +54,7 @@ def report(folder: Path, settings_file: Path) -> None:
     Raises UserError if the folder is not shared or not writable.
     """
     node = machine.node_name()
-    if not settings_file.is_file():
+    if not is_file(settings_file):
         raise UserError(
             f"{node}: {folder} is not the folder that the first node sees; mount the shared file system on "
             f"{node}, or set save_ckpt_path to a folder on it"
@@ -84,7 +85,7 @@ def first_mistake(settings: TrainConfig) -> str:
 
             settings, _ = adopt_weights(settings, find_origin(settings.checkpoint))
         path = os.path.abspath(settings.data.dataset_path)
-        if not settings.data.use_dummy_dataset and not os.path.exists(path):
+        if not settings.data.use_dummy_dataset and not exists(path):
             raise UserError(
                 f"there is no {path}; mount the shared file system there, correct the setting, or make it with "
                 "get_dataset.py (with an image: sbatch 2.tokenize.sbatch INPUT OUT)"
@@ -125,7 +126,7 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
     own_code = code_digest()
     for node in nodes:
         path = folder / f"{node}.json"
-        content = json.loads(path.read_text()) if path.is_file() else None
+        content = json.loads(read_bytes(path)) if is_file(path) else None
         if content is None:
             sentence = (
                 "no answer that the first node could read; look at its lines above. If there are none, the "
