@@ -37,7 +37,7 @@ PREFIX = "pyxis_" + NAME  # as Pyxis names what it unpacks, where it keeps it
 # A removal that does nothing for so long waits for storage that no longer answers.
 SECONDS_WITHOUT_PROGRESS = float(os.environ.get("REMOVAL_SECONDS", 60))
 SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_TO_CONNECT = 60
+SECONDS_TO_CONNECT = float(os.environ.get("GUARD_SECONDS_TO_CONNECT", 60))
 NO_CONNECTION = "none"
 SECONDS_BETWEEN_GUARDS = 20  # one guard after the other tries to queue the job again
 

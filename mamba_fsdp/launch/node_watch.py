@@ -63,10 +63,10 @@ class NodeWatch:
         self._in_thread(self._await_guards)
 
     def stop(self) -> None:
-        """Tells the guards that this start of the job is over. Each ends its connection once it has cleaned its node."""
+        """Tells the guards, also those that connect later, that this start of the job is over. Each ends its connection once
+        it has cleaned its node."""
         self.is_over = True
         self._tell(GOODBYE)
-        self.server.close()
 
     def is_alone(self) -> bool:
         """Returns whether no guard is at work any more."""
@@ -97,11 +97,8 @@ class NodeWatch:
         threading.Thread(target=work, args=inputs, daemon=True).start()
 
     def _accept(self) -> None:
-        while not self.is_over:
-            try:
-                guard, _ = self.server.accept()
-            except OSError:  # closed
-                return
+        while True:
+            guard, _ = self.server.accept()
             self._in_thread(self._hold, guard)
 
     def _hold(self, guard: socket.socket) -> None:
@@ -122,6 +119,8 @@ class NodeWatch:
             if node == self.nodes[0]:
                 for path in self.to_remove:
                     _send(guard, f"{REMOVE} {path}")
+            if self.is_over:
+                _send(guard, GOODBYE)
         silent_for = 0.0
         try:
             guard.recv(1)  # returns when the guard has ended

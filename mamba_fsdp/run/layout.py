@@ -9,6 +9,7 @@ from mamba_fsdp.run.names import (
     LEASE,
     PROFILE,
     SETTINGS,
+    NODES,
     STARTS,
     STATUS,
     STOP,
@@ -23,7 +24,7 @@ CHECKPOINT_BYTES = 12
 # While the model is written, see write_pth: the weight, fp32, in two files.
 PUBLISHING_BYTES = 8
 # What may lie in the folder before a run has begun there.
-BEFORE_A_RUN = {SETTINGS, STOP, STARTS, PROFILE}
+BEFORE_A_RUN = {SETTINGS, STOP, STARTS, PROFILE, NODES}
 LOGS = (
     ".log",
     ".out",

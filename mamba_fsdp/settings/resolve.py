@@ -6,6 +6,7 @@ then the defaults. The type of a field decides how its value is read: a run id 0
 """
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -442,8 +443,9 @@ def as_plain(settings: TrainConfig) -> dict[str, Any]:
 
 
 def read_resolved(path: Path) -> TrainConfig:
-    """Returns the settings that the launcher of this start resolved and wrote into the file `path`."""
-    content = json.loads(read_bytes(path))
+    """Returns the settings that the launcher of this start resolved and wrote into the file `path`, or to stdin."""
+    is_stdin = path == Path("/dev/stdin")
+    content = json.loads(sys.stdin.read() if is_stdin else read_bytes(path))
     values = {}
     for section in content["settings"].values():
         for name, value in section.items():
