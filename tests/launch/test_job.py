@@ -289,8 +289,19 @@ echo "removed $3"
 def test_a_removal_lasts_for_as_long_as_it_makes_progress(project, tmp_path):
     write_program(tmp_path / "enroot", ENROOT)
     done = subprocess.run(
-        [sys.executable, "-I", project / "mamba_fsdp/launch/node_guard.py", "99.0", "localhost", "1"],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "REMOVAL_SECONDS": "2", "GUARD_SECONDS_TO_CONNECT": "0"},
+        [
+            sys.executable,
+            "-I",
+            project / "mamba_fsdp/launch/node_guard.py",
+            "99.0",
+            "localhost",
+            "1",
+        ],
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "REMOVAL_SECONDS": "2",
+            "GUARD_SECONDS_TO_CONNECT": "0",
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
