@@ -174,6 +174,8 @@ class SlurmTraining:
             self.supervisor.send(signal.SIGKILL)  # to a command that heeds no SIGTERM
             ending = self.ending(ENDED)
         except GiveUp as trouble:
+            if not self.plan:  # it is not known yet where the checkpoints lie
+                self.count_start()
             if str(trouble):
                 say(f"error: {trouble}")
             ending = self.ending(trouble.code)
@@ -262,8 +264,6 @@ class SlurmTraining:
         missing = [node for node in nodes if node not in self.has_container]
         if not missing:
             return
-        if not self.plan:  # it is not known yet where the checkpoints lie
-            self.count_start()
         if not self.has_container:
             raise GiveUp(
                 "the container started on no node; see above. If the image is damaged, copy it again; if the disk is full "
