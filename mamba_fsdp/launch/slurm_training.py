@@ -186,10 +186,7 @@ class SlurmTraining:
     def prepare(self) -> Tuple[Plan, StartFolder]:
         """Prepares all nodes: starts the containers, reads the settings if only the image can, makes the start's folder
         and the built-in data, and checks the nodes. Returns the plan and the folder."""
-        named = [
-            word.partition("=")[2] or word for word in self.words
-        ]  # such as --config=/elsewhere/my.yaml
-        self.use_container([path for path in named if os.path.isabs(path) and os.path.exists(path)])
+        self.use_container(named_paths(self.words))
         if self.plan:
             self.count_start()
         self.without_lost_nodes(self.start_containers)
@@ -573,7 +570,7 @@ class SlurmTraining:
         return Ending(
             code=outcome.code if outcome.status else code,
             outcome=outcome,
-            run_folder=self.plan.run_folder if self.plan else "",
+            run_folder=self.plan.shown_folder() if self.plan else "",
             newest=self.newest(),
             newest_before=self.newest_before,
             restarts=self.restarts.restarts,
@@ -617,6 +614,19 @@ class SlurmTraining:
     def seconds_for_removal(self) -> float:
         """Returns for how long the job waits for its containers to be removed."""
         return seconds_for_removal(self.supervisor.asked, slurm.seconds_left(self.job))
+
+
+def named_paths(words: Sequence[str]) -> List[str]:
+    """Returns the paths that must be mounted so that the settings can be read, such as those of
+    --config=/elsewhere/my.yaml and of `replay RUN`."""
+    paths = []
+    for word in words:
+        path = word.partition("=")[2]
+        if not word.startswith("-"):
+            path = os.path.abspath(word)
+        if os.path.isabs(path) and os.path.exists(path):
+            paths.append(path)
+    return paths
 
 
 def seconds_for_removal(asked: str, seconds_left: Optional[float]) -> float:
