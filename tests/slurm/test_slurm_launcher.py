@@ -112,16 +112,33 @@ def test_preemption_with_a_grace_time_goes_on_later(cluster, project):
 
 
 def test_a_node_that_went_is_named_and_no_survivor_blamed(cluster, project):
-    """The ranks on other nodes fail because of it, long before Slurm knows. For as long as KillWait srun waits for the
-    lost node, and the script for srun."""
+    """The ranks on other nodes fail because of it. Slurm does not know for minutes; the job queues itself again, for other
+    nodes."""
     run = project / "runs/a"
     job = cluster.submit(project, RUN, FOR_EVER, env={"MAX_RESTARTS": "0"})
     wait_for_checkpoint(cluster, project)
     cluster.cut_power("node2")
     (run / "fail").touch()
-    outcome = run / f"starts/{job}.0/outcome.json"
-    cluster.wait_until(lambda: "rank 0 on node1" in read(outcome), "a survivor has failed")
-    cluster.tell_slurm_of("node2")
-    said = "error: Slurm has lost node2\n"
-    cluster.wait_until(lambda: said in log(project, job), "the script names the node")
-    assert "failed first" not in log(project, job)
+    cluster.wait_until(lambda: "queued again" in log(project, job), "the job gives way")
+    text = log(project, job)
+    assert "lost       node2: it has not answered" in text and "error: lost node2\n" in text
+    assert "failed first" not in text
+    cluster.wait_until(lambda: cluster.fact("ExcNodeList", job) == "node2", "it is excluded")
+    assert cluster.restarts(job) <= 1
+
+
+def test_a_spare_takes_the_place_of_a_node_that_falls_silent(cluster, project):
+    """Slurm does not notice. The ranks on the other node would wait for it forever."""
+    run = project / "runs/a"
+    job = cluster.submit(project, RUN, FOR_EVER, options=["--nodes=3"], env={"SPARE_NODES": "1"})
+    wait_for_checkpoint(cluster, project)
+    cluster.set_link("node2", "down")
+    cluster.wait_until(lambda: len(starts(run)) == 4, "the ranks have started again")
+    nodes = [rank["environment"]["SLURMD_NODENAME"] for rank in starts(run)]
+    assert sorted(nodes[:2]) == ["node1", "node2"] and sorted(nodes[2:]) == ["node1", "node3"]
+    assert {rank["step"] for rank in starts(run)[2:]} == {5}
+    (run / "STOP").touch()
+    assert cluster.wait_for_end(job) == "COMPLETED" and cluster.restarts(job) == 0
+    assert "nodes      training on node1 node3" in log(project, job)
+    assert '"node": "node2", "kind": "lost"' in read(run / "nodes.jsonl")
+    assert not (run / "starts").exists()

@@ -179,10 +179,20 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         """The node has gone, and Slurm does not know."""
         _kill(self.inits.pop(name))
 
+    def set_link(self, name, state):
+        """Takes a node's network away (`down`) or gives it back (`up`); its processes go on."""
+        ip = ["nsenter", "-t", str(self.inits["login"]), "-n", "ip", "link", "set", f"to-{name}"]
+        subprocess.run([*ip, state], check=True)
+
     def reset(self):
         """Ends all jobs, and switches on nodes that were lost."""
+        for name in self.inits.keys() - {"login"}:
+            self.set_link(name, "up")
         self.run("scancel", "--full", "--signal=KILL", "--user=root", check=False)
         self.run("scancel", "--user=root", check=False)
+        self.run(
+            "scontrol", "update", f"nodename={','.join(self.names)}", "state=resume", check=False
+        )
         for name in self.names:
             if name not in self.inits:
                 self.start_node(name)
@@ -216,12 +226,12 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
 
     def state(self, job):
         """JobState as scontrol shows it: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ..."""
-        return self._fact("JobState", job)
+        return self.fact("JobState", job)
 
     def restarts(self, job):
-        return int(self._fact("Restarts", job))
+        return int(self.fact("Restarts", job))
 
-    def _fact(self, name, job):
+    def fact(self, name, job):
         """Asked again where a controller that is busy leaves the question unanswered."""
 
         def ask():

@@ -408,6 +408,22 @@ def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
     assert lost.startswith("1 rank 1 on ") and "the GPU is lost: start again" in lost
 
 
+def on_two_nodes(world, folder):
+    """The exit code and the message of each rank, if rank 1 is a node of its own whose conv is wrong."""
+    socket.gethostname = lambda: f"node{world.rank}"
+    choose(folder, world)
+    if world.rank == 1:
+        conv.BACKENDS["cpp"] = changed("conv", negate(1))
+    return refusal(folder, world)
+
+
+@pytest.mark.slow
+def test_a_node_that_alone_finds_it_wrong_is_at_fault_and_the_others_start_again(tmp_path):
+    healthy, sick = run_ranks(2, on_two_nodes, tmp_path / "run")
+    assert sick.startswith("75 rank 1 on node1: gradient of mixer.conv1d.weight")
+    assert healthy == "1" + sick[2:]
+
+
 def test_a_model_that_answers_takes_what_is_right(tmp_path, monkeypatch, spoil, train):
     """As evaluate, generate and mamba_fsdp.load have it: from token to token too."""
     train(tmp_path, num_steps=1, eval_interval=0)
