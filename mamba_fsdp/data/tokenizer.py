@@ -11,10 +11,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from mamba_fsdp.data.corpus import prepare_hub
-from mamba_fsdp.data.paths import WANTED, check_tokenizer_place
+from mamba_fsdp.data.hub import prepare_hub
 from mamba_fsdp.errors import UserError, first_line, import_command
 from mamba_fsdp.fields import whole_number
+from mamba_fsdp.importing.kinds import WANTED_TOKENIZER, check_tokenizer_path
 from mamba_fsdp.storage.patience import write_atomically
 from mamba_fsdp.storage.typed_json import write_object
 
@@ -323,7 +323,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     """
     if not Path(name).exists():
         prepare_hub(str(name))
-    name = check_tokenizer_place(name)
+    name = check_tokenizer_path(name)
     from transformers import AutoTokenizer  # late: importing it takes seconds
 
     try:
@@ -331,7 +331,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     except Exception as error:  # the libraries raise whatever a file runs into
         if Path(name).is_dir() and not Path(name, "tokenizer.json").exists():
             raise UserError(
-                f"tokenizer {name}: can't be loaded: it {_contents(Path(name))}; wanted is {WANTED}{remedy}"
+                f"tokenizer {name}: can't be loaded: it {_contents(Path(name))}; wanted is {WANTED_TOKENIZER}{remedy}"
             ) from error
         raise UserError(
             f"tokenizer {name}: can't be loaded as a folder, a tokenizer.json file or a name on the Hugging Face Hub "
@@ -349,7 +349,7 @@ def load_words(path: str | Path) -> TextTokenizer:
 
     If the folder's two files say everything, transformers is not imported, which takes a second. Raises UserError.
     """
-    path = check_tokenizer_place(path)
+    path = check_tokenizer_path(path)
     try:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
@@ -375,14 +375,14 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     eos_token: the token that ends documents, by default the tokenizer's own. Raises UserError if the tokenizer or this
     token is missing.
     """
-    path = check_tokenizer_place(os.path.expanduser(name))
+    path = check_tokenizer_path(os.path.expanduser(name))
     if path.is_file():
         form = None
         try:
             backend = without_panic(Tokenizer.from_file, str(path))
         except Exception as error:  # the library raises bare Exception
             raise UserError(
-                f"tokenizer {name}: {path.name} can't be read ({first_line(error)}); wanted is {WANTED}"
+                f"tokenizer {name}: {path.name} can't be read ({first_line(error)}); wanted is {WANTED_TOKENIZER}"
             ) from error
     else:
         form = load_for_transformers(path, "; train:4096 trains one on the input")

@@ -15,9 +15,9 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mamba_fsdp.data import reading
-from mamba_fsdp.data.sample import likely_text
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing import text_files
+from mamba_fsdp.importing.json_records import likely_text
 from tests.support.corpora import read_input
 
 # One spells the token that ends documents.
@@ -97,7 +97,7 @@ def test_what_a_document_of_a_text_file_is(tmp_path, monkeypatch, documents, exp
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     (tmp_path / "blank.txt").write_text(" \n")
     for block in (1 << 20, 7):
-        monkeypatch.setattr(reading, "BLOCK", block)
+        monkeypatch.setattr(text_files, "BLOCK", block)
         found = read_input(tmp_path, documents=documents)
         assert [document for document in found if document] == expected
 
@@ -105,12 +105,12 @@ def test_what_a_document_of_a_text_file_is(tmp_path, monkeypatch, documents, exp
 @pytest.mark.parametrize("documents", ["file", "lines"])
 def test_a_document_too_long_to_encode_is_refused(tmp_path, monkeypatch, documents):
     """However little of it is read at once, and with a way to import it."""
-    monkeypatch.setattr(reading, "LONGEST_TEXT", 1000)
-    monkeypatch.setattr(reading, "BLOCK", 7)
+    monkeypatch.setattr(text_files, "LONGEST_TEXT", 1000)
+    monkeypatch.setattr(text_files, "BLOCK", 7)
     (tmp_path / "a.txt").write_text("x" * 1000)
     assert read_input(tmp_path, documents=documents) == ["x" * 1000]
     (tmp_path / "a.txt").write_text("x" * 1001)
-    with pytest.raises(UserError, match="more than 1,000 characters.*--documents, or.*split"):
+    with pytest.raises(UserError, match='more than 1,000 characters; see "Clean and'):
         read_input(tmp_path, documents=documents)
 
 

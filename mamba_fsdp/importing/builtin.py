@@ -31,6 +31,6 @@ def make_missing_builtin(data: DataConfig) -> None:
     """Makes the built-in data if these settings read it and it is missing. Raises UserError as get_dataset.py does."""
     if not missing_builtin(data):
         return
-    from mamba_fsdp.data.tokenize import make_dataset  # late: most runs don't need it
+    from mamba_fsdp.importing.make_dataset import make_dataset  # late: most runs don't need it
 
     make_dataset("builtin", BUILTIN, DatasetConfig())

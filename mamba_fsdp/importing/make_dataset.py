@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,12 +25,23 @@ from typing import Any
 import numpy as np
 
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.corpus import Document, InputFile, describe, find_files, is_local
-from mamba_fsdp.data.losses import check_losses
-from mamba_fsdp.data.merging import exact, merge, writer_of
-from mamba_fsdp.data.paths import BEGUN, PROGRESS, check_input, what_is
-from mamba_fsdp.data.progress import (
-    MADE,
+from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
+from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
+from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.fields import default, shown
+from mamba_fsdp.importing.holding_out import Holdout
+from mamba_fsdp.importing.inputs import Document, InputFile, describe, find_files, is_local
+from mamba_fsdp.importing.kinds import (
+    BEGUN,
+    DATASET,
+    PROGRESS,
+    LeftOut,
+    check_input,
+    classify_path,
+)
+from mamba_fsdp.importing.losses import check_losses
+from mamba_fsdp.importing.merging import merge, writer_of
+from mamba_fsdp.importing.progress import (
     START_AGAIN,
     STATE,
     Pace,
@@ -40,19 +51,13 @@ from mamba_fsdp.data.progress import (
     state_in,
     write_settings,
 )
-from mamba_fsdp.data.reading import (
+from mamba_fsdp.importing.reading import (
     DocumentBatch,
     Share,
     UnreadableFile,
     check_content,
-    name_unreadable,
     read_batches,
 )
-from mamba_fsdp.data.sampler import splitmix64
-from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
-from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
-from mamba_fsdp.errors import UserError, counted
-from mamba_fsdp.fields import default, shown
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
@@ -69,7 +74,6 @@ SAMPLED_FILES = 64  # at most, for a tokenizer's sample
 # Options that have no effect on the stores.
 NOT_RECORDED = ("format", "part", "overwrite", "skip_unreadable", "lossy_tokenizer")
 IN_USE = "wait for it, or choose another folder"
-NUMBERS = 1 << 40  # by which the first documents of consecutive parts are numbered apart
 
 
 def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
@@ -81,7 +85,8 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     out = Path(out)
     if options.format == "auto" and input != "builtin" and exists(os.path.expanduser(input)):
         check_input(os.path.expanduser(input))
-    files = find_files(input, options)
+    left_out = LeftOut()
+    files = find_files(input, options, left_out)
     settings = {name: value for name, value in asdict(options).items() if name not in NOT_RECORDED}
     settings["input"] = describe(files)
     settings["tokenizer"] = resolved(options.tokenizer)
@@ -91,9 +96,13 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
             return True
         if input == "builtin":
             print(f"making {out} from the source of a Python library, for a first try", flush=True)
-        return _Part(out, files, options, settings, command_of(input, options)).run()
+        command = command_of(input, options)
+        return _Part(out, files, left_out, options, settings, command).run()
     except UnreadableFile as error:
-        raise name_unreadable(error, files, options) from error
+        has_advice = "; " in str(error)
+        if has_advice or len(files) == 1:
+            raise
+        raise UserError(f"{error}; --skip_unreadable=true leaves it out") from error
     except OSError as error:
         raise UserError(
             f"{out}: can't be written ({error.strerror}); fix that, then the same command resumes"
@@ -119,7 +128,7 @@ def _prepare(out: Path, overwrite: bool) -> None:
     """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError if OUT holds something else, or an
     import that is running."""
     out.mkdir(parents=True, exist_ok=True)
-    is_dataset = (out / MADE).exists() or (out / PROGRESS).exists()
+    is_dataset = (out / DATASET).exists() or (out / PROGRESS).exists()
     if not is_dataset and any(out.iterdir()):
         raise UserError(f"{out}: not empty and not made by this program; choose another folder")
     if not overwrite:
@@ -131,12 +140,12 @@ def _prepare(out: Path, overwrite: bool) -> None:
         for name in ("train", "validation", "test", PROGRESS):
             shutil.rmtree(out / name, ignore_errors=True)
         # Last: after a kill before this, it shows that the rest is a dataset.
-        (out / MADE).unlink(missing_ok=True)
+        (out / DATASET).unlink(missing_ok=True)
 
 
 def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
     """Returns whether OUT holds all that these settings make. Raises UserError if it was made with other settings."""
-    if not records_settings(out / MADE, settings):
+    if not records_settings(out / DATASET, settings):
         return False
     for path in out.glob("*/index.json"):
         TokenStore(path.parent)
@@ -152,6 +161,7 @@ class _Part:
 
     out: Path
     files: list[InputFile]  # of the whole input
+    left_out: LeftOut
     options: DatasetConfig
     settings: dict[str, Any]
     command: list[str]  # the input and the options, which resume the work
@@ -162,11 +172,11 @@ class _Part:
         progress = self.out / PROGRESS
         self.folders = [progress / f"{part}-of-{self.count}" for part in range(self.count)]
         self.folder = self.folders[self.number]
-        self.held_out = self.options.validation_fraction
         self.stores = sorted({file.store for file in self.files})
-        if self.options.splits == "official":
-            self.held_out = 0
-        elif self.held_out:
+        self.holdout = None
+        fraction = self.options.validation_fraction
+        if self.options.splits == "held_out" and fraction:
+            self.holdout = Holdout(fraction, self.settings["input"], self.number)
             self.stores.append("validation")
         self.state = PartState()
         self.writers: dict[str, StoreWriter] = {}
@@ -180,7 +190,7 @@ class _Part:
             settings = {**self.settings, "parts": self.count}
             self._has_begun(settings)
             if not self.options.skip_unreadable:
-                check_content(self.share.files)
+                check_content(self.share.files, self.options.encoding)
             tokenizer = self._tokenizer()
             settings["tokenizer_identity"] = tokenizer.identity
             if not self._has_begun(settings):
@@ -210,7 +220,7 @@ class _Part:
         return records_settings(
             self.out / BEGUN,
             settings,
-            f"{what_is(self.out).use} if the input and the tokenizer are as they were; to begin anew, remove {self.out}, "
+            f"{classify_path(self.out).use} if the input and the tokenizer are as they were; to begin anew, remove {self.out}, "
             "or give --overwrite",
         )
 
@@ -226,7 +236,7 @@ class _Part:
         """Merges all parts, or waits until another part's process has done it."""
         lease = Lease(self.out / PROGRESS / "merge.lease")
         with contextlib.closing(lease):
-            while not (self.out / MADE).exists():
+            while not (self.out / DATASET).exists():
                 # The other process removes the lease's folder at its end.
                 with contextlib.suppress(FileNotFoundError):
                     if lease.try_take():
@@ -237,7 +247,7 @@ class _Part:
             if describe(self.files) != self.settings["input"]:
                 raise UserError(f"{self.out}: the input changed while it was read; {START_AGAIN}")
             parts = list(zip(self.folders, states))
-            merge(self.out, parts, tokenizer, self.options, self.settings)
+            merge(self.out, parts, tokenizer, self.options, self.settings, self.left_out)
             shutil.rmtree(self.out / PROGRESS, ignore_errors=True)
 
     def _tokenizer(self) -> TextTokenizer:
@@ -310,7 +320,7 @@ class _Part:
         saved = started
         try:
             for batch, ids in encode(batches, tokenizer, self.options):
-                if not state.written and self.options.pack == "document":
+                if not state.position.documents and self.options.pack == "document":
                     _advise_on_blocks(batch)
                 self._write(batch, ids, tokenizer)
                 tokens += len(ids)
@@ -340,27 +350,39 @@ class _Part:
         """Distributes the documents of a batch over the stores. tokens: (n,), in which each eos ends a document."""
         state = self.state
         state.position = batch.position
+        state.counts = dict(Counter(state.counts) + batch.counts)
+        state.fault = state.fault or batch.fault
         is_end = tokens == tokenizer.eos
         if self.options.pack == "document":
-            ends_nothing = is_end & np.append(not state.is_open, is_end)[:-1]
+            is_open = any(writer.state.open_tokens for writer in self.writers.values())
+            ends_nothing = is_end & np.append(not is_open, is_end)[:-1]
             state.empty += int(ends_nothing.sum())
             tokens = tokens[~ends_nothing]
             is_end = is_end[~ends_nothing]
         if not len(tokens):
             return
-        bounds = np.flatnonzero(is_end) + 1
-        first = self.number * NUMBERS + state.written
-        state.written += len(bounds)
-        state.is_open = not is_end[-1]
-        if state.is_open:
-            bounds = np.append(bounds, len(tokens))
-        numbers = first + np.arange(len(bounds))
-        held_out = for_validation(numbers, self.held_out)
-        if held_out.any():
-            is_held_out = np.repeat(held_out, np.diff(bounds, prepend=0))
-            self.writers["validation"].append(tokens[is_held_out])
-            tokens = tokens[~is_held_out]
-        self.writers[batch.store].append(tokens)
+        if self.holdout is None:
+            self.writers[batch.store].append(tokens)
+            return
+        ends = np.flatnonzero(is_end) + 1
+        if not is_end[-1]:
+            ends = np.append(ends, len(tokens))
+        starts, held_out = self.holdout.choose(ends, state.tokens, state.open_tokens)
+        changes = np.flatnonzero(held_out[1:] != held_out[:-1]) + 1
+        is_held_out = bool(held_out[0])
+        for stretch in np.split(tokens, starts[changes]):
+            self._append("validation" if is_held_out else batch.store, stretch)
+            is_held_out = not is_held_out
+        state.tokens += len(tokens)
+        last = np.append(-state.open_tokens, ends)[-2]  # the start of the last document
+        state.open_tokens = 0 if is_end[-1] else int(len(tokens) - last)
+
+    def _append(self, store: str, tokens: np.ndarray) -> None:
+        """Appends tokens to a store, and ends the document that another store has begun."""
+        for name, writer in self.writers.items():
+            if name != store and writer.whole and writer.state.open_tokens:
+                writer.append([writer.eos])
+        self.writers[store].append(tokens)
 
     def _save(self, lease: Lease) -> None:
         """Makes what was written durable, then records it in the state."""
@@ -432,23 +454,6 @@ def _stripped(ids: np.ndarray, document: Document, separators: set[int | None]) 
     while document.ends and start < end and ids[end - 1] in separators:
         end -= 1
     return ids[start:end]
-
-
-def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
-    """Returns which documents are held out, (n,) bool, by their running `numbers` (n,): one of each group of
-    1/fraction.
-
-    A hash of the group's number chooses within it, so that the choice has no period that the input could share.
-    """
-    if not fraction:
-        return np.zeros(len(numbers), dtype=bool)
-    p, q = exact(fraction).as_integer_ratio()
-    group = numbers * p // q
-    first = -(-group * q // p)
-    end = -(-(group + 1) * q // p)
-    chosen = (splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)).astype(np.int64)
-    # Never the very first document: training needs one, too.
-    return numbers == first + np.maximum(chosen, group == 0)
 
 
 @dataclass
