@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,18 @@ def without_panic(read: Callable[..., Any], *arguments: Any, **options: Any) -> 
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(error) from None
+
+
+def with_os_errors(write: Callable[..., Any], *arguments: Any) -> None:
+    """Calls write(*arguments). The library's Rust code raises a bare Exception for an error of the disk; it becomes an
+    OSError."""
+    try:
+        write(*arguments)
+    except Exception as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if not found:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
 
 
 class TextTokenizer:
@@ -136,15 +149,17 @@ class TextTokenizer:
         nothing = self.backend.encode("", add_special_tokens=True)
         is_added = nothing.special_tokens_mask
         added = [token for token, mask in zip(nothing.tokens, is_added) if mask]
+        before = [token for token in added if token != self.eos_token]
         if not wanted:
             if not added:
                 return ""
             self.put_before_texts("")
+            advice = "; --bos=true keeps a bos" if before else ""
             return (
-                f"the tokenizer adds {' '.join(added)} to each text: documents are stored without it, and the tokenizer of "
-                "runs and exports does not add it; --bos=true keeps a bos"
+                f"the tokenizer adds {' '.join(added)} to each text: documents are stored with one eos and without other "
+                f"added tokens, and the tokenizer of runs and exports adds none{advice}"
             )
-        named = [getattr(self._transformers_form, "bos_token", None), *added]
+        named = [getattr(self._transformers_form, "bos_token", None), *before]
         bos = next((token for token in named if token), "")
         if not bos or bos == self.eos_token:
             what = f"is its eos {bos}, which stands between documents" if bos else "is missing"
@@ -158,7 +173,7 @@ class TextTokenizer:
         """Writes a folder that AutoTokenizer.from_pretrained takes."""
         folder.mkdir(parents=True, exist_ok=True)
         if self._transformers_form:
-            self._transformers_form.save_pretrained(folder)
+            with_os_errors(self._transformers_form.save_pretrained, folder)
             if self._is_amended:  # a class of its own would add its bos again
                 file = folder / "tokenizer_config.json"
                 changed = {"tokenizer_class": GENERIC, "add_bos_token": bool(self.prefix)}

@@ -7,6 +7,7 @@ from typing import IO
 
 from mamba_fsdp.importing.inputs import Document, Fault, InputFile
 from mamba_fsdp.importing.json_records import field_of
+from mamba_fsdp.importing.kinds import CLEAN
 from mamba_fsdp.importing.text_files import LONGEST_TEXT, lines_of, opened
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
@@ -32,9 +33,9 @@ def csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document 
             for row in rows:
                 yield _document_of(row, rows, options.text_column)
         except csv.Error as error:
-            raise ValueError(
-                f"after line {rows.line_num:,}: {error}; write a quote within a field twice"
-            ) from None
+            is_too_long = "field limit" in str(error)
+            advice = CLEAN if is_too_long else "write a quote within a field twice"
+            raise ValueError(f"after line {rows.line_num:,}: {error}; {advice}") from None
 
 
 def _document_of(row: dict, rows: csv.DictReader, column: str) -> Document | Fault:

@@ -196,8 +196,8 @@ def _choose_split(
         )
     elif options.splits == "held_out":
         print(
-            f"{counted(len(files), 'file')}, none of another split: no name of a split stands beside the same one with "
-            f"train; {options.validation_fraction:.3g} of the tokens are for validation"
+            f"training reads all of {counted(len(files), 'file')}: no name differs from one with train in that word alone; "
+            f"{options.validation_fraction:.3g} of the tokens validate"
         )
     if len(files) > 1:
         _check_sets([Path(file.name) for file in kept], options, left_out)

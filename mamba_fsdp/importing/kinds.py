@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import pkgutil
 import re
 import shlex
 from collections import defaultdict
@@ -168,8 +169,8 @@ FILES = [
     Kind("tokenizer_file", "a file of a tokenizer", names=" ".join(TOKENIZER_FILES)),
     Kind("settings", "a YAML file", "training takes settings as --config={path}", ".yaml .yml"),
     # What nothing here accepts.
-    Kind("lfs", "a Git LFS pointer, not the file itself", UNPACK, magic="version https://git-lfs"),
-    Kind("annex", "a git-annex pointer, not the file itself", UNPACK, magic="/annex/objects/"),
+    Kind("lfs", "a Git LFS pointer in place of the file", UNPACK, magic="version https://git-lfs"),
+    Kind("annex", "a git-annex pointer in place of the file", UNPACK, magic="/annex/objects/"),
     Kind("tar", "a tar archive", UNPACK, magic=".{257}ustar"),
     Kind(
         "zip",
@@ -251,12 +252,13 @@ BY_NAME = {name: kind for kind in FILES for name in (kind.endings + " " + kind.n
 MAGIC = [kind for kind in FILES if kind.magic]
 ANY_MAGIC = re.compile("|".join(f"({kind.magic})" for kind in MAGIC), re.DOTALL)
 AMBIGUOUS = ("json", "page")  # a text can begin like these
-UNDECIDED = ("nothing", "pruned", "other", "foreign", "settings", "part")  # reading them decides
+UNDECIDED = ("nothing", "pruned", "other", "settings", "part")  # reading them decides
 POINTERS = ("lfs", "annex")
 BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and UTF-32
 # Files that describe the data next to them.
 DESCRIPTION = re.compile(
-    r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|dataset_infos\.json", re.I
+    r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|(dataset_infos|index|meta|metadata)\.json",
+    re.I,
 )
 MOST_LISTED = 8  # names in a message
 MOST_LOOKED_AT = 10_000  # files of a folder that a message is about
@@ -410,12 +412,19 @@ def kind_of_bytes(head: bytes) -> Kind | None:
     return None
 
 
+def reader_of(name: str) -> Callable[..., Iterator[Any]]:
+    """Returns the function that yields the documents of files of a kind. It is imported late: it needs packages."""
+    return pkgutil.resolve_name(f"{__package__}.{KINDS[name].reader}")
+
+
 def contradicts(content: Kind | None, kind: str) -> bool:
     """Returns whether a file's content is something else than its kind. Token ids can look like anything."""
-    if content is None or content.name == kind or kind in ("megatron", "datalayout"):
+    if content is None or kind in ("megatron", "datalayout"):
+        return False
+    if content.name in (kind, "binary"):  # reading binary data finds the place that is wrong
         return False
     if kind == "ids":
-        return content.name not in ("numpy", "binary")
+        return content.name != "numpy"
     return kind != "text" or content.name not in AMBIGUOUS
 
 
@@ -462,7 +471,10 @@ def _classify_file(path: Path) -> PathInfo:
     if kind and not contradicts(content, kind.name):
         return _input_info(path, path, kind, kind.name)
     if content:
-        return PathInfo(path, "foreign", content.title, _filled(content.use, path))
+        use = _filled(content.use, path)
+        if content.reader:
+            use = f"{import_command(path)} --format={content.name} makes token stores of it"
+        return PathInfo(path, "foreign", content.title, use)
     return _info(path, KINDS["other"])
 
 

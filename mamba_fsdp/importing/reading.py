@@ -1,7 +1,6 @@
 """Reads the input's files as batches of documents: texts or arrays of token ids."""
 
 import os
-import pkgutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.importing.compression import peeked, unpacked
 from mamba_fsdp.importing.inputs import Document, Fault, InputFile
-from mamba_fsdp.importing.kinds import CLEAN, KINDS
+from mamba_fsdp.importing.kinds import CLEAN, reader_of
 from mamba_fsdp.importing.text_files import NulByte, check_head, fault_in, too_long
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
@@ -135,7 +134,7 @@ def _documents(
 
 def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
     """Yields the documents of a file. Raises UnreadableFile."""
-    reader = pkgutil.resolve_name(f"{__package__}.{KINDS[file.kind].reader}")
+    reader = reader_of(file.kind)
     try:
         if file.kind in TABLES:
             _check_head(file)

@@ -125,7 +125,7 @@ def opened(file: InputFile, encoding: str, newline: str = "\n") -> IO[str]:
 def check_head(kind: str, head: bytes) -> None:
     """Raises ValueError if a file of this kind begins like something else."""
     content = kind_of_bytes(head)
-    if content and content.name != "binary" and contradicts(content, kind):
+    if content and contradicts(content, kind):
         use = f"--format={content.name} reads it" if content.reader else content.use
         raise ValueError(f"it is {content.title}; {use}")
 

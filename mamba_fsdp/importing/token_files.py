@@ -98,9 +98,8 @@ def _check_dtype(ids: np.ndarray, dtype: str, source: str) -> None:
 def _ids_without_header(name: str, dtype: str) -> np.ndarray:
     if dtype == "auto":
         raise ValueError(
-            "it does not say how its ids are stored: give their type, as in --dtype=uint16 (nanoGPT's) or uint32, and "
-            "--tokenizer, or --tokenizer=none --eos_token=ID --vocab_size=N (Megatron's come with a file .idx, DataLayout "
-            "with .npy.size)"
+            "it does not name the type of its ids; give it, as in --dtype=uint16 (Megatron's come with a file .idx, "
+            "DataLayout's with .npy.size)"
         )
     if Path(name).with_name(INDEX).exists():
         raise ValueError("index.json next to it says that it is not a flat file; name its folder")

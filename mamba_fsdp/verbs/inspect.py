@@ -157,7 +157,7 @@ def show_input(place: PathInfo) -> None:
     from mamba_fsdp.importing.json_records import likely_text
     from mamba_fsdp.importing.sample import first_row  # imports datasets, which is slow
 
-    options = DatasetConfig()
+    options = DatasetConfig(skip_unreadable=True)  # lists what is missing
     left_out = LeftOut()
     files = find_files(str(place.path), options, left_out)
     say("data", f"{counted(len(files), 'file')}: {place.title}")

@@ -144,7 +144,7 @@ def test_a_name_alone_makes_no_split(tmp_path, capsys, name):
         write_records(tmp_path / place, [[number]])
     assert first_tokens(tmp_path) == list(range(len(places)))
     told = capsys.readouterr().out
-    assert f"{len(places)} files, none of another split: " in told and "0.01 of the tokens" in told
+    assert f"all of {len(places)} files: " in told and "0.01 of the tokens validate" in told
 
 
 def test_a_missing_part_of_a_numbered_set_is_named(tmp_path, capsys):

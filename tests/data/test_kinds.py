@@ -79,11 +79,11 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "weights": ("weights", "weights/a.safetensors --model_name=NAME"),
     "pointers": (
         "foreign",
-        "a folder whose model.safetensors is a Git LFS pointer, not the file itself; see",
+        "a folder whose model.safetensors is a Git LFS pointer in place of the file; see",
     ),
     "pointers/tokenizer.json": (
         "foreign",
-        "a Git LFS pointer, not the file itself; see",
+        "a Git LFS pointer in place of the file; see",
     ),
     "dcp": ("dcp", "--init_from=dcp shows how to convert it"),
     "tok": ("tokenizer", "get_dataset.py INPUT OUT --tokenizer=tok"),
@@ -102,7 +102,7 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "empty": ("empty", "an empty folder"),
 }
 
-ACCEPTED = "input saved json ids nothing other settings part pruned foreign".split()
+ACCEPTED = "input saved json ids nothing other settings part pruned".split()
 
 
 @pytest.fixture(scope="module")
