@@ -11,7 +11,7 @@ SPANS = 32  # that the whole input has, about
 BYTES_A_TOKEN = 4  # about
 SMALLEST_SPAN = 64  # tokens
 LARGEST_SPAN = 1 << 16
-USUAL_SPAN = 1 << 12  # for an input of unknown size
+USUAL_SPAN = 1 << 10  # for an input of unknown size
 PART = 1 << 40  # more spans than one part of the work has
 
 
@@ -53,6 +53,10 @@ class Holdout:
         starts = np.repeat(documents, units) + numbers * self.span
         starts = starts[np.append(starts[1:], ends[-1]) > 0]
         stretches, offsets = np.divmod(starts + position, self.stretch)
-        places = splitmix64(np.uint64(0), stretches + self.part * PART)
-        inside = offsets - (places % np.uint64(self.stretch - self.span + 1)).astype(np.int64)
+        # The first span is in the first half of its stretch, so that an input of half a stretch has one.
+        room = np.where(stretches == 0, max(self.stretch // 2, self.span), self.stretch) - self.span
+        places = splitmix64(np.uint64(0), stretches + self.part * PART) % (room + 1).astype(
+            np.uint64
+        )
+        inside = offsets - places.astype(np.int64)
         return starts, (inside >= 0) & (inside < self.span)

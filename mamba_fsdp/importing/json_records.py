@@ -136,7 +136,8 @@ def field_of(place: str, record: Any, column: str) -> Document | Fault:
     if value == [] or are_token_ids(value):
         return Document(np.array(value, dtype=np.int64))
     if not isinstance(value, str):
-        return _without_text_in(f"{place}: {column!r}", value)
+        reason = f"{place}: {column!r} is {type(value).__name__}, not text or token ids"
+        return Fault(reason, CONVERT if isinstance(value, list) else "")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -151,28 +152,18 @@ def without_text(place: str, record: Any, column: str) -> Fault:
     """Returns the fault of a record without text in the field `column`, with the field that contains its text."""
     if not isinstance(record, dict):
         return Fault(f"{place} is {type(record).__name__}, not an object with a field {column!r}")
-    lists = {name: value for name, value in record.items() if isinstance(value, list)}
-    for name, value in lists.items():
-        if _is_chat(value):
-            return _without_text_in(f"{place}: {name!r}", value)
     fields = flattened(record)
     likely = likely_text(fields)
-    if not likely:
-        return Fault(f"{place} has no {column!r}, and no text in its fields: {_listed(record)}")
-    for name, value in lists.items():
-        if not are_token_ids(value) and len(str(value)) > len(fields[likely]):
+    length = len(fields[likely]) if likely else 0
+    for name, value in record.items():
+        is_longer = isinstance(value, list) and len(str(value)) > length
+        if is_longer and not are_token_ids(value):
             reason = f"{place} has no {column!r}; most of its text is in the list {name!r}"
             return Fault(reason, CONVERT)
+    if not likely:
+        return Fault(f"{place} has no {column!r}, and no text in its fields: {_listed(record)}")
     reason = f"{place} has no {column!r}; it has: {_listed(fields)}"
     return Fault(reason, f"give --text_column={likely}")
-
-
-def _without_text_in(place: str, value: Any) -> Fault:
-    if _is_chat(value):
-        return Fault(f"{place} is a chat", CONVERT)
-    if isinstance(value, list) and all(isinstance(text, str) for text in value):
-        return Fault(f"{place} is a list of texts", CONVERT)
-    return Fault(f"{place} is {type(value).__name__}, not text or token ids")
 
 
 def _listed(fields: dict[str, Any]) -> str:

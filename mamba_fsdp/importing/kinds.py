@@ -80,6 +80,8 @@ TOKENS = 'see "Convert tokens of other programs" in docs/data.md'
 IMPORT = "{importing} makes token stores of it"
 IMPORT_IDS = "{importing} --tokenizer=PATH makes token stores of it"
 MODEL = "generate, evaluate, export and --init_from={path} accept it"
+DCP = "--init_from={path} shows how to convert it"
+TOKENIZE = "an import takes it: {tokenizing} --tokenizer={folder}"
 WANTED_TOKENIZER = (
     "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
 )
@@ -97,6 +99,8 @@ class Kind:
     magic: str = ""  # a regular expression that the first bytes match, as Latin-1
     reader: str = ""  # module:function in importing/, which yields the documents of such a file
     content: str = ""  # completes "a folder of ..."; empty if no import reads it
+    # Describes a folder from its path and the names in it, or returns None if it is not of this kind.
+    describe: Callable[[Path, set[str]], "PathInfo | None"] | None = None
 
 
 FILES = [
@@ -166,11 +170,15 @@ FILES = [
         ".safetensors .pth .pt .distcp",
         "pytorch_model.bin model.safetensors.index.json",
     ),
-    Kind("tokenizer_file", "a file of a tokenizer", names=" ".join(TOKENIZER_FILES)),
+    Kind("tokenizer_file", "a file of a tokenizer", TOKENIZE, names=" ".join(TOKENIZER_FILES)),
     Kind("settings", "a YAML file", "training takes settings as --config={path}", ".yaml .yml"),
     # What nothing here accepts.
-    Kind("lfs", "a Git LFS pointer in place of the file", UNPACK, magic="version https://git-lfs"),
-    Kind("annex", "a git-annex pointer in place of the file", UNPACK, magic="/annex/objects/"),
+    Kind(
+        "pointer",
+        "a pointer of Git LFS or git-annex in place of the file",
+        UNPACK,
+        magic="version https://git-lfs|/annex/objects/",
+    ),
     Kind("tar", "a tar archive", UNPACK, magic=".{257}ustar"),
     Kind(
         "zip",
@@ -200,11 +208,11 @@ FILES = [
     Kind("pdf", "a PDF document", CONVERT, magic=r"%PDF-\d"),
     Kind(
         "document",
-        "an RTF, Office, SQLite or HDF5 file",
+        "an RTF, Office, SQLite, HDF5 or pickle file",
         CONVERT,
-        magic=r"\{\\rtf\d|\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1|SQLite format 3\0|\x89HDF\r\n",
+        magic=r"\{\\rtf\d|\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1|SQLite format 3\0|\x89HDF\r\n"
+        r"|\x80(?:[\x02\x03][\]}(cX\x8a]|[\x04\x05]\x95)",
     ),
-    Kind("pickle", "a pickle", CONVERT, magic=r"\x80(?:[\x02\x03][\]}(cX\x8a]|[\x04\x05]\x95)"),
     Kind(
         "other_binary",
         "an image, a program or a GGUF model",
@@ -224,36 +232,12 @@ FILES = [
     ),
     Kind("other", "a file that no command takes", "{importing} --format=text imports it as text"),
 ]
-FOLDERS = [  # the first one that a folder matches is its kind
-    Kind("checkpoint", "a checkpoint", MODEL, names=COMMIT),
-    Kind("run", "a run"),
-    Kind("streamed", "a folder of MosaicML's MDS or of litdata", TOKENS, names=INDEX),
-    Kind("store", "a token store", "training reads it: --dataset_path={path}", names=INDEX),
-    Kind("import", "an unfinished import"),
-    Kind("dcp", "a folder of torch.distributed.checkpoint", names=DCP_INDEX),
-    Kind("model", "a model", MODEL),
-    Kind("weights", f"weights without {MODEL_CONFIG}"),
-    Kind("tokenizer", "a tokenizer", names=" ".join(TOKENIZER_FILES[:3])),
-    Kind(
-        "saved",
-        "a folder that the library datasets saved",
-        IMPORT,
-        names=SAVED_MARKS,
-        content="rows",
-    ),
-    Kind("input", "a folder of text or token ids", content="text or token ids"),
-    Kind("stores", "a folder of token stores"),
-    Kind("checkpoints", "a folder of checkpoints"),
-    Kind("runs", "a folder of runs"),
-]
 
-KINDS = {kind.name: kind for kind in (*FILES, *FOLDERS)}
 BY_NAME = {name: kind for kind in FILES for name in (kind.endings + " " + kind.names).split()}
 MAGIC = [kind for kind in FILES if kind.magic]
 ANY_MAGIC = re.compile("|".join(f"({kind.magic})" for kind in MAGIC), re.DOTALL)
 AMBIGUOUS = ("json", "page")  # a text can begin like these
 UNDECIDED = ("nothing", "pruned", "other", "settings", "part")  # reading them decides
-POINTERS = ("lfs", "annex")
 BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and UTF-32
 # Files that describe the data next to them.
 DESCRIPTION = re.compile(
@@ -365,7 +349,7 @@ def check_tokenizer_path(path: str | Path) -> Path:
     tokenizer = found or Path(path)
     for file in (tokenizer, tokenizer / TOKENIZER_FILES[0]):
         content = content_kind(file)
-        if content and content.name in POINTERS:
+        if content and content.name == "pointer":
             raise unexpected_path_error(file, "a tokenizer")
     return tokenizer
 
@@ -453,14 +437,14 @@ def _head(path: Path) -> bytes:
 
 def _classify_file(path: Path) -> PathInfo:
     content = content_kind(path)
-    if content and content.name in POINTERS:
+    if content and content.name == "pointer":
         return PathInfo(path, "foreign", content.title, content.use)
     named = BY_NAME.get(path.name) or BY_NAME.get(path.suffix)
     is_part_of_checkpoint = exists(path.parent / COMMIT)
     if named and named.name == "model_file" and not is_part_of_checkpoint:
         return _info(path, named)
     if named and named.name == "tokenizer_file":
-        return _info(path, named, _use_of_tokenizer(path.parent))
+        return _info(path, named)
     owner = _owner_of(path)
     if owner:
         title = f"a file of the {owner.kind} in {owner.path}"
@@ -506,13 +490,11 @@ def is_unfinished(folder: Path) -> bool:
 def _classify_folder(path: Path) -> PathInfo:
     names = set(names_in(path))
     for kind in FOLDERS:
-        if kind.names and names.isdisjoint(kind.names.split()):
-            continue
-        describe = DESCRIBED.get(kind.name)
-        if describe:
-            info = describe(path, names)
-        else:
-            info = _info(path, kind) if kind.names else None
+        info = None
+        if kind.describe:
+            info = kind.describe(path, names)
+        elif not names.isdisjoint(kind.names.split()):
+            info = _info(path, kind)
         if info:
             return info
     if not names:
@@ -550,12 +532,11 @@ def _import(path: Path, names: set[str]) -> PathInfo | None:
 
 def _resuming_command(folder: Path) -> str:
     """Returns the command that began an import, or that of its first unfinished part; empty if it is not recorded."""
-    try:
-        begun = json.loads((folder / BEGUN).read_bytes())
-        source, *options = begun["command"]
-        count = begun["parts"]
-    except (OSError, ValueError, LookupError, TypeError):
+    begun = _json_fields(folder / BEGUN)
+    if not isinstance(begun.get("command"), list) or not isinstance(begun.get("parts"), int):
         return ""
+    source, *options = map(str, begun["command"])
+    count = begun["parts"]
     if count > 1:
         states = [folder / PROGRESS / f"{part}-of-{count}/state.json" for part in range(count)]
         unfinished = [
@@ -565,23 +546,20 @@ def _resuming_command(folder: Path) -> str:
     return " ".join([import_command(source, shlex.quote(str(folder))), *map(shlex.quote, options)])
 
 
-def _dcp(path: Path, names: set[str]) -> PathInfo:
-    return _info(path, KINDS["dcp"], f"--init_from={path} shows how to convert it")
-
-
 def _model(path: Path, names: set[str]) -> PathInfo | None:
-    weights = sorted(name for name in names if _is_weights(name))
-    for name in weights:
+    for name in filter(_is_weights, sorted(names)):
         content = content_kind(path / name)
-        if content and content.name in POINTERS:
+        if content and content.name == "pointer":
             title = f"a folder whose {name} is {content.title}"
             return PathInfo(path, "foreign", title, content.use)
-    if MODEL_CONFIG in names and _describes_model(path / MODEL_CONFIG):
-        return _info(path, KINDS["model"])
-    if not weights:
-        return None
-    use = f"name its file and its preset: {path / weights[0]} --model_name=NAME"
-    return _info(path, KINDS["weights"], use)
+    is_model = MODEL_CONFIG in names and _describes_model(path / MODEL_CONFIG)
+    return _info(path, KINDS["model"]) if is_model else None
+
+
+def _weights(path: Path, names: set[str]) -> PathInfo | None:
+    weights = next(filter(_is_weights, sorted(names)), "")
+    use = f"name its file and its preset: {path / weights} --model_name=NAME"
+    return _info(path, KINDS["weights"], use) if weights else None
 
 
 def _is_weights(name: str) -> bool:
@@ -600,10 +578,6 @@ def _describes_model(file: Path) -> bool:
     return isinstance(content, dict) and not MODEL_FIELDS.isdisjoint(content)
 
 
-def _tokenizer(path: Path, names: set[str]) -> PathInfo:
-    return _info(path, KINDS["tokenizer"], _use_of_tokenizer(path))
-
-
 def _input(path: Path, names: set[str]) -> PathInfo | None:
     """Describes a folder by the files that an import of it reads."""
     left_out = LeftOut()
@@ -619,50 +593,51 @@ def _input(path: Path, names: set[str]) -> PathInfo | None:
 
 def _stores(path: Path, names: set[str]) -> PathInfo | None:
     stores = stores_in(path)
-    if not stores:
-        return None
-    use = f"name one, as in {path / stores[0]}"
-    if not set(stores) <= {name for words in SPLITS.values() for name in words}:
+    info = _collection(path, "stores", stores)
+    if info and not set(stores) <= {name for words in SPLITS.values() for name in words}:
         mixture = f"--dataset_path={path} --datasets={','.join(stores)}"
-        use = f"training mixes them with {mixture}; else {use}"
-    elif "train" in stores:
-        use = f"training reads it: --dataset_path={path}; else {use}"
-    return PathInfo(
-        path, "stores", f"a folder of token stores ({_listed(stores)})", use, tuple(stores)
-    )
+        return replace(info, use=f"training mixes them with {mixture}; else {info.use}")
+    if info and "train" in stores:
+        return replace(info, use=f"training reads it: --dataset_path={path}; else {info.use}")
+    return info
 
 
 def _checkpoints(path: Path, names: set[str]) -> PathInfo | None:
-    kept = [checkpoint.name for checkpoint in committed(path)]
-    if not kept:
-        return None
-    use = f"name the run, or one of them, as in {path / kept[-1]}"
-    title = f"a folder of checkpoints ({_listed(kept)})"
-    return PathInfo(path, "checkpoints", title, use, tuple(kept))
+    return _collection(path, "checkpoints", [checkpoint.name for checkpoint in committed(path)])
 
 
 def _runs(path: Path, names: set[str]) -> PathInfo | None:
     runs = _folders_within(path, lambda folder: is_run(set(names_in(folder))))
-    if not runs:
+    return _collection(path, "runs", runs)
+
+
+def _collection(path: Path, kind: str, names: list[str]) -> PathInfo | None:
+    """Describes a folder of runs, checkpoints or stores."""
+    if not names:
         return None
-    use = f"name one, as in {path / runs[0]}"
-    return PathInfo(path, "runs", f"a folder of runs ({_listed(runs)})", use, tuple(runs))
+    title = f"{KINDS[kind].title} ({_listed(names)})"
+    return PathInfo(path, kind, title, f"name one, as in {path / names[-1]}", tuple(names))
 
 
-# How the kinds of folders are recognised whose names alone do not identify them, or whose use depends on their content.
-DESCRIBED: dict[str, Callable[[Path, set[str]], PathInfo | None]] = {
-    "run": _run,
-    "streamed": _streamed,
-    "store": _store,
-    "import": _import,
-    "dcp": _dcp,
-    "model": _model,
-    "tokenizer": _tokenizer,
-    "input": _input,
-    "stores": _stores,
-    "checkpoints": _checkpoints,
-    "runs": _runs,
-}
+FOLDERS = [  # the first one that a folder matches is its kind
+    Kind("checkpoint", "a checkpoint", MODEL, names=COMMIT),
+    Kind("run", "a run", describe=_run),
+    Kind("streamed", "a folder of MosaicML's MDS or of litdata", TOKENS, describe=_streamed),
+    Kind("store", "a token store", "training reads it: --dataset_path={path}", describe=_store),
+    Kind("import", "an unfinished import", describe=_import),
+    Kind("dcp", "a folder of torch.distributed.checkpoint", DCP, names=DCP_INDEX),
+    Kind("model", "a model", MODEL, describe=_model),
+    Kind("weights", f"weights without {MODEL_CONFIG}", describe=_weights),
+    Kind("tokenizer", "a tokenizer", TOKENIZE, names=" ".join(TOKENIZER_FILES[:3])),
+    Kind(
+        "saved", "a folder that the library datasets saved", IMPORT, "", SAVED_MARKS, content="rows"
+    ),
+    Kind("input", "a folder of text or token ids", describe=_input, content="text or token ids"),
+    Kind("stores", "a folder of token stores", describe=_stores),
+    Kind("checkpoints", "a folder of checkpoints", describe=_checkpoints),
+    Kind("runs", "a folder of runs", describe=_runs),
+]
+KINDS = {kind.name: kind for kind in (*FILES, *FOLDERS)}
 
 
 def _classify_missing(path: Path) -> PathInfo:
@@ -833,11 +808,13 @@ def _input_info(path: Path, file: Path, kind: Kind, name: str) -> PathInfo:
 
 
 def _filled(use: str, path: Path) -> str:
-    return use.format(path=path, importing=import_command(path))
-
-
-def _use_of_tokenizer(path: Path) -> str:
-    return f"an import takes it: {import_command('INPUT')} --tokenizer={shlex.quote(str(path))}"
+    folder = path.parent if is_file(path) else path
+    return use.format(
+        path=path,
+        folder=shlex.quote(str(folder)),
+        importing=import_command(path),
+        tokenizing=import_command("INPUT"),
+    )
 
 
 def _json_fields(file: Path) -> dict[str, Any]:

@@ -273,27 +273,17 @@ class _Part:
 
     def _train_tokenizer(self, size: int, eos_token: str) -> TextTokenizer:
         """Returns a tokenizer that is trained on a sample of the input."""
-        print(f"training a tokenizer of {size} tokens", flush=True)
-        sample = _Sample([file for file in self.files if file.store == "train"], self.options)
+        print(f"training a tokenizer of {size} tokens on a sample of the text", flush=True)
+        files = [file for file in self.files if file.store == "train"]
         # In a thread of its own: the library ignores Ctrl-C.
-        training = in_thread(tokenizers_.train, sample.texts(), size, eos_token)
-        console = Console()
-        began = time.monotonic()
-        said = began
+        training = in_thread(tokenizers_.train, _sample(files, self.options), size, eos_token)
         while not training.done():
             wait([training], timeout=0.2)
-            moment = time.monotonic()
-            message = f"  {sample.state()}, {moment - began:.0f} s so far"
-            console.passing(message)
-            if moment - said >= SAVE_SECONDS and not console.live:
-                console.line(message)
-                said = moment
-        console.clear()
         tokenizer = training.result()
         if tokenizer.vocab_size < size:
             print(
-                f"its vocabulary is {tokenizer.vocab_size:,}, not {size:,}: each word of the text "
-                f"({counted(sample.characters, 'character')}) is one token by then; more text gives a larger one"
+                f"its vocabulary is {tokenizer.vocab_size:,}, not {size:,}: by then each word of the sample is one token; "
+                "more text gives a larger one"
             )
         return tokenizer
 
@@ -456,54 +446,40 @@ def _stripped(ids: np.ndarray, document: Document, separators: set[int | None]) 
     return ids[start:end]
 
 
-@dataclass
-class _Sample:
-    """Texts from the whole breadth of the files, about TRAINING_SAMPLE characters."""
-
-    files: list[InputFile]
-    options: DatasetConfig
-    characters: int = 0  # given so far
-    is_read: bool = False
-
-    def texts(self) -> Iterator[str]:
-        groups = [self.files]
-        if describe(self.files).get("bytes", 0) > TRAINING_SAMPLE:
-            count = min(len(self.files), SAMPLED_FILES)
-            groups = [[self.files[number * len(self.files) // count]] for number in range(count)]
-        for group in groups:
-            left = TRAINING_SAMPLE // len(groups)
-            for batch in read_batches(Share(group), self.options, 1 << 16):
-                for content, *_ in batch.documents:
-                    if not isinstance(content, str):
-                        raise UserError(
-                            f"{group[0].name}: holds token ids; name the tokenizer that made them with "
-                            "--tokenizer, or give --tokenizer=none --eos_token=ID --vocab_size=N"
-                        )
-                    self.characters += len(content)
-                    left -= len(content)
-                    yield content
-                if left <= 0:
-                    break
-        self.is_read = True
-
-    def state(self) -> str:
-        """Returns, in words, what is being done."""
-        if self.is_read:
-            return "choosing the tokens"
-        return f"reading a sample of text: {self.characters:,} characters"
+def _sample(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
+    """Yields about TRAINING_SAMPLE characters of text. Raises UserError for token ids."""
+    groups = [files]
+    if describe(files).get("bytes", 0) > TRAINING_SAMPLE:
+        groups = _spread(files)
+    for group in groups:
+        for content in _contents(group, options, TRAINING_SAMPLE // len(groups)):
+            if not isinstance(content, str):
+                raise UserError(
+                    f"{group[0].name}: contains token ids; name the tokenizer that made them with --tokenizer, or give "
+                    "--tokenizer=none --eos_token=ID --vocab_size=N"
+                )
+            yield content
 
 
 def _starts(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
-    """Yields the starts of texts from the whole breadth of the files, START characters of each file."""
+    """Yields the starts of texts, START characters of each file."""
+    for group in _spread(files):
+        for content in _contents(group, options, START):
+            if isinstance(content, str):
+                yield content[:START]
+
+
+def _spread(files: list[InputFile]) -> list[list[InputFile]]:
+    """Returns up to SAMPLED_FILES files from the whole breadth of the input, each in a list of its own."""
     count = min(len(files), SAMPLED_FILES)
-    for number in range(count):
-        left = START
-        sampled = Share([files[number * len(files) // count]])
-        for batch in read_batches(sampled, options, START):
-            for content, *_ in batch.documents:
-                if isinstance(content, str):
-                    yield content[:left]
-                left -= len(content)
-                if left <= 0:
-                    break
-            break
+    return [[files[number * len(files) // count]] for number in range(count)]
+
+
+def _contents(files: list[InputFile], options: DatasetConfig, left: int) -> Iterator[Any]:
+    """Yields texts or token ids until they are `left` characters or tokens."""
+    for batch in read_batches(Share(files), options, min(left, 1 << 16)):
+        for document in batch.documents:
+            left -= len(document.content)
+            yield document.content
+        if left <= 0:
+            return

@@ -75,10 +75,13 @@ def merge(
             of_part = [WrittenFile(folder / name / entry.name, entry) for entry in written.files]
             files[name] = files.get(name, []) + of_part
     tokens = {name: sum(file.entry.tokens for file in written) for name, written in files.items()}
+    least: float = LEAST
     if not any(tokens.values()):
         raise UserError("the input contains no text")
-    is_too_little = options.splits == "held_out" and tokens.get("validation", LEAST) < LEAST
-    if is_too_little or not tokens.get("train"):
+    if options.splits == "held_out" and "validation" in tokens:
+        wanted = options.validation_fraction * sum(tokens.values())
+        least = min(wanted, tokens["validation"])
+    if least < LEAST or not tokens.get("train"):
         raise UserError(
             f"{counted(sum(tokens.values()), 'token')} are too few to hold {options.validation_fraction:.3g} of them out "
             "for validation; give --overwrite --validation_fraction=0"

@@ -5,7 +5,7 @@ transformers, state-spaces, other trainers' files; a model file without
 config.json by its tensors), a token store, or input for get_dataset.py.
 """
 
-import contextlib
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
-from mamba_fsdp.errors import UserError, counted, import_command
+from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.inputs import find_files
 from mamba_fsdp.importing.kinds import (
@@ -153,9 +153,8 @@ def show_checkpoint(place: PathInfo, verify: bool) -> int:
 
 
 def show_input(place: PathInfo) -> None:
-    """Prints what get_dataset.py would read, with the fields of the first row and its command for them."""
-    from mamba_fsdp.importing.json_records import likely_text
-    from mamba_fsdp.importing.sample import first_row  # imports datasets, which is slow
+    """Prints what get_dataset.py would read, its first document, and the command."""
+    from mamba_fsdp.importing.reading import Share, read_batches  # imports datasets, which is slow
 
     options = DatasetConfig(skip_unreadable=True)  # lists what is missing
     left_out = LeftOut()
@@ -163,18 +162,12 @@ def show_input(place: PathInfo) -> None:
     say("data", f"{counted(len(files), 'file')}: {place.title}")
     for line in left_out.lines():
         print(line)
-    fields = {}
-    with contextlib.suppress(Exception):  # a broken file: the import says what is wrong
-        fields = first_row(files[0], options)
-    for name, value in fields.items():
-        say("field", f"{name}: {value!r}"[:SAMPLE_WIDTH])
-    column = ""
-    likely = likely_text(fields)
-    if options.text_column not in fields and likely:
-        column = f" --text_column={likely}"
-        if isinstance(fields[likely], list):  # of token ids
-            column += " --tokenizer=PATH"
-    say("to use it", f"{import_command(place.path)}{column}" if fields else place.use)
+    try:
+        for batch in itertools.islice(read_batches(Share(files[:1]), DatasetConfig(), size=1), 1):
+            say("begins with", repr(batch.documents[0].content)[:SAMPLE_WIDTH])
+    except UserError as error:
+        say("first file", error)
+    say("to use it", place.use)
 
 
 def show_model(path: Path) -> None:

@@ -59,7 +59,7 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "runs/a/": ("run", "inspect runs/a shows"),
     "link": ("run", "inspect link shows"),
     "runs": ("runs", "(a, b)"),
-    "runs/a/checkpoints": ("checkpoints", "or one of them, as in runs/a/checkpoints/step_00000006"),
+    "runs/a/checkpoints": ("checkpoints", "name one, as in runs/a/checkpoints/step_00000006"),
     "runs/a/checkpoints/step_00000006": ("checkpoint", "--init_from=runs/a/checkpoints/step_0"),
     "runs/a/checkpoints/step_00000002": ("pruned", "has step_00000004, step_00000006; name one"),
     "runs/a/config.yaml": ("part", "a file of the run in runs/a; name runs/a"),
@@ -79,11 +79,11 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "weights": ("weights", "weights/a.safetensors --model_name=NAME"),
     "pointers": (
         "foreign",
-        "a folder whose model.safetensors is a Git LFS pointer in place of the file; see",
+        "a folder whose model.safetensors is a pointer of Git LFS or git-annex in place of the file; see",
     ),
     "pointers/tokenizer.json": (
         "foreign",
-        "a Git LFS pointer in place of the file; see",
+        "a pointer of Git LFS or git-annex in place of the file; see",
     ),
     "dcp": ("dcp", "--init_from=dcp shows how to convert it"),
     "tok": ("tokenizer", "get_dataset.py INPUT OUT --tokenizer=tok"),
