@@ -7,7 +7,7 @@ import numpy as np
 
 from mamba_fsdp.data.sampler import splitmix64
 
-SPANS = 32  # that the whole input has, about
+SPANS = 16  # that the whole input has, about
 BYTES_A_TOKEN = 4  # about
 SMALLEST_SPAN = 64  # tokens
 LARGEST_SPAN = 1 << 16

@@ -506,7 +506,8 @@ def _classify_folder(path: Path) -> PathInfo:
 
 
 def _run(path: Path, names: set[str]) -> PathInfo | None:
-    if not is_run(names):
+    has_nothing_else = bool(names) and names <= RUN_NAMES
+    if not is_run(names) and not has_nothing_else:
         return None
     kept = [checkpoint.name for checkpoint in committed(path / CHECKPOINTS)]
     title = f"a run with {_listed(kept)}" if kept else "a run without a checkpoint"
@@ -580,6 +581,8 @@ def _describes_model(file: Path) -> bool:
 
 def _input(path: Path, names: set[str]) -> PathInfo | None:
     """Describes a folder by the files that an import of it reads."""
+    if _is_dataset(path):
+        return None
     left_out = LeftOut()
     files = itertools.islice(files_below(path, left_out), MOST_LOOKED_AT)
     kinds = input_kinds(list(files), left_out)
@@ -616,7 +619,8 @@ def _collection(path: Path, kind: str, names: list[str]) -> PathInfo | None:
     if not names:
         return None
     title = f"{KINDS[kind].title} ({_listed(names)})"
-    return PathInfo(path, kind, title, f"name one, as in {path / names[-1]}", tuple(names))
+    example = path / (names[-1] if kind == "checkpoints" else names[0])  # the newest one
+    return PathInfo(path, kind, title, f"name one, as in {example}", tuple(names))
 
 
 FOLDERS = [  # the first one that a folder matches is its kind
@@ -722,8 +726,12 @@ def _is_ours(folder: Path, names: set[str]) -> bool:
         return True
     if names.isdisjoint((INDEX, DATASET, PROGRESS)):
         return False
-    is_dataset = DATASET_FORMAT.name in str(_json_fields(folder / DATASET).get("format"))
-    return is_dataset or is_unfinished(folder) or is_store(folder)
+    return _is_dataset(folder) or is_unfinished(folder) or is_store(folder)
+
+
+def _is_dataset(folder: Path) -> bool:
+    """Returns whether a folder is what an import has made."""
+    return _json_fields(folder / DATASET).get("format") == DATASET_FORMAT.name
 
 
 def _data_files(folder: Path, files: list[str], left_out: LeftOut) -> list[str]:

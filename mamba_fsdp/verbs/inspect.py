@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
-from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.errors import UserError, counted, import_command
 from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.inputs import find_files
 from mamba_fsdp.importing.kinds import (
@@ -165,9 +165,9 @@ def show_input(place: PathInfo) -> None:
     try:
         for batch in itertools.islice(read_batches(Share(files[:1]), DatasetConfig(), size=1), 1):
             say("begins with", repr(batch.documents[0].content)[:SAMPLE_WIDTH])
+        say("to use it", place.use)
     except UserError as error:
-        say("first file", error)
-    say("to use it", place.use)
+        say("to use it", f"{import_command(place.path)}, but {error}")
 
 
 def show_model(path: Path) -> None:

@@ -109,12 +109,15 @@ FOLLOWED = {
     ),
     "tokenize arch.tar.gz out": (
         'see "Unpack archives and fetch pointers" in (docs/data.md)',
-        "! tar xf arch.tar.gz -C new",
-        "tokenize new out",
+        "! tar xf arch.tar.gz -C unpacked",
+        "tokenize unpacked out",
     ),
     "tokenize latin.txt out --validation_fraction=0": ("(--encoding=cp1252) would", "+ {0}"),
     "tokenize wide.txt out --validation_fraction=0": ("(--encoding=utf-16-le) reads", "+ {0}"),
-    "tokenize latin.txt out --encoding=latin9000": ("as in (--encoding=cp1252)", "+ {0}"),
+    "tokenize latin.txt out --encoding=latin9000": (
+        "as in (--encoding=cp1252)",
+        "+ {0} --validation_fraction=0",
+    ),
     "tokenize torn.jsonl out": ("(--skip_unreadable=true) leaves", "+ {0} --validation_fraction=0"),
     "tokenize sets out": ("others with (--skip_unreadable=true)", "+ {0}"),
     "tokenize unnamed.json out": ("get_dataset.py (.*) makes", "tokenize {0}"),
@@ -363,22 +366,22 @@ def folder(user_folder, tmp_path_factory):
     shutil.copy(folder / "a.txt", folder / "texts")
     shutil.copy(folder / "a.txt", folder / "notes")
     (folder / "short.txt").write_text("a")
-    ids = [{"ids": [5, 6, 300]}, {"ids": [7, 8]}]
+    ids = [{"ids": [5, 6, 300]}, {"ids": [7, 8]}] * 1200
     (folder / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ids))
-    (folder / "rows.jsonl").write_text('{"document": {"text": "some text"}}\n' * 9)
-    (folder / "words.csv").write_text("id,words\n1,some text\n2,more text\n")
-    (folder / "carets.csv").write_text("id^text\n1^some text\n2^more text\n")
+    (folder / "rows.jsonl").write_text('{"document": {"text": "some text"}}\n' * 1200)
+    (folder / "words.csv").write_text("id,words\n" + "1,some text\n" * 1200)
+    (folder / "carets.csv").write_text("id^text\n" + "1^some text\n" * 1200)
     (folder / "flat.yaml").write_text("training: 5\n")
     (folder / "latin.txt").write_bytes("by José and Renée".encode("cp1252"))
     (folder / "wide.txt").write_bytes("by José and Renée".encode("utf-16-le"))
     (folder / "torn.jsonl").write_text('{"text": "some text"}\n' * 99 + "{")
     (folder / "sets").mkdir()
-    (folder / "new").mkdir()
-    rows = pyarrow.Table.from_pylist([{"text": "some text"}] * 999)
+    (folder / "unpacked").mkdir()
+    rows = pyarrow.Table.from_pylist([{"text": "some text"}] * 1200)
     pyarrow.parquet.write_table(rows, folder / "unnamed.json")
     shutil.copy(folder / "a.txt", folder / "sets/a-1-of-2.txt")
     shutil.copy(folder / "a.txt", folder / "sets/b.txt")
-    np.save(folder / "array.npy", np.arange(300))
+    np.save(folder / "array.npy", np.arange(9000) % 300)
     shutil.copytree(folder / "runs/demo", folder / "runs/notok")
     shutil.rmtree(folder / "runs/notok/tokenizer")
     (folder / "bare").mkdir()
