@@ -21,7 +21,6 @@ from mamba_fsdp.importing.text_files import (
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 MOST_NAMES = 10  # fields in one message
-CHAT_FIELDS = (("role", "content"), ("from", "value"))  # of a message in a chat
 DECODER = json.JSONDecoder()
 VALUE = re.compile(r"[^ \t\n\r]")  # its first character
 
@@ -94,7 +93,7 @@ def _rows_within(value: dict[str, Any], column: str) -> list[Any]:
         text is None or isinstance(text, (str, list)) for text in texts
     ):
         return texts
-    tables = [rows for rows in value.values() if _is_table(rows) and not _is_chat(rows)]
+    tables = [rows for rows in value.values() if _is_table(rows)]
     if column not in value and len(tables) == 1:
         return tables[0]
     rows = list(value.values())
@@ -168,16 +167,6 @@ def without_text(place: str, record: Any, column: str) -> Fault:
 
 def _listed(fields: dict[str, Any]) -> str:
     return ", ".join(list(fields)[:MOST_NAMES])
-
-
-def _is_chat(value: Any) -> bool:
-    """Returns whether a value is a list of messages, each with the speaker and the words."""
-    if not _is_table(value):
-        return False
-    return any(
-        all(isinstance(m.get(speaker), str) and words in m for m in value)
-        for speaker, words in CHAT_FIELDS
-    )
 
 
 def _is_table(value: Any) -> bool:

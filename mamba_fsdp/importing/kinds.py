@@ -279,7 +279,7 @@ def unexpected_path_error(path: str | Path, wanted: str, use: str = "") -> UserE
 def unexpected_model_error(path: str | Path) -> UserError:
     """Returns the error for a path that does not name a model."""
     info = classify_path(path)
-    use = info.use
+    use = "" if info.kind == "other" else info.use
     is_name_on_hub = re.fullmatch(r"[^./~][^/]*/[^/]+", str(path)) and not exists(info.path.parent)
     if info.kind == "nothing" and is_name_on_hub:
         use = (
@@ -379,10 +379,11 @@ def split_in(path: Path, split: str = "train") -> Path:
 
 
 def content_kind(path: Path) -> Kind | None:
-    """Returns the kind that the first bytes of a file, decompressed, show; None for text, for damaged data and for a
-    folder."""
+    """Returns the kind that the first bytes of a file, decompressed, show; None for text, for damaged data and for
+    anything but a regular file, since opening a pipe can block."""
     with contextlib.suppress(Exception):  # reading the file reports damaged data
-        return kind_of_bytes(unpacked_head(path))
+        if is_file(path):
+            return kind_of_bytes(unpacked_head(path))
     return None
 
 

@@ -21,7 +21,7 @@ TABLES = ("parquet", "arrow")
 # What a batch counts besides documents.
 SKIPPED = "records that can't be read"
 LINE_ENDS = "line ends in CRLF"
-MARKS = "byte order marks (removed)"
+MARKS = "byte order marks"
 
 
 class UnreadableFile(UserError):

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_fsdp.data.tokenizer import load_words
+from mamba_fsdp.data.tokenizer import END_OF_TEXT, load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing import make_dataset, text_files
 from mamba_fsdp.importing.holding_out import Holdout
@@ -58,7 +60,7 @@ def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsy
         f"left out: 2 records that can't be read: {folder}/a.jsonl: line 2 has no 'text'",
         "left out: 1 empty documents\n",
         "kept as they are: 1 exact duplicates, 1 line ends in CRLF; see",
-        "removed: 1 byte order marks",
+        "removed: 1 byte order marks\n",
     ):
         assert line in told, told
     assert len(json.loads((tmp_path / "out/dataset.json").read_text())["unreadable"]) == 2
@@ -268,6 +270,31 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert read_back(tmp_path / "out/train") == texts
+
+
+def test_a_disk_that_is_full_when_the_tokenizer_is_saved_is_told_too(prepare, tmp_path, tokenizer):
+    """`transformers` saves it, and the library below raises a bare Exception."""
+    (tmp_path / "a.txt").write_text("text")
+    settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    shutil.copy(tokenizer, tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = os.path.getsize(tokenizer)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
+    try:
+        with pytest.raises(UserError, match="out: can't be written .File too large"):
+            prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_this_program_made_is_never_read_as_text(prepare, tmp_path, capsys):
+    (tmp_path / "a.md").write_text("text")
+    prepare(tmp_path, tmp_path / "out")
+    for out in ("out", "out", "other"):
+        prepare(tmp_path, tmp_path / out)
+    assert read_back(tmp_path / "other/train") == ["text"]
+    assert f"left out: 1 made by this program: {tmp_path}/out\n" in capsys.readouterr().out
 
 
 CHANGES = {  # what is done to the input: what differs
