@@ -92,21 +92,26 @@ def read_batches(
             batch = None
         if not batch:
             batch = DocumentBatch(start, file.store)
-        if row == 1:
-            batch.counts[MARKS] += file.has_mark
-        if isinstance(document, Fault):
-            batch.counts[SKIPPED] += 1
-            batch.fault = batch.fault or f"{file.name}: {document.reason}"
-        else:
-            if documents % share.stride == share.first:
-                batch.documents.append(document)
-                batch.size += len(document.content)
-                if isinstance(document.content, str):
-                    batch.counts[LINE_ENDS] += document.content.count("\r\n")
+        is_in_share = documents % share.stride == share.first
+        if is_in_share:
+            batch.counts[MARKS] += file.has_mark and row == 1
+            _add(batch, document, file)
+        if isinstance(document, Document):
             documents += document.ends
         batch.position = Position(number, row, documents)
     if batch:
         yield batch
+
+
+def _add(batch: DocumentBatch, document: Document | Fault, file: InputFile) -> None:
+    if isinstance(document, Fault):
+        batch.counts[SKIPPED] += 1
+        batch.fault = batch.fault or f"{file.name}: {document.reason}"
+        return
+    batch.documents.append(document)
+    batch.size += len(document.content)
+    if isinstance(document.content, str) and "\r" in document.content:
+        batch.counts[LINE_ENDS] += document.content.count("\r\n")
 
 
 def _documents(
