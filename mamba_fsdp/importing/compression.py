@@ -1,4 +1,4 @@
-"""Opens files that may be compressed, under any name. Needs neither torch nor numpy."""
+"""Opens files, compressed or not, under any name. Needs neither torch nor numpy."""
 
 import bz2
 import gzip

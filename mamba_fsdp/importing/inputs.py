@@ -28,14 +28,14 @@ MOST_MISSING = 1000  # names of missing files to collect
 
 @dataclass
 class InputFile:
-    """A file of the input, or a split of a name on the Hub, which is read like one."""
+    """A file of the input, or a split of a name on the Hub."""
 
     name: str  # path of a file, or name on the Hub
     kind: str  # a name in the table of kinds.py
     split: str = ""  # a name on the Hub has splits; else the folder or file that is named after one
     store: str = "train"  # the store for its documents, except those held out
     place: str = ""  # the file's resolved path
-    share_read: float = 0.0  # of the file, so far
+    share_read: float = 0.0  # the share of the file that has been read
     has_mark: bool = (
         False  # whether it begins with a byte order mark, known once it has been opened
     )

@@ -1,4 +1,4 @@
-"""Classifies paths: one table of the kinds of files and folders, which every command uses.
+"""Classifies paths with one table of the kinds of files and folders. Every command uses it.
 
 `classify_path` recognises a path by its name, by its first bytes, and by the content of this program's own files.
 `input_files` lists the files of an input. This module needs neither torch nor numpy.
@@ -55,7 +55,7 @@ SPLITS = {
 # A folder with two of these names is a run.
 RUN_NAMES = {CHECKPOINTS, EVENTS, LEASE, METRICS, SETTINGS, STATUS, STEPS}
 # Names in other programs' folders.
-DCP_INDEX = ".metadata"  # of torch.distributed.checkpoint
+DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it
 MODEL_FIELDS = {"model_type", "architectures", "d_model"}  # a model's config.json has one of them
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -67,7 +67,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-SAVED_SPLITS = "dataset_dict.json"  # in a save_to_disk folder with several splits
+SAVED_SPLITS = "dataset_dict.json"  # marks a save_to_disk folder with several splits
 SAVED_MARKS = f"{SAVED_SPLITS} dataset_info.json"
 SAVED_FILES = {SAVED_SPLITS, "dataset_info.json", "state.json"}
 
@@ -94,10 +94,10 @@ class Kind:
     name: str
     title: str  # completes "PATH is ..."
     use: str = ""  # what accepts it, or what to do; {path} and {importing} are filled in
-    endings: str = ""  # of names of such files
-    names: str = ""  # of such files; of files and folders that mark such a folder
+    endings: str = ""  # the endings of such files' names
+    names: str = ""  # such files have; or files and folders that mark such a folder
     magic: str = ""  # a regular expression that the first bytes match, as Latin-1
-    reader: str = ""  # module:function in importing/, which yields the documents of such a file
+    reader: str = ""  # module:function in importing/ that yields the documents of such a file
     content: str = ""  # completes "a folder of ..."; empty if no import reads it
     # Describes a folder from its path and the names in it, or returns None if it is not of this kind.
     describe: Callable[[Path, set[str]], "PathInfo | None"] | None = None
@@ -238,7 +238,7 @@ MAGIC = [kind for kind in FILES if kind.magic]
 ANY_MAGIC = re.compile("|".join(f"({kind.magic})" for kind in MAGIC), re.DOTALL)
 AMBIGUOUS = ("json", "page")  # a text can begin like these
 UNDECIDED = ("nothing", "pruned", "other", "settings", "part")  # reading them decides
-BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and UTF-32
+BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # those of UTF-16 and UTF-32
 # Files that describe the data next to them.
 DESCRIPTION = re.compile(
     r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|(dataset_infos|index|meta|metadata)\.json",
@@ -309,7 +309,7 @@ def unexpected_data_error(path: str | Path, options: str = "") -> UserError:
 
 
 def classify_path(path: str | Path) -> PathInfo:
-    """Returns what `path` is."""
+    """Classifies `path`."""
     place = Path(path)
     if is_file(place):
         return _classify_file(place)
@@ -731,7 +731,7 @@ def _is_ours(folder: Path, names: set[str]) -> bool:
 
 
 def _is_dataset(folder: Path) -> bool:
-    """Returns whether a folder is what an import has made."""
+    """Returns whether an import has made a folder."""
     return _json_fields(folder / DATASET).get("format") == DATASET_FORMAT.name
 
 

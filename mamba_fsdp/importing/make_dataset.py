@@ -1,4 +1,4 @@
-"""Makes token stores of what INPUT names, for get_dataset.py, with any number of processes on any number of machines.
+"""Makes token stores of an input, for get_dataset.py, with any number of processes on any number of machines.
 
     OUT/train/  OUT/validation/        token stores
     OUT/dataset.json                   the settings that made them; written last
@@ -68,16 +68,16 @@ from mamba_fsdp.storage.typed_json import write_object
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
 BATCHES_AHEAD = 2  # one is encoded while the one before becomes an array
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
-SAVE_SECONDS = 10.0  # of work, at most, that a kill loses
+SAVE_SECONDS = 10.0  # a kill loses this much work at most
 START = 4096  # characters of a file that tell whether the tokenizer loses text
-SAMPLED_FILES = 64  # at most, for a tokenizer's sample
+SAMPLED_FILES = 64  # the most that a tokenizer's sample comes from
 # Options that have no effect on the stores.
 NOT_RECORDED = ("format", "part", "overwrite", "skip_unreadable", "lossy_tokenizer")
 IN_USE = "wait for it, or choose another folder"
 
 
 def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
-    """Makes token stores in OUT of what `input` names, as the options say; resumes what earlier calls left.
+    """Makes token stores in OUT of an input, as the options demand; resumes what earlier calls left.
 
     Returns whether OUT is complete; it is not while other parts have yet to end. Raises UserError for bad input, and
     for files that can't be written.
@@ -113,7 +113,7 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
 
 
 def command_of(input: str, options: DatasetConfig) -> list[str]:
-    """Returns the words that resume this import: the input and the options, without OUT and --part."""
+    """Returns the arguments that resume this import: the input and the options, without OUT and --part."""
     if is_local(input) and input != "builtin":
         input = os.path.abspath(os.path.expanduser(input))
     given = [
@@ -125,7 +125,7 @@ def command_of(input: str, options: DatasetConfig) -> list[str]:
 
 
 def _prepare(out: Path, overwrite: bool) -> None:
-    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError if OUT holds something else, or an
+    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError if OUT contains something else, or an
     import that is running."""
     out.mkdir(parents=True, exist_ok=True)
     is_dataset = (out / DATASET).exists() or (out / PROGRESS).exists()
@@ -144,7 +144,7 @@ def _prepare(out: Path, overwrite: bool) -> None:
 
 
 def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
-    """Returns whether OUT holds all that these settings make. Raises UserError if it was made with other settings."""
+    """Returns whether OUT contains all that these settings make. Raises UserError if it was made with other settings."""
     if not records_settings(out / DATASET, settings):
         return False
     for path in out.glob("*/index.json"):
@@ -160,11 +160,11 @@ class _Part:
     """One part of the work, and the merge if all other parts have ended."""
 
     out: Path
-    files: list[InputFile]  # of the whole input
+    files: list[InputFile]  # the files of the whole input
     left_out: LeftOut
     options: DatasetConfig
     settings: dict[str, Any]
-    command: list[str]  # the input and the options, which resume the work
+    command: list[str]  # the input and the options that resume the work
 
     def __post_init__(self) -> None:
         self.number, self.count = self.options.part_of()
@@ -275,7 +275,7 @@ class _Part:
         """Returns a tokenizer that is trained on a sample of the input."""
         print(f"training a tokenizer of {size} tokens on a sample of the text", flush=True)
         files = [file for file in self.files if file.store == "train"]
-        # In a thread of its own: the library ignores Ctrl-C.
+        # The library ignores Ctrl-C, so it gets a thread of its own.
         training = in_thread(tokenizers_.train, _sample(files, self.options), size, eos_token)
         while not training.done():
             wait([training], timeout=0.2)
@@ -425,7 +425,7 @@ def _encoded(
         ids = document.content
         if isinstance(ids, str):
             ids = np.array(next(encoded), dtype=np.uint32)
-            # A vocabulary may hold the eos as a plain word: it must not cut the document.
+            # A vocabulary can contain the eos as a plain token: it must not cut the document.
             ids = ids[ids != tokenizer.eos]
         elif adds_eos:
             ids = _stripped(ids, document, separators)

@@ -42,7 +42,7 @@ class WrittenFile:
 def writer_of(
     folder: Path, tokenizer: TextTokenizer, options: DatasetConfig, state: WriterState
 ) -> StoreWriter:
-    """Returns the writer of a store, or of one part's share of it, which resumes from `state`."""
+    """Returns the writer of a store, or of one part's share of it. It resumes from `state`."""
     assert tokenizer.eos is not None  # loading refuses a tokenizer without one
     return StoreWriter(
         folder,

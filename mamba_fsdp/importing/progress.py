@@ -25,12 +25,12 @@ class PartState:
     """The progress of a part. Saved when its stores are flushed, so that another process can resume from it."""
 
     HAS_OTHER_FIELDS = True  # earlier versions had some
-    position: Position = BEGINNING  # in the input
-    tokens: int = 0  # of all documents, if some are held out
-    open_tokens: int = 0  # of the last document, if it continues
+    position: Position = BEGINNING  # the position in the input
+    tokens: int = 0  # those of all documents, counted if some are held out
+    open_tokens: int = 0  # those of the last document, if it continues
     empty: int = 0  # documents without a token, left out
     counts: dict[str, int] = field(default_factory=dict)  # see reading.py
-    fault: str = ""  # of the first record that is left out
+    fault: str = ""  # the fault of the first record that is left out
     stores: dict[str, WriterState] = field(default_factory=dict)
     finished: bool = False
     unreadable: dict[str, str] = field(default_factory=dict)  # {a file that is left out: its fault}
@@ -106,7 +106,7 @@ def resolved(name: str) -> str:
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
-    """Returns, in words, how a setting differs, or the input as `describe` gives it."""
+    """Describes how a setting differs, or the input as `describe` gives it."""
     if not isinstance(now, dict) or not isinstance(before, dict):
         return f"{name} was {shown(before)} and is {shown(now)}"
     parts = [

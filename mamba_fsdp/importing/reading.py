@@ -44,7 +44,7 @@ BEGINNING = Position()
 class DocumentBatch:
     """Consecutive documents, all for one store."""
 
-    position: Position  # after the last document that was read
+    position: Position  # the one after the last document that was read
     store: str
     documents: list[Document] = field(default_factory=list)
     size: int = 0  # characters or tokens

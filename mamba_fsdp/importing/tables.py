@@ -16,7 +16,7 @@ from mamba_fsdp.importing.inputs import Document, InputFile
 from mamba_fsdp.importing.json_records import without_text
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
-ROWS = 64  # of a table at a time
+ROWS = 64  # rows of a table that are read at a time
 TOKEN_COLUMNS = ("tokens", "input_ids")  # used if there is no column `text`, the default
 TEXT = re.compile("(large_)?(string|binary)(_view)?|null")  # names of types
 UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens without a loss}
@@ -34,7 +34,7 @@ logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would repo
 
 
 def parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    with open(file.name, "rb") as stream:  # by Python, since names need not be UTF-8
+    with open(file.name, "rb") as stream:  # Python opens it, since names need not be UTF-8
         rows = pyarrow.parquet.ParquetFile(stream)
         read = 0
         for batch in rows.iter_batches(batch_size=ROWS):
@@ -58,7 +58,7 @@ def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
 
 
 def record_batches(source: InputFile) -> Iterator[pyarrow.RecordBatch]:
-    with open(source.name, "rb") as file:  # by Python, since names need not be UTF-8
+    with open(source.name, "rb") as file:  # Python opens it, since names need not be UTF-8
         whole = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         if whole[:6].to_pybytes() == b"ARROW1":
             reader = pyarrow.ipc.open_file(whole)

@@ -15,12 +15,12 @@ from mamba_fsdp.importing.kinds import CLEAN, KINDS, contradicts, kind_of_bytes
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 BLOCK = 1 << 20  # bytes or characters read at once
-# Of a document, in characters. It is encoded whole, which takes some 130 bytes of memory a character.
+# Characters of a document. It is encoded whole, and that takes some 130 bytes of memory a character.
 LONGEST_TEXT = 1 << 25
 LONGEST_LINE = 1 << 29  # characters of a record, or of a JSON file that is read whole
 AROUND = 1 << 15  # bytes after a fault that show whether a file is text at all
 EXCERPT = 12  # bytes before and after a fault to show
-SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents
+SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # how documents end
 MARKS = {  # UTF-32 comes first: its mark begins like that of UTF-16
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
@@ -88,7 +88,7 @@ class _Watched(io.RawIOBase):
 
     def __init__(self, file: InputFile, encoding: str) -> None:
         self.file = file
-        self.stored = open(file.name, "rb")  # by Python, since names need not be UTF-8
+        self.stored = open(file.name, "rb")  # Python opens it, since names need not be UTF-8
         self.size = max(1, os.path.getsize(file.name))
         self.stream = unpacked(self.stored)
         head = peeked(self.stream)
@@ -195,7 +195,7 @@ def fault_in(name: str, encoding: str, deadline: float = float("inf")) -> str:
 
 
 def _described(text: bytes, fault: int, codec: Codec) -> str:
-    """Returns what is wrong at a byte of a file, and what to do."""
+    """Describes the fault at a byte of a file, with what to do."""
     around = text[max(0, fault - AROUND) : fault + AROUND]
     wide = _wide_encoding(around)
     if wide:
