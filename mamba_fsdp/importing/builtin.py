@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from mamba_fsdp.importing.kinds import INDEX, PROGRESS
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.train_config import DataConfig
 from mamba_fsdp.storage.patience import exists
@@ -21,9 +22,9 @@ def builtin_folder(data: DataConfig) -> Path | None:
 def missing_builtin(data: DataConfig) -> Path | None:
     """Returns the path of the built-in data if these settings read it and it is missing or unfinished, else None."""
     folder = builtin_folder(data)
-    if folder is None or any(folder.glob(".progress*")):
+    if folder is None or any(folder.glob(f"{PROGRESS}*")):
         return folder
-    is_made = exists(folder / "index.json") or exists(folder / "train" / "index.json")
+    is_made = exists(folder / INDEX) or exists(folder / "train" / INDEX)
     return None if is_made else folder
 
 

@@ -1,7 +1,8 @@
 """Classifies paths with one table of the kinds of files and folders. Every command uses it.
 
 `classify_path` recognises a path by its name, by its first bytes, and by the content of this program's own files.
-`input_files` lists the files of an input. This module needs neither torch nor numpy.
+`files_below` lists the files of a folder, `input_kinds` those that an import reads. This module needs neither torch nor
+numpy.
 """
 
 import contextlib

@@ -34,6 +34,7 @@ from mamba_fsdp.importing.inputs import Document, InputFile, describe, find_file
 from mamba_fsdp.importing.kinds import (
     BEGUN,
     DATASET,
+    INDEX,
     PROGRESS,
     LeftOut,
     check_input,
@@ -147,7 +148,7 @@ def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
     """Returns whether OUT contains all that these settings make. Raises UserError if it was made with other settings."""
     if not records_settings(out / DATASET, settings):
         return False
-    for path in out.glob("*/index.json"):
+    for path in out.glob(f"*/{INDEX}"):
         TokenStore(path.parent)
     # A process that was killed just before its end left it.
     shutil.rmtree(out / PROGRESS, ignore_errors=True)
