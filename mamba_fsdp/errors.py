@@ -38,6 +38,12 @@ class Accident(UserError):
     exit_code = 1
 
 
+class NodeFault(Accident):
+    """A fault of this process's own node, such as a GPU that computes wrong values: the job trains without the node."""
+
+    exit_code = 75
+
+
 class StorageError(UserError):
     """Storage that kept failing; a later start may succeed."""
 

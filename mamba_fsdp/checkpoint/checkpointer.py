@@ -327,7 +327,9 @@ class Checkpointer:
         finally:
             delete(save.folder)
         seconds = round(time.monotonic() - save.began, 3)
-        add_event(self.folder.parent, "checkpoint", save.step, bytes=size, seconds=seconds)
+        run = self.folder.parent
+        facts = {"bytes": size, "seconds": seconds}
+        add_event(run, "checkpoint", save.step, self.lease.write, **facts)
         return path
 
     def _complete(self, save: Save, files: Sequence[RankFile]) -> int:

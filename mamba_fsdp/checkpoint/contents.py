@@ -12,7 +12,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.layout import removed, step_of
 from mamba_fsdp.run.names import COMMIT, STATE
 from mamba_fsdp.storage.formats import CHECKPOINT
-from mamba_fsdp.storage.patience import exists, retry_io
+from mamba_fsdp.storage.patience import exists, read_bytes, stat_of
 from mamba_fsdp.storage.typed_json import FileName, from_json, parse_object
 
 DTYPES = {"F64", "F32", "F16", "BF16"}  # keys of conventions.SAFETENSORS_DTYPES
@@ -101,7 +101,7 @@ def _broken_where_odd(name: str) -> Iterator[None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return parse_object(retry_io(path.read_bytes, path))
+    return parse_object(read_bytes(path))
 
 
 def read_commit(checkpoint: Path) -> Commit:
@@ -164,7 +164,7 @@ def verify_sizes(checkpoint: Path) -> list[str]:
 def check_size(path: Path, checksum: FileChecksum) -> str:
     """Returns what is wrong with the size of a file that has this checksum in COMMIT; "" if nothing is."""
     try:
-        size = retry_io(path.stat, path).st_size
+        size = stat_of(path).st_size
     except OSError as error:
         return f"{path.name}: {error.strerror}"
     if size != checksum.bytes:

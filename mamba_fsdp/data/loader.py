@@ -3,6 +3,8 @@
 The content of a step depends only on the sampler and the global batch: ranks and micro-batches are
 slices of it."""
 
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +21,7 @@ from mamba_fsdp.data.source import Source, Tokens
 from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.model.config import rounded_up
 from mamba_fsdp.ops.attention import Documents
+from mamba_fsdp.run.names import WANTED_NODES
 from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
 
 Sample = tuple[str, int | None]  # (source name, window); None pads a batch
@@ -135,14 +138,27 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
         who = f"groups of {sharing} ranks"
     rank = rank // sharing
     ranks = ranks // sharing
-    per_pass = training.batch_size * ranks
+    batch_size = training.batch_size
+    per_pass = batch_size * ranks
     global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
+    if (
+        WANTED_NODES in os.environ
+    ):  # some nodes of the job are lost: the others share the same global batch
+        if not training.global_batch_size:
+            global_batch = global_batch * int(os.environ[WANTED_NODES]) // nodes_of_job()
+        batch_size = math.gcd(batch_size, global_batch // ranks)
+        per_pass = batch_size * ranks
     if global_batch % per_pass:
         raise UserError(
-            f"global_batch_size {global_batch} is not a multiple of batch_size {training.batch_size} times "
+            f"global_batch_size {global_batch} is not a multiple of batch_size {batch_size} times "
             f"{ranks} {who}; set global_batch_size={rounded_up(global_batch, per_pass)}, another batch_size, or start another number of ranks"
         )
-    return BatchShape(rank, ranks, training.batch_size, global_batch // per_pass, sequence_slice)
+    return BatchShape(rank, ranks, batch_size, global_batch // per_pass, sequence_slice)
+
+
+def nodes_of_job() -> int:
+    """Returns on how many nodes torchrun's launchers have started ranks."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
 @dataclass(eq=False)

@@ -10,13 +10,13 @@ Documents never cross files. The bytes depend only on the tokens and `shard_toke
 """
 
 import bisect
-import functools
 import hashlib
 import itertools
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +28,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.kinds import INDEX, is_store, unexpected_data_error
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.formats import TOKEN_STORE
-from mamba_fsdp.storage.patience import retry_io, sync_folder
+from mamba_fsdp.storage.patience import is_folder, open_to_read, retry_io, sync_folder
 from mamba_fsdp.storage.typed_json import FileName, at_least, from_json, read_object, write_object
 
 # Files that are opened at a time: each costs a round trip on a network file system, and a large store has thousands.
@@ -92,7 +92,7 @@ class TokenStore:
         self._starts = [0, *itertools.accumulate(file.tokens for file in self._files)]
         self.token_count = self._starts[-1]
         self.document_count = sum(file.documents for file in self._files)
-        self._map = functools.cache(self._map_file_pair)
+        self._mapped: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the files that were read
         if index is None:
             with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
                 list(pool.map(self._map_file_pair, range(len(self._files))))
@@ -104,7 +104,7 @@ class TokenStore:
     def tokenizer_path(self) -> Path:
         """Returns the tokenizer's folder. Raises UserError if the store came without one."""
         path = self.path / "tokenizer"
-        if not path.is_dir():
+        if not is_folder(path):
             raise UserError(
                 f"{path}: the store has no tokenizer; make it again with get_dataset.py --tokenizer=..."
             )
@@ -121,19 +121,25 @@ class TokenStore:
         tokens, positions = zip(*pieces)
         return Tokens(np.concatenate(tokens), np.concatenate(positions))
 
-    def verify(self) -> None:
-        """Reads every file and compares checksums. Raises UserError naming the first damaged one."""
-        for file in self._files:
+    def verify(self, only_used: bool = False) -> None:
+        """Reads every file, or those from which this object has read, and compares checksums. Raises UserError naming the
+        first damaged one."""
+        numbers = sorted(self._mapped) if only_used else range(len(self._files))
+        for number in numbers:
+            file = self._files[number]
             for suffix, checksum in (("bin", file.bin_sha256), ("doc", file.doc_sha256)):
                 path = self.path / f"{file.name}.{suffix}"
-                if _sha256(path) != checksum:
+                digest = retry_io(partial(_begin_digest, path), path)
+                if digest.hexdigest() != checksum:
                     raise UserError(
                         f"{path}: the content does not match its checksum; copy or make the store again"
                     )
 
     def _read_file(self, number: int, start: int, end: int) -> Tokens:
         """Returns the store's tokens [start, end) as far as they lie in this file."""
-        tokens, starts = self._map(number)
+        if number not in self._mapped:
+            self._mapped[number] = self._map_file_pair(number)
+        tokens, starts = self._mapped[number]
         offset = max(start - self._starts[number], 0)
         end = min(end - self._starts[number], len(tokens))
         first = starts.searchsorted(offset, "right") - 1
@@ -165,7 +171,7 @@ def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     remedy = "copy it again or make the store again"
 
     def attempt() -> np.ndarray:
-        with open(path, "rb") as file:
+        with open_to_read(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected:
                 raise UserError(f"{path}: {size} bytes, but its index says {expected}; {remedy}")
@@ -198,9 +204,9 @@ class StoreWriter:
     def __post_init__(self) -> None:
         assert -1 <= self.eos < self.vocab_size <= 1 << 32 and self.shard_tokens > 0
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
-        self._streams: list[
-            BinaryIO
-        ] = []  # of the file that is being written, after its first token
+        # Of the file that is being written, after its first token.
+        self._streams: list[BinaryIO] = []
+        self._digests: list[Any] = []  # SHA-256 of what `state` counts of each stream
         self.path.mkdir(parents=True, exist_ok=True)
 
     def append(self, tokens: ArrayLike) -> None:
@@ -267,12 +273,14 @@ class StoreWriter:
         if self._streams:
             return
         sizes = [self.state.tokens * self.dtype.itemsize, self.state.documents * 8]
+        self._digests = []
         for path, size in zip(self._paths(), sizes):
             stream = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
             self._streams.append(stream)
             if stream.seek(0, os.SEEK_END) < size:
                 raise UserError(f"{path}: shorter than recorded; start again with --overwrite")
             stream.seek(size)
+            self._digests.append(_begin_digest(path, size))
 
     def _write(self, tokens: np.ndarray) -> None:
         state = self.state
@@ -287,8 +295,13 @@ class StoreWriter:
                 "smaller documents"
             )
         self._open_streams()
-        self._streams[0].write(tokens.astype(self.dtype).tobytes())
-        self._streams[1].write((starts + state.tokens).astype("<i8").tobytes())
+        contents = [
+            tokens.astype(self.dtype).tobytes(),
+            (starts + state.tokens).astype("<i8").tobytes(),
+        ]
+        for stream, digest, content in zip(self._streams, self._digests, contents):
+            stream.write(content)
+            digest.update(content)
         state.tokens += len(tokens)
         state.documents += len(starts)
         state.open_tokens = int(lengths[-1])
@@ -302,7 +315,7 @@ class StoreWriter:
         self._streams = []
         state = self.state
         name = FileName(f"{len(state.files):05d}")
-        bin_sha256, doc_sha256 = map(_sha256, self._paths())
+        bin_sha256, doc_sha256 = [digest.hexdigest() for digest in self._digests]
         state.files.append(StoreFile(name, bin_sha256, doc_sha256, state.tokens, state.documents))
         state.tokens = 0
         state.documents = 0
@@ -334,9 +347,11 @@ def _checksum(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def _begin_digest(path: Path, size: int = 1 << 63) -> Any:
+    """Returns the SHA-256 of a file's first `size` bytes, to which more can be added. Raises OSError."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
+    with open_to_read(path) as file:
+        while block := file.read(min(size, 1 << 20)):
             digest.update(block)
-    return digest.hexdigest()
+            size -= len(block)
+    return digest

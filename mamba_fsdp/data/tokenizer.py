@@ -1,11 +1,13 @@
 """Loads tokenizers by name or path, or trains them on the input; saves them so that `transformers` can load them."""
 
+import codecs
 import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,17 @@ from mamba_fsdp.data.hub import prepare_hub
 from mamba_fsdp.errors import UserError, first_line, import_command
 from mamba_fsdp.fields import whole_number
 from mamba_fsdp.importing.kinds import WANTED_TOKENIZER, check_tokenizer_path
-from mamba_fsdp.storage.patience import write_atomically
+from mamba_fsdp.storage.patience import (
+    exists,
+    is_file,
+    is_folder,
+    names_in,
+    read_bytes,
+    write_atomically,
+)
 from mamba_fsdp.storage.typed_json import write_object
 
+TOKENIZER_JSON = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos
 # The library allocates a vocabulary's memory at once, and ends the process if there is less.
@@ -59,6 +69,18 @@ def with_os_errors(write: Callable[..., Any], *arguments: Any) -> None:
         if not found:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
+
+
+def read_backend(path: Path) -> Tokenizer:
+    """Returns the tokenizer in a tokenizer.json. Raises UserError if the file begins with a byte order mark, OSError, and
+    what the library raises for a damaged file."""
+    content = read_bytes(path)
+    if content.startswith(codecs.BOM_UTF8):
+        raise UserError(
+            f"{path} begins with a byte order mark, which JSON does not allow; remove it: "
+            f"sed -i '1s/^\\xef\\xbb\\xbf//' {shlex.quote(str(path))}"
+        )
+    return without_panic(Tokenizer.from_str, content.decode())
 
 
 class TextTokenizer:
@@ -174,12 +196,12 @@ class TextTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         if self._transformers_form:
             with_os_errors(self._transformers_form.save_pretrained, folder)
-            if self._is_amended:  # a class of its own would add its bos again
-                file = folder / "tokenizer_config.json"
-                changed = {"tokenizer_class": GENERIC, "add_bos_token": bool(self.prefix)}
-                settings = json.loads(file.read_bytes()) | changed | {"add_eos_token": False}
-                write_object(file, settings)
-                write_atomically(folder / "tokenizer.json", self.backend.to_str())
+            file = folder / "tokenizer_config.json"
+            settings = json.loads(read_bytes(file)) | {"tokenizer_class": GENERIC}
+            if self._is_amended:
+                settings |= {"add_bos_token": bool(self.prefix), "add_eos_token": False}
+            write_object(file, settings)
+            write_atomically(folder / TOKENIZER_JSON, self.backend.to_str())
             return
         settings = {
             "tokenizer_class": GENERIC,
@@ -195,7 +217,7 @@ class TextTokenizer:
                 "add_bos_token": True,
             }
         write_object(folder / "tokenizer_config.json", settings)
-        write_atomically(folder / "tokenizer.json", self.backend.to_str())
+        write_atomically(folder / TOKENIZER_JSON, self.backend.to_str())
 
 
 class NoTokenizer(TextTokenizer):
@@ -256,10 +278,9 @@ def identities_in(folder: Path | None) -> Iterator[str]:
     if folder is None:
         return
     with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
-        if (folder / "tokenizer.json").is_file():
-            yield identity_of(without_panic(Tokenizer.from_file, str(folder / "tokenizer.json")))
+        yield identity_of(read_backend(folder / TOKENIZER_JSON))
     with contextlib.suppress(Exception):
-        if (folder / "tokenizer_config.json").is_file():
+        if is_file(folder / "tokenizer_config.json"):
             yield identity_of(load_for_transformers(folder).backend_tokenizer)
 
 
@@ -331,20 +352,35 @@ def train(texts: Iterable[str], vocab_size: int, eos_token: str = END_OF_TEXT) -
 
 
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
-    """Returns the fast tokenizer that transformers' AutoTokenizer loads from a folder or a name on the Hugging Face
-    Hub.
+    """Returns the fast tokenizer of a folder or a name on the Hugging Face Hub, as transformers has it.
 
-    Never runs code that comes with it. Raises UserError with a message that ends with `remedy`.
+    A tokenizer.json is taken as it is. A class of transformers could amend it; if the folder names no class, transformers
+    4 even chooses one by the folder's name. Never runs code that comes with a tokenizer. Raises UserError with a message
+    that ends with `remedy`.
     """
-    if not Path(name).exists():
+    if not exists(name):
         prepare_hub(str(name))
     name = check_tokenizer_path(name)
-    from transformers import AutoTokenizer  # late: importing it takes seconds
+    import transformers  # late: importing it takes seconds
 
     try:
-        form = without_panic(AutoTokenizer.from_pretrained, name, trust_remote_code=False)
+        file = transformers.utils.cached_file(
+            str(name), TOKENIZER_JSON, _raise_exceptions_for_missing_entries=False
+        )
+        if file:
+            pre_tokenizer = read_backend(Path(file)).pre_tokenizer
+            options = {}
+            if hasattr(pre_tokenizer, "add_prefix_space"):  # transformers 4 would change it
+                options["add_prefix_space"] = pre_tokenizer.add_prefix_space
+            read = transformers.PreTrainedTokenizerFast.from_pretrained
+        else:
+            options = {"trust_remote_code": False}
+            read = transformers.AutoTokenizer.from_pretrained
+        form = without_panic(read, str(name), **options)
+    except UserError:
+        raise
     except Exception as error:  # the libraries raise whatever a file runs into
-        if Path(name).is_dir() and not Path(name, "tokenizer.json").exists():
+        if is_folder(name) and not exists(Path(name, TOKENIZER_JSON)):
             raise UserError(
                 f"tokenizer {name}: can't be loaded: it {_contents(Path(name))}; wanted is {WANTED_TOKENIZER}{remedy}"
             ) from error
@@ -366,10 +402,10 @@ def load_words(path: str | Path) -> TextTokenizer:
     """
     path = check_tokenizer_path(path)
     try:
-        fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
+        fields = json.loads(read_bytes(Path(path, "tokenizer_config.json")))
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
             raise ValueError("transformers may amend its files")
-        backend = without_panic(Tokenizer.from_file, str(Path(path, "tokenizer.json")))
+        backend = read_backend(Path(path, TOKENIZER_JSON))
         eos = fields["eos_token"]
         if isinstance(eos, dict):
             eos = eos["content"]
@@ -391,10 +427,12 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     token is missing.
     """
     path = check_tokenizer_path(os.path.expanduser(name))
-    if path.is_file():
+    if is_file(path):
         form = None
         try:
-            backend = without_panic(Tokenizer.from_file, str(path))
+            backend = read_backend(path)
+        except UserError:
+            raise
         except Exception as error:  # the library raises bare Exception
             raise UserError(
                 f"tokenizer {name}: {path.name} can't be read ({first_line(error)}); wanted is {WANTED_TOKENIZER}"
@@ -415,7 +453,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
 
 def _contents(folder: Path) -> str:
     """Returns in words what a folder without a tokenizer.json holds."""
-    names = sorted(entry.name for entry in folder.iterdir())
+    names = sorted(names_in(folder))
     for name in names:
         if name.endswith((".model", ".tiktoken")):
             return f"holds {name}, a sentencepiece or tiktoken file, which transformers can convert only with its model's files"

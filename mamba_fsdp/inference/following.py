@@ -6,7 +6,6 @@ A file of its own, because a run's metrics.jsonl has one writer, which is the tr
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
@@ -16,7 +15,7 @@ from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, KEPT
 from mamba_fsdp.run.records import LARGEST, Log, read, read_status
 from mamba_fsdp.storage.formats import timestamp
-from mamba_fsdp.storage.patience import exists, retry_io, storage_error
+from mamba_fsdp.storage.patience import exists, make_folder, storage_error
 
 SECONDS_BETWEEN_LOOKS = 10.0
 
@@ -37,11 +36,11 @@ def follow(
     file = run / EVALUATIONS / f"{name}.jsonl"
     with closing(Lease(file.with_name(f".{file.name}.lease"), file)) as lease:
         try:
-            retry_io(partial(file.parent.mkdir, exist_ok=True), file.parent)
+            make_folder(file.parent)
             lease.take(console.line, "one process is enough")
         except OSError as error:
             raise storage_error(error, f"{file}: can't be written ({error.strerror})") from None
-        log = Log(file, LARGEST, lease.check)
+        log = Log(file, LARGEST, lease)
         missed: set[Path] = set()
         while True:
             status = read_status(run).get("status", "not begun")

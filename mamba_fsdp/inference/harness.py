@@ -22,6 +22,7 @@ from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError, first_line, near_name
 from mamba_fsdp.inference.decoding import generate
 from mamba_fsdp.inference.loading import inference_world, load
+from mamba_fsdp.storage.patience import is_folder
 
 TAIL = 64  # newest tokens of an answer, in which the texts that end it are searched
 
@@ -186,7 +187,7 @@ def find_tasks(names: list[str], include_path: str) -> TaskManager:
     UserError for an unknown task."""
     if inference_world().size > 1:
         raise UserError("--tasks runs in one process: leave torchrun out")
-    if not Path(include_path).is_dir():  # an empty path is the current folder
+    if not is_folder(include_path):  # an empty path is the current folder
         raise UserError(f"--include_path={include_path}: there is no such folder")
     with mistakes_of_tasks():
         manager = TaskManager(include_path=include_path)

@@ -1,7 +1,6 @@
 """Writes models as other libraries read them, and as ours does: a whole new folder, or none."""
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -25,7 +24,13 @@ from mamba_fsdp.interop.weights import PICKLED, Weights, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run.lease import new_folder
 from mamba_fsdp.run.names import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
-from mamba_fsdp.storage.patience import retry_io
+from mamba_fsdp.storage.patience import (
+    copy_file,
+    is_file,
+    make_folder,
+    sync_folder,
+    write_atomically,
+)
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER_FORMATS = (
@@ -60,16 +65,30 @@ def write_model(
         weights = read_weights(source, model_name=model_name)
         if tokenizer:
             weights.use_tokenizer(Path(tokenizer))
-        fields = WRITERS[format](unfinished, weights, dtype)
-        _write_object(unfinished / MODEL_CONFIG, fields)
-        if weights.tokenizer_path:
-            folder = unfinished / TOKENIZER if format == "pth" else unfinished
-            retry_io(partial(_copy_tokenizer, weights.tokenizer_path, folder), folder)
+        _write_all(unfinished, weights, format, dtype)
         if format == "hf" and trial:
             config = exportable(weights.config)
             line = try_export(unfinished, architecture_for(config), config, _write_copy)
             print(line, file=sys.stderr)
     return out
+
+
+def publish(source: str | Path, folder: Path) -> None:
+    """Writes the model that `source` names as pth, into the new folder `folder`. Its parent must exist: whoever takes a
+    run over moves it away. Raises UserError and OSError."""
+    weights = read_weights(source)
+    make_folder(folder)
+    _write_all(folder, weights, "pth", "")
+
+
+def _write_all(folder: Path, weights: Weights, format: str, dtype: str) -> None:
+    """Writes the files of a model, and returns when they are on the disk."""
+    fields = WRITERS[format](folder, weights, dtype)
+    _write_object(folder / MODEL_CONFIG, fields)
+    if weights.tokenizer_path:
+        inner = folder / TOKENIZER if format == "pth" else folder
+        _copy_tokenizer(weights.tokenizer_path, inner)
+    sync_folder(folder)
 
 
 def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) -> None:
@@ -80,6 +99,14 @@ def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) 
         newest = models[-1]
         for model in models:
             check_same_tensors(model.source, newest.shapes, model.shapes)
+            described = {**vars(model.config), "tokenizer": model.tokenizer}
+            wanted = {**vars(newest.config), "tokenizer": newest.tokenizer}
+            different = [name for name, value in wanted.items() if described[name] != value]
+            if different:
+                raise UserError(
+                    f"{model.source} and {newest.source} are different models, whose mean is none: they differ in "
+                    f"{', '.join(different)}"
+                )
 
         def mean_of(name: str) -> Tensor:
             mean = torch.zeros(newest.shapes[name])
@@ -92,17 +119,13 @@ def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) 
                 start += len(piece)
             return mean
 
-        write_safetensors(unfinished / SINGLE, [*newest.shapes], map(mean_of, newest.shapes))
+        names = [*newest.shapes]
+        write_safetensors(unfinished / SINGLE, names, partial(map, mean_of, names))
         fields = dict(vars(newest.config), seq_length=newest.seq_length)
         fields["averaged"] = dict(zip(map(str, checkpoints), shares))
         _write_object(unfinished / MODEL_CONFIG, fields)
         if newest.tokenizer_path:
             _copy_tokenizer(newest.tokenizer_path, unfinished / TOKENIZER)
-
-
-def publish(source: str | Path, out: Path) -> None:
-    """Writes `source` as pth."""
-    write_model(source, out, "pth")
 
 
 # Each writes the tensors and returns the fields of config.json.
@@ -144,7 +167,7 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
             yield from whole.split([tensor.shape[0] for tensor in stored])
 
     names = [tensor.name for stored in stored_tensors.values() for tensor in stored]
-    write_safetensors(folder / SINGLE, names, tensors())
+    write_safetensors(folder / SINGLE, names, tensors)
     return fields
 
 
@@ -176,7 +199,11 @@ def _write_state_dict(path: Path, weights: Weights, dtype: str) -> None:
     if weights.config.tie_embeddings:
         tied[LM_HEAD] = EMBEDDING
     names = list(weights.shapes)
-    write_pth(path, names, (_read_as(dtype, weights, name) for name in names), tied)
+
+    def tensors() -> Iterator[Tensor]:
+        return (_read_as(dtype, weights, name) for name in names)
+
+    write_pth(path, names, tensors, tied)
 
 
 def _read_as(dtype: str, weights: Weights, name: str, shift: float = 0.0) -> Tensor:
@@ -190,11 +217,12 @@ def _read_as(dtype: str, weights: Weights, name: str, shift: float = 0.0) -> Ten
 
 
 def _write_object(path: Path, fields: Table) -> None:
-    retry_io(partial(path.write_text, json.dumps(fields, indent=2) + "\n"), path)
+    write_atomically(path, json.dumps(fields, indent=2) + "\n")
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+        if is_file(source / name):
+            copy_file(source / name, folder / name)
+    sync_folder(folder)

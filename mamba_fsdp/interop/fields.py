@@ -15,13 +15,12 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Bounds
 from mamba_fsdp.model.config import Layer, ModelConfig, checked_model
 from mamba_fsdp.model.presets import PRESETS
+from mamba_fsdp.storage.patience import read_text
 from mamba_fsdp.storage.typed_json import read_object
 
 Table = dict[str, Any]  # an object of YAML or JSON
 
-TABLES: Table = yaml.safe_load(
-    Path(__file__).with_name("translations.yaml").read_text(encoding="utf-8")
-)
+TABLES: Table = yaml.safe_load(read_text(Path(__file__).with_name("translations.yaml")))
 SETTINGS = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
 REQUIRED: Any = object()
 AUTO = (

@@ -14,7 +14,7 @@ from mamba_fsdp.importing.kinds import (
 from mamba_fsdp.run.layout import committed
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT
 from mamba_fsdp.settings.train_config import CheckpointConfig
-from mamba_fsdp.storage.patience import exists, is_file
+from mamba_fsdp.storage.patience import exists, is_file, stat_of
 
 DCP_CONVERSION = "{1} -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"
 
@@ -73,7 +73,7 @@ def refuse_dcp(folder: Path) -> None:
     classes, and reading it could run any code."""
     indexes = [*folder.glob(DCP_INDEX), *folder.glob(f"*/{DCP_INDEX}")]
     if indexes:
-        newest = max(indexes, key=lambda file: file.stat().st_mtime).parent
+        newest = max(indexes, key=lambda file: stat_of(file).st_mtime).parent
         raise UserError(
             f"{newest} is a folder of torch.distributed.checkpoint, which only its own program reads. "
             f"If you trust it, convert it with torch 2.3 or newer: {DCP_CONVERSION.format(newest, python())}"

@@ -1,15 +1,14 @@
 """Reads what torch.save writes, without executing anything, and writes it with one tensor in memory at a time."""
 
-import io
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mamba_fsdp.checkpoint.contents import BAD_CONTENT
@@ -17,8 +16,16 @@ from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError, python
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.interop.fms_files import stored_names
-from mamba_fsdp.interop.safetensors_files import write_safetensors
-from mamba_fsdp.storage.patience import storage_error
+from mamba_fsdp.interop.safetensors_files import map_tensors, write_safetensors
+from mamba_fsdp.storage.patience import (
+    as_os_error,
+    delete,
+    open_to_read,
+    retry_io,
+    size_of,
+    storage_error,
+    write_durably,
+)
 
 # The command for a user who trusts a file that may hold code. It runs that code.
 CONVERSION = (
@@ -39,18 +46,14 @@ class PthTensors(Tensors):
         """Opens the file without executing anything. Raises UserError."""
         self.source = path
         try:
-            is_zip = _check_holds_no_program(path)
-            # Mapped, so that only what is read is loaded. Files from before torch 1.6 can't be mapped. In a compressed
-            # file, the compressed bytes would be taken for numbers.
-            mapped = is_zip and _is_uncompressed(path)
-            content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
+            content = retry_io(partial(_load, path), path)
             stored = dict(_tensors_in(content, "", set()))
             _check_elements(path, stored)
         except OSError as error:
             raise storage_error(error, f"can't read {path}: {error.strerror}") from None
         except (RuntimeError, EOFError, zipfile.BadZipFile):  # their messages mean nothing to users
             raise UserError(
-                f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
+                f"{path} ({size_of(path):,} bytes) is cut short or damaged; copy or download it "
                 "again"
             ) from None
         except BAD_PICKLE:
@@ -69,15 +72,27 @@ class PthTensors(Tensors):
         return self.flat(name, self.tensors[name])[start:stop]
 
 
+def _load(path: Path) -> Any:
+    """Returns the content of a file. Raises OSError, UserError, and what torch raises for a damaged file."""
+    is_zip = _check_holds_no_program(path)
+    # Mapped, so that only what is read is loaded. Files from before torch 1.6 can't be mapped. In a compressed file, the
+    # compressed bytes would be taken for numbers.
+    mapped = is_zip and _is_uncompressed(path)
+    try:
+        return torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
+    except RuntimeError as error:
+        raise as_os_error(error) or error from None
+
+
 def _is_uncompressed(path: Path) -> bool:
     """Returns whether no entry of a zip archive is compressed. Raises UserError if the archive says that it holds far
     more than weights can be compressed to."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     size = sum(entry.file_size for entry in entries)
-    if size > max(MOST_EXPANSION * path.stat().st_size, HARMLESS):
+    if size > max(MOST_EXPANSION * size_of(path), HARMLESS):
         raise UserError(
-            f"{path} ({path.stat().st_size:,} bytes) says that it holds {size:,}, more than weights can be compressed "
+            f"{path} ({size_of(path):,} bytes) says that it holds {size:,}, more than weights can be compressed "
             "to; save it again with torch.save"
         )
     return all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
@@ -109,7 +124,7 @@ def _tensors_in(content: Any, prefix: str, visited: set[int]) -> Iterator[tuple[
 def _check_holds_no_program(path: Path) -> bool:
     """Returns whether a .pth file is a zip archive. Raises UserError if it is not a .pth file, and for TorchScript and
     tar archives: torch before 2.6 opens those in ways that weights_only does not restrain (CVE-2025-32434)."""
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         begin = file.read(4)
     is_zip = begin == b"PK\x03\x04"
     # torch.load uses this reader too, so both see the same archive.
@@ -128,33 +143,44 @@ def _check_holds_no_program(path: Path) -> bool:
     return is_zip
 
 
-class _BeatingFile(io.BufferedWriter):
-    """A file that counts each write as progress."""
+class _BeatingFile:
+    """A file that counts each write as progress, as far as torch.save needs a file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.flush = file.flush
 
     def write(self, data: Any) -> int:
         heart.beat()
-        return super().write(data)
+        return self.file.write(data)
 
 
 def write_pth(
-    path: Path, names: Sequence[str], tensors: Iterable[Tensor], tied: Mapping[str, str]
+    path: Path,
+    names: Sequence[str],
+    tensors: Callable[[], Iterable[Tensor]],
+    tied: Mapping[str, str],
 ) -> None:
-    """Writes CPU tensors under these names, and each tensor of `tied`, {second name: name}, under two. Raises OSError.
+    """Writes CPU tensors under these names, and each tensor of `tied`, {second name: name}, under two. tensors: see
+    write_safetensors. Raises as write_durably does.
 
     torch.save takes all tensors at once. They come from a temporary safetensors file that is mapped, so that memory holds
     one of them, and pages of that file that the kernel can drop.
     """
     mapped = path.with_suffix(".tensors")
     write_safetensors(mapped, names, tensors)
-    file = safe_open(mapped, framework="pt")
+    file = retry_io(partial(map_tensors, mapped), mapped)
     content = {name: file.get_tensor(name) for name in names}
     for second_name, name in tied.items():
         content[second_name] = content[name]
-    try:
-        with _BeatingFile(io.FileIO(path, "x")) as out:
-            torch.save(content, out)
-    except RuntimeError as error:  # torch hides the disk's error
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
-    mapped.unlink()
+
+    def write(file: BinaryIO) -> None:
+        try:
+            torch.save(content, _BeatingFile(file))
+        except RuntimeError as error:  # torch hides the disk's error
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+    write_durably(path, write)
+    delete(mapped)

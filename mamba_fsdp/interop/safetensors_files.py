@@ -3,10 +3,11 @@ read) in several with an index.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +18,14 @@ from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.interop.fms_files import stored_names
-from mamba_fsdp.storage.patience import storage_error
+from mamba_fsdp.storage.patience import (
+    as_os_error,
+    open_to_read,
+    retry_io,
+    size_of,
+    storage_error,
+    write_durably,
+)
 from mamba_fsdp.storage.typed_json import FileName, read_object
 
 SINGLE = "model.safetensors"
@@ -64,32 +72,44 @@ class SafetensorsTensors(Tensors):
 
 def _open(path: Path) -> Any:
     try:
-        open(path, "rb").close()  # because safe_open says "no such file" whatever is wrong
-        return safe_open(path, framework="pt")
+        return retry_io(partial(map_tensors, path), path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing, but {INDEX} names it; copy or download it") from None
     except OSError as error:
         raise storage_error(error, f"can't read {path}: {error.strerror or error}") from None
     except SafetensorError as error:
         raise UserError(
-            f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged ({error}); copy or "
+            f"{path} ({size_of(path):,} bytes) is cut short or damaged ({error}); copy or "
             "download it again"
         ) from None
 
 
-def write_safetensors(path: Path, names: Sequence[str], tensors: Iterable[Tensor]) -> None:
-    """Writes CPU tensors under these names into one file, one tensor in memory at a time. Raises OSError.
+def map_tensors(path: Path) -> Any:
+    """Returns the safetensors file, opened, with its tensors mapped into memory. Raises OSError and SafetensorError."""
+    open_to_read(path).close()  # safe_open says "no such file" whatever is wrong
+    try:
+        return safe_open(path, framework="pt")
+    except RuntimeError as error:
+        raise as_os_error(error) or error from None
+
+
+def write_safetensors(
+    path: Path, names: Sequence[str], tensors: Callable[[], Iterable[Tensor]]
+) -> None:
+    """Writes CPU tensors under these names into one file, one tensor in memory at a time. tensors: returns them, again
+    if the file has to be written again. Raises as write_durably does.
 
     The format is 8 bytes of header length, a JSON header, then the data. A tensor's entry in the header is not known
     until the tensor is read, so room is left for the header, and spaces fill what it does not need.
     """
     room = 256 + sum(len(name) + 256 for name in names)
     room -= room % 8  # the data begins at a multiple of 8
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    with open(path, "xb") as file:
+
+    def write(file: BinaryIO) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
         file.seek(8 + room)
-        for name, tensor in zip(names, tensors):
+        for name, tensor in zip(names, tensors()):
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
             end = position + tensor.nbytes
             header[name] = {
@@ -101,3 +121,5 @@ def write_safetensors(path: Path, names: Sequence[str], tensors: Iterable[Tensor
             heart.beat()
         file.seek(0)
         file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
+
+    write_durably(path, write)

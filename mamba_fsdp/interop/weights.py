@@ -46,6 +46,7 @@ from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG
+from mamba_fsdp.storage.patience import is_file, is_folder
 
 PICKLED = "pytorch_model.bin"
 OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.json is next to them
@@ -209,9 +210,9 @@ def find_weights(source: str | Path, model: ModelConfig | None = None) -> Weight
     """
     check_place(source)
     path = Path(source)
-    if path.is_file():
+    if is_file(path):
         return _find_file(path, model)
-    if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():
+    if is_file(path / COMMIT) or is_folder(path / CHECKPOINTS):
         return _find_checkpoint(path)
     return _find_in_folder(path, read_description(path / MODEL_CONFIG))
 
@@ -228,7 +229,7 @@ def _find_checkpoint(path: Path) -> Weights:
 
 def _find_file(file: Path, model: ModelConfig | None) -> Weights:
     folder = file.parent
-    if (folder / MODEL_CONFIG).is_file():
+    if is_file(folder / MODEL_CONFIG):
         description = read_description(folder / MODEL_CONFIG)
     elif model:
         description = Description(model)
@@ -249,7 +250,7 @@ def _find_in_folder(folder: Path, description: Description) -> Weights:
     ours = () if description.architecture else (CONSOLIDATED,)
     names = (*ours, SINGLE, INDEX, PICKLED)
     for name in names:
-        if (folder / name).is_file():
+        if is_file(folder / name):
             return _from_file(folder / name, description)
     refuse_dcp(folder)
     raise UserError(
@@ -267,7 +268,7 @@ def open_file(path: Path, config: ModelConfig | None = None) -> Tensors:
     UserError."""
     if path.suffix == DCP_PART:
         refuse_dcp(path.parent)
-    if (path.parent / COMMIT).is_file():
+    if is_file(path.parent / COMMIT):
         raise UserError(
             f"{path} is one rank's part of a checkpoint; name the checkpoint instead: {path.parent}"
         )

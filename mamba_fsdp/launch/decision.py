@@ -5,6 +5,7 @@ from enum import Enum
 from typing import NamedTuple
 
 MISTAKE = 2  # the exit code of what no restart fixes
+NODE_FAULT = 75  # of a rank whose own node is at fault: errors.NodeFault
 DIFFERENT = 3  # of a replay that found a difference
 KILLED = 137  # of a launcher that SIGKILL has ended, and with it its ranks
 ENDED = 143  # of a job that Slurm or a person has ended
@@ -20,6 +21,7 @@ class Outcome(NamedTuple):
     lost_rank: str = ""  # this rank, and why it failed
     stop_file: bool = False  # whether somebody has asked for the end by the run's file STOP
     error: str = ""  # the lines that end the log
+    node: str = ""  # of the rank that failed first
 
 
 class Ending(NamedTuple):
@@ -113,15 +115,15 @@ def _queue_again(ending: Ending) -> Decision:
     return Decision(Action.QUEUE_AGAIN, 0, "queued again, to resume from " + ending.newest)
 
 
-def starts_again_in_place(ending: Ending, restarted_from: str, has_lost_nodes: bool) -> bool:
+def starts_again_in_place(ending: Ending, restarted_from: str) -> bool:
     """Returns whether the ranks start again as a new step of the same job: once for each new checkpoint, after a
     rank or a launcher failed.
 
     restarted_from: the newest checkpoint when they did so last; "" if they never did.
     """
     outcome = ending.outcome
-    if ending.asked or outcome.stop_file or ending.code in (0, MISTAKE, DIFFERENT):
+    if ending.asked or outcome.stop_file or ending.code in (0, MISTAKE, DIFFERENT, NODE_FAULT):
         return False
-    if not outcome.status and (ending.code != KILLED or has_lost_nodes):
+    if not outcome.status and ending.code != KILLED:
         return False
     return ending.max_restarts != 0 and restarted_from != ending.newest

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mamba_fsdp.launch.decision import NODE_FAULT
 from mamba_fsdp.launch.machine import node_name
 
 if TYPE_CHECKING:
@@ -78,11 +79,12 @@ def first_failure(folder: Path) -> Failure | None:
     return min(failures, key=order, default=None)
 
 
-def order(failure: Failure) -> tuple[bool, bool, float]:
-    """Returns the key by which failures sort. A killed rank can't say when it died, and others report its end before the
+def order(failure: Failure) -> tuple[bool, bool, bool, float]:
+    """Returns the key by which failures sort. A rank whose node is at fault comes before those that end with it. A killed rank can't say when it died, and others report its end before the
     launcher looks at it: it comes first. A node without ranks comes last, whatever its clock says: it failed because it
     misses a node with failed ranks."""
-    return (not failure.was_killed, failure.rank is None, failure.time)
+    is_node_fault = failure.exit_code == NODE_FAULT
+    return (not is_node_fault, not failure.was_killed, failure.rank is None, failure.time)
 
 
 def _reason_of(code: int) -> str:

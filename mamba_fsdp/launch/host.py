@@ -1,7 +1,7 @@
 """What the programs of a job share on the host: lines for the user, mistakes, and which Python trains.
 
 It runs on the cluster's own Python, which may be 3.6, with the standard library alone; so do job.py,
-tokenize_job.py, keeper.py and what they import.
+tokenize_job.py, node_guard.py and what they import.
 """
 
 import os
@@ -27,6 +27,8 @@ class Variables(NamedTuple):
     mounts: List[str]  # whole paths of folders
     profile: str
     max_restarts: int
+    spare_nodes: int
+    min_nodes: int  # 0: the training needs all its nodes
 
 
 class Environment(NamedTuple):
@@ -98,13 +100,23 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
         raise Mistake(
             f"GPUS_PER_NODE={gpus} and PROCESSES_PER_NODE={ranks} mean the same; give one of them"
         )
-    max_restarts = environ.get("MAX_RESTARTS") or "3"
-    if not max_restarts.isdigit():
-        raise Mistake(f"MAX_RESTARTS={max_restarts}: expected a number")
+    max_restarts = read_number(environ, "MAX_RESTARTS", 3)
+    spare_nodes = read_number(environ, "SPARE_NODES", 0)
+    min_nodes = read_number(environ, "MIN_NODES", 0)
     profile = environ.get("PROFILE", "")
     if profile not in ("", "torch", "nsys"):
         raise Mistake(f"PROFILE={profile}: choose torch or nsys")
-    return Variables(environ.get("IMAGE", ""), read_mounts(environ), profile, int(max_restarts))
+    image = environ.get("IMAGE", "")
+    mounts = read_mounts(environ)
+    return Variables(image, mounts, profile, max_restarts, spare_nodes, min_nodes)
+
+
+def read_number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Returns the number in a variable of the environment. Raises Mistake if it is none."""
+    value = environ.get(name) or str(default)
+    if not value.isdigit():
+        raise Mistake(f"{name}={value}: expected a number")
+    return int(value)
 
 
 def read_mounts(environ: Mapping[str, str]) -> List[str]:

@@ -29,6 +29,7 @@ import time
 from typing import List
 
 from mamba_fsdp.launch import slurm
+from mamba_fsdp.launch.cluster_check import check_nodes
 from mamba_fsdp.launch.host import (
     PROJECT,
     Mistake,
@@ -39,7 +40,7 @@ from mamba_fsdp.launch.host import (
 )
 from mamba_fsdp.launch.local_training import train_here
 from mamba_fsdp.launch.plan_reader import read_plan_on_host
-from mamba_fsdp.launch.slurm_training import check_nodes, train_in_slurm
+from mamba_fsdp.launch.slurm_training import train_in_slurm
 
 CHECK = "--check"  # the one word that is no setting
 DEMO = ["--config=config/demo.yaml"]  # without words
@@ -49,6 +50,7 @@ def main(called: str, words: List[str]) -> int:
     """Runs the training or the check that the words ask for. Returns the exit code."""
     os.environ.setdefault("COMMAND_BEGAN", str(int(time.time())))  # goodput counts from here
     variables = read_variables(os.environ)
+    slurm.ignore_options_of_the_shell()
     set_up_python()
     if any(word == "-h" or word.split("=")[0] == "--help" for word in words):
         return show_help(words)
@@ -99,7 +101,7 @@ if __name__ == "__main__":
     try:
         called = "".join(sys.argv[1:2])
         if not called or called.startswith("-"):  # 1.train.sbatch puts its own path there
-            raise Mistake("job.py is started by 1.train.sbatch: give the words to that")
+            raise Mistake("do not run job.py directly; pass these arguments to 1.train.sbatch")
         sys.exit(main(called, sys.argv[2:]))
     except Mistake as mistake:
         say_error(str(mistake))

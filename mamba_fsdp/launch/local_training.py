@@ -11,11 +11,12 @@ import subprocess
 import tempfile
 from typing import Any, Callable, Dict, List
 
-from mamba_fsdp.launch.decision import KILLED, Ending, starts_again_in_place
+from mamba_fsdp.launch.decision import KILLED, Ending
 from mamba_fsdp.launch.host import PROJECT, Mistake, Variables, choose_venv, say, write
 from mamba_fsdp.launch.node_command import launcher_of, on_node
 from mamba_fsdp.launch.plan_reader import Plan, read_plan
 from mamba_fsdp.launch.start_folder import StartFolder, name_here
+from mamba_fsdp.launch.starts import Starts
 from mamba_fsdp.launch.supervisor import Supervisor, processes_below, written_until
 from mamba_fsdp.run.names import STATUS, newest_checkpoint
 
@@ -114,19 +115,13 @@ class LocalTraining:
         )
         if self.variables.profile != "nsys":  # whose process would be in between
             os.environ["LAUNCHER_PID"] = str(os.getpid())  # it and its ranks end with this process
-        restarted_from = ""
-        while True:
-            code = self.run_launcher(on_node(launcher + words))
-            ending = self.ending(code)
-            if self.stopped_at_once or not starts_again_in_place(ending, restarted_from, False):
-                break
-            restarted_from = ending.newest
-            say("restarts   the ranks after the loss of " + ending.lost)
-            self.folder.forget_failures()
-        return self.say_end(ending)
+        command = on_node(launcher + words)
+        starts = Starts(lambda: self.run_launcher(command), self.ending)
+        return self.say_end(starts.run())
 
     def run_launcher(self, command: List[str]) -> int:
         """Returns the launcher's exit code, after removing what it leaves if it is killed."""
+        self.folder.forget_failures()
         code = self.supervisor.run_training(command, self.ask)
         left = f"mamba-train-{self.supervisor.last_pid}-*"
         for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), left)):

@@ -11,6 +11,7 @@ Elsewhere, in Kubernetes for one (kubernetes/README.md), there is no --rdzv-id. 
 RUN_FOLDER/starts/none, and each prints the first failure of all.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -34,7 +35,7 @@ from mamba_fsdp.launch.machine import (
     set_environment,
 )
 from mamba_fsdp.launch.watcher import WATCHED, Watcher
-from mamba_fsdp.run.names import OLD_STOP, OUTCOME, RESOLVED, START, STARTS, STOP, stop_mark
+from mamba_fsdp.run.names import OLD_STOP, OUTCOME, RESOLVED, START, STARTS, STATUS, STOP, stop_mark
 from mamba_fsdp.run.records import ELSEWHERE, correct_status
 from mamba_fsdp.storage.patience import retry_io, sync_folder, write_atomically
 
@@ -104,7 +105,7 @@ def outcome_of(run: Path, folder: Path, failure: Failure | None, has_own_words: 
     status = found.get("status", "unknown")
     signals = {ELSEWHERE, *signal.Signals.__members__}
     asked_by_file = status == "stopped" and found.get("reason") not in signals
-    if not failure:
+    if not failure or (status == "finished" and was_written_by(folder, run / STATUS)):
         return Outcome(status, 0, stop_file=asked_by_file)
     stop_file = (run / STOP).exists()
     if stop_file or (folder / STOP).exists():
@@ -112,7 +113,16 @@ def outcome_of(run: Path, folder: Path, failure: Failure | None, has_own_words: 
     text = ""
     if failure.was_killed or not has_own_words:
         text = failure.text()
-    return Outcome(status, failure.exit_code, failure.summary(), stop_file, text)
+    node = "" if failure.rank is None else failure.node
+    return Outcome(status, failure.exit_code, failure.summary(), stop_file, text, node)
+
+
+def was_written_by(folder: Path, status: Path) -> bool:
+    """Returns whether the start of this folder has written the run's status: one that is finished stays so, even if a rank
+    fails while it exits."""
+    with contextlib.suppress(OSError):
+        return status.stat().st_mtime > (folder / RESOLVED).stat().st_mtime
+    return False
 
 
 def print_outcome(outcome: Outcome) -> int:

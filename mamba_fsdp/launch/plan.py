@@ -8,6 +8,7 @@ Writes into the file ANSWER, or prints, what a job has to know of them, as one J
     settings      what they came to, which nodes and ranks read by settings.resolve.read_resolved
     paths         the whole paths that they name, for a container to mount
     replay        the words of the verb replay, if ranks are to do that in place of training; the run folder is scratch then
+    batch         how a global batch is shared: the fields of launch.nodes.Batch
 
 A wrong setting ends it with exit code 2, in seconds. --help shows the help page, and nothing is written.
 
@@ -33,6 +34,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.builtin import builtin_folder, missing_builtin
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch.machine import check_version
+from mamba_fsdp.launch.nodes import Batch
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run.layout import CHECKPOINT_BYTES, IN_USE, committed
 from mamba_fsdp.run.lease import Lease
@@ -69,6 +71,7 @@ def plan(answer: Path, *stray: str, config: str | None = None, **words: str) -> 
         "settings": as_plain(settings),
         "paths": named_paths(settings),
         "replay": [],
+        "batch": shared_batch(settings),
     }
     answer.write_text(json.dumps(resolved))
 
@@ -96,7 +99,15 @@ def plan_of_replay(run: str = "", *stray: str, **options: str) -> dict[str, Any]
         "settings": as_plain(settings),
         "paths": named_paths(settings),
         "replay": words,
+        "batch": shared_batch(settings),
     }
+
+
+def shared_batch(settings: TrainConfig) -> Batch:
+    """Returns how the global batch is shared among ranks."""
+    training = settings.training
+    of_rank = training.batch_size * training.gradient_accumulation_steps
+    return Batch(training.global_batch_size, of_rank, settings.parallel.context_parallel)
 
 
 def check_inputs(settings: TrainConfig) -> None:

@@ -21,6 +21,11 @@ class Plan(NamedTuple):
     settings: Dict[str, Any]
     paths: List[str]
     replay: List[str]
+    batch: List[int]
+
+    def shown_folder(self) -> str:
+        """Returns the run folder that a user knows: that of a replay is scratch."""
+        return self.replay[0] if self.replay else self.run_folder
 
     def program(self, training: str, settings: str) -> List[str]:
         """Returns what each rank runs. training: the path of training.py. settings: of the file that has them."""

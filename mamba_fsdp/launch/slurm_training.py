@@ -2,14 +2,14 @@
 Python, see host.py."""
 
 import contextlib
-import glob
 import os
 import re
 import shutil
 import signal
 import sys
+import threading
 import time
-from typing import Callable, List, Optional, Tuple
+from typing import Callable, Iterator, List, Optional, Sequence, Set, Tuple, Type, TypeVar
 
 from mamba_fsdp.launch import slurm
 from mamba_fsdp.launch.containers import container_options, folders_behind_links
@@ -17,39 +17,47 @@ from mamba_fsdp.launch.decision import (
     ENDED,
     KILLED,
     MISTAKE,
+    NODE_FAULT,
     Action,
     Decision,
     Ending,
     Outcome,
     decide,
-    starts_again_in_place,
 )
+from mamba_fsdp.launch.guard_step import MAX_REMOVAL_SECONDS, guarded
 from mamba_fsdp.launch.host import (
     PROJECT,
+    Environment,
     Mistake,
     Variables,
     choose_environment,
     say,
 )
-from mamba_fsdp.launch.keeper_step import MOST_SECONDS, keeper
 from mamba_fsdp.launch.local_training import KILLED_LAUNCHER, dry_run
 from mamba_fsdp.launch.node_command import launcher_of, on_node
+from mamba_fsdp.launch.node_watch import NodeWatch
+from mamba_fsdp.launch.nodes import Batch, NodePool, can_share
 from mamba_fsdp.launch.plan_reader import MODULE, Plan, parse_answer, read_plan_on_host
+from mamba_fsdp.launch.restart_count import NO_CHECKPOINT, RestartCount
 from mamba_fsdp.launch.start_folder import StartFolder
-from mamba_fsdp.launch.supervisor import StopAsked, Supervisor, TooLate, written_until
-from mamba_fsdp.run.names import CACHES, newest_checkpoint
+from mamba_fsdp.launch.starts import Starts
+from mamba_fsdp.launch.supervisor import NodeLost, StopAsked, Supervisor, TooLate, written_until
+from mamba_fsdp.run.names import CACHES, WANTED_NODES, newest_checkpoint
+from mamba_fsdp.run.node_record import LOST, SICK, add_record, sick_nodes
 
 PREFLIGHT_SECONDS = 900  # the first start of a large image on a node takes minutes
 SECONDS_BEHIND = 60  # launchers end together; one that is missing for so long never ends
-MOST_ALARM_SECONDS = 10**9  # alarm takes no more than 2**31
+MAX_ALARM_SECONDS = 10**9  # alarm takes no more than 2**31
 LAST_SECONDS = 45  # so close to the time limit, the job does not wait for a checkpoint any longer
 SHORT_REMOVAL_SECONDS = 10.0  # of containers, after signals at which Slurm does not wait for long
-NO_CHECKPOINT = "start"
-TOKENIZER_TEXTS = "text"  # of a check, in the start's folder
+SECONDS_FOR_STEP = 60  # for Slurm to start a step of the ranks
+
+T = TypeVar("T")
 
 
-class GiveWay(Exception):
-    """Trouble that may be gone at the job's next start, or its exit code alone if it has been said."""
+class GiveUp(Exception):
+    """This start of the job can't train. The message says why, if that has not been said; code: the exit code by which
+    `decide` tells whether another start may succeed."""
 
     def __init__(self, sentence: str = "", code: int = 1) -> None:
         super().__init__(sentence)
@@ -58,56 +66,89 @@ class GiveWay(Exception):
 
 def train_in_slurm(words: List[str], variables: Variables) -> int:
     """Trains on the nodes of this job. Returns the exit code, unless Slurm queues the job again and ends it."""
-    training = SlurmTraining(words, variables)
+    training = make_training(words, variables)
     try:
-        with keeper(training.job, training.environment.image, training.seconds_for_removal):
+        with training.guarded():
             decision = training.run()
     except Mistake:
         training.forget()
         raise
-    if decision.action is Action.END or slurm.queue_again(training.job):
+    if decision.action is Action.END:
+        return decision.exit_code
+    left_out = training.pool.left_out
+    lost = list(training.watch.lost)
+    if lost and not slurm.has_other_nodes(len(training.job.nodes), left_out):
+        slurm.await_down(lost)
+    if slurm.queue_again(training.job, left_out):
         return decision.exit_code
     say("error: Slurm refused to queue the job again; sbatch the same command to resume")
     return 1
 
 
-def check_nodes(words: List[str], variables: Variables) -> int:
-    """Does all that comes before training, and leaves nothing. Returns the exit code."""
-    training = SlurmTraining(words, variables, is_check=True)
-    with keeper(training.job, training.environment.image):
-        return training.check()
+def make_training(
+    words: List[str], variables: Variables, kind: "Optional[Type[SlurmTraining]]" = None
+) -> "SlurmTraining":
+    """Returns the training of this job, or another kind of it. Signals are handled from here on. Raises Mistake, or
+    SystemExit after a help page or a mistake in the settings."""
+    supervisor = Supervisor()
+    job = slurm.this_job()
+    training = (kind or SlurmTraining)(words, variables, job, supervisor)
+    training.listen()
+    slurm.check_gpus(job)
+    least = max(1, variables.min_nodes)
+    if variables.spare_nodes + least > len(job.nodes):
+        raise Mistake(
+            f"SPARE_NODES={variables.spare_nodes}, MIN_NODES={variables.min_nodes}: the job has {len(job.nodes)} nodes; "
+            "ask for more: sbatch --nodes=N"
+        )
+    training.environment = choose_environment(variables.image)
+    if training.environment.image:
+        slurm.check_images_run(training.environment.image)
+        os.environ["IMAGE"] = training.environment.image  # for what a step says of itself
+    answer = read_plan_on_host(words)
+    if answer and not answer.plan:
+        sys.exit(answer.code)
+    if answer:
+        training.plan = answer.plan
+    return training
 
 
 class SlurmTraining:
     """A training under way in a job, on its first node."""
 
-    def __init__(self, words: List[str], variables: Variables, is_check: bool = False) -> None:
-        """Reads what the job is, before anything is started. Raises Mistake, or SystemExit after a help page or a
-        mistake in the settings."""
+    environment: Environment
+    watch: NodeWatch
+
+    def __init__(
+        self, words: List[str], variables: Variables, job: slurm.Job, supervisor: Supervisor
+    ) -> None:
         self.words = words
         self.variables = variables
-        self.is_check = is_check
-        self.supervisor = Supervisor()
-        self.job = slurm.this_job()
-        self.listen()
-        slurm.check_gpus(self.job)
-        self.environment = choose_environment(variables.image)
-        if self.environment.image:
-            slurm.check_images_run(self.environment.image)
-            os.environ["IMAGE"] = self.environment.image  # for what a step says of itself
+        self.job = job
+        self.supervisor = supervisor
+        self.pool = NodePool(job.nodes, variables.spare_nodes, variables.min_nodes)
         self.container: List[str] = []
         self.plan: Optional[Plan] = None
         self.folder: Optional[StartFolder] = None
-        self.made: List[str] = []  # folders that a check removes again
-        self.restarts = RestartCount(self.job)
+        self.has_container: Set[str] = set()  # nodes
+        self.passed_preflight: Set[str] = set()
+        self.ranks_per_node = 1
+        self.busy: Set[str] = set()  # the nodes of the command that runs now
+        self.training_nodes: List[str] = []
+        self.attempts = 0  # at running the ranks
+        self.losing = threading.Lock()
+        self.restarts = RestartCount(job)
         self.newest_before = NO_CHECKPOINT
         self.seconds_run = float("inf")  # and left, of this start, when it was asked to stop
         self.seconds_left = float("inf")
-        answer = read_plan_on_host(words)
-        if answer and not answer.plan:
-            sys.exit(answer.code)
-        if answer:
-            self.plan = answer.plan
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Watches the nodes during the block, and cleans them up at its end."""
+        image = self.environment.image
+        with guarded(self.job, image, self.lose_node, self.seconds_for_removal) as self.watch:
+            self.watch.remove_if_killed(self.restarts.file)
+            yield
 
     def run(self) -> Decision:
         """Trains, and decides what becomes of the job."""
@@ -128,73 +169,80 @@ class SlurmTraining:
             plan, folder = self.prepare()
             if plan.dry_run:  # read in the image
                 return self.dry_run(plan)
-            self.preflight(plan, folder)
             ending = self.train(plan, folder)
         except (StopAsked, TooLate):
             self.supervisor.send(signal.SIGKILL)  # to a command that heeds no SIGTERM
             ending = self.ending(ENDED)
-        except GiveWay as trouble:
+        except GiveUp as trouble:
+            if not self.plan:  # it is not known yet where the checkpoints lie
+                self.count_start()
             if str(trouble):
                 say(f"error: {trouble}")
             ending = self.ending(trouble.code)
         return self.conclude(ending)
 
-    def check(self) -> int:
-        """Prepares and checks the nodes, and tries the tokenizer on the first. Returns the exit code."""
-        try:
-            plan, start = self.prepare()
-            self.preflight(plan, start)
-            self.try_tokenizer(start)
-        except (StopAsked, TooLate):
-            return ENDED
-        except GiveWay as trouble:
-            if str(trouble):
-                say(f"error: {trouble}")
-            return trouble.code
-        finally:
-            if self.folder:
-                self.folder.remove()
-            for folder in reversed(self.made):
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)
-        say("fit to train")
-        return 0
-
     # ------------------------------------------------------------------------------------------------ before training
 
     def prepare(self) -> Tuple[Plan, StartFolder]:
-        """Starts the containers, reads the settings if only the image can, and makes the start's folder. Returns
-        the plan and this folder."""
-        named = [
-            word.partition("=")[2] for word in self.words
-        ]  # --config=/elsewhere/my.yaml has to be read
-        self.use_container([path for path in named if os.path.isabs(path) and os.path.exists(path)])
+        """Prepares all nodes: starts the containers, reads the settings if only the image can, makes the start's folder
+        and the built-in data, and checks the nodes. Returns the plan and the folder."""
+        self.use_container(named_paths(self.words))
         if self.plan:
             self.count_start()
-        self.start_containers()
+        self.without_lost_nodes(self.start_containers)
         if not self.plan:
-            self.plan = self.read_plan_in_image()
+            self.plan = self.without_lost_nodes(self.read_plan_in_image)
             self.count_start()
         plan = self.plan
-        if plan.dry_run:
-            return plan, StartFolder(plan.run_folder, self.job.start, bool(plan.replay))
         self.folder = StartFolder(plan.run_folder, self.job.start, bool(plan.replay))
-        self.made = missing_folders(plan.run_folder) + missing_folders(plan.missing_data)
+        if plan.dry_run:
+            return plan, self.folder
+        self.make_folder(plan, self.folder)
+        self.without_lost_nodes(self.make_data)
+        self.without_lost_nodes(self.preflight)
+        return plan, self.folder
+
+    def without_lost_nodes(self, work: Callable[[], T]) -> T:
+        """Returns the result of `work()`, which is repeated if a node is lost meanwhile. Raises GiveUp if the nodes that
+        are left are too few."""
+        while True:
+            try:
+                return work()
+            except NodeLost:
+                self.choose_nodes()
+
+    def choose_nodes(self) -> List[str]:
+        """Returns the nodes that are to train. Raises GiveUp if too few are left."""
+
+        def fits(nodes: int) -> bool:
+            if not self.plan:
+                return True
+            batch = Batch(*self.plan.batch)
+            return can_share(batch, self.pool.wanted, self.ranks_per_node, nodes)
+
+        chosen = self.pool.choose(fits)
+        if not chosen:
+            left_out = self.pool.left_out
+            listed = ", ".join(f"{node} ({reason})" for node, reason in left_out.items())
+            raise GiveUp(f"too few nodes are left without {listed}")
+        return chosen
+
+    def make_folder(self, plan: Plan, folder: StartFolder) -> None:
+        """Makes the folder of this start, and mounts it with what the settings name."""
         try:
-            self.folder.make(plan.settings)
+            folder.make(plan.settings)
             if plan.missing_data:  # to be mounted
                 os.makedirs(plan.missing_data, exist_ok=True)
+            self.pool.suspected = sick_nodes(plan.run_folder)
         except OSError:
             self.fail_to_write(plan)
+        self.watch.remove_if_killed(folder.path)
         self.use_container(self.folders_of(plan))
-        self.make_data(plan)
-        return plan, self.folder
 
     def count_start(self) -> None:
         """Counts this start of the job among those from the same checkpoint."""
         self.newest_before = self.newest()
-        if not self.is_check:
-            self.restarts.count(self.newest_before)
+        self.restarts.count(self.newest_before)
 
     def use_container(self, folders: List[str]) -> None:
         """From here on steps run in a container in which these folders are mounted too."""
@@ -203,40 +251,42 @@ class SlurmTraining:
 
     def start_containers(self) -> None:
         """Starts the container on all nodes at once: each unpacks the image the only time in this start of the job.
-        Raises GiveWay if a node can't."""
+        Raises GiveUp if too few nodes can."""
         if not self.environment.image:
             return
+        nodes = [node for node in self.pool.healthy() if node not in self.has_container]
         say_node = ["sh", "-c", 'echo "started: $SLURMD_NODENAME"']
-        said = self.supervisor.output_of(self.on_all_nodes(say_node, limited=True))
-        started = re.findall(r"^ *\d+: started: (.*)", said, re.MULTILINE)
-        missing = [node for node in self.job.nodes if node not in started]
+        output = self.supervisor.output_of(self.on_nodes(nodes, say_node, limited=True))
+        self.has_container.update(re.findall(r"^ *\d+: started: (.*)", output, re.MULTILINE))
+        missing = [node for node in nodes if node not in self.has_container]
         if not missing:
             return
-        if not self.plan:  # it is not known yet where the checkpoints lie
-            self.count_start()
-        if len(missing) == len(self.job.nodes):
-            raise GiveWay(
+        if not self.has_container:
+            raise GiveUp(
                 "the container started on no node; see above. If the image is damaged, copy it again; if the disk is full "
                 "to which Enroot unpacks (ENROOT_DATA_PATH), make room there",
                 MISTAKE,
             )
-        raise GiveWay(
-            "the container did not start on {}; see above. If a node keeps failing: --exclude=NODE".format(
-                ", ".join(missing)
+        for node in missing:
+            self.leave_out(node, SICK, "the container did not start there; see above")
+        if not self.pool.choose(lambda nodes: True):
+            raise GiveUp(
+                "the container did not start on {}; see above. If a node keeps failing: --exclude=NODE".format(
+                    ", ".join(missing)
+                )
             )
-        )
 
     def read_plan_in_image(self) -> Plan:
         """Returns what the settings mean, as the image on the first node finds out."""
         python = [self.environment.python, *MODULE, "/dev/stdout"]
-        said = self.supervisor.output_of(self.on_first_node(python + self.words))
-        answer = parse_answer(self.supervisor.last_code, said)
+        output = self.supervisor.output_of(self.on_first_node(python + self.words))
+        answer = parse_answer(self.supervisor.last_code, output)
         if answer.plan:
             return answer.plan
         if answer.code in (0, MISTAKE):  # a help page, or a mistake
-            say(said.rstrip("\n"))
+            say(output.rstrip("\n"))
             raise SystemExit(answer.code)
-        raise GiveWay(
+        raise GiveUp(
             f"the settings could not be read on {self.job.nodes[0]}, though no mistake in them was found; see above"
         )
 
@@ -249,7 +299,7 @@ class SlurmTraining:
         # What a run began with may be gone: its own checkpoint wins.
         paths = [path for path in plan.paths if os.path.exists(path) or not has_begun]
         folders = paths + folders_behind_links(paths)
-        if plan.dry_run or self.is_check:
+        if plan.dry_run:
             return folders
         caches = os.path.join(os.path.dirname(plan.run_folder), CACHES)
         with contextlib.suppress(OSError):
@@ -263,122 +313,217 @@ class SlurmTraining:
         sentence = f"can't write to {plan.run_folder} on {self.job.nodes[0]}"
         if self.job.restart == 0:
             raise Mistake("save_ckpt_path: " + sentence)
-        raise GiveWay(sentence + ", as an earlier start of this job could")
+        raise GiveUp(sentence + ", as an earlier start of this job could")
 
-    def make_data(self, plan: Plan) -> None:
+    def make_data(self) -> None:
         """Makes the built-in data if the training needs it."""
-        if not plan.missing_data or self.is_check:
+        assert self.plan
+        if not self.plan.missing_data:
             return
-        builtin = os.path.relpath(plan.missing_data)
+        builtin = os.path.relpath(self.plan.missing_data)
         program = os.path.join(PROJECT, "get_dataset.py")
         words = [self.environment.python, program, "builtin", builtin]
         code = self.supervisor.run(self.on_first_node(words))
         if code != 0:
-            raise GiveWay(code=code)
+            raise GiveUp(code=code)
 
-    def preflight(self, plan: Plan, folder: StartFolder) -> None:
-        """Has every node report what it finds for these settings. Raises GiveWay if a node is not fit."""
+    def preflight(self) -> None:
+        """Has every node report what it finds for these settings. Nodes that are not fit are left out. Raises GiveUp if
+        too few are fit."""
+        assert self.plan and self.folder
+        plan = self.plan
+        folder = self.folder
+        nodes = self.pool.healthy()
+        if self.passed_preflight.issuperset(nodes):
+            return
         shutil.rmtree(folder.preflight, ignore_errors=True)
         try:
             os.mkdir(folder.preflight)
         except OSError:
             self.fail_to_write(plan)
-        verb = [self.environment.python, "-m", "mamba_fsdp", "preflight"]
-        report = [*verb, "report", folder.preflight, folder.settings]
-        self.supervisor.run(self.on_all_nodes(report, limited=True))
-        judge = [*verb, "judge", folder.preflight, *self.job.nodes]
+        report = self.preflight_command("report", folder.preflight, folder.settings)
+        self.supervisor.run(self.on_nodes(nodes, report, limited=True))
+        judge = self.preflight_command("judge", folder.preflight, *nodes)
         code = self.supervisor.run(self.on_first_node(judge))
-        if code != 0:
-            raise GiveWay(code=code)
+        verdict = folder.verdict()
+        self.ranks_per_node = verdict["ranks_per_node"]
+        suspected = self.pool.suspected
+        unfit = verdict["unfit"]
+        for node, reason in unfit.items():
+            self.leave_out(node, SICK, reason)
+        if code != 0 and (code == MISTAKE or not unfit):
+            raise GiveUp(code=code)
+        if unfit and not self.pool.choose(lambda nodes: True):
+            again = [node for node in unfit if node in suspected]
+            if again:
+                self.blame(again[0])
+            raise GiveUp(code=code)
+        self.passed_preflight.update(self.pool.healthy())
+        self.test_suspected_nodes()
 
-    def try_tokenizer(self, folder: StartFolder) -> None:
-        """Tokenises a megabyte of this project's own text on the first node, as get_dataset.py does. Raises GiveWay
-        if that fails."""
-        texts = os.path.join(folder.path, TOKENIZER_TEXTS)
-        os.mkdir(texts)
-        sources = sorted(glob.glob(os.path.join(glob.escape(PROJECT), "mamba_fsdp", "*", "*.py")))
-        for name in (
-            "train",
-            "validation",
-        ):  # two long documents, which two threads encode at the same time
-            with open(os.path.join(texts, name + ".txt"), "wb") as together:
-                for source in sources:
-                    with open(source, "rb") as file:
-                        shutil.copyfileobj(file, together)
-        words = [self.environment.python, os.path.join(PROJECT, "get_dataset.py"), texts]
-        words += [os.path.join(folder.path, "tokens"), "--splits=official", "--tokenizer=train:512"]
-        said = self.supervisor.output_of(self.on_first_node(words), with_errors=True)
-        if self.supervisor.last_code == 0:
-            return
-        say(said.rstrip("\n"))
-        lines = [line for line in said.splitlines() if not line.startswith("srun: ")]
-        last = lines[-1] if lines else "it says nothing"
-        raise GiveWay(
-            f"the tokenizer fails on {self.job.nodes[0]}: {last}",
-            self.supervisor.last_code,
+    def test_suspected_nodes(self) -> None:
+        """Tests the kernels on nodes that were sick in an earlier start, if the job can't do without them. Raises GiveUp
+        if a node is still sick."""
+        assert self.plan and self.folder
+        for node in self.choose_nodes():
+            if node not in self.pool.suspected:
+                continue
+            test = self.preflight_command("kernels", self.plan.run_folder, self.folder.settings)
+            if self.supervisor.run(self.on_nodes([node], test, limited=True)) != 0:
+                self.blame(node)
+
+    def blame(self, node: str) -> None:
+        """Raises the error of a node that was sick in an earlier start and still is."""
+        reason = self.pool.suspected[node]
+        raise GiveUp(
+            f"{node} was sick in an earlier start ({reason}), and still is; sbatch --exclude={node} ...",
+            MISTAKE,
         )
+
+    def preflight_command(self, action: str, *words: str) -> List[str]:
+        """Returns the command of the verb preflight."""
+        return [self.environment.python, "-m", "mamba_fsdp", "preflight", action, *words]
 
     def dry_run(self, plan: Plan) -> Decision:
         """Says what would be trained."""
         self.use_container([path for path in self.folders_of(plan) if os.path.exists(path)])
         python = self.on_first_node([self.environment.python], with_network=False)
-        code = dry_run(python, plan.settings, len(self.job.nodes))
+        code = dry_run(python, plan.settings, self.pool.wanted)
         return Decision(Action.END, code, "")
 
     # ------------------------------------------------------------------------------------------------ training
 
     def train(self, plan: Plan, folder: StartFolder) -> Ending:
-        """Runs the ranks, again in place after a failure that a restart may fix. Returns how that ended."""
-        restarted_from = ""
+        """Runs the ranks, and again after losses that a restart can fix. Returns how that ended."""
         with written_until(folder.stop, self.supervisor.reason) as ask:
+
+            def run_ranks() -> int:
+                return self.without_lost_nodes(lambda: self.run_ranks(plan, folder, ask))
+
+            starts = Starts(run_ranks, self.ending)
             while True:
-                ending = self.ending(self.run_ranks(plan, folder, ask))
-                lost = slurm.lost_nodes() if ending.code != 0 else ""
-                if not starts_again_in_place(ending, restarted_from, bool(lost)):
+                ending = starts.run()
+                node = ending.outcome.node
+                is_sick = ending.code == NODE_FAULT or starts.is_sick(node)
+                if ending.asked or not is_sick or node not in self.training_nodes:
                     return ending
-                restarted_from = ending.newest
-                say("restarts   the ranks after the loss of " + ending.lost)
-                folder.forget_failures()
+                self.leave_out(node, SICK, ending.lost)
+                if not self.pool.choose(lambda nodes: True):
+                    return ending
 
     def run_ranks(self, plan: Plan, folder: StartFolder, ask: Callable[[], None]) -> int:
-        """Runs the ranks of all nodes once. Returns srun's exit code."""
-        os.environ["LAST_NODE"] = self.job.nodes[-1]
+        """Runs the ranks of all nodes once. Returns srun's exit code. Raises NodeLost if a node is lost meanwhile."""
+        folder.forget_failures()
+        nodes = self.choose_nodes()
+        self.say_nodes(nodes, plan)
+        self.attempts += 1
+        self.training_nodes = nodes
+        os.environ["LAST_NODE"] = nodes[-1]
         launcher = launcher_of(
             self.environment.python, plan.run_folder, self.variables.profile, self.job.start
         )
         launcher += [
-            f"--nnodes={len(self.job.nodes)}",
+            f"--nnodes={len(nodes)}",
             "--rdzv-backend=c10d",
             "--rdzv-id=" + self.job.start,
-            "--rdzv-endpoint=" + slurm.meeting_place(self.job),
-            # keep_alive_max_attempt: torchrun judges by the nodes' clocks which of them are alive; one that is down, Slurm
-            # finds.
+            "--rdzv-endpoint=" + slurm.meeting_place(self.job, nodes[0], self.attempts),
+            # keep_alive_max_attempt: torchrun judges by the nodes' clocks which of them are alive; NodeWatch does not.
             "--rdzv-conf=join_timeout=900,read_timeout=900,keep_alive_max_attempt=999999",
             *plan.program("training.py", folder.settings),
         ]
-        bounds = ["--kill-on-bad-exit=1", f"--wait={SECONDS_BEHIND}"]
+        bounds = [
+            "--kill-on-bad-exit=1",
+            f"--wait={SECONDS_BEHIND}",
+            f"--immediate={SECONDS_FOR_STEP}",
+        ]
         try:
-            return self.supervisor.run_training(self.on_all_nodes(launcher, bounds), ask)
+            code = self.supervisor.run_training(self.on_nodes(nodes, launcher, bounds), ask)
         except TooLate:
             say(
                 f"{LAST_SECONDS} s before the time limit: the training has not ended, and the job does not wait for it"
             )
             return ENDED
+        if code != 0:
+            self.notice_losses()
+        return code
 
-    def on_all_nodes(
-        self, command: List[str], options: Optional[List[str]] = None, limited: bool = False
+    def say_nodes(self, nodes: Sequence[str], plan: Plan) -> None:
+        """Says which nodes train, if they are not the same as before or not all."""
+        wanted = self.pool.wanted
+        is_first = not self.training_nodes
+        if nodes == self.training_nodes or (is_first and len(nodes) == len(self.job.nodes)):
+            return
+        os.environ.pop(WANTED_NODES, None)
+        text = "nodes      training on " + " ".join(nodes)
+        spares = [node for node in self.pool.healthy() if node not in nodes]
+        if spares:
+            text += "; spare: " + " ".join(spares)
+        if len(nodes) < wanted:
+            os.environ[WANTED_NODES] = str(wanted)
+            batch = Batch(*plan.batch)
+            samples = batch.of_nodes(wanted, self.ranks_per_node)
+            each = samples * batch.ranks_per_sample // (len(nodes) * self.ranks_per_node)
+            text += (
+                f"; {each} samples a rank and step, {samples} together as before, in about {wanted / len(nodes):.2f} times "
+                "as long"
+            )
+        say(text)
+
+    # ------------------------------------------------------------------------------------------------ losses
+
+    def lose_node(self, node: str) -> None:
+        """Takes a lost node out of the job. Threads of NodeWatch call it."""
+        with self.losing:
+            if node in self.pool.left_out:
+                return
+            last_seen = self.watch.lost.get(node, time.time())
+            silence = time.time() - last_seen
+            self.leave_out(node, LOST, f"it has not answered for {silence:.0f} s", last_seen)
+            kept = [name for name in self.job.nodes if name not in self.watch.lost]
+            slurm.kill_steps_on(self.job, node)
+            slurm.release_nodes(self.job, kept)
+            if node in self.busy:
+                self.supervisor.lose_node()
+
+    def notice_losses(self) -> None:
+        """Raises NodeLost if the ranks have failed because of a node that is lost."""
+        self.watch.settle()
+        for node in slurm.nodes_down(self.training_nodes):
+            self.watch.lost.setdefault(node, time.time())
+            self.lose_node(node)
+        if any(node in self.watch.lost for node in self.training_nodes):
+            raise NodeLost
+
+    def leave_out(self, node: str, kind: str, reason: str, last_seen: float = 0.0) -> None:
+        """Leaves a node out from here on, and records it in the run folder."""
+        self.pool.left_out[node] = reason
+        say(f"{kind:<11}{node}: {reason}")
+        if self.plan and not self.plan.replay:
+            with contextlib.suppress(OSError):
+                last_seen = last_seen or time.time()
+                add_record(self.plan.run_folder, self.job.name, node, kind, reason, last_seen)
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def on_nodes(
+        self,
+        nodes: Sequence[str],
+        command: List[str],
+        options: Optional[List[str]] = None,
+        limited: bool = False,
     ) -> List[str]:
-        """Returns what runs a command once on each node, inside the container if there is one."""
-        srun = slurm.on_all_nodes(self.job) + (options or []) + self.container + on_node(command)
+        """Returns what runs a command once on each of these nodes, inside the container if there is one."""
+        self.busy = set(nodes)
+        srun = slurm.on_nodes(nodes) + (options or []) + self.container + on_node(command)
         return ["timeout", str(PREFLIGHT_SECONDS), *srun] if limited else srun
 
     def on_first_node(self, command: List[str], with_network: bool = True) -> List[str]:
-        """Returns what runs a command on the first node. This program is there already, but for a check, which runs
-        where salloc was called."""
-        if not self.environment.image and not self.is_check:
+        """Returns what runs a command on the first node, where this program is already."""
+        self.busy = set()
+        if not self.environment.image:
             return command
         inside = on_node(command) if with_network else command
-        return slurm.on_first_node(self.job) + self.container + inside
+        return slurm.on_hosts(self.job.nodes[:1]) + self.container + inside
 
     # ------------------------------------------------------------------------------------------------ signals
 
@@ -408,7 +553,7 @@ class SlurmTraining:
             if left is not None:
                 self.seconds_left = left
                 seconds = max(1, int(left - LAST_SECONDS))
-                signal.alarm(min(seconds, MOST_ALARM_SECONDS))
+                signal.alarm(min(seconds, MAX_ALARM_SECONDS))
 
     # ------------------------------------------------------------------------------------------------ at the end
 
@@ -425,7 +570,7 @@ class SlurmTraining:
         return Ending(
             code=outcome.code if outcome.status else code,
             outcome=outcome,
-            run_folder=self.plan.run_folder if self.plan else "",
+            run_folder=self.plan.shown_folder() if self.plan else "",
             newest=self.newest(),
             newest_before=self.newest_before,
             restarts=self.restarts.restarts,
@@ -459,9 +604,8 @@ class SlurmTraining:
     def show_first_error(self, ending: Ending) -> None:
         """Prints the first error of all nodes, last, where a person looks first. After the loss of a node others fail
         because of it."""
-        lost = slurm.lost_nodes()
-        if lost:
-            say("error: Slurm has lost " + lost)
+        if self.watch.lost:
+            say("error: lost " + ", ".join(self.watch.lost))
         elif ending.outcome.error:
             say(ending.outcome.error.rstrip("\n"))
         elif ending.code == KILLED and self.folder:
@@ -472,65 +616,24 @@ class SlurmTraining:
         return seconds_for_removal(self.supervisor.asked, slurm.seconds_left(self.job))
 
 
+def named_paths(words: Sequence[str]) -> List[str]:
+    """Returns the paths that must be mounted so that the settings can be read, such as those of
+    --config=/elsewhere/my.yaml and of `replay RUN`."""
+    paths = []
+    for word in words:
+        path = word.partition("=")[2]
+        if not word.startswith("-"):
+            path = os.path.abspath(word)
+        if os.path.isabs(path) and os.path.exists(path):
+            paths.append(path)
+    return paths
+
+
 def seconds_for_removal(asked: str, seconds_left: Optional[float]) -> float:
     """Returns for how long a job waits for its containers to be removed. asked: the signal that ended it.
     seconds_left: until the time limit; None if a busy controller does not say."""
     if not asked:
-        return MOST_SECONDS
+        return MAX_REMOVAL_SECONDS
     if asked != "USR1" or seconds_left is None:
         return SHORT_REMOVAL_SECONDS
     return max(SHORT_REMOVAL_SECONDS, seconds_left - LAST_SECONDS)
-
-
-class RestartCount:
-    """How often in a row the job has started from the same checkpoint, in a file: each start is a process of its own."""
-
-    def __init__(self, job: slurm.Job) -> None:
-        self.file = os.path.join(PROJECT, "logs", "restarts_" + job.number)
-        self.restarts = 0
-        self.newest = NO_CHECKPOINT
-        self.before = ""  # the newest checkpoint at the job's start before
-        if job.restart:
-            with contextlib.suppress(OSError, ValueError):
-                with open(self.file) as file:
-                    count, self.before = file.read().split()
-                self.restarts = int(count)
-                self.newest = self.before
-
-    def count(self, newest: str) -> None:
-        """Counts this start, which begins with this checkpoint as the newest."""
-        self.restarts = self.restarts + 1 if self.before == newest else 0
-        self.newest = newest
-        forget_ended_jobs(os.path.dirname(self.file))
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(self.file), exist_ok=True)
-            with open(self.file, "w") as file:
-                file.write(f"{self.restarts} {newest}\n")
-
-    def forget(self) -> None:
-        """Removes the file, after the job's last start."""
-        with contextlib.suppress(OSError):
-            os.unlink(self.file)
-
-
-def forget_ended_jobs(logs: str) -> None:
-    """Removes the counts of this user's jobs that ended without a word, as after a kill."""
-    living = slurm.jobs_of_this_user(
-        "PENDING,RUNNING,SUSPENDED,STOPPED,COMPLETING,CONFIGURING,REQUEUED"
-    )
-    if living is None:
-        return
-    for file in glob.glob(os.path.join(glob.escape(logs), "restarts_*")):
-        with contextlib.suppress(OSError):
-            is_own = os.stat(file).st_uid == os.getuid()
-            if is_own and file.rpartition("_")[2] not in living:
-                os.unlink(file)
-
-
-def missing_folders(path: str) -> List[str]:
-    """Returns the folder and those above it that are not there, the highest first."""
-    missing: List[str] = []
-    while path and not os.path.exists(path):
-        missing.insert(0, path)
-        path = os.path.dirname(path)
-    return missing

@@ -3,7 +3,7 @@ take what is the other's. For the cluster's own Python, see host.py.
 
     settings.json   what the settings came to; nodes and ranks read it
     STOP            asks the ranks of this start to stop
-    preflight/      what each node found
+    preflight/      what each node found, and verdict.json
     NODE.json       the first failure of a node
     outcome.json    how the training ended
 """
@@ -23,6 +23,7 @@ from mamba_fsdp.run.names import (
     RESOLVED,
     STARTS,
     STOP,
+    VERDICT,
     stop_mark,
 )
 
@@ -63,6 +64,13 @@ class StartFolder:
             with open(os.path.join(self.path, OUTCOME)) as file:
                 return Outcome(**json.load(file))
         return Outcome()
+
+    def verdict(self) -> Dict[str, Any]:
+        """Returns what preflight's judge has left: `unfit`, {node: reason}, and `ranks_per_node`."""
+        with contextlib.suppress(OSError, ValueError):
+            with open(os.path.join(self.preflight, VERDICT)) as file:
+                return json.load(file)
+        return {"unfit": {}, "ranks_per_node": 1}
 
     def forget_failures(self) -> None:
         """Removes how the ranks ended, before they start again."""

@@ -22,6 +22,10 @@ class TooLate(Exception):
     """The job can't wait for its command any longer."""
 
 
+class NodeLost(Exception):
+    """A node is lost on which the job's command was running."""
+
+
 class Supervisor:
     """The one who runs commands, each in a session of its own, which no signal reaches but through here.
 
@@ -37,6 +41,7 @@ class Supervisor:
         self.last_code = 0
         self.waits = False
         self.is_too_late = False
+        self.has_lost_node = False
 
     def listen(self, handlers: Dict[int, Callable[[int], None]]) -> None:
         """Calls the handlers at their signals from now on."""
@@ -65,7 +70,7 @@ class Supervisor:
 
     def run(self, command: Sequence[str]) -> int:
         """Returns the exit code of a command, which SIGTERM ends if a signal asks to stop. Raises StopAsked then,
-        and if a signal has asked before, and TooLate as run_training does."""
+        and if a signal has asked before; NodeLost after lose_node, and TooLate after give_up_waiting."""
         self.check_asked()
         self._start(command, self.terminate)
         code = self._end_of_child()
@@ -85,7 +90,7 @@ class Supervisor:
 
     def run_training(self, command: Sequence[str], ask: Callable[[], None]) -> int:
         """Returns the exit code of a command that ends in good order once `ask` has asked it to. Raises TooLate
-        if `give_up_waiting` was called."""
+        if `give_up_waiting` was called, NodeLost if lose_node was."""
         self._start(command, ask)
         return self._end_of_child()
 
@@ -109,6 +114,8 @@ class Supervisor:
         self.child = child
         if self.asked:  # since it was looked at last
             ask()
+        if self.has_lost_node:
+            self.send(signal.SIGKILL)
         return child
 
     def _end_of_child(self) -> int:
@@ -117,6 +124,9 @@ class Supervisor:
             code = self.child.wait()
         self.child = None
         self.last_code = code if code >= 0 else 128 - code
+        if self.has_lost_node:
+            self.has_lost_node = False
+            raise NodeLost
         return self.last_code
 
     @contextlib.contextmanager
@@ -140,6 +150,11 @@ class Supervisor:
         if self.child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.child.pid, number)
+
+    def lose_node(self) -> None:
+        """Kills the command that runs now, or the next one, which then raises NodeLost. Any thread may call it."""
+        self.has_lost_node = True
+        self.send(signal.SIGKILL)
 
     def give_up_waiting(self, number: int) -> None:
         """Handles a signal that says that the job can't wait any longer."""

@@ -21,6 +21,7 @@ from typing import List
 
 from mamba_fsdp.launch import slurm
 from mamba_fsdp.launch.containers import container_options, folders_behind_links
+from mamba_fsdp.launch.guard_step import guarded
 from mamba_fsdp.launch.host import (
     PROJECT,
     Mistake,
@@ -29,7 +30,6 @@ from mamba_fsdp.launch.host import (
     say_error,
     set_up_python,
 )
-from mamba_fsdp.launch.keeper_step import keeper
 from mamba_fsdp.launch.node_command import on_node
 from mamba_fsdp.launch.supervisor import StopAsked, Supervisor
 
@@ -37,6 +37,7 @@ from mamba_fsdp.launch.supervisor import StopAsked, Supervisor
 def main(words: List[str]) -> int:
     """Tokenises as the words say. Returns get_dataset.py's exit code."""
     os.chdir(PROJECT)
+    slurm.ignore_options_of_the_shell()
     set_up_python()
     mounts = read_mounts(os.environ)
     environment = choose_environment(os.environ.get("IMAGE", ""))
@@ -62,9 +63,9 @@ def main(words: List[str]) -> int:
         slurm.check_images_run(environment.image)
         folders = mounts + folders_of(words)
         container = container_options(environment.image, job.start, folders)
-        step = slurm.on_first_node(job) + container
+        step = slurm.on_hosts(job.nodes[:1]) + container
         command = on_node(command)
-    with keeper(job, environment.image):
+    with guarded(job, environment.image):
         try:
             return supervisor.run(step + command + words)
         except StopAsked:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mamba_fsdp.ops.backends import Use
+from mamba_fsdp.storage.patience import exists, open_to_read, read_bytes, read_text
 
 FOLDER = Path(__file__).parent
 HEADER = FOLDER / "cpp.h"
@@ -72,7 +73,7 @@ def _compiler() -> list[str]:
 def _processor() -> str:
     """Returns a text that differs between processors with different instructions."""
     try:
-        lines = set(Path("/proc/cpuinfo").read_text().splitlines())
+        lines = set(read_text("/proc/cpuinfo").splitlines())
     except OSError:
         return platform.processor()
     telling = ("model name", "flags", "Features", "CPU part")
@@ -101,7 +102,7 @@ def _compile(compiler: list[str], defines: tuple[str, ...], path: Path) -> None:
         library = Path(folder) / "library.so"
         # -fopenmp is left out because it would link a second OpenMP runtime besides PyTorch's.
         _run([*compiler, "-shared", *objects, "-o", str(library), "-lm"])
-        with open(library, "rb") as file:
+        with open_to_read(library) as file:
             os.fsync(file.fileno())  # a half-written library would crash a process that loads it
         os.replace(library, path)
 
@@ -111,12 +112,12 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     """Returns the C operators for activations of `dtype`, compiled if needed. Raises Unavailable with the reason."""
     compiler = _compiler()
     defines = TYPES[dtype]
-    sources = b"".join(path.read_bytes() for path in (HEADER, *SOURCES))
+    sources = b"".join(map(read_bytes, (HEADER, *SOURCES)))
     version = _run([*compiler, "--version"])
     identity = repr((sources, FLAGS, defines, compiler, version, _processor()))
     path = _caches() / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()}.so"
     try:
-        if not path.exists():
+        if not exists(path):
             _compile(compiler, defines, path)
         return ctypes.CDLL(str(path))
     except OSError as error:

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import is_torch_2_2
+from mamba_fsdp.storage.patience import exists
 
 # From Triton 3.10 on, a * b + c is two instructions unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -45,7 +46,7 @@ def why_unavailable() -> str | None:
         "posix_local", "posix_prefix"
     )  # Triton looks there
     header = os.path.join(sysconfig.get_path("include", scheme), "Python.h")
-    if not os.path.exists(header):
+    if not exists(header):
         return f"Triton needs Python's headers: install python3-dev, there is no {header}"
     return None
 

@@ -26,9 +26,12 @@ Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
 CPU = torch.device("cpu")
 # In the errors of gloo, NCCL and the store, if the cause is another rank.
 OF_A_LOSS = re.compile("onnection|peer|remote process|network|imeout|imed out")
-# The process groups that have ended. torch 2.2 frees a group with the interpreter's lock held, and waits meanwhile for
-# the group's threads, which may need the lock to free the tensors of the last exchange: the process would hang.
+# The process groups that have ended, with torch 2.2: it frees a group with the interpreter's lock held, and waits
+# meanwhile for the group's threads, which may need the lock to free the tensors of the last exchange: the process would
+# hang. Newer versions release the lock, and a group must be freed before the process ends: a thread that asks for the
+# lock of an interpreter that is ending aborts the process ("terminate called without an active exception").
 ENDED_GROUPS: "list[dist.ProcessGroup]" = []
+KEEPS_GROUPS = torch.__version__ < "2.6"
 WORLD_NUMBERS = count()  # of this process's trainings, equal on all ranks
 # In the environment: how many ranks the launchers of all nodes start.
 ALL_RANKS = "MAMBA_FSDP_RANKS"
@@ -212,8 +215,11 @@ class World:
         """Ends the process group. While an error is being raised, it does nothing: the other ranks may never call it."""
         if dist.is_initialized() and sys.exc_info()[0] is None:
             self.barrier()
-            groups = [dist.group.WORLD, self._gloo, *self._groups]
-            ENDED_GROUPS.extend(group for group in groups if group)
+            if KEEPS_GROUPS:
+                groups = [dist.group.WORLD, self._gloo, *self._groups]
+                ENDED_GROUPS.extend(group for group in groups if group)
+            self._gloo = None
+            self._groups.clear()
             dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ from mamba_fsdp.planning.estimate import Estimate, best, estimate
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
+from mamba_fsdp.storage.patience import exists
 
 # The rules of `plan --hours`; docs/planning.md explains them.
 TOKENS_PER_PARAMETER = 20  # compute-optimal: Hoffmann et al. 2022 (arXiv 2203.15556)
@@ -148,7 +149,7 @@ def command(words: dict[str, str], config: str | None, budget: Budget) -> str:
     start = ["mamba-fsdp", "train"]  # of an installed package
     if budget.instance or budget.nodes > 1:
         start = ["sbatch", f"--nodes={budget.nodes}", LAUNCHER]
-    elif Path(LAUNCHER).exists():
+    elif exists(LAUNCHER):
         start = [f"./{LAUNCHER}"]
     if config:
         start.append(f"--config={config}")

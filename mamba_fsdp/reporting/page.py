@@ -8,6 +8,7 @@ from mamba_fsdp.errors import UserError, python
 from mamba_fsdp.reporting.charts import make_figure
 from mamba_fsdp.reporting.run_summary import RunSummary, name_runs, summarise_run
 from mamba_fsdp.storage.formats import timestamp
+from mamba_fsdp.storage.patience import read_text
 
 COMPARED = {  # facts of a start that only programs compare
     "code",
@@ -39,7 +40,7 @@ def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
         "differing": differing_settings(runs),
         "figure": make_figure(runs, tokenizers_differ),
     }
-    before, between, after = PAGE.read_text(encoding="utf-8").split("__CUT__")
+    before, between, after = read_text(PAGE).split("__CUT__")
     no_tags = json.dumps(content, default=str).replace("<", "\\u003c")  # none may end <script>
     return before + get_plotlyjs() + between + no_tags + after
 

@@ -17,6 +17,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.layout import committed, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, METRICS, SETTINGS
 from mamba_fsdp.run.records import best_validation, numbers_of, read, read_events, read_status
+from mamba_fsdp.storage.patience import names_in, read_text
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
 
 def read_evaluations(folder: Path) -> list[dict]:
     """Returns what evaluate --follow has measured of a run, by step."""
-    files = sorted((folder / EVALUATIONS).glob("*.jsonl"))
+    followed = folder / EVALUATIONS
+    files = [followed / name for name in sorted(names_in(followed)) if name.endswith(".jsonl")]
     return sorted((entry for file in files for entry in read(file)), key=itemgetter("step"))
 
 
@@ -104,7 +106,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     with YAML's aliases, other values could grow without limit."""
     settings = {}
     try:
-        content = yaml.safe_load(file.read_text())
+        content = yaml.safe_load(read_text(file))
         content.pop("version", None)
         for section, part in content.items():
             for name, value in part.items():

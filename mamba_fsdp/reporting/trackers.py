@@ -11,19 +11,23 @@ import yaml
 
 from mamba_fsdp.errors import UserError, first_line, install_command
 from mamba_fsdp.run.names import TENSORBOARD, WANDB_ID
-from mamba_fsdp.run.records import numbers_of
-from mamba_fsdp.storage.patience import write_atomically
+from mamba_fsdp.run.records import Write, numbers_of
+from mamba_fsdp.storage.patience import exists, read_text, write_for_user
 
 SAMPLES = "validation/samples"
 
 
 def make_trackers(
-    run_folder: Path, settings: dict, step: int, print_line: Callable[[str], None]
+    run_folder: Path,
+    settings: dict,
+    step: int,
+    print_line: Callable[[str], None],
+    write: Write = write_for_user,
 ) -> list[Any]:
     """Returns the trackers that the settings of a run name, each with `write(entry)`, for an entry of metrics.jsonl,
     and `close()`.
 
-    step: the step from which the run resumes. If W&B refuses, a line says so and the run continues without it. Raises
+    step: the step from which the run resumes. write: replaces a file of the run. If W&B refuses, a line says so and the run continues without it. Raises
     UserError if W&B is not installed.
     """
     trackers: list[Any] = []
@@ -32,7 +36,7 @@ def make_trackers(
         trackers.append(TensorBoard(run_folder, settings, step))
     if "wandb" in kinds:
         try:
-            tracker = WeightsAndBiases(run_folder, settings)
+            tracker = WeightsAndBiases(run_folder, settings, write)
         except ConnectionRefusedError as refusal:
             print_line(
                 f"tracker    W&B is off: {refusal}; training continues without it. `wandb login` or WANDB_API_KEY logs in, "
@@ -80,7 +84,7 @@ class WeightsAndBiases:
     W&B can't drop steps that a run repeats after a kill. Steps that its server has are therefore not sent again.
     """
 
-    def __init__(self, run_folder: Path, settings: dict) -> None:
+    def __init__(self, run_folder: Path, settings: dict, write: Write) -> None:
         """Raises ConnectionRefusedError if W&B refuses, UserError if it is not installed."""
         try:
             import wandb
@@ -89,9 +93,9 @@ class WeightsAndBiases:
                 f"tracker=wandb needs a package that is not installed: {install_command('wandb')}"
             ) from None
         id_file = run_folder / WANDB_ID
-        if not id_file.exists():
-            write_atomically(id_file, uuid.uuid4().hex)
-        run_id = id_file.read_text().split()[0]  # some versions kept more than the id
+        if not exists(id_file):
+            write(id_file, uuid.uuid4().hex)
+        run_id = read_text(id_file).split()[0]  # some versions kept more than the id
         os.environ.setdefault("WANDB_SILENT", "true")  # W&B would print about forty lines
         try:
             mode = wandb.setup().settings.mode

@@ -7,6 +7,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.names import (
     CHECKPOINTS,
     LEASE,
+    NODES,
     PROFILE,
     SETTINGS,
     STARTS,
@@ -15,7 +16,7 @@ from mamba_fsdp.run.names import (
     committed_names,
     step_of,
 )
-from mamba_fsdp.storage.patience import exists, names_in
+from mamba_fsdp.storage.patience import exists, list_hidden_beside, names_in
 
 IN_USE = "stop that run first, or give this one another save_ckpt_path"
 # In a checkpoint, for each parameter: the weight and AdamW's two moments, all fp32. Muon's has fewer.
@@ -23,7 +24,7 @@ CHECKPOINT_BYTES = 12
 # While the model is written, see write_pth: the weight, fp32, in two files.
 PUBLISHING_BYTES = 8
 # What may lie in the folder before a run has begun there.
-BEFORE_A_RUN = {SETTINGS, STOP, STARTS, PROFILE}
+BEFORE_A_RUN = {SETTINGS, STOP, STARTS, PROFILE, NODES}
 LOGS = (
     ".log",
     ".out",
@@ -76,7 +77,8 @@ def newest_step(run: str | Path) -> int:
 
 def unfinished(run: Path) -> list[Path]:
     """Returns the checkpoints that are being saved, or that a killed run was saving; see lease.py."""
-    return sorted(run.glob(f".{LEASE}.*.partial/step_*"))
+    own = list_hidden_beside(run / LEASE)
+    return sorted(folder / name for folder in own for name in names_in(folder) if step_of(name))
 
 
 def removed(checkpoint: Path) -> UserError:

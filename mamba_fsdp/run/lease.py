@@ -14,6 +14,7 @@ A run holds its run folder, an export the folder that it makes, and a tokenising
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -36,8 +37,11 @@ from mamba_fsdp.storage.patience import (
     hidden_beside,
     is_folder,
     list_hidden_beside,
+    make_folder,
     move,
     names_in,
+    read_once,
+    read_text,
     retry_io,
     size_of,
     storage_error,
@@ -50,6 +54,7 @@ SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
 # A holder on another machine counts as dead after this long without a renewal.
 SECONDS_OF_SILENCE = 30.0
+LARGEST_LEASE = 1 << 16  # bytes
 
 Report = Callable[[str], object]
 
@@ -172,10 +177,11 @@ class Lease:
         # rename into it, based on a stale look, fails.
         with contextlib.suppress(FileExistsError):
             self.own.mkdir()
-        with contextlib.suppress(FileExistsError), open(self.file, "xb") as file:
+        with contextlib.suppress(FileExistsError):
+            file = open(self.file, "xb")
             try:
-                file.write(content)
-                file.flush()
+                with file:
+                    file.write(content)
             except OSError:  # half a lease would count as another's
                 self.file.unlink(missing_ok=True)
                 raise
@@ -185,7 +191,7 @@ class Lease:
             if other != self.own:
                 with contextlib.suppress(FileNotFoundError):
                     other.rename(self.own / other.name)
-        return self.is_held() and self.own.is_dir()
+        return self.is_held() and is_folder(self.own)
 
     def _take_away(self) -> None:
         """Moves the file into the own folder; does nothing if another process was faster."""
@@ -254,7 +260,7 @@ class Lease:
         self.move(path, hidden)
         delete(hidden)
 
-    def write(self, path: Path, data: str) -> None:
+    def write(self, path: Path, data: str | bytes) -> None:
         """Writes a file; readers see the old content or all of `data`. Raises LostError, and UserError."""
         try:
             write_for_user(path, data, self.own)
@@ -267,10 +273,15 @@ class Lease:
         return retry_io(self._look, self.file)
 
     def _look(self) -> Look | None:
-        # Opening makes NFS ask its server.
-        with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:
-            return Look(file.read(), os.fstat(file.fileno()).st_mtime_ns)
-        return None
+        try:
+            # Opening makes NFS ask its server. A link is refused: one that leads nowhere can neither be read nor made.
+            return Look(*read_once(self.file, LARGEST_LEASE, os.O_NOFOLLOW))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                error.strerror = f"{self.file.name} is a link; remove it"
+            raise
 
     def _look_in_folder(self) -> Look | None:
         """Does as `_look`, but raises OSError if there is not even a folder for the file."""
@@ -301,18 +312,18 @@ class Lease:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yields a folder to write in. It becomes `out` once the block has ended and all is on the disk, and is removed
-    if the block fails. Raises UserError if `out` is not free, another process writes it, or the disk refuses."""
+    """Yields a folder to write in, by functions of storage/patience.py that return when all is on the disk. It becomes
+    `out` once the block has ended, and is removed if the block fails. Raises UserError if `out` is not free, another process writes it, or the disk refuses."""
     if exists(out):
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     lease = Lease(out.with_name(f".{out.name}.lease"), out)
     unfinished = lease.own / out.name
     try:
-        retry_io(partial(out.parent.mkdir, parents=True, exist_ok=True), out.parent)
+        make_folder(out.parent, parents=True)
         lease.take(partial(print, file=sys.stderr), "wait for it, or name another folder")
-        retry_io(partial(unfinished.mkdir, exist_ok=True), unfinished)
+        make_folder(unfinished)
         yield unfinished
-        _sync_all(unfinished)
+        sync_folder(unfinished)
         lease.move(unfinished, out)
         sync_folder(out.parent)
     except OSError as error:
@@ -321,23 +332,10 @@ def new_folder(out: Path) -> Iterator[Path]:
         lease.close()
 
 
-def _sync_all(folder: Path) -> None:
-    """Flushes the files in a folder, and its entries. Raises OSError, and StorageError."""
-    for name in names_in(folder):
-        path = folder / name
-        if is_folder(path):
-            _sync_all(path)
-            continue
-        with retry_io(partial(open, path, "rb"), path) as file:
-            # Not retried: a second fsync succeeds even if the first one lost data.
-            os.fsync(file.fileno())
-    sync_folder(folder)
-
-
 def _machine() -> str | None:
     """Returns a name that is the same for processes that see each other's process ids; None without Linux's /proc."""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = read_text("/proc/sys/kernel/random/boot_id").strip()
         return boot + os.readlink("/proc/self/ns/pid")
     return None
 
@@ -346,7 +344,7 @@ def _start_of(pid: int) -> int | None:
     """Returns when a process started, in clock ticks since boot: it tells processes with the same id apart. None if it has
     ended."""
     with contextlib.suppress(OSError, ValueError):
-        _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        _, _, after_name = read_text(f"/proc/{pid}/stat").rpartition(")")
         state, *fields = after_name.split()
         if state not in "ZX":
             return int(fields[18])

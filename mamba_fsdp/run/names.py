@@ -2,7 +2,7 @@
 be 3.6.
 
     config.yaml  config.1.yaml ...  metrics.jsonl  steps.jsonl  events.jsonl  status.json  lease.json
-    kernels.json  STOP  tokenizer/
+    kernels.json  nodes.jsonl  STOP  tokenizer/
     starts/JOB.RESTART/          settings.json  STOP  preflight/  NODE.json  outcome.json
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
@@ -19,6 +19,7 @@ SETTINGS_COPY = "config.{}.yaml"  # of a start, by a number; events.jsonl says f
 METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"  # loss and gradient norm of every step, with all their digits
 EVENTS = "events.jsonl"  # starts, ends, checkpoints, faults, over all restarts
+NODES = "nodes.jsonl"  # the nodes that were lost or sick, see run/node_record.py
 # The backends that the run was begun with on a GPU, see trainer/first_use.py.
 KERNELS = "kernels.json"
 CACHES = ".cache"  # next to the run folders
@@ -30,10 +31,13 @@ TOKENIZER = "tokenizer"  # of the data, next to the model that was trained on it
 STARTS = "starts"
 RESOLVED = "settings.json"
 PREFLIGHT = "preflight"
+VERDICT = "verdict.json"  # in PREFLIGHT
 OUTCOME = "outcome.json"
 # In the environment of ranks: the folder of their start, and what stop_mark said when the start began.
 START = "MAMBA_FSDP_START"
 OLD_STOP = "MAMBA_FSDP_OLD_STOP"
+# Also there: how many nodes the job wanted, if it trains on fewer. The global batch stays that of this number.
+WANTED_NODES = "MAMBA_FSDP_WANTED_NODES"
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
 COMMIT = "COMMIT"

@@ -12,38 +12,49 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mamba_fsdp.errors import LostError, StorageError, UserError
+from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.run.layout import newest_step
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import EVENTS, LEASE, METRICS, STATUS
 from mamba_fsdp.storage.formats import timestamp
-from mamba_fsdp.storage.patience import exists, retry_io, storage_error, write_for_user
+from mamba_fsdp.storage.patience import (
+    exists,
+    open_to_read,
+    read_bytes,
+    retry_io,
+    stat_of,
+    storage_error,
+    write_for_user,
+)
 from mamba_fsdp.storage.typed_json import parse_object
 
 T = TypeVar("T")
+Write = Callable[[Path, str | bytes], object]  # replaces a file, see write_for_user
 ELSEWHERE = "requested on another rank"  # the reason of a stop that rank 0 was not asked for
 ENDS = ("stopped", "finished", "failed")  # the events that end a start
 LARGEST = 1 << 63  # larger integers are not read: other programs can't hold them
 
 
 class Log:
-    """A file of JSON lines, each with its "step", to which entries are appended. Opening it drops entries after `step`.
+    """A file of JSON lines, each with its "step", to which entries are appended.
 
-    check: is called before each write, with the function that retries, such as retry_io; raises UserError if this
-    process must not write. `failing`: whether the last attempt failed; its lines wait in memory for the next attempt.
+    Making a Log replaces the file by a copy without the entries after `step`. Each write opens the file first and then
+    checks `lease`: a process that is suspended after this check, and has lost the lease when it continues, appends to
+    the file that its successor has replaced. `failing`: whether the last attempt failed; its lines wait in memory for
+    the next attempt.
     """
 
-    def __init__(
-        self, path: Path, step: int, check: Callable[[Callable], object] | None = None
-    ) -> None:
+    def __init__(self, path: Path, step: int, lease: Lease | None = None) -> None:
         self.path = path
-        self.check = check
+        self.lease = lease
         self.waiting = b""
         self.failing = False
-        self.size = 0
+        kept = b""
         if step:
-            self.size = retry_io(lambda: _size_up_to(path, step), path)
-        self.sync()
+            kept = retry_io(lambda: _lines_up_to(path, step), path)
+        self.size = len(kept)
+        write = lease.write if lease else write_for_user
+        write(path, kept)
 
     def write(self, *entries: dict) -> None:
         """Appends entries. Raises LostError if another process writes there. If the disk refuses, it prints one
@@ -84,12 +95,12 @@ class Log:
         def attempt() -> int:
             # The file is opened each time: file servers report failed writes at the close, and forget open files.
             with open(self.path, "ab", buffering=0) as file:
+                if self.lease:
+                    self.lease.check(trying)
                 end = file.tell()
                 if end != self.size:
                     # A failed attempt has left part of a line: remove it. Or the file was cut short: do not make it
-                    # longer again. Or another run has taken the file since the check: leave it alone.
-                    if self.check:
-                        self.check(trying)
+                    # longer again.
                     end = min(end, self.size)
                     file.truncate(end)
                 if file.write(self.waiting) < len(self.waiting):
@@ -99,8 +110,6 @@ class Log:
                 return end + len(self.waiting)
 
         trying = _try_once if self.failing else retry_io
-        if self.check:
-            self.check(trying)
         self.size = trying(attempt, self.path)
         self.waiting = b""
         self.failing = False
@@ -134,7 +143,7 @@ def entries(path: Path) -> Iterator[tuple[dict, int]]:
         return
     end = 0
     is_told = False
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         for number, line in enumerate(file, 1):
             end += len(line)
             entry = _parse_entry(line)
@@ -159,13 +168,17 @@ def _parse_entry(line: bytes) -> dict | None:
     return entry if type(step) is int and 0 <= step < LARGEST else None
 
 
-def _size_up_to(path: Path, step: int) -> int:
+def _lines_up_to(path: Path, step: int) -> bytes:
+    """Returns the beginning of a file of JSON lines, up to its first entry after `step`."""
     size = 0
     for entry, end in entries(path):
         if entry["step"] > step:
             break
         size = end
-    return size
+    if not size:
+        return b""
+    with open_to_read(path) as file:
+        return file.read(size)
 
 
 def latest(run_folder: Path) -> dict[str, Any]:
@@ -213,10 +226,10 @@ def write_status(
     status: str,
     step: int,
     reason: str = "",
-    write: Callable[[Path, str], object] = write_for_user,
+    write: Write = write_for_user,
 ) -> None:
     """Writes status.json and, unless the status is running, an event. status: running, stopped, finished or failed.
-    Raises UserError if it can't write."""
+    write: a run's own is `Lease.write`. Raises UserError if it can't write."""
     content: dict[str, Any] = {
         "status": status,
         "step": step,
@@ -225,7 +238,7 @@ def write_status(
     }
     write(run_folder / STATUS, json.dumps(content, indent=1) + "\n")
     if status != "running":
-        add_event(run_folder, status, step, reason=reason)
+        add_event(run_folder, status, step, write, reason=reason)
 
 
 def read_status(run_folder: Path) -> dict[str, Any]:
@@ -237,7 +250,7 @@ def read_status(run_folder: Path) -> dict[str, Any]:
         # the status, since a start takes its lease before it writes its first status.
         lease = Lease(run_folder / LEASE)
         before = lease.look()
-        status = parse_object((run_folder / STATUS).read_text())
+        status = parse_object(read_bytes(run_folder / STATUS))
         holder = lease.look()
         is_over = not any(look and look.is_alive() is not False for look in (before, holder))
         if status.get("status") == "running" and is_over:
@@ -255,26 +268,32 @@ def correct_status(run_folder: Path) -> dict[str, Any]:
     lease = Lease(run_folder / LEASE)
     with contextlib.suppress(OSError, ValueError, UserError), contextlib.closing(lease):
         if status.get("status") == "failed" and lease.try_take():
-            written = parse_object((run_folder / STATUS).read_text())
+            written = parse_object(read_bytes(run_folder / STATUS))
             if written.get("status") == "running":
                 write_status(run_folder, "failed", status["step"], status["reason"], lease.write)
     return status
 
 
-def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
-    """Adds a line to events.jsonl: the event after `step`, its time (UTC) and its `facts`. The caller holds the lease
-    of the run folder. If the disk refuses, the line is lost, because an event is no reason to stop a run."""
+def add_event(
+    run_folder: Path, event: str, step: int, write: Write = write_for_user, **facts: object
+) -> None:
+    """Adds a line to events.jsonl: the event after `step`, its time (UTC) and its `facts`. If the disk refuses, the line
+    is lost, because an event is no reason to stop a run.
+
+    write: a run's own is `Lease.write`. The file, which is small, is written anew, so that nothing can be added by a
+    process that has lost its lease. Raises LostError.
+    """
     line = _line({"time": timestamp(), "event": event, "step": step, **facts}).encode()
     path = run_folder / EVENTS
-
-    def append() -> None:
-        with open(path, "a+b", buffering=0) as file:
-            file.seek(max(0, file.tell() - 1))
-            is_cut = file.read(1) not in (b"", b"\n")  # a crash has cut the last line short
-            file.write(b"\n" * is_cut + line)
-
-    with contextlib.suppress(OSError, StorageError):
-        retry_io(append, path)
+    try:
+        content = read_bytes(path) if exists(path) else b""
+        if content and not content.endswith(b"\n"):  # a crash has cut the last line short
+            content += b"\n"
+        write(path, content + line)
+    except LostError:
+        raise
+    except (OSError, UserError) as error:
+        print(f"warning: {path}: the event {event!r} is lost: {error}", file=sys.stderr)
 
 
 def seconds_of_commands(run_folder: Path, until: float) -> float:
@@ -286,7 +305,7 @@ def seconds_of_commands(run_folder: Path, until: float) -> float:
         kinds = [event["event"] for event in events]
         start = max(number for number, kind in enumerate(kinds) if kind == "started")
         ends = [number for number, kind in enumerate(kinds) if kind in ENDS and number > start]
-        ended = moments[ends[0]] if ends else (run_folder / METRICS).stat().st_mtime
+        ended = moments[ends[0]] if ends else stat_of(run_folder / METRICS).st_mtime
         began = moments[start] - events[start]["seconds_to_start"]
         return events[start]["seconds_of_earlier_commands"] + max(0.0, min(ended, until) - began)
     return 0.0

@@ -14,6 +14,7 @@ from typing import Any
 
 from mamba_fsdp.errors import PROJECT, UserError, near_name
 from mamba_fsdp.fields import default, shown, takes
+from mamba_fsdp.storage.patience import is_file, read_text
 
 NARROWEST = 60
 WIDEST = 100  # columns: longer lines are hard to read
@@ -151,7 +152,7 @@ def in_docs(asked: str) -> list[str]:
     words = words_of(asked).split()
     lines = []
     for file in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]:
-        content = file.read_text().splitlines() if file.is_file() else []
+        content = read_text(file).splitlines() if is_file(file) else []
         for number, line in enumerate(content, 1):
             if words and all(f" {word}" in words_of(line) for word in words):
                 lines += wrapped(line.strip(), f"{file.relative_to(PROJECT)}:{number}  ", 4)

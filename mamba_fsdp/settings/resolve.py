@@ -6,6 +6,7 @@ then the defaults. The type of a field decides how its value is read: a run id 0
 """
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from mamba_fsdp.settings.train_config import (
     all_settings,
 )
 from mamba_fsdp.settings.written import Written
-from mamba_fsdp.storage.patience import exists, retry_io
+from mamba_fsdp.storage.patience import exists, is_file, is_folder, read_bytes
 from mamba_fsdp.storage.text_yaml import load_yaml
 
 # A link to config/; an installed package holds the files themselves.
@@ -181,11 +182,11 @@ def find_config_file(name: str) -> Path | None:
     UserError for any other name."""
     ready = ready_runs()
     path = Path(name)
-    if not path.is_file():
+    if not is_file(path):
         path = ready.get(name, path)
-    if path.is_file():
+    if is_file(path):
         return path
-    if path.is_dir():
+    if is_folder(path):
         raise UserError(f"config: {name} is a folder; give the path of a YAML file in it")
     same = other_launchers.content()["ready_runs"].get(Path(name).stem)
     if same:
@@ -442,8 +443,9 @@ def as_plain(settings: TrainConfig) -> dict[str, Any]:
 
 
 def read_resolved(path: Path) -> TrainConfig:
-    """Returns the settings that the launcher of this start resolved and wrote into the file `path`."""
-    content = json.loads(retry_io(path.read_text, path))
+    """Returns the settings that the launcher of this start resolved and wrote into the file `path`, or to stdin."""
+    is_stdin = path == Path("/dev/stdin")
+    content = json.loads(sys.stdin.read() if is_stdin else read_bytes(path))
     values = {}
     for section in content["settings"].values():
         for name, value in section.items():

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
@@ -24,6 +23,7 @@ from mamba_fsdp.fields import Duration, Needs, condition, has_effect, setting, s
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.config import ModelConfig, rounded_up
 from mamba_fsdp.ops.backends import Use, demands
+from mamba_fsdp.storage.patience import exists, read_text
 
 # The time of one validation, as a share of the training between two, unless eval_batches is set.
 VALIDATION_SHARE = 0.05
@@ -265,8 +265,8 @@ class TrainingConfig:
         prompts = given
         try:
             given.encode()
-            if given.endswith(".txt") or os.path.exists(given):
-                prompts = Path(given).read_text("utf-8") + "\n"
+            if given.endswith(".txt") or exists(given):
+                prompts = read_text(given) + "\n"
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", error)
             raise UserError(f"eval_prompts={given}: can't be read: {reason}") from None

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import socket
 import stat
 import sys
@@ -13,9 +14,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
-from mamba_fsdp.errors import StorageError, UserError
+from mamba_fsdp.errors import StorageError, UserError, first_line, with_unit
 from mamba_fsdp.heartbeat import heart
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ NAMES = (
 # Numbers of transient errors; not every system knows all names.
 MAY_PASS = {getattr(errno, name, errno.EIO) for name in NAMES.split()}
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: links that lead in a circle
+MOST_READ = 1 << 30  # bytes of a file that is read as a whole
 
 
 def retry_io(action: Callable[[], T], what: str | Path) -> T:
@@ -58,6 +60,13 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
             if began is not None:
                 _print_line(f"{what}: works again after {time.monotonic() - began:.1f} s")
             return result
+
+
+def as_os_error(error: RuntimeError) -> OSError | None:
+    """Returns the error of the operating system that torch reports as a RuntimeError, such as "unable to mmap 8 bytes:
+    Interrupted system call (4)"; None for any other error."""
+    match = re.search(r": ([^:]+) \((\d+)\)$", first_line(error))
+    return OSError(int(match[2]), match[1]) if match else None
 
 
 def storage_error(error: OSError, text: str) -> UserError:
@@ -92,10 +101,15 @@ def is_folder(path: str | Path) -> bool:
     return stat.S_ISDIR(_mode(path))
 
 
+def stat_of(path: str | Path) -> os.stat_result:
+    """Returns what os.stat does. Raises StorageError after a minute of retries, and other OSErrors at once."""
+    return retry_io(partial(os.stat, path), path)
+
+
 def _mode(path: str | Path) -> int:
     """Returns the type and the permissions of a file or folder; 0 if there is none."""
     try:
-        return retry_io(partial(os.stat, path), path).st_mode
+        return stat_of(path).st_mode
     except OSError as error:
         if error.errno not in NOT_THERE:
             raise
@@ -110,7 +124,76 @@ def names_in(folder: str | Path) -> list[str]:
         return []
 
 
+def open_to_read(path: str | Path, flags: int = 0) -> BinaryIO:
+    """Opens a file that another program may have written. Raises OSError, also for a pipe or a device: opening or
+    reading those could block forever. flags: further flags for os.open."""
+
+    def opener(name: str, mode: int) -> int:
+        descriptor = os.open(name, mode | flags | os.O_NONBLOCK)
+        kind = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # Python refuses folders itself
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, f"{Path(name).name} is not a regular file", name)
+        return descriptor
+
+    return open(path, "rb", opener=opener)
+
+
+def read_once(path: str | Path, most: int = MOST_READ, flags: int = 0) -> tuple[bytes, int]:
+    """Returns (the content of a file, its time of modification in ns). Raises OSError, also if the file has more than
+    `most` bytes. flags: see open_to_read."""
+    with open_to_read(path, flags) as file:
+        found = os.fstat(file.fileno())
+        if found.st_size > most:
+            reason = f"{Path(path).name} has more than {with_unit(most, 'B')}"
+            raise OSError(errno.EFBIG, reason, str(path))
+        return file.read(), found.st_mtime_ns
+
+
+def read_bytes(path: str | Path, most: int = MOST_READ) -> bytes:
+    """Returns the content of a file. Raises StorageError after a minute of retries, and OSError as `read_once` does."""
+    content, _ = retry_io(partial(read_once, path, most), path)
+    return content
+
+
+def read_text(path: str | Path) -> str:
+    """Returns the content of a UTF-8 file. Raises as `read_bytes` does, and UnicodeDecodeError."""
+    return read_bytes(path).decode()
+
+
 # Writing
+
+
+def make_folder(path: Path, parents: bool = False) -> None:
+    """Makes a folder, unless it exists. Raises as write_durably does. parents: also makes the folders above it."""
+    retry_io(partial(path.mkdir, parents=parents, exist_ok=True), path)
+
+
+def write_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Makes a file, or replaces an earlier one, and returns when it is on the disk. Raises StorageError after a minute of
+    retries, and other OSErrors at once.
+
+    write: writes the content to an open file. After a transient error it is called again with an empty file, because a
+    failed flush may have lost any part of the data.
+    """
+
+    def attempt() -> None:
+        with open(path, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    retry_io(attempt, path)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies the content of a file. Raises as write_durably does."""
+
+    def write(file: BinaryIO) -> None:
+        with open_to_read(source) as original:
+            shutil.copyfileobj(original, file)
+
+    write_durably(target, write)
 
 
 def sync_folder(folder: str | Path) -> None:
@@ -129,9 +212,9 @@ def hidden_beside(path: Path) -> Path:
 
 
 def list_hidden_beside(path: Path) -> list[Path]:
-    """Returns what lies next to `path` under names that hidden_beside gives. Raises OSError."""
+    """Returns what lies next to `path` under names that hidden_beside gives."""
     wanted = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.partial")
-    return [path.with_name(name) for name in os.listdir(path.parent) if wanted.fullmatch(name)]
+    return [path.with_name(name) for name in names_in(path.parent) if wanted.fullmatch(name)]
 
 
 def size_of(path: Path) -> int:
@@ -179,19 +262,20 @@ def _only_what_may_pass() -> Iterator[None]:
             raise
 
 
-def write_atomically(path: str | Path, data: str, own: Path | None = None) -> None:
+def write_atomically(path: str | Path, data: str | bytes, own: Path | None = None) -> None:
     """Writes a file; its readers see the old content or all of `data`. Raises StorageError after a minute of retries, and
     other OSErrors at once.
 
     own: the folder in which the data lies until it is whole, see run/lease.py; otherwise it lies next to `path`.
     """
     final = Path(path)
+    content = data.encode() if isinstance(data, str) else data
 
     def attempt() -> None:
         temporary = (own or final.parent) / f".{final.name}.{uuid.uuid4().hex}.tmp"
         try:
             with open(temporary, "xb") as file:
-                file.write(data.encode())
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, final)
@@ -204,7 +288,7 @@ def write_atomically(path: str | Path, data: str, own: Path | None = None) -> No
     retry_io(attempt, path)
 
 
-def write_for_user(path: str | Path, data: str, own: Path | None = None) -> None:
+def write_for_user(path: str | Path, data: str | bytes, own: Path | None = None) -> None:
     """Writes as write_atomically does, but raises UserError if the path can't be written."""
     try:
         write_atomically(path, data, own)

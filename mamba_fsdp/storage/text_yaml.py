@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.storage.patience import read_text
 
 
 def load_yaml(path: Path, is_own: bool = False) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def load_yaml(path: Path, is_own: bool = False) -> dict[str, Any]:
 
     TextLoader.yaml_implicit_resolvers = {}  # they would turn text into numbers and booleans
     try:
-        content = yaml.load(path.read_text(), Loader=TextLoader)
+        content = yaml.load(read_text(path), Loader=TextLoader)
     except Exception as error:  # PyYAML raises many kinds of error
         reason = " ".join(str(error).split()) or "it is cut short"
         raise UserError(f"{path}: can't be read as YAML: {reason}") from None

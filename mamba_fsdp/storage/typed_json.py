@@ -11,7 +11,7 @@ from typing import Any, NewType, TypeVar, get_args, get_origin
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage.formats import Format
-from mamba_fsdp.storage.patience import retry_io, write_atomically
+from mamba_fsdp.storage.patience import read_bytes, write_atomically
 
 T = TypeVar("T")
 FileName = NewType("FileName", str)  # of a file in the same folder
@@ -101,7 +101,7 @@ def read_object(path: Path, kind: Any, remedy: str, file_format: Format | None =
     """Returns the JSON object in a file as a `kind`, see from_json. Raises UserError, which ends in `remedy`, if it is
     not one or of another format, StorageError after a minute of retries, and FileNotFoundError."""
     try:
-        content = parse_object(retry_io(path.read_bytes, path))
+        content = parse_object(read_bytes(path))
         if file_format:
             content = file_format.body(path, content)
         return from_json(kind, content)

@@ -20,17 +20,20 @@ A model that is not trained (evaluate, generate) takes the first right candidate
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
+import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from mamba_fsdp.errors import Accident, UserError, counted
+from mamba_fsdp.errors import Accident, NodeFault, UserError, counted
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.ops import backends as known
 from mamba_fsdp.ops.backends import REFERENCE, BackendChoice, resolve_backends
@@ -39,12 +42,15 @@ from mamba_fsdp.parallel.parallelize import SHARDING, choose_strategy
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.run.names import CACHES, KERNELS
+from mamba_fsdp.run.records import Write
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.formats import code_digest
-from mamba_fsdp.storage.patience import this_rank
-from mamba_fsdp.storage.typed_json import read_object, write_object
+from mamba_fsdp.storage.patience import make_folder, read_text, this_rank, write_atomically
+from mamba_fsdp.storage.typed_json import read_object
 from mamba_fsdp.trainer.layer_check import READS, READS_AFTER_STATE, LayerCheck, LostGpu
 
+T = TypeVar("T")
+MAX_MESSAGES = 4  # of ranks on which the check fails
 DEVICES = {"cuda"}  # on which backends are tested before use
 RIGHT = "right"  # a verdict
 ENDED_STARTS = 2  # starts that ended while a candidate was tried, before it is passed over
@@ -83,8 +89,9 @@ class Record:
         except FileNotFoundError:
             return cls()
 
-    def write(self, path: Path) -> None:
-        write_object(path, dataclasses.asdict(self))
+    def write(self, path: Path, write: Write = write_atomically) -> None:
+        """Writes the file. write: a run's own is `Lease.write`."""
+        write(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def passed_over(self) -> dict[tuple[str, str], str]:
         """Returns {(operator, backend): why} of the candidates that were tested and are not right."""
@@ -120,6 +127,7 @@ class FirstUse:
         self.layers = LayerCheck(settings, device, is_sharded)
         self.record = Record()
         self.path: Path | None = None  # of the run's kernels.json
+        self.write: Write = write_atomically  # replaces that file
 
     def holds_for(self) -> list[str]:
         """Returns everything on which it depends which backends are right and fast."""
@@ -132,7 +140,7 @@ class FirstUse:
             os.environ.get("TRITON_PTXAS_PATH", ""),
         ]
         with contextlib.suppress(OSError):
-            conditions.append(Path("/proc/driver/nvidia/version").read_text())
+            conditions.append(read_text("/proc/driver/nvidia/version"))
         installed = [f"{package.name} {package.version}" for package in distributions()]
         return [*conditions, *sorted(installed), code_digest()]
 
@@ -165,7 +173,7 @@ class FirstUse:
         def note(ended_starts: int) -> None:
             candidate.ended_starts = ended_starts
             if self.path:
-                self.record.write(self.path)
+                self.record.write(self.path, self.write)
 
         note(before + 1)
         heart.if_stuck = partial(note, ENDED_STARTS)
@@ -229,9 +237,10 @@ class FirstUse:
 
     # 4. Keeping
 
-    def choose(self, folder: Path) -> tuple[Record, str]:
+    def choose(self, folder: Path, write: Write) -> tuple[Record, str]:
         """Returns the choice and, in words, where it comes from; rank 0 calls it. Raises UserError if no backend can be
         used for an operator."""
+        self.write = write
         self.path = folder / KERNELS
         self.record = Record.read(self.path)
         if self.record.choice.backends and self.asked in self.record.made_for:
@@ -241,16 +250,16 @@ class FirstUse:
         shared = folder.parent / CACHES / "kernels" / f"{identity}.json"
         earlier = Record.read(shared)
         if earlier.choice.backends:
-            earlier.write(self.path)
+            earlier.write(self.path, write)
             return earlier, f"chosen for an earlier run ({shared})"
         if self.record.made_for != made_for:
             self.record = Record(made_for)
         self.prove()
         self.record.choice, origin = self.fastest()
-        self.record.write(self.path)
+        self.record.write(self.path, write)
         if not any(candidate.ended_starts for candidate in self.record.candidates):
             with contextlib.suppress(OSError):  # without the file, the next run tests by itself
-                shared.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(shared.parent, parents=True)
                 self.record.write(shared)
         return self.record, origin
 
@@ -287,22 +296,68 @@ def choose_for_answers(settings: TrainConfig, device: torch.device) -> BackendCh
     return use.resolve()
 
 
-def choose(settings: TrainConfig, world: World, folder: Path) -> tuple[BackendChoice, str]:
-    """Returns the same choice on all ranks and, in words, where it comes from. Raises UserError on all ranks if there
-    is no choice or it fails on any rank."""
+def test_this_node(settings: TrainConfig, folder: Path) -> str:
+    """Tests the backends that a run has chosen, on each GPU of this node by one process. Returns what was tested. Raises
+    UserError if one fails."""
+    record = Record.read(folder / KERNELS)
+    if not record.choice.backends:
+        return "the run has chosen no kernels yet"
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        FirstUse(settings, device).examine(record)
+    return f"the run's kernels are correct on {counted(torch.cuda.device_count(), 'GPU')}"
+
+
+def on_all_nodes(world: World, work: Callable[..., T], *inputs: Any) -> T:
+    """Returns the result of `work(*inputs)` on this rank. If it fails on some nodes only, raises NodeFault on their ranks
+    and Accident on all others: the job goes on without these nodes. If it fails on all, raises the UserErrors of all."""
+    failures: list[UserError] = []
+
+    def try_work() -> Any:
+        try:
+            return work(*inputs)
+        except UserError as error:
+            failures.append(error)
+
+    result = world.run_local(try_work)
+    failed = world.gather_unique([(socket.gethostname(), str(error)) for error in failures])
+    if not failed:
+        return result
+    nodes = world.gather_unique([socket.gethostname()])
+    if len({node for node, _ in failed}) < len(nodes):
+        if failures:
+            raise NodeFault(str(failures[0]))
+        raise Accident("; ".join(message for _, message in failed[:MAX_MESSAGES]))
+    world.on_all_ranks(raise_first, failures)
+    raise AssertionError("all nodes have failed")
+
+
+def raise_first(failures: Sequence[UserError]) -> None:
+    """Raises the first of the errors, if there is one."""
+    if failures:
+        raise failures[0]
+
+
+def choose(
+    settings: TrainConfig, world: World, folder: Path, write: Write = write_atomically
+) -> tuple[BackendChoice, str]:
+    """Returns the same choice on all ranks and, in words, where it comes from. write: replaces a file of the run
+    `folder`. Raises UserError on all ranks if there is no choice or it fails on any rank."""
     began = time.perf_counter()
     is_sharded = choose_strategy(settings.parallel, world) in SHARDING
     use = FirstUse(settings, world.device, is_sharded)
-    record, origin = world.on_rank0(use.choose, folder)
-
-    def compare() -> None:
-        if tested == tested0 and bits != bits0:
-            raise UserError(f"{this_rank()}: its bits differ from those of {where0}")
+    record, origin = world.on_rank0(use.choose, folder, write)
 
     try:
-        tested, bits = world.on_all_ranks(use.examine, record)
+        tested, bits = on_all_nodes(world, use.examine, record)
         tested0, bits0, where0 = world.broadcast_object((tested, bits, this_rank()))
-        world.on_all_ranks(compare)
+
+        def compare() -> None:
+            if tested == tested0 and bits != bits0:
+                raise UserError(f"{this_rank()}: its bits differ from those of {where0}")
+
+        on_all_nodes(world, compare)
     except Accident:
         raise
     except UserError as error:

@@ -16,7 +16,7 @@ from mamba_fsdp.planning.devices import device_peak
 from mamba_fsdp.reporting.console import Console, read_share
 from mamba_fsdp.reporting.trackers import make_trackers
 from mamba_fsdp.run.names import METRICS, STEPS
-from mamba_fsdp.run.records import Log, add_event
+from mamba_fsdp.run.records import Log
 from mamba_fsdp.settings.resolve import as_dict
 from mamba_fsdp.trainer.clock import Clock, delays, most_memory
 from mamba_fsdp.trainer.profiling import make_profiler
@@ -73,9 +73,11 @@ class MetricsLogger(contextlib.ExitStack):
         self.steps: Log  # on rank 0
         self.trackers = []
         if world.rank == 0:
-            self.metrics = Log(folder.path / METRICS, step, folder.lease.check)
-            self.steps = Log(folder.path / STEPS, step, folder.lease.check)
-            self.trackers = make_trackers(folder.path, as_dict(settings), step, console.line)
+            self.metrics = Log(folder.path / METRICS, step, folder.lease)
+            self.steps = Log(folder.path / STEPS, step, folder.lease)
+            self.trackers = make_trackers(
+                folder.path, as_dict(settings), step, console.line, folder.lease.write
+            )
         for tracker in self.trackers:
             self.callback(tracker.close)
         self.callback(console.clear)
@@ -141,6 +143,7 @@ class MetricsLogger(contextlib.ExitStack):
         show(row)
         if state.step == self.first_step:
             self._write_status(state.step, "")
+            self.folder.report_losses(state.step)
         if self.profiler:
             self.profiler.step()
 
@@ -185,7 +188,7 @@ class MetricsLogger(contextlib.ExitStack):
         self._write({"step": step, "failed_saves": in_a_row})
         self.console.line(f"warning    step {step}: saving failed: {reason}. {what_next}")
         if self.metrics:
-            add_event(self.folder.path, "failed_save", step, reason=reason, in_a_row=in_a_row)
+            self.folder.add_event("failed_save", step, reason=reason, in_a_row=in_a_row)
         self._write_status(step, f"saving failed: {reason}")
 
     def save_recovered(self, step: int) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ import torch
 
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader, stored_name
+from mamba_fsdp.checkpoint.restore import verify
+from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError, counted
 from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.interop.places import Origin
@@ -18,9 +20,11 @@ from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.layout import committed, step_name, step_of
-from mamba_fsdp.run.names import CHECKPOINTS, KERNELS, STEPS
-from mamba_fsdp.run.records import entries, read_events
+from mamba_fsdp.run.names import CHECKPOINTS, EVENTS, KERNELS, STEPS
+from mamba_fsdp.run.records import entries, numbers_of, read_events
 from mamba_fsdp.settings import resolve
+from mamba_fsdp.storage.patience import copy_file, exists
+from mamba_fsdp.storage.typed_json import FileName, at_least, from_json
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.first_use import repeats
 from mamba_fsdp.trainer.process import training_process
@@ -30,6 +34,7 @@ from mamba_fsdp.trainer.starting_point import StartingPoint, find_start
 from mamba_fsdp.trainer.step_stats import StepStats
 
 MOST_REPLAYED = 200  # steps, unless the user says how many
+COMPARED = {"loss", "grad_norm"}
 TOLERANCE = 0.02  # relative, of losses and gradient norms if bits may differ
 OTHER_BITS = "; not compared bit for bit, since it ran with"
 quiet = Console(enabled=False).line
@@ -41,14 +46,30 @@ class DifferenceError(UserError):
     exit_code = 3
 
 
+@dataclass
+class Start:
+    """The event of the start that made the steps."""
+
+    HAS_OTHER_FIELDS = True
+    settings: FileName
+    device: str
+    kernels: str
+    torch: str
+    code: str
+    ranks: int = at_least(1)
+    ranks_per_node: int = at_least(1)
+    global_batch: int = at_least(1)
+
+
 class Span(NamedTuple):
     """Steps of a run that one start made."""
 
     run: Path
     first: int  # the step of the checkpoint that they follow
     kept: dict[int, Path]  # the checkpoint of each step
-    recorded: dict[int, dict[str, Any]]  # {step: its entry in steps.jsonl}
-    start: dict[str, Any]  # its event
+    last: int  # the last step that is recorded
+    recorded: dict[int, dict[str, Any]]  # {step: the numbers that are recorded of it}
+    start: "Start"
 
 
 def replay(run: Path, first: int, count: int) -> None:
@@ -61,8 +82,11 @@ def replay(run: Path, first: int, count: int) -> None:
         cpp.tune_process(world.device.type)
         folder = RunFolder(Path(place, "run"))  # in place of the run's
         span = world.on_rank0(find_span, run, first, count)
-        start = world.on_rank0(begin_replay, span, world, folder.path)
-        with training_process(start.settings.training.deterministic):
+        start = world.on_rank0(begin_replay, span, world, folder)
+        with (
+            contextlib.closing(folder.lease),
+            training_process(start.settings.training.deterministic),
+        ):
             compare(span, SetUp(start, world, folder, quiet).context())
 
 
@@ -81,39 +105,51 @@ def find_span(run: Path, first: int, count: int) -> Span:
     starts = [event for event in read_events(run) if event.get("event") == "started"]
     before = [start for start in starts if start["step"] <= first]
     ends = [start["step"] for start in starts if start["step"] > first]
-    ends.append(first + (count or MOST_REPLAYED))
+    later = [step for step in kept if step > first]
+    stops = [first + (count or MOST_REPLAYED), *ends]
     if not count:
-        ends += [step for step in kept if step > first]
+        stops += later
+    end = min(stops)
     recorded = {}
     for entry, _ in entries(run / STEPS):
-        if first < entry["step"] <= min(ends):
-            recorded[entry["step"]] = entry
-    if not recorded or "code" not in before[-1]:
+        numbers = numbers_of(entry)
+        if first < entry["step"] <= end and COMPARED <= numbers.keys():
+            recorded[entry["step"]] = numbers
+    made = [*recorded, *ends, *later]  # the steps that the run is known to have made
+    last = max((step for step in made if step <= end), default=first)
+    if not recorded or not before or "code" not in before[-1]:
         raise UserError(
             f"{run} records no step after step {first}, and runs of older versions record none; give --from an earlier "
             "checkpoint (keep_checkpoints and keep_every keep more)"
         )
-    return Span(run, first, kept, recorded, before[-1])
+    try:
+        start = from_json(Start, before[-1])
+    except ValueError as error:
+        raise UserError(
+            f"{run / EVENTS}: the event of the start at step {before[-1]['step']} is not what the run wrote: {error}"
+        ) from None
+    return Span(run, first, kept, last, recorded, start)
 
 
-def begin_replay(span: Span, world: World, scratch: Path) -> StartingPoint:
+def begin_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoint:
     """Returns the starting point of the replay. Rank 0 calls it. scratch: a folder to make. Raises UserError as find_start
     does."""
-    scratch.mkdir()
-    with contextlib.suppress(FileNotFoundError):  # a run on a CPU has none
-        (scratch / KERNELS).write_bytes((span.run / KERNELS).read_bytes())
+    scratch.path.mkdir()
+    scratch.lease.take(quiet, "")
+    if exists(span.run / KERNELS):  # a run on a CPU has none
+        copy_file(span.run / KERNELS, scratch.path / KERNELS)
     then = span.start
-    settings = resolve.read_copy(span.run / then["settings"])
+    settings = resolve.read_copy(span.run / then.settings)
     settings = settings.changed(save_ckpt_path=str(span.run), eval_prompts="")
-    if world.size != then["ranks"]:
+    if world.size != then.ranks:
         settings = settings.changed(
             sharding_strategy="auto",
             context_parallel=1,
-            global_batch_size=then["global_batch"],
-            batch_size=math.gcd(settings.training.batch_size, then["global_batch"] // world.size),
+            global_batch_size=then.global_batch,
+            batch_size=math.gcd(settings.training.batch_size, then.global_batch // world.size),
         )
     checkpoint = span.run / CHECKPOINTS / step_name(span.first)
-    start = find_start(settings, scratch, world, quiet, checkpoint)
+    start = find_start(settings, scratch.path, world, quiet, checkpoint)
     # Named, so that none is taken in its place if it is broken.
     return replace(start, origin=Origin("load_ckpt_path", str(checkpoint), is_checkpoint=True))
 
@@ -124,24 +160,39 @@ def compare(span: Span, context: TrainContext) -> None:
     since = reasons_to_differ(span.start, context)
     tolerance = TOLERANCE if OTHER_BITS in since else 0
     checkpoints = 0
-    last = max(span.recorded)
+    last = span.last
     for step, stats in zip(range(span.first + 1, last + 1), loop.bare_steps(context)):
         console.passing(f"step {step}/{last}")
-        difference = different_number(span.recorded.get(step, {}), stats, tolerance)
+        difference = ""
+        if step in span.recorded:
+            difference = different_number(span.recorded[step], stats, tolerance)
         if step in span.kept and not tolerance and not difference:
             checkpoints += 1
             difference = different_tensor(context, span.kept[step])
         if difference:
             console.clear()
+            context.world.on_all_ranks(check_data, context)
             raise DifferenceError(f"step {step} of {span.run} differs: {difference}{since}")
     how = f"within {TOLERANCE:.0%}" if tolerance else "bit for bit"
     compared = f"{counted(len(span.recorded), 'loss')}, {counted(checkpoints, 'checkpoint')}"
+    missing = last - span.first - len(span.recorded)
+    if missing:
+        compared += f"; {counted(missing, 'step')} without a loss or a norm in {STEPS}"
     console.line(f"steps {span.first} to {last} of {span.run} repeat {how} ({compared}){since}")
 
 
-def reasons_to_differ(then: dict[str, Any], context: TrainContext) -> str:
-    """Returns, in words, why steps may differ here though all is right; "" if nothing is known. then: the event of
-    their start. Other code alone need not change the bits."""
+def check_data(context: TrainContext) -> None:
+    """Raises UserError if the files from which the steps were read have changed since they were written: then it is not
+    the device that computed something else."""
+    for source in context.data.sources.values():
+        if isinstance(source, TokenStore):
+            source.verify(only_used=True)
+
+
+def reasons_to_differ(start: Start, context: TrainContext) -> str:
+    """Returns, in words, why steps may differ here though all is right; "" if nothing is known. Other code
+    alone need not change the bits."""
+    then = vars(start)
     now = context.circumstances()
     names = ("ranks", "ranks_per_node", "device", "kernels", "torch")
     others = [
@@ -159,14 +210,22 @@ def reasons_to_differ(then: dict[str, Any], context: TrainContext) -> str:
 def different_number(recorded: dict[str, Any], stats: StepStats, tolerance: float) -> str:
     """Returns in words how a step's loss or gradient norm differs from what is recorded; "" if they agree."""
     for name, now in (("loss", stats.loss), ("grad_norm", stats.gradient_norm)):
-        then = recorded.get(name)  # null if it was not finite: then the step was skipped
-        if then and not abs(now - then) <= tolerance * abs(then):
+        then = recorded[name]
+        if then is None:  # it was not finite, and the step was skipped
+            is_equal = not math.isfinite(now)
+        else:
+            is_equal = abs(now - then) <= tolerance * abs(then)
+        if not is_equal:
             return f"its {name} was {then}, and is {now} now"
     return ""
 
 
 def different_tensor(context: TrainContext, checkpoint: Path) -> str:
-    """Returns in words which tensors of model and optimiser differ from those in a checkpoint; "" if they agree."""
+    """Returns in words which tensors of model and optimiser differ from those in a checkpoint; "" if they agree. Raises
+    UserError if the checkpoint is not what was written."""
+    problems = verify(checkpoint, context.world)
+    if problems:
+        raise UserError(f"checkpoint {checkpoint} is broken: {'; '.join(problems)}")
     reader = Reader(checkpoint, read_contents(checkpoint))
 
     def differing() -> list[str]:

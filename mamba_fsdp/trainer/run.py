@@ -23,10 +23,10 @@ from mamba_fsdp.parallel.world import World, lost_rank, start_world
 from mamba_fsdp.reporting.console import Console, Say
 from mamba_fsdp.run.layout import PUBLISHING_BYTES, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, MODELS
-from mamba_fsdp.run.records import add_event, latest, seconds_of_commands
+from mamba_fsdp.run.records import latest, seconds_of_commands
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.patience import exists, make_folder, storage_error, sync_folder
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.process import training_process
@@ -88,7 +88,7 @@ def _run_training(
     console = Console(enabled=world.rank == 0)
     state = TrainState()
     is_dry = settings.training.dry_run
-    stop = StopRequest(folder.path, world.rank == 0 and not is_dry, on_record)
+    stop = StopRequest(folder.path, world.rank == 0 and not is_dry, on_record, folder.lease.remove)
     try:
         with (
             contextlib.closing(world),
@@ -210,6 +210,7 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
             seconds_of_commands(folder.path, settings.began),
             settings.began - context.state.first_started,  # 0 if the run begins anew
         )
+        folder.find_losses()
         shares = context.data.shares
         whole = sum(shares.values())
         facts: dict[str, object] = {
@@ -225,7 +226,7 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
             facts["changed"] = context.start.changed
         if context.data.validation:
             facts["validation"] = context.data.validation_identities()
-        add_event(folder.path, "started", context.state.step, **facts)
+        folder.add_event("started", context.state.step, **facts)
 
 
 def finish(
@@ -242,7 +243,16 @@ def finish(
     model = folder.path / MODELS / checkpoint.name
     if write_model and not exists(model):
         make_room()
-        write_model(checkpoint, model)
+        unfinished = folder.lease.own / MODELS
+        try:
+            with folder.lease.guard():
+                write_model(checkpoint, unfinished)
+                make_folder(model.parent)
+                folder.lease.move(unfinished, model)
+                sync_folder(model.parent)
+        except OSError as error:
+            text = f"can't write {model}: {error.strerror or error}"
+            raise storage_error(error, text) from None
     folder.write_status("finished", step)
     console.line(f"finished   {counted(step, 'step')}; everything is in {folder.path}")
 
@@ -256,7 +266,8 @@ def measure_pace(settings: TrainConfig) -> float:
         world = start_world()
         cpp.tune_process(world.device.type)
         folder = RunFolder(Path(place, "run"))
-        (folder.path / CHECKPOINTS).mkdir(parents=True)
+        make_folder(folder.path / CHECKPOINTS, parents=True)
+        folder.lease.take(quiet, "")
         run = str(folder.path)
         of_random = settings.changed(save_ckpt_path=run, load_ckpt_path="", init_from="")
         start = find_start(of_random, folder.path, world, quiet)
@@ -266,5 +277,6 @@ def measure_pace(settings: TrainConfig) -> float:
             began = time.perf_counter()
             next(steps)
             seconds.append(time.perf_counter() - began)
+        folder.lease.close()
     # The mean, as a run shows it: it includes steps that other programs slow down.
     return context.schedule.tokens_per_step / statistics.mean(seconds[UNTIMED_STEPS:])

@@ -1,20 +1,33 @@
 """Acquires the run folder, and writes the files that rank 0 leaves there besides checkpoints and metrics."""
 
-import filecmp
-import fnmatch
-import os
-import shutil
+import contextlib
+import re
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import records
 from mamba_fsdp.run.layout import IN_USE, check_is_run_folder, newest_step
 from mamba_fsdp.run.lease import Lease
-from mamba_fsdp.run.names import CHECKPOINTS, LEASE, MODELS, SETTINGS, SETTINGS_COPY, TOKENIZER
-from mamba_fsdp.storage.patience import exists, names_in, retry_io, storage_error, write_for_user
+from mamba_fsdp.run.names import CHECKPOINTS, LEASE, SETTINGS, SETTINGS_COPY, TOKENIZER
+from mamba_fsdp.run.node_record import read_records
+from mamba_fsdp.storage.patience import (
+    copy_file,
+    exists,
+    is_file,
+    is_folder,
+    make_folder,
+    names_in,
+    read_bytes,
+    stat_of,
+    storage_error,
+)
+
+MAX_LOSSES = 100  # that a start reports
 
 
 class RunFolder:
@@ -24,6 +37,7 @@ class RunFolder:
         self.path = Path(path)
         self.lease = Lease(self.path / LEASE)
         self.earlier_seconds = 0.0  # of the run's commands before this one, on rank 0
+        self.losses: list[dict[str, Any]] = []  # of nodes, since the start before; on rank 0
 
     def acquire(self) -> None:
         """Makes the folder, takes its lease, and removes the unfinished files of killed runs. Raises
@@ -31,21 +45,13 @@ class RunFolder:
         check_is_run_folder(self.path)
         checkpoints = self.path / CHECKPOINTS
         try:
-            retry_io(partial(checkpoints.mkdir, parents=True, exist_ok=True), self.path)
-            if device_of(checkpoints) != device_of(self.path):
+            make_folder(checkpoints, parents=True)
+            if stat_of(checkpoints).st_dev != stat_of(self.path).st_dev:
                 raise UserError(
                     f"save_ckpt_path {self.path}: {CHECKPOINTS} lies on another disk, to which nothing can be moved; "
                     "name a folder on that disk as save_ckpt_path"
                 )
-            report = partial(print, flush=True)
-            self.lease.take(report, IN_USE)
-            models = self.path / MODELS
-            for name in names_in(models):
-                if name.startswith(".") and name.endswith(".lease"):
-                    model = Lease(models / name)
-                    model.shows_life()
-                    model.try_take(report)  # False while another process writes it
-                    model.close()
+            self.lease.take(partial(print, flush=True), IN_USE)
         except OSError as error:
             raise storage_error(
                 error,
@@ -57,6 +63,27 @@ class RunFolder:
     def write_status(self, status: str, step: int, reason: str = "") -> None:
         """Writes status.json as records.write_status does. Also raises LostError."""
         records.write_status(self.path, status, step, reason, self.lease.write)
+
+    def add_event(self, event: str, step: int, **facts: object) -> None:
+        """Adds an event as records.add_event does."""
+        records.add_event(self.path, event, step, self.lease.write, **facts)
+
+    def find_losses(self) -> None:
+        """Reads which nodes the run has lost, or left out as sick, since its last start."""
+        starts = [event for event in records.read_events(self.path) if event["event"] == "started"]
+        with contextlib.suppress(OSError):  # the record is no reason to stop a run
+            self.losses = read_records(str(self.path))[-MAX_LOSSES:]
+        if starts:
+            last_start = str(starts[-1].get("time"))
+            self.losses = [loss for loss in self.losses if str(loss.get("time")) >= last_start]
+
+    def report_losses(self, step: int) -> None:
+        """Adds an event for each loss, after the first step that follows it."""
+        for loss in self.losses:
+            facts = {name: loss.get(name) for name in ("node", "reason")}
+            seconds = round(time.time() - loss["last_seen"], 1)
+            self.add_event(f"{loss.get('kind')}_node", step, **facts, seconds_to_next_step=seconds)
+        self.losses = []
 
     def write_failure(self, step: int, error: BaseException) -> None:
         """Writes why the run failed, if this process holds the lease. step: 0 means the step of the
@@ -75,12 +102,14 @@ class RunFolder:
     def write_settings(self, text: str) -> str:
         """Writes the settings of this start, and the same as a numbered copy, unless the last copy says the same. Returns
         the copy's name."""
-        write_for_user(self.path / SETTINGS, text)
-        count = len(fnmatch.filter(names_in(self.path), SETTINGS_COPY.format("*")))
-        copy = self.path / SETTINGS_COPY.format(count)
-        if not count or retry_io(copy.read_text, copy) != text:
-            copy = self.path / SETTINGS_COPY.format(count + 1)
-            write_for_user(copy, text)
+        self.lease.write(self.path / SETTINGS, text)
+        copies = SETTINGS_COPY.format(r"(\d+)")
+        matches = [re.fullmatch(copies, name) for name in names_in(self.path)]
+        newest = max((int(match[1]) for match in matches if match), default=0)
+        copy = self.path / SETTINGS_COPY.format(newest)
+        if not newest or read_bytes(copy) != text.encode():
+            copy = self.path / SETTINGS_COPY.format(newest + 1)
+            self.lease.write(copy, text)
         return copy.name
 
     def copy_tokenizer(self, data: Source) -> None:
@@ -92,27 +121,29 @@ class RunFolder:
             source = data.tokenizer_path
         except UserError:  # the source has no tokenizer
             return
-        names = names_in(source)
-        same, _, _ = filecmp.cmpfiles(source, target, names, shallow=False)
-        if len(same) == len(names):
+        if _is_copy(source, target):
             return
         with self.lease.guard():
-            retry_io(partial(_copy, source, unfinished), unfinished)
+            _copy(source, unfinished)
         if exists(target):
             self.lease.remove(target)
         self.lease.move(unfinished, target)
 
 
+def _is_copy(source: Path, target: Path) -> bool:
+    """Returns whether all files of a folder are in `target` too, with the same content."""
+    for name in names_in(source):
+        ours = target / name
+        if not is_file(ours) or read_bytes(ours) != read_bytes(source / name):
+            return False
+    return True
+
+
 def _copy(source: Path, target: Path) -> None:
-    """Copies a folder, and overwrites what a failed attempt left. Raises OSError; shutil.copytree's error has no errno."""
-    target.mkdir(exist_ok=True)
-    for path in source.iterdir():
-        if path.is_dir():
-            _copy(path, target / path.name)
+    """Copies a folder. Raises OSError; shutil.copytree's error has no errno."""
+    make_folder(target)
+    for name in names_in(source):
+        if is_folder(source / name):
+            _copy(source / name, target / name)
         else:
-            shutil.copyfile(path, target / path.name)
-
-
-def device_of(path: Path) -> int:
-    """Returns the number of the disk on which a file or folder lies."""
-    return retry_io(partial(os.stat, path), path).st_dev
+            copy_file(source / name, target / name)

@@ -161,7 +161,9 @@ class SetUp:
             self.say(f"export     {error}; .pth and this program's own")
         is_dry = settings.training.dry_run
         if device in first_use.DEVICES and not is_dry:
-            choice, origin = first_use.choose(settings, world, self.folder.path)
+            choice, origin = first_use.choose(
+                settings, world, self.folder.path, self.folder.lease.write
+            )
             self.say(f"kernels    {choice}; {origin}")
         else:
             uses = settings.operator_uses(device)

@@ -14,10 +14,16 @@ from pathlib import Path
 
 import torch
 
-from mamba_fsdp.errors import StorageError
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.names import OLD_STOP, START, STOP, stop_mark
-from mamba_fsdp.storage.patience import retry_io
+from mamba_fsdp.storage.patience import (
+    MAY_PASS,
+    NOT_THERE,
+    delete,
+    read_once,
+    retry_io,
+)
 
 OnRecord = Callable[[dict], object]
 SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: each look is a round trip to a shared disk
@@ -29,10 +35,17 @@ class StopRequest:
     folder of this start. Enter it as the holder of the run folder.
 
     on_record: the caller's function, which gets each record of the metrics and asks the run to stop by
-    returning something true."""
+    returning something true. remove: removes the user's STOP file; a run's own is `Lease.remove`."""
 
-    def __init__(self, run_folder: Path, on_rank0: bool, on_record: OnRecord | None = None) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        on_rank0: bool,
+        on_record: OnRecord | None = None,
+        remove: Callable[[Path], object] = delete,
+    ) -> None:
         self.on_record = on_record
+        self.remove = remove
         self.reason = ""
         self.interrupted = False
         self.has_stepped = False  # set by the loop
@@ -74,8 +87,8 @@ class StopRequest:
 
     def _remove_users_file(self) -> None:
         if self.files:
-            with contextlib.suppress(OSError, StorageError):
-                retry_io(self.files[0].unlink, self.files[0])
+            with contextlib.suppress(OSError, UserError):
+                self.remove(self.files[0])
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
@@ -112,8 +125,8 @@ class StopRequest:
 def _why(file: Path) -> str:
     """Returns the first 80 characters of a STOP file, or "" if there is none."""
     try:
-        return " ".join(file.read_text(errors="replace").split())[:80] or "STOP file"
-    except (PermissionError, IsADirectoryError):
-        return "STOP file"
-    except OSError:  # there is no file, or a transient error of the storage
-        return ""
+        content, _ = read_once(file)
+    except OSError as error:
+        # There is no file, or the storage has a transient error. Anything else of this name is a request too.
+        return "" if error.errno in (*NOT_THERE, *MAY_PASS) else "STOP file"
+    return " ".join(content.decode(errors="replace").split())[:80] or "STOP file"

@@ -6,6 +6,7 @@ the learning rate was constant, it is about the model that a decay would give
 (docs/checkpoints.md). The setting keep_every keeps checkpoints for it.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,14 +42,17 @@ def main(run: str, out: str = "", *, options: Options) -> None:
             f"{run} does not keep the {count} checkpoints asked for; it keeps: {', '.join(map(str, kept))}"
         )
     weights = options.weights or [1.0] * count
-    if len(weights) != count or min(weights) < 0 or not sum(weights):
-        raise UserError(f"--weights: give {count} numbers, one for each checkpoint, 0 or more")
+    total = sum(weights)
+    if len(weights) != count or min(weights) < 0 or not 0 < total < math.inf:
+        raise UserError(
+            f"--weights: give {count} numbers, one for each checkpoint, 0 or more, whose sum is a number above 0"
+        )
     if options.evaluate:
         evaluate.stores_in(options.evaluate, run)  # refuses what is no data
     from mamba_fsdp.interop.convert import write_mean
 
     out = out or f"{Path(run)}-average"
-    write_mean(chosen, [weight / sum(weights) for weight in weights], Path(out))
+    write_mean(chosen, [weight / total for weight in weights], Path(out))
     print(out)
     if options.evaluate:
         for model in (*chosen, out):

@@ -21,7 +21,7 @@ from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.layout import committed, step_of, unfinished
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, KEPT
-from mamba_fsdp.storage.patience import exists, size_of
+from mamba_fsdp.storage.patience import exists, is_file, is_folder, size_of, stat_of
 
 
 @dataclass
@@ -47,8 +47,8 @@ def main(run: str, options: Options) -> int:
     console = Console()
     finished = [place]
     begun = []
-    if not (place / COMMIT).is_file():
-        folder = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
+    if not is_file(place / COMMIT):
+        folder = place / CHECKPOINTS if is_folder(place / CHECKPOINTS) else place
         finished = committed(folder)
         begun = unfinished(folder.parent)
     if not finished and not begun:
@@ -74,9 +74,9 @@ def main(run: str, options: Options) -> int:
 def describe(path: Path, verify: bool) -> Row:
     """Returns the Row of a committed checkpoint, as far as it can be read."""
     verdict = "whole" if verify else "not verified"
-    row = Row(step_of(path.name) or 0, size_of(path), verdict, kept=(path / KEPT).exists())
+    row = Row(step_of(path.name) or 0, size_of(path), verdict, kept=exists(path / KEPT))
     with suppress(OSError):
-        moment = datetime.fromtimestamp((path / COMMIT).stat().st_mtime)
+        moment = datetime.fromtimestamp(stat_of(path / COMMIT).st_mtime)
         row.committed = f"{moment:%Y-%m-%d %H:%M}"
     try:
         problems = read_all(path) if verify else verify_sizes(path)

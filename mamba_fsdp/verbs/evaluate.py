@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError, install_command
 from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.importing.kinds import (
@@ -38,12 +39,16 @@ from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.reporting.console import Console, as_json, say
 from mamba_fsdp.run.names import CHECKPOINTS, STATUS, TASK_RESULTS
-from mamba_fsdp.storage.patience import exists, write_for_user
+from mamba_fsdp.storage.patience import exists, is_folder, write_for_user
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
     from mamba_fsdp.inference.loading import Loaded
+
+
+# Options that change no number of an evaluation.
+NO_NUMBERS = {"batch_size", "follow", "json"}
 
 
 @condition("--tasks")
@@ -137,14 +142,17 @@ def follow_run(run: Path, data: str, options: CommandConfig) -> None:
         from mamba_fsdp.inference import harness
 
         name = ",".join(options.tasks)
-        way = f"limit={options.limit} num_fewshot={options.num_fewshot}"
         manager = harness.find_tasks(options.tasks, options.include_path)
         numbers_of = partial(numbers_by_task, manager, options)
+        identities = {}
     else:
-        name = data.strip("/").replace("/", "_")
-        way = f"limit={options.limit} seq_length={options.seq_length} stride={options.stride}"
-        numbers_of = partial(numbers_by_store, stores_in(data, str(run)), options)
-    follow(run, name, way, numbers_of, Console())
+        name = data.strip("/")
+        stores = stores_in(data, str(run))
+        numbers_of = partial(numbers_by_store, stores, options)
+        identities = {store: TokenStore(path).identity for store, path in stores.items()}
+    chosen = {key: value for key, value in asdict(options).items() if key not in NO_NUMBERS}
+    way = " ".join(f"{key}={value}" for key, value in {**identities, **chosen}.items())
+    follow(run, name.replace("/", "_"), way, numbers_of, Console())
 
 
 def numbers_by_store(
@@ -203,7 +211,7 @@ def measure_by_tasks(model: str, options: CommandConfig) -> None:
         print(make_table(results))
         if "groups" in results:
             print(make_table(results, "groups"))
-    if Path(model, CHECKPOINTS).is_dir():
+    if is_folder(Path(model, CHECKPOINTS)):
         path = Path(model, TASK_RESULTS.format(time.strftime("%Y-%m-%dT%H-%M-%S")))
         write_for_user(path, text)
         print(f"the results are in {path}", file=sys.stderr)

@@ -29,11 +29,14 @@ from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import title
 from mamba_fsdp.reporting.console import read_share, say
 from mamba_fsdp.run.names import EVALUATIONS, METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
+from mamba_fsdp.run.node_record import read_records
 from mamba_fsdp.run.records import best_validation, read, read_events, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.patience import is_file
 from mamba_fsdp.verbs import checkpoints
 
 KNOWN = "a run, a checkpoint, a model, a token store, or what get_dataset.py imports"
+MAX_LOSSES = 10  # lines of nodes.jsonl that are shown
 SAMPLES = 3
 SAMPLE_TOKENS = 64
 SAMPLE_WIDTH = 160  # characters of a sample to show
@@ -115,6 +118,11 @@ def show_run(place: PathInfo, verify: bool) -> int:
     for event in read_events(path):
         if event.get("changed"):
             say("settings", f"changed at step {event.get('step')}: {event['changed']}")
+    for loss in read_records(str(path))[-MAX_LOSSES:]:
+        say(
+            "node",
+            f"{loss.get('kind')} {loss.get('time')}  {loss.get('node')}: {loss.get('reason')}",
+        )
     for newest in sorted(path.glob(TASK_RESULTS.format("*")))[-1:]:
         say("tasks", newest)
     for followed in sorted(path.glob(f"{EVALUATIONS}/*.jsonl")):
@@ -174,7 +182,7 @@ def show_model(path: Path) -> None:
     from mamba_fsdp.interop.weights import read_weights
     from mamba_fsdp.model.spec import parameter_count
 
-    if path.is_file() and not (path.parent / MODEL_CONFIG).is_file():
+    if is_file(path) and not is_file(path.parent / MODEL_CONFIG):
         show_tensors(path)
         return
     weights = read_weights(path)

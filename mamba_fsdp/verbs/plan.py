@@ -25,7 +25,6 @@ for about a minute. A preset is then --model_name=NAME.
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.selection import training_sources
@@ -39,6 +38,7 @@ from mamba_fsdp.run.names import SETTINGS
 from mamba_fsdp.settings.recipes import recipe
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.storage.patience import exists
 
 if TYPE_CHECKING:
     from mamba_fsdp.planning.estimate import Estimate
@@ -84,9 +84,9 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
         of_name = "dataset_path" if options.hours else "model_name"
         settings_by_name = {of_name: name[0], **settings_by_name}
     config = settings_by_name.pop("config", None)
-    if name and not options.hours and Path(name[0]).exists():
+    if name and not options.hours and exists(name[0]):
         raise UserError(_no_model_name(name[0]))
-    if name and options.hours and plain(name[0]) in SPELLINGS and not Path(name[0]).exists():
+    if name and options.hours and plain(name[0]) in SPELLINGS and not exists(name[0]):
         raise UserError(
             f"{name[0]} is a model; with --hours, name the data, as in plan data/mine --model_name={name[0]}"
         )

@@ -1,16 +1,20 @@
 """python -m mamba_fsdp preflight report FOLDER SETTINGS
 python -m mamba_fsdp preflight judge FOLDER NODE ...
+python -m mamba_fsdp preflight kernels RUN SETTINGS
 
 Are the nodes of a job fit for this training? 1.train.sbatch runs `report` on
 every node, in the training's own environment, then `judge` once, which prints
-what each NODE has and what is wrong with it. FOLDER is a fresh folder in the
-run folder, SETTINGS the file there with the settings of this start. Exit codes
-of judge: 0 all nodes are fit, 1 it may be transient, 2 you have to fix it.
+what each NODE has and what is wrong with it, and writes verdict.json. FOLDER
+is a fresh folder in the run folder RUN, SETTINGS the file with the settings of
+this start. `kernels` tests the run's kernels on each GPU of this node. Exit
+codes of judge: 0 all nodes are fit, 1 it may be transient or the fault of a
+node, 2 you have to fix it.
 """
 
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,9 +25,11 @@ from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch import machine
 from mamba_fsdp.launch.checks import CHECKS
 from mamba_fsdp.launch.plan import check_inputs, check_space
+from mamba_fsdp.run.names import VERDICT
 from mamba_fsdp.settings.resolve import read_resolved
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.formats import code_digest
+from mamba_fsdp.storage.patience import exists, is_file, read_bytes
 from mamba_fsdp.storage.typed_json import write_object
 
 JOB_CHECKS = [check for check in CHECKS if check.exit_code is not None]
@@ -32,8 +38,12 @@ JOB_CHECKS = [check for check in CHECKS if check.exit_code is not None]
 def main(action: str, folder: str, *words: str) -> int:
     if action == "judge" and words:
         return judge(Path(folder), words)
+    if action == "kernels" and len(words) == 1:
+        return test_kernels(Path(folder), Path(words[0]))
     if action != "report" or len(words) != 1:
-        raise UserError("preflight: write `report FOLDER SETTINGS` or `judge FOLDER NODE ...`")
+        raise UserError(
+            "preflight: write `report FOLDER SETTINGS`, `judge FOLDER NODE ...` or `kernels RUN SETTINGS`"
+        )
     report(Path(folder), Path(words[0]))
     return 0
 
@@ -44,7 +54,7 @@ def report(folder: Path, settings_file: Path) -> None:
     Raises UserError if the folder is not shared or not writable.
     """
     node = machine.node_name()
-    if not settings_file.is_file():
+    if not is_file(settings_file):
         raise UserError(
             f"{node}: {folder} is not the folder that the first node sees; mount the shared file system on "
             f"{node}, or set save_ckpt_path to a folder on it"
@@ -53,6 +63,7 @@ def report(folder: Path, settings_file: Path) -> None:
     content = {
         "code": code_digest(),
         "mistake": first_mistake(settings),
+        "ranks": machine.processes_per_node(),
         "findings": {check.name: asdict(check.make()) for check in JOB_CHECKS},
     }
     try:
@@ -74,7 +85,7 @@ def first_mistake(settings: TrainConfig) -> str:
 
             settings, _ = adopt_weights(settings, find_origin(settings.checkpoint))
         path = os.path.abspath(settings.data.dataset_path)
-        if not settings.data.use_dummy_dataset and not os.path.exists(path):
+        if not settings.data.use_dummy_dataset and not exists(path):
             raise UserError(
                 f"there is no {path}; mount the shared file system there, correct the setting, or make it with "
                 "get_dataset.py (with an image: sbatch 2.tokenize.sbatch INPUT OUT)"
@@ -90,8 +101,21 @@ def first_mistake(settings: TrainConfig) -> str:
     return ""
 
 
+def test_kernels(run: Path, settings_file: Path) -> int:
+    """Tests on each GPU of this node the kernels that the run has chosen. Returns the exit code. Raises UserError if one is
+    wrong; without a GPU, or before the run has chosen, nothing is tested."""
+    if not machine.assigned_gpus():
+        return 0
+    from mamba_fsdp.trainer.first_use import test_this_node
+
+    tested = test_this_node(read_resolved(settings_file), run)
+    print(f"{machine.node_name()}: {tested}")
+    return 0
+
+
 class Problem(NamedTuple):
     exit_code: int  # 2: the user has to fix it, 1: it may be gone at the next start, 0: a warning
+    node: str
     sentence: str
 
 
@@ -102,37 +126,42 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
     own_code = code_digest()
     for node in nodes:
         path = folder / f"{node}.json"
-        content = json.loads(path.read_text()) if path.is_file() else None
+        content = json.loads(read_bytes(path)) if is_file(path) else None
         if content is None:
             sentence = (
                 "no answer that the first node could read; look at its lines above. If there are none, the "
                 f"node is down: scontrol show node {node}, and submit again with --exclude={node}"
             )
-            problems.append(Problem(1, f"{node}: {sentence}"))
+            problems.append(Problem(1, node, sentence))
         elif content.get("code") != own_code:  # None: from an older version
             sentence = (
                 f"its {machine.PROJECT} holds other code than that of {nodes[0]}; mount the shared file system there, "
                 f"or submit again with --exclude={node}"
             )
-            problems.append(Problem(1, f"{node}: {sentence}"))
+            problems.append(Problem(1, node, sentence))
         else:
             reports[node] = content
     for index, (node, content) in enumerate(reports.items()):
         findings = content["findings"]
         print(f"node {index}     {node}: {findings['GPUs']['text']}, {findings['EFA']['text']}")
     problems += [
-        Problem(2, f"{node}: {content['mistake']}")
+        Problem(2, node, content["mistake"])
         for node, content in reports.items()
         if content["mistake"]
     ]
     problems += problems_of_checks(reports)
-    for code, sentence in problems:
-        print(f"{'error' if code else 'warning'}: {sentence}", file=sys.stderr)
+    for code, node, sentence in problems:
+        print(f"{'error' if code else 'warning'}: {node}: {sentence}", file=sys.stderr)
+    verdict = {
+        "unfit": {problem.node: problem.sentence for problem in problems if problem.exit_code == 1},
+        "ranks_per_node": max((content["ranks"] for content in reports.values()), default=1),
+    }
+    write_object(folder / VERDICT, verdict)
     return max((problem.exit_code for problem in problems), default=0)
 
 
 def problems_of_checks(reports: dict[str, dict]) -> list[Problem]:
-    """Returns the problems of checks that fail on a node, or whose findings differ from those on the first node."""
+    """Returns the problems of checks that fail on a node, or whose findings differ from those on most nodes."""
     problems = []
     for check in JOB_CHECKS:
         texts: dict[str, str] = {}  # by nodes on which the check does not fail
@@ -140,12 +169,16 @@ def problems_of_checks(reports: dict[str, dict]) -> list[Problem]:
             finding = content["findings"][check.name]
             text = finding["text"]
             if finding["verdict"] == "FAIL":
-                problems.append(Problem(check.exit_code or 0, f"{node}: {text}"))
-                continue
-            texts[node] = text
-            first, expected = next(iter(texts.items()))
-            if check.if_nodes_differ and text != expected:
+                problems.append(Problem(check.exit_code or 0, node, text))
+            else:
+                texts[node] = text
+        if not check.if_nodes_differ or not texts:
+            continue
+        expected, _ = Counter(texts.values()).most_common(1)[0]
+        usual = next(node for node, text in texts.items() if text == expected)
+        for node, text in texts.items():
+            if text != expected:
                 remedy = check.if_nodes_differ.format(node=node)
-                sentence = f"{node}: it has {text}, {first} has {expected}; {remedy}"
-                problems.append(Problem(1, sentence))
+                sentence = f"it has {text}, {usual} has {expected}; {remedy}"
+                problems.append(Problem(1, node, sentence))
     return problems

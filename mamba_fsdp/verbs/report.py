@@ -15,7 +15,7 @@ from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.kinds import classify_path, unexpected_path_error
 from mamba_fsdp.reporting.page import make_page
 from mamba_fsdp.run.names import REPORT, TOKENIZER
-from mamba_fsdp.storage.patience import write_for_user
+from mamba_fsdp.storage.patience import is_folder, make_folder, write_for_user
 
 
 @dataclass
@@ -47,10 +47,10 @@ def report(*runs: str | Path, options: Options) -> Path:
     tokenizers = {next(identities_in(folder / TOKENIZER), "") for folder in folders}
     page = make_page([*folders.values()], tokenizers_differ=len(tokenizers - {""}) > 1)
     file = Path(out) if out else Path(runs[0]) / REPORT
-    if file.is_dir() or out.endswith("/"):
+    if is_folder(file) or out.endswith("/"):
         file /= REPORT
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent, parents=True)
         write_for_user(file, page)
     except OSError as error:
         raise UserError(f"{error.filename}: can't be written ({error.strerror})") from None

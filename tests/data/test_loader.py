@@ -18,6 +18,7 @@ from mamba_fsdp.data.loader import (
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.run.names import WANTED_NODES
 from mamba_fsdp.settings.train_config import DataConfig
 from tests.support.processes import wait_until
 from tests.support.tiny import resolved
@@ -213,6 +214,19 @@ STEPS = [  # (ranks, settings, what rank 1 computes of a step)
 @pytest.mark.parametrize(("ranks", "given", "expected"), STEPS)
 def test_a_step_is_split_by_rank_then_micro_batch_then_position(ranks, given, expected):
     assert split_step(resolved(**SMALL, **given), 1, ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, BatchShape(1, 4, 1, 3)),  # of 6 ranks on 3 nodes
+        ({"global_batch_size": 24}, BatchShape(1, 4, 2, 3)),
+    ],
+)
+def test_ranks_of_the_nodes_that_are_left_share_the_same_global_batch(monkeypatch, given, expected):
+    monkeypatch.setenv(WANTED_NODES, "3")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert split_step(resolved(**SMALL, **given), 1, 4) == expected
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

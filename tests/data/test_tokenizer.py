@@ -1,7 +1,9 @@
 """Tokenizers: one that threads share, what makes two the same, and that loading one runs no code that lies beside it."""
 
+import codecs
 import io
 import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -116,3 +118,36 @@ def test_a_tokenizer_folder_with_code_runs_none_of_it(load, tmp_path, monkeypatc
         load("evil")
     assert not list(identities_in(Path("evil")))
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("configured", [None, True, False])
+def test_a_tokenizer_json_is_taken_as_it_is(tokenizer, tmp_path, stored, configured):
+    """By both versions of transformers, whatever its folder is called and the config says of spaces; so is what is saved."""
+    source = tmp_path / "my-t5-tokenizer"
+    source.mkdir()
+    content = json.loads(Path(tokenizer).read_text())
+    content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": stored, "use_regex": True}
+    content["pre_tokenizer"]["trim_offsets"] = True
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    fields = {"eos_token": END_OF_TEXT, "add_prefix_space": configured}
+    known = {name: value for name, value in fields.items() if value is not None}
+    (source / "tokenizer_config.json").write_text(json.dumps(known))
+    expected = Tokenizer.from_str(json.dumps(content)).encode("a text").ids
+    loaded = load(str(source))
+    assert loaded.encode("a text") == load_words(source).encode("a text") == expected
+    loaded.save(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again("a text")["input_ids"] == expected
+    assert len(again) == len(content["model"]["vocab"])
+
+
+def test_a_byte_order_mark_is_refused_with_the_command_that_removes_it(tokenizer, tmp_path):
+    file = tmp_path / "my tokenizer" / "tokenizer.json"
+    file.parent.mkdir()
+    file.write_bytes(codecs.BOM_UTF8 + Path(tokenizer).read_bytes())
+    for path in (file, file.parent):
+        with pytest.raises(UserError, match="begins with a byte order mark.*; remove it: ") as told:
+            load(str(path), END_OF_TEXT)
+    subprocess.run(str(told.value).rpartition("remove it: ")[2], shell=True, check=True)
+    assert load(str(file), END_OF_TEXT).encode("a")

@@ -10,6 +10,7 @@ from mamba_fsdp.inference import following
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.layout import step_name
 from mamba_fsdp.run.records import read, write_status
+from mamba_fsdp.verbs import evaluate
 
 
 def commit(run, step, *marks):
@@ -75,3 +76,22 @@ def test_of_a_run_that_keeps_some_those_and_the_last_are_measured(follow, tmp_pa
         commit(tmp_path, step, *marks)
     write_status(tmp_path, "finished", 5)
     assert follow("a", {})[0] == [2, 4, 5]
+
+
+def test_what_changes_the_numbers_is_measured_again(in_user_folder, call, tmp_path):
+    """Another store, even if its file has the same name; other content of a store; any option but those of speed."""
+    stores = tmp_path / "x" / "y", tmp_path / "x_y"
+    for store in stores:
+        shutil.copytree(in_user_folder / "data/builtin/validation", store)
+    run = shutil.copytree("runs/demo", tmp_path / "run")
+
+    def measured(store, *words):
+        code, said = call(evaluate, run, store, "--follow", "--limit=2", "--seq_length=32", *words)
+        assert code == 0, said
+        return "step 4: " in said
+
+    assert measured(stores[0]) and not measured(stores[0], "--batch_size=1")
+    assert measured(stores[1]) and measured(stores[0], "--reset_at_documents")
+    shutil.rmtree(stores[0])
+    shutil.copytree(in_user_folder / "data/builtin/train", stores[0])
+    assert measured(stores[0]) and not measured(stores[0])

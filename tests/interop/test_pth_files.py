@@ -45,7 +45,7 @@ def test_what_is_written_is_what_torch_saves(tmp_path, path):
     """Byte for byte; what is tied is one tensor. Nothing else is left in the folder."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    write_pth(folder / "file.pth", list(TENSORS), TENSORS.values(), {"tied": "matrix"})
+    write_pth(folder / "file.pth", list(TENSORS), TENSORS.values, {"tied": "matrix"})
     with open(path, "wb") as file:
         torch.save({**TENSORS, "tied": TENSORS["matrix"]}, file)
     assert (folder / "file.pth").read_bytes() == path.read_bytes()
@@ -78,7 +78,7 @@ def test_one_tensor_is_in_memory_at_a_time(path):
             assert sum(reference() is not None for reference in alive) <= 2
             yield torch.from_numpy(array)
 
-    write_pth(path, list(map(str, range(20))), tensors(), {})
+    write_pth(path, list(map(str, range(20))), tensors, {})
     assert len(alive) == 20
 
 
@@ -88,7 +88,7 @@ def test_a_source_that_breaks_off_breaks_off_the_writing(path):
         raise UserError("the source is broken")
 
     with pytest.raises(UserError, match="the source is broken"):
-        write_pth(path, ["a", "b"], tensors(), {})
+        write_pth(path, ["a", "b"], tensors, {})
 
 
 class Trap:
@@ -153,7 +153,7 @@ def test_storage_that_fails_is_no_damage(path, monkeypatch):
     saved(TENSORS)(path)
     monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
     Disk(monkeypatch, path.parent).lose("file.pth")
-    with pytest.raises(StorageError, match="can't read .*file.pth: Input/output error"):
+    with pytest.raises(StorageError, match="file.pth: Input/output error"):
         PthTensors(path)
 
 

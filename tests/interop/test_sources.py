@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import preset
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.settings.train_config import CheckpointConfig
+from mamba_fsdp.verbs import average
 from tests.support.checkpoints import open_run, saved_state
 from tests.support.small_models import (
     CONFIGS,
@@ -36,15 +38,19 @@ def run(tmp_path):
     write_tokenizer(tmp_path / "run" / "tokenizer")
     checkpointer = open_run(tmp_path / "run", asynchronous=False)
     for step in (1, 2):
-        shards = []
-        for name, tensor in random_state(CONFIG, seed=step).items():
-            flat = tensor.flatten()
-            shape = tuple(tensor.shape)
-            shards.append(Shard(name, shape, 0, flat))
-            shards.append(Shard(f"optimizer/{name}/exp_avg", shape, 0, torch.zeros_like(flat)))
-        state = saved_state(CONFIG, TrainState(step=step, tokenizer="made of it"), seq_length=24)
-        checkpointer.save(step, shards, state)
+        save(checkpointer, step, CONFIG, "made of it")
     return tmp_path / "run"
+
+
+def save(checkpointer, step, config, tokenizer):
+    shards = []
+    for name, tensor in random_state(config, seed=step).items():
+        flat = tensor.flatten()
+        shape = tuple(tensor.shape)
+        shards.append(Shard(name, shape, 0, flat))
+        shards.append(Shard(f"optimizer/{name}/exp_avg", shape, 0, torch.zeros_like(flat)))
+    state = saved_state(config, TrainState(step=step, tokenizer=tokenizer), seq_length=24)
+    checkpointer.save(step, shards, state)
 
 
 def test_the_mean_of_checkpoints_is_a_model_with_their_tokenizer(run, monkeypatch):
@@ -58,10 +64,26 @@ def test_the_mean_of_checkpoints_is_a_model_with_their_tokenizer(run, monkeypatc
     assert mean.tokenizer_path == run / "mean/tokenizer"
 
 
+def test_different_models_have_no_mean_though_their_tensors_fit(run, call, tmp_path):
+    """Nor is there one by weights whose sum is no number."""
+    checkpointer = open_run(tmp_path / "other", asynchronous=False)
+    save(checkpointer, 1, replace(CONFIG, norm_eps=0.1), "made of it")
+    save(checkpointer, 3, CONFIG, "another")
+    ours = run / "checkpoints/step_00000002"
+    for step, word in ((1, "norm_eps"), (3, "tokenizer")):
+        other = tmp_path / f"other/checkpoints/step_0000000{step}"
+        with pytest.raises(UserError, match=f"different models.* they differ in {word}$"):
+            write_mean([other, ours], [0.5, 0.5], tmp_path / "mean")
+    code, said = call(average, run, tmp_path / "mean", "--last=2", "--weights=1e308,1e308")
+    assert code == 2 and "whose sum is a number above 0" in said
+    assert not (tmp_path / "mean").exists()
+
+
 @pytest.mark.parametrize("source", [".", "checkpoints/step_00000002"])
 def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
     """What a run publishes at its end can itself be exported, by any of its names."""
     published = run / "pth" / "step_00000002"
+    published.parent.mkdir(exist_ok=True)
     publish(run / source, published)
     assert_same(read_weights(published), CONFIG, random_state(CONFIG, seed=2))
     assert next(read_weights(run / source).tokenizer_identities()) == "made of it"

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mamba_fsdp.errors import UserError, leave_for_torchrun
 from mamba_fsdp.launch import node
-from mamba_fsdp.launch.decision import Outcome
+from mamba_fsdp.launch.decision import NODE_FAULT, Outcome
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import (
     LOOPBACK,
@@ -76,8 +76,8 @@ OUTCOMES = {  # the status, why, whether a rank failed and there is a file STOP:
     ("stopped", "enough of it", False, False): (Outcome("stopped", stop_file=True), 0),
     ("stopped", "SIGTERM", False, False): (Outcome("stopped"), 143),
     ("stopped", ELSEWHERE, False, False): (Outcome("stopped"), 143),
-    ("running", "", True, False): (Outcome("failed", 74, SUMMARY, False, FIRST), 74),
-    ("running", "", True, True): (Outcome("stopped", 74, SUMMARY, True, FIRST), 2),
+    ("running", "", True, False): (Outcome("failed", 74, SUMMARY, False, FIRST, "a"), 74),
+    ("running", "", True, True): (Outcome("stopped", 74, SUMMARY, True, FIRST, "a"), 2),
 }
 
 
@@ -95,6 +95,19 @@ def test_how_the_training_ended(tmp_path, capsys, found):
     assert seen == outcome
     assert node.print_outcome(outcome) == code
     assert capsys.readouterr().err == outcome.error + (MEANWHILE if code == 2 else "")
+
+
+@pytest.mark.parametrize("is_of_this_start", [True, False])
+def test_a_run_that_is_finished_stays_so_if_a_rank_fails_while_it_exits(tmp_path, is_of_this_start):
+    """An earlier start may have finished the run; a start that fails before its first word has not."""
+    folder = tmp_path / "starts/77.0"
+    folder.mkdir(parents=True)
+    settings = folder / names.RESOLVED
+    settings.touch()
+    write_status(tmp_path, "finished", 3)
+    os.utime(settings, (0, 0) if is_of_this_start else None)
+    outcome = node.outcome_of(tmp_path, folder, FAILURE, has_own_words=False)
+    assert (outcome.status, outcome.code) == ("finished", 0 if is_of_this_start else 74)
 
 
 def test_a_rank_has_said_itself_what_was_not_a_kill_and_a_stop_may_be_its_starts_own(tmp_path):
@@ -169,6 +182,9 @@ def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     assert first_failure(tmp_path) == FAILURE
     node.leave(tmp_path / "5.json", asdict(killed))
     assert first_failure(tmp_path) == killed
+    sick = replace(FAILURE, rank=6, time=5.0, exit_code=NODE_FAULT)  # the others end with it
+    node.leave(tmp_path / "6.json", asdict(sick))
+    assert first_failure(tmp_path) == sick
 
 
 def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, monkeypatch):

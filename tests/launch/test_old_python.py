@@ -14,7 +14,7 @@ from tests.support.projects import PROJECT
 ENTRIES = [
     "mamba_fsdp/launch/job.py",
     "mamba_fsdp/launch/tokenize_job.py",
-    "mamba_fsdp/launch/keeper.py",
+    "mamba_fsdp/launch/node_guard.py",
 ]
 IMPORTED = """
 import json, runpy, sys

@@ -43,28 +43,42 @@ def test_a_heterogeneous_job_is_refused(monkeypatch):
         slurm.this_job()
 
 
-STEPS = {  # SLURM_STEP_ID of this program: whether its own steps share nodes with it
-    "": False,
-    "3": True,
-    "4294967291": False,  # of the script
-}
-
-
-@pytest.mark.parametrize("own", STEPS)
-def test_a_step_asks_for_all_gpus_and_shares_a_node_only_with_a_users_own_step(monkeypatch, own):
-    """steps.yaml holds the other words."""
-    monkeypatch.setenv("SLURM_STEP_ID", own)
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    words = slurm.on_all_nodes(JOB)
-    assert "--gpus-per-node=8" in words
-    assert ("--overlap" in words) == STEPS[own]
-
-
-def test_hyperpod_starts_a_step_again_itself(monkeypatch, tmp_path):
+def test_a_step_asks_for_all_gpus_of_the_nodes_that_it_names(monkeypatch, tmp_path):
+    """On HyperPod, Slurm starts the step again itself. steps.yaml contains the other arguments."""
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
-    assert slurm.on_all_nodes(JOB)[-1] == "--label"
+    assert slurm.on_nodes(JOB.nodes)[-1] == "--label"
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     monkeypatch.setattr(slurm, "HYPERPOD_FOLDER", str(tmp_path))
-    assert slurm.on_all_nodes(JOB)[-1] == "--auto-resume=1"
+    assert slurm.on_nodes(JOB.nodes)[-2:] == ["--gpus-per-node=8", "--auto-resume=1"]
+
+
+def test_options_of_the_shell_do_not_reach_slurms_commands(monkeypatch):
+    options = [
+        "SLURM_TIME_FORMAT",
+        "SLURM_NO_KILL",
+        "SLURM_NTASKS_PER_NODE",
+        "SQUEUE_FORMAT",
+        "SINFO_ALL",
+    ]
+    facts = [
+        "SLURM_JOB_ID",
+        "SLURM_CONF",
+        "SLURM_MEM_PER_NODE",
+        "SLURM_GPUS_ON_NODE",
+        "SLURMD_NODENAME",
+    ]
+    for name in options + facts:
+        monkeypatch.setenv(name, "7")
+    slurm.ignore_options_of_the_shell()
+    assert not os.environ.keys() & set(options)
+    assert os.environ.keys() >= set(facts)
+
+
+def test_a_job_id_that_is_left_over_in_a_shell_is_refused(monkeypatch, says):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(Mistake, match="unset SLURM_JOB_ID"):
+        slurm.this_job()
 
 
 def test_no_answer_is_not_taken_for_no_job(says):
@@ -102,6 +116,30 @@ def test_a_job_is_queued_again_once(says, state, answers, is_queued, tries):
     assert slurm.queue_again(JOB) == is_queued
     if tries:
         assert says.asked("scontrol") == ["requeue 70_3"] * tries
+
+
+@pytest.mark.parametrize(
+    "listed, expected",
+    [
+        ("node1 idle\nnode3 alloc\n", "update JobId=70_3 NumNodes=2 ExcNodeList=node2,node9"),
+        ("node1 idle\nnode3 down*\n", "update JobId=70_3 NumNodes=2"),
+    ],
+)
+def test_the_next_start_does_not_get_a_lost_node_if_there_are_others(says, listed, expected):
+    """A job that has released a node would start again with fewer. What the user has excluded stays excluded."""
+    says("squeue", "RUNNING")
+    says("sinfo", listed)
+    says("scontrol", "", "   ReqNodeList=(null) ExcNodeList=node9\n", "node9\n")
+    assert slurm.queue_again(JOB, ["node2"])
+    assert says.asked("scontrol")[-1] == expected
+
+
+def test_steps_on_a_lost_node_are_killed_but_not_the_guards(says):
+    says("squeue", "77.0 mamba-guard node[1-2]\n77.1 bash node[1-2]\n77.2 bash node1\n")
+    says("scontrol", "node1\nnode2\n", "node1\n")
+    says("scancel", "")
+    slurm.kill_steps_on(JOB, "node2")
+    assert says.asked("scancel") == ["--ctld --signal=KILL 77.1"]
 
 
 CONFIG = "SelectTypeParameters = CR_CORE_MEMORY\n"

@@ -1,6 +1,7 @@
 """What ranks tell each other, and who waits for whom."""
 
 import time
+import weakref
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from mamba_fsdp.errors import Accident, StorageError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.parallel.world import ALL_RANKS, CPU, lost_rank, start_world
+from mamba_fsdp.parallel.world import ALL_RANKS, CPU, KEEPS_GROUPS, lost_rank, start_world
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
@@ -72,6 +73,20 @@ def meet_again(world):
         world = start_world(timeout_minutes=0.3)
         sums.append(world.all_reduce_sum(world.rank))
     return sums
+
+
+def part(world):
+    """Whether the threads of the groups have ended once the world is closed."""
+    world.grid(1)
+    groups = [weakref.ref(group) for group in (dist.group.WORLD, *world._groups)]
+    world.close()
+    return all(group() is None for group in groups)
+
+
+@pytest.mark.slow
+def test_no_thread_of_a_group_outlives_its_world():
+    """One that frees a tensor while the interpreter ends aborts the process. torch 2.2 would wait for it for ever."""
+    assert run_ranks(2, part) == [not KEEPS_GROUPS] * 2
 
 
 @pytest.mark.slow

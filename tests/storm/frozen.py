@@ -1,12 +1,12 @@
-"""A storm of frozen holders: a run stands still before a call of its save, another takes its folder over, commits and
-finishes, and the first one wakes. Nothing that the other has committed may be lost, and its status stays.
+"""A storm of frozen holders: a run stands still before one of its writes, another takes its folder over, commits and
+finishes, and the first one wakes. It may not change, add or remove a single file.
 
     python -m tests.storm.frozen [--all]
 
 Calls are those that touch files of the run: from before it acquires its folder (where the other has ended when the
-first one wakes: from after that), through saving step 6, committing and pruning, until it has given the folder back.
-Each rename, with --all each call, is a freeze of its own. A run is a process of one rank with little in its
-checkpoints.
+first one wakes: from after that), through its settings, events and metrics, saving step 6, committing, pruning and
+publishing, until it has given the folder back. Each rename, each opening for writing, and the moment after each check of
+the lease, with --all each call, is a freeze of its own. A run is a process of one rank with little in its checkpoints.
 """
 
 import itertools
@@ -22,18 +22,32 @@ from pathlib import Path
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run import lease
+from mamba_fsdp.run.names import METRICS
+from mamba_fsdp.run.records import Log
+from mamba_fsdp.trainer.run import finish
 from mamba_fsdp.trainer.run_folder import RunFolder
 from tests.support.checkpoints import WORLD, make_checkpoints, problems, quiet, shards_of
 
-EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir")
+WRITES = ("os.rename", "open for writing")
+EVENTS = (
+    "open",
+    "open for writing",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.listdir",
+    "os.scandir",
+)
 # Steps that stand in the folder when the first run begins; 6 is broken.
 BEGINNINGS = {"new": [4, 5], "broken": [4, 5, 6]}
 FORKED = multiprocessing.get_context("fork")
 
 
 def main(words):
-    calls = EVENTS if "--all" in words else ("os.rename",)
+    calls = EVENTS if "--all" in words else WRITES
     lease.SECONDS_BETWEEN_RENEWALS = 0.02
     lease.SECONDS_BETWEEN_LOOKS = 0.02
     for beginning in BEGINNINGS:
@@ -69,19 +83,17 @@ def freeze(run, calls, number, finishes):
         assert os.waitstatus_to_exitcode(status) == 0
         return False
     folder = acquire(run, patience=0.0)  # it takes over at once
-    other = checkpointer_of(folder, keep=4)
-    start = int(other.resume(shards_of(0)).path.name[-1])
-    for step in range(start + 1, 8):
-        save(other, step, 100 + step)
+    other = train(folder, 4, 100, 7)
     if finishes:
-        folder.write_status("finished", 7)
+        publish(folder, other)
         folder.lease.close()
     left = files_of(run)
     os.kill(process.pid, signal.SIGCONT)
     os.waitpid(process.pid, 0)
     found = files_of(run)
-    lost = [name for name in left if found.get(name) != left[name]]
-    assert not lost, f"lost or changed: {lost}"
+    names = left.keys() | found.keys()
+    changed = [name for name in names if found.get(name) != left.get(name)]
+    assert not changed, f"changed: {changed}"
     if not finishes:
         save(other, 8, 108)
         folder.lease.close()
@@ -105,14 +117,38 @@ def checkpointer_of(folder, keep):
     return Checkpointer(folder.path, WORLD, folder.lease, keep=keep, report=quiet)
 
 
+def train(folder, keep, value, last):
+    """The checkpointer of a run that has trained up to the step `last`. value: what its files hold."""
+    checkpointer = checkpointer_of(folder, keep)
+    start = int(checkpointer.resume(shards_of(0)).path.name[-1])
+    folder.write_settings(f"seed: {value}\n")
+    folder.add_event("started", start, seed=value)
+    log = Log(folder.path / METRICS, start, folder.lease)
+    for step in range(start + 1, last + 1):
+        log.write({"step": step, "loss": value})
+        log.sync()
+        save(checkpointer, step, value + step)
+    return checkpointer
+
+
+def publish(folder, checkpointer):
+    """Ends a run as a training does."""
+
+    def write_model(_, out):
+        out.mkdir()
+        (out / "model").write_text(checkpointer.last.name)
+
+    finish(folder, checkpointer.last, write_model, lambda: None, Console(enabled=False))
+
+
 def save(checkpointer, step, value):
     checkpointer.save(step, shards_of(value), {"step": step})
     checkpointer.wait()
 
 
 def files_of(run):
-    """{name: content} of the status and of what is in committed checkpoints."""
-    files = [run / "status.json", *run.glob("checkpoints/step_*/[!.]*")]
+    """{name: content} of all files, hidden ones too, but those of the other that still holds the folder."""
+    files = [path for path in run.rglob("*") if path.is_file() and path.name != "frozen"]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
@@ -127,10 +163,7 @@ def be_frozen(run, calls, number, finishes):
     if finishes:
         stop_before(calls, number, str(run))
     try:
-        checkpointer = checkpointer_of(folder, keep=1)
-        checkpointer.resume(shards_of(0))
-        save(checkpointer, 6, 6)
-        folder.write_status("finished", 6)
+        publish(folder, train(folder, 1, 0, 6))
     except UserError as error:
         folder.write_failure(6, error)
     finally:
@@ -155,12 +188,19 @@ def stop_before(calls, number, run):
         count(what)
         return _stat(what, *rest, **named)
 
+    def check(held, *rest, _check=lease.Lease.check):
+        _check(held, *rest)
+        count(run)
+
     def notice(event, arguments):
+        if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            event = "open for writing"
         if event in calls:
             count(arguments[0])
 
     if calls == EVENTS:
         os.stat = stat  # which is not audited
+    lease.Lease.check = check
     sys.addaudithook(notice)
 
 

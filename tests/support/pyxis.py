@@ -16,8 +16,8 @@ from tests.support.processes import write_program
 SQUASHFS = b"hsqs" + bytes(36) + (100).to_bytes(8, "little") + bytes(52)
 # Those of srun that the launcher and docs/image.md use; auto-resume is HyperPod's.
 SLURM_OPTIONS = set(
-    "auto-resume cpu-bind export gpus gpus-per-node kill-on-bad-exit label nodelist nodes ntasks "
-    "ntasks-per-node overlap wait".split()
+    "auto-resume cpu-bind export gpus gpus-per-node immediate job-name kill-on-bad-exit label no-kill nodelist nodes "
+    "ntasks ntasks-per-node overlap wait".split()
 )
 # What Pyxis adds, and its version that brought it, as its history has it.
 PYXIS_OPTIONS = {
@@ -50,7 +50,8 @@ given = dict(option[2:].split("=", 1) for option in options if "=" in option)
 for option in options:
     if option[2:].split("=")[0] not in {SLURM_OPTIONS | PYXIS_OPTIONS.keys()}:
         sys.exit(f"srun: unrecognized option '{{option}}'")
-nodes = ["node1"] if given.get("nodes") == "1" or "SLURM_JOB_ID" not in os.environ else ["node1", "node2"]
+nodes = given["nodelist"].split(",")
+assert given["nodes"] == given["ntasks"] == str(len(nodes)), "as many as are named"
 image, mounts = given.get("container-image"), [m.split(":")[0] for m in given.get("container-mounts", "").split(",")]
 
 def refuse(node, text):
@@ -118,13 +119,11 @@ if is_told:
     time.sleep(600)
 if "preflight" in command and "PREFLIGHT" in os.environ:
     sys.exit(int(os.environ["PREFLIGHT"]))
-if any(word.endswith("keeper.py") for word in command):  # beside the job's other steps, and on all nodes at once
+if any(word.endswith("node_guard.py") for word in command):  # beside the job's other steps, and on all nodes at once
+    command = ["127.0.0.1" if word == "node1" else word for word in command]
     here = {{node: {{**os.environ, "SLURMD_NODENAME": node}} for node in nodes}}
-    keepers = [subprocess.Popen(command, env=here[node], stdin=subprocess.PIPE) for node in nodes]
-    sys.stdin.read()
-    for keeper in keepers:
-        keeper.communicate()
-    sys.exit(max(keeper.returncode for keeper in keepers))
+    guards = [subprocess.Popen(command, env=here[node]) for node in nodes]
+    sys.exit(max(guard.wait() for guard in guards))
 if "started:" in words[-1]:
     command = [*command[:-1], command[-1].replace("started:", "0: started:")]  # --label
 sys.exit(max(run(node) for node in nodes))

@@ -2,7 +2,9 @@
 
 import gc
 import re
+import shutil
 
+import numpy as np
 import pytest
 
 import mamba_fsdp
@@ -11,6 +13,7 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.run.names import EVENTS, LEASE, STEPS, STOP
 from mamba_fsdp.run.records import read
 from mamba_fsdp.trainer.replay import DifferenceError, replay
+from tests.support.checkpoints import flip
 from tests.support.forked import said_by, start_ranks
 from tests.support.processes import run_program
 from tests.support.tiny import HYBRID, TINY, as_words
@@ -120,3 +123,46 @@ def test_what_has_changed_is_told_and_nothing_in_the_run_is_touched(train, corpu
     assert "holds other data than when" in told(run, 4)
     edit(run / EVENTS, '"code": ', '"no code": ')
     assert "of older versions record none" in told(run, 4)
+
+
+def test_only_numbers_that_a_run_wrote_count_as_compared(train, tmp_path, told):
+    """A number that was not finite is null; whatever else is no number was not compared, which is said, as are lines that
+    are missing. Records that no run writes are refused."""
+    run = tmp_path / "run"
+    train(run, num_steps=6, checkpoint_interval=3, keep_checkpoints=9)
+    steps = (run / STEPS).read_text()
+    events = (run / EVENTS).read_text()
+    for odd in ('""', "[1]", "true", str(10**400)):
+        (run / STEPS).write_text(re.sub(r'(: 5, "loss": )[^,]*', rf"\g<1>{odd}", steps))
+        assert "bit for bit (2 losses, 1 checkpoint; 1 step without a loss" in told(run, 3)
+    (run / STEPS).write_text("".join(steps.splitlines(keepends=True)[:5]))
+    assert "bit for bit (2 losses, 1 checkpoint; 1 step without a loss" in told(run, 3)
+    for wrong in ("null", "0"):
+        (run / STEPS).write_text(re.sub(r'(: 5, "loss": )[^,]*', rf"\g<1>{wrong}", steps))
+        assert re.match("step 5 of .*: its loss was (None|0), and is ", told(run, 3))
+    (run / STEPS).write_text(steps)
+    for changed in ('"ranks": 0', '"ranks": "1"', '"ranks": [1]', f'"ranks": {10**400}'):
+        (run / EVENTS).write_text(events.replace('"ranks": 1', changed))
+        assert "the event of the start at step 0 is not what the run wrote: ranks is" in told(
+            run, 3
+        )
+    (run / EVENTS).write_text(events)
+
+
+def test_what_has_changed_on_the_disk_is_not_blamed_on_the_device(corpus, train, tmp_path):
+    """A checkpoint that is compared, or data, is verified before it counts as evidence."""
+    run = tmp_path / "run"
+    data = shutil.copytree(corpus, tmp_path / "data")
+    train(run, dataset_path=data, num_steps=4, keep_checkpoints=9)
+    compared = run / "checkpoints/step_00000004/rank_00000.safetensors"
+    flip(compared)
+    with pytest.raises(UserError, match="step_00000004 is broken: the content of rank_0") as told:
+        replay(run, 2, 0)
+    assert told.value.exit_code == 2
+    flip(compared)
+    tokens = np.memmap(data / "train/00000.bin", "<u2", "r+")
+    tokens[:] = np.where(tokens > 1, tokens ^ 1, tokens)
+    tokens.flush()
+    with pytest.raises(UserError, match="00000.bin: the content does not match its") as told:
+        replay(run, 2, 0)
+    assert told.value.exit_code == 2

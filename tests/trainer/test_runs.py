@@ -8,6 +8,7 @@ import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.records import read_events, read_status
+from mamba_fsdp.trainer.run_folder import RunFolder
 from tests.support.checkpoints import flip, metrics_of, weights_of
 from tests.support.compare import equal
 
@@ -124,7 +125,7 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
         raise UserError("no room")
 
     with monkeypatch.context() as patched, pytest.raises(UserError, match="no room"):
-        patched.setattr("mamba_fsdp.interop.convert.write_model", full_disk)
+        patched.setattr("mamba_fsdp.interop.convert.publish", full_disk)
         train(tmp_path, num_steps=3)
     assert read_status(tmp_path)["status"] == "failed"
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -234,3 +235,16 @@ def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path):
     assert "over " in train(tmp_path, num_epochs=0.9, **common)
     assert "follows the former schedule" in train(tmp_path, num_epochs=1.8, **common)
     assert metrics_of(tmp_path)[-1]["step"] in (2 * last["step"], 2 * last["step"] - 1)
+
+
+def test_the_settings_of_a_start_get_a_number_that_no_other_has(tmp_path):
+    """Also if somebody has removed a copy; equal settings get none. Nothing else is left in the run folder."""
+    folder = RunFolder(tmp_path)
+    folder.acquire()
+    assert folder.write_settings("seed: 1\n") == "config.1.yaml"
+    assert folder.write_settings("seed: 2\n") == folder.write_settings("seed: 2\n")
+    (tmp_path / "config.1.yaml").unlink()
+    assert folder.write_settings("seed: 3\n") == "config.3.yaml"
+    folder.lease.close()
+    names = {"config.yaml", "config.2.yaml", "config.3.yaml", "checkpoints", "status.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names

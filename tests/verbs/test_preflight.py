@@ -10,6 +10,7 @@ from mamba_fsdp import command_line
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import checks, machine
+from mamba_fsdp.run.names import VERDICT
 from mamba_fsdp.settings.resolve import as_plain
 from mamba_fsdp.verbs import preflight
 from tests.support.checkpoints import commit_empty, open_run, saved_state, shards_of
@@ -87,12 +88,23 @@ LACKING = {  # what is said of a second node: what it has
 
 
 @pytest.mark.parametrize("said", LACKING)
-def test_a_node_that_is_not_like_the_first_is_named(report, judge, said):
+def test_a_node_that_is_not_like_the_first_is_named(report, judge, folder, said):
     report("a", gpus=8, efa=4)
     if LACKING[said]:
         report("b", **LACKING[said])
     code, _, wrong = judge("a", "b")
     assert code == 1 and said in wrong
+    verdict = json.loads((folder / VERDICT).read_text())
+    assert verdict["ranks_per_node"] == 8 and wrong.startswith(
+        f"error: b: {verdict['unfit']['b']}\n"
+    )
+
+
+def test_what_most_nodes_have_is_expected_of_the_first_too(report, judge, folder):
+    for node, gpus in (("a", 4), ("b", 8), ("c", 8)):
+        report(node, gpus=gpus)
+    assert judge("a", "b", "c")[0] == 1
+    assert [*json.loads((folder / VERDICT).read_text())["unfit"]] == ["a"]
 
 
 @pytest.mark.parametrize("content", ['{"code": "another", "mistakes": []}', '{"mistakes": []}'])
