@@ -16,9 +16,9 @@ from pathlib import Path
 
 from benchmarks.measure import command_line, in_turn, table, times_as_fast
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.corpus import builtin_files
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.tokenize import make_dataset
+from mamba_fsdp.importing.inputs import builtin_files
+from mamba_fsdp.importing.make_dataset import make_dataset
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 THEIRS = "tokenizers, encode_batch"

@@ -136,7 +136,7 @@ def call(answer):
 @pytest.fixture(scope="session")
 def user_folder(tmp_path_factory):
     """A folder as a user has it after a first training: data/builtin, runs/demo, exported/demo."""
-    from mamba_fsdp.data.tokenize import make_dataset
+    from mamba_fsdp.importing.make_dataset import make_dataset
     from mamba_fsdp.interop.convert import publish, write_model
     from mamba_fsdp.settings.dataset_config import DatasetConfig
     from mamba_fsdp.trainer.run import run_training

@@ -19,8 +19,8 @@ from mamba_fsdp.checkpoint.contents import (
 from mamba_fsdp.checkpoint.files import Filled, hash_file
 from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors, stored_name
 from mamba_fsdp.checkpoint.ranges import gaps
-from mamba_fsdp.data.paths import refused
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.layout import committed, removed
@@ -139,7 +139,7 @@ def _newest_candidate(path: Path, broken: Mapping[str, str]) -> Path:
     if left:
         return left[-1]
     if not candidates:
-        raise refused(path, "a run with a checkpoint")
+        raise unexpected_path_error(path, "a run with a checkpoint")
     raise UserError(
         f"none of the checkpoints in {folder} ({len(candidates)}) is whole, the oldest: "
         f"{broken[candidates[0].name]}; repair one, or move the folder away to start from scratch"

@@ -1,1 +1,1 @@
-"""Turns text into batches: tokenising, token stores, the order of samples, the loader."""
+"""Reads token stores as batches: stores, their tokenizers, the order of samples, the loader."""

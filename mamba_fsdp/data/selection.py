@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.data.splits import SPLITS, is_store, split_in
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, check_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import setting
+from mamba_fsdp.importing.kinds import SPLITS, is_store, split_in
 from mamba_fsdp.settings.train_config import DataConfig
 
 if TYPE_CHECKING:

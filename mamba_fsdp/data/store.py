@@ -23,10 +23,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mamba_fsdp.data.paths import refused_data
 from mamba_fsdp.data.source import Tokens
-from mamba_fsdp.data.splits import is_store
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing.kinds import INDEX, is_store, unexpected_data_error
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.formats import TOKEN_STORE
 from mamba_fsdp.storage.patience import is_folder, open_to_read, retry_io, sync_folder
@@ -255,7 +254,7 @@ class StoreWriter:
         )
         content = {**TOKEN_STORE.header(), **asdict(index)}
         content["checksum"] = _checksum(content)
-        write_object(self.path / "index.json", content)
+        write_object(self.path / INDEX, content)
         return TokenStore(self.path)
 
     def close(self) -> None:
@@ -324,9 +323,9 @@ class StoreWriter:
 
 
 def _read_index(folder: Path) -> StoreIndex:
-    path = folder / "index.json"
+    path = folder / INDEX
     if not is_store(folder):
-        raise refused_data(folder)
+        raise unexpected_data_error(folder)
     content = read_object(path, dict[str, Any], "make a token store there with get_dataset.py")
     body = TOKEN_STORE.body(path, content)
     if body.get("checksum") != _checksum(content):

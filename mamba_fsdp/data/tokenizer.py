@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from mamba_fsdp.data.corpus import prepare_hub
-from mamba_fsdp.data.paths import WANTED, check_tokenizer_place
+from mamba_fsdp.data.hub import prepare_hub
 from mamba_fsdp.errors import UserError, first_line, import_command
 from mamba_fsdp.fields import whole_number
+from mamba_fsdp.importing.kinds import WANTED_TOKENIZER, check_tokenizer_path
 from mamba_fsdp.storage.patience import (
     exists,
     is_file,
@@ -56,6 +57,18 @@ def without_panic(read: Callable[..., Any], *arguments: Any, **options: Any) -> 
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(error) from None
+
+
+def with_os_errors(write: Callable[..., Any], *arguments: Any) -> None:
+    """Calls write(*arguments). The library's Rust code raises a bare Exception for an error of the disk; it becomes an
+    OSError."""
+    try:
+        write(*arguments)
+    except Exception as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if not found:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
 
 
 def read_backend(path: Path) -> Tokenizer:
@@ -158,15 +171,17 @@ class TextTokenizer:
         nothing = self.backend.encode("", add_special_tokens=True)
         is_added = nothing.special_tokens_mask
         added = [token for token, mask in zip(nothing.tokens, is_added) if mask]
+        before = [token for token in added if token != self.eos_token]
         if not wanted:
             if not added:
                 return ""
             self.put_before_texts("")
+            advice = "; --bos=true keeps a bos" if before else ""
             return (
-                f"the tokenizer adds {' '.join(added)} to each text: documents are stored without it, and the tokenizer of "
-                "runs and exports does not add it; --bos=true keeps a bos"
+                f"the tokenizer adds {' '.join(added)} to each text: documents are stored with one eos and without other "
+                f"added tokens, and the tokenizer of runs and exports adds none{advice}"
             )
-        named = [getattr(self._transformers_form, "bos_token", None), *added]
+        named = [getattr(self._transformers_form, "bos_token", None), *before]
         bos = next((token for token in named if token), "")
         if not bos or bos == self.eos_token:
             what = f"is its eos {bos}, which stands between documents" if bos else "is missing"
@@ -180,7 +195,7 @@ class TextTokenizer:
         """Writes a folder that AutoTokenizer.from_pretrained takes."""
         folder.mkdir(parents=True, exist_ok=True)
         if self._transformers_form:
-            self._transformers_form.save_pretrained(folder)
+            with_os_errors(self._transformers_form.save_pretrained, folder)
             file = folder / "tokenizer_config.json"
             settings = json.loads(read_bytes(file)) | {"tokenizer_class": GENERIC}
             if self._is_amended:
@@ -345,7 +360,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     """
     if not exists(name):
         prepare_hub(str(name))
-    name = check_tokenizer_place(name)
+    name = check_tokenizer_path(name)
     import transformers  # late: importing it takes seconds
 
     try:
@@ -367,7 +382,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     except Exception as error:  # the libraries raise whatever a file runs into
         if is_folder(name) and not exists(Path(name, TOKENIZER_JSON)):
             raise UserError(
-                f"tokenizer {name}: can't be loaded: it {_contents(Path(name))}; wanted is {WANTED}{remedy}"
+                f"tokenizer {name}: can't be loaded: it {_contents(Path(name))}; wanted is {WANTED_TOKENIZER}{remedy}"
             ) from error
         raise UserError(
             f"tokenizer {name}: can't be loaded as a folder, a tokenizer.json file or a name on the Hugging Face Hub "
@@ -385,7 +400,7 @@ def load_words(path: str | Path) -> TextTokenizer:
 
     If the folder's two files say everything, transformers is not imported, which takes a second. Raises UserError.
     """
-    path = check_tokenizer_place(path)
+    path = check_tokenizer_path(path)
     try:
         fields = json.loads(read_bytes(Path(path, "tokenizer_config.json")))
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
@@ -411,7 +426,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     eos_token: the token that ends documents, by default the tokenizer's own. Raises UserError if the tokenizer or this
     token is missing.
     """
-    path = check_tokenizer_place(os.path.expanduser(name))
+    path = check_tokenizer_path(os.path.expanduser(name))
     if is_file(path):
         form = None
         try:
@@ -420,7 +435,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
             raise
         except Exception as error:  # the library raises bare Exception
             raise UserError(
-                f"tokenizer {name}: {path.name} can't be read ({first_line(error)}); wanted is {WANTED}"
+                f"tokenizer {name}: {path.name} can't be read ({first_line(error)}); wanted is {WANTED_TOKENIZER}"
             ) from error
     else:
         form = load_for_transformers(path, "; train:4096 trains one on the input")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mamba_fsdp.checkpoint.folder import check_same_tensors
 from mamba_fsdp.conventions import DTYPES
-from mamba_fsdp.data.paths import TOKENIZER_FILES
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing.kinds import TOKENIZER_FILES
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.architectures import architecture_for, exportable
 from mamba_fsdp.interop.fields import Table

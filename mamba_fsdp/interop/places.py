@@ -4,8 +4,13 @@ mistake is reported at once."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from mamba_fsdp.data.paths import DCP_INDEX, refused, refused_model, what_is
 from mamba_fsdp.errors import UserError, python
+from mamba_fsdp.importing.kinds import (
+    DCP_INDEX,
+    classify_path,
+    unexpected_model_error,
+    unexpected_path_error,
+)
 from mamba_fsdp.run.layout import committed
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT
 from mamba_fsdp.settings.train_config import CheckpointConfig
@@ -42,25 +47,25 @@ def find_origin(config: CheckpointConfig) -> Origin:
     if not (
         is_file(path) or exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)
     ):
-        raise refused(path, "a run with a checkpoint", _weights_of(path))
+        raise unexpected_path_error(path, "a run with a checkpoint", _weights_of(path))
     return Origin("load_ckpt_path", str(path), is_checkpoint=not config.names_a_file())
 
 
 def check_place(source: str | Path) -> None:
     """Raises UserError if `source` does not name a model."""
     path = Path(source)
-    place = what_is(path)
-    if place.kind in ("model", "checkpoint") or place.kind == "run" and place.names:
+    place = classify_path(path)
+    if place.kind in ("model", "model_file", "checkpoint") or place.kind == "run" and place.names:
         return
     if exists(path):
         refuse_dcp(path)
-    raise refused_model(path)
+    raise unexpected_model_error(path)
 
 
 def _weights_of(path: Path) -> str:
     """Returns what takes the weights at a path that holds no checkpoint; "" if there are none."""
-    kind = what_is(path).kind
-    return f"init_from={path} takes its weights" if kind in ("model", "dcp") else ""
+    kind = classify_path(path).kind
+    return f"init_from={path} takes its weights" if kind in ("model", "model_file", "dcp") else ""
 
 
 def refuse_dcp(folder: Path) -> None:

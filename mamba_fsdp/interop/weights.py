@@ -25,9 +25,9 @@ from mamba_fsdp.checkpoint.ranges import overlaps
 from mamba_fsdp.checkpoint.restore import Found, WholeCheckpoint, find_checkpoint, find_newest
 from mamba_fsdp.checkpoint.saved_run import SavedRun
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors, Tensors
-from mamba_fsdp.data.paths import refused, tokenizer_in
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError, command
+from mamba_fsdp.importing.kinds import tokenizer_path_in, unexpected_path_error
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.architectures import (
     Architecture,
@@ -165,9 +165,9 @@ class Weights(Tensors):
 
     def use_tokenizer(self, path: Path) -> None:
         """Takes the tokenizer in the folder `path` instead of the model's. Raises UserError if there is none."""
-        folder = tokenizer_in(path)
+        folder = tokenizer_path_in(path)
         if folder is None:
-            raise refused(path, "a tokenizer")
+            raise unexpected_path_error(path, "a tokenizer")
         self.tokenizer_path = folder
 
     def _check(self, rank: int) -> None:
@@ -223,7 +223,7 @@ def _find_checkpoint(path: Path) -> Weights:
     found = find_newest(path, report=lambda text: None)
     run = SavedRun.from_state(found.contents.state, found.path)
     model = Description(checked_model(found.path, run.model), seq_length=run.seq_length)
-    tokenizer_path = tokenizer_in(found.path.parent.parent)
+    tokenizer_path = tokenizer_path_in(found.path.parent.parent)
     return Weights(path, model, tokenizer_path, run.progress.tokenizer, found)
 
 
@@ -259,7 +259,7 @@ def _find_in_folder(folder: Path, description: Description) -> Weights:
 
 
 def _from_file(file: Path, description: Description) -> Weights:
-    tokenizer_path = tokenizer_in(file.parent)
+    tokenizer_path = tokenizer_path_in(file.parent)
     return Weights(file, description, tokenizer_path)
 
 

@@ -4,9 +4,9 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from mamba_fsdp.data.builtin import make_missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import shown
+from mamba_fsdp.importing.builtin import make_missing_builtin
 from mamba_fsdp.launch.machine import LAUNCHER, say_loading
 from mamba_fsdp.launch.plan import check_folder, check_inputs
 from mamba_fsdp.settings.resolve import resolve_settings

@@ -30,8 +30,8 @@ if __name__ == "__main__":  # a caller of its functions keeps its own Ctrl-C
 
 from mamba_fsdp import command_line
 from mamba_fsdp.checkpoint.retention import check_room
-from mamba_fsdp.data.builtin import builtin_folder, missing_builtin
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing.builtin import builtin_folder, missing_builtin
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch.machine import check_version
 from mamba_fsdp.launch.nodes import Batch
@@ -82,9 +82,9 @@ def plan_of_replay(run: str = "", *stray: str, **options: str) -> dict[str, Any]
     if not run:
         raise UserError("replay: name the run, as in replay runs/demo")
     if not exists(Path(run, SETTINGS)):
-        from mamba_fsdp.data.paths import refused  # numpy
+        from mamba_fsdp.importing.kinds import unexpected_path_error
 
-        raise refused(run, "a run")
+        raise unexpected_path_error(run, "a run")
     place = Path(run).resolve()
     scratch = place.with_name(f".{place.name}.replay-{os.getpid()}")
     settings = read_copy(place / SETTINGS)

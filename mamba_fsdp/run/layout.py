@@ -7,9 +7,9 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.names import (
     CHECKPOINTS,
     LEASE,
+    NODES,
     PROFILE,
     SETTINGS,
-    NODES,
     STARTS,
     STATUS,
     STOP,

@@ -27,8 +27,7 @@ class DatasetConfig:
     validation_fraction: float = setting(
         0.01, at_least=0, below=1, elsewhere="val_fraction validation_split_percentage test_size"
     )
-    """Share of the documents held out as OUT/validation; 0 holds out none. If the input has too few documents, its last
-    tokens are held out."""
+    """Share of the tokens held out as OUT/validation, in spans over the whole input; 0 holds out none."""
     splits: str = setting("held_out", choices=("held_out", "official"))
     """held_out: OUT/validation is a share of the input. official: the input's own splits become OUT/train,
     OUT/validation and OUT/test. A split is a folder or file named train, validation or test, or a split of a name on
@@ -44,10 +43,14 @@ class DatasetConfig:
     format: str = setting(
         "auto", choices=("auto", "text", "json", "csv", "parquet", "arrow", "ids")
     )
-    """Format of the files. auto: the names of the files tell the format. ids: token ids, one after the other."""
+    """Format of the files. auto: their names show it, or their content if a name has no ending. ids: token ids, one after
+    the other."""
+    encoding: str = setting("", elsewhere="file_encoding charset")
+    """Encoding of text, JSON and CSV files that are not UTF-8, as Python names it: cp1252, cp1251, gb18030. In a file that
+    is UTF-8 but for some bytes, it decodes these bytes alone."""
     dtype: str = setting("auto", choices=("auto", *DTYPES), elsewhere="token_dtype memmap_dtype")
-    """Type of the token ids in flat files (.bin, .npy): uint16 in nanoGPT's, uint16 or uint32 in OLMo's. auto: the files
-    say it, as llm.c's and NumPy's do."""
+    """Type of the token ids in flat files (.bin, .npy): uint16 in nanoGPT's, uint16 or uint32 in OLMo's. auto: NumPy's
+    header names it."""
     delimiter: str = setting("")
     """The character between the fields of CSV files. Empty: whichever of comma, semicolon, tab and bar occurs most
     often in the header."""
@@ -70,8 +73,8 @@ class DatasetConfig:
     shard_tokens: int = setting(1 << 28, at_least=1, at_most=1 << 40)
     """A store begins its next file after this many tokens."""
     skip_unreadable: bool = setting(False)
-    """Skip what can't be read, each file from its first fault on, instead of stopping there. The last lines tell how many
-    there were."""
+    """Skip records that can't be read, files from a fault on, and missing parts of numbered sets, instead of stopping there.
+    The last lines count them."""
     overwrite: bool = setting(False, elsewhere="overwrite_cache force")
     """Replace the output of an earlier run in OUT."""
 
@@ -106,6 +109,7 @@ class DatasetConfig:
             )
         if self.splits == "official" and self.split:
             raise UserError(f"--split={self.split} and --splits=official exclude each other")
+        self._check_encoding()
         if len(self.delimiter) > 1:
             raise UserError(
                 f"--delimiter={self.delimiter}: give one character, as in --delimiter=^"
@@ -120,6 +124,14 @@ class DatasetConfig:
             raise UserError(
                 "--overwrite with --part would remove what other parts have done; remove OUT by hand"
             )
+
+    def _check_encoding(self) -> None:
+        try:
+            "a".encode(self.encoding or "utf-8")
+        except (LookupError, UnicodeError):
+            raise UserError(
+                f"--encoding={self.encoding}: Python has no such encoding of text; give its name, as in --encoding=cp1252"
+            ) from None
 
     def part_of(self) -> tuple[int, int]:
         """Returns (number from 0, count of parts) from `part`: (0, 1) if it is empty, (0, 0) if it can't be read."""

@@ -12,9 +12,9 @@ import torch
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader, stored_name
 from mamba_fsdp.checkpoint.restore import verify
-from mamba_fsdp.data.paths import refused
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.world import World, start_world
@@ -99,7 +99,7 @@ def find_span(run: Path, first: int, count: int) -> Span:
     """
     kept = {step_of(path.name) or 0: path for path in committed(run / CHECKPOINTS)}
     if not kept:
-        raise refused(run, "a run with a checkpoint")
+        raise unexpected_path_error(run, "a run with a checkpoint")
     if first < 0:
         first = [*kept][-2:][0]
     starts = [event for event in read_events(run) if event.get("event") == "started"]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from mamba_fsdp.checkpoint.restore import Found, find_newest
 from mamba_fsdp.checkpoint.saved_run import SavedRun, TrainState
-from mamba_fsdp.data.builtin import missing_builtin
 from mamba_fsdp.data.loader import split_step
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import (
@@ -18,6 +17,7 @@ from mamba_fsdp.data.selection import (
 from mamba_fsdp.data.source import DummySource, Source
 from mamba_fsdp.data.tokenizer import TextTokenizer, check_tokenizer, import_with, load_words
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing.builtin import missing_builtin
 from mamba_fsdp.interop.places import Origin, find_origin
 from mamba_fsdp.interop.weights import Weights, find_weights
 from mamba_fsdp.model.config import checked_model

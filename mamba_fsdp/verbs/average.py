@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from mamba_fsdp.data.paths import refused
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import setting
+from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.run.layout import committed, step_of
 from mamba_fsdp.run.names import CHECKPOINTS
 from mamba_fsdp.verbs import evaluate
@@ -33,7 +33,7 @@ class Options:
 def main(run: str, out: str = "", *, options: Options) -> None:
     kept = {step_of(path.name): path for path in committed(Path(run, CHECKPOINTS))}
     if not kept:
-        raise refused(run, "a run with checkpoints")
+        raise unexpected_path_error(run, "a run with checkpoints")
     steps = options.steps or [*kept][-options.last :]
     count = len(options.steps) or options.last
     chosen = [kept[step] for step in steps if step in kept]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mamba_fsdp.checkpoint.contents import verify_sizes
 from mamba_fsdp.checkpoint.saved_run import read_run
-from mamba_fsdp.data.paths import refused
 from mamba_fsdp.errors import UserError, with_unit
 from mamba_fsdp.fields import setting
+from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.layout import committed, step_of, unfinished
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, KEPT
@@ -52,7 +52,7 @@ def main(run: str, options: Options) -> int:
         finished = committed(folder)
         begun = unfinished(folder.parent)
     if not finished and not begun:
-        raise refused(place, "a run with a checkpoint")
+        raise unexpected_path_error(place, "a run with a checkpoint")
     rows = []
     for number, path in enumerate(finished, 1):
         console.passing(f"reading {path.name}, {number} of {len(finished)}")

@@ -25,11 +25,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mamba_fsdp.data.paths import refused, refused_data, tokenizer_in
-from mamba_fsdp.data.splits import SPLITS, is_store
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError, install_command
 from mamba_fsdp.fields import condition, setting
+from mamba_fsdp.importing.kinds import (
+    SPLITS,
+    is_store,
+    tokenizer_path_in,
+    unexpected_data_error,
+    unexpected_path_error,
+)
 from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.reporting.console import Console, as_json, say
@@ -130,7 +135,7 @@ def follow_run(run: Path, data: str, options: CommandConfig) -> None:
     from mamba_fsdp.inference.loading import inference_world
 
     if not exists(run / STATUS):  # which a run writes first
-        raise refused(run, "a run that has begun")
+        raise unexpected_path_error(run, "a run that has begun")
     if inference_world().size > 1:
         raise UserError("--follow is done by one process; start it without torchrun")
     if options.tasks:
@@ -221,6 +226,6 @@ def stores_in(data: str, model: str) -> dict[str, Path]:
         if is_store(path):
             stores[f"{data} {split}".strip()] = path
     if not stores:
-        options = f" --tokenizer={tokenizer_in(model) or 'FOLDER'} --validation_fraction=0"
-        raise refused_data(data, f"{options}; then evaluate OUT/train")
+        options = f" --tokenizer={tokenizer_path_in(model) or 'FOLDER'} --validation_fraction=0"
+        raise unexpected_data_error(data, f"{options}; then evaluate OUT/train")
     return stores

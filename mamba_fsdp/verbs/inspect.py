@@ -5,19 +5,26 @@ transformers, state-spaces, other trainers' files; a model file without
 config.json by its tensors), a token store, or input for get_dataset.py.
 """
 
-import contextlib
+import itertools
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from mamba_fsdp.data.corpus import find_files
-from mamba_fsdp.data.paths import Place, refused, what_is
-from mamba_fsdp.data.splits import SPLITS, is_store, split_in
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError, counted, import_command
 from mamba_fsdp.fields import setting
+from mamba_fsdp.importing.inputs import find_files
+from mamba_fsdp.importing.kinds import (
+    SPLITS,
+    LeftOut,
+    PathInfo,
+    classify_path,
+    is_store,
+    split_in,
+    unexpected_path_error,
+)
 from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import title
 from mamba_fsdp.reporting.console import read_share, say
@@ -51,42 +58,42 @@ def inspect(path: str | Path, options: Options) -> None:
 
 def main(path: str | Path, options: Options) -> int:
     verify = options.verify
-    place = what_is(path)
+    place = classify_path(path)
     if place.kind == "part":
         (folder,) = place.names
         say("file of", folder)
-        place = what_is(folder)
+        place = classify_path(folder)
     if place.kind in WITH_CHECKSUMS:
         return WITH_CHECKSUMS[place.kind](place, verify)
     if place.kind in ("nothing", "pruned", "empty", "other"):
-        raise refused(path, KNOWN)
+        raise unexpected_path_error(path, KNOWN)
     if verify:
         raise UserError(
             f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums"
         )
-    if place.kind in ("model", "dcp"):
+    if place.kind in ("model", "model_file", "dcp"):
         show_model(place.path)
-    elif place.kind == "input":
+    elif place.is_input:
         show_input(place)
     else:
-        say("path", f"{place.path}: {place.words}")
+        say("path", f"{place.path}: {place.title}")
         say("to use it", place.use)
     return 0
 
 
-def show_runs(place: Place, verify: bool) -> int:
+def show_runs(place: PathInfo, verify: bool) -> int:
     """Prints a line for each run of a folder; with `verify`, all that is told of each."""
     code = 0
     for name in place.names:
         run = place.path / name
         if verify:
-            code = max(code, show_run(what_is(run), verify))
+            code = max(code, show_run(classify_path(run), verify))
         else:
             say("run", f"{run}  {_status_of(run)}")
     return code
 
 
-def show_run(place: Place, verify: bool) -> int:
+def show_run(place: PathInfo, verify: bool) -> int:
     path = place.path
     say("run", path)
     say("status", _status_of(path))
@@ -132,11 +139,11 @@ def _status_of(run: Path) -> str:
     return ": ".join(words) or f"unknown: no {STATUS}"
 
 
-def show_checkpoints(place: Place, verify: bool) -> int:
+def show_checkpoints(place: PathInfo, verify: bool) -> int:
     return checkpoints.main(str(place.path), checkpoints.Options(verify))
 
 
-def show_checkpoint(place: Place, verify: bool) -> int:
+def show_checkpoint(place: PathInfo, verify: bool) -> int:
     from mamba_fsdp.checkpoint.saved_run import read_run
 
     path = place.path
@@ -153,25 +160,22 @@ def show_checkpoint(place: Place, verify: bool) -> int:
     return 0
 
 
-def show_input(place: Place) -> None:
-    """Prints what get_dataset.py would read, with the fields of the first row and its command for them."""
-    from mamba_fsdp.data.sample import first_row, likely_text  # imports datasets, which is slow
+def show_input(place: PathInfo) -> None:
+    """Prints what get_dataset.py would read, its first document, and the command."""
+    from mamba_fsdp.importing.reading import Share, read_batches  # imports datasets, which is slow
 
-    options = DatasetConfig()
-    files = find_files(str(place.path), options)
-    say("data", f"{counted(len(files), 'file')}: {place.words}")
-    fields = {}
-    with contextlib.suppress(Exception):  # a broken file: the import says what is wrong
-        fields = first_row(files[0])
-    for name, value in fields.items():
-        say("field", f"{name}: {value!r}"[:SAMPLE_WIDTH])
-    column = ""
-    likely = likely_text(fields)
-    if options.text_column not in fields and likely:
-        column = f" --text_column={likely}"
-        if isinstance(fields[likely], list):  # of token ids
-            column += " --tokenizer=PATH"
-    say("to use it", f"{import_command(place.path)}{column}" if fields else place.use)
+    options = DatasetConfig(skip_unreadable=True)  # lists what is missing
+    left_out = LeftOut()
+    files = find_files(str(place.path), options, left_out)
+    say("data", f"{counted(len(files), 'file')}: {place.title}")
+    for line in left_out.lines():
+        print(line)
+    try:
+        for batch in itertools.islice(read_batches(Share(files[:1]), DatasetConfig(), size=1), 1):
+            say("begins with", repr(batch.documents[0].content)[:SAMPLE_WIDTH])
+        say("to use it", place.use)
+    except UserError as error:
+        say("to use it", f"{import_command(place.path)}, but {error}")
 
 
 def show_model(path: Path) -> None:
@@ -210,17 +214,17 @@ def describe_model(model: ModelConfig) -> str:
     )
 
 
-def show_stores(place: Place, verify: bool) -> int:
+def show_stores(place: PathInfo, verify: bool) -> int:
     for name in place.names:
         folder = place.path / name
         stores = [split_in(folder, split) for split in SPLITS]
         for store in dict.fromkeys(filter(is_store, stores)):
-            show_store(what_is(store), verify)
+            show_store(classify_path(store), verify)
     say("to use it", place.use)
     return 0
 
 
-def show_store(place: Place, verify: bool) -> int:
+def show_store(place: PathInfo, verify: bool) -> int:
     """Prints the contents of a token store. Raises UserError for a damaged one."""
     path = place.path
     store = TokenStore(path)

@@ -27,10 +27,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from mamba_fsdp.data.paths import refused, what_is
 from mamba_fsdp.data.selection import training_sources
 from mamba_fsdp.errors import UserError, near_name, with_unit
 from mamba_fsdp.fields import setting
+from mamba_fsdp.importing.kinds import classify_path, unexpected_path_error
 from mamba_fsdp.model.presets import SPELLINGS, plain, preset, title
 from mamba_fsdp.planning.devices import INSTANCES, Instance
 from mamba_fsdp.reporting.console import Console, as_json
@@ -127,12 +127,12 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
 
 def _no_model_name(path: str) -> str:
     """Returns the message for a path in place of a model's name."""
-    place = what_is(path)
+    place = classify_path(path)
     if place.kind in ("store", "stores"):
         return f"{path} is data; to see what to train on it, add the time: --hours=8"
     if place.kind == "run":
         return f"{path} is a run; to plan it again, name its settings: --config={path}/{SETTINGS}"
-    return str(refused(path, "a preset's name"))
+    return str(unexpected_path_error(path, "a preset's name"))
 
 
 def find_data(

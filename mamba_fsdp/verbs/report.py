@@ -9,10 +9,10 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from mamba_fsdp.data.paths import refused, what_is
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.fields import setting
+from mamba_fsdp.importing.kinds import classify_path, unexpected_path_error
 from mamba_fsdp.reporting.page import make_page
 from mamba_fsdp.run.names import REPORT, TOKENIZER
 from mamba_fsdp.storage.patience import is_folder, make_folder, write_for_user
@@ -36,12 +36,14 @@ def report(*runs: str | Path, options: Options) -> Path:
     if not folders:
         raise UserError("name at least one run folder")
     for folder in folders.values():
-        place = what_is(folder)
+        place = classify_path(folder)
         if place.kind == "runs":
             named = " ".join(shlex.quote(str(folder / name)) for name in place.names)
-            raise refused(folder, "a run", f"{command('report')} {named} shows them in one file")
+            raise unexpected_path_error(
+                folder, "a run", f"{command('report')} {named} shows them in one file"
+            )
         if place.kind != "run":
-            raise refused(folder, "a run")
+            raise unexpected_path_error(folder, "a run")
     tokenizers = {next(identities_in(folder / TOKENIZER), "") for folder in folders}
     page = make_page([*folders.values()], tokenizers_differ=len(tokenizers - {""}) > 1)
     file = Path(out) if out else Path(runs[0]) / REPORT

@@ -43,7 +43,8 @@ def tokenize(input: str = "builtin", out: str = "", *, options: DatasetConfig) -
     UserError for bad input, and for files that can't be written.
     """
     # Imported late, so that --help and mistakes in the options are answered at once.
-    from mamba_fsdp.data.corpus import is_local, prepare_hub
+    from mamba_fsdp.data.hub import prepare_hub
+    from mamba_fsdp.importing.inputs import is_local
 
     options.check()
     folder = Path(out or default_folder(input))
@@ -56,7 +57,7 @@ def tokenize(input: str = "builtin", out: str = "", *, options: DatasetConfig) -
     elif input != "builtin":
         print(f"making {folder} from {input}", flush=True)
     # This imports libraries for seconds; mistakes are reported earlier.
-    from mamba_fsdp.data.tokenize import make_dataset
+    from mamba_fsdp.importing.make_dataset import make_dataset
 
     make_dataset(input, folder, options)
     return folder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-MOST_TOKENS = 189_950  # of them 12,400 decide for the launcher, and 12,000 say what a path, a file or a tokenizer is
+MOST_TOKENS = 191_300  # of them 12,400 decide for the launcher, and 22,000 make token stores of what people have
 NOT_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
 
@@ -121,7 +121,7 @@ def test_the_library_has_few_rooms(project):
     library = project / "mamba_fsdp"
     folders = [path for path in library.iterdir() if (path / "__init__.py").exists()]
     files = [path for path in library.glob("*.py") if path.name != "__init__.py"]
-    assert len(folders) + len(files) <= 22
+    assert len(folders) + len(files) <= 23
 
 
 def test_imports_of_our_own_name_files_that_are_there(project, files):
@@ -174,14 +174,6 @@ MAY_USE_FILES = {
     "benchmarks": "no part of the library",
     "mamba_fsdp/launch": "runs on the cluster's own Python, or on a node's own disk",
     "mamba_fsdp/importing": "reads what others wrote, and says which file it can't read",
-    "mamba_fsdp/data/corpus.py": "the same",
-    "mamba_fsdp/data/importers.py": "the same",
-    "mamba_fsdp/data/merging.py": "the same",
-    "mamba_fsdp/data/paths.py": "the same",
-    "mamba_fsdp/data/progress.py": "the same",
-    "mamba_fsdp/data/reading.py": "the same",
-    "mamba_fsdp/data/text_files.py": "the same",
-    "mamba_fsdp/data/tokenize.py": "the same",
     "mamba_fsdp/storage": "is the care",
     "mamba_fsdp/errors.py": "lies below storage/",
     "mamba_fsdp/reporting/console.py": "opens the null device",

@@ -3,7 +3,7 @@
 import pytest
 
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.tokenize import make_dataset
+from mamba_fsdp.importing.make_dataset import make_dataset
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from tests.support.corpora import make_texts
 

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_fsdp.data import reading, tokenize
-from mamba_fsdp.data.tokenize import for_validation
-from mamba_fsdp.data.tokenizer import load_words
+from mamba_fsdp.data.tokenizer import END_OF_TEXT, load_words
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing import make_dataset, text_files
+from mamba_fsdp.importing.holding_out import Holdout
 from mamba_fsdp.run import lease
 from tests.support.corpora import content, documents_of, make_texts, read_back, write_records
 from tests.support.processes import wait_until
@@ -30,62 +32,94 @@ from tests.support.projects import PROJECT
 pytestmark = pytest.mark.torch22
 
 
-def test_bad_files_are_named_together_or_skipped(prepare, tmp_path, monkeypatch, capsys):
-    """Also those that are bad after a good beginning."""
-    monkeypatch.setattr(reading, "MOST_NAMED", 2)
+def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsys):
+    """Files and records that can't be read, with one reason each; nothing is left out unless that is asked for."""
     folder = tmp_path / "in"
     folder.mkdir()
-    (folder / "a.jsonl").write_text('{"text": "a"}')
-    (folder / "b.jsonl").write_text('{"text": "b"}\n{')
-    (folder / "c.jsonl").write_text('{"no": "c"}')
+    (folder / "a.jsonl").write_text(
+        '{"text": "a"}\n{"no": "b"}\n{"text": "a"}\n{\n{"text": "\\r\\n"}'
+    )
+    (folder / "b.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
+    (folder / "c.txt").write_bytes(b"\xff")
     (folder / "d.jsonl").symlink_to("nowhere")
-    named = r"b.jsonl: .*line 2 is not JSON.*; nor can [^,]*c.jsonl; --skip_unreadable"
-    for how in ({}, {"tokenizer": "train:300", "eos_token": ""}):
-        with pytest.raises(UserError, match=named):
-            prepare(folder, tmp_path / "out", **how)
-    assert not list((tmp_path / "out").rglob("tokenizer.json")), "they were found at once"
+    (folder / "notes.xyz").touch()
+    (folder / ".hidden").touch()
+    refused = (
+        "c.txt: .*0xff|a.jsonl: .*line 2 has no 'text'; .*; --skip_unreadable=true leaves such"
+    )
+    with pytest.raises(UserError, match=refused):
+        prepare(folder, tmp_path / "out", tokenizer="train:300", eos_token="")
+    assert not list((tmp_path / "out").rglob("tokenizer.json")), "it was found at once"
     assert prepare(folder, tmp_path / "out", skip_unreadable=True)
-    assert read_back(tmp_path / "out" / "train") == ["a", "b"]
+    assert read_back(tmp_path / "out" / "train") == ["a", "a", "one\r\ntwo"]
     told = capsys.readouterr().out
-    assert "3 files can't be read and are left out from the first fault on:\n" in told
-    assert "c.jsonl: can't be read as json: record 1 has no 'text'" in told
-    assert len(json.loads((tmp_path / "out/dataset.json").read_text())["unreadable"]) == 3
+    for line in (
+        "left out: 1 hidden: ",
+        "left out: 1 of an unknown format: ",
+        "left out: 2 that can't be read, from the first fault on: ",
+        f"left out: 2 records that can't be read: {folder}/a.jsonl: line 2 has no 'text'",
+        "left out: 1 empty documents\n",
+        "kept as they are: 1 exact duplicates, 1 line ends in CRLF; see",
+        "removed: 1 byte order marks\n",
+    ):
+        assert line in told, told
+    assert len(json.loads((tmp_path / "out/dataset.json").read_text())["unreadable"]) == 2
 
 
 # ---------------------------------------------------------------- validation
 
 
-@given(st.integers(1, 400), st.sampled_from([0.01, 0.1, 1 / 3, 0.5, 0.9]), st.integers(0, 3))
-def test_the_share_held_out_is_exact_and_does_not_depend_on_batches(count, fraction, cuts):
-    numbers = np.arange(count)
-    whole = for_validation(numbers, fraction)
-    parts = [for_validation(part, fraction) for part in np.array_split(numbers, cuts + 1)]
-    assert (np.concatenate(parts) == whole).all() and not whole[0]
-    assert abs(whole.sum() - count * fraction) <= 1
-
-
-def test_whole_documents_are_held_out_and_told_if_they_are_far_more_than_their_share(
-    prepare, tmp_path, capsys
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=300),
+    st.sampled_from([0.01, 0.1, 0.5]),
+    st.integers(0, 3),
+)
+def test_the_share_held_out_is_that_of_tokens_and_does_not_depend_on_batches(
+    lengths, fraction, cuts
 ):
-    chosen = for_validation(np.arange(60), 0.1)
-    write_records(tmp_path / "a.jsonl", ["a b " * 2000 if each else "a b" for each in chosen])
-    prepare(tmp_path / "a.jsonl", tmp_path / "out", validation_fraction=0.1)
-    assert read_back(tmp_path / "out/validation") == ["a b " * 2000] * 6
-    assert read_back(tmp_path / "out/train") == ["a b"] * 54
-    assert "validation has more than twice its share" in capsys.readouterr().out
+    """Within a factor of two if the input has some spans, however long its documents are."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1])
+    holdout = Holdout(fraction, {"bytes": 4 * total}, 0)
+
+    def held_out(edges):
+        """Whether each token is held out, if batches end at these tokens."""
+        parts = []
+        start = open_tokens = 0
+        for edge in edges:
+            inside = ends[(ends > start) & (ends < edge)] - start
+            starts, chosen = holdout.choose(np.append(inside, edge - start), start, open_tokens)
+            parts.append(np.repeat(chosen, np.diff([*np.maximum(starts, 0), edge - start])))
+            last = ends[ends <= edge].max(initial=0)
+            open_tokens = edge - last
+            start = edge
+        return np.concatenate(parts)
+
+    whole = held_out([total])
+    edges = sorted({*np.linspace(1, total, cuts + 2).astype(int).tolist(), total})
+    assert (held_out(edges) == whole).all()
+    if total * fraction >= 4 * holdout.span:
+        assert fraction / 2 <= whole.mean() <= fraction * 2
 
 
-def test_of_one_document_the_end_is_held_out(prepare, tmp_path, texts, capsys):
+def test_of_a_long_document_parts_are_held_out(prepare, tmp_path, texts):
+    """Each ends with an eos, and together they are the document."""
     (tmp_path / "a.txt").write_text("\n".join(texts))
     prepare(tmp_path / "a.txt", tmp_path / "out", validation_fraction=0.1)
-    told = capsys.readouterr().out
-    assert "tokens, since the documents are too few to hold a whole one out\n" in told
-    assert told.count(" tokens in 1 document\n") == 2
     prepare(tmp_path / "a.txt", tmp_path / "whole")
     (whole,) = documents_of(tmp_path / "whole/train")
-    (train,) = documents_of(tmp_path / "out/train")
-    (held_out,) = documents_of(tmp_path / "out/validation")
-    assert train[:-1] + held_out == whole and len(held_out) == round(0.1 * len(whole))
+    train = documents_of(tmp_path / "out/train")
+    held_out = documents_of(tmp_path / "out/validation")
+    count = sum(map(len, held_out))
+    assert len(whole) / 20 <= count <= len(whole) / 5
+    assert sum(map(len, train)) + count == len(whole) + len(train) + len(held_out) - 1
+    assert all(document[-1] == whole[-1] for document in train + held_out)
+
+
+def test_too_little_text_for_a_validation_is_refused(prepare, tmp_path):
+    (tmp_path / "a.txt").write_text("a few words")
+    with pytest.raises(UserError, match="too few to hold 0.01 .*give --overwrite --validation_fr"):
+        prepare(tmp_path / "a.txt", tmp_path / "out", validation_fraction=0.01)
 
 
 # ---------------------------------------------------------------- killed, interrupted, in parts
@@ -114,9 +148,9 @@ def test_killed_at_any_write_and_started_again_the_bytes_are_the_same(
     prepare, tmp_path, monkeypatch, capsys, how
 ):
     """However often, also while parts are put together. Nothing else is left."""
-    monkeypatch.setattr(tokenize, "BATCH_SIZE", 300)
-    monkeypatch.setattr(tokenize, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(reading, "BLOCK", 200)
+    monkeypatch.setattr(make_dataset, "BATCH_SIZE", 300)
+    monkeypatch.setattr(make_dataset, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(text_files, "BLOCK", 200)
     for number in range(3):
         write_records(tmp_path / f"in/{number}.jsonl", make_texts(12, seed=10 + number))
         (tmp_path / f"in/{number}.txt").write_text("\n".join(make_texts(12, seed=number)))
@@ -185,12 +219,12 @@ def test_parts_merged_hold_the_documents_of_one_process(prepare, tmp_path, files
     for part in (2, 0, 1):
         done = prepare(tmp_path / "in", out, part=f"{part}/3", **how)
         assert done == (part == 1)
-    expected = read_back(tmp_path / "whole/train")
-    if held_out:
-        found = read_back(out / "train") + read_back(out / "validation")
-        assert sorted(found) == sorted(expected)
+    if held_out:  # documents can be cut, each part has an eos
+        stores = [tmp_path / "whole/train", out / "train", out / "validation"]
+        whole, *parts = [sum(len(d) - 1 for d in documents_of(store)) for store in stores]
+        assert sum(parts) == whole
     else:
-        assert read_back(out / "train") == expected
+        assert read_back(out / "train") == read_back(tmp_path / "whole/train")
     assert load_words(out / "train/tokenizer").eos_token == "<end>"
     assert not (out / ".progress").exists()
 
@@ -236,6 +270,31 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert read_back(tmp_path / "out/train") == texts
+
+
+def test_a_disk_that_is_full_when_the_tokenizer_is_saved_is_told_too(prepare, tmp_path, tokenizer):
+    """`transformers` saves it, and the library below raises a bare Exception."""
+    (tmp_path / "a.txt").write_text("text")
+    settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    shutil.copy(tokenizer, tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = os.path.getsize(tokenizer)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
+    try:
+        with pytest.raises(UserError, match="out: can't be written .File too large"):
+            prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_this_program_made_is_never_read_as_text(prepare, tmp_path, capsys):
+    (tmp_path / "a.md").write_text("text")
+    prepare(tmp_path, tmp_path / "out")
+    for out in ("out", "out", "other"):
+        prepare(tmp_path, tmp_path / out)
+    assert read_back(tmp_path / "other/train") == ["text"]
+    assert f"left out: 1 made by this program: {tmp_path}/out\n" in capsys.readouterr().out
 
 
 CHANGES = {  # what is done to the input: what differs
@@ -292,9 +351,9 @@ def test_the_share_that_is_read_grows_to_all_and_the_time_left_is_said(
     prepare, tmp_path, monkeypatch, capsys
 ):
     """Of a compressed file too."""
-    monkeypatch.setattr(tokenize, "BATCH_SIZE", 1 << 14)
-    monkeypatch.setattr(reading, "BLOCK", 1 << 14)
-    monkeypatch.setattr(tokenize, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(make_dataset, "BATCH_SIZE", 1 << 14)
+    monkeypatch.setattr(text_files, "BLOCK", 1 << 14)
+    monkeypatch.setattr(make_dataset, "SAVE_SECONDS", 0.0)
     letters = random.Random(0).choices("abcdefgh \n", k=1 << 19)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress("".join(letters).encode(), 1))
     prepare(tmp_path / "a.txt.gz", tmp_path / "out", documents="lines")

@@ -40,12 +40,11 @@ def of_words(*words):
     return tokenizer
 
 
-def with_bos():
+def adding(template):
     tokenizer = byte_level()
-    tokenizer.add_special_tokens([BOS])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-    )
+    tokenizer.add_special_tokens([BOS, END])
+    special = [(token, tokenizer.token_to_id(token)) for token in (BOS, END)]
+    tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=special)
     return tokenizer
 
 
@@ -54,7 +53,8 @@ SAID = {  # (tokenizer, what is said)
     "lowercase": (normalized(normalizers.Lowercase()), r"warning: .*'The quick br.*'the quick"),
     "letters": (normalized(normalizers.Replace("o", "")), "warning: .* does not come back"),
     "dropout": (byte_level(dropout=0.5), "drops 50% of its merges at random: switched off"),
-    "bos": (with_bos(), "adds <s> to each text: .*--bos=true keeps"),
+    "bos": (adding(f"{BOS} $A"), "adds <s> to each text: .*--bos=true keeps"),
+    "eos": (adding(f"$A {END}"), "adds </s> to each text: .* exports adds none\n"),
 }
 REFUSED = {
     "no unknown": (of_words("The"), "can't encode this text .*Missing"),
@@ -113,7 +113,7 @@ def test_a_text_has_the_same_ids_each_time_though_its_tokenizer_has_dropout(prep
 def test_a_tokenizer_adds_the_bos_that_documents_have(bos, class_name, prepare, tmp_path):
     """In transformers, as in this program's own prompts, and once."""
     fields = {"tokenizer_class": class_name, "bos_token": BOS, "add_bos_token": True}
-    folder = saved(tmp_path / "tokenizer", with_bos(), **fields)
+    folder = saved(tmp_path / "tokenizer", adding(f"{BOS} $A"), **fields)
     ids, place = imported(prepare, tmp_path, folder, bos=bos)
     assert ids[:-1].count(1) == ids.count(1) == bos == (ids[0] == 1)
     assert ids[-1] == 0

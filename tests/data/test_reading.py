@@ -15,9 +15,9 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mamba_fsdp.data import reading
-from mamba_fsdp.data.sample import likely_text
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing import json_records, text_files
+from mamba_fsdp.importing.json_records import likely_text
 from tests.support.corpora import read_input
 
 # One spells the token that ends documents.
@@ -97,7 +97,7 @@ def test_what_a_document_of_a_text_file_is(tmp_path, monkeypatch, documents, exp
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     (tmp_path / "blank.txt").write_text(" \n")
     for block in (1 << 20, 7):
-        monkeypatch.setattr(reading, "BLOCK", block)
+        monkeypatch.setattr(text_files, "BLOCK", block)
         found = read_input(tmp_path, documents=documents)
         assert [document for document in found if document] == expected
 
@@ -105,13 +105,45 @@ def test_what_a_document_of_a_text_file_is(tmp_path, monkeypatch, documents, exp
 @pytest.mark.parametrize("documents", ["file", "lines"])
 def test_a_document_too_long_to_encode_is_refused(tmp_path, monkeypatch, documents):
     """However little of it is read at once, and with a way to import it."""
-    monkeypatch.setattr(reading, "LONGEST_TEXT", 1000)
-    monkeypatch.setattr(reading, "BLOCK", 7)
+    monkeypatch.setattr(text_files, "LONGEST_TEXT", 1000)
+    monkeypatch.setattr(text_files, "BLOCK", 7)
     (tmp_path / "a.txt").write_text("x" * 1000)
     assert read_input(tmp_path, documents=documents) == ["x" * 1000]
     (tmp_path / "a.txt").write_text("x" * 1001)
-    with pytest.raises(UserError, match="more than 1,000 characters.*--documents, or.*split"):
+    with pytest.raises(UserError, match='more than 1,000 characters; see "Clean and'):
         read_input(tmp_path, documents=documents)
+
+
+ENCODED = {  # bytes of a file: what is read with --encoding=cp1252
+    "José".encode("cp1252"): "José",
+    "naïve José".encode() + "José".encode("cp1252"): "naïve JoséJosé",
+    "naïve".encode("utf-16"): "naïve",
+    "naïve".encode(): "naïve",
+}
+
+
+def test_an_encoding_is_for_what_is_not_utf_8_alone(tmp_path):
+    for content, text in ENCODED.items():
+        (tmp_path / "a.txt").write_bytes(content)
+        assert read_input(tmp_path, encoding="cp1252") == [text]
+    (tmp_path / "a.txt").write_bytes(b"\x81")
+    with pytest.raises(UserError, match="byte 1, on line 1, is 0x81, which is not cp1252"):
+        read_input(tmp_path, encoding="cp1252")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
+def test_a_record_too_long_for_the_memory_is_named_with_its_line(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 99)
+    monkeypatch.setattr(json_records, "LONGEST_LINE", 99)
+    start = {"a.jsonl": '{"text": "a"}\n', "a.csv": "text\n", "a.json": ""}[name]
+    (tmp_path / name).write_text(start + '{"text": "' + "b" * 99 + '"}')
+    with pytest.raises(UserError, match="(line [12] has|value of) 99 characters or more; see"):
+        read_input(tmp_path)
+
+
+def test_zeros_after_a_gzip_file_are_padding(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text") + bytes(512))
+    assert read_input(tmp_path) == ["text"]
 
 
 def test_fields_beside_the_text_may_be_anything(tmp_path):

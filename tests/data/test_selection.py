@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 import mamba_fsdp
-from mamba_fsdp.data.builtin import missing_builtin
 from mamba_fsdp.data.selection import (
     check_tokenizers_agree,
     one_for_all,
@@ -15,6 +14,7 @@ from mamba_fsdp.data.selection import (
 )
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing.builtin import missing_builtin
 from mamba_fsdp.settings.train_config import DataConfig
 from tests.support.corpora import write_store
 

@@ -23,9 +23,10 @@ from mamba_fsdp.checkpoint import files as checkpoint_files
 from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.saved_run import TrainState, read_run
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors
-from mamba_fsdp.data import tokenize, tokenizer
+from mamba_fsdp.data import tokenizer
 from mamba_fsdp.data.store import TokenStore, _checksum
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing import make_dataset
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.interop.weights import read_weights
@@ -156,7 +157,7 @@ def make_fms(folder):
 def read_tokens(folder):
     """As get_dataset.py imports them."""
     options = DatasetConfig("none", eos_token="0", vocab_size=1 << 17, validation_fraction=0)
-    tokenize.make_dataset(str(folder / "data"), folder / "out", options)
+    make_dataset.make_dataset(str(folder / "data"), folder / "out", options)
 
 
 READERS = {  # name: (make, read, seal: what makes checksums fit again, which half of the mutations get)

@@ -4,7 +4,7 @@ all there too, by hand: .venv/bin/python -m pytest tests/nullgpu -k "not a_launc
 
 import pytest
 
-from mamba_fsdp.data.tokenize import make_dataset
+from mamba_fsdp.importing.make_dataset import make_dataset
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 pytestmark = pytest.mark.slow

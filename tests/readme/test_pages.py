@@ -5,9 +5,11 @@ in a folder with the data and the run that a first training leaves. /fsx of the 
 files as the other launchers have them. A program of .venv is forked from a process that has its imports.
 """
 
+import gzip
 import importlib
 import re
 import shlex
+import shutil
 from dataclasses import fields
 
 import datasets
@@ -99,7 +101,12 @@ def make_data(fsx, random):
     for name in ("train.bin", "val.bin"):
         np.arange(5000, dtype="uint16").tofile(fsx / "openwebtext" / name)
     (fsx / "texts").mkdir()
-    (fsx / "texts/a.txt").write_text("some text\n" * 99)
+    (fsx / "texts/a.txt").write_text("some text\n" * 2000)
+    shutil.make_archive(str(fsx / "texts"), "gztar", fsx / "texts")
+    (fsx / "twice.jsonl.gz").write_bytes(gzip.compress(gzip.compress(b"text")))
+    (fsx / "chats.jsonl").write_text('{"messages": [{"role": "a", "content": null}]}\n')
+    (fsx / "lists.jsonl").write_text('{"text": ["a", "b"]}\n')
+    (fsx / "half.jsonl").write_text('{"text": "\\ud800"}\n')
     tokenizer.train(["some text"], 300).save(fsx / "tokenizers/mine")
 
 

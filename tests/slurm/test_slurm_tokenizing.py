@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mamba_fsdp.data.tokenize import make_dataset
+from mamba_fsdp.importing.make_dataset import make_dataset
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from tests.support import projects
 from tests.support.corpora import content, make_texts
@@ -22,7 +22,7 @@ def tokenizing_project(tmp_path):
     a file `go`."""
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.make_venv(project)
-    tokenize = project / "mamba_fsdp/data/tokenize.py"
+    tokenize = project / "mamba_fsdp/importing/make_dataset.py"
     writes = "                self._write(batch, ids, tokenizer)\n"
     waits = "                while not Path('go').exists():\n                    time.sleep(0.05)\n"
     projects.edit(tokenize, writes, writes + waits)

@@ -7,16 +7,19 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from mamba_fsdp.data.corpus import find_files
-from mamba_fsdp.data.reading import Share, read_batches
 from mamba_fsdp.data.store import StoreWriter, TokenStore
+from mamba_fsdp.importing.inputs import find_files
+from mamba_fsdp.importing.kinds import LeftOut
+from mamba_fsdp.importing.reading import Share, read_batches
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 
 def read_input(source, **settings):
     """The texts, or arrays of token ids, of the documents in an input."""
     options = DatasetConfig(**settings)
-    share = Share(find_files(str(source), options))
+    left_out = LeftOut()
+    share = Share(find_files(str(source), options, left_out))
+    print(*left_out.lines(), sep="\n")
     batches = read_batches(share, options, size=99)
     return [document.content for batch in batches for document in batch.documents]
 

@@ -27,12 +27,6 @@ def write_layout(path, documents, wraps=True, counts=True):
     path.with_name(path.name + ".size").write_text(str(len(tokens)))
 
 
-def write_llm_c(path, ids):
-    """A file of llm.c's for GPT-2: a header of 256 numbers, then uint16."""
-    header = struct.pack("<3i1012x", 20240520, 1, len(ids))
-    path.write_bytes(header + np.array(ids, "<u2").tobytes())
-
-
 def write_megatron(path, documents):
     """FILE.bin and FILE.idx, as megatron-core 0.16 writes them, of int32. Each document is two sequences."""
     halves = [half for document in documents for half in (document[:1], document[1:])]

@@ -163,7 +163,7 @@ def edit(file, old, new):
 def shorten_the_corpus(folder):
     """Makes the built-in data of a copy of the project smaller: all files of Python's library take half a minute."""
     every = 'sorted(root.rglob("*.py"), key=Path.as_posix)'
-    edit(folder / "mamba_fsdp/data/corpus.py", every, f"{every}[:250]")
+    edit(folder / "mamba_fsdp/importing/inputs.py", every, f"{every}[:250]")
 
 
 def shorten_the_silence(project):

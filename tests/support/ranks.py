@@ -39,7 +39,7 @@ PROCESSES.set_forkserver_preload(
         "torch._dynamo",
         "transformers.models.auto.tokenization_auto",
         "mamba_fsdp.command_line",
-        "mamba_fsdp.data.tokenize",
+        "mamba_fsdp.importing.make_dataset",
         "mamba_fsdp.trainer.run",
         "mamba_fsdp.interop.convert",
         "mamba_fsdp.inference.loading",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -90,23 +91,36 @@ FOLLOWED = {
         "+ {0} --vocab_size=400",
     ),
     f"tokenize ids.jsonl out --text_column=ids {IDS} --vocab_size=9": (
-        "their (--vocab_size)",
-        f"tokenize ids.jsonl out --text_column=ids {IDS} {{0}}=400",
+        "with (--tokenizer)",
+        "tokenize ids.jsonl out --text_column=ids --validation_fraction=0 {0}=large",
     ),
     f"tokenize ids.jsonl out {IDS} --vocab_size=9": (
-        "(--text_column)",
-        "+ {0}=ids --vocab_size=400",
+        "(--text_column=ids)",
+        "+ {0} --vocab_size=400",
     ),
-    "tokenize rows.jsonl out": (r"(--text_column)", "+ {0}=document.text"),
-    "tokenize words.csv out": ("it has: id, (words); name one with (--text_column)", "+ {1}={0}"),
+    "tokenize rows.jsonl out": (r"give (--text_column=\S+)", "+ {0}"),
+    "tokenize words.csv out": ("give (--text_column=words)", "+ {0}"),
     "tokenize carets.csv out": ("with (--delimiter)", "+ {0}=^"),
     "tokenize carets.csv out --delimiter=,,": (r"as in (--\S+)", "tokenize carets.csv out {0}"),
-    "tokenize short.txt out": ("use (--overwrite --validation_fraction=0)", "+ {0}"),
+    "tokenize short.txt out": ("give (--overwrite --validation_fraction=0)", "+ {0}"),
     "tokenize texts out --tokenizer=data/builtin/train/tokenizer/tokenizer.json": (
         "with (--eos_token)",
         "+ {0}='<|endoftext|>'",
     ),
-    "tokenize arch.tar.gz out": ("unpack it: (.*)", "! {0}", "tokenize arch out"),
+    "tokenize arch.tar.gz out": (
+        'see "Unpack archives and fetch pointers" in (docs/data.md)',
+        "! tar xf arch.tar.gz -C unpacked",
+        "tokenize unpacked out",
+    ),
+    "tokenize latin.txt out --validation_fraction=0": ("(--encoding=cp1252) would", "+ {0}"),
+    "tokenize wide.txt out --validation_fraction=0": ("(--encoding=utf-16-le) reads", "+ {0}"),
+    "tokenize latin.txt out --encoding=latin9000": (
+        "as in (--encoding=cp1252)",
+        "+ {0} --validation_fraction=0",
+    ),
+    "tokenize torn.jsonl out": ("(--skip_unreadable=true) leaves", "+ {0} --validation_fraction=0"),
+    "tokenize sets out": ("others with (--skip_unreadable=true)", "+ {0}"),
+    "tokenize unnamed.json out": ("get_dataset.py (.*) makes", "tokenize {0}"),
     "tokenize array.npy out": ("give (--tokenizer=none)", "+ {0} --pack=none --vocab_size=400"),
     "tokenize data/builtin out": (r"(--dataset_path=\S+);", f"{TRAIN} {{0}}"),
     "tokenize texts out --tokenizer=texts": (
@@ -352,13 +366,22 @@ def folder(user_folder, tmp_path_factory):
     shutil.copy(folder / "a.txt", folder / "texts")
     shutil.copy(folder / "a.txt", folder / "notes")
     (folder / "short.txt").write_text("a")
-    ids = [{"ids": [5, 6, 300]}, {"ids": [7, 8]}]
+    ids = [{"ids": [5, 6, 300]}, {"ids": [7, 8]}] * 1200
     (folder / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ids))
-    (folder / "rows.jsonl").write_text('{"document": {"text": "some text"}}\n' * 9)
-    (folder / "words.csv").write_text("id,words\n1,some text\n2,more text\n")
-    (folder / "carets.csv").write_text("id^text\n1^some text\n2^more text\n")
+    (folder / "rows.jsonl").write_text('{"document": {"text": "some text"}}\n' * 1200)
+    (folder / "words.csv").write_text("id,words\n" + "1,some text\n" * 1200)
+    (folder / "carets.csv").write_text("id^text\n" + "1^some text\n" * 1200)
     (folder / "flat.yaml").write_text("training: 5\n")
-    np.save(folder / "array.npy", np.arange(300))
+    (folder / "latin.txt").write_bytes("by José and Renée".encode("cp1252"))
+    (folder / "wide.txt").write_bytes("by José and Renée".encode("utf-16-le"))
+    (folder / "torn.jsonl").write_text('{"text": "some text"}\n' * 99 + "{")
+    (folder / "sets").mkdir()
+    (folder / "unpacked").mkdir()
+    rows = pyarrow.Table.from_pylist([{"text": "some text"}] * 1200)
+    pyarrow.parquet.write_table(rows, folder / "unnamed.json")
+    shutil.copy(folder / "a.txt", folder / "sets/a-1-of-2.txt")
+    shutil.copy(folder / "a.txt", folder / "sets/b.txt")
+    np.save(folder / "array.npy", np.arange(9000) % 300)
     shutil.copytree(folder / "runs/demo", folder / "runs/notok")
     shutil.rmtree(folder / "runs/notok/tokenizer")
     (folder / "bare").mkdir()

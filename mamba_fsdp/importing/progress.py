@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.data.corpus import InputFile
-from mamba_fsdp.data.reading import BEGINNING, Position
 from mamba_fsdp.data.store import WriterState
 from mamba_fsdp.errors import UserError, with_unit
 from mamba_fsdp.fields import shown
+from mamba_fsdp.importing.inputs import InputFile
+from mamba_fsdp.importing.reading import BEGINNING, Position
 from mamba_fsdp.storage.formats import DATASET
 from mamba_fsdp.storage.typed_json import read_object, write_object
 
-MADE = "dataset.json"
 STATE = "state.json"  # of a part
 START_AGAIN = "start again with --overwrite, or remove it by hand"
 
@@ -25,10 +24,13 @@ START_AGAIN = "start again with --overwrite, or remove it by hand"
 class PartState:
     """The progress of a part. Saved when its stores are flushed, so that another process can resume from it."""
 
-    position: Position = BEGINNING  # in the input
-    written: int = 0  # documents that have ended
-    is_open: bool = False  # the last document continues
+    HAS_OTHER_FIELDS = True  # earlier versions had some
+    position: Position = BEGINNING  # the position in the input
+    tokens: int = 0  # those of all documents, counted if some are held out
+    open_tokens: int = 0  # those of the last document, if it continues
     empty: int = 0  # documents without a token, left out
+    counts: dict[str, int] = field(default_factory=dict)  # see reading.py
+    fault: str = ""  # the fault of the first record that is left out
     stores: dict[str, WriterState] = field(default_factory=dict)
     finished: bool = False
     unreadable: dict[str, str] = field(default_factory=dict)  # {a file that is left out: its fault}
@@ -104,7 +106,7 @@ def resolved(name: str) -> str:
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
-    """Returns, in words, how a setting differs, or the input as `describe` gives it."""
+    """Describes how a setting differs, or the input as `describe` gives it."""
     if not isinstance(now, dict) or not isinstance(before, dict):
         return f"{name} was {shown(before)} and is {shown(now)}"
     parts = [

@@ -1,4 +1,4 @@
-"""Makes token stores of what INPUT names, for get_dataset.py, with any number of processes on any number of machines.
+"""Makes token stores of an input, for get_dataset.py, with any number of processes on any number of machines.
 
     OUT/train/  OUT/validation/        token stores
     OUT/dataset.json                   the settings that made them; written last
@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,12 +25,24 @@ from typing import Any
 import numpy as np
 
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.corpus import Document, InputFile, describe, find_files, is_local
-from mamba_fsdp.data.losses import check_losses
-from mamba_fsdp.data.merging import exact, merge, writer_of
-from mamba_fsdp.data.paths import BEGUN, PROGRESS, check_input, what_is
-from mamba_fsdp.data.progress import (
-    MADE,
+from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
+from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
+from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.fields import default, shown
+from mamba_fsdp.importing.holding_out import Holdout
+from mamba_fsdp.importing.inputs import Document, InputFile, describe, find_files, is_local
+from mamba_fsdp.importing.kinds import (
+    BEGUN,
+    DATASET,
+    INDEX,
+    PROGRESS,
+    LeftOut,
+    check_input,
+    classify_path,
+)
+from mamba_fsdp.importing.losses import check_losses
+from mamba_fsdp.importing.merging import merge, writer_of
+from mamba_fsdp.importing.progress import (
     START_AGAIN,
     STATE,
     Pace,
@@ -40,19 +52,13 @@ from mamba_fsdp.data.progress import (
     state_in,
     write_settings,
 )
-from mamba_fsdp.data.reading import (
+from mamba_fsdp.importing.reading import (
     DocumentBatch,
     Share,
     UnreadableFile,
     check_content,
-    name_unreadable,
     read_batches,
 )
-from mamba_fsdp.data.sampler import splitmix64
-from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
-from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
-from mamba_fsdp.errors import UserError, counted
-from mamba_fsdp.fields import default, shown
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
@@ -63,17 +69,16 @@ from mamba_fsdp.storage.typed_json import write_object
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
 BATCHES_AHEAD = 2  # one is encoded while the one before becomes an array
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
-SAVE_SECONDS = 10.0  # of work, at most, that a kill loses
+SAVE_SECONDS = 10.0  # a kill loses this much work at most
 START = 4096  # characters of a file that tell whether the tokenizer loses text
-SAMPLED_FILES = 64  # at most, for a tokenizer's sample
+SAMPLED_FILES = 64  # the most that a tokenizer's sample comes from
 # Options that have no effect on the stores.
 NOT_RECORDED = ("format", "part", "overwrite", "skip_unreadable", "lossy_tokenizer")
 IN_USE = "wait for it, or choose another folder"
-NUMBERS = 1 << 40  # by which the first documents of consecutive parts are numbered apart
 
 
 def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
-    """Makes token stores in OUT of what `input` names, as the options say; resumes what earlier calls left.
+    """Makes token stores in OUT of an input, as the options demand; resumes what earlier calls left.
 
     Returns whether OUT is complete; it is not while other parts have yet to end. Raises UserError for bad input, and
     for files that can't be written.
@@ -81,7 +86,8 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     out = Path(out)
     if options.format == "auto" and input != "builtin" and exists(os.path.expanduser(input)):
         check_input(os.path.expanduser(input))
-    files = find_files(input, options)
+    left_out = LeftOut()
+    files = find_files(input, options, left_out)
     settings = {name: value for name, value in asdict(options).items() if name not in NOT_RECORDED}
     settings["input"] = describe(files)
     settings["tokenizer"] = resolved(options.tokenizer)
@@ -91,9 +97,13 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
             return True
         if input == "builtin":
             print(f"making {out} from the source of a Python library, for a first try", flush=True)
-        return _Part(out, files, options, settings, command_of(input, options)).run()
+        command = command_of(input, options)
+        return _Part(out, files, left_out, options, settings, command).run()
     except UnreadableFile as error:
-        raise name_unreadable(error, files, options) from error
+        has_advice = "; " in str(error)
+        if has_advice or len(files) == 1:
+            raise
+        raise UserError(f"{error}; --skip_unreadable=true leaves it out") from error
     except OSError as error:
         raise UserError(
             f"{out}: can't be written ({error.strerror}); fix that, then the same command resumes"
@@ -104,7 +114,7 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
 
 
 def command_of(input: str, options: DatasetConfig) -> list[str]:
-    """Returns the words that resume this import: the input and the options, without OUT and --part."""
+    """Returns the arguments that resume this import: the input and the options, without OUT and --part."""
     if is_local(input) and input != "builtin":
         input = os.path.abspath(os.path.expanduser(input))
     given = [
@@ -116,10 +126,10 @@ def command_of(input: str, options: DatasetConfig) -> list[str]:
 
 
 def _prepare(out: Path, overwrite: bool) -> None:
-    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError if OUT holds something else, or an
+    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError if OUT contains something else, or an
     import that is running."""
     out.mkdir(parents=True, exist_ok=True)
-    is_dataset = (out / MADE).exists() or (out / PROGRESS).exists()
+    is_dataset = (out / DATASET).exists() or (out / PROGRESS).exists()
     if not is_dataset and any(out.iterdir()):
         raise UserError(f"{out}: not empty and not made by this program; choose another folder")
     if not overwrite:
@@ -131,14 +141,14 @@ def _prepare(out: Path, overwrite: bool) -> None:
         for name in ("train", "validation", "test", PROGRESS):
             shutil.rmtree(out / name, ignore_errors=True)
         # Last: after a kill before this, it shows that the rest is a dataset.
-        (out / MADE).unlink(missing_ok=True)
+        (out / DATASET).unlink(missing_ok=True)
 
 
 def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
-    """Returns whether OUT holds all that these settings make. Raises UserError if it was made with other settings."""
-    if not records_settings(out / MADE, settings):
+    """Returns whether OUT contains all that these settings make. Raises UserError if it was made with other settings."""
+    if not records_settings(out / DATASET, settings):
         return False
-    for path in out.glob("*/index.json"):
+    for path in out.glob(f"*/{INDEX}"):
         TokenStore(path.parent)
     # A process that was killed just before its end left it.
     shutil.rmtree(out / PROGRESS, ignore_errors=True)
@@ -151,10 +161,11 @@ class _Part:
     """One part of the work, and the merge if all other parts have ended."""
 
     out: Path
-    files: list[InputFile]  # of the whole input
+    files: list[InputFile]  # the files of the whole input
+    left_out: LeftOut
     options: DatasetConfig
     settings: dict[str, Any]
-    command: list[str]  # the input and the options, which resume the work
+    command: list[str]  # the input and the options that resume the work
 
     def __post_init__(self) -> None:
         self.number, self.count = self.options.part_of()
@@ -162,11 +173,11 @@ class _Part:
         progress = self.out / PROGRESS
         self.folders = [progress / f"{part}-of-{self.count}" for part in range(self.count)]
         self.folder = self.folders[self.number]
-        self.held_out = self.options.validation_fraction
         self.stores = sorted({file.store for file in self.files})
-        if self.options.splits == "official":
-            self.held_out = 0
-        elif self.held_out:
+        self.holdout = None
+        fraction = self.options.validation_fraction
+        if self.options.splits == "held_out" and fraction:
+            self.holdout = Holdout(fraction, self.settings["input"], self.number)
             self.stores.append("validation")
         self.state = PartState()
         self.writers: dict[str, StoreWriter] = {}
@@ -180,7 +191,7 @@ class _Part:
             settings = {**self.settings, "parts": self.count}
             self._has_begun(settings)
             if not self.options.skip_unreadable:
-                check_content(self.share.files)
+                check_content(self.share.files, self.options.encoding)
             tokenizer = self._tokenizer()
             settings["tokenizer_identity"] = tokenizer.identity
             if not self._has_begun(settings):
@@ -210,7 +221,7 @@ class _Part:
         return records_settings(
             self.out / BEGUN,
             settings,
-            f"{what_is(self.out).use} if the input and the tokenizer are as they were; to begin anew, remove {self.out}, "
+            f"{classify_path(self.out).use} if the input and the tokenizer are as they were; to begin anew, remove {self.out}, "
             "or give --overwrite",
         )
 
@@ -226,7 +237,7 @@ class _Part:
         """Merges all parts, or waits until another part's process has done it."""
         lease = Lease(self.out / PROGRESS / "merge.lease")
         with contextlib.closing(lease):
-            while not (self.out / MADE).exists():
+            while not (self.out / DATASET).exists():
                 # The other process removes the lease's folder at its end.
                 with contextlib.suppress(FileNotFoundError):
                     if lease.try_take():
@@ -237,7 +248,7 @@ class _Part:
             if describe(self.files) != self.settings["input"]:
                 raise UserError(f"{self.out}: the input changed while it was read; {START_AGAIN}")
             parts = list(zip(self.folders, states))
-            merge(self.out, parts, tokenizer, self.options, self.settings)
+            merge(self.out, parts, tokenizer, self.options, self.settings, self.left_out)
             shutil.rmtree(self.out / PROGRESS, ignore_errors=True)
 
     def _tokenizer(self) -> TextTokenizer:
@@ -263,27 +274,17 @@ class _Part:
 
     def _train_tokenizer(self, size: int, eos_token: str) -> TextTokenizer:
         """Returns a tokenizer that is trained on a sample of the input."""
-        print(f"training a tokenizer of {size} tokens", flush=True)
-        sample = _Sample([file for file in self.files if file.store == "train"], self.options)
-        # In a thread of its own: the library ignores Ctrl-C.
-        training = in_thread(tokenizers_.train, sample.texts(), size, eos_token)
-        console = Console()
-        began = time.monotonic()
-        said = began
+        print(f"training a tokenizer of {size} tokens on a sample of the text", flush=True)
+        files = [file for file in self.files if file.store == "train"]
+        # The library ignores Ctrl-C, so it gets a thread of its own.
+        training = in_thread(tokenizers_.train, _sample(files, self.options), size, eos_token)
         while not training.done():
             wait([training], timeout=0.2)
-            moment = time.monotonic()
-            message = f"  {sample.state()}, {moment - began:.0f} s so far"
-            console.passing(message)
-            if moment - said >= SAVE_SECONDS and not console.live:
-                console.line(message)
-                said = moment
-        console.clear()
         tokenizer = training.result()
         if tokenizer.vocab_size < size:
             print(
-                f"its vocabulary is {tokenizer.vocab_size:,}, not {size:,}: each word of the text "
-                f"({counted(sample.characters, 'character')}) is one token by then; more text gives a larger one"
+                f"its vocabulary is {tokenizer.vocab_size:,}, not {size:,}: by then each word of the sample is one token; "
+                "more text gives a larger one"
             )
         return tokenizer
 
@@ -310,7 +311,7 @@ class _Part:
         saved = started
         try:
             for batch, ids in encode(batches, tokenizer, self.options):
-                if not state.written and self.options.pack == "document":
+                if not state.position.documents and self.options.pack == "document":
                     _advise_on_blocks(batch)
                 self._write(batch, ids, tokenizer)
                 tokens += len(ids)
@@ -340,27 +341,39 @@ class _Part:
         """Distributes the documents of a batch over the stores. tokens: (n,), in which each eos ends a document."""
         state = self.state
         state.position = batch.position
+        state.counts = dict(Counter(state.counts) + batch.counts)
+        state.fault = state.fault or batch.fault
         is_end = tokens == tokenizer.eos
         if self.options.pack == "document":
-            ends_nothing = is_end & np.append(not state.is_open, is_end)[:-1]
+            is_open = any(writer.state.open_tokens for writer in self.writers.values())
+            ends_nothing = is_end & np.append(not is_open, is_end)[:-1]
             state.empty += int(ends_nothing.sum())
             tokens = tokens[~ends_nothing]
             is_end = is_end[~ends_nothing]
         if not len(tokens):
             return
-        bounds = np.flatnonzero(is_end) + 1
-        first = self.number * NUMBERS + state.written
-        state.written += len(bounds)
-        state.is_open = not is_end[-1]
-        if state.is_open:
-            bounds = np.append(bounds, len(tokens))
-        numbers = first + np.arange(len(bounds))
-        held_out = for_validation(numbers, self.held_out)
-        if held_out.any():
-            is_held_out = np.repeat(held_out, np.diff(bounds, prepend=0))
-            self.writers["validation"].append(tokens[is_held_out])
-            tokens = tokens[~is_held_out]
-        self.writers[batch.store].append(tokens)
+        if self.holdout is None:
+            self.writers[batch.store].append(tokens)
+            return
+        ends = np.flatnonzero(is_end) + 1
+        if not is_end[-1]:
+            ends = np.append(ends, len(tokens))
+        starts, held_out = self.holdout.choose(ends, state.tokens, state.open_tokens)
+        changes = np.flatnonzero(held_out[1:] != held_out[:-1]) + 1
+        is_held_out = bool(held_out[0])
+        for stretch in np.split(tokens, starts[changes]):
+            self._append("validation" if is_held_out else batch.store, stretch)
+            is_held_out = not is_held_out
+        state.tokens += len(tokens)
+        last = np.append(-state.open_tokens, ends)[-2]  # the start of the last document
+        state.open_tokens = 0 if is_end[-1] else int(len(tokens) - last)
+
+    def _append(self, store: str, tokens: np.ndarray) -> None:
+        """Appends tokens to a store, and ends the document that another store has begun."""
+        for name, writer in self.writers.items():
+            if name != store and writer.whole and writer.state.open_tokens:
+                writer.append([writer.eos])
+        self.writers[store].append(tokens)
 
     def _save(self, lease: Lease) -> None:
         """Makes what was written durable, then records it in the state."""
@@ -413,7 +426,7 @@ def _encoded(
         ids = document.content
         if isinstance(ids, str):
             ids = np.array(next(encoded), dtype=np.uint32)
-            # A vocabulary may hold the eos as a plain word: it must not cut the document.
+            # A vocabulary can contain the eos as a plain token: it must not cut the document.
             ids = ids[ids != tokenizer.eos]
         elif adds_eos:
             ids = _stripped(ids, document, separators)
@@ -434,71 +447,40 @@ def _stripped(ids: np.ndarray, document: Document, separators: set[int | None]) 
     return ids[start:end]
 
 
-def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
-    """Returns which documents are held out, (n,) bool, by their running `numbers` (n,): one of each group of
-    1/fraction.
-
-    A hash of the group's number chooses within it, so that the choice has no period that the input could share.
-    """
-    if not fraction:
-        return np.zeros(len(numbers), dtype=bool)
-    p, q = exact(fraction).as_integer_ratio()
-    group = numbers * p // q
-    first = -(-group * q // p)
-    end = -(-(group + 1) * q // p)
-    chosen = (splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)).astype(np.int64)
-    # Never the very first document: training needs one, too.
-    return numbers == first + np.maximum(chosen, group == 0)
-
-
-@dataclass
-class _Sample:
-    """Texts from the whole breadth of the files, about TRAINING_SAMPLE characters."""
-
-    files: list[InputFile]
-    options: DatasetConfig
-    characters: int = 0  # given so far
-    is_read: bool = False
-
-    def texts(self) -> Iterator[str]:
-        groups = [self.files]
-        if describe(self.files).get("bytes", 0) > TRAINING_SAMPLE:
-            count = min(len(self.files), SAMPLED_FILES)
-            groups = [[self.files[number * len(self.files) // count]] for number in range(count)]
-        for group in groups:
-            left = TRAINING_SAMPLE // len(groups)
-            for batch in read_batches(Share(group), self.options, 1 << 16):
-                for content, *_ in batch.documents:
-                    if not isinstance(content, str):
-                        raise UserError(
-                            f"{group[0].name}: holds token ids; name the tokenizer that made them with "
-                            "--tokenizer, or give --tokenizer=none --eos_token=ID --vocab_size=N"
-                        )
-                    self.characters += len(content)
-                    left -= len(content)
-                    yield content
-                if left <= 0:
-                    break
-        self.is_read = True
-
-    def state(self) -> str:
-        """Returns, in words, what is being done."""
-        if self.is_read:
-            return "choosing the tokens"
-        return f"reading a sample of text: {self.characters:,} characters"
+def _sample(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
+    """Yields about TRAINING_SAMPLE characters of text. Raises UserError for token ids."""
+    groups = [files]
+    if describe(files).get("bytes", 0) > TRAINING_SAMPLE:
+        groups = _spread(files)
+    for group in groups:
+        for content in _contents(group, options, TRAINING_SAMPLE // len(groups)):
+            if not isinstance(content, str):
+                raise UserError(
+                    f"{group[0].name}: contains token ids; name the tokenizer that made them with --tokenizer, or give "
+                    "--tokenizer=none --eos_token=ID --vocab_size=N"
+                )
+            yield content
 
 
 def _starts(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
-    """Yields the starts of texts from the whole breadth of the files, START characters of each file."""
+    """Yields the starts of texts, START characters of each file."""
+    for group in _spread(files):
+        for content in _contents(group, options, START):
+            if isinstance(content, str):
+                yield content[:START]
+
+
+def _spread(files: list[InputFile]) -> list[list[InputFile]]:
+    """Returns up to SAMPLED_FILES files from the whole breadth of the input, each in a list of its own."""
     count = min(len(files), SAMPLED_FILES)
-    for number in range(count):
-        left = START
-        sampled = Share([files[number * len(files) // count]])
-        for batch in read_batches(sampled, options, START):
-            for content, *_ in batch.documents:
-                if isinstance(content, str):
-                    yield content[:left]
-                left -= len(content)
-                if left <= 0:
-                    break
-            break
+    return [[files[number * len(files) // count]] for number in range(count)]
+
+
+def _contents(files: list[InputFile], options: DatasetConfig, left: int) -> Iterator[Any]:
+    """Yields texts or token ids until they are `left` characters or tokens."""
+    for batch in read_batches(Share(files), options, min(left, 1 << 16)):
+        for document in batch.documents:
+            left -= len(document.content)
+            yield document.content
+        if left <= 0:
+            return

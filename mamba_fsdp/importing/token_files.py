@@ -1,157 +1,24 @@
-"""Reads others' tokens: columns of tables, fms-fsdp's Arrow files, flat files, Megatron's, Composer's DataLayout."""
+"""Reads files of token ids: flat ones, NumPy's, Megatron's and Composer's DataLayout. They are mapped and read window by
+window."""
 
-import json
-import mmap
-import os
-import re
-import shlex
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-from pyarrow import compute, types
 
-from mamba_fsdp.data.corpus import Document, InputFile
-from mamba_fsdp.data.json_records import Convertible, field_of
 from mamba_fsdp.errors import counted, first_line
+from mamba_fsdp.importing.compression import HEAD
+from mamba_fsdp.importing.inputs import Document, InputFile
+from mamba_fsdp.importing.kinds import INDEX, contradicts, kind_of_bytes
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.signatures import HEAD, LLM_C, NUMPY, signature_of
 
-TOKEN_COLUMNS = ("tokens", "input_ids")  # tried if there is no column `text`, the default
-TEXT = re.compile("(large_)?(string|binary)(_view)?|null")  # names of types
-UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens without a loss}
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
 WINDOW = 1 << 20  # tokens of a mapped file read at a time
-LLM_C_HEADER = 1024  # bytes: 256 numbers, which begin with its kind, version and count of tokens
-LLM_C_TYPES = {20240520: "<u2", 20240801: "<u4"}  # by kind: of GPT-2's tokens, of Llama 3's
+HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type of the ids, sequences, documents
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-
-
-def documents_in(table: Any, file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    """Returns the documents in a table of a file: one in each row, or, of fms-fsdp's Arrow files, one in all. Raises
-    ValueError, which says what to do."""
-    is_of_datasets = b"huggingface" in (table.schema.metadata or {})  # it writes no fms files
-    try:
-        column = column_of(table, options.text_column)
-        if file.kind == "arrow" and types.is_integer(column.type) and not is_of_datasets:
-            return map(Document, [plain_ids(column)])
-        return map(Document, rows_of(column))
-    except ValueError as error:
-        raise _with_command(error, table, file, options) from None
-
-
-def _with_command(
-    error: ValueError, table: Any, file: InputFile, options: DatasetConfig
-) -> ValueError:
-    """Returns the error, or, if text can be made of the rows, one with a command that makes it."""
-    try:
-        for row in table[:1].to_pylist():
-            field_of("its first row", row, options.text_column)
-    except Convertible as found:
-        source = f'"{file.kind}", data_files={json.dumps(file.name)}, split="train"'
-        if file.kind == "hub":
-            source = f"{json.dumps(file.name)}, {options.config or None!r}, split={file.split!r}"
-        rows = f"datasets.load_dataset({source}, streaming=True)"
-        program = f"import datasets, json; [print({found.expression}) for row in {rows}]"
-        command = shlex.join([sys.executable, "-c", program])
-        written = f"{os.path.splitext(file.name)[0].rpartition('/')[2]}.jsonl"
-        return ValueError(f"{found}: {command} > {shlex.quote(written)}")
-    except ValueError:  # it says no more than the error
-        pass
-    return error
-
-
-def column_of(table: Any, column: str) -> Any:
-    """Returns a table's column. document.text is the field text of document.
-
-    If `text` is missing, it is a column of tokens: one of lists, since a column of numbers may count them, or the only
-    one. Raises ValueError for a missing column, and for rows that leave tokens out of the loss.
-    """
-    check_all_count(table)
-    while column not in table.column_names and any(map(types.is_struct, table.schema.types)):
-        table = table.flatten()
-    names = table.column_names
-    for name in (column, *TOKEN_COLUMNS):
-        if name not in names or column not in (name, "text"):
-            continue
-        array = table[name].combine_chunks()
-        if name == column or len(names) == 1 or hasattr(array.type, "value_type"):
-            array.validate(full=True)  # wrong offsets would read foreign memory
-            return _decoded(array)
-    raise ValueError(
-        f"there is no column {column!r}; it has: {', '.join(names)}; name one with --text_column"
-    )
-
-
-def rows_of(array: Any) -> list[Any]:
-    """Returns a column's rows as texts, or as token ids (n,) int64; a null row is "" or has no ids. Raises ValueError
-    for rows that are neither."""
-    if not hasattr(array.type, "value_type"):
-        if not TEXT.fullmatch(str(array.type)):
-            raise ValueError(f"the column holds {array.type}, not text or lists of token ids")
-        return array.cast(pyarrow.large_string()).fill_null("").to_pylist()
-    lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-    return np.split(plain_ids(_decoded(array.flatten())), np.cumsum(lengths))[:-1]
-
-
-def _decoded(array: Any) -> Any:
-    """Returns the plain array of one that may list its values in a dictionary."""
-    return array.dictionary_decode() if types.is_dictionary(array.type) else array
-
-
-def plain_ids(array: Any) -> np.ndarray:
-    """Returns the token ids (n,) int64 in an array of integers. Raises ValueError for anything else."""
-    if array.null_count:
-        raise ValueError("it has null in place of a token")
-    if len(array) and not types.is_integer(array.type):
-        raise ValueError(f"it holds lists of {array.type}, not token ids")
-    return array.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def check_all_count(table: Any) -> None:
-    """Raises ValueError for rows that leave tokens out of the loss."""
-    for column, value in UNCOUNTED.items():
-        if column not in table.column_names or not hasattr(table[column].type, "value_type"):
-            continue
-        flags = table[column].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        if (flags == value).any():
-            raise ValueError(
-                f"its {column} leave tokens out of the loss, which a token store can't record; "
-                "remove these tokens, or that column"
-            )
-
-
-# Arrow files. fms-fsdp's hold a document in each record batch, as plain integers; others a document in each row.
-
-
-def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    """Yields the documents of each record batch."""
-    for batch in record_batches(file):
-        yield from documents_in(pyarrow.Table.from_batches([batch]), file, options)
-
-
-def record_batches(source: InputFile) -> Iterator[pyarrow.RecordBatch]:
-    with open(source.name, "rb") as file:  # by Python, since names may not be UTF-8
-        whole = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        if whole[:6].to_pybytes() == b"ARROW1":
-            reader = pyarrow.ipc.open_file(whole)
-            for number in range(reader.num_record_batches):
-                source.share_read = number / reader.num_record_batches
-                yield reader.get_batch(number)
-        elif whole[-8:].to_pybytes() == END_OF_STREAM:
-            yield from pyarrow.ipc.open_stream(whole)
-        else:
-            raise ValueError("it is cut short, or is not an Arrow file; copy it again")
-
-
-# Files of ids are mapped, and read window by window.
 
 
 def cut(
@@ -174,17 +41,16 @@ def cut(
             yield Document(window[begin - start : stop - start], begin in bounds, stop in bounds)
 
 
-def _mapped(path: str | Path, dtype: Any, count: int, source: str, offset: int = 0) -> np.ndarray:
-    """Maps the `count` ids after `offset` bytes. Raises ValueError if the file has another size than `source`, its
-    header or the file next to it, says."""
+def _mapped(path: str | Path, dtype: Any, count: int, source: str) -> np.ndarray:
+    """Maps the `count` ids in a file. Raises ValueError if the file has another size than the file `source` records."""
     dtype = np.dtype(dtype)
     size = Path(path).stat().st_size
-    if size != offset + count * dtype.itemsize or not count:
+    if size != count * dtype.itemsize or not count:
         raise ValueError(
             f"{size} bytes, but {source} says {counted(count, 'token')} of {counted(dtype.itemsize, 'byte')}; copy "
             "again what is cut short, or belongs to another file"
         )
-    return np.memmap(path, dtype, "r", offset)
+    return np.memmap(path, dtype, "r")
 
 
 def _eos_id(options: DatasetConfig) -> int:
@@ -192,8 +58,7 @@ def _eos_id(options: DatasetConfig) -> int:
     return int(options.eos_token) if options.eos_token.isdecimal() else -1
 
 
-# Flat files: ids one after the other. llm.c's and NumPy's begin with a header that says their type; nanoGPT's and
-# OLMo's have none.
+# Flat files: ids one after the other. NumPy's begin with a header that names their type; nanoGPT's and OLMo's have none.
 
 
 def flat_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
@@ -212,19 +77,15 @@ def flat_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
 
 
 def _flat_ids(name: str, dtype: str) -> np.ndarray:
-    """Maps the ids, of the type that a header says, or else `dtype`. Raises ValueError if the type is not known, or does
-    not fit."""
+    """Maps the ids, of the type that NumPy's header names, or else `dtype`. Raises ValueError if the type is not known, or
+    does not fit."""
     with open(name, "rb") as stream:
-        found = signature_of(stream.read(HEAD), text_may_be_a_page=False)
-    if found is None:
+        found = kind_of_bytes(stream.read(HEAD))
+    if found and contradicts(found, "ids"):
+        raise ValueError(f"it is {found.title}; {found.use}")
+    if found is None or found.name != "numpy":
         return _ids_without_header(name, dtype)
-    if found.name == NUMPY:
-        ids = _numpy_array(name)
-    elif found.name == LLM_C:
-        magic, _, count = np.fromfile(name, "<i4", 3).tolist()
-        ids = _mapped(name, LLM_C_TYPES[magic], count, "its header", LLM_C_HEADER)
-    else:
-        raise ValueError(f"it is {found.title}; {found.advice(name)}")
+    ids = _numpy_array(name)
     _check_dtype(ids, dtype, "header")
     return ids
 
@@ -237,11 +98,10 @@ def _check_dtype(ids: np.ndarray, dtype: str, source: str) -> None:
 def _ids_without_header(name: str, dtype: str) -> np.ndarray:
     if dtype == "auto":
         raise ValueError(
-            "it does not say how its ids are stored: give their type, as in --dtype=uint16 (nanoGPT's) or uint32, and "
-            "--tokenizer, or --tokenizer=none --eos_token=ID --vocab_size=N (Megatron's come with a file .idx, DataLayout "
-            "with .npy.size)"
+            "it does not name the type of its ids; give it, as in --dtype=uint16 (Megatron's come with a file .idx, "
+            "DataLayout's with .npy.size)"
         )
-    if Path(name).with_name("index.json").exists():
+    if Path(name).with_name(INDEX).exists():
         raise ValueError("index.json next to it says that it is not a flat file; name its folder")
     size = Path(name).stat().st_size
     if size % np.dtype(dtype).itemsize:

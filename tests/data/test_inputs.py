@@ -7,9 +7,11 @@ from itertools import product
 import datasets
 import pytest
 
-from mamba_fsdp.data import corpus
-from mamba_fsdp.data.corpus import find_files
+from mamba_fsdp.data import hub
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing import inputs
+from mamba_fsdp.importing.inputs import find_files
+from mamba_fsdp.importing.kinds import LeftOut
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import tokenize as get_dataset
 from tests.support.corpora import read_back, read_input, write_records
@@ -30,8 +32,8 @@ def test_a_folder_is_walked_links_and_odd_names_too(tmp_path, capsys):
         file.write("odd name")
     assert sorted(read_input(root)) == ["linked", "no state of `datasets`", "odd name"]
     told = capsys.readouterr().out
-    assert "left out: 2 files without an ending that tells a format, such as 'logo.bin'" in told
-    assert "left out: 1 file named twice or linked to another, such as '/" in told
+    assert "left out: 2 of an unknown format: " in told and "logo.bin, ..." in told
+    assert "left out: 1 named twice or linked to another: /" in told
     assert "unknown" in read_input(root, format="text")
 
 
@@ -43,16 +45,16 @@ def test_a_card_of_a_dataset_is_no_part_of_it(tmp_path, capsys):
             (tmp_path / folder / name).write_text(name)
     (tmp_path / "texts/data/a.jsonl").unlink()
     assert sorted(read_input(tmp_path / "records")) == ["a row", "readmes.txt"]
-    assert "left out: 'LICENSE-2.txt', 'README.md', by" in capsys.readouterr().out
+    assert "left out: 2 describing the data next to it: " in capsys.readouterr().out
     assert len(read_input(tmp_path / "texts")) == 3
     assert "left out" not in capsys.readouterr().out
 
 
 def test_the_builtin_data_is_pythons_own_library(tmp_path, monkeypatch):
     """Without others' packages, and what is not UTF-8."""
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(inputs.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(UserError, match="comes without its library's source files; name an INPUT"):
-        find_files("builtin", DatasetConfig())
+        find_files("builtin", DatasetConfig(), LeftOut())
     for name, text in (("a.py", "x = 1"), ("site-packages/b.py", "theirs"), ("c.txt", "text")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -79,7 +81,7 @@ TREES = {
         "en/val/0.jsonl": "validation",
         "en/Dev/0.jsonl": "validation",
     },
-    "files": {"a-train.jsonl": "train", "a-valid.jsonl": "validation", "a_test.jsonl": "test"},
+    "files": {"a-train.jsonl": "train", "a-eval.jsonl": "validation", "a_test.jsonl": "test"},
     "files of DataLayout": {"c.train.gig.jsonl": "train", "c.valid.gig.jsonl": "validation"},
     "files as the Hub has them": {
         "train-00000-of-00001.jsonl": "train",
@@ -110,44 +112,49 @@ def test_training_gets_no_other_split(tmp_path, capsys, name, pattern):
     stores = list(TREES[name].values())
     assert first_tokens(tree) == [5]
     told = capsys.readouterr().out
-    others = f"({len(stores) - 1} of {len(stores)} files), taken for other splits than train; --split=all"
-    assert others in told
-    assert ("--splits=official makes stores of them" in told) == all(stores)
+    others = f"train is read; {len(stores) - 1} of {len(stores)} files are of other splits"
+    assert others in told and "--split=all reads them too" in told
     every = list(range(5, 5 + len(stores)))
     assert first_tokens(tree, split="all") == every
     for split in {"validation", "test"}.intersection(stores):
         expected = [token for token, store in zip(every, stores) if store == split]
         assert first_tokens(tree, split=split) == expected
     if all(stores):
-        files = find_files(str(tree), DatasetConfig(splits="official"))
+        files = find_files(str(tree), DatasetConfig(splits="official"), LeftOut())
         assert sorted(file.store for file in files) == sorted(stores)
 
 
-# Files of which none is a split, and what is said of those that are named after one.
+# Files of which none is a split.
 NO_SPLITS = {
-    "packages": (["libcrypt-dev/a.jsonl", "libfoo/b.jsonl", "libtrain/c.jsonl"], ""),
-    "a repository": (
-        ["src/a.jsonl", "test/a.jsonl", "test/b.jsonl", "web-dev/a.jsonl"],
-        "test (2 of 4",
-    ),
-    "pages": (["a_local_train.1.jsonl", "b_dev.1.jsonl", "c-continuous-validation.1.jsonl"], ""),
-    "a folder next to a file": (["train/a.jsonl", "dev.jsonl"], "dev.jsonl (1 of 2"),
-    "train elsewhere": (["a/train/a.jsonl", "b/test/a.jsonl"], "test (1 of 2"),
-    "words around": (["train.jsonl", "turing test.jsonl", "validated.jsonl"], ""),
-    "next to train": (["train/a.jsonl", "unsupervised/a.jsonl", "train-notes/a.jsonl"], ""),
+    "packages": ["libcrypt-dev/a.jsonl", "libfoo/b.jsonl", "libtrain/c.jsonl"],
+    "a repository": ["src/a.jsonl", "test/a.jsonl", "test/b.jsonl", "web-dev/a.jsonl"],
+    "pages": ["a_local_train.1.jsonl", "b_dev.1.jsonl", "c-continuous-validation.1.jsonl"],
+    "a folder next to a file": ["train/a.jsonl", "dev.jsonl"],
+    "train elsewhere": ["a/train/a.jsonl", "b/test/a.jsonl"],
+    "words around": ["train.jsonl", "turing test.jsonl", "validated.jsonl"],
+    "next to train": ["train/a.jsonl", "unsupervised/a.jsonl", "train-notes/a.jsonl"],
 }
 
 
 @pytest.mark.parametrize("name", NO_SPLITS)
 def test_a_name_alone_makes_no_split(tmp_path, capsys, name):
-    """It must be a whole name, or one as that of train, and train must be next to it. What may mislead is told."""
-    places, named = NO_SPLITS[name]
+    """It must differ from a name next to it in one word, which is train there. The rule is printed each time."""
+    places = NO_SPLITS[name]
     for number, place in enumerate(places):
         write_records(tmp_path / place, [[number]])
     assert first_tokens(tmp_path) == list(range(len(places)))
     told = capsys.readouterr().out
-    assert "left out" not in told
-    assert ("read as text: " in told) == bool(named) and named in told
+    assert f"all of {len(places)} files: " in told and "0.01 of the tokens validate" in told
+
+
+def test_a_missing_part_of_a_numbered_set_is_named(tmp_path, capsys):
+    for number in (0, 2):
+        write_records(tmp_path / f"train-0000{number}-of-00003.jsonl", [[number]])
+    with pytest.raises(UserError, match="train-00001-of-00003.jsonl: is missing from its numbered"):
+        first_tokens(tmp_path)
+    assert first_tokens(tmp_path, skip_unreadable=True) == [0, 2]
+    assert "left out: 1 missing from their numbered sets" in capsys.readouterr().out
+    assert first_tokens(tmp_path / "train-00002-of-00003.jsonl") == [2]
 
 
 def test_within_a_split_no_name_says_anything(tmp_path):
@@ -180,7 +187,10 @@ def test_a_name_on_the_hub_is_streamed(prepare, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert read_input("some/corpus", config="de") == ["some train"] * 3
     assert asked == [("some/corpus", "de", "train", True)]
-    assert "left out: test, validation (2 of 3 files)" in capsys.readouterr().out
+    assert (
+        "2 of 3 files are of other splits by their names (test, validation)"
+        in capsys.readouterr().out
+    )
     prepare("some/corpus", tmp_path, splits="official")
     for split in splits:
         assert read_back(tmp_path / split) == [f"some {split}"] * 3
@@ -201,11 +211,11 @@ def test_a_mistyped_name_is_told_at_once_and_the_hub_is_not_waited_for(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    monkeypatch.setattr(corpus, "getproxies", dict)
-    monkeypatch.setattr(corpus.socket, "create_connection", no_answer)
-    monkeypatch.setattr(corpus, "HUB_SECONDS", 0.1)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(hub.socket, "create_connection", no_answer)
+    monkeypatch.setattr(hub, "HUB_SECONDS", 0.1)
     monkeypatch.setattr(datasets, "get_dataset_split_names", no_route)
-    corpus.prepare_hub.cache_clear()
+    hub.prepare_hub.cache_clear()
     (tmp_path / "mytexts").mkdir()
     code, _, told = answer(get_dataset, "mytxts", "out")
     first, second, last = told.splitlines()

@@ -6,11 +6,11 @@ import pyarrow
 import pytest
 from tokenizers import Tokenizer
 
-from mamba_fsdp.data import importers
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import END_OF_TEXT
+from mamba_fsdp.importing import token_files
 from tests.support.corpora import documents_of, write_records
-from tests.support.others_tokens import write_fms, write_layout, write_llm_c, write_megatron
+from tests.support.others_tokens import write_fms, write_layout, write_megatron
 
 pytestmark = pytest.mark.torch22
 
@@ -43,7 +43,6 @@ LISTS = {
 # Files of ids in which an eos ends a document: how one is written, and what does not say its type.
 FLAT = {
     "OLMo": (lambda path, ids: ids.astype("<u4").tofile(path), {"dtype": "uint32"}),
-    "llm.c": (write_llm_c, {}),
     "NumPy": (np.save, {}),
 }
 
@@ -52,8 +51,7 @@ def write_documents(folder, form):
     folder.mkdir()
     if form in FLAT:
         write, _ = FLAT[form]
-        name = "a.bin" if form == "llm.c" else "a.npy"
-        write(folder / name, np.concatenate([[*each, EOS] for each in WRITTEN]))
+        write(folder / "a.npy", np.concatenate([[*each, EOS] for each in WRITTEN]))
     elif form == "Megatron":
         write_megatron(folder / "a.bin", WRITTEN)
     elif form == "fms":
@@ -74,7 +72,7 @@ def write_documents(folder, form):
 @pytest.mark.parametrize("form", ["fms", "JSON", "save_to_disk", "Megatron", *FLAT, *LISTS])
 def test_documents_are_those_that_were_written(prepare, tmp_path, monkeypatch, form):
     """Also if a document, its eos or its strip_tokens lie in two windows of a mapped file."""
-    monkeypatch.setattr(importers, "WINDOW", 3)
+    monkeypatch.setattr(token_files, "WINDOW", 3)
     write_documents(tmp_path / "in", form)
     options = FLAT.get(form, [{}])[-1]
     prepare(tmp_path / "in", tmp_path / "out", **IDS, **options)
@@ -90,7 +88,7 @@ def test_datalayout_documents_longer_than_its_positions(
     prepare, tmp_path, monkeypatch, wraps, window
 ):
     """Behind the 14 bits of a position neither each token nor each window is a document of its own."""
-    monkeypatch.setattr(importers, "WINDOW", window)
+    monkeypatch.setattr(token_files, "WINDOW", window)
     exact = [*([5] * 16_383), EOS]  # ends where positions do
     documents = [[5, EOS], LONG, exact, [7, 8, EOS], LONG[:16_385]]
     write_layout(tmp_path / "a.npy", documents, wraps)
@@ -102,7 +100,7 @@ def test_datalayout_documents_longer_than_its_positions(
 
 def test_a_document_that_breaks_off_ends_there(prepare, tmp_path, monkeypatch):
     """When its file's rest is skipped, another file's document or the end of the input follows."""
-    monkeypatch.setattr(importers, "WINDOW", 1000)
+    monkeypatch.setattr(token_files, "WINDOW", 1000)
     (tmp_path / "in").mkdir()
     for name in ("a.npy", "c.npy"):
         write_layout(tmp_path / "in" / name, [LONG[:1500]])

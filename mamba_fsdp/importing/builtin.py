@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from mamba_fsdp.importing.kinds import INDEX, PROGRESS
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.train_config import DataConfig
 from mamba_fsdp.storage.patience import exists
@@ -21,9 +22,9 @@ def builtin_folder(data: DataConfig) -> Path | None:
 def missing_builtin(data: DataConfig) -> Path | None:
     """Returns the path of the built-in data if these settings read it and it is missing or unfinished, else None."""
     folder = builtin_folder(data)
-    if folder is None or any(folder.glob(".progress*")):
+    if folder is None or any(folder.glob(f"{PROGRESS}*")):
         return folder
-    is_made = exists(folder / "index.json") or exists(folder / "train" / "index.json")
+    is_made = exists(folder / INDEX) or exists(folder / "train" / INDEX)
     return None if is_made else folder
 
 
@@ -31,6 +32,6 @@ def make_missing_builtin(data: DataConfig) -> None:
     """Makes the built-in data if these settings read it and it is missing. Raises UserError as get_dataset.py does."""
     if not missing_builtin(data):
         return
-    from mamba_fsdp.data.tokenize import make_dataset  # late: most runs don't need it
+    from mamba_fsdp.importing.make_dataset import make_dataset  # late: most runs don't need it
 
     make_dataset("builtin", BUILTIN, DatasetConfig())

@@ -8,19 +8,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mamba_fsdp.data.paths import check_input, refused_data, refused_model, tokenizer_in, what_is
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.importing.kinds import (
+    check_input,
+    classify_path,
+    tokenizer_path_in,
+    unexpected_data_error,
+    unexpected_model_error,
+)
 
 MODEL = '{"model_type": "mamba"}'
 RUN = {"runs/a/status.json": "{}", "runs/a/config.yaml": "", "runs/a/metrics.jsonl": ""}
 RUN |= {f"runs/a/checkpoints/step_0000000{step}/COMMIT": "" for step in (4, 6)}
-RUN |= {"runs/a/pth/step_00000006/consolidated.00.pth": "", "runs/b/status.json": "{}"}
+RUN |= {
+    "runs/a/pth/step_00000006/consolidated.00.pth": "",
+    "runs/b/status.json": "{}",
+    "runs/b/config.yaml": "",
+}
 POINTER = "version https://git-lfs.github.com/spec/v1\n"
+INDEX = '{"format": "mamba_fsdp token store"}'
 FILES = RUN | {
-    "data/mine/train/index.json": "{}",
-    "data/mine/validation/index.json": "{}",
-    "mix/code/index.json": "{}",
-    "mix/prose/train/index.json": "{}",
+    "data/mine/train/index.json": INDEX,
+    "data/mine/validation/index.json": INDEX,
+    "mix/code/index.json": INDEX,
+    "mix/prose/train/index.json": INDEX,
     "begun/.progress/begun.json": '{"parts": 1, "command": ["/my texts", "--documents=lines"]}',
     "parts/.progress/begun.json": '{"parts": 3, "command": ["/texts"]}',
     "parts/.progress/0-of-3/state.json": '{"finished": true}',
@@ -45,15 +56,15 @@ FILES = RUN | {
 }
 PLACES = {  # path: (its kind, what is said of what is in it or of what takes it)
     "runs/a": ("run", "step_00000004, step_00000006"),
-    "runs/a/": ("run", "inspect runs/a says"),
-    "link": ("run", "inspect link says"),
+    "runs/a/": ("run", "inspect runs/a shows"),
+    "link": ("run", "inspect link shows"),
     "runs": ("runs", "(a, b)"),
-    "runs/a/checkpoints": ("checkpoints", "or one of them, as in runs/a/checkpoints/step_00000006"),
+    "runs/a/checkpoints": ("checkpoints", "name one, as in runs/a/checkpoints/step_00000006"),
     "runs/a/checkpoints/step_00000006": ("checkpoint", "--init_from=runs/a/checkpoints/step_0"),
     "runs/a/checkpoints/step_00000002": ("pruned", "has step_00000004, step_00000006; name one"),
     "runs/a/config.yaml": ("part", "a file of the run in runs/a; name runs/a"),
     "runs/a/checkpoints/step_00000006/COMMIT": ("part", "a file of the checkpoint in runs/a/"),
-    "runs/a/pth/step_00000006/consolidated.00.pth": ("model", "--init_from=runs/a/pth"),
+    "runs/a/pth/step_00000006/consolidated.00.pth": ("model_file", "--init_from=runs/a/pth"),
     "run": ("nothing", "did you mean runs?"),
     "data/mine": ("stores", "training reads it: --dataset_path=data/mine; else name one"),
     "data/mine/train": ("store", "--dataset_path=data/mine/train"),
@@ -66,27 +77,32 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "hf": ("model", "--init_from=hf"),
     "hf/config.json": ("part", "a file of the model in hf"),
     "weights": ("weights", "weights/a.safetensors --model_name=NAME"),
-    "pointers": ("foreign", "its model.safetensors is a Git LFS pointer, not the file itself; get"),
+    "pointers": (
+        "foreign",
+        "a folder whose model.safetensors is a pointer of Git LFS or git-annex in place of the file; see",
+    ),
     "pointers/tokenizer.json": (
         "foreign",
-        "a Git LFS pointer, not the file itself; get the file: git",
+        "a pointer of Git LFS or git-annex in place of the file; see",
     ),
-    "dcp": ("dcp", "--init_from=dcp says how to convert it"),
+    "dcp": ("dcp", "--init_from=dcp shows how to convert it"),
     "tok": ("tokenizer", "get_dataset.py INPUT OUT --tokenizer=tok"),
-    "tok/tokenizer.json": ("tokenizer", "--tokenizer=tok"),
+    "tok/tokenizer.json": ("tokenizer_file", "--tokenizer=tok"),
     "texts": ("input", "a folder of text; "),
     "my texts": ("input", "get_dataset.py 'my texts' OUT"),
-    "saved": ("input", "a folder that the library datasets saved"),
-    "rows.jsonl": ("input", "get_dataset.py rows.jsonl OUT"),
-    "ids.npy": ("input", "get_dataset.py ids.npy OUT --tokenizer=PATH makes"),
-    "flat.bin": ("input", "OUT --dtype=TYPE --tokenizer=PATH makes"),
-    "arch.tar.gz": ("foreign", "tar xf arch.tar.gz -C arch"),
-    "arch.zip": ("foreign", "unzip arch.zip -d arch"),
+    "saved": ("saved", "a folder that the library datasets saved"),
+    "rows.jsonl": ("json", "get_dataset.py rows.jsonl OUT"),
+    "ids.npy": ("ids", "ids.npy OUT --format=ids --tokenizer=PATH makes"),
+    "flat.bin": ("ids", "OUT --dtype=TYPE --tokenizer=PATH makes"),
+    "arch.tar.gz": ("foreign", 'a tar archive; see "Unpack archives'),
+    "arch.zip": ("foreign", "a zip archive, as .docx"),
     "notes": ("other", "get_dataset.py notes OUT --format=text"),
     "settings.yaml": ("settings", "--config=settings.yaml"),
     "strange": ("other", "(a.xyz)"),
     "empty": ("empty", "an empty folder"),
 }
+
+ACCEPTED = "input saved json ids nothing other settings part pruned".split()
 
 
 @pytest.fixture(scope="module")
@@ -113,28 +129,30 @@ def in_folder(folder, monkeypatch):
 @pytest.mark.parametrize("path", PLACES)
 def test_a_path_is_called_what_it_is_with_what_takes_it(path):
     kind, said = PLACES[path]
-    place = what_is(path)
-    assert (place.kind, said in f"{place.words}; {place.use}") == (kind, True), place
+    place = classify_path(path)
+    assert (place.kind, said in f"{place.title}; {place.use}") == (kind, True), place
 
 
 @pytest.mark.parametrize("path", PLACES)
 def test_a_path_that_can_t_be_taken_is_named_in_one_line_with_what_to_do(path):
     """Also a path from which nothing follows: then the line says what would be taken."""
-    for error in (refused_data(path), refused_model(path)):
+    for error in (unexpected_data_error(path), unexpected_model_error(path)):
         start, _, remedy = str(error).partition("; ")
         assert start.startswith(f"{path}: ") and remedy and "\n" not in str(error)
 
 
 def test_a_name_of_the_hub_in_place_of_a_model_comes_with_its_command():
-    error = refused_model("state-spaces/mamba-130m")
+    error = unexpected_model_error("state-spaces/mamba-130m")
     assert str(error).endswith("first: hf download state-spaces/mamba-130m --local-dir FOLDER")
-    assert "hf download" not in str(refused_model("runs/c")) + str(refused_model("/no/such"))
+    assert "hf download" not in str(unexpected_model_error("runs/c")) + str(
+        unexpected_model_error("/no/such")
+    )
 
 
 def test_an_import_takes_text_and_nothing_else_that_looks_like_it():
     for path in PLACES:
         kind, _ = PLACES[path]
-        if kind in ("input", "nothing", "other", "settings", "part", "runs", "pruned", "foreign"):
+        if kind in ACCEPTED:
             check_input(path)
         else:
             with pytest.raises(UserError, match=f"^{path}: .*, not text or token ids to import"):
@@ -143,9 +161,9 @@ def test_an_import_takes_text_and_nothing_else_that_looks_like_it():
 
 def test_a_tokenizer_is_found_in_what_was_made_with_it(folder):
     for path in ("tok", "hf"):
-        assert tokenizer_in(path) == Path(path)
+        assert tokenizer_path_in(path) == Path(path)
     (folder / "data/mine/train/tokenizer").mkdir()
     (folder / "data/mine/train/tokenizer/tokenizer.json").touch()
     for path in ("data/mine", "data/mine/train"):
-        assert tokenizer_in(path) == Path("data/mine/train/tokenizer")
-    assert tokenizer_in("texts") is None
+        assert tokenizer_path_in(path) == Path("data/mine/train/tokenizer")
+    assert tokenizer_path_in("texts") is None

@@ -1,0 +1,216 @@
+"""Finds the files that INPUT of get_dataset.py names: a file, a folder, a pattern, or a name on the Hugging Face Hub."""
+
+import contextlib
+import datetime
+import glob
+import hashlib
+import itertools
+import os
+import stat
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mamba_fsdp.data.hub import prepare_hub
+from mamba_fsdp.errors import UserError, counted, first_line, near_path
+from mamba_fsdp.importing.kinds import LeftOut, files_below, input_kinds, unexpected_path_error
+from mamba_fsdp.importing.splits import missing_parts, named_split, splits_of
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.patience import exists
+
+# Folders in the standard library's folder that contain other packages.
+NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
+MOST_MISSING = 1000  # names of missing files to collect
+
+
+@dataclass
+class InputFile:
+    """A file of the input, or a split of a name on the Hub."""
+
+    name: str  # path of a file, or name on the Hub
+    kind: str  # a name in the table of kinds.py
+    split: str = ""  # a name on the Hub has splits; else the folder or file that is named after one
+    store: str = "train"  # the store for its documents, except those held out
+    place: str = ""  # the file's resolved path
+    share_read: float = 0.0  # the share of the file that has been read
+    has_mark: bool = (
+        False  # whether it begins with a byte order mark, known once it has been opened
+    )
+
+
+class Document(NamedTuple):
+    """A document, or a stretch of a long one."""
+
+    content: str | np.ndarray  # text, or token ids (n,)
+    begins: bool = True  # whether the document begins here
+    ends: bool = True  # whether it ends here
+
+
+class Fault(NamedTuple):
+    """A record that can't be read; the records after it can."""
+
+    reason: str
+    advice: str = ""  # what to do if all records have this fault
+
+    def message(self) -> str:
+        return f"{self.reason}; {self.advice}" if self.advice else self.reason
+
+
+def find_files(input: str, options: DatasetConfig, left_out: LeftOut) -> list[InputFile]:
+    """Returns the files that `input` names, in order, and notes the others in `left_out`. Raises UserError if there is
+    nothing to read."""
+    if input == "builtin":
+        files = [InputFile(str(path), "text", place=str(path)) for path in builtin_files()]
+    elif is_local(input):
+        files = _local_files(os.path.expanduser(input), options, left_out)
+    else:
+        prepare_hub(input)
+        files = _hub_splits(input, options)
+    return _choose_split(files, options, input, left_out)
+
+
+def is_local(input: str) -> bool:
+    """Returns whether `input` names files on this machine. Any other name is one on the Hub: see prepare_hub."""
+    path = os.path.expanduser(input)
+    return input == "builtin" or exists(path) or glob.has_magic(path)
+
+
+def describe(files: list[InputFile]) -> dict[str, Any]:
+    """Returns the input at this moment, for JSON: its files' places, sizes and times."""
+    if files[0].kind == "hub":
+        return {"dataset": files[0].name, "splits": [file.split for file in files]}
+    digest = hashlib.sha256()
+    size = 0
+    newest = 0.0
+    places = []
+    for file in files:
+        try:
+            status = os.stat(file.name)
+        except OSError:  # a dangling link: reading it reports that
+            continue
+        if not stat.S_ISREG(status.st_mode):  # a pipe can't be read twice
+            raise UserError(
+                f"{file.name}: is a pipe or a device; write its output to a file, and name that"
+            )
+        size += status.st_size
+        newest = max(newest, status.st_mtime)
+        places.append(file.place)
+        digest.update(os.fsencode(file.place))
+        digest.update(f"\0{file.kind}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return {
+        "files": len(files),
+        "bytes": size,
+        "place": ascii(os.path.commonpath(places))[1:-1] if places else "",
+        "last change": str(datetime.datetime.fromtimestamp(newest)),
+        "digest": digest.hexdigest(),
+    }
+
+
+def builtin_files() -> list[Path]:
+    """Returns the UTF-8 .py files of the running Python's standard library, sorted. Raises UserError if it has no
+    sources."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in sorted(root.rglob("*.py"), key=Path.as_posix):
+        if NOT_BUILTIN.intersection(path.relative_to(root).parts):
+            continue
+        # Some of Python's own tests are in other encodings, or broken on purpose.
+        with contextlib.suppress(UnicodeDecodeError):
+            path.read_bytes().decode()
+            files.append(path)
+    if not files:
+        raise UserError(
+            f"{root}: this Python comes without its library's source files; name an INPUT"
+        )
+    return files
+
+
+def _local_files(name: str, options: DatasetConfig, left_out: LeftOut) -> list[InputFile]:
+    places = [Path(name)]
+    if glob.has_magic(name) and not exists(name):
+        places = [Path(place) for place in sorted(glob.glob(name, recursive=True))]
+    found = [file for place in places for file in files_below(place, left_out)]
+    kinds = input_kinds(found, left_out, options.format, options.dtype)
+    if not kinds:
+        raise unexpected_path_error(name, "text or token ids to import")
+    files = list(kinds)
+    root = Path(os.path.commonpath([place.parent for place in places]))
+    if len(places) == 1 and places[0].is_dir():
+        root = places[0]
+    splits = splits_of([path.relative_to(root) for path in files], root, options)
+    by_place: dict[str, InputFile] = {}
+    for path, split in zip(files, splits):
+        place = os.path.realpath(path)
+        if place in by_place:
+            left_out["named twice or linked to another"].append(str(path))
+        else:
+            by_place[place] = InputFile(str(path), kinds[path].name, split, place=place)
+    return list(by_place.values())
+
+
+def _hub_splits(name: str, options: DatasetConfig) -> list[InputFile]:
+    import datasets  # imported late: it takes a second
+
+    try:
+        splits = datasets.get_dataset_split_names(name, options.config or None)
+    except Exception as error:  # the name, split or config is unknown, there is no network, ...
+        raise UserError(
+            f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)}){near_path(Path(name))}"
+        ) from error
+    return [InputFile(name, "hub", split) for split in splits]
+
+
+def _choose_split(
+    files: list[InputFile], options: DatasetConfig, input: str, left_out: LeftOut
+) -> list[InputFile]:
+    """Returns the files of the splits that the options ask for, with their stores. Prints which files train. Raises
+    UserError if there are none, or if a part of a numbered set is missing."""
+    names = {file.split for file in files}
+    wanted = options.split or "train"
+    chosen = {wanted} & names or {name for name in names if named_split(name) == wanted}
+    if wanted == "all" or options.splits == "official":
+        chosen = names
+    if options.splits == "official":
+        for file in files:
+            file.store = named_split(file.split)
+        stores = {file.store for file in files}
+        if "" in stores or "train" not in stores:
+            raise UserError(
+                f"--splits=official: the files or folders of {input} are not all named after the splits train, "
+                "validation and test; leave it out, and a share of the tokens is held out"
+            )
+    if not options.split:
+        chosen.add("")
+    kept = [file for file in files if file.split in chosen]
+    if not kept:
+        raise UserError(f"--split={wanted}: {input} has no split of that name")
+    others = sorted(names - chosen)
+    if others:
+        left_out["of other splits"] += [file.name for file in files if file.split in others]
+        print(
+            f"{wanted} is read; {len(files) - len(kept):,} of {counted(len(files), 'file')} are of other splits by their "
+            f"names ({', '.join(others[:4])}); --split=all reads them too"
+        )
+    elif options.splits == "held_out":
+        print(
+            f"training reads all of {counted(len(files), 'file')}: no name differs from one with train in that word alone; "
+            f"{options.validation_fraction:.3g} of the tokens validate"
+        )
+    if len(files) > 1:
+        _check_sets([Path(file.name) for file in kept], options, left_out)
+    return kept
+
+
+def _check_sets(files: list[Path], options: DatasetConfig, left_out: LeftOut) -> None:
+    """Raises UserError if a part of a numbered set is missing, unless unreadable files are skipped."""
+    missing = [str(file) for file in itertools.islice(missing_parts(files), MOST_MISSING)]
+    if missing and not options.skip_unreadable:
+        more = f", like {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"{missing[0]}: is missing from its numbered set{more}; copy it, or import the others with "
+            "--skip_unreadable=true"
+        )
+    left_out["missing from their numbered sets"] += missing

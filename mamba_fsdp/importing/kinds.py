@@ -1,0 +1,847 @@
+"""Classifies paths with one table of the kinds of files and folders. Every command uses it.
+
+`classify_path` recognises a path by its name, by its first bytes, and by the content of this program's own files.
+`files_below` lists the files of a folder, `input_kinds` those that an import reads. This module needs neither torch nor
+numpy.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import pkgutil
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mamba_fsdp.errors import UserError, command, import_command, near_path
+from mamba_fsdp.importing.compression import HEAD, unpacked_head, without_ending
+from mamba_fsdp.run.layout import committed
+from mamba_fsdp.run.names import (
+    CHECKPOINTS,
+    COMMIT,
+    EVENTS,
+    LEASE,
+    METRICS,
+    MODEL_CONFIG,
+    SETTINGS,
+    STATUS,
+    STEPS,
+    TOKENIZER,
+    step_of,
+)
+from mamba_fsdp.storage.formats import DATASET as DATASET_FORMAT
+from mamba_fsdp.storage.formats import TOKEN_STORE
+from mamba_fsdp.storage.patience import exists, is_file, is_folder, names_in, retry_io
+from mamba_fsdp.storage.typed_json import FileName, read_object
+
+# ---------------------------------------------------------------- the table
+
+# Names in token stores and in the folder of an import.
+INDEX = "index.json"
+DATASET = "dataset.json"
+PROGRESS = ".progress"  # exists while an import is unfinished
+BEGUN = f"{PROGRESS}/begun.json"
+# {the store that an import writes for a split: the words by which folders and files are named after this split}
+SPLITS = {
+    "train": ["train"],
+    "validation": ["validation", "valid", "val", "dev", "eval", "heldout"],
+    "test": ["test"],
+}
+# A folder with two of these names is a run.
+RUN_NAMES = {CHECKPOINTS, EVENTS, LEASE, METRICS, SETTINGS, STATUS, STEPS}
+# Names in other programs' folders.
+DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it
+MODEL_FIELDS = {"model_type", "architectures", "d_model"}  # a model's config.json has one of them
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+SAVED_SPLITS = "dataset_dict.json"  # marks a save_to_disk folder with several splits
+SAVED_MARKS = f"{SAVED_SPLITS} dataset_info.json"
+SAVED_FILES = {SAVED_SPLITS, "dataset_info.json", "state.json"}
+
+# The headings of docs/data.md that describe what other programs have to do.
+UNPACK = 'see "Unpack archives and fetch pointers" in docs/data.md'
+CONVERT = 'see "Convert documents and records to text" in docs/data.md'
+CLEAN = 'see "Clean and split text" in docs/data.md'
+TOKENS = 'see "Convert tokens of other programs" in docs/data.md'
+
+IMPORT = "{importing} makes token stores of it"
+IMPORT_IDS = "{importing} --tokenizer=PATH makes token stores of it"
+MODEL = "generate, evaluate, export and --init_from={path} accept it"
+DCP = "--init_from={path} shows how to convert it"
+TOKENIZE = "an import takes it: {tokenizing} --tokenizer={folder}"
+WANTED_TOKENIZER = (
+    "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table. A file is recognised by its name or its first bytes, a folder by a name in it."""
+
+    name: str
+    title: str  # completes "PATH is ..."
+    use: str = ""  # what accepts it, or what to do; {path} and {importing} are filled in
+    endings: str = ""  # the endings of such files' names
+    names: str = ""  # such files have; or files and folders that mark such a folder
+    magic: str = ""  # a regular expression that the first bytes match, as Latin-1
+    reader: str = ""  # module:function in importing/ that yields the documents of such a file
+    content: str = ""  # completes "a folder of ..."; empty if no import reads it
+    # Describes a folder from its path and the names in it, or returns None if it is not of this kind.
+    describe: Callable[[Path, set[str]], "PathInfo | None"] | None = None
+
+
+FILES = [
+    Kind("text", "text", IMPORT, ".txt .text .md", "", "", "text_files:text_documents", "text"),
+    Kind(
+        "json",
+        "JSON records",
+        IMPORT,
+        ".jsonl .ndjson .json",
+        magic=r'(?:\xef\xbb\xbf)?\s*(?:\[\s*)?\{\s*"',
+        reader="json_records:json_documents",
+        content="text",
+    ),
+    Kind("csv", "CSV", IMPORT, ".csv .tsv", reader="csv_files:csv_documents", content="text"),
+    Kind(
+        "parquet",
+        "a Parquet file",
+        IMPORT,
+        ".parquet",
+        magic=r"PAR1[\0-\x1f]",
+        reader="tables:parquet_documents",
+        content="text",
+    ),
+    Kind(
+        "arrow",
+        "an Arrow file",
+        IMPORT,
+        ".arrow",
+        magic=r"ARROW1\0\0",
+        reader="tables:arrow_documents",
+        content="Arrow tables",
+    ),
+    Kind(
+        "ids",
+        "token ids",
+        "{importing} --dtype=TYPE --tokenizer=PATH makes token stores of it",
+        ".bin .npy",
+        reader="token_files:flat_documents",
+        content="token ids",
+    ),
+    Kind(
+        "numpy",
+        "a NumPy array",
+        "{importing} --format=ids --tokenizer=PATH makes token stores of it",
+        magic=r"\x93NUMPY",
+    ),
+    Kind(
+        "megatron",
+        "Megatron's token ids",
+        IMPORT_IDS,
+        reader="token_files:megatron_documents",
+        content="Megatron's token ids",
+    ),
+    Kind(
+        "datalayout",
+        "Composer's DataLayout",
+        IMPORT_IDS,
+        reader="token_files:datalayout_documents",
+        content="Composer's DataLayout",
+    ),
+    Kind("hub", "a name on the Hugging Face Hub", reader="tables:hub_documents"),
+    # What other commands accept.
+    Kind(
+        "model_file",
+        "a file of weights",
+        MODEL,
+        ".safetensors .pth .pt .distcp",
+        "pytorch_model.bin model.safetensors.index.json",
+    ),
+    Kind("tokenizer_file", "a file of a tokenizer", TOKENIZE, names=" ".join(TOKENIZER_FILES)),
+    Kind("settings", "a YAML file", "training takes settings as --config={path}", ".yaml .yml"),
+    # What nothing here accepts.
+    Kind(
+        "pointer",
+        "a pointer of Git LFS or git-annex in place of the file",
+        UNPACK,
+        magic="version https://git-lfs|/annex/objects/",
+    ),
+    Kind("tar", "a tar archive", UNPACK, magic=".{257}ustar"),
+    Kind(
+        "zip",
+        "a zip archive, as .docx, .epub and .npz are",
+        UNPACK,
+        magic=r"PK(?:\x03\x04|\x05\x06)",
+    ),
+    Kind(
+        "archive",
+        "a 7z, RAR or LZ4 archive",
+        UNPACK,
+        magic=r"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07|\x04\x22\x4d\x18",
+    ),
+    Kind(
+        "compressed",
+        "compressed data within compressed data",
+        UNPACK,
+        magic=r"\x1f\x8b\x08|BZh[1-9](?:1AY&SY|\x17rE8P\x90)|\xfd7zXZ\0|\x28\xb5\x2f\xfd",
+    ),
+    Kind("index", "an index of Megatron's", "name the .bin next to it", magic=r"MMIDIDX\0\0"),
+    Kind(
+        "llm.c",
+        "a file of llm.c's token ids",
+        TOKENS,
+        magic=r"(?:\x88\xd8\x34\x01\x01|\xa1\xd9\x34\x01\x07)\0\0\0",
+    ),
+    Kind("pdf", "a PDF document", CONVERT, magic=r"%PDF-\d"),
+    Kind(
+        "document",
+        "an RTF, Office, SQLite, HDF5 or pickle file",
+        CONVERT,
+        magic=r"\{\\rtf\d|\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1|SQLite format 3\0|\x89HDF\r\n"
+        r"|\x80(?:[\x02\x03][\]}(cX\x8a]|[\x04\x05]\x95)",
+    ),
+    Kind(
+        "other_binary",
+        "an image, a program or a GGUF model",
+        "leave it out",
+        magic=r"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|\x7fELF|GGUF",
+    ),
+    Kind(
+        "page",
+        "a page of HTML or XML, such as a sign-in or an error in place of a download",
+        "download the file again",
+        magic=r"(?:\xef\xbb\xbf)?\s*(?i:<(?:!doctype|html|head|body|\?xml))",
+    ),
+    Kind(
+        "binary",
+        "binary data",
+        "leave it out, or give the type of its token ids, as in --format=ids --dtype=uint16",
+    ),
+    Kind("other", "a file that no command takes", "{importing} --format=text imports it as text"),
+]
+
+BY_NAME = {name: kind for kind in FILES for name in (kind.endings + " " + kind.names).split()}
+MAGIC = [kind for kind in FILES if kind.magic]
+ANY_MAGIC = re.compile("|".join(f"({kind.magic})" for kind in MAGIC), re.DOTALL)
+AMBIGUOUS = ("json", "page")  # a text can begin like these
+UNDECIDED = ("nothing", "pruned", "other", "settings", "part")  # reading them decides
+BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # those of UTF-16 and UTF-32
+# Files that describe the data next to them.
+DESCRIPTION = re.compile(
+    r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|(dataset_infos|index|meta|metadata)\.json",
+    re.I,
+)
+MOST_LISTED = 8  # names in a message
+MOST_LOOKED_AT = 10_000  # files of a folder that a message is about
+
+
+@dataclass(frozen=True)
+class PathInfo:
+    """What a path is."""
+
+    path: Path
+    kind: str  # a name in KINDS; or nothing, pruned, part, empty
+    title: str  # completes "PATH is ..."
+    use: str  # what accepts it, or what to name instead; empty if nothing is known
+    names: tuple[str, ...] = ()  # the runs, stores or checkpoints in it
+
+    @property
+    def is_input(self) -> bool:
+        """Returns whether an import reads it."""
+        kind = KINDS.get(self.kind)
+        return kind is not None and bool(kind.content)
+
+
+def unexpected_path_error(path: str | Path, wanted: str, use: str = "") -> UserError:
+    """Returns the error for a path that is not `wanted`, such as "a token store".
+
+    use: what to do with the path, if the caller knows more than the table.
+    """
+    info = classify_path(path)
+    not_wanted = "" if info.kind in ("nothing", "pruned") else f", not {wanted}"
+    use = use or info.use
+    return UserError(f"{path}: {info.title}{not_wanted}{use and '; '}{use}")
+
+
+def unexpected_model_error(path: str | Path) -> UserError:
+    """Returns the error for a path that does not name a model."""
+    info = classify_path(path)
+    use = "" if info.kind == "other" else info.use
+    is_name_on_hub = re.fullmatch(r"[^./~][^/]*/[^/]+", str(path)) and not exists(info.path.parent)
+    if info.kind == "nothing" and is_name_on_hub:
+        use = (
+            "a model of the Hugging Face hub has to be downloaded first: "
+            f"hf download {shlex.quote(str(path))} --local-dir FOLDER"
+        )
+    otherwise = "name a run, a checkpoint, or weights with their config.json"
+    return unexpected_path_error(path, "a model", use or otherwise)
+
+
+def unexpected_data_error(path: str | Path, options: str = "") -> UserError:
+    """Returns the error for a path that is not a token store. options: for the command that makes one."""
+    info = classify_path(path)
+    use = info.use
+    if info.is_input and info.names:
+        use = f"name the token store in it: {info.path / info.names[0]}"
+    elif info.is_input:
+        making = use.partition(" makes")[0]
+        if options:
+            making = making.removesuffix(" --tokenizer=PATH")
+        use = f"make one of it: {making}{options}"
+    elif info.kind == "nothing" and not use:
+        use = f"make a token store there: {import_command('INPUT', str(path))}"
+    elif not use:
+        use = f"make one of text: {import_command('INPUT')}"
+    return unexpected_path_error(path, "a token store", use)
+
+
+def classify_path(path: str | Path) -> PathInfo:
+    """Classifies `path`."""
+    place = Path(path)
+    if is_file(place):
+        return _classify_file(place)
+    if exists(place):
+        return _classify_folder(place)
+    return _classify_missing(place)
+
+
+def check_input(path: str | Path) -> None:
+    """Raises UserError if `path` is not text or token ids, but something that other commands accept."""
+    info = classify_path(path)
+    if not info.is_input and info.kind not in UNDECIDED:
+        raise unexpected_path_error(path, "text or token ids to import")
+
+
+def tokenizer_path_in(path: str | Path) -> Path | None:
+    """Returns the folder or the file of the tokenizer that `path` names: itself, or that of a run, a store, a dataset or
+    an export. Returns None if there is none."""
+    folder = Path(path)
+    if is_file(folder):
+        return folder
+    for place in (folder, folder / TOKENIZER, split_in(folder) / TOKENIZER):
+        if any(is_file(place / name) for name in TOKENIZER_FILES):
+            return place
+    return None
+
+
+def check_tokenizer_path(path: str | Path) -> Path:
+    """Returns what tokenizer_path_in does. Raises UserError if `path` exists and contains no tokenizer.
+
+    A name that does not exist is returned unchanged: it can be one on the Hub.
+    """
+    found = tokenizer_path_in(path)
+    is_possible = not exists(path) or exists(Path(path, MODEL_CONFIG))
+    if found is None and not is_possible:
+        raise unexpected_path_error(path, "a tokenizer", f"wanted is {WANTED_TOKENIZER}")
+    tokenizer = found or Path(path)
+    for file in (tokenizer, tokenizer / TOKENIZER_FILES[0]):
+        content = content_kind(file)
+        if content and content.name == "pointer":
+            raise unexpected_path_error(file, "a tokenizer")
+    return tokenizer
+
+
+def is_store(path: Path) -> bool:
+    """Returns whether `path` is a token store, intact or damaged: other programs have files named index.json too."""
+    try:
+        head = retry_io(partial(_head, path / INDEX), path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return False
+    except PermissionError:  # reading the store reports it
+        return True
+    return TOKEN_STORE.name.encode() in head
+
+
+def split_in(path: Path, split: str = "train") -> Path:
+    """Returns the path of the store for `split`: a subfolder named after it (see SPLITS), or `path` itself if that is a
+    store or has no such subfolder."""
+    if not is_store(path):
+        for name in SPLITS[split]:
+            if is_store(path / name):
+                return path / name
+    return path
+
+
+# ---------------------------------------------------------------- files
+
+
+def content_kind(path: Path) -> Kind | None:
+    """Returns the kind that the first bytes of a file, decompressed, show; None for text, for damaged data and for
+    anything but a regular file, since opening a pipe can block."""
+    with contextlib.suppress(Exception):  # reading the file reports damaged data
+        if is_file(path):
+            return kind_of_bytes(unpacked_head(path))
+    return None
+
+
+def kind_of_bytes(head: bytes) -> Kind | None:
+    """Returns the kind that the first bytes of a file show; None for text."""
+    match = ANY_MAGIC.match(head.decode("latin-1"))
+    if match and match.lastindex:
+        return MAGIC[match.lastindex - 1]
+    if b"\0" in head and not head.startswith(BYTE_ORDER_MARKS):
+        return KINDS["binary"]
+    return None
+
+
+def reader_of(name: str) -> Callable[..., Iterator[Any]]:
+    """Returns the function that yields the documents of files of a kind. It is imported late: it needs packages."""
+    return pkgutil.resolve_name(f"{__package__}.{KINDS[name].reader}")
+
+
+def contradicts(content: Kind | None, kind: str) -> bool:
+    """Returns whether a file's content is something else than its kind. Token ids can look like anything."""
+    if content is None or kind in ("megatron", "datalayout"):
+        return False
+    if content.name in (kind, "binary"):  # reading binary data finds the place that is wrong
+        return False
+    if kind == "ids":
+        return content.name != "numpy"
+    return kind != "text" or content.name not in AMBIGUOUS
+
+
+def input_kind(path: Path, format: str = "auto", is_alone: bool = False) -> Kind | None:
+    """Returns how an import reads a file: as `format` demands, else by its name, else by its content; None if it does
+    not read it.
+
+    Of files that an import finds in a folder, only those without an ending are opened. is_alone: the user named this file.
+    """
+    ending = os.path.splitext(without_ending(path.name.lower()))[1]
+    kind = KINDS.get(format) or BY_NAME.get(ending)
+    if kind is None and (is_alone or not ending or ending[1:].isdecimal()):
+        kind = content_kind(path)
+    if kind and kind.name == "ids":
+        if exists(f"{path}.size"):
+            return KINDS["datalayout"]
+        if ending == ".bin" and exists(path.with_suffix(".idx")):
+            return KINDS["megatron"]
+    return kind if kind and kind.content else None
+
+
+def _head(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(HEAD)
+
+
+def _classify_file(path: Path) -> PathInfo:
+    content = content_kind(path)
+    if content and content.name == "pointer":
+        return PathInfo(path, "foreign", content.title, content.use)
+    named = BY_NAME.get(path.name) or BY_NAME.get(path.suffix)
+    is_part_of_checkpoint = exists(path.parent / COMMIT)
+    if named and named.name == "model_file" and not is_part_of_checkpoint:
+        return _info(path, named)
+    if named and named.name == "tokenizer_file":
+        return _info(path, named)
+    owner = _owner_of(path)
+    if owner:
+        title = f"a file of the {owner.kind} in {owner.path}"
+        return PathInfo(path, "part", title, f"name {owner.path}", (str(owner.path),))
+    if named and named.name == "settings":
+        return _info(path, named)
+    kind = input_kind(path, is_alone=True)
+    if kind and not contradicts(content, kind.name):
+        return _input_info(path, path, kind, kind.name)
+    if content:
+        use = _filled(content.use, path)
+        if content.reader:
+            use = f"{import_command(path)} --format={content.name} makes token stores of it"
+        return PathInfo(path, "foreign", content.title, use)
+    return _info(path, KINDS["other"])
+
+
+def _owner_of(path: Path) -> PathInfo | None:
+    """Returns the run, checkpoint, token store or model that a file is a part of."""
+    for folder in itertools.islice(path.parents, 3):
+        names = set(names_in(folder))
+        is_description = path.name in (MODEL_CONFIG, "generation_config.json")
+        is_model = is_description and _describes_model(folder / MODEL_CONFIG)
+        if COMMIT in names or is_run(names) or is_model or is_store(folder):
+            return _classify_folder(folder)
+    return None
+
+
+# ---------------------------------------------------------------- folders
+
+
+def is_run(names: set[str]) -> bool:
+    """Returns whether these are the names in a run folder: other programs use some of them too."""
+    return len(names & RUN_NAMES) > 1
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Returns whether a folder contains an import that has not been completed."""
+    is_half_a_store = exists(folder / "00000.bin") and not is_store(folder)
+    return is_half_a_store or exists(folder / PROGRESS) and not exists(folder / DATASET)
+
+
+def _classify_folder(path: Path) -> PathInfo:
+    names = set(names_in(path))
+    for kind in FOLDERS:
+        info = None
+        if kind.describe:
+            info = kind.describe(path, names)
+        elif not names.isdisjoint(kind.names.split()):
+            info = _info(path, kind)
+        if info:
+            return info
+    if not names:
+        return PathInfo(path, "empty", "an empty folder", "")
+    title = f"a folder that no command takes ({_listed(names)})"
+    file = next(files_below(path, LeftOut()), path)
+    use = "" if content_kind(file) else _filled(KINDS["other"].use, path)
+    return PathInfo(path, "other", title, use)
+
+
+def _run(path: Path, names: set[str]) -> PathInfo | None:
+    has_nothing_else = bool(names) and names <= RUN_NAMES
+    if not is_run(names) and not has_nothing_else:
+        return None
+    kept = [checkpoint.name for checkpoint in committed(path / CHECKPOINTS)]
+    title = f"a run with {_listed(kept)}" if kept else "a run without a checkpoint"
+    use = f"{command('inspect')} {shlex.quote(str(path))} shows its progress"
+    return PathInfo(path, "run", title, use, tuple(kept))
+
+
+def _streamed(path: Path, names: set[str]) -> PathInfo | None:
+    is_streamed = not _json_fields(path / INDEX).keys().isdisjoint(("shards", "chunks"))
+    return _info(path, KINDS["streamed"]) if is_streamed else None
+
+
+def _store(path: Path, names: set[str]) -> PathInfo | None:
+    return _info(path, KINDS["store"]) if is_store(path) else None
+
+
+def _import(path: Path, names: set[str]) -> PathInfo | None:
+    if not is_unfinished(path):
+        return None
+    resuming = _resuming_command(path) or "its get_dataset.py command"
+    return _info(path, KINDS["import"], f"{resuming} resumes it")
+
+
+def _resuming_command(folder: Path) -> str:
+    """Returns the command that began an import, or that of its first unfinished part; empty if it is not recorded."""
+    begun = _json_fields(folder / BEGUN)
+    if not isinstance(begun.get("command"), list) or not isinstance(begun.get("parts"), int):
+        return ""
+    source, *options = map(str, begun["command"])
+    count = begun["parts"]
+    if count > 1:
+        states = [folder / PROGRESS / f"{part}-of-{count}/state.json" for part in range(count)]
+        unfinished = [
+            part for part, state in enumerate(states) if not _json_fields(state).get("finished")
+        ]
+        options.append(f"--part={min(unfinished, default=0)}/{count}")
+    return " ".join([import_command(source, shlex.quote(str(folder))), *map(shlex.quote, options)])
+
+
+def _model(path: Path, names: set[str]) -> PathInfo | None:
+    for name in filter(_is_weights, sorted(names)):
+        content = content_kind(path / name)
+        if content and content.name == "pointer":
+            title = f"a folder whose {name} is {content.title}"
+            return PathInfo(path, "foreign", title, content.use)
+    is_model = MODEL_CONFIG in names and _describes_model(path / MODEL_CONFIG)
+    return _info(path, KINDS["model"]) if is_model else None
+
+
+def _weights(path: Path, names: set[str]) -> PathInfo | None:
+    weights = next(filter(_is_weights, sorted(names)), "")
+    use = f"name its file and its preset: {path / weights} --model_name=NAME"
+    return _info(path, KINDS["weights"], use) if weights else None
+
+
+def _is_weights(name: str) -> bool:
+    kind = BY_NAME.get(name) or BY_NAME.get(os.path.splitext(name)[1])
+    return kind is KINDS["model_file"]
+
+
+def _describes_model(file: Path) -> bool:
+    """Returns whether a config.json describes a model, intact or damaged: other programs have files of this name."""
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):  # reading the model reports it
+        return True
+    return isinstance(content, dict) and not MODEL_FIELDS.isdisjoint(content)
+
+
+def _input(path: Path, names: set[str]) -> PathInfo | None:
+    """Describes a folder by the files that an import of it reads."""
+    if _is_dataset(path):
+        return None
+    left_out = LeftOut()
+    files = itertools.islice(files_below(path, left_out), MOST_LOOKED_AT)
+    kinds = input_kinds(list(files), left_out)
+    is_described_only = all(DESCRIPTION.fullmatch(file.name) for file in kinds)
+    if not kinds or is_described_only and left_out[OURS]:
+        return None
+    file, kind = next(iter(kinds.items()))
+    stores = tuple(stores_in(path)) if left_out[OURS] else ()
+    return replace(_input_info(path, file, kind, "input"), names=stores)
+
+
+def _stores(path: Path, names: set[str]) -> PathInfo | None:
+    stores = stores_in(path)
+    info = _collection(path, "stores", stores)
+    if info and not set(stores) <= {name for words in SPLITS.values() for name in words}:
+        mixture = f"--dataset_path={path} --datasets={','.join(stores)}"
+        return replace(info, use=f"training mixes them with {mixture}; else {info.use}")
+    if info and "train" in stores:
+        return replace(info, use=f"training reads it: --dataset_path={path}; else {info.use}")
+    return info
+
+
+def _checkpoints(path: Path, names: set[str]) -> PathInfo | None:
+    return _collection(path, "checkpoints", [checkpoint.name for checkpoint in committed(path)])
+
+
+def _runs(path: Path, names: set[str]) -> PathInfo | None:
+    runs = _folders_within(path, lambda folder: is_run(set(names_in(folder))))
+    return _collection(path, "runs", runs)
+
+
+def _collection(path: Path, kind: str, names: list[str]) -> PathInfo | None:
+    """Describes a folder of runs, checkpoints or stores."""
+    if not names:
+        return None
+    title = f"{KINDS[kind].title} ({_listed(names)})"
+    example = path / (names[-1] if kind == "checkpoints" else names[0])  # the newest one
+    return PathInfo(path, kind, title, f"name one, as in {example}", tuple(names))
+
+
+FOLDERS = [  # the first one that a folder matches is its kind
+    Kind("checkpoint", "a checkpoint", MODEL, names=COMMIT),
+    Kind("run", "a run", describe=_run),
+    Kind("streamed", "a folder of MosaicML's MDS or of litdata", TOKENS, describe=_streamed),
+    Kind("store", "a token store", "training reads it: --dataset_path={path}", describe=_store),
+    Kind("import", "an unfinished import", describe=_import),
+    Kind("dcp", "a folder of torch.distributed.checkpoint", DCP, names=DCP_INDEX),
+    Kind("model", "a model", MODEL, describe=_model),
+    Kind("weights", f"weights without {MODEL_CONFIG}", describe=_weights),
+    Kind("tokenizer", "a tokenizer", TOKENIZE, names=" ".join(TOKENIZER_FILES[:3])),
+    Kind(
+        "saved", "a folder that the library datasets saved", IMPORT, "", SAVED_MARKS, content="rows"
+    ),
+    Kind("input", "a folder of text or token ids", describe=_input, content="text or token ids"),
+    Kind("stores", "a folder of token stores", describe=_stores),
+    Kind("checkpoints", "a folder of checkpoints", describe=_checkpoints),
+    Kind("runs", "a folder of runs", describe=_runs),
+]
+KINDS = {kind.name: kind for kind in (*FILES, *FOLDERS)}
+
+
+def _classify_missing(path: Path) -> PathInfo:
+    kept = [checkpoint.name for checkpoint in committed(path.parent)]
+    if step_of(path.name) is not None and kept:
+        title = f"there is no such checkpoint; its run has {_listed(kept)}"
+        use = f"name one of them, or the run, for the newest: {path.parent.parent}"
+        return PathInfo(path, "pruned", title, use, tuple(kept))
+    hint = near_path(path).removeprefix("; ")
+    return PathInfo(path, "nothing", "there is no such file or folder", hint)
+
+
+# ---------------------------------------------------------------- the files of an input
+
+OURS = "made by this program"
+HIDDEN = "hidden"
+UNKNOWN = "of an unknown format"
+DESCRIBING = "describing the data next to it"
+BESIDE_ROWS = "not part of the saved dataset"
+
+
+class LeftOut(defaultdict[str, list[str]]):
+    """The paths that an import leaves out, by reason."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+    def lines(self) -> list[str]:
+        """Returns a line for each reason, with the number of paths and the first one."""
+        return [
+            f"left out: {len(paths):,} {reason}: {ascii(paths[0])[1:-1]}{', ...' * (len(paths) > 1)}"
+            for reason, paths in self.items()
+            if paths
+        ]
+
+
+@dataclass
+class SavedFile:
+    """The fields that are read of a file's entry in SavedFolder."""
+
+    HAS_OTHER_FIELDS = True
+    filename: FileName
+
+
+@dataclass
+class SavedFolder:
+    """The fields that are read of state.json in a folder that `datasets` saved."""
+
+    HAS_OTHER_FIELDS = True
+    _data_files: list[SavedFile]
+
+
+def files_below(place: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Yields the file itself, or the files in a folder, in order.
+
+    Links are followed, each folder once. Notes hidden files and this program's own folders in `left_out`.
+    """
+    if not place.is_dir():
+        yield place
+        return
+    seen = set()
+    for path, folders, files in os.walk(place, onerror=_raise_unreadable, followlinks=True):
+        folder = Path(path)
+        target = folder.resolve()
+        names = {*folders, *files}
+        is_ours = folder != place and _is_ours(folder, names)
+        if is_ours:
+            left_out[OURS].append(path)
+        if is_ours or target in seen:
+            folders.clear()
+            continue
+        seen.add(target)
+        left_out[HIDDEN] += [str(folder / name) for name in names if name.startswith(".")]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in _data_files(folder, files, left_out):
+            yield folder / name
+
+
+def _is_ours(folder: Path, names: set[str]) -> bool:
+    """Returns whether a folder is a token store, an import or a run of this program."""
+    if is_run(names) or COMMIT in names:
+        return True
+    if names.isdisjoint((INDEX, DATASET, PROGRESS)):
+        return False
+    return _is_dataset(folder) or is_unfinished(folder) or is_store(folder)
+
+
+def _is_dataset(folder: Path) -> bool:
+    """Returns whether an import has made a folder."""
+    return _json_fields(folder / DATASET).get("format") == DATASET_FORMAT.name
+
+
+def _data_files(folder: Path, files: list[str], left_out: LeftOut) -> list[str]:
+    """Returns the names of the files in a folder that can contain data, sorted."""
+    names = sorted(name for name in files if not name.startswith("."))
+    is_saved = "state.json" in names and "dataset_info.json" in names
+    if is_saved or SAVED_SPLITS in names:
+        rows = []
+        if is_saved:
+            saved = read_object(folder / "state.json", SavedFolder, "save it again")
+            rows = [file.filename for file in saved._data_files]
+        others = {*names} - SAVED_FILES - {*rows}
+        left_out[BESIDE_ROWS] += [str(folder / name) for name in sorted(others)]
+        return sorted(rows)
+    # fms-fsdp's tables of document counts, DataLayout's sizes and Megatron's indices contain no documents.
+    is_meta = folder.name == "meta"
+    return [
+        name
+        for name in names
+        if not name.endswith((".npy.size", ".idx")) and not (is_meta and "counts" in name)
+    ]
+
+
+def input_kinds(
+    files: list[Path], left_out: LeftOut, format: str = "auto", dtype: str = "auto"
+) -> dict[Path, Kind]:
+    """Returns the kind of each file that an import reads. Notes the others in `left_out`."""
+    kinds = {file: input_kind(file, format, is_alone=len(files) == 1) for file in files}
+    described = {file for file in files if DESCRIPTION.fullmatch(file.name)}
+    data = {file: kind for file, kind in kinds.items() if kind and file not in described}
+    contents = {kind.content for kind in data.values()}
+    if format == dtype == "auto" and contents - {KINDS["ids"].content}:
+        # Next to text and the like, names such as a.bin do not mean token ids.
+        data = {file: kind for file, kind in data.items() if kind.name != "ids"}
+    others = {folder for file in data if data[file].name != "text" for folder in file.parents}
+    read = {}
+    for file in files:
+        kind = kinds[file]
+        if file in described and file.parent in others:
+            left_out[DESCRIBING].append(str(file))
+        elif kind and (file in data or file in described):
+            read[file] = kind
+        else:
+            left_out[UNKNOWN].append(str(file))
+    return read
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def stores_in(folder: Path) -> list[str]:
+    """Returns the names of the token stores in a folder, as the setting datasets accepts them."""
+    return _folders_within(folder, lambda place: is_store(split_in(place)))
+
+
+def _folders_within(folder: Path, is_wanted: Callable[[Path], bool]) -> list[str]:
+    """Returns the names of the wanted folders in a folder; if there are none, those one level below."""
+    inner = _folders_in(folder)
+    wanted = [name for name in inner if is_wanted(folder / name)]
+    if wanted:
+        return wanted
+    deeper = [f"{name}/{below}" for name in inner for below in _folders_in(folder / name)]
+    return [name for name in deeper if is_wanted(folder / name)]
+
+
+def _folders_in(folder: Path) -> list[str]:
+    names = [name for name in names_in(folder) if not name.startswith(".")]
+    return sorted(name for name in names if is_folder(folder / name))
+
+
+def _info(path: Path, kind: Kind, use: str = "") -> PathInfo:
+    return PathInfo(path, kind.name, kind.title, use or _filled(kind.use, path))
+
+
+def _input_info(path: Path, file: Path, kind: Kind, name: str) -> PathInfo:
+    """Describes an input by the kind of its first file."""
+    title = kind.content if path == file else f"a folder of {kind.content}"
+    content = content_kind(file) if kind.name == "ids" else None
+    if content and content.name == "numpy":  # its header contains the type
+        kind = content
+    return PathInfo(path, name, title, _filled(kind.use, path))
+
+
+def _filled(use: str, path: Path) -> str:
+    folder = path.parent if is_file(path) else path
+    return use.format(
+        path=path,
+        folder=shlex.quote(str(folder)),
+        importing=import_command(path),
+        tokenizing=import_command("INPUT"),
+    )
+
+
+def _json_fields(file: Path) -> dict[str, Any]:
+    """Returns the fields of the object in a JSON file; none if it can't be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(file.read_bytes())
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    shown = ", ".join(names[-MOST_LISTED:])
+    hidden = len(names) - MOST_LISTED
+    return f"{hidden} more, {shown}" if hidden > 0 else shown
+
+
+def _raise_unreadable(error: OSError) -> NoReturn:
+    raise UserError(f"{error.filename}: can't be read ({error.strerror})") from error

@@ -1,0 +1,151 @@
+"""Makes token stores of the files that all parts have written.
+
+The files are moved, not copied. If the process is killed, the next one starts over: the inputs of the merge stay until
+dataset.json is written.
+"""
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mamba_fsdp.data.store import StoreFile, StoreWriter, TokenStore, WriterState
+from mamba_fsdp.data.tokenizer import TextTokenizer
+from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.importing.kinds import CLEAN, DATASET, LeftOut
+from mamba_fsdp.importing.progress import PartState, write_settings
+from mamba_fsdp.importing.reading import LINE_ENDS, MARKS, SKIPPED
+from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.patience import move
+from mamba_fsdp.storage.typed_json import FileName
+
+LEAST = 32  # tokens of a validation store
+MOST_COMPARED = 1_000_000  # documents
+DUPLICATES = "exact duplicates"
+EMPTY = "empty documents"
+SKIPPED_FILES = "that can't be read, from the first fault on"
+
+
+@dataclass
+class WrittenFile:
+    """A file of token ids that a part has written, with its file of document starts."""
+
+    path: Path  # without the suffix
+    entry: StoreFile
+
+
+def writer_of(
+    folder: Path, tokenizer: TextTokenizer, options: DatasetConfig, state: WriterState
+) -> StoreWriter:
+    """Returns the writer of a store, or of one part's share of it. It resumes from `state`."""
+    assert tokenizer.eos is not None  # loading refuses a tokenizer without one
+    return StoreWriter(
+        folder,
+        tokenizer.vocab_size,
+        tokenizer.eos,
+        tokenizer.identity,
+        options.shard_tokens,
+        options.pack == "document",
+        state,
+    )
+
+
+def merge(
+    out: Path,
+    parts: Sequence[tuple[Path, PartState]],
+    tokenizer: TextTokenizer,
+    options: DatasetConfig,
+    settings: dict[str, Any],
+    left_out: LeftOut,
+) -> None:
+    """Writes the stores in `out` and dataset.json, and prints what was left out. parts: each part's folder and state.
+    Raises UserError if there is no text, or too little for a validation store."""
+    files: dict[str, list[WrittenFile]] = {}
+    unreadable: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for folder, state in parts:
+        unreadable.update(state.unreadable)
+        counts += Counter(state.counts) + Counter({EMPTY: state.empty})
+        for name, written in state.stores.items():
+            of_part = [WrittenFile(folder / name / entry.name, entry) for entry in written.files]
+            files[name] = files.get(name, []) + of_part
+    tokens = {name: sum(file.entry.tokens for file in written) for name, written in files.items()}
+    least: float = LEAST
+    if not any(tokens.values()):
+        raise UserError("the input contains no text")
+    if options.splits == "held_out" and "validation" in tokens:
+        wanted = options.validation_fraction * sum(tokens.values())
+        least = min(wanted, tokens["validation"])
+    if least < LEAST or not tokens.get("train"):
+        raise UserError(
+            f"{counted(sum(tokens.values()), 'token')} are too few to hold {options.validation_fraction:.3g} of them out "
+            "for validation; give --overwrite --validation_fraction=0"
+        )
+    stores = []
+    for name in files:
+        path = out / name
+        # A process that was killed while it wrote them left these.
+        for left in [*out.glob(".*.tmp"), *path.rglob(".*.tmp")]:
+            left.unlink()
+        tokenizer.save(path / "tokenizer")
+        entries = _move_into(path, files[name])
+        store = writer_of(path, tokenizer, options, WriterState(entries)).finish()
+        stores.append(store)
+        print(
+            f"{path}: {counted(store.token_count, 'token')} in {counted(store.document_count, 'document')}"
+        )
+    if options.pack == "document":
+        counts[DUPLICATES] = _count_duplicates(stores)
+    write_settings(out / DATASET, {**settings, "unreadable": list(unreadable)})
+    print(f"vocabulary {tokenizer.vocab_size:,}")
+    left_out[SKIPPED_FILES] += unreadable.values()
+    faults = [state.fault for _, state in parts if state.fault]
+    _report(left_out, counts, faults)
+
+
+def _report(left_out: LeftOut, counts: Counter[str], faults: list[str]) -> None:
+    """Prints what was left out, and what was kept though it is seldom wanted. faults: of records."""
+    for line in left_out.lines():
+        print(line)
+    for reason in (SKIPPED, EMPTY):
+        if counts[reason]:
+            example = f": {faults[0]}" if reason == SKIPPED else ""
+            print(f"left out: {counts[reason]:,} {reason}{example}")
+    kept = [f"{counts[reason]:,} {reason}" for reason in (DUPLICATES, LINE_ENDS) if counts[reason]]
+    if kept:
+        print(f"kept as they are: {', '.join(kept)}; {CLEAN}")
+    if counts[MARKS]:
+        print(f"removed: {counts[MARKS]:,} {MARKS}")
+
+
+def _count_duplicates(stores: list[TokenStore]) -> int:
+    """Returns how many of the first MOST_COMPARED documents have the same tokens as an earlier one."""
+    seen = set()
+    compared = 0
+    for path, dtype in (
+        (store.path / file.name, store.dtype) for store in stores for file in store.index.files
+    ):
+        starts = np.fromfile(f"{path}.doc", "<i8", MOST_COMPARED - compared)
+        tokens = np.memmap(f"{path}.bin", dtype, "r")
+        compared += len(starts)
+        for start, end in itertools.pairwise([*starts.tolist(), len(tokens)]):
+            seen.add(hash(tokens[start:end].tobytes()))
+    return compared - len(seen)
+
+
+def _move_into(store: Path, files: list[WrittenFile]) -> list[StoreFile]:
+    """Moves the files into the store, under new numbers. Returns their entries in its index."""
+    store.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for number, file in enumerate(files):
+        name = FileName(f"{number:05d}")
+        entries.append(replace(file.entry, name=name))
+        for suffix in ("bin", "doc"):
+            with contextlib.suppress(FileNotFoundError):  # an earlier process moved it
+                move(Path(f"{file.path}.{suffix}"), store / f"{name}.{suffix}")
+    return entries
