@@ -391,7 +391,7 @@ def _describes_model(file: Path) -> bool:
     """Returns whether a config.json is of a model: other programs have files of this name."""
     try:
         content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return True  # reading the model will say what is wrong
     return isinstance(content, dict) and bool(MODEL_FIELDS & content.keys())
 

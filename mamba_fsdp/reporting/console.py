@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from mamba_fsdp.errors import one_line
+
 Say = Callable[[str], None]  # prints a line, on rank 0
 SECONDS_BETWEEN_UPDATES = 0.2
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}
@@ -28,7 +30,7 @@ def fit_for(stream: Any, text: str) -> str:
 
 def say(name: str, value: object) -> None:
     """Prints a line of a verb's output: a name and its value."""
-    print(fit_for(sys.stdout, f"{name:<14} {value}"))
+    print(f"{name:<14} {one_line(str(value))}")
 
 
 def as_json(results: dict[str, Any]) -> str:

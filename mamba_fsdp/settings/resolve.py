@@ -91,7 +91,8 @@ def read_file(name: str | None) -> Written:
         raise UserError(
             f"{path}: settings of version {version}; this version of the program reads version {VERSION}"
         )
-    return Written(flatten(content, path), f"in {path}", is_of_run=version is not None)
+    given = {name: value for name, value in flatten(content, path).items() if value is not None}
+    return Written(given, f"in {path}", is_of_run=version is not None)
 
 
 def read_run(folder: Path) -> TrainConfig | None:
