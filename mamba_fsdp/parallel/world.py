@@ -310,20 +310,21 @@ def _store(timeout: timedelta, ranks: int) -> dist.Store:
 def _store_of_processes(timeout: timedelta, ranks: int) -> dist.Store:
     """Returns the launcher's store, or that of rank 0 if the launcher has none. Without torchrun, whose variables may be
     left over in a shell, it says for whom it waits, and gives up after MEETING. Raises UserError."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    awaited = f"{ranks} ranks at {place}, as WORLD_SIZE and MASTER_ADDR in the environment say"
+    if not is_launched:
         timeout = min(timeout, MEETING)
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        awaited = f"{ranks} ranks at {place}, as WORLD_SIZE and MASTER_ADDR in the environment say"
         if ranks > 1:
             print(f"waiting    for {awaited}", file=sys.stderr, flush=True)
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     except dist.DistError as error:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if is_launched:
             raise
-        names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
         raise UserError(
-            f"there are not {awaited} ({first_line(error)[:200]}); to train without other ranks: unset {names}"
+            f"there are not {awaited} ({first_line(error)[:200]}); to train without other ranks: "
+            "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
         ) from None
     return store
 

@@ -14,8 +14,6 @@ from mamba_fsdp.errors import one_line
 
 Say = Callable[[str], None]  # prints a line, on rank 0
 SECONDS_BETWEEN_UPDATES = 0.2
-CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}
-SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS}
 
 
 def read_share(share: float) -> str:
@@ -25,7 +23,7 @@ def read_share(share: float) -> str:
 
 def fit_for(stream: Any, text: str) -> str:
     """Returns `text` as it may be written to `stream`: for a terminal, with control characters shown as \\x1b."""
-    return text.translate(SHOWN_CONTROLS) if stream.isatty() else text
+    return "\n".join(map(one_line, text.split("\n"))) if stream.isatty() else text
 
 
 def say(name: str, value: object) -> None:
