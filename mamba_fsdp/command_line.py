@@ -109,7 +109,10 @@ def for_python(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def checked(*positional: Any, **named: Any) -> Any:
-        return invoke(function, positional, named, "", f"see help({name})")
+        try:
+            return invoke(function, positional, named, "", f"see help({name})")
+        except UserError as error:  # what is inside the library is of no use to a notebook's reader
+            raise error.with_traceback(None) from None
 
     lines = [inspect.getdoc(function) or ""]
     if options_of(function):

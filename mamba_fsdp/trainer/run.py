@@ -96,7 +96,11 @@ def _run_training(
         ):
             start = world.on_rank0(begin, settings, folder, shape, console.line)
             console.line(f"run        {folder.path}")
-            console.line(f"training   {described(start.settings)}")
+            optimizer = start.settings.optimizer
+            console.line(
+                f"training   {optimizer.optimizer}, learning rate {optimizer.learning_rate:g} "
+                f"({start.settings.lr_schedule.schedule}), seed {start.settings.training.seed}"
+            )
             for note in start.notes:
                 console.line(f"settings   {note}")
             with stop:
@@ -133,15 +137,6 @@ def _run_training(
     finally:
         folder.lease.close()
     return Trained(folder.path, stopped, last)
-
-
-def described(settings: TrainConfig) -> str:
-    """Returns, in words, the settings of the optimiser that a reader of the log looks for first."""
-    optimizer = settings.optimizer
-    return (
-        f"{optimizer.optimizer}, learning rate {optimizer.learning_rate:g} ({settings.lr_schedule.schedule}), "
-        f"seed {settings.training.seed}"
-    )
 
 
 def begin(settings: TrainConfig, folder: RunFolder, shape: World, say: Say) -> StartingPoint:

@@ -129,10 +129,13 @@ def _show_settings(run: Path) -> None:
         say("settings", error)
         return
     if settings:
-        say("progress", f"{newest_step(run):,} of {settings.value('num_steps')} steps are saved")
+        say(
+            "progress",
+            f"{newest_step(run):,} of {settings.value('num_steps')} steps are saved, "
+            f"learning rate {settings.optimizer.learning_rate:g}",
+        )
         say("model", describe_model(settings.model))
         say("data", settings.data.dataset_path)
-        say("learning rate", settings.optimizer.learning_rate)
         say("to continue", f"{command('train')} --config={run / SETTINGS}")
 
 
