@@ -89,8 +89,7 @@ def _write_all(folder: Path, weights: Weights, format: str, dtype: str) -> None:
     fields = WRITERS[format](folder, weights, dtype)
     _write_object(folder / MODEL_CONFIG, fields)
     if weights.tokenizer_path:
-        inner = folder / TOKENIZER if format == "pth" else folder
-        _copy_tokenizer(weights.tokenizer_path, inner)
+        _copy_tokenizer(weights.tokenizer_path, folder / TOKENIZER if format == "pth" else folder)
     if format == "hf":
         _pad_with_eos(folder / TOKENIZER_CONFIG)
     sync_folder(folder)

@@ -254,8 +254,7 @@ def finish(
                 folder.lease.move(unfinished, model)
                 sync_folder(model.parent)
         except OSError as error:
-            text = f"can't write {model}: {error.strerror or error}"
-            raise storage_error(error, text) from None
+            raise storage_error(error, f"can't write {model}: {error.strerror or error}") from None
     folder.write_status("finished", step)
     console.line(f"finished   {counted(step, 'step')}; everything is in {folder.path}")
 
