@@ -280,6 +280,7 @@ class Lease:
             return None
         except OSError as error:
             if error.errno == errno.ELOOP:
+                error.errno = errno.EACCES
                 error.strerror = f"{self.file.name} is a link; remove it"
             raise
 

@@ -96,9 +96,9 @@ def _run_training(
         ):
             start = world.on_rank0(begin, settings, folder, shape, console.line)
             console.line(f"run        {folder.path}")
-            optimizer = start.settings.optimizer
             console.line(
-                f"training   {optimizer.optimizer}, learning rate {optimizer.learning_rate:g} "
+                f"training   {start.settings.optimizer.optimizer}, "
+                f"learning rate {start.settings.optimizer.learning_rate:g} "
                 f"({start.settings.lr_schedule.schedule}), seed {start.settings.training.seed}"
             )
             for note in start.notes:
