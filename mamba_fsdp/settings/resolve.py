@@ -27,7 +27,7 @@ from mamba_fsdp.settings.train_config import (
     all_settings,
 )
 from mamba_fsdp.settings.written import Written
-from mamba_fsdp.storage.patience import exists, is_file, is_folder, read_bytes
+from mamba_fsdp.storage.patience import exists, is_file, is_folder, retry_io
 from mamba_fsdp.storage.text_yaml import load_yaml
 
 # A link to config/; an installed package holds the files themselves.
@@ -444,7 +444,7 @@ def as_plain(settings: TrainConfig) -> dict[str, Any]:
 
 def read_resolved(path: Path) -> TrainConfig:
     """Returns the settings that the launcher of this start resolved and wrote into the file `path`."""
-    content = json.loads(read_bytes(path))
+    content = json.loads(retry_io(path.read_text, path))  # a dry run's is a pipe
     values = {}
     for section in content["settings"].values():
         for name, value in section.items():

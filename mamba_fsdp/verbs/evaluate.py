@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 # Options that change no number of an evaluation.
-NO_NUMBERS = {"batch_size", "follow", "json"}
+NO_NUMBERS = {"batch_size", "follow"}
 
 
 @condition("--tasks")
