@@ -27,6 +27,7 @@ PUBLIC = {  # name of a function: its module
     "report": "verbs.report",
     "export": "verbs.export",
 }
+__all__ = [*PUBLIC]  # help() shows them
 
 
 def __getattr__(name: str) -> object:  # late: importing torch takes seconds

@@ -15,9 +15,9 @@ from keyword import iskeyword
 from typing import Any, NoReturn
 
 import mamba_fsdp
-from mamba_fsdp.errors import StorageError, UserError, leave_for_torchrun, near_name
+from mamba_fsdp.errors import StorageError, UserError, leave_for_torchrun, near_name, one_line
 from mamba_fsdp.fields import default, does_nothing, has_effect, read_field, shown
-from mamba_fsdp.reporting.console import Console, fit_for
+from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.settings.help import Page, asked_for, meanings_in
 
 MOST_OF_A_LINE = 2000  # characters of an error, which may quote what a file holds
@@ -90,8 +90,9 @@ def drop_output() -> None:
 def _fail(error: UserError) -> NoReturn:
     """Ends the process with the error as one line."""
     leave_for_torchrun(error)
-    lines = [line[:MOST_OF_A_LINE] for line in f"error: {error}".splitlines()]
-    print(fit_for(sys.stderr, "\n".join(lines)), file=sys.stderr)
+    mistakes = f"error: {error}".split("\n  ")  # see settings.resolve.check_none
+    lines = [one_line(mistake)[:MOST_OF_A_LINE] for mistake in mistakes]
+    print("\n  ".join(lines), file=sys.stderr)
     raise SystemExit(error.exit_code) from None
 
 
@@ -108,7 +109,10 @@ def for_python(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def checked(*positional: Any, **named: Any) -> Any:
-        return invoke(function, positional, named, "", f"see help({name})")
+        try:
+            return invoke(function, positional, named, "", f"see help({name})")
+        except UserError as error:  # what is inside the library is of no use to a notebook's reader
+            raise error.with_traceback(None) from None
 
     lines = [inspect.getdoc(function) or ""]
     if options_of(function):

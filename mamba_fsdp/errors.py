@@ -147,6 +147,12 @@ def near_path(path: Path) -> str:
     return f"; {hint}" if hint else ""
 
 
+def one_line(text: str) -> str:
+    """Returns a text that a file may hold as it can be printed: a line break, for example, becomes \\n, so that the text
+    neither begins a line of its own nor controls a terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def with_unit(number: float, unit: str) -> str:
     """Returns a number with the prefixed unit: 12345678, "B" -> 12.3 MB."""
     for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):

@@ -254,6 +254,9 @@ def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -
         value = parse(leaf.type, text)
         if leaf.metadata["is_path"]:  # a shell does so, but not after --name=
             value = os.path.expanduser(value)
+            if re.search(r"\$(\w|\{\w)", value):
+                expanded = os.path.expandvars(value)
+                raise ValueError(f"variables are not expanded here; write {expanded}")
         bounds.check(value)
     except ValueError as error:
         raise UserError(f"{name}={text}: {error}{where}") from None

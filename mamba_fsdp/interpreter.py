@@ -17,6 +17,8 @@ def need(*packages: str) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
     _prefer_own_packages()
+    if sys.flags.optimize > 1:
+        _refuse("-OO removes the texts of --help; leave it out, and unset PYTHONOPTIMIZE")
     needed = (*packages, "math")  # which another Python's folder of modules lacks
     missing = [package for package in needed if importlib.util.find_spec(package) is None]
     if sys.version_info < OLDEST:

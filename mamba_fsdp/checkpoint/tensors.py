@@ -8,7 +8,10 @@ import torch
 
 from mamba_fsdp.checkpoint.folder import Reader, is_model, stored_name
 from mamba_fsdp.checkpoint.restore import WholeCheckpoint
+from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
+
+WEIGHTS = SAFETENSORS_DTYPES.values()
 
 
 class Tensors(ABC):
@@ -26,7 +29,7 @@ class Tensors(ABC):
 
     def flat(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the elements of a stored tensor in one row. Raises UserError if they are not weights."""
-        if tensor.layout != torch.strided or tensor.is_meta or not tensor.is_floating_point():
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in WEIGHTS:
             raise UserError(
                 f"{self.source}: {name} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; weights are dense "
                 "floating-point numbers in memory"

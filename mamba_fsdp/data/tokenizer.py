@@ -194,29 +194,25 @@ class TextTokenizer:
     def save(self, folder: Path) -> None:
         """Writes a folder that AutoTokenizer.from_pretrained takes."""
         folder.mkdir(parents=True, exist_ok=True)
-        if self._transformers_form:
-            with_os_errors(self._transformers_form.save_pretrained, folder)
-            file = folder / "tokenizer_config.json"
-            settings = json.loads(read_bytes(file)) | {"tokenizer_class": GENERIC}
-            if self._is_amended:
-                settings |= {"add_bos_token": bool(self.prefix), "add_eos_token": False}
-            write_object(file, settings)
-            write_atomically(folder / TOKENIZER_JSON, self.backend.to_str())
-            return
+        file = folder / "tokenizer_config.json"
         settings = {
-            "tokenizer_class": GENERIC,
             "eos_token": self.eos_token,
             "model_max_length": 10**30,
             "clean_up_tokenization_spaces": False,
             # Without it transformers 4 adds token_type_ids, which a Mamba's generate refuses.
             "model_input_names": ["input_ids", "attention_mask"],
         }
-        if self.prefix:
+        if self._transformers_form:
+            with_os_errors(self._transformers_form.save_pretrained, folder)
+            settings = json.loads(read_bytes(file))
+            if self._is_amended:
+                settings |= {"add_bos_token": bool(self.prefix), "add_eos_token": False}
+        elif self.prefix:
             settings |= {
                 "bos_token": self.backend.id_to_token(self.prefix[0]),
                 "add_bos_token": True,
             }
-        write_object(folder / "tokenizer_config.json", settings)
+        write_object(file, {**settings, "tokenizer_class": GENERIC})
         write_atomically(folder / TOKENIZER_JSON, self.backend.to_str())
 
 
@@ -367,15 +363,13 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
         file = transformers.utils.cached_file(
             str(name), TOKENIZER_JSON, _raise_exceptions_for_missing_entries=False
         )
+        options = {"trust_remote_code": False}
+        read = transformers.AutoTokenizer.from_pretrained
         if file:
             pre_tokenizer = read_backend(Path(file)).pre_tokenizer
-            options = {}
             if hasattr(pre_tokenizer, "add_prefix_space"):  # transformers 4 would change it
                 options["add_prefix_space"] = pre_tokenizer.add_prefix_space
             read = transformers.PreTrainedTokenizerFast.from_pretrained
-        else:
-            options = {"trust_remote_code": False}
-            read = transformers.AutoTokenizer.from_pretrained
         form = without_panic(read, str(name), **options)
     except UserError:
         raise

@@ -576,7 +576,7 @@ def _describes_model(file: Path) -> bool:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
         return False
-    except (OSError, ValueError):  # reading the model reports it
+    except (OSError, ValueError, RecursionError):  # reading the model reports it
         return True
     return isinstance(content, dict) and not MODEL_FIELDS.isdisjoint(content)
 

@@ -123,9 +123,9 @@ def _numpy_array(name: str) -> np.ndarray:
         raise ValueError(
             f"it is cut short, or no plain array ({first_line(error)}); save its ids again"
         ) from error
-    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or 0 in array.shape:
         raise ValueError(
-            f"it is an array of {array.dtype} in {counted(array.ndim, 'dimension')}; wanted are token ids: integers in "
+            f"it is an array of {array.dtype} of the shape {array.shape}; wanted are token ids: integers in "
             "one dimension, or in rows"
         )
     return array
@@ -142,7 +142,7 @@ def megatron_documents(file: InputFile, options: DatasetConfig) -> Iterator[Docu
     starts = np.append(0, np.cumsum(lengths, dtype=np.int64))
     ids = _mapped(path, dtype, int(starts[-1]), index.name)
     _check_dtype(ids, options.dtype, "index")
-    is_in_order = np.array_equal(starts[:-1] * ids.itemsize, offsets)
+    is_in_order = (lengths >= 0).all() and np.array_equal(starts[:-1] * ids.itemsize, offsets)
     is_whole = len(documents) and documents[0] == 0 and documents[-1] == len(lengths)
     if not (is_in_order and is_whole and (np.diff(documents) >= 0).all()):
         raise ValueError(

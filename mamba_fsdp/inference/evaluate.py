@@ -33,7 +33,8 @@ class EvaluationConfig:
     seq_length: int = setting(
         2048, at_least=1, elsewhere="max_seq_length max_length seq_len block_size context_length"
     )
-    """Tokens per window: more context, lower loss, more memory. A longer context of a task loses its beginning."""
+    """Tokens per window: more context, lower loss, more memory. The default is the same for every model, whatever length
+    it was trained with. A longer context of a task loses its beginning."""
     stride: int = setting(0, at_least=0, needs=by_data, elsewhere="doc_stride")
     """Tokens from the start of one window to the start of the next; 0: seq_length, without overlap. With a
     smaller stride, each token has at least seq_length - stride tokens before it, and the work grows by a

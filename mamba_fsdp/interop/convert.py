@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +32,14 @@ from mamba_fsdp.storage.patience import (
     sync_folder,
     write_atomically,
 )
+from mamba_fsdp.storage.typed_json import read_object
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER_FORMATS = (
     "--format=pth writes this program's own form, --format=state-spaces what mamba_ssm may read"
 )
 ELEMENTS_AT_ONCE = 1 << 18  # of a mean
+TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -86,8 +89,9 @@ def _write_all(folder: Path, weights: Weights, format: str, dtype: str) -> None:
     fields = WRITERS[format](folder, weights, dtype)
     _write_object(folder / MODEL_CONFIG, fields)
     if weights.tokenizer_path:
-        inner = folder / TOKENIZER if format == "pth" else folder
-        _copy_tokenizer(weights.tokenizer_path, inner)
+        _copy_tokenizer(weights.tokenizer_path, folder / TOKENIZER if format == "pth" else folder)
+    if format == "hf":
+        _pad_with_eos(folder / TOKENIZER_CONFIG)
     sync_folder(folder)
 
 
@@ -214,6 +218,14 @@ def _read_as(dtype: str, weights: Weights, name: str, shift: float = 0.0) -> Ten
     if dtype and not weights.parameters[name].fp32:
         return tensor.to(DTYPES[dtype])
     return tensor
+
+
+def _pad_with_eos(file: Path) -> None:
+    """Makes the eos the pad token of an export, if it has none: transformers pads prompts of different lengths with it."""
+    if is_file(file):
+        fields = read_object(file, dict[str, Any], "copy the tokenizer again")
+        if fields.get("eos_token") and not fields.get("pad_token"):
+            _write_object(file, {**fields, "pad_token": fields["eos_token"]})
 
 
 def _write_object(path: Path, fields: Table) -> None:

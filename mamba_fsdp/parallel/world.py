@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from mamba_fsdp.conventions import is_torch_2_2
 from mamba_fsdp.errors import Accident, UserError, first_line, joined
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage.patience import storage_error
@@ -31,8 +32,9 @@ OF_A_LOSS = re.compile("onnection|peer|remote process|network|imeout|imed out")
 # hang. Newer versions release the lock, and a group must be freed before the process ends: a thread that asks for the
 # lock of an interpreter that is ending aborts the process ("terminate called without an active exception").
 ENDED_GROUPS: "list[dist.ProcessGroup]" = []
-KEEPS_GROUPS = torch.__version__ < "2.6"
 WORLD_NUMBERS = count()  # of this process's trainings, equal on all ranks
+# How long ranks that no launcher has started wait for each other.
+MEETING = timedelta(minutes=2)
 # In the environment: how many ranks the launchers of all nodes start.
 ALL_RANKS = "MAMBA_FSDP_RANKS"
 
@@ -215,7 +217,7 @@ class World:
         """Ends the process group. While an error is being raised, it does nothing: the other ranks may never call it."""
         if dist.is_initialized() and sys.exc_info()[0] is None:
             self.barrier()
-            if KEEPS_GROUPS:
+            if is_torch_2_2():
                 groups = [dist.group.WORLD, self._gloo, *self._groups]
                 ENDED_GROUPS.extend(group for group in groups if group)
             self._gloo = None
@@ -286,7 +288,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     device = _acquire_device(local_rank)
     # The watchdog, which looks once a second, comes first, since it says where a rank is stuck.
     timeout = timedelta(minutes=timeout_minutes, seconds=5)
-    meeting: dict[str, Any] = {"store": _store(timeout), "rank": rank, "world_size": size}
+    meeting: dict[str, Any] = {"store": _store(timeout, size), "rank": rank, "world_size": size}
     if device.type == "cuda":
         dist.init_process_group("nccl", **meeting, timeout=timeout)
         gloo = dist.new_group(backend="gloo", timeout=timeout)
@@ -296,18 +298,34 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     return World(rank, size, local_size, device, timeout, gloo)
 
 
-def _store(timeout: timedelta) -> dist.Store:
+def _store(timeout: timedelta, ranks: int) -> dist.Store:
     """Returns the store at which the ranks of a new world meet, with names of its own: else a second training of these
     processes would find the addresses of the first one's ranks, and wait for them."""
-    store = dist.PrefixStore(f"world {next(WORLD_NUMBERS)}", _store_of_processes(timeout))
+    store = dist.PrefixStore(f"world {next(WORLD_NUMBERS)}", _store_of_processes(timeout, ranks))
     store.set_timeout(timeout)
     return store
 
 
 @cache
-def _store_of_processes(timeout: timedelta) -> dist.Store:
-    """Returns the launcher's store, or that of rank 0 if the launcher has none."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+def _store_of_processes(timeout: timedelta, ranks: int) -> dist.Store:
+    """Returns the launcher's store, or that of rank 0 if the launcher has none. Without torchrun, whose variables may be
+    left over in a shell, it says for whom it waits, and gives up after MEETING. Raises UserError."""
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    awaited = f"{ranks} ranks at {place}, as WORLD_SIZE and MASTER_ADDR in the environment say"
+    if not is_launched:
+        timeout = min(timeout, MEETING)
+        if ranks > 1:
+            print(f"waiting    for {awaited}", file=sys.stderr, flush=True)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        if is_launched:
+            raise
+        raise UserError(
+            f"there are not {awaited} ({first_line(error)[:200]}); to train without other ranks: "
+            "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
+        ) from None
     return store
 
 

@@ -53,12 +53,15 @@ def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> 
 
 
 def name_charts(runs: Iterable[RunSummary]) -> list[str]:
-    """Returns the metrics to draw, without those that are always 0. A metric and its validation share a chart."""
+    """Returns the metrics to draw, without those that are always 0 or equal to an earlier one, such as the speed of a
+    single device. A metric and its validation share a chart."""
     charts = []
     for run in runs:
+        drawn: list[dict[int, float]] = []
         for metric, column in run.metrics.items():
             is_drawn = metric not in NOT_DRAWN and not metric.startswith("source_")
-            if is_drawn and any(column.values()):
+            if is_drawn and any(column.values()) and column not in drawn:
+                drawn.append(column)
                 charts.append(metric.removeprefix(VALIDATION))
     return list(dict.fromkeys(charts))
 

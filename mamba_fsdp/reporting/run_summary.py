@@ -76,6 +76,7 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
         raise UserError(
             f"{folder}: nothing is recorded yet; {METRICS} begins with the first report"
         )
+    events = read_events(folder)
     metrics: dict[str, dict[int, float]] = {}
     latest: dict[str, Any] = {}
     for entry in entries + read_evaluations(folder):
@@ -85,13 +86,14 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
             column[entry["step"]] = math.nan if value is None else value
     others = {
         "status": read_status(folder),
-        "last": {**numbers_of(latest), "step": entries[-1]["step"]},
+        # The run can have ended between two reports.
+        "last": {**numbers_of(latest), "step": max(entry["step"] for entry in entries + events)},
         "best": best_validation(entries),
         "samples": {entry["step"]: entry["samples"] for entry in entries if "samples" in entry},
         "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
     }
     settings = _read_settings(folder / SETTINGS)
-    return RunSummary(name, metrics, settings, read_events(folder), others)
+    return RunSummary(name, metrics, settings, events, others)
 
 
 def read_evaluations(folder: Path) -> list[dict]:

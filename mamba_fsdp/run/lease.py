@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.errors import LostError, StorageError, UserError, with_unit
+from mamba_fsdp.errors import LostError, StorageError, UserError, one_line, with_unit
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage.formats import timestamp
 from mamba_fsdp.storage.patience import (
@@ -93,7 +93,7 @@ class Holder:
 
     def __str__(self) -> str:
         job = f" (Slurm job {self.job})" if self.job else ""
-        return f"process {self.pid} on {self.host}{job}, begun {self.since}"
+        return one_line(f"process {self.pid} on {self.host}{job}, begun {self.since}")
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,7 @@ class Lease:
             return None
         except OSError as error:
             if error.errno == errno.ELOOP:
+                error.errno = errno.EACCES
                 error.strerror = f"{self.file.name} is a link; remove it"
             raise
 

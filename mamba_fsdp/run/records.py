@@ -175,10 +175,7 @@ def _lines_up_to(path: Path, step: int) -> bytes:
         if entry["step"] > step:
             break
         size = end
-    if not size:
-        return b""
-    with open_to_read(path) as file:
-        return file.read(size)
+    return read_bytes(path)[:size] if size else b""
 
 
 def latest(run_folder: Path) -> dict[str, Any]:

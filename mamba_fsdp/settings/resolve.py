@@ -6,7 +6,6 @@ then the defaults. The type of a field decides how its value is read: a run id 0
 """
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from mamba_fsdp.settings.train_config import (
     all_settings,
 )
 from mamba_fsdp.settings.written import Written
-from mamba_fsdp.storage.patience import exists, is_file, is_folder, read_bytes
+from mamba_fsdp.storage.patience import exists, is_file, is_folder, retry_io
 from mamba_fsdp.storage.text_yaml import load_yaml
 
 # A link to config/; an installed package holds the files themselves.
@@ -92,7 +91,8 @@ def read_file(name: str | None) -> Written:
         raise UserError(
             f"{path}: settings of version {version}; this version of the program reads version {VERSION}"
         )
-    return Written(flatten(content, path), f"in {path}", is_of_run=version is not None)
+    given = {name: value for name, value in flatten(content, path).items() if value is not None}
+    return Written(given, f"in {path}", is_of_run=version is not None)
 
 
 def read_run(folder: Path) -> TrainConfig | None:
@@ -443,9 +443,8 @@ def as_plain(settings: TrainConfig) -> dict[str, Any]:
 
 
 def read_resolved(path: Path) -> TrainConfig:
-    """Returns the settings that the launcher of this start resolved and wrote into the file `path`, or to stdin."""
-    is_stdin = path == Path("/dev/stdin")
-    content = json.loads(sys.stdin.read() if is_stdin else read_bytes(path))
+    """Returns the settings that the launcher of this start resolved and wrote into the file `path`."""
+    content = json.loads(retry_io(path.read_text, path))  # a dry run's is a pipe
     values = {}
     for section in content["settings"].values():
         for name, value in section.items():

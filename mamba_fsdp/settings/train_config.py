@@ -265,7 +265,8 @@ class TrainingConfig:
         prompts = given
         try:
             given.encode()
-            if given.endswith(".txt") or exists(given):
+            # A longer text is no name of a file.
+            if given.endswith(".txt") or len(given) < 256 and exists(given):
                 prompts = read_text(given) + "\n"
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", error)

@@ -133,7 +133,7 @@ def open_to_read(path: str | Path, flags: int = 0) -> BinaryIO:
         kind = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # Python refuses folders itself
             os.close(descriptor)
-            raise OSError(errno.EINVAL, f"{Path(name).name} is not a regular file", name)
+            raise OSError(errno.EACCES, f"{Path(name).name} is not a regular file", name)
         return descriptor
 
     return open(path, "rb", opener=opener)
@@ -146,7 +146,7 @@ def read_once(path: str | Path, most: int = MOST_READ, flags: int = 0) -> tuple[
         found = os.fstat(file.fileno())
         if found.st_size > most:
             reason = f"{Path(path).name} has more than {with_unit(most, 'B')}"
-            raise OSError(errno.EFBIG, reason, str(path))
+            raise OSError(errno.EACCES, reason, str(path))
         return file.read(), found.st_mtime_ns
 
 

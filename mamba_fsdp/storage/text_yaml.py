@@ -1,6 +1,7 @@
 """Reads YAML files and keeps their values as text, so that the types of our settings decide how to
 read them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ from mamba_fsdp.storage.patience import read_text
 
 
 def load_yaml(path: Path, is_own: bool = False) -> dict[str, Any]:
-    """Returns the content of a YAML file, with every scalar as text; {} for an empty file. Raises
+    """Returns the content of a YAML file, with every scalar as text, or None if it is null; {} for an empty file. Raises
     UserError for a file that can't be read, is not a mapping, or gives a name twice.
 
-    is_own: whether the file belongs to this program. Then the C reader is used: it is ten times as
+    is_own: whether the file belongs to this program. Then nothing is null, and the C reader is used: it is ten times as
     fast but crashes on deep nesting.
     """
     import yaml
@@ -40,6 +41,9 @@ def load_yaml(path: Path, is_own: bool = False) -> dict[str, Any]:
             return content
 
     TextLoader.yaml_implicit_resolvers = {}  # they would turn text into numbers and booleans
+    if not is_own:
+        null = re.compile("~|null|Null|NULL|None|$")
+        TextLoader.add_implicit_resolver("tag:yaml.org,2002:null", null, None)
     try:
         content = yaml.load(read_text(path), Loader=TextLoader)
     except Exception as error:  # PyYAML raises many kinds of error

@@ -89,7 +89,7 @@ class Record:
         except FileNotFoundError:
             return cls()
 
-    def write(self, path: Path, write: Write = write_atomically) -> None:
+    def write(self, path: Path, write: Write) -> None:
         """Writes the file. write: a run's own is `Lease.write`."""
         write(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
@@ -260,7 +260,7 @@ class FirstUse:
         if not any(candidate.ended_starts for candidate in self.record.candidates):
             with contextlib.suppress(OSError):  # without the file, the next run tests by itself
                 make_folder(shared.parent, parents=True)
-                self.record.write(shared)
+                self.record.write(shared, write_atomically)
         return self.record, origin
 
     # 5. At every start

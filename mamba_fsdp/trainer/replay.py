@@ -115,8 +115,8 @@ def find_span(run: Path, first: int, count: int) -> Span:
         numbers = numbers_of(entry)
         if first < entry["step"] <= end and COMPARED <= numbers.keys():
             recorded[entry["step"]] = numbers
-    made = [*recorded, *ends, *later]  # the steps that the run is known to have made
-    last = max((step for step in made if step <= end), default=first)
+    # The run is known to have made these steps, even if it does not record them.
+    last = max((step for step in [*recorded, *ends, *later] if step <= end), default=first)
     if not recorded or not before or "code" not in before[-1]:
         raise UserError(
             f"{run} records no step after step {first}, and runs of older versions record none; give --from an earlier "

@@ -95,8 +95,12 @@ def _run_training(
             watchdog(settings.parallel.timeout_minutes, world.rank),
         ):
             start = world.on_rank0(begin, settings, folder, shape, console.line)
-            if not is_dry:
-                console.line(f"run        {folder.path}")
+            console.line(f"run        {folder.path}")
+            console.line(
+                f"training   {start.settings.optimizer.optimizer}, "
+                f"learning rate {start.settings.optimizer.learning_rate:g} "
+                f"({start.settings.lr_schedule.schedule}), seed {start.settings.training.seed}"
+            )
             for note in start.notes:
                 console.line(f"settings   {note}")
             with stop:
@@ -251,8 +255,7 @@ def finish(
                 folder.lease.move(unfinished, model)
                 sync_folder(model.parent)
         except OSError as error:
-            text = f"can't write {model}: {error.strerror or error}"
-            raise storage_error(error, text) from None
+            raise storage_error(error, f"can't write {model}: {error.strerror or error}") from None
     folder.write_status("finished", step)
     console.line(f"finished   {counted(step, 'step')}; everything is in {folder.path}")
 

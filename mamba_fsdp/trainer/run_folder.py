@@ -132,11 +132,10 @@ class RunFolder:
 
 def _is_copy(source: Path, target: Path) -> bool:
     """Returns whether all files of a folder are in `target` too, with the same content."""
-    for name in names_in(source):
-        ours = target / name
-        if not is_file(ours) or read_bytes(ours) != read_bytes(source / name):
-            return False
-    return True
+    return all(
+        is_file(target / name) and read_bytes(target / name) == read_bytes(source / name)
+        for name in names_in(source)
+    )
 
 
 def _copy(source: Path, target: Path) -> None:

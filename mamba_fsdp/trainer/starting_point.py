@@ -23,6 +23,7 @@ from mamba_fsdp.interop.weights import Weights, find_weights
 from mamba_fsdp.model.config import checked_model
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.reporting.console import Say
+from mamba_fsdp.run.names import SETTINGS
 from mamba_fsdp.run.records import read_events, was_validated
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -121,7 +122,8 @@ def find_start(
         changed = ", ".join(filter(None, [changed, "the data that it is validated on"]))
     notes = [*settings.notes, *resolve.note_on_recipe(settings)]
     if changed:
-        notes.append(f"changed since the last start: {changed}")
+        kept = f"--config={folder / SETTINGS} keeps the others"
+        notes.append(f"changed since the last start: {changed}; {kept}")
     return StartingPoint(
         settings=settings,
         origin=origin,

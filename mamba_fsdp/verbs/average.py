@@ -45,7 +45,7 @@ def main(run: str, out: str = "", *, options: Options) -> None:
     total = sum(weights)
     if len(weights) != count or min(weights) < 0 or not 0 < total < math.inf:
         raise UserError(
-            f"--weights: give {count} numbers, one for each checkpoint, 0 or more, whose sum is a number above 0"
+            f"--weights: give {count} numbers, one for each checkpoint, 0 or more, not all 0, and not too large to add"
         )
     if options.evaluate:
         evaluate.stores_in(options.evaluate, run)  # refuses what is no data

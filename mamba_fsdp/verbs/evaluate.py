@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 # Options that change no number of an evaluation.
-NO_NUMBERS = {"batch_size", "follow", "json"}
+NO_NUMBERS = {"batch_size", "follow"}
 
 
 @condition("--tasks")
@@ -138,20 +138,19 @@ def follow_run(run: Path, data: str, options: CommandConfig) -> None:
         raise unexpected_path_error(run, "a run that has begun")
     if inference_world().size > 1:
         raise UserError("--follow is done by one process; start it without torchrun")
+    key = {option: value for option, value in asdict(options).items() if option not in NO_NUMBERS}
     if options.tasks:
         from mamba_fsdp.inference import harness
 
         name = ",".join(options.tasks)
         manager = harness.find_tasks(options.tasks, options.include_path)
         numbers_of = partial(numbers_by_task, manager, options)
-        identities = {}
     else:
         name = data.strip("/")
         stores = stores_in(data, str(run))
         numbers_of = partial(numbers_by_store, stores, options)
-        identities = {store: TokenStore(path).identity for store, path in stores.items()}
-    chosen = {key: value for key, value in asdict(options).items() if key not in NO_NUMBERS}
-    way = " ".join(f"{key}={value}" for key, value in {**identities, **chosen}.items())
+        key |= {store: TokenStore(path).identity for store, path in stores.items()}
+    way = " ".join(f"{part}={value}" for part, value in key.items())
     follow(run, name.replace("/", "_"), way, numbers_of, Console())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
-from mamba_fsdp.errors import UserError, counted, import_command
+from mamba_fsdp.errors import UserError, command, counted, import_command
 from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.inputs import find_files
 from mamba_fsdp.importing.kinds import (
@@ -28,10 +28,12 @@ from mamba_fsdp.importing.kinds import (
 from mamba_fsdp.model.config import ModelConfig, checked_model
 from mamba_fsdp.model.presets import title
 from mamba_fsdp.reporting.console import read_share, say
-from mamba_fsdp.run.names import EVALUATIONS, METRICS, MODEL_CONFIG, STATUS, TASK_RESULTS
+from mamba_fsdp.run.layout import newest_step
+from mamba_fsdp.run.names import EVALUATIONS, METRICS, MODEL_CONFIG, SETTINGS, STATUS, TASK_RESULTS
 from mamba_fsdp.run.node_record import read_records
 from mamba_fsdp.run.records import best_validation, read, read_events, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.settings.resolve import read_run
 from mamba_fsdp.storage.patience import is_file
 from mamba_fsdp.verbs import checkpoints
 
@@ -97,6 +99,7 @@ def show_run(place: PathInfo, verify: bool) -> int:
     path = place.path
     say("run", path)
     say("status", _status_of(path))
+    _show_settings(path)
     entries = read(path / METRICS)
     for metric, name in (("loss", "training"), ("val_loss", "validation")):
         values = [entry for entry in entries if isinstance(entry.get(metric), float)]
@@ -130,6 +133,24 @@ def show_run(place: PathInfo, verify: bool) -> int:
     if verify or place.names:
         return checkpoints.main(str(path), checkpoints.Options(verify))
     return 0
+
+
+def _show_settings(run: Path) -> None:
+    """Prints what a run trains, as far as its config.yaml can be read, and the command that continues it."""
+    try:
+        settings = read_run(run)
+    except UserError as error:
+        say("settings", error)
+        return
+    if settings:
+        say(
+            "progress",
+            f"{newest_step(run):,} of {settings.value('num_steps')} steps are saved, "
+            f"learning rate {settings.optimizer.learning_rate:g}",
+        )
+        say("model", describe_model(settings.model))
+        say("data", settings.data.dataset_path)
+        say("to continue", f"{command('train')} --config={run / SETTINGS}")
 
 
 def _status_of(run: Path) -> str:

@@ -47,7 +47,7 @@ def report(*runs: str | Path, options: Options) -> Path:
     tokenizers = {next(identities_in(folder / TOKENIZER), "") for folder in folders}
     page = make_page([*folders.values()], tokenizers_differ=len(tokenizers - {""}) > 1)
     file = Path(out) if out else Path(runs[0]) / REPORT
-    if is_folder(file) or out.endswith("/"):
+    if is_folder(file) or file.suffix != ".html":
         file /= REPORT
     try:
         make_folder(file.parent, parents=True)

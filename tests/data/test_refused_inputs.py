@@ -122,7 +122,9 @@ MISTAKES = {  # words of the command: what is said
     f"page.jsonl out {IDS} --format=ids --dtype=uint8": "it is a page of HTML",
     f"llm_c.bin out {IDS}": "llm_c.bin: a file of llm.c's token ids, not text or token ids to import; see",
     f"cut.npy out {IDS}": "it is cut short, or no plain array",
-    f"floats.npy out {IDS}": "it is an array of float64 in 1 dimension",
+    f"floats.npy out {IDS}": "it is an array of float64 of the shape (1,)",
+    f"rows.npy out {IDS}": "it is an array of int32 of the shape (1000000000, 0)",
+    f"backwards.bin out {IDS}": "backwards.idx does not list its documents one after the other",
     f"typed.bin out {IDS} --dtype=uint16": "its index says int32: leave out --dtype=uint16",
     f"cut.bin out {IDS}": "10 bytes, but cut.idx says 3 tokens of 4 bytes",
     f"cut_index.bin out {IDS}": "cut_index.idx is cut short, or not an index of Megatron's",
@@ -196,12 +198,18 @@ def inputs(tmp_path_factory):
     (folder / "llm_c.bin").write_bytes(np.array([20240520, 1, 3], "<i4").tobytes())
     np.save(folder / "cut.npy", [5, 6, 7])
     np.save(folder / "floats.npy", [0.5])
-    for name in ("cut.bin", "cut_index.bin", "disorder.bin", "typed.bin"):
+    np.save(folder / "rows.npy", np.zeros((10**9, 0), "<i4"))
+    for name in ("cut.bin", "cut_index.bin", "disorder.bin", "backwards.bin", "typed.bin"):
         write_megatron(folder / name, [[5, 6, 7]])
     for name in ("cut.npy", "cut.bin", "cut_index.idx"):
         os.truncate(folder / name, (folder / name).stat().st_size - 2)
     index = folder / "disorder.idx"
     index.write_bytes(index.read_bytes()[:-1] + b"\1")
+    index = folder / "backwards.idx"
+    lengths, offsets = np.array([4, -1], "<i4"), np.array([0, 16], "<i8")
+    index.write_bytes(
+        index.read_bytes()[:34] + lengths.tobytes() + offsets.tobytes() + index.read_bytes()[58:]
+    )
     os.mkfifo(folder / "pipe/a.txt")
     (folder / "astray/a.txt").symlink_to("nowhere")
     (folder / "loop").symlink_to("loop")

@@ -2,6 +2,7 @@
 same, and comes back bit for bit."""
 
 import dataclasses
+import json
 import re
 import sys
 import types
@@ -18,7 +19,15 @@ from mamba_fsdp.interop.architectures import ARCHITECTURES, architecture_for, ex
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.trial import try_export
 from mamba_fsdp.interop.weights import read_weights
-from tests.support.small_models import GROUPED, assert_same, model_of, random_state, write_ours
+from tests.support.small_models import (
+    CONFIGS,
+    GROUPED,
+    assert_same,
+    model_of,
+    random_state,
+    write_ours,
+    write_tokenizer,
+)
 from tests.support.tiny import model_config
 
 pytestmark = pytest.mark.torch22
@@ -201,3 +210,17 @@ def test_an_export_is_not_tried_in_a_transformers_that_is_too_old(tmp_path, monk
     assert told(class_name="NewLM") == expected
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert told().startswith("not tried in transformers, which can't be imported (import of trans")
+
+
+def test_an_export_pads_with_its_eos(tmp_path):
+    """As GPT-2's users expect: prompts of different lengths make a batch. A pad token of its own stays."""
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba2"])
+    write_tokenizer(ours)
+    file = ours / "tokenizer_config.json"
+    own = json.loads(file.read_text())
+    for pad, expected in ((None, own["eos_token"]), (own["eos_token"], own["eos_token"])):
+        file.write_text(json.dumps({**own, "pad_token": pad}))
+        out = write_model(ours, tmp_path / f"hf-{pad}", trial=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+        assert tokenizer.pad_token == expected
+        assert len(tokenizer(["a", "a a a a"], padding=True)["input_ids"]) == 2

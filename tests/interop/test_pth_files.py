@@ -158,7 +158,13 @@ def test_storage_that_fails_is_no_damage(path, monkeypatch):
 
 
 def test_what_is_no_weight_is_told_in_a_line(path):
-    for tensor in (torch.eye(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2).long()):
+    float8 = torch.ones(2).to(torch.float8_e4m3fn)
+    for tensor in (
+        float8,
+        torch.eye(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.ones(2).long(),
+    ):
         saved({"weight": tensor})(path)
         with pytest.raises(UserError, match="file.pth: weight is .* weights are dense"):
             PthTensors(path).get("weight")

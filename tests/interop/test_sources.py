@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.settings.train_config import CheckpointConfig
 from mamba_fsdp.verbs import average
 from tests.support.checkpoints import open_run, saved_state
+from tests.support.disk import Disk
 from tests.support.small_models import (
     CONFIGS,
     assert_same,
@@ -75,7 +77,7 @@ def test_different_models_have_no_mean_though_their_tensors_fit(run, call, tmp_p
         with pytest.raises(UserError, match=f"different models.* they differ in {word}$"):
             write_mean([other, ours], [0.5, 0.5], tmp_path / "mean")
     code, said = call(average, run, tmp_path / "mean", "--last=2", "--weights=1e308,1e308")
-    assert code == 2 and "whose sum is a number above 0" in said
+    assert code == 2 and "not too large to add" in said
     assert not (tmp_path / "mean").exists()
 
 
@@ -157,3 +159,27 @@ def test_a_run_starts_from_its_own_checkpoint_then_from_what_is_named(run, tmp_p
     for name in ("init_from", "load_ckpt_path"):
         with pytest.raises(UserError, match="nowhere: there is no such file or folder"):
             find_origin(CheckpointConfig(save_ckpt_path=new, **{name: nowhere}))
+
+
+def test_one_error_of_the_storage_ends_no_export(run, tmp_path, monkeypatch):
+    """Whichever call it is: the mean of checkpoints, a published model and an export are whole afterwards."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    checkpoints = [run / f"checkpoints/step_0000000{step}" for step in (1, 2)]
+
+    def write_all(place):
+        write_mean(checkpoints, [0.25, 0.75], place / "mean")
+        publish(run, place / "pth")
+        return [
+            (place / name).read_bytes() for name in ("mean/model.safetensors", "pth/config.json")
+        ]
+
+    disk = Disk(monkeypatch, tmp_path)
+    (tmp_path / "well").mkdir()
+    with disk.counting():
+        expected = write_all(tmp_path / "well")
+    for failing in range(0, len(disk.calls), 5):
+        place = tmp_path / f"out-{failing}"
+        place.mkdir()
+        with disk.counting(failing):
+            assert write_all(place) == expected
+    assert len(disk.calls) > 50

@@ -21,7 +21,11 @@ def opened_at_start(world, settings):
     opened = []
 
     def notice(event, arguments):
-        if event == "open" and str(arguments[0]).endswith((".bin", ".doc", "index.json")):
+        if (
+            event == "open"
+            and arguments[1]
+            and str(arguments[0]).endswith((".bin", ".doc", "index.json"))
+        ):
             opened.append(os.path.basename(arguments[0]))
 
     sys.addaudithook(notice)

@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mamba_fsdp.conventions import is_torch_2_2
 from mamba_fsdp.errors import Accident, StorageError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.parallel.world import ALL_RANKS, CPU, KEEPS_GROUPS, lost_rank, start_world
+from mamba_fsdp.parallel import world as module
+from mamba_fsdp.parallel.world import ALL_RANKS, CPU, lost_rank, start_world
+from tests.support.ports import hold_port
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
@@ -86,7 +89,7 @@ def part(world):
 @pytest.mark.slow
 def test_no_thread_of_a_group_outlives_its_world():
     """One that frees a tensor while the interpreter ends aborts the process. torch 2.2 would wait for it for ever."""
-    assert run_ranks(2, part) == [not KEEPS_GROUPS] * 2
+    assert run_ranks(2, part) == [not is_torch_2_2()] * 2
 
 
 @pytest.mark.slow
@@ -182,6 +185,20 @@ def test_half_an_environment_is_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match="WORLD_SIZE.*torchrun"):
         start_world()
+
+
+def test_variables_that_another_launcher_left_are_named(monkeypatch, capfd):
+    """Without torchrun a rank says for whom it waits, and gives up."""
+    names = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    held = hold_port()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held.getsockname()[1]}
+    for name, value in {**names, **place}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(module, "MEETING", timedelta(seconds=1))
+    with pytest.raises(UserError, match=f"there are not 2 ranks at .*: unset {' '.join(names)}$"):
+        start_world()
+    assert "waiting    for 2 ranks at 127.0.0.1:" in capfd.readouterr().err
+    held.close()
 
 
 def test_ranks_that_miss_those_of_a_node_do_not_train(monkeypatch):

@@ -7,6 +7,7 @@ files as the other launchers have them. A program of .venv is forked from a proc
 
 import gzip
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from mamba_fsdp.__main__ import VERBS, page_of
 from mamba_fsdp.data import tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings.resolve import as_dict, resolve_settings
+from mamba_fsdp.verbs import plan
 from tests.readme.pages import (
     IN_A_CLONE,
     ON_A_CLUSTER,
@@ -230,3 +232,17 @@ def test_a_row_of_a_page_is_true(there, here):
     ours = resolve_settings(meant)
     assert as_dict(settings) == as_dict(ours)
     assert bool(settings.explicit) != here.startswith("changes nothing")
+
+
+def test_the_table_of_gpu_hours_is_what_plan_says(call):
+    rows = re.findall(
+        r"^\| (\d+) x (\S+) \| (.+?) \| (.+?) \| (.+?) \|$", text_of("docs/planning.md"), re.M
+    )
+    assert len(rows) == 6
+    for nodes, instance, *figures in rows:
+        words = ("mamba-2.8b", f"--nodes={nodes}", f"--instance={instance}", "--json")
+        code, said = call(plan, *words)
+        found = json.loads(said)
+        hours = found["device_hours"]
+        assert code == 0
+        assert figures == [f"{found['days']:.2f}", f"{hours:,.0f}", f"{hours / 8:,.0f}"], instance

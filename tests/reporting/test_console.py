@@ -27,9 +27,10 @@ def test_a_plain_line_per_report_without_a_terminal(monkeypatch):
 
 
 def test_control_characters_are_shown_on_a_terminal_and_stay_in_files(monkeypatch):
+    """A line of a name and its value stays one line wherever it goes."""
     evil = "a\x1b]0;owned\x07\x9b2J\r\n\tb"
     for is_terminal, expected in (
-        (True, r"a\x1b]0;owned\x07\x9b2J\x0d" + "\n\tb"),
+        (True, r"a\x1b]0;owned\x07\x9b2J\r" + "\n" + r"\tb"),
         (False, evil),
     ):
         stream = io.StringIO()
@@ -37,7 +38,8 @@ def test_control_characters_are_shown_on_a_terminal_and_stay_in_files(monkeypatc
         Console(stream=stream).line(evil)
         monkeypatch.setattr(sys, "stdout", stream)
         say("status", evil)
-        assert stream.getvalue() == f"{expected}\nstatus         {expected}\n"
+        line = r"a\x1b]0;owned\x07\x9b2J\r\n\tb"
+        assert stream.getvalue() == f"{expected}\nstatus         {line}\n"
 
 
 def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):

@@ -173,3 +173,17 @@ def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path):
         layout = content_of(page_of(*runs, out=tmp_path / "page.html"))["figure"]["layout"]
         titles = [re.sub("<.*?>", "", title["text"]) for title in layout["annotations"]]
         assert titles[0] == first and loss in titles
+
+
+def test_a_run_that_stopped_between_two_reports_has_its_last_step(tmp_path):
+    """And a metric that is equal to another one, such as the speed of a single device, is drawn once."""
+    run = write_run(tmp_path / "run", [4.0, 3.0])
+    (run / "metrics.jsonl").write_text(
+        '{"step": 20, "loss": 2.0, "tokens_per_second": 7.0, "tokens_per_second_per_device": 7.0}\n'
+    )
+    append(run / "events.jsonl", {"step": 44, "event": "stopped"})
+    report.main(str(run), options=report.Options(str(tmp_path / "new")))
+    content = content_of((tmp_path / "new/report.html").read_text())
+    assert content["runs"][0]["last"]["step"] == 44
+    titles = str(content["figure"]["layout"]["annotations"])
+    assert titles.count("tokens per second") == 1

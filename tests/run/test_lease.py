@@ -1,6 +1,7 @@
 """One process at a time in a run folder or a new folder, and no dead one in anybody's way."""
 
 import errno
+import io
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from mamba_fsdp.run import lease as module
 from mamba_fsdp.run.lease import Holder, Lease, new_folder
 from mamba_fsdp.run.names import LEASE
 from mamba_fsdp.storage import patience
+from mamba_fsdp.trainer.run_folder import RunFolder
 from tests.support.disk import Disk
 
 REMEDY = "stop that run first"
@@ -195,3 +197,35 @@ def test_storage_that_fails_while_a_folder_is_made_is_no_mistake(tmp_path, numbe
     ):
         raise OSError(number, os.strerror(number))
     assert end.type is kind
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "large"])
+def test_what_can_be_no_lease_is_refused_at_once(take, tmp_path, kind):
+    """A start span, hung, or read it again and again."""
+    if kind == "link":
+        (tmp_path / LEASE).symlink_to(tmp_path / "nowhere")
+    elif kind == "pipe":
+        os.mkfifo(tmp_path / LEASE)
+    else:
+        (tmp_path / LEASE).write_bytes(bytes(1 << 17))
+    with pytest.raises(OSError, match="lease.json (is a link; remove|is not a reg|has more than)"):
+        take()
+    with pytest.raises(UserError, match="save_ckpt_path .*lease.json"):
+        RunFolder(tmp_path).acquire()
+
+
+def test_a_disk_that_is_full_leaves_no_lease(tmp_path, monkeypatch):
+    """The error comes when the file is closed, as on a network file system."""
+
+    class Full(io.BytesIO):
+        def close(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open_full(path, mode):
+        (tmp_path / path).touch()
+        return Full()
+
+    monkeypatch.setattr(module, "open", open_full, raising=False)
+    with pytest.raises(UserError, match="No space left"), new_folder(tmp_path / "out"):
+        pass
+    assert os.listdir(tmp_path) == []

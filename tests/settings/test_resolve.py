@@ -406,3 +406,22 @@ def test_options_of_get_dataset_that_exclude_each_other_are_refused():
             dataset_options(text).check()
     for text in DATASET_OPTIONS:
         dataset_options(text).check()
+
+
+def test_null_in_a_file_is_the_default(tmp_path):
+    """Not a text of this name, nor the home folder. A quoted one is a text."""
+    file = tmp_path / "run.yaml"
+    names = ("load_ckpt_path", "eval_prompts", "init_from", "learning_rate")
+    file.write_text(
+        "".join(f"{name}: {null}\n" for name, null in zip(names, ("null", "~", "None", "")))
+    )
+    assert resolve(file) == resolve()
+    file.write_text("wandb_name: 'null'\ntracker: wandb\n")
+    assert resolve(file).report.wandb_name == "null"
+
+
+def test_a_variable_in_a_path_is_refused_with_what_it_stands_for(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    for path in ("$SCRATCH/run", "${SCRATCH}/run"):
+        assert "not expanded here; write /scratch/me/run" in refused(save_ckpt_path=path)
+    assert resolve(save_ckpt_path="runs/a$").checkpoint.save_ckpt_path == "runs/a$"

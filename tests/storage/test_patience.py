@@ -137,3 +137,36 @@ def test_a_hidden_name_is_new_and_found_again(tmp_path):
     for path in (*hidden, *others, tmp_path / ".a+b.snapshot"):
         path.touch()
     assert len(hidden) == 2 and set(patience.list_hidden_beside(tmp_path / "a+b")) == hidden
+
+
+def test_a_pipe_or_a_huge_file_is_no_file_to_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(bytes(11))
+    for read in (patience.open_to_read, patience.read_bytes):
+        with pytest.raises(OSError, match="pipe is not a regular file"):
+            read(tmp_path / "pipe")
+    assert patience.read_bytes(tmp_path / "file", most=11) == bytes(11)
+    with pytest.raises(OSError, match="file has more than 10 B"):
+        patience.read_bytes(tmp_path / "file", most=10)
+
+
+def test_a_file_whose_flush_failed_is_written_again(tmp_path, monkeypatch, slept):
+    """A second flush could succeed though the first one lost data. So is one that failed at its end."""
+    flush = failing(2)
+    monkeypatch.setattr(os, "fsync", lambda _: flush())
+    written = []
+
+    def write(file):
+        written.append(file.tell())
+        file.write(b"data")
+
+    patience.write_durably(tmp_path / "file", write)
+    assert written == [0, 0, 0] and (tmp_path / "file").read_bytes() == b"data"
+
+
+def test_an_error_of_the_disk_is_found_in_torchs(slept):
+    error = patience.as_os_error(
+        RuntimeError("unable to mmap 8 bytes: Interrupted system call (4)")
+    )
+    assert (error.errno, error.strerror) == (errno.EINTR, "Interrupted system call")
+    assert patience.as_os_error(RuntimeError("a tensor (4) is wrong")) is None

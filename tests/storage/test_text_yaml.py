@@ -25,8 +25,13 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("is_own", [False, True])
 def test_every_value_stays_text(file, is_own):
-    file.write_text("a: &one 01\nb: [yes, 1e3, *one]\nc:\n")
-    assert load_yaml(file, is_own) == {"a": "01", "b": ["yes", "1e3", "01"], "c": ""}
+    """Only null, which stands for the default, is none."""
+    file.write_text("a: &one 01\nb: [yes, 1e3, *one]\nc: 'null'\nd: none\n")
+    expected = {"a": "01", "b": ["yes", "1e3", "01"], "c": "null", "d": "none"}
+    assert load_yaml(file, is_own) == expected
+    for null in ("", "~", "null", "None"):
+        file.write_text(f"a: {null}\n")
+        assert load_yaml(file, is_own) == {"a": null if is_own else None}
     file.write_text("")
     assert load_yaml(file, is_own) == {}
 

@@ -63,7 +63,7 @@ def test_a_run_folder_is_taken_written_and_given_back(place, tmp_path, withstand
         folder.lease.check()
         folder.write_status("finished", 1)
         folder.lease.close()
-        copied = (place / "tokenizer/tokenizer.json").read_bytes()
+        copied = patience.read_bytes(place / "tokenizer/tokenizer.json")
         assert copied == (tmp_path / "new/tokenizer.json").read_bytes()
 
     withstand(scenario)

@@ -44,8 +44,10 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     said = train(tmp_path / "run", dry_run=True)
     assert not (tmp_path / "run").exists()
     words = re.findall(r"^\w+", said, flags=re.MULTILINE)
-    assert words == ["model", "kernels", "memory", "data", "steps"]
+    assert words == ["run", "training", "model", "kernels", "memory", "data", "steps"]
     for line in (
+        f"run        {tmp_path}/run",
+        "training   adamw, learning rate 0.01 .cosine., seed \\d+",
         "model      custom .from demo.: 5,... parameters, 2 layers, fp32, no sharding on 1 x cpu",
         "kernels    reference: conv, scan, norm, loss",
         "memory     about .* a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "

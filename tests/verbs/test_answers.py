@@ -64,7 +64,7 @@ def test_what_is_generated_does_not_drive_the_terminal(answer, in_user_folder, m
     assert answer(generate, "runs/demo", "--prompt=a")[1] == "a\x1b[2J\r\n"
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert answer(generate, "runs/demo", "--prompt=\x1b")[1] == r"\x1b\x1b[2J\x0d" + "\n"
+    assert answer(generate, "runs/demo", "--prompt=\x1b")[1] == r"\x1b\x1b[2J\r" + "\n"
     monkeypatch.setattr(
         generate, "generate", lambda *_: generate.check_valid("\x07" * 9999 + "\udcef")
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,3 +116,11 @@ def test_a_stdout_that_is_closed_or_full_is_no_traceback(project, output, unbuff
     done = run_program("sh", "-c", command, cwd=project, PYTHONUNBUFFERED=unbuffered)
     said = OUTPUTS[output]
     assert (done.returncode, done.stderr) == (74 * bool(said), said)
+
+
+def test_text_of_a_file_begins_no_line_and_controls_no_terminal(call, monkeypatch):
+    def main():
+        raise UserError("t\nerror: owned\x1b[2J: not a weight")
+
+    code, said = call(SimpleNamespace(main=main))
+    assert (code, said) == (2, "error: t\\nerror: owned\\x1b[2J: not a weight\n")

@@ -3,6 +3,7 @@
 import ast
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,6 +33,14 @@ def test_a_python_that_is_too_old(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="^2$"):
         interpreter.need()
     assert " lacks what Python 3.10 has; " in capsys.readouterr().err
+
+
+def test_a_python_without_docstrings(monkeypatch, capsys):
+    """--help and the settings' meanings are made of them."""
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
+    with pytest.raises(SystemExit, match="^2$"):
+        interpreter.need()
+    assert "error: -OO removes the texts of --help; leave it out" in capsys.readouterr().err
 
 
 BEFORE_THE_QUESTION = [

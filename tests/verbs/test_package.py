@@ -130,3 +130,17 @@ def test_a_program_may_end_with_its_batches_half_read(project, tmp_path):
     )
     ended = python(code, tmp_path, project)
     assert (ended.stdout, ended.stderr) == ("1\n", "")
+
+
+def test_a_mistake_ends_with_the_line_of_the_user():
+    """Without the chain of internals that a notebook would show: a frame here, and one that raises it."""
+    with pytest.raises(UserError) as told:
+        mamba_fsdp.load("/nowhere/model")
+    assert len(told.traceback) == 2
+    assert told.value.__cause__ is None and told.value.__suppress_context__
+
+
+def test_help_lists_the_functions_with_their_signatures():
+    text = pydoc.render_doc(mamba_fsdp, renderer=pydoc.plaintext)
+    for name in mamba_fsdp.PUBLIC:
+        assert f"\n    {name}(" in text
