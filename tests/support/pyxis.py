@@ -50,8 +50,9 @@ given = dict(option[2:].split("=", 1) for option in options if "=" in option)
 for option in options:
     if option[2:].split("=")[0] not in {SLURM_OPTIONS | PYXIS_OPTIONS.keys()}:
         sys.exit(f"srun: unrecognized option '{{option}}'")
-nodes = given["nodelist"].split(",")
-assert given["nodes"] == given["ntasks"] == str(len(nodes)), "as many as are named"
+nodes = given.get("nodelist", "node1").split(",")  # a person may name none
+if "nodelist" in given:
+    assert given["nodes"] == given["ntasks"] == str(len(nodes)), "as many as are named"
 image, mounts = given.get("container-image"), [m.split(":")[0] for m in given.get("container-mounts", "").split(",")]
 
 def refuse(node, text):
