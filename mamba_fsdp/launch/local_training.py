@@ -39,7 +39,7 @@ def train_here(called: str, words: List[str], variables: Variables, is_demo: boo
             command = [called] + ([] if is_demo else words)
             newest = newest_checkpoint(answer.plan.run_folder) or "start"
             say("to resume from {}: {}".format(newest, " ".join(map(shlex.quote, command))))
-        if code == 0 and is_demo:
+        if code == 0 and is_demo and training.status().get("status") == "finished":
             training.give_back_signals()
             show_demo(python)
         return code

@@ -2,6 +2,7 @@
 Python, see host.py."""
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -50,6 +51,7 @@ SECONDS_BEHIND = 60  # launchers end together; one that is missing for so long n
 MAX_ALARM_SECONDS = 10**9  # alarm takes no more than 2**31
 LAST_SECONDS = 45  # so close to the time limit, the job does not wait for a checkpoint any longer
 SHORT_REMOVAL_SECONDS = 10.0  # of containers, after signals at which Slurm does not wait for long
+SECONDS_BETWEEN_TRIES = 10  # to make data that another job is making
 SECONDS_FOR_STEP = 60  # for Slurm to start a step of the ranks
 
 T = TypeVar("T")
@@ -316,7 +318,7 @@ class SlurmTraining:
         raise GiveUp(sentence + ", as an earlier start of this job could")
 
     def make_data(self) -> None:
-        """Makes the built-in data if the training needs it."""
+        """Makes the built-in data if the training needs it, or waits while another job makes it."""
         assert self.plan
         if not self.plan.missing_data:
             return
@@ -324,6 +326,10 @@ class SlurmTraining:
         program = os.path.join(PROJECT, "get_dataset.py")
         words = [self.environment.python, program, "builtin", builtin]
         code = self.supervisor.run(self.on_first_node(words))
+        while code == MISTAKE and is_being_made(self.plan.missing_data):
+            say(f"waiting    for another job, which is making {builtin}")
+            self.supervisor.run(["sleep", str(SECONDS_BETWEEN_TRIES)])
+            code = self.supervisor.run(self.on_first_node(words))
         if code != 0:
             raise GiveUp(code=code)
 
@@ -614,6 +620,11 @@ class SlurmTraining:
     def seconds_for_removal(self) -> float:
         """Returns for how long the job waits for its containers to be removed."""
         return seconds_for_removal(self.supervisor.asked, slurm.seconds_left(self.job))
+
+
+def is_being_made(data: str) -> bool:
+    """Returns whether another process is making a token store: this job's own has given its leases back."""
+    return bool(glob.glob(os.path.join(glob.escape(data), ".progress*", "*.lease")))
 
 
 def named_paths(words: Sequence[str]) -> List[str]:
