@@ -80,6 +80,7 @@ def train_in_slurm(words: List[str], variables: Variables) -> int:
     left_out = training.pool.left_out
     lost = list(training.watch.lost)
     if lost and not slurm.has_other_nodes(len(training.job.nodes), left_out):
+        say("waiting    until Slurm knows that {} is down".format(", ".join(lost)))
         slurm.await_down(lost)
     if slurm.queue_again(training.job, left_out):
         return decision.exit_code
@@ -211,6 +212,8 @@ class SlurmTraining:
             try:
                 return work()
             except NodeLost:
+                # A loss from here on ends the next attempt; those before it are left out already.
+                self.supervisor.has_lost_node = False
                 self.choose_nodes()
 
     def choose_nodes(self) -> List[str]:
@@ -257,6 +260,8 @@ class SlurmTraining:
         if not self.environment.image:
             return
         nodes = [node for node in self.pool.healthy() if node not in self.has_container]
+        if not nodes:
+            return
         say_node = ["sh", "-c", 'echo "started: $SLURMD_NODENAME"']
         output = self.supervisor.output_of(self.on_nodes(nodes, say_node, limited=True))
         self.has_container.update(re.findall(r"^ *\d+: started: (.*)", output, re.MULTILINE))
@@ -610,8 +615,9 @@ class SlurmTraining:
     def show_first_error(self, ending: Ending) -> None:
         """Prints the first error of all nodes, last, where a person looks first. After the loss of a node others fail
         because of it."""
-        if self.watch.lost:
-            say("error: lost " + ", ".join(self.watch.lost))
+        lost = [node for node in self.training_nodes if node in self.watch.lost]
+        if lost:
+            say("error: lost " + ", ".join(lost))
         elif ending.outcome.error:
             say(ending.outcome.error.rstrip("\n"))
         elif ending.code == KILLED and self.folder:
