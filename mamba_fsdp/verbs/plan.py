@@ -14,6 +14,11 @@ batch sizes (a given global_batch_size stays) and shares of recomputing blocks.
 docs/planning.md says how exact this is. Exit codes: 0 it fits, 1 it does not,
 2 a mistake.
 
+How often should I save? With --hours_between_failures=5000, the mean time
+between failures of one node, plan also prints the failures to expect, the
+checkpoint interval that costs least, and the share of time that remains for
+steps, with and without spare nodes.
+
 What can I train in the time I have? With --hours, three sizes and the commands
 that train them. DATA is what training reads: a token store, or a folder with
 train/ and validation/. Without --instance the steps of this machine are timed,
@@ -25,16 +30,20 @@ for about a minute. A preset is then --model_name=NAME.
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.selection import training_sources
 from mamba_fsdp.errors import UserError, near_name, with_unit
-from mamba_fsdp.fields import setting
+from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.importing.kinds import classify_path, unexpected_path_error
 from mamba_fsdp.model.presets import SPELLINGS, plain, preset, title
 from mamba_fsdp.planning.devices import INSTANCES, Instance
+from mamba_fsdp.planning.failures import Costs, find_intervals
 from mamba_fsdp.reporting.console import Console, as_json
-from mamba_fsdp.run.names import SETTINGS
+from mamba_fsdp.run.names import METRICS, SETTINGS
+from mamba_fsdp.run.records import read, read_events
 from mamba_fsdp.settings.recipes import recipe
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -46,6 +55,16 @@ if TYPE_CHECKING:
 USUAL_TOKENS = 10**9
 MOST_HOURS = 366 * 24
 CHOSEN_BY_HOURS = {"d_model", "n_layer", "num_steps", "num_epochs", "save_ckpt_path"}
+
+
+@condition("a training to plan (without --hours)")
+def one_training(options: "PlanConfig") -> bool:
+    return not options.hours
+
+
+@condition("--hours_between_failures")
+def with_failures(options: "PlanConfig") -> bool:
+    return options.hours_between_failures > 0
 
 
 @dataclass
@@ -74,6 +93,14 @@ class PlanConfig:
     With --hours: the tokens of data that is not made yet."""
     hours: float = setting(0.0, above=0, at_most=MOST_HOURS, elsewhere="hour time")
     """Time for a training: say what can be trained in it."""
+    hours_between_failures: float = setting(0.0, above=0, at_most=1e9, needs=one_training)
+    """Mean hours between failures of one node: say how often to save, and what failures cost."""
+    measured: str = setting("", is_path=True, needs=with_failures)
+    """Run folder: take what saves and recoveries took in this run."""
+    save_seconds: float = setting(Costs.save, above=0, needs=with_failures)
+    """Seconds that training waits for a save. A measured run replaces them."""
+    queue_seconds: float = setting(Costs.queue, at_least=0, needs=with_failures)
+    """Seconds that a job without spare nodes waits after a failure until Slurm starts it again."""
     json: bool = setting(False)
     """Print the figures as JSON, in bytes and seconds."""
 
@@ -109,6 +136,7 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
     if expected.step:
         days = length / expected.tokens_per_second / 86400
         figures = {"tokens": length, "days": days, "device_hours": 24 * days * expected.devices}
+    figures |= expect_failures(expected, settings, options)
     if options.json:
         best_fields = asdict(best_fitting) if best_fitting else None
         print(as_json({**asdict(expected), **figures, "best": best_fields}))
@@ -235,6 +263,8 @@ def report_lines(
         yield table_line("best", best_fitting)
     else:
         yield "nothing that was tried fits; take more nodes, a smaller model or seq_length, or larger devices"
+    if "intervals" in figures:
+        yield from failure_lines(figures)
 
 
 def speed_lines(expected: "Estimate", figures: dict[str, Any], seq_length: int) -> Iterator[str]:
@@ -264,3 +294,68 @@ def table_line(name: str, expected: "Estimate") -> str:
         f"{name:<11}{expected.nodes:>5}{expected.batch_size:>12}{expected.recompute:>11}"
         f"{expected.global_batch_size:>8}{with_unit(expected.bytes, 'B'):>11}{rate:>13}"
     )
+
+
+def expect_failures(
+    expected: "Estimate", settings: TrainConfig, options: PlanConfig
+) -> dict[str, Any]:
+    """Returns the figures about failures; {} without --hours_between_failures. Raises UserError if the speed is unknown, or
+    if the measured run has no events of a save."""
+    if not options.hours_between_failures:
+        return {}
+    if not expected.step:
+        raise UserError(
+            "--hours_between_failures: the time of a step is unknown; add --instance=NAME, or --memory, --peak and --bandwidth"
+        )
+    measured = {}
+    if options.measured:
+        measured = measured_seconds(Path(options.measured))
+    assumed = Costs(options.save_seconds, queue=options.queue_seconds)
+    costs = replace(assumed, **measured)
+    between = 3600 * options.hours_between_failures / expected.nodes
+    given_steps = settings.checkpoint.checkpoint_interval.steps(expected.tokens_per_step)
+    intervals = find_intervals(costs, between, expected.seconds_per_step, given_steps)
+    return {
+        "failures_per_day": 86400 / between,
+        "cost_seconds": asdict(costs),
+        "measured": measured,
+        "intervals": [asdict(interval) for interval in intervals],
+    }
+
+
+def measured_seconds(run: Path) -> dict[str, float]:
+    """Returns the fields of Costs that a run has measured. Raises UserError if it has no events of a save."""
+    events = read_events(run)
+    # Only events of saves have "seconds". The metrics lack the wait for a save if the start ended with it, or if a later
+    # start resumed from it: then there are other events of its step.
+    ends = {event["step"] for event in events if "seconds" not in event}
+    writes = [
+        event["seconds"] for event in events if "seconds" in event and event["step"] not in ends
+    ]
+    if not writes:
+        raise UserError(
+            f"--measured={run}: events.jsonl there has no events of saves after which a training continued"
+        )
+    stalled = sum(entry.get("checkpoint_stall_seconds", 0) for entry in read(run / METRICS))
+    measured = {"save": stalled / len(writes), "write": median(writes)}
+    recoveries = [
+        event["seconds_to_next_step"] for event in events if "seconds_to_next_step" in event
+    ]
+    if recoveries:
+        measured["recovery"] = median(recoveries)
+    return measured
+
+
+def failure_lines(figures: dict[str, Any]) -> Iterator[str]:
+    """Yields the report on failures for a terminal of 80 columns."""
+    per_day = figures["failures_per_day"]
+    yield f"failures   {per_day:,.3g} a day, {per_day * figures['days']:,.3g} in all"
+    for name, seconds in figures["cost_seconds"].items():
+        source = "measured" if name in figures["measured"] else "assumed"
+        yield f"           {name:<12}{seconds:>9.3f} s  {source}"
+    yield "interval     seconds   goodput  without spares"
+    for interval in figures["intervals"]:
+        yield (
+            f"{interval['name']:<11}{interval['seconds']:>9,.1f}{interval['goodput']:>10.2%}"
+            f"{interval['goodput_without_spares']:>16.2%}  --checkpoint_interval={interval['steps']}"
+        )

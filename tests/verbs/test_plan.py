@@ -9,6 +9,26 @@ from mamba_fsdp.trainer import run
 from mamba_fsdp.verbs import plan, train
 
 P4D = "--instance=p4d.24xlarge"
+TWO_NODES = f"demo {P4D} --nodes=2 --hours_between_failures=100"
+EVENTS = """\
+{"event": "started", "step": 0}
+{"event": "checkpoint", "step": 10, "seconds": 40.0}
+{"event": "checkpoint", "step": 20, "seconds": 60.0}
+{"event": "checkpoint", "step": 30, "seconds": 999.0}
+{"event": "stopped", "step": 30}
+{"event": "lost_node", "step": 31, "seconds_to_next_step": 90.0}
+"""
+METRICS = """\
+{"step": 20, "checkpoint_stall_seconds": 3.0}
+{"step": 30, "checkpoint_stall_seconds": 5.0}
+"""
+COSTS = """
+           save            4.000 s  measured
+           write          50.000 s  measured
+           recovery       90.000 s  measured
+           queue         300.000 s  assumed
+interval     seconds   goodput  without spares
+"""
 
 
 @pytest.fixture
@@ -42,3 +62,14 @@ def test_sizes_for_a_time_here_are_timed_and_their_commands_run(
     assert (program, verb) == ("mamba-fsdp", "train")
     code, said = call(train, *words, "--dry_run=true")
     assert code == 0 and "tokens; " in said, said
+
+
+def test_failures_cost_what_a_run_has_measured(told, tmp_path):
+    """Its last save is not counted: the metrics don't have its time."""
+    (tmp_path / "events.jsonl").write_text(EVENTS)
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
+    code, said = told(f"{TWO_NODES} --checkpoint_interval=7 --measured={tmp_path}")
+    assert code == 0 and COSTS in said and "failures   0.48 a day, " in said
+    # The square root of 2 * 4 s * 50 hours.
+    assert re.search(r"^Young +1,200\.0 +99\.26% +99\.09%  --checkpoint_interval=\d+$", said, re.M)
+    assert "--checkpoint_interval=7\n" in said

@@ -38,6 +38,9 @@ REFUSED = {
         "--hours=8": NAME_DATA,
         "data/builtin --hours=8 --d_model=64": "d_model: with --hours, plan chooses it",
         "--hours=8 --tokens=2e9 --model_name=olmo-hybrid-7b": "olmo-hybrid-7b has widths of its own",
+        f"demo {P4D} --hours_between_failures=0": "--hours_between_failures=0: must be above 0",
+        f"demo {P4D} --hours_between_failures=9 --measured=empty": "empty: events.jsonl there has no events of saves",
+        "demo --hours_between_failures=9 --memory=24": "the time of a step is unknown",
     },
     "evaluate": {
         "nothing data": f"nothing{NO_SUCH_PLACE}",
