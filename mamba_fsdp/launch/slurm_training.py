@@ -483,13 +483,17 @@ class SlurmTraining:
     # ------------------------------------------------------------------------------------------------ losses
 
     def lose_node(self, node: str) -> None:
-        """Takes a lost node out of the job. Threads of NodeWatch call it."""
+        """Takes a lost node out of the job. Threads of NodeWatch call it, and this one if Slurm has noticed the loss first."""
         with self.losing:
             if node in self.pool.left_out:
                 return
-            last_seen = self.watch.lost.get(node, time.time())
-            silence = time.time() - last_seen
-            self.leave_out(node, LOST, f"it has not answered for {silence:.0f} s", last_seen)
+            last_seen = self.watch.lost.get(node)
+            if last_seen is None:
+                self.watch.lost[node] = time.time()
+                self.leave_out(node, LOST, "it is down, as Slurm says")
+            else:
+                silence = time.time() - last_seen
+                self.leave_out(node, LOST, f"it has not answered for {silence:.0f} s", last_seen)
             kept = [name for name in self.job.nodes if name not in self.watch.lost]
             slurm.kill_steps_on(self.job, node)
             slurm.release_nodes(self.job, kept)
@@ -500,7 +504,6 @@ class SlurmTraining:
         """Raises NodeLost if the ranks have failed because of a node that is lost."""
         self.watch.settle()
         for node in slurm.nodes_down(self.training_nodes):
-            self.watch.lost.setdefault(node, time.time())
             self.lose_node(node)
         if any(node in self.watch.lost for node in self.training_nodes):
             raise NodeLost

@@ -78,7 +78,7 @@ ENDS = {  # what happens: (how, the job's exit code, its last lines)
     "a node is lost": (
         ranks(FAILED, LOST="node2"),
         0,
-        [AGAIN, "error: lost node2", "requeued"],
+        [AGAIN, "error: lost node2", "waiting    until Slurm knows that node2", "requeued"],
     ),
     "a launcher is killed twice": (
         ranks(KILLED),

@@ -75,7 +75,7 @@ REFUSED = {
         "runs/demo --out=a.txt/report.html": "a.txt: can't be written",
     },
     "preflight": {
-        "report folder": "write `report FOLDER SETTINGS` or `judge FOLDER NODE ...`",
+        "report folder": "write `report FOLDER SETTINGS`, `judge FOLDER NODE ...` or `kernels RUN SETTINGS`",
     },
     "tokenize": {
         "* ": "give OUT too",
