@@ -111,23 +111,23 @@ def test_what_becomes_of_a_job(happened):
     assert decision.forgets == (action is END), "the next start of the job counts on"
 
 
-IN_PLACE = {  # what happened: (the ending, from where ranks started again last, lost nodes, whether they do so now)
-    "a rank crashes": (ended(outcome=CRASHED), "", False, True),
-    "again, with a new checkpoint": (ended(outcome=CRASHED), "step_00000004", False, True),
-    "again, without one": (ended(outcome=CRASHED), "step_00000005", False, False),
-    "MAX_RESTARTS=0": (ended(outcome=CRASHED, max_restarts=0), "", False, False),
-    "a launcher is killed": (ended(137), "", False, True),
-    "a launcher is killed with its node": (ended(137), "", True, False),
-    "srun itself fails": (ended(1), "", False, False),
-    "SIGTERM to another node": (ended(143, STOPPED_BY_A_SIGNAL), "", False, False),
-    "a mistake": (ended(outcome=Outcome("failed", 2)), "", False, False),
-    "asked to stop": (ended(outcome=CRASHED, asked="USR1"), "", False, False),
-    "a file STOP": (ended(outcome=Outcome("stopped", 1, "rank 1", True)), "", False, False),
+IN_PLACE = {  # what happened: (the ending, from where ranks started again last, whether they do so now)
+    "a rank crashes": (ended(outcome=CRASHED), "", True),
+    "again, with a new checkpoint": (ended(outcome=CRASHED), "step_00000004", True),
+    "again, without one": (ended(outcome=CRASHED), "step_00000005", False),
+    "MAX_RESTARTS=0": (ended(outcome=CRASHED, max_restarts=0), "", False),
+    "a launcher is killed": (ended(137), "", True),
+    "a rank's node is at fault": (ended(outcome=Outcome("failed", 75)), "", False),
+    "srun itself fails": (ended(1), "", False),
+    "SIGTERM to another node": (ended(143, STOPPED_BY_A_SIGNAL), "", False),
+    "a mistake": (ended(outcome=Outcome("failed", 2)), "", False),
+    "asked to stop": (ended(outcome=CRASHED, asked="USR1"), "", False),
+    "a file STOP": (ended(outcome=Outcome("stopped", 1, "rank 1", True)), "", False),
 }
 
 
 @pytest.mark.parametrize("happened", IN_PLACE)
 def test_when_ranks_start_again_in_place(happened):
     """Once for each new checkpoint."""
-    ending, restarted_from, has_lost_nodes, expected = IN_PLACE[happened]
-    assert starts_again_in_place(ending, restarted_from, has_lost_nodes) == expected
+    ending, restarted_from, expected = IN_PLACE[happened]
+    assert starts_again_in_place(ending, restarted_from) == expected

@@ -32,9 +32,9 @@ def test_a_variable_that_means_nothing_is_refused(given):
 
 
 def test_variables_are_read_by_their_own_names_and_by_those_of_aws():
-    assert variables("") == ("", [], "", 3)
+    assert variables("") == ("", [], "", 3, 0, 0)
     given = "IMAGE=a.sqsh PROFILE=nsys MAX_RESTARTS=0 GPUS_PER_NODE=1 PROCESSES_PER_NODE=1"
-    assert variables(given) == ("a.sqsh", [], "nsys", 0)
+    assert variables(given) == ("a.sqsh", [], "nsys", 0, 0, 0)
     mounts = {"MOUNTS": "/a,\n/b", "DATA_PATH": "/c", "FSX_MOUNT": "/d:/d"}
     assert host.read_mounts(mounts) == ["/a", "/b", "/c", "/d"]
 
