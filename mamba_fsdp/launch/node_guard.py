@@ -28,10 +28,10 @@ from typing import List, NoReturn, Optional
 
 sys.path[0] = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
-from mamba_fsdp.launch import slurm
-from mamba_fsdp.launch.containers import NAME
-from mamba_fsdp.launch.host import answer_of
-from mamba_fsdp.launch.node_watch import ALL_JOBS, HOST_LOST, REMOVE, TOKEN, keep_alive
+from mamba_fsdp.launch import slurm  # noqa: E402
+from mamba_fsdp.launch.containers import NAME  # noqa: E402
+from mamba_fsdp.launch.host import answer_of  # noqa: E402
+from mamba_fsdp.launch.node_watch import ALL_JOBS, HOST_LOST, REMOVE, TOKEN, keep_alive  # noqa: E402
 
 PREFIX = "pyxis_" + NAME  # as Pyxis names what it unpacks, where it keeps it
 # A removal that does nothing for so long waits for storage that no longer answers.
