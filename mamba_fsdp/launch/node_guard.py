@@ -93,9 +93,8 @@ def main(start: str, address: str, port: str, others: List[str]) -> None:
     except JobEnds:
         pass
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if connection.ending == HOST_LOST:
+    if connection.ending in ("", HOST_LOST):  # a host that dies may still end its connections
         queue_job_again()
-    elif not connection.ending:
         remove_leftovers(connection.to_remove)
     own = PREFIX + start
     if own in unpacked():
@@ -126,7 +125,8 @@ def _connect(address: str, port: int) -> socket.socket:
 
 
 def queue_job_again() -> None:
-    """Puts the job back into the queue once Slurm has removed the lost host of its script.
+    """Puts the job back into the queue once Slurm has removed the lost host of its script. Returns as soon as the job no
+    longer runs, as after the end of its script on a living host.
 
     Under sbatch --no-kill the job would otherwise be RUNNING without a script until its time limit. A job that is queued
     again before Slurm knows that the host is lost is held for good (BadConstraints, Slurm 22.05). The guards take turns,

@@ -15,7 +15,7 @@ from mamba_fsdp.launch.starts import Starts
 from mamba_fsdp.run.names import NODES
 from mamba_fsdp.run.node_record import add_record, read_records, sick_nodes
 from tests.launch.test_decision import CRASHED, ended
-from tests.support.processes import wait_until
+from tests.support.processes import wait_until, write_program
 
 NODES_OF_JOB = ["n1", "n2", "n3", "n4"]
 CHOICES = {  # (spare nodes, least number, lost nodes, sick in an earlier start): the nodes that train
@@ -112,9 +112,13 @@ def test_a_guard_ends_with_its_job_and_removes_what_a_killed_launcher_left(
     ended_process.wait()
     for pid in (ended_process.pid, os.getpid()):
         (tmp_path / f"mamba-train-{pid}-abc").mkdir()
-    shown = tmp_path / "scontrol"
-    shown.write_text("#!/bin/sh\necho JobState=COMPLETING ExitCode=0:9\n")
-    shown.chmod(0o755)
+    ended = (
+        "case $1$2 in showhostnames) echo n1 ;; *) echo JobState=COMPLETING ExitCode=0:9 ;; esac"
+    )
+    write_program(tmp_path / "scontrol", f"#!/bin/sh\n{ended}\n")
+    write_program(tmp_path / "squeue", "#!/bin/sh\necho COMPLETING\n")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
     watch = node_watch.NodeWatch(["n1"], print)
     watch.remove_if_killed(str(folder))
     monkeypatch.setenv(node_watch.TOKEN, watch.token)
