@@ -112,10 +112,10 @@ def test_a_guard_ends_with_its_job_and_removes_what_a_killed_launcher_left(
     ended_process.wait()
     for pid in (ended_process.pid, os.getpid()):
         (tmp_path / f"mamba-train-{pid}-abc").mkdir()
-    ended = (
+    answers = (
         "case $1$2 in showhostnames) echo n1 ;; *) echo JobState=COMPLETING ExitCode=0:9 ;; esac"
     )
-    write_program(tmp_path / "scontrol", f"#!/bin/sh\n{ended}\n")
+    write_program(tmp_path / "scontrol", f"#!/bin/sh\n{answers}\n")
     write_program(tmp_path / "squeue", "#!/bin/sh\necho COMPLETING\n")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
