@@ -31,7 +31,7 @@ sys.path[0] = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "..
 from mamba_fsdp.launch import slurm  # noqa: E402
 from mamba_fsdp.launch.containers import NAME  # noqa: E402
 from mamba_fsdp.launch.host import answer_of  # noqa: E402
-from mamba_fsdp.launch.node_watch import ALL_JOBS, HOST_LOST, REMOVE, TOKEN, keep_alive  # noqa: E402
+from mamba_fsdp.launch.node_watch import ALL_JOBS, REMOVE, TOKEN, keep_alive  # noqa: E402
 
 PREFIX = "pyxis_" + NAME  # as Pyxis names what it unpacks, where it keeps it
 # A removal that does nothing for so long waits for storage that no longer answers.
@@ -39,7 +39,10 @@ SECONDS_WITHOUT_PROGRESS = float(os.environ.get("REMOVAL_SECONDS", 60))
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_CONNECT = float(os.environ.get("GUARD_SECONDS_TO_CONNECT", 60))
 NO_CONNECTION = "none"
-SECONDS_BETWEEN_GUARDS = 20  # one guard after the other tries to queue the job again
+JOB_ENDS = "job ends"
+SECONDS_BETWEEN_QUESTIONS = (
+    5.0  # of the first guard, whether Slurm knows that the first node is lost
+)
 
 
 class JobEnds(Exception):
@@ -47,8 +50,11 @@ class JobEnds(Exception):
 
 
 class Connection:
-    """The connection to the job's program, which stays open until this process exits. ending: how it ended, as one of
-    node_watch's messages; "" for a program that was killed. to_remove: files and folders that a killed program leaves."""
+    """The connection to the job's program, which stays open until this process exits.
+
+    ending: GOODBYE at the end of the start, NO_CONNECTION if there was none, JOB_ENDS if Slurm ends the job, and "" if the program was killed or its host is
+    lost: a host that dies can still end its connections in good order. to_remove: files and folders that a killed program
+    leaves."""
 
     def __init__(self) -> None:
         self.ending = ""
@@ -62,7 +68,7 @@ class Connection:
             sys.stdin.read()
             self.ending = NO_CONNECTION
             return
-        try:
+        with contextlib.suppress(OSError):  # how the connection breaks does not tell why
             node = os.environ["SLURMD_NODENAME"]
             server.sendall("{} {}\n".format(os.environ.get(TOKEN, ""), node).encode())
             for line in server.makefile():
@@ -72,10 +78,6 @@ class Connection:
                 else:
                     self.ending = word
                     return
-        except ConnectionError:  # the program has ended, or its host has restarted
-            pass
-        except OSError:  # a timeout, or no route
-            self.ending = self.ending or HOST_LOST
 
 
 def main(start: str, address: str, port: str, others: List[str]) -> None:
@@ -91,9 +93,9 @@ def main(start: str, address: str, port: str, others: List[str]) -> None:
                 remove_container(container)
         connection.hold(address, int(port))
     except JobEnds:
-        pass
+        connection.ending = JOB_ENDS
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if connection.ending in ("", HOST_LOST):  # a host that dies may still end its connections
+    if not connection.ending:
         queue_job_again()
         remove_leftovers(connection.to_remove)
     own = PREFIX + start
@@ -129,16 +131,19 @@ def queue_job_again() -> None:
     longer runs, as after the end of its script on a living host.
 
     Under sbatch --no-kill the job would otherwise be RUNNING without a script until its time limit. A job that is queued
-    again before Slurm knows that the host is lost is held for good (BadConstraints, Slurm 22.05). The guards take turns,
-    so that their questions don't add up."""
+    again before Slurm knows that the host is lost is held for good (BadConstraints, Slurm 22.05). Guards with higher numbers
+    ask less often, so that their questions don't add up, and one of them is the first to see it."""
     job = slurm.this_job()
-    time.sleep(SECONDS_BETWEEN_GUARDS * max(0, int(os.environ.get("SLURM_NODEID", 1)) - 1))
-    while slurm.state(job) == "RUNNING":
+    pause = 1.0  # the script of a living host has ended by then
+    while True:
+        time.sleep(pause)
+        if slurm.state(job) != "RUNNING":
+            return
         held = answer_of("squeue", "--noheader", "--jobs=" + job.name, "--format=%N").strip()
         if held and job.nodes[0] not in slurm.host_names(held):
             slurm.queue_again(job, [job.nodes[0]])
             return
-        time.sleep(5)
+        pause = SECONDS_BETWEEN_QUESTIONS + int(os.environ.get("SLURM_NODEID", 1))
 
 
 # ------------------------------------------------------------------------------------------------ a killed program
@@ -147,15 +152,10 @@ def queue_job_again() -> None:
 def remove_leftovers(paths: List[str]) -> None:
     """Removes what the job's program would have removed, if SIGKILL has ended it. A job that Slurm queues again keeps
     it for its next start."""
-    for _ in range(20):
-        shown = answer_of("scontrol", "show", "job", os.environ.get("SLURM_JOB_ID", ""))
-        has_ended = "JobState=RUNNING" not in shown
-        if has_ended and re.search(r"\bExitCode=0:%d\b" % signal.SIGKILL, shown):
-            for path in paths:
-                remove_path(path)
-        if has_ended:
-            return
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+    shown = answer_of("scontrol", "show", "job", os.environ.get("SLURM_JOB_ID", ""))
+    if re.search(r"\bExitCode=0:%d\b" % signal.SIGKILL, shown):
+        for path in paths:
+            remove_path(path)
 
 
 def remove_path(path: str) -> None:

@@ -20,7 +20,6 @@ TOKEN = "MAMBA_FSDP_GUARD_TOKEN"  # in the environment: what a guard says first
 # What this process says to a guard: the start is over; remove this path if this process is killed.
 GOODBYE = "over"
 REMOVE = "remove"
-HOST_LOST = "lost"  # how a connection has ended whose other host no longer answers
 # A host is silent after KEEPALIVE_IDLE + KEEPALIVE_PROBES * KEEPALIVE_INTERVAL = 11 s.
 KEEPALIVE_IDLE = 3
 KEEPALIVE_INTERVAL = 2
