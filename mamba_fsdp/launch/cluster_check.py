@@ -5,7 +5,7 @@ import contextlib
 import glob
 import os
 import shutil
-from typing import List, Optional
+from typing import List, Sequence
 
 from mamba_fsdp.launch import slurm
 from mamba_fsdp.launch.containers import folders_behind_links
@@ -23,7 +23,6 @@ TOKENIZER_TEXTS = "text"  # in the start's folder
 def check_nodes(words: List[str], variables: Variables) -> int:
     """Prepares and checks the nodes of this job, and tries the tokenizer on the first. Returns the exit code."""
     check = make_training(words, variables, ClusterCheck)
-    assert isinstance(check, ClusterCheck)
     with check.guarded():
         return check.check()
 
@@ -31,7 +30,8 @@ def check_nodes(words: List[str], variables: Variables) -> int:
 class ClusterCheck(SlurmTraining):
     """A check. It runs where salloc was called, which need not be a node of the job."""
 
-    made: "Optional[List[str]]" = None  # folders that are removed again
+    keeps_record = False
+    made: Sequence[str] = ()  # folders that are removed again
 
     def check(self) -> int:
         """Returns the exit code."""
@@ -47,7 +47,7 @@ class ClusterCheck(SlurmTraining):
         finally:
             if self.folder:
                 self.folder.remove()
-            for folder in reversed(self.made or []):
+            for folder in reversed(self.made):
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
         if self.pool.left_out:
@@ -75,11 +75,6 @@ class ClusterCheck(SlurmTraining):
         """Returns what runs a command on the first node."""
         self.busy = set(self.job.nodes[:1])
         return slurm.on_hosts(self.job.nodes[:1]) + self.container + on_node(command)
-
-    def leave_out(self, node: str, kind: str, reason: str, last_seen: float = 0.0) -> None:
-        """Leaves a node out; a check records nothing."""
-        self.pool.left_out[node] = reason
-        say(f"{kind:<11}{node}: {reason}")
 
     def try_tokenizer(self, folder: StartFolder) -> None:
         """Tokenises a megabyte of this project's own text on the first node, as get_dataset.py does. Raises GiveUp

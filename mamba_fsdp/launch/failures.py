@@ -80,9 +80,9 @@ def first_failure(folder: Path) -> Failure | None:
 
 
 def order(failure: Failure) -> tuple[bool, bool, bool, float]:
-    """Returns the key by which failures sort. A rank whose node is at fault comes before those that end with it. A killed rank can't say when it died, and others report its end before the
-    launcher looks at it: it comes first. A node without ranks comes last, whatever its clock says: it failed because it
-    misses a node with failed ranks."""
+    """Returns the key by which failures sort. A rank whose node is at fault comes first: the others end because of it. Then
+    comes a rank that was killed: it can't say when it died, and others report its end before the launcher looks at it. A
+    node without ranks comes last, whatever its clock says: it failed because it misses a node with failed ranks."""
     is_node_fault = failure.exit_code == NODE_FAULT
     return (not is_node_fault, not failure.was_killed, failure.rank is None, failure.time)
 

@@ -33,6 +33,10 @@ class NodePool:
         nodes = [node for node in self.nodes if node not in self.left_out]
         return sorted(nodes, key=lambda node: node in self.suspected)
 
+    def has_enough(self) -> bool:
+        """Returns whether the nodes that are left can train, however the global batch is shared."""
+        return bool(self.choose(lambda nodes: True))
+
     def choose(self, can_share: Callable[[int], bool]) -> List[str]:
         """Returns the nodes that train, in the job's order; [] if there are too few.
 

@@ -7,6 +7,7 @@ import subprocess
 from typing import Any, Dict, List, NamedTuple, Optional
 
 from mamba_fsdp.launch.host import python_for_settings
+from mamba_fsdp.launch.nodes import Batch
 
 MODULE = ["-m", "mamba_fsdp.launch.plan"]
 NEEDS_MORE = 1  # the exit code if the words need packages that this Python lacks
@@ -21,7 +22,7 @@ class Plan(NamedTuple):
     settings: Dict[str, Any]
     paths: List[str]
     replay: List[str]
-    batch: List[int]
+    batch: Batch
 
     def shown_folder(self) -> str:
         """Returns the run folder that a user knows: that of a replay is scratch."""
@@ -68,4 +69,6 @@ def parse_answer(code: int, text: str) -> Answer:
     code = code if code >= 0 else 128 - code
     if code != 0 or not text.strip():
         return Answer(None, code)
-    return Answer(Plan(**json.loads(text)), 0)
+    content = json.loads(text)
+    content["batch"] = Batch(*content["batch"])
+    return Answer(Plan(**content), 0)

@@ -37,7 +37,7 @@ from mamba_fsdp.launch.host import (
 from mamba_fsdp.launch.local_training import KILLED_LAUNCHER, dry_run
 from mamba_fsdp.launch.node_command import launcher_of, on_node
 from mamba_fsdp.launch.node_watch import NodeWatch
-from mamba_fsdp.launch.nodes import Batch, NodePool, can_share
+from mamba_fsdp.launch.nodes import NodePool, can_share
 from mamba_fsdp.launch.plan_reader import MODULE, Plan, parse_answer, read_plan_on_host
 from mamba_fsdp.launch.restart_count import NO_CHECKPOINT, RestartCount
 from mamba_fsdp.launch.start_folder import StartFolder
@@ -55,6 +55,7 @@ SECONDS_BETWEEN_TRIES = 10  # to make data that another job is making
 SECONDS_FOR_STEP = 60  # for Slurm to start a step of the ranks
 
 T = TypeVar("T")
+Training = TypeVar("Training", bound="SlurmTraining")
 
 
 class GiveUp(Exception):
@@ -68,7 +69,7 @@ class GiveUp(Exception):
 
 def train_in_slurm(words: List[str], variables: Variables) -> int:
     """Trains on the nodes of this job. Returns the exit code, unless Slurm queues the job again and ends it."""
-    training = make_training(words, variables)
+    training = make_training(words, variables, SlurmTraining)
     try:
         with training.guarded():
             decision = training.run()
@@ -88,14 +89,12 @@ def train_in_slurm(words: List[str], variables: Variables) -> int:
     return 1
 
 
-def make_training(
-    words: List[str], variables: Variables, kind: "Optional[Type[SlurmTraining]]" = None
-) -> "SlurmTraining":
-    """Returns the training of this job, or another kind of it. Signals are handled from here on. Raises Mistake, or
+def make_training(words: List[str], variables: Variables, kind: Type[Training]) -> Training:
+    """Returns the training of this job, or a check, as `kind` says. Signals are handled from here on. Raises Mistake, or
     SystemExit after a help page or a mistake in the settings."""
     supervisor = Supervisor()
     job = slurm.this_job()
-    training = (kind or SlurmTraining)(words, variables, job, supervisor)
+    training = kind(words, variables, job, supervisor)
     training.listen()
     slurm.check_gpus(job)
     least = max(1, variables.min_nodes)
@@ -119,6 +118,7 @@ def make_training(
 class SlurmTraining:
     """A training under way in a job, on its first node."""
 
+    keeps_record = True  # of lost and sick nodes, in the run folder
     environment: Environment
     watch: NodeWatch
 
@@ -222,8 +222,7 @@ class SlurmTraining:
         def fits(nodes: int) -> bool:
             if not self.plan:
                 return True
-            batch = Batch(*self.plan.batch)
-            return can_share(batch, self.pool.wanted, self.ranks_per_node, nodes)
+            return can_share(self.plan.batch, self.pool.wanted, self.ranks_per_node, nodes)
 
         chosen = self.pool.choose(fits)
         if not chosen:
@@ -276,7 +275,7 @@ class SlurmTraining:
             )
         for node in missing:
             self.leave_out(node, SICK, "the container did not start there; see above")
-        if not self.pool.choose(lambda nodes: True):
+        if not self.pool.has_enough():
             raise GiveUp(
                 "the container did not start on {}; see above. If a node keeps failing: --exclude=NODE".format(
                     ", ".join(missing)
@@ -364,7 +363,7 @@ class SlurmTraining:
             self.leave_out(node, SICK, reason)
         if code != 0 and (code == MISTAKE or not unfit):
             raise GiveUp(code=code)
-        if unfit and not self.pool.choose(lambda nodes: True):
+        if unfit and not self.pool.has_enough():
             again = [node for node in unfit if node in suspected]
             if again:
                 self.blame(again[0])
@@ -419,7 +418,7 @@ class SlurmTraining:
                 if ending.asked or not is_sick or node not in self.training_nodes:
                     return ending
                 self.leave_out(node, SICK, ending.lost)
-                if not self.pool.choose(lambda nodes: True):
+                if not self.pool.has_enough():
                     return ending
 
     def run_ranks(self, plan: Plan, folder: StartFolder, ask: Callable[[], None]) -> int:
@@ -471,9 +470,8 @@ class SlurmTraining:
             text += "; spare: " + " ".join(spares)
         if len(nodes) < wanted:
             os.environ[WANTED_NODES] = str(wanted)
-            batch = Batch(*plan.batch)
-            samples = batch.of_nodes(wanted, self.ranks_per_node)
-            each = samples * batch.ranks_per_sample // (len(nodes) * self.ranks_per_node)
+            samples = plan.batch.of_nodes(wanted, self.ranks_per_node)
+            each = samples * plan.batch.ranks_per_sample // (len(nodes) * self.ranks_per_node)
             text += (
                 f"; {each} samples a rank and step, {samples} together as before, in about {wanted / len(nodes):.2f} times "
                 "as long"
@@ -512,7 +510,7 @@ class SlurmTraining:
         """Leaves a node out from here on, and records it in the run folder."""
         self.pool.left_out[node] = reason
         say(f"{kind:<11}{node}: {reason}")
-        if self.plan and not self.plan.replay:
+        if self.keeps_record and self.plan and not self.plan.replay:
             with contextlib.suppress(OSError):
                 last_seen = last_seen or time.time()
                 add_record(self.plan.run_folder, self.job.name, node, kind, reason, last_seen)
