@@ -9,8 +9,8 @@ from mamba_fsdp.data.sampler import splitmix64
 
 SPANS = 16  # that the whole input has, about
 BYTES_A_TOKEN = 4  # about
-SMALLEST_SPAN = 64  # tokens
-LARGEST_SPAN = 1 << 16
+MIN_SPAN = 64  # tokens
+MAX_SPAN = 1 << 16
 USUAL_SPAN = 1 << 10  # for an input of unknown size
 PART = 1 << 40  # more spans than one part of the work has
 
@@ -34,7 +34,7 @@ class Holdout:
         self.span = USUAL_SPAN
         if size is not None:
             wanted = int(size * fraction) // (BYTES_A_TOKEN * SPANS)
-            self.span = min(max(wanted, SMALLEST_SPAN), LARGEST_SPAN)
+            self.span = min(max(wanted, MIN_SPAN), MAX_SPAN)
         self.stretch = int(self.span / exact(fraction))
         self.part = part
 

@@ -22,8 +22,8 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import exists
 
 # Folders in the standard library's folder that contain other packages.
-NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
-MOST_MISSING = 1000  # names of missing files to collect
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+MAX_MISSING = 1000  # names of missing files to collect
 
 
 @dataclass
@@ -115,7 +115,7 @@ def builtin_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(root.rglob("*.py"), key=Path.as_posix):
-        if NOT_BUILTIN.intersection(path.relative_to(root).parts):
+        if EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts):
             continue
         # Some of Python's own tests are in other encodings, or broken on purpose.
         with contextlib.suppress(UnicodeDecodeError):
@@ -206,7 +206,7 @@ def _choose_split(
 
 def _check_sets(files: list[Path], options: DatasetConfig, left_out: LeftOut) -> None:
     """Raises UserError if a part of a numbered set is missing, unless unreadable files are skipped."""
-    missing = [str(file) for file in itertools.islice(missing_parts(files), MOST_MISSING)]
+    missing = [str(file) for file in itertools.islice(missing_parts(files), MAX_MISSING)]
     if missing and not options.skip_unreadable:
         more = f", like {len(missing) - 1:,} more" if len(missing) > 1 else ""
         raise UserError(

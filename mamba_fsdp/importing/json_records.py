@@ -20,7 +20,7 @@ from mamba_fsdp.importing.text_files import (
 )
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
-MOST_NAMES = 10  # fields in one message
+MAX_NAMES = 10  # fields in one message
 DECODER = json.JSONDecoder()
 VALUE = re.compile(r"[^ \t\n\r]")  # its first character
 
@@ -166,7 +166,7 @@ def without_text(place: str, record: Any, column: str) -> Fault:
 
 
 def _listed(fields: dict[str, Any]) -> str:
-    return ", ".join(list(fields)[:MOST_NAMES])
+    return ", ".join(list(fields)[:MAX_NAMES])
 
 
 def _is_table(value: Any) -> bool:

@@ -245,8 +245,8 @@ DESCRIPTION = re.compile(
     r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|(dataset_infos|index|meta|metadata)\.json",
     re.I,
 )
-MOST_LISTED = 8  # names in a message
-MOST_LOOKED_AT = 10_000  # files of a folder that a message is about
+MAX_LISTED = 8  # names in a message
+MAX_LOOKED_AT = 10_000  # files of a folder that a message is about
 
 
 @dataclass(frozen=True)
@@ -586,7 +586,7 @@ def _input(path: Path, names: set[str]) -> PathInfo | None:
     if _is_dataset(path):
         return None
     left_out = LeftOut()
-    files = itertools.islice(files_below(path, left_out), MOST_LOOKED_AT)
+    files = itertools.islice(files_below(path, left_out), MAX_LOOKED_AT)
     kinds = input_kinds(list(files), left_out)
     is_described_only = all(DESCRIPTION.fullmatch(file.name) for file in kinds)
     if not kinds or is_described_only and left_out[OURS]:
@@ -838,8 +838,8 @@ def _json_fields(file: Path) -> dict[str, Any]:
 
 def _listed(names: Iterable[str]) -> str:
     names = sorted(names)
-    shown = ", ".join(names[-MOST_LISTED:])
-    hidden = len(names) - MOST_LISTED
+    shown = ", ".join(names[-MAX_LISTED:])
+    hidden = len(names) - MAX_LISTED
     return f"{hidden} more, {shown}" if hidden > 0 else shown
 
 

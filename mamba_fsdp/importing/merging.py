@@ -25,7 +25,7 @@ from mamba_fsdp.storage.patience import move
 from mamba_fsdp.storage.typed_json import FileName
 
 LEAST = 32  # tokens of a validation store
-MOST_COMPARED = 1_000_000  # documents
+MAX_COMPARED = 1_000_000  # documents
 DUPLICATES = "exact duplicates"
 EMPTY = "empty documents"
 SKIPPED_FILES = "that can't be read, from the first fault on"
@@ -124,13 +124,13 @@ def _report(left_out: LeftOut, counts: Counter[str], faults: list[str]) -> None:
 
 
 def _count_duplicates(stores: list[TokenStore]) -> int:
-    """Returns how many of the first MOST_COMPARED documents have the same tokens as an earlier one."""
+    """Returns how many of the first MAX_COMPARED documents have the same tokens as an earlier one."""
     seen = set()
     compared = 0
     for path, dtype in (
         (store.path / file.name, store.dtype) for store in stores for file in store.index.files
     ):
-        starts = np.fromfile(f"{path}.doc", "<i8", MOST_COMPARED - compared)
+        starts = np.fromfile(f"{path}.doc", "<i8", MAX_COMPARED - compared)
         tokens = np.memmap(f"{path}.bin", dtype, "r")
         compared += len(starts)
         for start, end in itertools.pairwise([*starts.tolist(), len(tokens)]):

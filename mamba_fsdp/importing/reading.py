@@ -13,7 +13,7 @@ from mamba_fsdp.importing.kinds import CLEAN, reader_of
 from mamba_fsdp.importing.text_files import NulByte, check_head, fault_in, too_long
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
-LONGEST_REASON = 700  # characters
+MAX_REASON = 700  # characters
 SECONDS_OF_CHECKING = 60.0  # to check all files before any is encoded: a GB takes about one
 SKIP = "--skip_unreadable=true leaves such records out"
 TEXTS = ("text", "json", "csv")
@@ -146,7 +146,7 @@ def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document 
         for document in reader(file, options):
             yield _checked(document, options.vocab_size)
     except Exception as error:  # the libraries raise whatever a file runs into
-        reason = getattr(error, "strerror", None) or first_line(error)[:LONGEST_REASON]
+        reason = getattr(error, "strerror", None) or first_line(error)[:MAX_REASON]
         if isinstance(error, (NulByte, UnicodeDecodeError)):
             reason = fault_in(file.name, options.encoding)
         raise _unreadable(file, reason) from error
@@ -172,7 +172,7 @@ def check_content(files: list[InputFile], encoding: str) -> None:
             if file.kind in TEXTS and not is_compressed:
                 reason = fault_in(file.name, encoding, deadline)
         except Exception as error:
-            reason = first_line(error)[:LONGEST_REASON]
+            reason = first_line(error)[:MAX_REASON]
         if reason:
             raise _unreadable(file, reason)
         if time.monotonic() > deadline:

@@ -16,6 +16,7 @@ from mamba_fsdp.importing.kinds import (
     unexpected_data_error,
     unexpected_model_error,
 )
+from tests.support.corpora import write_files
 
 MODEL = '{"model_type": "mamba"}'
 RUN = {"runs/a/status.json": "{}", "runs/a/config.yaml": "", "runs/a/metrics.jsonl": ""}
@@ -107,10 +108,7 @@ ACCEPTED = "input saved json ids nothing other settings part pruned".split()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("places")
-    for name, content in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
+    folder = write_files(tmp_path_factory.mktemp("places"), FILES)
     (folder / "empty").mkdir()
     (folder / "link").symlink_to("runs/a")
     np.save(folder / "ids.npy", np.arange(9))

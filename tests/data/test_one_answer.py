@@ -15,7 +15,7 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import inspect
 from tests.conftest import PROJECT
 from tests.data import test_kinds, test_refused_inputs
-from tests.support.corpora import read_input
+from tests.support.corpora import read_input, write_files
 
 CASES = PROJECT.parent / "shared/cases"
 BROKEN = b"word \xff" * 9
@@ -38,11 +38,7 @@ PLACES += sorted(str(path) for path in CASES.rglob("*"))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("answers")
-    for name, content in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
+    return write_files(tmp_path_factory.mktemp("answers"), FILES)
 
 
 @pytest.mark.parametrize("place", PLACES)

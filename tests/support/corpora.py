@@ -93,3 +93,12 @@ def content(folder):
         for path in sorted(Path(folder).rglob("*"))
         if path.is_file() and path.parent != Path(folder)
     }
+
+
+def write_files(folder, files):
+    """Writes {name below the folder: its text or bytes}. Returns the folder."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
