@@ -8,9 +8,12 @@ import subprocess
 import threading
 import time
 from types import FrameType
-from typing import Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, TypeVar
+
+T = TypeVar("T")
 
 SECONDS_BETWEEN_TRIES = 2.0
+MAX_SECONDS_DEAF = 1.0  # to a signal that has not interrupted a system call
 SECONDS_FOR_STORAGE = 10.0  # that a request which can't be written may hold up the end
 
 
@@ -83,7 +86,7 @@ class Supervisor:
         stderr = subprocess.STDOUT if with_errors else None
         child = self._start(command, self.terminate, stdout=subprocess.PIPE, stderr=stderr)
         with self._waiting():
-            output, _ = child.communicate()
+            output, _ = heeding_signals(child.communicate)
         self._end_of_child()
         self.check_asked()
         return output
@@ -121,7 +124,7 @@ class Supervisor:
     def _end_of_child(self) -> int:
         assert self.child
         with self._waiting():
-            code = self.child.wait()
+            code = heeding_signals(self.child.wait)
         self.child = None
         self.last_code = code if code >= 0 else 128 - code
         if self.has_lost_node:
@@ -161,6 +164,19 @@ class Supervisor:
         self.is_too_late = True
         if self.waits:
             raise TooLate
+
+
+def heeding_signals(wait: Callable[..., T]) -> T:
+    """Returns the result of `wait(timeout=...)`, which it calls until that does not raise TimeoutExpired.
+
+    Python calls a signal's handler between two bytecodes. A signal that reaches another thread, or this one just before
+    it enters a system call, does not interrupt the call: its handler would wait until the child has ended.
+    """
+    while True:
+        try:
+            return wait(timeout=MAX_SECONDS_DEAF)
+        except subprocess.TimeoutExpired:
+            pass
 
 
 def processes_below(pid: int) -> List[int]:

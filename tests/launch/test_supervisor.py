@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -48,6 +49,22 @@ def test_a_request_ends_a_command_that_is_no_training_at_once(supervisor):
     assert supervisor.asked == "USR1" and supervisor.last_code == 143
     with pytest.raises(StopAsked):
         supervisor.output_of(["true"])
+
+
+@pytest.mark.parametrize("method", ["run", "output_of"])
+def test_a_signal_that_does_not_interrupt_the_wait_is_heeded(supervisor, method):
+    """As one that comes just before the system call that waits: here another thread takes it."""
+
+    def take_signal():
+        wait_until(lambda: supervisor.child)
+        time.sleep(0.3)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=take_signal)
+    thread.start()
+    with pytest.raises(StopAsked):
+        getattr(supervisor, method)(SLEEPS)
+    thread.join()
 
 
 def test_a_request_while_nothing_runs_is_not_lost(supervisor):
