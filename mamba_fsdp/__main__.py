@@ -11,10 +11,11 @@ from mamba_fsdp import interpreter
 interpreter.need("fire", "numpy", "torch", "yaml")
 
 from mamba_fsdp import command_line
-from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings import other_launchers
 from mamba_fsdp.settings.help import Page, asked_for, meanings_in
 from mamba_fsdp.settings.train_config import SECTIONS
+from mamba_fsdp.text import suggest_name
 
 VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; import's is import_
     "tokenize": "text in, token stores out: what training reads",
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def refuse(verb: str) -> NoReturn:
-    hint = near_name(verb, VERBS, f"choose one of {', '.join(VERBS)}", elsewhere=ELSEWHERE)
+    hint = suggest_name(verb, VERBS, f"choose one of {', '.join(VERBS)}", elsewhere=ELSEWHERE)
     raise UserError(f"there is no verb {verb!r}; {hint}")
 
 

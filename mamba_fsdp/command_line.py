@@ -15,10 +15,12 @@ from keyword import iskeyword
 from typing import Any, NoReturn
 
 import mamba_fsdp
-from mamba_fsdp.errors import StorageError, UserError, leave_for_torchrun, near_name, one_line
+from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.fields import default, does_nothing, has_effect, read_field, shown
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.settings.help import Page, asked_for, meanings_in
+from mamba_fsdp.text import escape_unprintable, suggest_name
+from mamba_fsdp.this_process import write_torchrun_error
 
 MOST_OF_A_LINE = 2000  # characters of an error, which may quote what a file holds
 
@@ -69,12 +71,12 @@ def mistakes_in_a_line() -> Iterator[None]:
         if error.errno == errno.ENOSPC:  # such as that of the output
             drop_output()
             _fail(StorageError(f"can't write {error.filename or 'any more'}: {error.strerror}"))
-        leave_for_torchrun(error)
+        write_torchrun_error(error)
         raise
     except UserError as error:
         _fail(error)
     except Exception as error:
-        leave_for_torchrun(error)
+        write_torchrun_error(error)
         if "CUDA error" in str(error):  # at its usual end PyTorch would use the lost GPU, and abort
             traceback.print_exc()
             sys.stdout.flush()
@@ -89,9 +91,9 @@ def drop_output() -> None:
 
 def _fail(error: UserError) -> NoReturn:
     """Ends the process with the error as one line."""
-    leave_for_torchrun(error)
+    write_torchrun_error(error)
     mistakes = f"error: {error}".split("\n  ")  # see settings.resolve.check_none
-    lines = [one_line(mistake)[:MOST_OF_A_LINE] for mistake in mistakes]
+    lines = [escape_unprintable(mistake)[:MOST_OF_A_LINE] for mistake in mistakes]
     print("\n  ".join(lines), file=sys.stderr)
     raise SystemExit(error.exit_code) from None
 
@@ -172,7 +174,7 @@ def refuse_unknown(
     for name in named:
         is_known = name in signature.parameters
         if not is_known and (name in elsewhere or not takes_any):
-            hint = near_name(name, known_names, see, dashes, elsewhere)
+            hint = suggest_name(name, known_names, see, dashes, elsewhere)
             raise UserError(f"{dashes}{name}: there is no such option; {hint}")
 
 

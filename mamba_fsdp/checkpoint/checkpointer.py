@@ -28,7 +28,7 @@ from mamba_fsdp.checkpoint.folder import is_model, stored_name
 from mamba_fsdp.checkpoint.ranges import find_ranges, pack, part_to_write
 from mamba_fsdp.checkpoint.restore import Found, WholeCheckpoint, find_checkpoint, load
 from mamba_fsdp.checkpoint.retention import Retention
-from mamba_fsdp.errors import UserError, first_line, joined
+from mamba_fsdp.errors import UserError, first_line, merge_errors
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.run.layout import rank_file, step_name
@@ -36,8 +36,9 @@ from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
 from mamba_fsdp.run.records import add_event
 from mamba_fsdp.storage.formats import CHECKPOINT
-from mamba_fsdp.storage.patience import delete, retry_io, sync_folder, this_rank, write_atomically
+from mamba_fsdp.storage.patience import delete, retry_io, sync_folder, write_atomically
 from mamba_fsdp.storage.typed_json import FileName, write_object
+from mamba_fsdp.this_process import rank_and_host
 
 ALIGNMENT = 64  # of a tensor in host memory, in bytes
 
@@ -300,7 +301,7 @@ class Checkpointer:
 
         checksum, error = attempt(retry_io, write, path)
         if error:
-            error = type(error)(f"{this_rank()}: {error}")
+            error = type(error)(f"{rank_and_host()}: {error}")
         return RankFile(packed, FileName(path.name), checksum, error)
 
     # The methods below run on rank 0 only.
@@ -317,7 +318,7 @@ class Checkpointer:
         try:
             errors = [file.error for file in files if file.error]
             if errors:
-                raise joined(
+                raise merge_errors(
                     errors,
                     f"the checkpoint of step {save.step} could not be saved in {self.folder}: ",
                 )
@@ -328,8 +329,7 @@ class Checkpointer:
             delete(save.folder)
         seconds = round(time.monotonic() - save.began, 3)
         run = self.folder.parent
-        facts = {"bytes": size, "seconds": seconds}
-        add_event(run, "checkpoint", save.step, self.lease.write, **facts)
+        add_event(run, "checkpoint", save.step, self.lease.write, bytes=size, seconds=seconds)
         return path
 
     def _complete(self, save: Save, files: Sequence[RankFile]) -> int:

@@ -14,17 +14,17 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from xxhash import xxh3_64
 
 from mamba_fsdp.checkpoint.contents import BAD_CONTENT, Checksum, FileChecksum
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
-from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import from_json, parse_object
+from mamba_fsdp.this_process import progress
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written at a time
@@ -42,7 +42,13 @@ class HeaderEntry:
 
     dtype: str
     shape: list[int]
-    data_offsets: list[int]  # of its first byte and the one after its last, from the header's end
+    data_offsets: list[int]  # [first byte, byte after the last], counted from the end of the header
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, position: int) -> "HeaderEntry":
+        """Returns the entry of a tensor whose data begins `position` bytes after the header."""
+        offsets = [position, position + tensor.nbytes]
+        return cls(DTYPE_NAMES[tensor.dtype], list(tensor.shape), offsets)
 
 
 @dataclass(frozen=True)
@@ -92,11 +98,18 @@ def _header(pieces: Sequence[NamedPiece]) -> bytes:
     entries = {}
     position = 0
     for name, start, tensor in pieces:
-        end = position + tensor.nbytes
-        entry = HeaderEntry(DTYPE_NAMES[tensor.dtype], [tensor.numel()], [position, end])
-        entries[f"{name}@{start}"] = asdict(entry)
-        position = end
-    text = json.dumps(entries).encode()
+        entries[f"{name}@{start}"] = asdict(HeaderEntry.of(tensor, position))
+        position += tensor.nbytes
+    return encode_header(entries)
+
+
+def encode_header(entries: Mapping[str, Any], size: int = 0) -> bytes:
+    """Returns the beginning of a safetensors file: the length of the header, then the header as JSON.
+
+    entries: {name: HeaderEntry as a dict}. The header is padded with spaces to a multiple of 8 bytes, and to at least
+    `size` bytes.
+    """
+    text = json.dumps(entries).encode().ljust(size)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -125,7 +138,7 @@ class _CheckedFile:
         self.file.write(block)
         self._forget(self.size, self.size + len(block))  # makes the kernel begin to write it
         self.size += len(block)
-        heart.beat()
+        progress.touch()
         if self.size - self.flushed >= FLUSH:
             self._begin_check()
 
@@ -148,20 +161,16 @@ class _CheckedFile:
 
     def _flush_and_read(self, start: int, stop: int) -> None:
         if self.from_disk:
-            _flush(self.file)
+            os.fsync(self.file.fileno())
             self._forget(start, stop)
         _hash_bytes(self.back, self.read, stop - start)
         if not self.from_disk:
-            _flush(self.file)
+            os.fsync(self.file.fileno())
 
     def _forget(self, start: int, stop: int) -> None:
         """Tells the kernel, if it has such a call, that it may drop this part of the file from its cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
-
-
-def _flush(file: IO[bytes]) -> None:
-    os.fsync(file.fileno())
 
 
 Filled = dict[str, list[tuple[int, int]]]  # name -> [(first element, the one after the last)]
@@ -221,7 +230,7 @@ def _hash_bytes(file: FileIO, digest: xxh3_64, limit: int) -> None:
     while count := file.readinto(block[:limit]):
         digest.update(block[:count])
         limit -= count
-        heart.beat()
+        progress.touch()
 
 
 def _hash_into(file: FileIO, digest: xxh3_64, target: torch.Tensor, dtype: torch.dtype) -> None:
@@ -257,5 +266,5 @@ def read_exactly(file: FileIO, buffer: Any) -> Any:
         if not count:
             raise EOFError
         rest = rest[count:]
-        heart.beat()
+        progress.touch()
     return buffer

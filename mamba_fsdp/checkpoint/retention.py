@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mamba_fsdp.errors import LostError, UserError, with_unit
+from mamba_fsdp.errors import LeaseLostError, UserError
 from mamba_fsdp.run.layout import committed, step_of
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import KEPT
 from mamba_fsdp.storage.patience import exists, retry_io, size_of, sync_folder
+from mamba_fsdp.text import format_quantity
 
 CHECKPOINTS_TO_COME = "the checkpoints to come"
 
@@ -41,7 +42,7 @@ def check_room(
     if free < count * needed and usage.total:  # 0: the file system does not say
         fewer = " lower keep_checkpoints," if count > 1 else ""
         raise UserError(
-            f"{folder} has only {with_unit(free, 'B')} free, but {what} need {count} x {with_unit(needed, 'B')}; "
+            f"{folder} has only {format_quantity(free, 'B')} free, but {what} need {count} x {format_quantity(needed, 'B')}; "
             f"make room,{fewer} or choose another folder"
         )
 
@@ -63,7 +64,7 @@ class Retention:
 
     def place(self, whole: Path) -> Path:
         """Moves a durable checkpoint from the own folder to where it counts, removes old ones, and returns its path.
-        Raises LostError, and OSError."""
+        Raises LeaseLostError, and OSError."""
         final = self.folder / whole.name
         if self._is_to_stay(final):
             retry_io((whole / KEPT).touch, whole / KEPT)
@@ -103,13 +104,13 @@ class Retention:
 
     def prune(self, keep: int, what: str = "") -> None:
         """Removes all whole checkpoints but the newest `keep` and the ones that are never removed, to make room for
-        `what`. Warns if the disk refuses; raises LostError."""
+        `what`. Warns if the disk refuses; raises LeaseLostError."""
         try:
             for path in removable(self._whole(), keep):
                 if what:
                     self.report(f"checkpoint {path.name} is removed to make room for {what}")
                 self.lease.remove(path)
-        except LostError:
+        except LeaseLostError:
             raise
         except (OSError, UserError) as error:
             reason = getattr(error, "strerror", error)

@@ -9,8 +9,9 @@ import threading
 from pathlib import Path
 from urllib.request import getproxies
 
-from mamba_fsdp.errors import UserError, near_path
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.kinds import input_kind
+from mamba_fsdp.text import suggest_path
 
 HUB = ("huggingface.co", 443)
 HUB_SECONDS = 5.0  # to wait for an answer
@@ -24,7 +25,7 @@ def prepare_hub(name: str) -> None:
     that are imported later use only their cache. Raises UserError for a name that looks like a path.
     """
     name = os.path.expanduser(name)
-    hint = near_path(Path(name))
+    hint = suggest_path(Path(name))
     if not name or name.startswith((".", "/")) or name.count("/") > 1 or input_kind(Path(name)):
         raise UserError(f"{name}: there is no such file or folder{hint}")
     message = f"asking the Hugging Face Hub for {name}: no file or folder has this name here{hint}"

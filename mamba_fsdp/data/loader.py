@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source, Tokens
-from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.config import rounded_up
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.run.names import WANTED_NODES
 from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
+from mamba_fsdp.text import format_count
 
 Sample = tuple[str, int | None]  # (source name, window); None pads a batch
 
@@ -44,10 +45,10 @@ class Batch(NamedTuple):
     def total_weight(self) -> float:
         """Returns the sum of the weights of the labels that count; a sum of losses divided by it is
         their mean."""
-        counted = self.labels != IGNORED_LABEL
+        is_counted = self.labels != IGNORED_LABEL
         if self.weights is None:
-            return float(counted.sum())
-        return float((self.weights.double() * counted).sum())
+            return float(is_counted.sum())
+        return float((self.weights.double() * is_counted).sum())
 
     def to(self, device: torch.device) -> "Batch":
         return self._with_each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -255,7 +256,7 @@ def evaluation_batches(
     the rows that pad the last ones."""
     if source.token_count < 2:
         raise UserError(
-            f"source {name!r} has {counted(source.token_count, 'token')}: nothing to evaluate"
+            f"source {name!r} has {format_count(source.token_count, 'token')}: nothing to evaluate"
         )
     windows = evaluation_windows(source.token_count, data.seq_length, stride, limit).tolist()
     size = batch_shape.batch_size

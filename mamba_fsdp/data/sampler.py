@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.text import format_count
 
 # Windows move in blocks of about a million tokens (2 to 4 MB), the size from which Lustre and disks
 # read at full rate. Then they are shuffled within groups of 64 blocks: a group (up to 256 MB) stays
@@ -56,7 +57,7 @@ class Sampler:
         for name, source in sources.items():
             if source.token_count <= seq_length:
                 raise UserError(
-                    f"source {name!r} has {counted(source.token_count, 'token')}, but one window of seq_length "
+                    f"source {name!r} has {format_count(source.token_count, 'token')}, but one window of seq_length "
                     f"{seq_length} needs {seq_length + 1}; give more data or a smaller seq_length"
                 )
         token_counts = np.array([sources[name].token_count for name in self.names])

@@ -15,9 +15,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from mamba_fsdp.data.hub import prepare_hub
-from mamba_fsdp.errors import UserError, first_line, import_command
+from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.fields import whole_number
-from mamba_fsdp.importing.kinds import WANTED_TOKENIZER, check_tokenizer_path
+from mamba_fsdp.importing.kinds import WANTED_TOKENIZER, check_tokenizer_path, import_command
 from mamba_fsdp.storage.patience import (
     exists,
     is_file,

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mamba_fsdp.data.hub import prepare_hub
-from mamba_fsdp.errors import UserError, counted, first_line, near_path
+from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.importing.kinds import LeftOut, files_below, input_kinds, unexpected_path_error
 from mamba_fsdp.importing.splits import missing_parts, named_split, splits_of
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.text import format_count, suggest_path
 
 # Folders in the standard library's folder that contain other packages.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
@@ -158,7 +159,7 @@ def _hub_splits(name: str, options: DatasetConfig) -> list[InputFile]:
         splits = datasets.get_dataset_split_names(name, options.config or None)
     except Exception as error:  # the name, split or config is unknown, there is no network, ...
         raise UserError(
-            f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)}){near_path(Path(name))}"
+            f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)}){suggest_path(Path(name))}"
         ) from error
     return [InputFile(name, "hub", split) for split in splits]
 
@@ -191,12 +192,12 @@ def _choose_split(
     if others:
         left_out["of other splits"] += [file.name for file in files if file.split in others]
         print(
-            f"{wanted} is read; {len(files) - len(kept):,} of {counted(len(files), 'file')} are of other splits by their "
+            f"{wanted} is read; {len(files) - len(kept):,} of {format_count(len(files), 'file')} are of other splits by their "
             f"names ({', '.join(others[:4])}); --split=all reads them too"
         )
     elif options.splits == "held_out":
         print(
-            f"training reads all of {counted(len(files), 'file')}: no name differs from one with train in that word alone; "
+            f"training reads all of {format_count(len(files), 'file')}: no name differs from one with train in that word alone; "
             f"{options.validation_fraction:.3g} of the tokens validate"
         )
     if len(files) > 1:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mamba_fsdp.errors import UserError, command, import_command, near_path
+from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.importing.compression import HEAD, unpacked_head, without_ending
 from mamba_fsdp.run.layout import committed
 from mamba_fsdp.run.names import (
@@ -39,6 +39,7 @@ from mamba_fsdp.storage.formats import DATASET as DATASET_FORMAT
 from mamba_fsdp.storage.formats import TOKEN_STORE
 from mamba_fsdp.storage.patience import exists, is_file, is_folder, names_in, retry_io
 from mamba_fsdp.storage.typed_json import FileName, read_object
+from mamba_fsdp.text import suggest_path
 
 # ---------------------------------------------------------------- the table
 
@@ -652,7 +653,7 @@ def _classify_missing(path: Path) -> PathInfo:
         title = f"there is no such checkpoint; its run has {_listed(kept)}"
         use = f"name one of them, or the run, for the newest: {path.parent.parent}"
         return PathInfo(path, "pruned", title, use, tuple(kept))
-    hint = near_path(path).removeprefix("; ")
+    hint = suggest_path(path).removeprefix("; ")
     return PathInfo(path, "nothing", "there is no such file or folder", hint)
 
 
@@ -845,3 +846,8 @@ def _listed(names: Iterable[str]) -> str:
 
 def _raise_unreadable(error: OSError) -> NoReturn:
     raise UserError(f"{error.filename}: can't be read ({error.strerror})") from error
+
+
+def import_command(source: str | Path, out: str = "OUT") -> str:
+    """Returns the command that imports `source` into the token store `out`."""
+    return f"{command('tokenize')} {shlex.quote(str(source))} {out}"

@@ -27,7 +27,7 @@ import numpy as np
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
-from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import default, shown
 from mamba_fsdp.importing.holding_out import Holdout
 from mamba_fsdp.importing.inputs import Document, InputFile, describe, find_files, is_local
@@ -65,6 +65,7 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import exists
 from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import write_object
+from mamba_fsdp.text import format_count
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
 BATCHES_AHEAD = 2  # one is encoded while the one before becomes an array
@@ -392,7 +393,7 @@ def _advise_on_blocks(batch: DocumentBatch) -> None:
     is_text = any(isinstance(document.content, str) for document in batch.documents)
     if len(batch.documents) > 1 and len(lengths) == 1 and not is_text:
         print(
-            f"every row has {counted(lengths.pop(), 'token')}, like blocks of one long text: --pack=none lays those end to end, "
+            f"every row has {format_count(lengths.pop(), 'token')}, like blocks of one long text: --pack=none lays those end to end, "
             "without an eos between"
         )
 

@@ -16,13 +16,14 @@ import numpy as np
 
 from mamba_fsdp.data.store import StoreFile, StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import TextTokenizer
-from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.kinds import CLEAN, DATASET, LeftOut
 from mamba_fsdp.importing.progress import PartState, write_settings
 from mamba_fsdp.importing.reading import LINE_ENDS, MARKS, SKIPPED
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import move
 from mamba_fsdp.storage.typed_json import FileName
+from mamba_fsdp.text import format_count
 
 LEAST = 32  # tokens of a validation store
 MAX_COMPARED = 1_000_000  # documents
@@ -83,7 +84,7 @@ def merge(
         least = min(wanted, tokens["validation"])
     if least < LEAST or not tokens.get("train"):
         raise UserError(
-            f"{counted(sum(tokens.values()), 'token')} are too few to hold {options.validation_fraction:.3g} of them out "
+            f"{format_count(sum(tokens.values()), 'token')} are too few to hold {options.validation_fraction:.3g} of them out "
             "for validation; give --overwrite --validation_fraction=0"
         )
     stores = []
@@ -97,7 +98,7 @@ def merge(
         store = writer_of(path, tokenizer, options, WriterState(entries)).finish()
         stores.append(store)
         print(
-            f"{path}: {counted(store.token_count, 'token')} in {counted(store.document_count, 'document')}"
+            f"{path}: {format_count(store.token_count, 'token')} in {format_count(store.document_count, 'document')}"
         )
     if options.pack == "document":
         counts[DUPLICATES] = _count_duplicates(stores)

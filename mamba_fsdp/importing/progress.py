@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.data.store import WriterState
-from mamba_fsdp.errors import UserError, with_unit
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import shown
 from mamba_fsdp.importing.inputs import InputFile
 from mamba_fsdp.importing.reading import BEGINNING, Position
 from mamba_fsdp.storage.formats import DATASET
 from mamba_fsdp.storage.typed_json import read_object, write_object
+from mamba_fsdp.text import format_quantity
 
 STATE = "state.json"  # of a part
 START_AGAIN = "start again with --overwrite, or remove it by hand"
@@ -59,7 +60,7 @@ class Pace:
         if self.first is None:
             self.first = moment, read
         began, read_before = self.first
-        text = f", {read / total:.0%} of {with_unit(total, 'B')}"
+        text = f", {read / total:.0%} of {format_quantity(total, 'B')}"
         if read > read_before:
             seconds = (total - read) * (moment - began) / (read - read_before)
             text += f", left {datetime.timedelta(seconds=round(seconds))}"

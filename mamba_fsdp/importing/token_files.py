@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from mamba_fsdp.errors import counted, first_line
+from mamba_fsdp.errors import first_line
 from mamba_fsdp.importing.compression import HEAD
 from mamba_fsdp.importing.inputs import Document, InputFile
 from mamba_fsdp.importing.kinds import INDEX, contradicts, kind_of_bytes
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.text import format_count
 
 WINDOW = 1 << 20  # tokens of a mapped file read at a time
 HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
@@ -47,7 +48,7 @@ def _mapped(path: str | Path, dtype: Any, count: int, source: str) -> np.ndarray
     size = Path(path).stat().st_size
     if size != count * dtype.itemsize or not count:
         raise ValueError(
-            f"{size} bytes, but {source} says {counted(count, 'token')} of {counted(dtype.itemsize, 'byte')}; copy "
+            f"{size} bytes, but {source} says {format_count(count, 'token')} of {format_count(dtype.itemsize, 'byte')}; copy "
             "again what is cut short, or belongs to another file"
         )
     return np.memmap(path, dtype, "r")

@@ -14,7 +14,7 @@ from mamba_fsdp.run.layout import committed, step_of
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, KEPT
 from mamba_fsdp.run.records import LARGEST, Log, read, read_status
-from mamba_fsdp.storage.formats import timestamp
+from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.patience import exists, make_folder, storage_error
 
 SECONDS_BETWEEN_LOOKS = 10.0
@@ -62,7 +62,7 @@ def follow(
                         raise
                     missed.add(checkpoint)  # the run has removed it meanwhile
                     continue
-                log.write({"step": step, "time": timestamp(), "way": way, "evaluated": numbers})
+                log.write({"step": step, "time": utc_timestamp(), "way": way, "evaluated": numbers})
                 log.sync()
                 listed = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items())
                 console.line(f"step {step}: {listed}")

@@ -19,10 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from mamba_fsdp.data.tokenizer import load_for_transformers
-from mamba_fsdp.errors import UserError, first_line, near_name
+from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.inference.decoding import generate
 from mamba_fsdp.inference.loading import inference_world, load
 from mamba_fsdp.storage.patience import is_folder
+from mamba_fsdp.text import suggest_name
 
 TAIL = 64  # newest tokens of an answer, in which the texts that end it are searched
 
@@ -193,7 +194,7 @@ def find_tasks(names: list[str], include_path: str) -> TaskManager:
         manager = TaskManager(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
-            hint = near_name(name, manager.all_tasks, "lm_eval ls tasks lists lm-eval's own")
+            hint = suggest_name(name, manager.all_tasks, "lm_eval ls tasks lists lm-eval's own")
             raise UserError(
                 f"--tasks={name}: neither lm-eval nor a file in --include_path that it can read has it; {hint}"
             )

@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
 from mamba_fsdp.interop.silent_attention import with_silent_attention
 from mamba_fsdp.model.config import Layer, ModelConfig
@@ -29,6 +29,7 @@ from mamba_fsdp.model.spec import (
     multipliers_of,
     parameters,
 )
+from mamba_fsdp.text import format_count
 
 INDICES = "attn_layer_indices"
 LETTERS = "hybrid_override_pattern"
@@ -146,7 +147,7 @@ class Architecture:
         if values["n_layer"] not in (None, len(mixers)):
             fields.refuse(
                 "num_hidden_layers",
-                f"is {values['n_layer']}, with {counted(len(mixers), 'layer')}",
+                f"is {values['n_layer']}, with {format_count(len(mixers), 'layer')}",
             )
         values["n_layer"] = len(mixers)
         values["layers"] = pattern([Layer(mixer, has_mlp) for mixer in mixers])

@@ -14,7 +14,6 @@ from torch import Tensor
 from mamba_fsdp.checkpoint.contents import BAD_CONTENT
 from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError, python
-from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.interop.fms_files import stored_names
 from mamba_fsdp.interop.safetensors_files import map_tensors, write_safetensors
 from mamba_fsdp.storage.patience import (
@@ -26,6 +25,7 @@ from mamba_fsdp.storage.patience import (
     storage_error,
     write_durably,
 )
+from mamba_fsdp.this_process import progress
 
 # The command for a user who trusts a file that may hold code. It runs that code.
 CONVERSION = (
@@ -151,7 +151,7 @@ class _BeatingFile:
         self.flush = file.flush
 
     def write(self, data: Any) -> int:
-        heart.beat()
+        progress.touch()
         return self.file.write(data)
 
 

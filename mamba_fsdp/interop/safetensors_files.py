@@ -2,9 +2,8 @@
 read) in several with an index.
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,10 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mamba_fsdp.checkpoint.files import DTYPE_NAMES
+from mamba_fsdp.checkpoint.files import HeaderEntry, encode_header
 from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.interop.fms_files import stored_names
 from mamba_fsdp.storage.patience import (
     as_os_error,
@@ -27,6 +25,7 @@ from mamba_fsdp.storage.patience import (
     write_durably,
 )
 from mamba_fsdp.storage.typed_json import FileName, read_object
+from mamba_fsdp.this_process import progress
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -111,15 +110,10 @@ def write_safetensors(
         file.seek(8 + room)
         for name, tensor in zip(names, tensors()):
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-            end = position + tensor.nbytes
-            header[name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [position, end],
-            }
-            position = end
-            heart.beat()
+            header[name] = asdict(HeaderEntry.of(tensor, position))
+            position += tensor.nbytes
+            progress.touch()
         file.seek(0)
-        file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
+        file.write(encode_header(header, room))
 
     write_durably(path, write)

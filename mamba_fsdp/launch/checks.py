@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from mamba_fsdp.errors import UserError, counted, first_line, is_checkout
+from mamba_fsdp.errors import UserError, first_line, is_checkout
 from mamba_fsdp.launch import machine
+from mamba_fsdp.text import format_count
 
 PACKAGES = "torch transformers tokenizers datasets numpy safetensors fire PyYAML tensorboard"
 OPTIONAL = ("triton", "causal-conv1d", "mamba-ssm")
@@ -86,13 +87,13 @@ def find_gpus() -> str:
     if assigned > len(shown):
         node = machine.node_name()
         raise UserError(
-            f"Slurm assigned {counted(assigned, 'GPU')}, but the driver shows {len(shown)}; look at `nvidia-smi` there and "
+            f"Slurm assigned {format_count(assigned, 'GPU')}, but the driver shows {len(shown)}; look at `nvidia-smi` there and "
             f"take the node out: scontrol update nodename={node} state=drain reason=gpu; "
             "with an image and the same on all nodes, see docs/image.md"
         )
     if not assigned:
         raise Absent("0 GPUs")
-    return f"{counted(assigned, 'GPU')} {', '.join(sorted(set(shown[:assigned])))}"
+    return f"{format_count(assigned, 'GPU')} {', '.join(sorted(set(shown[:assigned])))}"
 
 
 def find_torch_gpus() -> str:

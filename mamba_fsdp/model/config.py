@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Needs, condition, has_effect, named_numbers, setting, takes
 from mamba_fsdp.model import spec
+from mamba_fsdp.text import suggest_name
 
 
 def layer_with(*mixers: str) -> Needs:
@@ -255,7 +256,7 @@ class ModelConfig:
         multipliers = spec.multipliers_of(self)
         for name in named_numbers("multipliers", self.multipliers):
             if name not in multipliers:
-                hint = near_name(name, multipliers, f"it has {', '.join(multipliers)}")
+                hint = suggest_name(name, multipliers, f"it has {', '.join(multipliers)}")
                 raise UserError(f"multipliers: there is no {name!r} in this model; {hint}")
 
 

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import read_field
 from mamba_fsdp.model.config import FIELDS, ModelConfig
 from mamba_fsdp.storage.text_yaml import load_yaml
+from mamba_fsdp.text import suggest_name
 
 
 def read_table(file: Path, leaves: Mapping[str, dataclasses.Field]) -> dict[str, dict[str, Any]]:
@@ -41,7 +42,7 @@ def preset(name: str, where: str = "") -> dict[str, Any]:
     """
     spelled = SPELLINGS.get(plain(name))
     if spelled is None:
-        hint = near_name(name, PRESETS, f"choose one of {', '.join(PRESETS)}")
+        hint = suggest_name(name, PRESETS, f"choose one of {', '.join(PRESETS)}")
         raise UserError(f"model_name={name}: there is no such preset{where}; {hint}")
     return {"model_name": spelled, **PRESETS[spelled]}
 

@@ -16,7 +16,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from mamba_fsdp.errors import UserError, first_line, near_name
+from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.text import suggest_name
 
 BACKENDS = {  # the type of device for each backend
     "triton": "cuda",  # our Triton kernels, compiled on first use
@@ -116,7 +117,7 @@ def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
 
 def _check_name(name: str, names: Collection[str], setting: str, what: str) -> None:
     if name not in names:
-        hint = near_name(name, names, f"choose one of {', '.join(names)}")
+        hint = suggest_name(name, names, f"choose one of {', '.join(names)}")
         raise UserError(f"kernels={setting}: there is no {what} {name!r}; {hint}")
 
 

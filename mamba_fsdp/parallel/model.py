@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.this_process import progress
 
 
 @dataclass
@@ -41,7 +41,7 @@ def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch
     for shard in shards:
         if shard.data.numel():
             shard.data.copy_(part_of(shard.name, shard.start, shard.start + shard.data.numel()))
-            heart.beat()
+            progress.touch()
 
 
 @dataclass(frozen=True)

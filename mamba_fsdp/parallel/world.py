@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from mamba_fsdp.conventions import is_torch_2_2
-from mamba_fsdp.errors import Accident, UserError, first_line, joined
-from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.errors import TransientError, UserError, first_line, merge_errors
 from mamba_fsdp.storage.patience import storage_error
 from mamba_fsdp.storage.threads import in_thread
+from mamba_fsdp.this_process import progress
 
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
@@ -147,7 +147,7 @@ class World:
         """Returns the Future of `work(*inputs)`, which runs in a thread."""
 
         def run() -> T:
-            heart.beat()  # time before the work began does not count against it
+            progress.touch()  # time before the work began does not count against it
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # each thread has its own current device
             return work(*inputs)
@@ -167,12 +167,12 @@ class World:
         beats_before = -1.0
         pause = 0.001
         while True:
-            mine = [float(not outcome.done()), float(heart.work)]
+            mine = [float(not outcome.done()), float(progress.count)]
             working, beats = self.all_reduce_sum(mine)
             if not working:
                 return outcome.result()
             if beats != beats_before:
-                heart.another_beats()
+                progress.touch_for_peer()
             beats_before = beats
             # The last rank to end does not wait: the others take part in the sum already.
             wait([outcome], timeout=pause)
@@ -205,7 +205,7 @@ class World:
         result, failure = self.run_local(try_work)
         failures = self.gather_unique(failure)
         if failures:
-            raise joined(failures)
+            raise merge_errors(failures)
         return result
 
     def barrier(self) -> None:
@@ -225,14 +225,14 @@ class World:
             dist.destroy_process_group()
 
 
-def lost_rank(error: BaseException, rank: int) -> Accident | None:
-    """Returns the Accident of a rank whose exchange with another failed because that one has ended or can't be reached;
+def lost_rank(error: BaseException, rank: int) -> TransientError | None:
+    """Returns the TransientError of a rank whose exchange with another failed because that one has ended or can't be reached;
     None for any other error."""
     is_of_exchange = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
     if not is_of_exchange or not OF_A_LOSS.search(str(error)):
         return None
     reason = re.sub(r"^\[\S+\] |\. This is typically .*", "", first_line(error))
-    return Accident(
+    return TransientError(
         f"rank {rank} lost another rank, which has failed or can't be reached: {reason[:200]}"
     )
 
@@ -267,7 +267,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     """Returns the world of the processes that torchrun has started, or of one process if torchrun was not used.
 
     timeout_minutes: how long a rank waits for the others before it fails. Raises UserError if the launcher's
-    environment is incomplete or asks for more GPUs than this node has, Accident if ranks are missing.
+    environment is incomplete or asks for more GPUs than this node has, TransientError if ranks are missing.
     """
     allow_many_files()
     if "RANK" not in os.environ:
@@ -281,7 +281,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     wanted = os.environ.get(ALL_RANKS, str(size))
     if wanted != str(size):  # else they would train with a smaller batch
-        raise Accident(
+        raise TransientError(
             f"only {size} of {wanted} ranks have met: torchrun leaves out a node whose clock is behind the others'; "
             "compare them: srun date"
         )
@@ -332,7 +332,7 @@ def _store_of_processes(timeout: timedelta, ranks: int) -> dist.Store:
 def has_gpus() -> bool:
     """Returns whether this process has GPUs to train on. CUDA_VISIBLE_DEVICES= asks for the CPU.
 
-    Raises Accident, with torch's own reason, if the driver shows GPUs that torch can't open: the driver is too old for
+    Raises TransientError, with torch's own reason, if the driver shows GPUs that torch can't open: the driver is too old for
     torch's CUDA, for example, or a service on the node has failed."""
     if torch.cuda.is_available():
         return True
@@ -340,7 +340,7 @@ def has_gpus() -> bool:
         try:
             torch.cuda.init()
         except Exception as error:
-            raise Accident(
+            raise TransientError(
                 f"torch {torch.__version__} can't open the GPUs that the driver shows: {first_line(error)}; "
                 "./0.create_env.sh makes the environment for this driver, CUDA_VISIBLE_DEVICES= trains on the CPU"
             ) from error

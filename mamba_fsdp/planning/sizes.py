@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mamba_fsdp.errors import UserError, with_unit
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.presets import PRESETS
 from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.estimate import Estimate, best, estimate
@@ -14,6 +14,7 @@ from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
 from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.text import format_quantity
 
 # The rules of `plan --hours`; docs/planning.md explains them.
 TOKENS_PER_PARAMETER = 20  # compute-optimal: Hoffmann et al. 2022 (arXiv 2203.15556)
@@ -99,7 +100,7 @@ def plan_sizes(
             expected = replace(expected, tokens_per_second=measure_pace(settings))
         seconds = 3600 * budget.hours / (1 + VALIDATION_SHARE)
         tokens = int(seconds * expected.tokens_per_second)
-        chosen["num_steps"] = with_unit(tokens, "tok").replace(" ", "")
+        chosen["num_steps"] = format_quantity(tokens, "tok").replace(" ", "")
         chosen["save_ckpt_path"] = f"runs/{Path(settings.data.dataset_path).name}-{width}"
         return Size(
             settings=chosen,
@@ -161,9 +162,9 @@ def size_line(name: str, size: Size) -> str:
     expected = size.expected
     warning = "" if expected.fits else " does NOT fit"
     return (
-        f"{name:<8}{shape:>15}{with_unit(expected.parameters, ''):>11}{with_unit(expected.tokens_per_second, ''):>10}"
-        f"{with_unit(size.tokens, ''):>9}{size.passes:>8,.1f}{size.tokens_per_parameter:>10,.1f}"
-        f"{with_unit(expected.bytes, 'B'):>9}{warning}"
+        f"{name:<8}{shape:>15}{format_quantity(expected.parameters, ''):>11}{format_quantity(expected.tokens_per_second, ''):>10}"
+        f"{format_quantity(size.tokens, ''):>9}{size.passes:>8,.1f}{size.tokens_per_parameter:>10,.1f}"
+        f"{format_quantity(expected.bytes, 'B'):>9}{warning}"
     )
 
 
@@ -173,7 +174,7 @@ def advice(smaller: Size, middle: Size) -> str:
     if smaller.tokens_per_parameter < TOKENS_PER_PARAMETER:
         lines += "\nThe time is too short: even the smaller size has fewer."
     if middle.passes > PASSES_AS_NEW:
-        enough = with_unit(middle.tokens / PASSES_AS_NEW, "tokens")
+        enough = format_quantity(middle.tokens / PASSES_AS_NEW, "tokens")
         lines += (
             f"\nThe data is too small for this time: {PASSES_AS_NEW} passes teach nearly as much as new data,\n"
             f"those after the 16th little. The middle size wants {enough} or more."

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from mamba_fsdp.errors import one_line
+from mamba_fsdp.text import escape_unprintable
 
 Say = Callable[[str], None]  # prints a line, on rank 0
 SECONDS_BETWEEN_UPDATES = 0.2
@@ -23,12 +23,12 @@ def read_share(share: float) -> str:
 
 def fit_for(stream: Any, text: str) -> str:
     """Returns `text` as it may be written to `stream`: for a terminal, with control characters shown as \\x1b."""
-    return "\n".join(map(one_line, text.split("\n"))) if stream.isatty() else text
+    return "\n".join(map(escape_unprintable, text.split("\n"))) if stream.isatty() else text
 
 
 def say(name: str, value: object) -> None:
     """Prints a line of a verb's output: a name and its value."""
-    print(f"{name:<14} {one_line(str(value))}")
+    print(f"{name:<14} {escape_unprintable(str(value))}")
 
 
 def as_json(results: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from mamba_fsdp.errors import UserError, python
 from mamba_fsdp.reporting.charts import make_figure
 from mamba_fsdp.reporting.run_summary import RunSummary, name_runs, summarise_run
-from mamba_fsdp.storage.formats import timestamp
+from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.patience import read_text
 
 COMPARED = {  # facts of a start that only programs compare
@@ -35,7 +35,7 @@ def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
         for run in runs
     ]
     content = {
-        "made": timestamp(),
+        "made": utc_timestamp(),
         "runs": records,
         "differing": differing_settings(runs),
         "figure": make_figure(runs, tokenizers_differ),

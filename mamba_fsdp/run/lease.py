@@ -28,9 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.errors import LostError, StorageError, UserError, one_line, with_unit
-from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage.formats import timestamp
+from mamba_fsdp.errors import LeaseLostError, StorageError, UserError
+from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.patience import (
     delete,
     exists,
@@ -49,6 +48,8 @@ from mamba_fsdp.storage.patience import (
     write_for_user,
 )
 from mamba_fsdp.storage.typed_json import from_json, parse_object
+from mamba_fsdp.text import escape_unprintable, format_quantity
+from mamba_fsdp.this_process import progress
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -79,7 +80,7 @@ class Holder:
             token=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=pid,
-            since=timestamp(),
+            since=utc_timestamp(),
             machine=_machine(),
             started=_start_of(pid),
             job=os.environ.get("SLURM_JOB_ID"),
@@ -93,7 +94,7 @@ class Holder:
 
     def __str__(self) -> str:
         job = f" (Slurm job {self.job})" if self.job else ""
-        return one_line(f"process {self.pid} on {self.host}{job}, begun {self.since}")
+        return escape_unprintable(f"process {self.pid} on {self.host}{job}, begun {self.since}")
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Lease:
             delete(self.own / name)
         if size:
             report(
-                f"cleaned    {with_unit(size, 'B')}, which a killed process left unfinished, removed from {self.place}"
+                f"cleaned    {format_quantity(size, 'B')}, which a killed process left unfinished, removed from {self.place}"
             )
         return True
 
@@ -213,7 +214,7 @@ class Lease:
             if now.is_alive() is False or time.monotonic() >= end:
                 self.silent = now
                 return False
-            heart.beat()
+            progress.touch()
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def is_held(self) -> bool:
@@ -222,7 +223,7 @@ class Lease:
         return seen is not None and seen.content == self.content
 
     def check(self, trying: Callable[..., Any] = retry_io) -> None:
-        """Raises LostError if this process no longer holds the lease, UserError if that can't be known. It is for what
+        """Raises LeaseLostError if this process no longer holds the lease, UserError if that can't be known. It is for what
         can't be renamed into place; a process that is suspended after this check may still write once."""
         try:
             seen = trying(self._look_in_folder, self.file)
@@ -235,14 +236,14 @@ class Lease:
         what = f"has lost its {self.file.name}"
         if seen:
             what = f"is in use by {seen}"
-        raise LostError(
+        raise LeaseLostError(
             f"{self.place} {what}: this run was suspended for a while, or somebody removed the file; it "
             "stops here and writes nothing more"
         )
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Raises LostError if something inside fails because another process has moved the own folder away."""
+        """Raises LeaseLostError if something inside fails because another process has moved the own folder away."""
         try:
             yield
         except FileNotFoundError:
@@ -250,7 +251,7 @@ class Lease:
             raise
 
     def move(self, old: Path, new: Path) -> None:
-        """Renames to a name that is free; one of both lies in the own folder. Raises LostError, and OSError."""
+        """Renames to a name that is free; one of both lies in the own folder. Raises LeaseLostError, and OSError."""
         with self.guard():
             move(old, new)
 
@@ -261,7 +262,7 @@ class Lease:
         delete(hidden)
 
     def write(self, path: Path, data: str | bytes) -> None:
-        """Writes a file; readers see the old content or all of `data`. Raises LostError, and UserError."""
+        """Writes a file; readers see the old content or all of `data`. Raises LeaseLostError, and UserError."""
         try:
             write_for_user(path, data, self.own)
         except UserError:

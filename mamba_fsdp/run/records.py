@@ -12,11 +12,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mamba_fsdp.errors import LostError, UserError
+from mamba_fsdp.errors import LeaseLostError, UserError
 from mamba_fsdp.run.layout import newest_step
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import EVENTS, LEASE, METRICS, STATUS
-from mamba_fsdp.storage.formats import timestamp
+from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.patience import (
     exists,
     open_to_read,
@@ -57,13 +57,13 @@ class Log:
         write(path, kept)
 
     def write(self, *entries: dict) -> None:
-        """Appends entries. Raises LostError if another process writes there. If the disk refuses, it prints one
+        """Appends entries. Raises LeaseLostError if another process writes there. If the disk refuses, it prints one
         warning, and `sync` will raise."""
         for entry in entries:
             self.keep(entry)
         try:
             self._append()
-        except LostError:
+        except LeaseLostError:
             raise
         except (OSError, UserError) as error:
             if not self.failing:
@@ -231,7 +231,7 @@ def write_status(
         "status": status,
         "step": step,
         "reason": reason,
-        "time": timestamp(),
+        "time": utc_timestamp(),
     }
     write(run_folder / STATUS, json.dumps(content, indent=1) + "\n")
     if status != "running":
@@ -278,16 +278,16 @@ def add_event(
     is lost, because an event is no reason to stop a run.
 
     write: a run's own is `Lease.write`. The file, which is small, is written anew, so that nothing can be added by a
-    process that has lost its lease. Raises LostError.
+    process that has lost its lease. Raises LeaseLostError.
     """
-    line = _line({"time": timestamp(), "event": event, "step": step, **facts}).encode()
+    line = _line({"time": utc_timestamp(), "event": event, "step": step, **facts}).encode()
     path = run_folder / EVENTS
     try:
         content = read_bytes(path) if exists(path) else b""
         if content and not content.endswith(b"\n"):  # a crash has cut the last line short
             content += b"\n"
         write(path, content + line)
-    except LostError:
+    except LeaseLostError:
         raise
     except (OSError, UserError) as error:
         print(f"warning: {path}: the event {event!r} is lost: {error}", file=sys.stderr)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mamba_fsdp.errors import PROJECT, UserError, near_name
+from mamba_fsdp.errors import PROJECT, UserError
 from mamba_fsdp.fields import default, shown, takes
 from mamba_fsdp.storage.patience import is_file, read_text
+from mamba_fsdp.text import suggest_name
 
 NARROWEST = 60
 WIDEST = 100  # columns: longer lines are hard to read
@@ -132,7 +133,7 @@ class Page:
             return lines
         names = [name for option in options for name in (option.leaf.name, *option.elsewhere)]
         names += [part for name in names for part in name.split("_")]
-        hint = near_name(asked, names, "--help=all lists all", "--help=")
+        hint = suggest_name(asked, names, "--help=all lists all", "--help=")
         raise UserError(f"--help={asked}: no option is about that; {hint}")
 
     def options(self, kind: type, entries: Mapping[str, Any]) -> list[Option]:

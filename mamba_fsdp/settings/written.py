@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_fsdp.errors import UserError, near_name
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import read_field
 from mamba_fsdp.settings import other_launchers
 from mamba_fsdp.settings.train_config import all_settings, setting_names
+from mamba_fsdp.text import suggest_name
 
 
 class Written:
@@ -46,7 +47,7 @@ class Written:
             entries = other_launchers.entries()
             elsewhere = {name: entry.setting or name for name, entry in entries.items()}
             names = ["config", *all_settings()]
-            hint = near_name(leaf, names, "--help=all lists them", elsewhere=elsewhere)
+            hint = suggest_name(leaf, names, "--help=all lists them", elsewhere=elsewhere)
             raise UserError(f"{word}: there is no such setting ({self.where}); {hint}")
 
     def _read_entry(self, word: str, text: Any, entry: other_launchers.Entry) -> None:

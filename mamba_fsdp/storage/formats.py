@@ -1,32 +1,15 @@
-"""Marks our own files with their format and version, refuses files that this program can't read, and says which code this
-is."""
+"""Marks this program's files with their format and version, and rejects files that it can't read."""
 
-import datetime
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.errors import PROJECT, UserError
-
-
-def timestamp() -> str:
-    """Returns the time now, in UTC."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def code_digest() -> str:
-    """Returns a digest of this program's package, the same for the same code."""
-    digest = hashlib.sha256()
-    for path in sorted(PROJECT.glob("mamba_fsdp/**/*.*")):
-        if path.suffix != ".pyc":
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+from mamba_fsdp.errors import UserError
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file that this program writes."""
+    """A file format of this program."""
 
     name: str
     version: int  # raised if the program before a change would misread the new files

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import shutil
-import socket
 import stat
 import sys
 import time
@@ -16,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from mamba_fsdp.errors import StorageError, UserError, first_line, with_unit
-from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.errors import StorageError, UserError, first_line
+from mamba_fsdp.text import format_quantity
+from mamba_fsdp.this_process import progress, rank_and_host
 
 T = TypeVar("T")
 SECONDS_OF_TRYING = 60.0
@@ -53,7 +53,7 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
                     f"{what}: {error.strerror}, even after a minute of retries; the same command "
                     "resumes once the storage answers"
                 ) from error
-            heart.beat()
+            progress.touch()
             time.sleep(min(pause, LONGEST_PAUSE, SECONDS_OF_TRYING))
             pause *= 2
         else:
@@ -75,13 +75,8 @@ def storage_error(error: OSError, text: str) -> UserError:
     return kind(text)
 
 
-def this_rank() -> str:
-    """Returns the name of this process in messages."""
-    return f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
-
-
 def _print_line(text: str) -> None:
-    rank = f"{this_rank()}: " if "RANK" in os.environ else ""
+    rank = f"{rank_and_host()}: " if "RANK" in os.environ else ""
     with contextlib.suppress(OSError):  # a terminal may be gone too
         print(rank + text, file=sys.stderr, flush=True)
 
@@ -145,7 +140,7 @@ def read_once(path: str | Path, most: int = MOST_READ, flags: int = 0) -> tuple[
     with open_to_read(path, flags) as file:
         found = os.fstat(file.fileno())
         if found.st_size > most:
-            reason = f"{Path(path).name} has more than {with_unit(most, 'B')}"
+            reason = f"{Path(path).name} has more than {format_quantity(most, 'B')}"
             raise OSError(errno.EACCES, reason, str(path))
         return file.read(), found.st_mtime_ns
 
@@ -244,7 +239,7 @@ def _remove(path: Path) -> None:
             os.rmdir(path)
         else:
             os.unlink(path)
-    heart.beat()
+    progress.touch()
 
 
 def _is_own_folder(path: Path) -> bool:

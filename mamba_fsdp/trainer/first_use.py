@@ -33,8 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mamba_fsdp.errors import Accident, NodeFault, UserError, counted
-from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.errors import NodeFault, TransientError, UserError
 from mamba_fsdp.ops import backends as known
 from mamba_fsdp.ops.backends import REFERENCE, BackendChoice, resolve_backends
 from mamba_fsdp.ops.fused import VARIES
@@ -44,9 +43,11 @@ from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.run.names import CACHES, KERNELS
 from mamba_fsdp.run.records import Write
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.formats import code_digest
-from mamba_fsdp.storage.patience import make_folder, read_text, this_rank, write_atomically
+from mamba_fsdp.storage.patience import make_folder, read_text, write_atomically
 from mamba_fsdp.storage.typed_json import read_object
+from mamba_fsdp.text import format_count
+from mamba_fsdp.this_process import progress, rank_and_host
+from mamba_fsdp.trainer.fingerprint import code_digest
 from mamba_fsdp.trainer.layer_check import READS, READS_AFTER_STATE, LayerCheck, LostGpu
 
 T = TypeVar("T")
@@ -148,7 +149,7 @@ class FirstUse:
 
     def prove(self, first_only: bool = False) -> None:
         """Gives each candidate its verdict, or (first_only) those up to the first right one of each operator. Raises
-        Accident if one can't be tested now."""
+        TransientError if one can't be tested now."""
         record = self.record
         if not record.candidates:
             found = known.candidates(self.demanded, self.device, self.uses)
@@ -176,14 +177,14 @@ class FirstUse:
                 self.record.write(self.path, self.write)
 
         note(before + 1)
-        heart.if_stuck = partial(note, ENDED_STARTS)
+        progress.on_stall = partial(note, ENDED_STARTS)
         try:
             yield
         except LostGpu:
             before += 1
             raise
         finally:
-            heart.if_stuck = None
+            progress.on_stall = None
             note(before)
 
     def verdict_on(self, candidate: Candidate) -> str:
@@ -272,7 +273,7 @@ class FirstUse:
         backends = record.choice.backends
         wrong, bits = self.layers.check(backends)
         if wrong:
-            raise UserError(f"{this_rank()}: {wrong}")
+            raise UserError(f"{rank_and_host()}: {wrong}")
         self.layers.expected.clear()
         torch.cuda.empty_cache()  # does nothing without a GPU
         if not repeats(self.settings, backends):
@@ -306,12 +307,12 @@ def test_this_node(settings: TrainConfig, folder: Path) -> str:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         FirstUse(settings, device).examine(record)
-    return f"the run's kernels are correct on {counted(torch.cuda.device_count(), 'GPU')}"
+    return f"the run's kernels are correct on {format_count(torch.cuda.device_count(), 'GPU')}"
 
 
 def on_all_nodes(world: World, work: Callable[..., T], *inputs: Any) -> T:
     """Returns the result of `work(*inputs)` on this rank. If it fails on some nodes only, raises NodeFault on their ranks
-    and Accident on all others: the job goes on without these nodes. If it fails on all, raises the UserErrors of all."""
+    and TransientError on all others: the job goes on without these nodes. If it fails on all, raises the UserErrors of all."""
     failures: list[UserError] = []
 
     def try_work() -> Any:
@@ -328,7 +329,7 @@ def on_all_nodes(world: World, work: Callable[..., T], *inputs: Any) -> T:
     if len({node for node, _ in failed}) < len(nodes):
         if failures:
             raise NodeFault(str(failures[0]))
-        raise Accident("; ".join(message for _, message in failed[:MAX_MESSAGES]))
+        raise TransientError("; ".join(message for _, message in failed[:MAX_MESSAGES]))
     world.on_all_ranks(raise_first, failures)
     raise AssertionError("all nodes have failed")
 
@@ -351,14 +352,14 @@ def choose(
 
     try:
         tested, bits = on_all_nodes(world, use.examine, record)
-        tested0, bits0, where0 = world.broadcast_object((tested, bits, this_rank()))
+        tested0, bits0, where0 = world.broadcast_object((tested, bits, rank_and_host()))
 
         def compare() -> None:
             if tested == tested0 and bits != bits0:
-                raise UserError(f"{this_rank()}: its bits differ from those of {where0}")
+                raise UserError(f"{rank_and_host()}: its bits differ from those of {where0}")
 
         on_all_nodes(world, compare)
-    except Accident:
+    except TransientError:
         raise
     except UserError as error:
         raise UserError(
@@ -367,4 +368,7 @@ def choose(
             "kernels are then chosen again, and results differ in their last bits"
         ) from None
     seconds = time.perf_counter() - began
-    return record.choice, f"{origin}; correct on {counted(world.size, 'rank')}, {seconds:.1f} s"
+    return (
+        record.choice,
+        f"{origin}; correct on {format_count(world.size, 'rank')}, {seconds:.1f} s",
+    )

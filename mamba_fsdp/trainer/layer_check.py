@@ -16,13 +16,12 @@ from typing import NamedTuple
 import torch
 
 from mamba_fsdp.conventions import DTYPES
-from mamba_fsdp.errors import Accident, first_line, too_little_memory
-from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.errors import TransientError, first_line, out_of_memory_message
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.patience import this_rank
+from mamba_fsdp.this_process import progress, rank_and_host
 
 # Positions of a tested row, plus the run's modulo 16, on which the code that Triton compiles depends. SSD may cut the row
 # in two, and it is no multiple of any kernel's chunk.
@@ -41,7 +40,7 @@ ROUNDS = 7  # of timing
 Results = dict[str, torch.Tensor]
 
 
-class LostGpu(Accident):
+class LostGpu(TransientError):
     """The error of a GPU that only a new process can use again."""
 
 
@@ -139,7 +138,7 @@ class LayerCheck:
     def run(self, model: MambaLM, rows: Rows) -> Results:
         """Returns the output of made-up tokens and, unless gradients are off, the gradient of each parameter. A row
         has three documents, or one if it begins with a state."""
-        heart.beat()
+        progress.touch()
         length = rows.before + rows.positions
         places = torch.arange(rows.batch * length, device=self.device).view(rows.batch, length)
         tokens = places * 7 % VOCABULARY
@@ -199,7 +198,7 @@ class LayerCheck:
         return Measured(*max(measured), bits.hexdigest())
 
     def check(self, backends: dict[str, str]) -> tuple[str, str]:
-        """Returns (what is wrong with these backends, or "", a hash of the results of all kinds of layers). Raises Accident
+        """Returns (what is wrong with these backends, or "", a hash of the results of all kinds of layers). Raises TransientError
         for an error that tells nothing about them."""
         bits = ""
         for kind in self.kinds:
@@ -217,18 +216,20 @@ class LayerCheck:
         return "", bits
 
     def explained(self, error: Exception) -> str:
-        """Returns the error in a line. Raises Accident if it tells nothing about the backends."""
+        """Returns the error in a line. Raises TransientError if it tells nothing about the backends."""
         message = f"{type(error).__name__}: {first_line(error)}"
         try:
             self.synchronize()
         except RuntimeError:
-            raise LostGpu(f"{this_rank()}: {message}, and the GPU is lost: start again") from error
-        full = too_little_memory(error, this_rank())
+            raise LostGpu(
+                f"{rank_and_host()}: {message}, and the GPU is lost: start again"
+            ) from error
+        full = out_of_memory_message(error, rank_and_host())
         if full:
-            raise Accident(full) from error
+            raise TransientError(full) from error
         if isinstance(error, OSError):
-            raise Accident(
-                f"{this_rank()}: {message}; not the fault of the kernels: start again"
+            raise TransientError(
+                f"{rank_and_host()}: {message}; not the fault of the kernels: start again"
             ) from error
         return message
 
@@ -252,7 +253,7 @@ class LayerCheck:
         except torch.cuda.OutOfMemoryError:
             return math.inf
         except Exception as error:
-            self.explained(error)  # raises Accident
+            self.explained(error)  # raises TransientError
             return math.inf
 
 

@@ -15,11 +15,12 @@ import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Phase
 from mamba_fsdp.data.loader import Batch
-from mamba_fsdp.errors import UserError, counted
-from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.compat import step_unless
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.run.records import ELSEWHERE
+from mamba_fsdp.text import format_count
+from mamba_fsdp.this_process import progress
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.saver import Saver
@@ -118,7 +119,7 @@ def take_step(
 ) -> StepUnderWay:
     """Returns a step under way, which computes the gradient of a global batch and updates the
     weights with it. The host does not wait for the device. ahead: how many steps are under way."""
-    heart.beat()
+    progress.touch()
     world = context.world
     schedule = context.schedule
     loss_scale = context.loss_scale
@@ -126,7 +127,8 @@ def take_step(
     began = time.perf_counter()
     batches = context.loader.step(context.state.step + ahead)
     clock.data_wait += time.perf_counter() - began
-    counted = sum(batch.total_weight() for batch in batches)  # before the batches leave the CPU
+    # Summed on the CPU, before the batches are moved to the device.
+    label_weight = sum(batch.total_weight() for batch in batches)
     batches = [batch.to(world.device) for batch in batches]
     save_stage = context.checkpointer.stage()
     is_writing = context.checkpointer.is_writing()
@@ -139,7 +141,7 @@ def take_step(
 
     host_numbers = StepStats.pack_host_numbers(world, stop.look(), is_writing, own_seconds)
     squares = context.parallel.gradient_squares()
-    sums = sum_over_ranks(world, loss_sum, squares, counted, host_numbers)
+    sums = sum_over_ranks(world, loss_sum, squares, label_weight, host_numbers)
 
     multiple = schedule.tokens_per_step / loss_scale.value
     loss, gradient_norm, factor = mean_loss_and_norm(sums, multiple)
@@ -234,10 +236,11 @@ def mean_loss_and_norm(
     """Returns (mean loss per label that counts, norm of the gradient of this mean, factor), each
     0-dim fp64. The present gradients belong to the loss sum divided by `multiple`; times the
     factor, they are the gradient of the mean."""
-    counted = sums.counted + (sums.counted == 0)
-    factor = multiple / counted
+    # If no label counts, divide by 1 and not by 0.
+    label_weight = sums.label_weight + (sums.label_weight == 0)
+    factor = multiple / label_weight
     gradient_norm = sums.gradient_squares.sqrt().float().double() * factor
-    return sums.loss / counted, gradient_norm, factor
+    return sums.loss / label_weight, gradient_norm, factor
 
 
 def update_weights(
@@ -276,6 +279,6 @@ def describe_bad_samples(context: TrainContext, batches: list[Batch]) -> str:
         named.append("...")
     state = context.state
     return (
-        f"the loss or gradient of {counted(state.skipped_in_a_row, 'step')} in a row was not finite; the last is step "
+        f"the loss or gradient of {format_count(state.skipped_in_a_row, 'step')} in a row was not finite; the last is step "
         f"{state.step}, of the samples {', '.join(named)}. Lower learning_rate, use mixed_precision=bf16, or look at these samples"
     )

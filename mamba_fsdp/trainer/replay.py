@@ -13,7 +13,7 @@ from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader, stored_name
 from mamba_fsdp.checkpoint.restore import verify
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.errors import UserError, counted
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.ops import cpp
@@ -25,6 +25,7 @@ from mamba_fsdp.run.records import entries, numbers_of, read_events
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.storage.patience import copy_file, exists
 from mamba_fsdp.storage.typed_json import FileName, at_least, from_json
+from mamba_fsdp.text import format_count
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.first_use import repeats
 from mamba_fsdp.trainer.process import training_process
@@ -174,10 +175,12 @@ def compare(span: Span, context: TrainContext) -> None:
             context.world.on_all_ranks(check_data, context)
             raise DifferenceError(f"step {step} of {span.run} differs: {difference}{since}")
     how = f"within {TOLERANCE:.0%}" if tolerance else "bit for bit"
-    compared = f"{counted(len(span.recorded), 'loss')}, {counted(checkpoints, 'checkpoint')}"
+    compared = (
+        f"{format_count(len(span.recorded), 'loss')}, {format_count(checkpoints, 'checkpoint')}"
+    )
     missing = last - span.first - len(span.recorded)
     if missing:
-        compared += f"; {counted(missing, 'step')} without a loss or a norm in {STEPS}"
+        compared += f"; {format_count(missing, 'step')} without a loss or a norm in {STEPS}"
     console.line(f"steps {span.first} to {last} of {span.run} repeat {how} ({compared}){since}")
 
 
@@ -239,7 +242,7 @@ def different_tensor(context: TrainContext, checkpoint: Path) -> str:
 
     names = context.world.gather_unique(context.world.on_all_ranks(differing))
     return (
-        f"{names[0]} is not what {checkpoint} holds, of {counted(len(names), 'tensor')}"
+        f"{names[0]} is not what {checkpoint} holds, of {format_count(len(names), 'tensor')}"
         if names
         else ""
     )

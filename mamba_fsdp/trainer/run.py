@@ -15,7 +15,7 @@ import torch
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.selection import one_for_all
-from mamba_fsdp.errors import UserError, counted, too_little_memory
+from mamba_fsdp.errors import UserError, out_of_memory_message
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.model import Shard
@@ -27,6 +27,7 @@ from mamba_fsdp.run.records import latest, seconds_of_commands
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.patience import exists, make_folder, storage_error, sync_folder
+from mamba_fsdp.text import format_count
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.process import training_process
@@ -149,7 +150,7 @@ def begin(settings: TrainConfig, folder: RunFolder, shape: World, say: Say) -> S
 
 
 def explained(error: BaseException, rank: int, has_stepped: bool) -> BaseException:
-    """Returns an Accident in place of the error of communicating with a rank that is gone, a UserError in place of
+    """Returns an TransientError in place of the error of communicating with a rank that is gone, a UserError in place of
     PyTorch's out-of-memory error, and any other error as it is.
 
     Before the first step is done, too little memory means that the settings ask for too much. Later, memory may run
@@ -157,7 +158,7 @@ def explained(error: BaseException, rank: int, has_stepped: bool) -> BaseExcepti
     accident = lost_rank(error, rank)
     if accident:
         return accident
-    message = too_little_memory(error, f"rank {rank}")
+    message = out_of_memory_message(error, f"rank {rank}")
     if not message or has_stepped:
         return error
     return UserError(message)
@@ -196,9 +197,9 @@ def said_if_over(start: StartingPoint) -> str:
     step = start.state.step
     if not start.schedule or step < start.schedule.total_steps:
         return ""
-    what = f"already has all its {counted(step, 'step')}"
+    what = f"already has all its {format_count(step, 'step')}"
     if step > start.schedule.total_steps:
-        what = f"is already past {start.schedule.total_steps}: it has {counted(step, 'step')}"
+        what = f"is already past {start.schedule.total_steps}: it has {format_count(step, 'step')}"
     folder = start.settings.checkpoint.save_ckpt_path
     return f"over       {folder} {what}; raise num_steps to train on"
 
@@ -257,7 +258,7 @@ def finish(
         except OSError as error:
             raise storage_error(error, f"can't write {model}: {error.strerror or error}") from None
     folder.write_status("finished", step)
-    console.line(f"finished   {counted(step, 'step')}; everything is in {folder.path}")
+    console.line(f"finished   {format_count(step, 'step')}; everything is in {folder.path}")
 
 
 def measure_pace(settings: TrainConfig) -> float:

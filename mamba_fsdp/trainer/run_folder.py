@@ -61,7 +61,7 @@ class RunFolder:
         self.write_status("running", newest_step(self.path), "starting")
 
     def write_status(self, status: str, step: int, reason: str = "") -> None:
-        """Writes status.json as records.write_status does. Also raises LostError."""
+        """Writes status.json as records.write_status does. Also raises LeaseLostError."""
         records.write_status(self.path, status, step, reason, self.lease.write)
 
     def add_event(self, event: str, step: int, **facts: object) -> None:

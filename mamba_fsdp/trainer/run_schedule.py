@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.sampler import Sampler
-from mamba_fsdp.errors import UserError, counted, with_unit
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Duration
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.reporting.console import Say
 from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
+from mamba_fsdp.text import format_count, format_quantity
 from mamba_fsdp.trainer.schedule import Schedule, schedule_of
 
 MOST_PASSES = 100  # over the data without a warning
@@ -63,7 +64,7 @@ def schedule_run(
         state.first_tokens_per_step = tokens_per_step
     if state.global_batch not in (0, global_batch):
         say(
-            f"batch      {counted(global_batch, 'sample')} per step from here on, {state.global_batch} before; "
+            f"batch      {format_count(global_batch, 'sample')} per step from here on, {state.global_batch} before; "
             "global_batch_size keeps it the same on any number of ranks"
         )
     total_steps = length.count
@@ -95,8 +96,8 @@ def say_length(settings: TrainConfig, schedule: RunSchedule, epoch_windows: int,
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step
     say(
         f"steps      {schedule.total_steps:,} of {schedule.global_batch:,} x {seq_length:,} = "
-        f"{schedule.tokens_per_step:,} tokens; {with_unit(flops, 'FLOP')} each, "
-        f"{with_unit(flops * schedule.total_steps, 'FLOP')} in all"
+        f"{schedule.tokens_per_step:,} tokens; {format_quantity(flops, 'FLOP')} each, "
+        f"{format_quantity(flops * schedule.total_steps, 'FLOP')} in all"
     )
     passes = schedule.total_steps * schedule.global_batch / epoch_windows
     if passes > MOST_PASSES and not settings.training.num_epochs:

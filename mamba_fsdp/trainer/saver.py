@@ -8,7 +8,8 @@ from dataclasses import asdict
 import torch
 
 from mamba_fsdp.checkpoint.saved_run import SavedRun
-from mamba_fsdp.errors import LostError, UserError, counted
+from mamba_fsdp.errors import LeaseLostError, UserError
+from mamba_fsdp.text import format_count
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.setup import TrainContext
 
@@ -94,7 +95,7 @@ class Saver:
         try:
             with self.logger.clock.paused():
                 yield
-        except LostError:
+        except LeaseLostError:
             raise
         except UserError as error:
             self.failures += 1
@@ -103,7 +104,7 @@ class Saver:
             self._postpone(error)
             if self.failures >= limit:
                 raise type(error)(
-                    f"{counted(self.failures, 'save')} in a row failed (max_failed_saves), and the run stops; "
+                    f"{format_count(self.failures, 'save')} in a row failed (max_failed_saves), and the run stops; "
                     f"the last error: {error}"
                 ) from None
             return

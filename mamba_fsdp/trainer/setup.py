@@ -11,7 +11,7 @@ from mamba_fsdp.checkpoint.restore import find_checkpoint, load
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Loader, split_step
-from mamba_fsdp.errors import TAKES_LESS, UserError, counted, with_unit
+from mamba_fsdp.errors import MEMORY_ADVICE, UserError
 from mamba_fsdp.interop.architectures import exportable
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
@@ -26,8 +26,9 @@ from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import Workload, expected_memory, state_memory
 from mamba_fsdp.reporting.console import Say
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.formats import code_digest
+from mamba_fsdp.text import format_count, format_quantity
 from mamba_fsdp.trainer import first_use
+from mamba_fsdp.trainer.fingerprint import code_digest
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.run_schedule import RunSchedule
@@ -152,7 +153,7 @@ class SetUp:
         precision = settings.training.precision(device)
         strategy = choose_strategy(settings.parallel, shape).replace("none", "no sharding")
         self.say(
-            f"model      {title(model)}: {parameter_count(model):,} parameters, {counted(model.n_layer, 'layer')}, "
+            f"model      {title(model)}: {parameter_count(model):,} parameters, {format_count(model.n_layer, 'layer')}, "
             f"{precision}, {strategy} on {shape.size} x {device}"
         )
         try:
@@ -176,8 +177,12 @@ class SetUp:
         else:  # nothing is refused on a CPU, so the estimate is not worth its seconds
             memory = state_memory(work)
             estimate = "at least"
-        rows = ", ".join(f"{name} {with_unit(size, 'B')}" for name, size in memory.items() if size)
-        self.say(f"memory     {estimate} {with_unit(sum(memory.values()), 'B')} a device: {rows}")
+        rows = ", ".join(
+            f"{name} {format_quantity(size, 'B')}" for name, size in memory.items() if size
+        )
+        self.say(
+            f"memory     {estimate} {format_quantity(sum(memory.values()), 'B')} a device: {rows}"
+        )
         check_memory(memory, shape, self.say)
         return choice
 
@@ -238,14 +243,14 @@ def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
     on_gpu = world.device.type == "cuda"
     if on_gpu and needed > LARGEST_ERROR * available:
         raise UserError(
-            f"this needs about {with_unit(needed, 'B')} of a GPU, which has {with_unit(available, 'B')}: {TAKES_LESS}"
+            f"this needs about {format_quantity(needed, 'B')} of a GPU, which has {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
         )
     if on_gpu and needed > available:
-        say(f"warning    the GPU has only {with_unit(available, 'B')}: {TAKES_LESS}")
+        say(f"warning    the GPU has only {format_quantity(available, 'B')}: {MEMORY_ADVICE}")
     on_machine = needed * world.local_size
     if not on_gpu and on_machine > 0.4 * available:
         say(
-            f"warning    {with_unit(on_machine, 'B')} of the machine's {with_unit(available, 'B')}: {TAKES_LESS}"
+            f"warning    {format_quantity(on_machine, 'B')} of the machine's {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
         )
 
 

@@ -14,7 +14,7 @@ class StepSums:
 
     loss: torch.Tensor  # of the labels that count, in nats
     gradient_squares: torch.Tensor  # of the gradient that the backward passes left
-    counted: torch.Tensor  # labels that count, or the sum of their weights
+    label_weight: torch.Tensor  # labels that count, or the sum of their weights
     host_numbers: (
         torch.Tensor
     )  # (n,): the other numbers that the hosts share, see StepStats.pack_host_numbers
@@ -24,12 +24,12 @@ def sum_over_ranks(
     world: World,
     loss_sum: torch.Tensor,
     gradient_squares: torch.Tensor,
-    counted: float,
+    label_weight: float,
     host_numbers: list[float],
 ) -> StepSums:
     """Returns the sums from the one small collective of a step, which all ranks call. The host knows
-    the numbers `counted` and `host_numbers`; the tensors are on the device. The host does not wait."""
-    known_to_host = world.copy_to_device([counted, *host_numbers])
+    the numbers `label_weight` and `host_numbers`; the tensors are on the device. The host does not wait."""
+    known_to_host = world.copy_to_device([label_weight, *host_numbers])
     on_device = torch.stack([loss_sum.double(), gradient_squares])
     sums = world.all_reduce_sum(torch.cat([on_device, known_to_host]))
     return StepSums(sums[0], sums[1], sums[2], sums[3:])

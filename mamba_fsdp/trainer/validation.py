@@ -15,8 +15,8 @@ from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.this_process import progress
 from mamba_fsdp.trainer.metrics_logger import Measure, MetricsLogger
 from mamba_fsdp.trainer.saver import Saver
 from mamba_fsdp.trainer.setup import TrainContext
@@ -157,7 +157,7 @@ def write_samples(context: TrainContext) -> list[str]:
     ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
     rows = torch.arange(len(prompts), device=device)
     for _ in range(SAMPLE_LENGTH):
-        heart.beat()
+        progress.touch()
         logits = context.parallel.module(tokens, ends=ends - 1)
         tokens[rows, ends] = logits[:, : context.settings.model.vocab_size].argmax(dim=1)
         ends += 1
@@ -169,7 +169,7 @@ def write_samples(context: TrainContext) -> list[str]:
 
 def batch_loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Returns the sum of the token losses (nats) of one micro-batch."""
-    heart.beat()
+    progress.touch()
     return module(
         batch.tokens,
         labels=batch.labels,

@@ -9,19 +9,21 @@ import threading
 import time
 from collections.abc import Iterator
 
-from mamba_fsdp.errors import UserError, leave_for_torchrun
-from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.this_process import progress, write_torchrun_error
 
 
 @contextlib.contextmanager
 def watchdog(minutes: float, rank: int) -> Iterator[None]:
-    """Returns a context manager. If `heart` does not beat for `minutes` inside it, the process prints
-    the stacks of all threads to stderr and exits with 1."""
+    """Ends the process with exit code 1 if it makes no progress for `minutes` inside the block.
+
+    It first prints the stacks of all threads to stderr. See `Progress` for what counts as progress.
+    """
     ended = threading.Event()
     thread = threading.Thread(
         target=_watch, args=(minutes, rank, ended), name="watchdog", daemon=True
     )
-    heart.beat()
+    progress.touch()
     thread.start()
     try:
         yield
@@ -36,9 +38,9 @@ def _watch(minutes: float, rank: int, ended: threading.Event) -> None:
     while not ended.wait(interval):
         if time.monotonic() - looked > 5 * interval:
             # This process was suspended, for example by Ctrl-Z, and so was its work.
-            heart.another_beats()
+            progress.touch_for_peer()
         looked = time.monotonic()
-        if looked - heart.last > minutes * 60:
+        if looked - progress.last > minutes * 60:
             _give_up(minutes, rank)
 
 
@@ -50,7 +52,7 @@ def _give_up(minutes: float, rank: int) -> None:
     print(f"\nerror: {wrong}. Its threads stand at:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
     with contextlib.suppress(OSError):
-        if heart.if_stuck:
-            heart.if_stuck()
-    leave_for_torchrun(UserError(f"{wrong}; the stacks of its threads are printed above"))
+        if progress.on_stall:
+            progress.on_stall()
+    write_torchrun_error(UserError(f"{wrong}; the stacks of its threads are printed above"))
     os._exit(1)

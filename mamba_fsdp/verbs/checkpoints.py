@@ -15,13 +15,14 @@ from pathlib import Path
 
 from mamba_fsdp.checkpoint.contents import verify_sizes
 from mamba_fsdp.checkpoint.saved_run import read_run
-from mamba_fsdp.errors import UserError, with_unit
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.layout import committed, step_of, unfinished
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, KEPT
 from mamba_fsdp.storage.patience import exists, is_file, is_folder, size_of, stat_of
+from mamba_fsdp.text import format_quantity
 
 
 @dataclass
@@ -63,10 +64,10 @@ def main(run: str, options: Options) -> int:
         rows.append(Row(step_of(path.name) or 0, size_of(path), "unfinished"))
     console.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
     for row in rows:
-        tokens = with_unit(row.tokens, "") if row.tokens else ""
+        tokens = format_quantity(row.tokens, "") if row.tokens else ""
         verdict = f"kept; {row.verdict}" if row.kept else row.verdict
         console.line(
-            f"{row.step:>10} {tokens:>8} {with_unit(row.bytes, 'B'):>9}  {row.committed:<16}  {verdict}"
+            f"{row.step:>10} {tokens:>8} {format_quantity(row.bytes, 'B'):>9}  {row.committed:<16}  {verdict}"
         )
     return int(any(row.verdict.startswith("broken") for row in rows))
 

@@ -9,10 +9,10 @@ characters are made visible. Ctrl-C stops it.
 import sys
 import time
 
-from mamba_fsdp.errors import counted
 from mamba_fsdp.inference.generate import GenerationConfig, check_valid, generate
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.reporting.console import fit_for
+from mamba_fsdp.text import format_count
 
 
 def main(model: str, options: GenerationConfig) -> None:
@@ -34,5 +34,5 @@ def main(model: str, options: GenerationConfig) -> None:
         if count:
             seconds = time.perf_counter() - began
             print(flush=True)
-            speed = f"{counted(count, 'token')} in {seconds:.2f} s, {count / seconds:,.0f} tokens/s"
+            speed = f"{format_count(count, 'token')} in {seconds:.2f} s, {count / seconds:,.0f} tokens/s"
             print(speed, file=sys.stderr)

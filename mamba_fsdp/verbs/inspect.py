@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
-from mamba_fsdp.errors import UserError, command, counted, import_command
+from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.inputs import find_files
 from mamba_fsdp.importing.kinds import (
@@ -21,6 +21,7 @@ from mamba_fsdp.importing.kinds import (
     LeftOut,
     PathInfo,
     classify_path,
+    import_command,
     is_store,
     split_in,
     unexpected_path_error,
@@ -35,6 +36,7 @@ from mamba_fsdp.run.records import best_validation, read, read_events, read_stat
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.resolve import read_run
 from mamba_fsdp.storage.patience import is_file
+from mamba_fsdp.text import format_count
 from mamba_fsdp.verbs import checkpoints
 
 KNOWN = "a run, a checkpoint, a model, a token store, or what get_dataset.py imports"
@@ -174,8 +176,8 @@ def show_checkpoint(place: PathInfo, verify: bool) -> int:
         return code
     run = read_run(path)
     progress = run.progress
-    say("tokens", f"{progress.tokens:,}, {counted(progress.skipped_steps, 'step')} skipped")
-    say("written by", f"{counted(run.world_size, 'rank')}, torch {run.torch}")
+    say("tokens", f"{progress.tokens:,}, {format_count(progress.skipped_steps, 'step')} skipped")
+    say("written by", f"{format_count(run.world_size, 'rank')}, torch {run.torch}")
     say("data", json.dumps(progress.data.get("drawn")))
     say("model", describe_model(checked_model(path, run.model)))
     return 0
@@ -188,7 +190,7 @@ def show_input(place: PathInfo) -> None:
     options = DatasetConfig(skip_unreadable=True)  # lists what is missing
     left_out = LeftOut()
     files = find_files(str(place.path), options, left_out)
-    say("data", f"{counted(len(files), 'file')}: {place.title}")
+    say("data", f"{format_count(len(files), 'file')}: {place.title}")
     for line in left_out.lines():
         print(line)
     try:
@@ -230,7 +232,7 @@ def show_tensors(path: Path) -> None:
 
 def describe_model(model: ModelConfig) -> str:
     return (
-        f"{title(model)}, {counted(model.n_layer, 'layer')} {model.layers}, d_model {model.d_model}, "
+        f"{title(model)}, {format_count(model.n_layer, 'layer')} {model.layers}, d_model {model.d_model}, "
         f"vocabulary {model.vocab_size:,}"
     )
 
@@ -253,7 +255,7 @@ def show_store(place: PathInfo, verify: bool) -> int:
     if verify:
         store.verify()
         say("verified", "all bytes read, every file has its size and checksum")
-    say("tokens", f"{store.token_count:,} in {counted(store.document_count, 'document')}")
+    say("tokens", f"{store.token_count:,} in {format_count(store.document_count, 'document')}")
     say("vocabulary", f"{store.vocab_size:,}, eos {store.eos}, {store.dtype.name}")
     _show_samples(store)
     return 0

@@ -35,7 +35,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.selection import training_sources
-from mamba_fsdp.errors import UserError, near_name, with_unit
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.importing.kinds import classify_path, unexpected_path_error
 from mamba_fsdp.model.presets import SPELLINGS, plain, preset, title
@@ -48,6 +48,7 @@ from mamba_fsdp.settings.recipes import recipe
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.text import format_quantity, suggest_name
 
 if TYPE_CHECKING:
     from mamba_fsdp.planning.estimate import Estimate
@@ -227,7 +228,7 @@ def choose_machine(options: PlanConfig) -> Instance | None:
     named = {field.name: getattr(options, field.name) for field in fields(Instance)[1:]}
     hardware: dict[str, Any] = {name: number for name, number in named.items() if number}
     if instance and instance not in INSTANCES:
-        hint = near_name(instance, INSTANCES, "one of " + ", ".join(INSTANCES))
+        hint = suggest_name(instance, INSTANCES, "one of " + ", ".join(INSTANCES))
         raise UserError(f"--instance={instance}: not known; {hint}")
     if instance:
         return replace(INSTANCES[instance], **hardware)
@@ -248,15 +249,15 @@ def report_lines(
     if not expected.fits:
         largest = max(expected.memory, key=expected.memory.__getitem__)
         verdict = f"it does NOT fit; the largest part: {largest}"
-    yield f"memory     {with_unit(expected.bytes, 'B')} a device: {verdict}"
+    yield f"memory     {format_quantity(expected.bytes, 'B')} a device: {verdict}"
     for part, size in expected.memory.items():
         if size:
-            yield f"           {part:<12}{with_unit(size, 'B'):>11}"
+            yield f"           {part:<12}{format_quantity(size, 'B'):>11}"
     if expected.step:
         yield from speed_lines(expected, figures, seq_length)
     else:
         yield "step       needs --instance=NAME, or --memory, --peak and --bandwidth"
-    yield f"checkpoint {with_unit(expected.checkpoint_bytes, 'B')}"
+    yield f"checkpoint {format_quantity(expected.checkpoint_bytes, 'B')}"
     yield f"{'':<11}{'nodes':>5}{'batch_size':>12}{'recompute':>11}{'global':>8}{'memory':>11}{'tokens/s':>13}"
     yield table_line("as given", expected)
     if best_fitting:
@@ -292,7 +293,7 @@ def table_line(name: str, expected: "Estimate") -> str:
     rate = f"{expected.tokens_per_second:,.0f}" if expected.step else "-"
     return (
         f"{name:<11}{expected.nodes:>5}{expected.batch_size:>12}{expected.recompute:>11}"
-        f"{expected.global_batch_size:>8}{with_unit(expected.bytes, 'B'):>11}{rate:>13}"
+        f"{expected.global_batch_size:>8}{format_quantity(expected.bytes, 'B'):>11}{rate:>13}"
     )
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mamba_fsdp.checkpoint import files
-from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
+from mamba_fsdp.this_process import progress
 
 pytestmark = pytest.mark.torch22
 
@@ -17,9 +17,9 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
     monkeypatch.setattr(files, "READ_BLOCK", 100)
 
     def beats(action, *given):
-        before = heart.work
+        before = progress.count
         action(*given)
-        return heart.work - before
+        return progress.count - before
 
     path = tmp_path / "file"
     tensor = torch.arange(1000.0)

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from mamba_fsdp.errors import UserError, leave_for_torchrun
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import node
 from mamba_fsdp.launch.decision import NODE_FAULT, Outcome
 from mamba_fsdp.launch.failures import Failure, first_failure
@@ -22,6 +22,7 @@ from mamba_fsdp.launch.machine import (
 )
 from mamba_fsdp.run import names
 from mamba_fsdp.run.records import ELSEWHERE, write_status
+from mamba_fsdp.this_process import write_torchrun_error
 from tests.support.processes import run_program
 
 
@@ -190,7 +191,7 @@ def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
 def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, monkeypatch):
     """Another rank had failed at the same moment. What no restart fixes must not count as a crash."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
-    leave_for_torchrun(UserError("a mistake"))
+    write_torchrun_error(UserError("a mistake"))
     killed = ProcessFailure(0, 1, -signal.SIGKILL, str(tmp_path / "error"))
     failure = Failure.of_rank(3, killed)
     assert (failure.exit_code, failure.was_killed) == (2, False)

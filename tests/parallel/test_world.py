@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from mamba_fsdp.conventions import is_torch_2_2
-from mamba_fsdp.errors import Accident, StorageError, UserError
-from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.errors import StorageError, TransientError, UserError
 from mamba_fsdp.parallel import world as module
 from mamba_fsdp.parallel.world import ALL_RANKS, CPU, lost_rank, start_world
+from mamba_fsdp.this_process import progress
 from tests.support.ports import hold_port
 from tests.support.ranks import run_ranks
 
@@ -100,14 +100,14 @@ def test_ranks_may_train_several_times():
 
 def keep_alive(world, folder):
     """Rank 1's work beats until rank 0 has noticed, whose own work does nothing but wait for that."""
-    before, noticed = heart.last, folder / "noticed"
+    before, noticed = progress.last, folder / "noticed"
 
     def work():
         while not noticed.exists():
             time.sleep(0.01)
             if world.rank == 1:
-                heart.beat()
-            elif heart.last > before:
+                progress.touch()
+            elif progress.last > before:
                 noticed.touch()
         return world.rank
 
@@ -206,7 +206,7 @@ def test_ranks_that_miss_those_of_a_node_do_not_train(monkeypatch):
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**names, ALL_RANKS: "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(Accident, match="^only 1 of 2 ranks have met: .* clock"):
+    with pytest.raises(TransientError, match="^only 1 of 2 ranks have met: .* clock"):
         start_world()
 
 
@@ -237,7 +237,7 @@ def test_each_process_has_its_gpu(monkeypatch, opened, driver, environment, expe
     for name in names.split():
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     if isinstance(expected, str):
-        with pytest.raises((Accident, UserError), match=expected):
+        with pytest.raises((TransientError, UserError), match=expected):
             start_world()
     else:
         world = start_world()

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import pytest
 
-from mamba_fsdp.errors import LostError, StorageError, UserError
+from mamba_fsdp.errors import LeaseLostError, StorageError, UserError
 from mamba_fsdp.run import lease as module
 from mamba_fsdp.run.lease import Holder, Lease, new_folder
 from mamba_fsdp.run.names import LEASE
@@ -126,7 +126,9 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
         lease.remove: [tmp_path / "file"],
     }
     for change, given in changes.items():
-        with pytest.raises(LostError, match="in use by process 7 on node-7.*writes nothing more"):
+        with pytest.raises(
+            LeaseLostError, match="in use by process 7 on node-7.*writes nothing more"
+        ):
             change(*given)
     other = (tmp_path / LEASE).stat().st_mtime_ns
     lease.close()
@@ -134,7 +136,7 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
     assert (tmp_path / LEASE).stat().st_mtime_ns == other
     assert (tmp_path / "file").read_text() == "ours"
     (tmp_path / LEASE).unlink()
-    with pytest.raises(LostError, match="has lost its lease.json"):
+    with pytest.raises(LeaseLostError, match="has lost its lease.json"):
         lease.check()
 
 
@@ -150,7 +152,7 @@ def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch
     lease.file = tmp_path / "nowhere" / LEASE
     with pytest.raises(UserError, match="lease.json: can't be read .No such file") as told:
         lease.check()
-    assert not isinstance(told.value, LostError)
+    assert not isinstance(told.value, LeaseLostError)
     lease.file = tmp_path / LEASE
 
 

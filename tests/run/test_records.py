@@ -88,7 +88,7 @@ def test_pauses_between_commands_are_no_time_of_theirs(tmp_path, monkeypatch, ev
     began = {"seconds_to_start": 3, "seconds_of_earlier_commands": 50}
     for event, second in re.findall(r"(\w+) (\d+)", events):
         moment = datetime.fromtimestamp(int(second), timezone.utc)
-        monkeypatch.setattr(records, "timestamp", moment.isoformat)
+        monkeypatch.setattr(records, "utc_timestamp", moment.isoformat)
         records.add_event(tmp_path, event, 0, **began)
     (tmp_path / "metrics.jsonl").touch()
     os.utime(tmp_path / "metrics.jsonl", (205, 205))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mamba_fsdp
-from mamba_fsdp.errors import Accident, UserError
+from mamba_fsdp.errors import TransientError, UserError
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.ops import conv, cpp, gdn, norm, scan, ssd
 from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE
@@ -280,7 +280,7 @@ def test_an_accident_is_no_verdict(tmp_path, spoil, accident):
 
     spoil("conv", meet)
     for _ in range(3):
-        with pytest.raises(Accident, match=re.escape(str(accident))) as ended:
+        with pytest.raises(TransientError, match=re.escape(str(accident))) as ended:
             choose(tmp_path / "run")
         assert ended.value.exit_code == 1
     assert not (tmp_path / ".cache").exists()
@@ -288,7 +288,7 @@ def test_an_accident_is_no_verdict(tmp_path, spoil, accident):
     choice, origin = choose(tmp_path / "run")
     assert choice.backends["conv"] == "cpp" and origin.startswith("tested, ")
     spoil("conv", meet)
-    with pytest.raises(Accident) as ended:  # on a rank that tests what was chosen
+    with pytest.raises(TransientError) as ended:  # on a rank that tests what was chosen
         choose(tmp_path / "run")
     assert ended.value.exit_code == 1 and "--exclude" not in str(ended.value)
 
