@@ -18,6 +18,9 @@ from tests.support.processes import PATIENCE_SECONDS
 PROGRAMS = "slurmctld slurmd sbatch srun ip unshare nsenter setpriv".split()
 REMEDY = "apt-get install --no-install-recommends slurmctld slurmd slurm-client iproute2"
 UNSHARE = "unshare --net --uts --mount --pid --fork --kill-child=KILL"
+# Without an address of its own, a bridge takes one from its ports. When that node is switched off, the address changes, and
+# the other nodes do not reach the controller for up to a minute.
+BRIDGE_ADDRESS = "02:00:00:00:00:01"
 ENDS = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED"
 
 
@@ -120,7 +123,7 @@ PartitionName=main Nodes={plain} Default=YES MaxTime=INFINITE State=UP
     def _start_login(self):
         script = f"""hostname login
 mount --bind {self.folder}/hosts /etc/hosts && mkdir -p /etc/slurm && mount --bind {self.folder}/etc /etc/slurm
-ip link set lo up && ip link add bridge type bridge && ip addr add 10.66.0.254/24 dev bridge && ip link set bridge up
+ip link set lo up && ip link add bridge address {BRIDGE_ADDRESS} type bridge && ip addr add 10.66.0.254/24 dev bridge && ip link set bridge up
 slurmctld -D & while :; do sleep 3600 & wait; done"""
         # KILL: the cluster ends with the tests, however they end
         self._start("login", ["setpriv", "--pdeathsig", "KILL"], script)
