@@ -21,7 +21,7 @@ from benchmarks.our_step import our_step
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop import architectures, state_spaces
 from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.model.init import initial_part
+from mamba_fsdp.model.init import initial_values
 from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import flops_per_token, parameters
 from mamba_fsdp.ops import loss
@@ -99,7 +99,7 @@ def initial_weights(settings: TrainConfig) -> dict[str, torch.Tensor]:
     """Returns the weights that our step starts from."""
     weights = {}
     for name, described in parameters(settings.model).items():
-        value = initial_part(name, described, settings.training.seed, 0, described.size)
+        value = initial_values(name, described, settings.training.seed, 0, described.size)
         weights[name] = value.view(described.shape)
     return weights
 

@@ -19,7 +19,7 @@ from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source, Tokens
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.config import rounded_up
+from mamba_fsdp.model.config import round_up
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.run.names import WANTED_NODES
 from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
@@ -152,7 +152,7 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
     if global_batch % per_pass:
         raise UserError(
             f"global_batch_size {global_batch} is not a multiple of batch_size {batch_size} times "
-            f"{ranks} {who}; set global_batch_size={rounded_up(global_batch, per_pass)}, another batch_size, or start another number of ranks"
+            f"{ranks} {who}; set global_batch_size={round_up(global_batch, per_pass)}, another batch_size, or start another number of ranks"
         )
     return BatchShape(rank, ranks, batch_size, global_batch // per_pass, sequence_slice)
 

@@ -93,7 +93,7 @@ class MambaFSDP(TemplateLM):
         answers = []
         for batch in tqdm(list(collator.get_batched(self.batch_size))):
             rows = [(context + ids)[-self.max_length - 1 : -1] for _key, context, ids in batch]
-            hidden = self.network.final_norm(*self.network.read(padded(rows, 0)))
+            hidden = self.network.final_norm(*self.network.run_blocks(padded(rows, 0)))
             for request, row, states in zip(batch, rows, hidden):
                 scored = states[: len(row)][-len(request[2]) :]
                 scores = self.network.lm_head(scored).float().log_softmax(-1)

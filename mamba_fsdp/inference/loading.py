@@ -10,7 +10,7 @@ import torch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.weights import Weights, read_weights
 from mamba_fsdp.ops import cpp
-from mamba_fsdp.parallel.model import fill_parts
+from mamba_fsdp.parallel.model import fill_shards
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.first_use import choose_for_answers
@@ -48,7 +48,7 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
     settings = TrainConfig(weights.config).changed(reset_at_documents=reset_at_documents)
     choice = choose_for_answers(settings, world.device)
     parallel = build_model(settings, world, choice.backends)
-    fill_parts(parallel.shards(), weights.slice)
+    fill_shards(parallel.shards(), weights.slice)
     return Loaded(parallel.model.eval().requires_grad_(False), weights)
 
 

@@ -24,9 +24,9 @@ from mamba_fsdp.model.config import Layer, ModelConfig
 from mamba_fsdp.model.spec import (
     MIXER_NAMES,
     MIXERS,
-    ORIGINAL,
+    ORIGINAL_LENGTH,
     ROPE_SCALINGS,
-    multipliers_of,
+    multiplier_names,
     parameters,
 )
 from mamba_fsdp.text import format_count
@@ -78,7 +78,7 @@ class Architecture:
     def lacks(self, config: ModelConfig) -> list[str]:
         """Returns in words what keeps the architecture, which knows the model's layers, from holding the model; nothing
         if its class can use the model, and the config.json that it writes is read as the same model."""
-        absent = [name for name in self.needs if name in MIXERS and not config.has(name)]
+        absent = [name for name in self.needs if name in MIXERS and not config.has_mixer(name)]
         if absent:
             return [f"without {name}" for name in absent]
         unset = [name for name in self.needs if name not in MIXERS and not getattr(config, name)]
@@ -185,7 +185,7 @@ class Architecture:
         if self.rotated is None:
             return {}
         share = self.rotated
-        if config.has("attention"):
+        if config.has_mixer("attention"):
             share = config.resolved_rotary_dim / config.resolved_head_dim
         fields: Table = {"rope_theta": config.rope_theta}
         if self.rotated != 1:
@@ -194,7 +194,7 @@ class Architecture:
         scaling: Table = {"rope_type": kind or "default", **numbers}
         length: Table = {}
         if kind in ("dynamic", "yarn"):  # transformers 4 computes with this field only
-            length = {"max_position_embeddings": int(scaling.pop(ORIGINAL))}
+            length = {"max_position_embeddings": int(scaling.pop(ORIGINAL_LENGTH))}
         fields |= {"rope_parameters": {**fields, **scaling}, **length}
         if kind:  # transformers 4 reads rope_theta and the share outside of it
             fields["rope_scaling"] = scaling
@@ -234,7 +234,7 @@ class Architecture:
 
     def read_multipliers(self, fields: Fields, config: ModelConfig) -> str:
         """Returns the setting `multipliers`: the ones that the model reads and that are not 1."""
-        read_by_model = multipliers_of(config)
+        read_by_model = multiplier_names(config)
         items = []
         for name, our_names in self.multipliers.items():
             if len(our_names) == 1:
@@ -389,7 +389,7 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float | None, float
     if kind != "default" and kind not in ROPE_SCALINGS:
         fields.refuse("rope_type", f"is {kind!r}; this program has {', '.join(ROPE_SCALINGS)}")
     usual = {
-        ORIGINAL: fields.content.get("max_position_embeddings"),
+        ORIGINAL_LENGTH: fields.content.get("max_position_embeddings"),
         "beta_fast": 32.0,
         "beta_slow": 1.0,
     }

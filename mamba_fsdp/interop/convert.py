@@ -154,7 +154,7 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
         _write_object(folder / GENERATION_CONFIG, generation)
     embedding = _read_as(dtype, weights, EMBEDDING)
     fields["torch_dtype"] = str(embedding.dtype).removeprefix("torch.")
-    if weights.seq_length and weights.config.has("attention"):
+    if weights.seq_length and weights.config.has_mixer("attention"):
         fields.setdefault("max_position_embeddings", weights.seq_length)
 
     stored_tensors = architecture.stored_tensors(config)

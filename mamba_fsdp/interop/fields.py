@@ -13,7 +13,7 @@ import yaml
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Bounds
-from mamba_fsdp.model.config import Layer, ModelConfig, checked_model
+from mamba_fsdp.model.config import Layer, ModelConfig, parse_model_config
 from mamba_fsdp.model.presets import PRESETS
 from mamba_fsdp.storage.patience import read_text
 from mamba_fsdp.storage.typed_json import read_object
@@ -169,7 +169,7 @@ def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> Table:
 def model_config(path: Path, **values: Any) -> ModelConfig:
     """Returns the checked ModelConfig of these values, or the preset's own if it is the same model. Raises
     UserError."""
-    config = checked_model(path, values)
+    config = parse_model_config(path, values)
     for name, preset in PRESETS.items():
         candidate = ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
         is_as_wide = candidate.d_model == config.d_model  # this rules most of them out at once

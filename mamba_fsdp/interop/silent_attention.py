@@ -9,7 +9,7 @@ its config.json, which may be 0.
 from dataclasses import replace
 from typing import Any
 
-from mamba_fsdp.model.config import FIELDS, ModelConfig, attention, rotation
+from mamba_fsdp.model.config import FIELDS, ModelConfig, attention_layer, rotary_attention_layer
 
 SILENT = "attention_out"  # the multiplier that is 0
 PLAIN = "mamba2+mlp"
@@ -24,9 +24,9 @@ def with_silent_attention(config: ModelConfig) -> ModelConfig:
     usual: dict[str, Any] = {
         name: leaf.default
         for name, leaf in FIELDS.items()
-        if leaf.metadata["needs"] in (attention, rotation)
+        if leaf.metadata["needs"] in (attention_layer, rotary_attention_layer)
     }
-    multipliers = ",".join(filter(None, [config.multipliers_it_has(), f"{SILENT}=0.0"]))
+    multipliers = ",".join(filter(None, [config.applicable_multipliers(), f"{SILENT}=0.0"]))
     heads = {"n_head": 1, "n_kv_head": 1, "head_dim": HEAD_DIM}
     return replace(config, layers=WITH_ATTENTION, multipliers=multipliers, **{**usual, **heads})
 
@@ -39,4 +39,4 @@ def without_silent_attention(config: ModelConfig) -> ModelConfig:
     if not all(layer.mlp for layer in layers):
         return config
     plain = replace(config, layers=PLAIN)
-    return replace(plain, multipliers=plain.multipliers_it_has())
+    return replace(plain, multipliers=plain.applicable_multipliers())

@@ -73,7 +73,7 @@ def write_config(config: ModelConfig) -> Table:
     for mixer in TABLE["ssm"].keys() & {layer.mixer for layer in layers}:
         ssm = {"layer": mixer.capitalize(), **write_fields(config, TABLE["ssm"][mixer], {})}
     attention = {}
-    if config.has("attention"):
+    if config.has_mixer("attention"):
         attention = write_fields(config, TABLE["attention"], TABLE["attention_fixed"])
     fields = {
         **write_fields(config, TABLE["model"], TABLE["model_fixed"]),

@@ -22,7 +22,7 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop.architectures import Architecture
 from mamba_fsdp.interop.weights import Description, Weights
 from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.model.init import initial_part
+from mamba_fsdp.model.init import initial_values
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
 
@@ -51,7 +51,7 @@ class SampleTensors(Tensors):
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         size = self.parameters[name].size
-        initial = initial_part(name, self.parameters[name], 0, start, stop)
+        initial = initial_values(name, self.parameters[name], 0, start, stop)
         return initial * torch.linspace(0.8, 1.2, size)[start:stop]
 
 
@@ -69,7 +69,7 @@ def try_export(
     if not hasattr(transformers, class_name):
         return f"not tried: it needs a newer transformers with {class_name}; here is {version}"
     is_before_5 = int(transformers.__version__.split(".")[0]) < 5
-    is_grouped = config.has("mamba2") and config.ngroups > 1
+    is_grouped = config.has_mixer("mamba2") and config.ngroups > 1
     if is_before_5 and is_grouped and class_name in GROUPED_SINCE_5:
         return (
             f"not tried: it needs transformers 5 or newer; {version}, which is here, computes something else with "

@@ -41,7 +41,7 @@ from mamba_fsdp.interop.places import check_place, refuse_dcp
 from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, SafetensorsTensors
 from mamba_fsdp.interop.silent_attention import without_silent_attention
-from mamba_fsdp.model.config import ModelConfig, checked_model
+from mamba_fsdp.model.config import ModelConfig, parse_model_config
 from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.parallel.world import World
@@ -222,7 +222,7 @@ def _find_checkpoint(path: Path) -> Weights:
     one."""
     found = find_newest(path, report=lambda text: None)
     run = SavedRun.from_state(found.contents.state, found.path)
-    model = Description(checked_model(found.path, run.model), seq_length=run.seq_length)
+    model = Description(parse_model_config(found.path, run.model), seq_length=run.seq_length)
     tokenizer_path = tokenizer_path_in(found.path.parent.parent)
     return Weights(path, model, tokenizer_path, run.progress.tokenizer, found)
 
@@ -292,4 +292,4 @@ def read_description(path: Path) -> Description:
         return Description(state_spaces.read_config(fields))
     seq_length = fields.content.pop("seq_length", None)
     fields.content.pop("averaged", None)
-    return Description(checked_model(path, fields.content), seq_length=seq_length)
+    return Description(parse_model_config(path, fields.content), seq_length=seq_length)

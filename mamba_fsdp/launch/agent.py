@@ -16,7 +16,7 @@ from mamba_fsdp.errors import first_line
 from mamba_fsdp.launch.failures import Failure, order
 from mamba_fsdp.launch.machine import LOOPBACK, check_loopback, node_name
 from mamba_fsdp.launch.watcher import Watcher
-from mamba_fsdp.parallel.world import ALL_RANKS, allow_many_files
+from mamba_fsdp.parallel.world import EXPECTED_RANKS, allow_many_files
 
 USUAL = ["--rdzv-backend=c10d", "--monitor-interval=0.1"]
 
@@ -41,7 +41,7 @@ def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
     logging.disable(logging.ERROR)  # torch's own report of a failure: ours, at the end, says more
     allow_many_files()
     config, command, arguments = torchrun.config_from_args(options)
-    os.environ[ALL_RANKS] = str(config.max_nodes * config.nproc_per_node)
+    os.environ[EXPECTED_RANKS] = str(config.max_nodes * config.nproc_per_node)
     try:
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:

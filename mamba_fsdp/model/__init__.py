@@ -1,1 +1,1 @@
-"""Defines the model: one language model of Mamba-1, Mamba-2, Mamba-3, attention and MLP layers."""
+"""Defines the language model and its layers: Mamba-1, Mamba-2, Mamba-3, Gated DeltaNet, attention and MLP layers."""

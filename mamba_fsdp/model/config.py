@@ -1,4 +1,4 @@
-"""Describes the settings that every model is built from: widths, sizes and a pattern of layers."""
+"""Defines ModelConfig, the settings that describe the structure of a model: widths, sizes and a pattern of layers."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from mamba_fsdp.text import suggest_name
 
 
 def layer_with(*mixers: str) -> Needs:
-    """Returns the condition that a model has a layer with one of these mixers, which read the setting."""
+    """Returns the condition under which a setting has an effect: the model has a layer with one of these mixers."""
     words = f"a {' or '.join(mixers)} layer"
     if mixers == ("mlp",):
         words = "a layer with +mlp"
@@ -23,26 +23,28 @@ def layer_with(*mixers: str) -> Needs:
     readers = [spec.MIXERS[name] for name in mixers]
 
     @condition(words)
-    def is_read(model: "ModelConfig") -> bool:
+    def is_met(model: "ModelConfig") -> bool:
         return any(part in readers for part in model.parts())
 
-    return is_read
+    return is_met
 
 
-ssm = layer_with("mamba1", "mamba2", "mamba3", "gdn")
-ssm_with_heads = layer_with("mamba2", "mamba3", "gdn")
-attention = layer_with("attention")
-mlp = layer_with("mlp")
+ssm_layer = layer_with("mamba1", "mamba2", "mamba3", "gdn")
+multihead_ssm_layer = layer_with("mamba2", "mamba3", "gdn")
+attention_layer = layer_with("attention")
+mlp_layer = layer_with("mlp")
 
 
 @condition("an attention layer with rotary_dim other than 0")
-def rotation(model: "ModelConfig") -> bool:
-    return model.has("attention") and model.rotary_dim != 0
+def rotary_attention_layer(model: "ModelConfig") -> bool:
+    return model.has_mixer("attention") and model.rotary_dim != 0
 
 
 @dataclass(frozen=True)
 class Layer:
-    mixer: str  # one of spec.MIXERS, or two with / between them
+    """The kind of one layer: its mixer, or two mixers side by side, and an optional MLP after them."""
+
+    mixer: str  # a key of spec.MIXERS, or two keys with / between them
     mlp: bool
 
     @property
@@ -51,13 +53,13 @@ class Layer:
 
     @property
     def name(self) -> str:
-        """Returns the layer as an item of ModelConfig.layers."""
+        """Returns the layer in the notation of ModelConfig.layers, such as mamba2+mlp."""
         return f"{self.mixer}+mlp" if self.mlp else self.mixer
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model's structure. A preset fills it; any field can be overridden."""
+    """The structure of a model. A preset gives the fields their values; each field can be overridden."""
 
     model_name: str = setting("demo")
     """Preset that the other model settings start from: demo, mamba-130m, mamba2-1.3b, mamba_9.8b,
@@ -79,24 +81,24 @@ class ModelConfig:
     """Use the embedding as the output layer too."""
     norm_eps: float = setting(1e-5, above=0)
     """Epsilon of every RMSNorm."""
-    d_state: int = setting(16, at_least=1, needs=ssm)
+    d_state: int = setting(16, at_least=1, needs=ssm_layer)
     """State size per channel (Mamba-1) or per head (Mamba-2 and -3); Gated DeltaNet: channels per head
     of queries and keys."""
     d_conv: int = setting(4, at_least=2, at_most=4, needs=layer_with("mamba1", "mamba2", "gdn"))
     """Width of the causal convolution."""
-    expand: int = setting(2, at_least=1, needs=ssm)
+    expand: int = setting(2, at_least=1, needs=ssm_layer)
     """Inner width of an SSM layer as a multiple of d_model."""
-    d_ssm: int = setting(0, at_least=0, instead_of="expand", needs=ssm)
+    d_ssm: int = setting(0, at_least=0, instead_of="expand", needs=ssm_layer)
     """Inner width of an SSM layer; 0 means expand * d_model."""
     dt_rank: int = setting(0, at_least=0, needs=layer_with("mamba1"))
     """Mamba-1: rank of the dt projection; 0 means ceil(d_model / 16)."""
     bcdt_norm_eps: float = setting(0.0, at_least=0, needs=layer_with("mamba1"))
-    """Mamba-1: epsilon of RMSNorms without weights on B, C and dt, as in Falcon-Mamba; 0 means no such
-    norms."""
-    headdim: int = setting(64, at_least=1, needs=ssm_with_heads)
-    """Mamba-2 and -3: channels per head; Gated DeltaNet: of values."""
-    ngroups: int = setting(1, at_least=1, needs=ssm_with_heads)
-    """Mamba-2 and -3: groups of heads that share B and C; Gated DeltaNet: heads of queries and keys."""
+    """Mamba-1: epsilon of the RMSNorms without weights on B, C and dt, as in Falcon-Mamba; 0 means that B, C
+    and dt are not normalized."""
+    headdim: int = setting(64, at_least=1, needs=multihead_ssm_layer)
+    """Mamba-2 and -3: channels per head; Gated DeltaNet: channels per head of values."""
+    ngroups: int = setting(1, at_least=1, needs=multihead_ssm_layer)
+    """Mamba-2 and -3: groups of heads that share B and C; Gated DeltaNet: number of heads of queries and keys."""
     chunk_size: int = setting(256, at_least=1, needs=layer_with("mamba2", "mamba3"))
     """Mamba-2 and -3: positions per chunk of the fused scan (the result does not depend on it)."""
     decay_activation: str = setting(
@@ -109,45 +111,49 @@ class ModelConfig:
     )
     """Mamba-2: whether the RMSNorm of the output comes after the gate, before it, or is left out."""
     allow_neg_eigval: bool = setting(False, needs=layer_with("gdn"))
-    """Gated DeltaNet: beta is up to 2 instead of 1, so that a state may change its sign (negative
+    """Gated DeltaNet: beta is between 0 and 2 instead of 0 and 1, so that a state can change its sign (negative
     eigenvalues)."""
     gdn_norm_eps: float = setting(0.0, at_least=0, needs=layer_with("gdn"))
     """Gated DeltaNet: epsilon of the RMSNorm of the output; 0 means norm_eps."""
-    n_head: int = setting(8, at_least=1, needs=attention)
+    n_head: int = setting(8, at_least=1, needs=attention_layer)
     """Attention: query heads."""
-    n_kv_head: int = setting(8, at_least=1, needs=attention)
+    n_kv_head: int = setting(8, at_least=1, needs=attention_layer)
     """Attention: key and value heads (fewer than n_head: grouped-query attention)."""
-    attention_gate: bool = setting(False, needs=attention)
+    attention_gate: bool = setting(False, needs=attention_layer)
     """Attention: the output is multiplied by the sigmoid of a gate per channel, as in Qwen3.5."""
-    qk_norm: str = setting("none", choices=("none", "head", "whole"), needs=attention)
-    """Attention: an RMSNorm of queries and of keys, over each head or over all heads' channels."""
-    norm_position: str = setting("before", choices=("before", "after_attention"), needs=attention)
-    """The place of a layer's norms. before: at the input of mixer and MLP; after_attention: in attention
-    layers at their output, as in Olmo Hybrid."""
-    head_dim: int = setting(0, at_least=0, needs=attention)
+    qk_norm: str = setting("none", choices=("none", "head", "whole"), needs=attention_layer)
+    """Attention: an RMSNorm of the queries and of the keys. head: over the channels of each head; whole: over the
+    channels of all heads."""
+    norm_position: str = setting(
+        "before", choices=("before", "after_attention"), needs=attention_layer
+    )
+    """Position of the norms in a layer. before: on the inputs of the mixer and of the MLP; after_attention: in
+    attention layers on their outputs, as in Olmo Hybrid."""
+    head_dim: int = setting(0, at_least=0, needs=attention_layer)
     """Attention: channels per head; 0 means d_model / n_head."""
-    rotary_dim: int = setting(-1, at_least=-1, needs=attention)
+    rotary_dim: int = setting(-1, at_least=-1, needs=attention_layer)
     """Attention: number of channels of each head, from the first, that are rotated by position. 0: none.
-    -1: all (of an odd number: all but the last)."""
-    rope_theta: float = setting(10000.0, above=0, needs=rotation)
+    -1: all, or all but the last if the number is odd."""
+    rope_theta: float = setting(10000.0, above=0, needs=rotary_attention_layer)
     """Attention: base of the rotary frequencies."""
-    rope_scaling: str = setting("", needs=rotation)
-    """Attention: slower rotation for longer texts, as in transformers: linear,factor=2, or dynamic,
-    llama3, yarn with their numbers, as in
+    rope_scaling: str = setting("", needs=rotary_attention_layer)
+    """Attention: slower rotation for longer texts, as in transformers: linear, dynamic, llama3 or yarn with its
+    numbers, as in linear,factor=2 or
     llama3,factor=8,low_freq_factor=1,high_freq_factor=4,original_max_position_embeddings=8192."""
-    d_intermediate: int = setting(0, at_least=0, needs=mlp)
-    """Width of the MLP in layers mlp or +mlp; 0 means 8/3 of d_model, rounded up to a multiple of
+    d_intermediate: int = setting(0, at_least=0, needs=mlp_layer)
+    """Width of the MLP in layers with mlp or +mlp; 0 means 8/3 of d_model, rounded up to a multiple of
     128."""
-    mlp_activation: str = setting("swiglu", choices=("swiglu", "relu2"), needs=mlp)
+    mlp_activation: str = setting("swiglu", choices=("swiglu", "relu2"), needs=mlp_layer)
     """MLP: SwiGLU, with a gate, or squared ReLU, without a gate."""
     multipliers: str = setting("")
-    """Constant factors, as in embedding=12,residual=0.22,logits=0.125. embedding, logits: of these;
-    residual: of each layer's output before it is added; ssm_in, attention_in, mlp_in: of the input of
-    a part of a layer; ssm_out, attention_out, mlp_out: of its output; attention_q, attention_k,
-    attention_v, mlp_gate, ssm_z, ssm_x, ssm_B, ssm_C, ssm_dt: of the outputs of its first projection."""
+    """Constant factors, as in embedding=12,residual=0.22,logits=0.125. embedding and logits multiply the
+    embedding and the logits; residual multiplies each layer's output before it is added to the residual stream;
+    ssm_in, attention_in and mlp_in multiply the input of that part of a layer; ssm_out, attention_out and mlp_out
+    multiply its output; attention_q, attention_k, attention_v, mlp_gate, ssm_z, ssm_x, ssm_B, ssm_C and ssm_dt
+    multiply the outputs of its first projection."""
 
     def layer_list(self) -> list[Layer]:
-        """Returns the n_layer layers. Raises UserError for a pattern that can't be read."""
+        """Returns the n_layer layers of the model. Raises UserError if `layers` is not a valid pattern."""
         pattern: list[Layer] = []
         for item in self.layers.replace(" ", "").split(","):
             match = re.fullmatch(r"(?:(\d{1,9})\*)?([a-z0-9]+(?:/[a-z0-9]+)?)(\+mlp)?", item)
@@ -162,26 +168,27 @@ class ModelConfig:
             raise UserError(f"layers: {self.layers!r} names no layer; give each count at least 1")
         return [pattern[index % len(pattern)] for index in range(self.n_layer)]
 
-    def has(self, mixer: str) -> bool:
+    def has_mixer(self, mixer: str) -> bool:
         """Returns whether any layer has this mixer."""
         return any(mixer in layer.mixers for layer in self.layer_list())
 
-    def reads(self, name: str) -> bool:
-        """Returns whether a setting has an effect on this model."""
+    def has_effect_of(self, name: str) -> bool:
+        """Returns whether the setting `name` has an effect on this model."""
         return has_effect(FIELDS[name], self)
 
     def multiplier(self, name: str) -> float:
+        """Returns the factor `name` of `multipliers`; 1 if it is not given."""
         return named_numbers("multipliers", self.multipliers).get(name, 1.0)
 
     @property
     def rope(self) -> tuple[str, dict[str, float]]:
-        """Returns the kind of rope_scaling, and its numbers."""
+        """Returns (kind, numbers) of rope_scaling; kind is "" without scaling."""
         kind, _, numbers = self.rope_scaling.partition(",")
         return kind, named_numbers("rope_scaling", numbers)
 
     @property
     def padded_vocab_size(self) -> int:
-        return rounded_up(self.vocab_size, self.pad_vocab_size_multiple)
+        return round_up(self.vocab_size, self.pad_vocab_size_multiple)
 
     @property
     def d_inner(self) -> int:
@@ -209,14 +216,16 @@ class ModelConfig:
 
     @property
     def resolved_d_intermediate(self) -> int:
-        """Returns the MLP's width, by default as in mamba_ssm's GatedMLP; 0 for a model without MLP."""
+        """Returns the width of the MLP, by default as in mamba_ssm's GatedMLP; 0 for a model without an MLP."""
         if spec.MLP not in self.parts():
             return 0
-        return self.d_intermediate or rounded_up(8 * self.d_model // 3, 128)
+        return self.d_intermediate or round_up(8 * self.d_model // 3, 128)
 
     def structure(self) -> dict[str, object]:
-        """Returns {setting: its resolved value} for the settings that have an effect. Two configs of
-        the same model have the same structure, however they are written."""
+        """Returns {setting: its resolved value} for the settings that have an effect.
+
+        Two configs that describe the same model have the same structure, even if one of them relies on a default that
+        the other one spells out."""
         values = {
             **vars(self),
             "model_name": "",
@@ -234,26 +243,26 @@ class ModelConfig:
             "rope_scaling": self.rope,
             "multipliers": named_numbers("multipliers", self.multipliers),
         }
-        return {name: value for name, value in values.items() if self.reads(name)}
+        return {name: value for name, value in values.items() if self.has_effect_of(name)}
 
     def parts(self) -> list[spec.Spec]:
-        """Returns the kinds of mixer that the model has, and the MLP, each once."""
+        """Returns each kind of mixer in the model once, and the MLP if the model has one."""
         parts: dict[spec.Spec, None] = {}
         for layer in self.layer_list():
             parts |= dict.fromkeys(spec.layer_parts(layer).values())
         return list(parts)
 
-    def multipliers_it_has(self) -> str:
-        """Returns `multipliers` without the factors of parts that the model does not have."""
-        names = spec.multipliers_of(self)
+    def applicable_multipliers(self) -> str:
+        """Returns `multipliers` without the factors for parts that this model does not have."""
+        names = spec.multiplier_names(self)
         items = self.multipliers.split(",")
         return ",".join(item for item in items if item.partition("=")[0].strip() in names)
 
     def check(self) -> None:
-        """Raises UserError, which names the settings, for a model that can't be built."""
+        """Raises UserError if no model with these settings can be built. The message names the settings."""
         for part in self.parts():
             part.check(self)
-        multipliers = spec.multipliers_of(self)
+        multipliers = spec.multiplier_names(self)
         for name in named_numbers("multipliers", self.multipliers):
             if name not in multipliers:
                 hint = suggest_name(name, multipliers, f"it has {', '.join(multipliers)}")
@@ -263,13 +272,16 @@ class ModelConfig:
 FIELDS = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
 
 
-def rounded_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is not below `number`."""
     return -(-number // multiple) * multiple
 
 
-def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
-    """Returns the ModelConfig of the `values` read from `path`; missing settings take their defaults. Raises UserError
-    for an unknown name, a wrong type or a value out of bounds."""
+def parse_model_config(path: Path, values: Mapping[str, Any]) -> ModelConfig:
+    """Returns the ModelConfig with the `values` that were read from the file `path`.
+
+    Missing settings take their defaults. Raises UserError for an unknown name, a wrong type, a value out of bounds, or
+    a model that can't be built."""
     for name, value in values.items():
         if name not in FIELDS:
             raise UserError(f"{path}: {name} is not a setting of this program's models")

@@ -1,5 +1,4 @@
-"""Draws the initial values of every parameter, from the distributions of state-spaces/mamba's code, as spec.py names
-them.
+"""Draws the initial values of parameters. The distributions are the ones in the code of state-spaces/mamba:
 
 ones            1
 normal          normal with standard deviation EMBEDDING_STD
@@ -19,14 +18,16 @@ from mamba_fsdp.model.spec import Init, Parameter
 
 DT_FLOOR = 1e-4
 EMBEDDING_STD = 0.02
-BLOCK = 1 << 20  # elements that one generator draws
+BLOCK_ELEMENTS = 1 << 20  # number of elements that one generator draws
 
 
-def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Returns elements [start, stop) of the flattened initial value of the parameter `name`: 1-D, fp32, on the CPU.
+def initial_values(
+    name: str, parameter: Parameter, seed: int, start: int, stop: int
+) -> torch.Tensor:
+    """Returns the initial values of elements [start, stop) of the flattened parameter `name`: 1-D, fp32, on the CPU.
 
-    They depend only on the arguments. Each block of the tensor has its own generator, so that any rank can fill its
-    part of any parameter, in any order, and draws little more than this part.
+    The values depend only on the arguments. Each block of the tensor has its own random generator: a rank can fill its
+    part of a parameter without drawing the whole parameter, and ranks can draw their parts in any order.
     """
     if parameter.init.kind == "ones":
         return torch.ones(stop - start, dtype=torch.float32, device="cpu")
@@ -38,9 +39,9 @@ def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: i
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     first_seed = int.from_bytes(digest[:8], "little") >> 1
     part = torch.empty(stop - start, dtype=torch.float32, device="cpu")
-    for block in range(start // BLOCK, -(-stop // BLOCK)):
-        low = block * BLOCK
-        high = min((block + 1) * BLOCK, parameter.size)
+    for block in range(start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS)):
+        low = block * BLOCK_ELEMENTS
+        high = min((block + 1) * BLOCK_ELEMENTS, parameter.size)
         generator = torch.Generator(device="cpu").manual_seed(first_seed + block)
         values = torch.empty(high - low, dtype=torch.float32, device="cpu")
         values = _draw(values, parameter.init, generator)

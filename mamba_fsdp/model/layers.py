@@ -1,13 +1,14 @@
-"""Computes the layers: Mamba-1, Mamba-2, Mamba-3, Gated DeltaNet, attention and MLP. spec.py describes their parameters.
+"""Defines the layers as modules: Mamba-1, Mamba-2, Mamba-3, Gated DeltaNet, attention and MLP. spec.py describes their
+parameters.
 
-Each mixer maps x (batch, length, d_model) to the same shape. It is called in one of three ways:
+Each mixer maps x (batch, length, d_model) to a tensor of the same shape. It can be called in three ways:
 
-    in training, with `seq_idx` (see mamba_fsdp/ops) and its `documents` (see ops/attention)
-    in generation, with the `state` after the earlier positions, and the `position` of x's first token
-    if ranks share each sequence, with a `context` (parallel/context.py): x is this rank's part of the sequence, but
-    seq_idx is of the whole sequence
+    In training, with `seq_idx` (see mamba_fsdp/ops) and its `documents` (see ops/attention).
+    In generation, with the `state` after the earlier positions, and the `position` of the first token of x.
+    With context parallelism, after its `context` has been set (see parallel/context.py). x is then this rank's part of
+    the sequence, but seq_idx covers the whole sequence.
 
-Weights may be in fp32 or in the compute dtype: products run in the dtype of their input.
+Weights can be in fp32 or in the compute dtype. Matrix products run in the dtype of their input.
 """
 
 import math
@@ -38,15 +39,15 @@ MixerState = dict[str, Tensor]  # a mixer's state after the earlier positions
 
 
 class Weight(nn.Module):
-    """A weight, which may come with a bias. Calling it multiplies with the weight but does not add the bias."""
+    """A weight with an optional bias. Calling the module multiplies by the weight but does not add the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
 class Sublayer(nn.Module):
-    """A mixer or the MLP, with the parameters that its `kind` describes. init.py or a checkpoint fills the
-    parameters."""
+    """The base class of the mixers and the MLP. `kind` describes the parameters. They are not initialized here: their
+    values come from init.py or from a checkpoint."""
 
     kind: spec.Spec
     context: Any = None  # a ContextGroup if ranks share each sequence
@@ -57,28 +58,31 @@ class Sublayer(nn.Module):
         self.backends = backends
         parameters = self.kind.parameters(config)
         self.rows = next(parameter.rows for parameter in parameters.values() if parameter.rows)
-        self.factors = {name: config.multiplier(f"{self.kind.stem}_{name}") for name in self.rows}
-        self.input_multiplier = config.multiplier(f"{self.kind.stem}_in")
-        output = config.multiplier(f"{self.kind.stem}_out")
+        self.factors = {
+            name: config.multiplier(f"{self.kind.multiplier_prefix}_{name}") for name in self.rows
+        }
+        self.input_multiplier = config.multiplier(f"{self.kind.multiplier_prefix}_in")
+        output = config.multiplier(f"{self.kind.multiplier_prefix}_out")
         self.output_multiplier = output * config.multiplier("residual")
         add_parameters(self, parameters)
 
     def project_in(self, x: Tensor, stack: nn.Module) -> Tensor:
-        """Returns the product of x with the stacked matrices; each matrix's output is multiplied by its multiplier."""
+        """Returns the product of x with the stacked matrices, (..., rows). The output of each matrix is multiplied by
+        the matrix's multiplier."""
         y = stack(x)
         if set(self.factors.values()) == {1.0}:
             return y
         outputs = zip(y.split(list(self.rows.values()), dim=-1), self.factors.values())
         return torch.cat([multiply(*output) for output in outputs], dim=-1)
 
-    def multiplied(self, x: Tensor, *where: Any) -> Tensor:
-        """Returns the sublayer's addition to the residual stream: its output, with the multipliers of input and
-        output."""
+    def forward_with_multipliers(self, x: Tensor, *where: Any) -> Tensor:
+        """Returns the output of the sublayer, with the multipliers of its input and output applied. A block adds it to
+        the residual stream."""
         return multiply(self(multiply(x, self.input_multiplier), *where), self.output_multiplier)
 
 
 def add_parameters(module: nn.Module, parameters: spec.Parameters) -> None:
-    """Adds `parameters` (NAME or CHILD.NAME -> spec.Parameter) to `module`; a missing child is made as a Weight."""
+    """Adds the parameters, by NAME or CHILD.NAME, to `module`. A child that does not exist is added as a Weight."""
     for name, parameter in parameters.items():
         child, _, leaf = name.rpartition(".")
         if child and not hasattr(module, child):
@@ -91,8 +95,10 @@ def multiply(x: Tensor, factor: float) -> Tensor:
 
 
 class SSM(Sublayer):
-    """The base class of the Mamba mixers: projection, convolution, recurrence and output projection. They run in one
-    call if `backends` has the operator `whole`. The state's size does not depend on the length."""
+    """The base class of the mixers with a recurrence: input projection, convolution, recurrence, output projection.
+
+    If `backends` contains the operator `whole_mixer_operator`, one operator computes everything after the input
+    projection. The size of the state does not depend on the length of the sequence."""
 
     def forward(
         self,
@@ -103,9 +109,9 @@ class SSM(Sublayer):
         position: int = 0,
     ) -> Tensor:
         if self.context:
-            return self.forward_part(x, seq_idx)
-        if self.whole in self.backends and not state:
-            return self.at_once(self.project_in(x, self.in_proj), seq_idx)
+            return self.forward_context_parallel(x, seq_idx)
+        if self.whole_mixer_operator in self.backends and not state:
+            return self.run_whole_mixer(self.project_in(x, self.in_proj), seq_idx)
         x, *rest = self.project(x)
         seen = 0
         entering = None
@@ -135,23 +141,23 @@ class SSM(Sublayer):
             y, state["ssm"] = y
         return self.project_out(y, *rest)
 
-    def forward_part(self, x: Tensor, seq_idx: Tensor | None) -> Tensor:
-        """Returns the output of this rank's part of a sequence, which continues the parts of the earlier ranks."""
+    def forward_context_parallel(self, x: Tensor, seq_idx: Tensor | None) -> Tensor:
+        """Returns the output for this rank's part of a sequence. The earlier ranks have the positions before it."""
         context = self.context
         length = x.shape[1]
         x, *rest = self.project(x)
         seen = self.conv1d.weight.shape[2] - 1
         x = causal_conv_silu(
-            torch.cat([context.inputs_before(x, seen), x], dim=1),
+            torch.cat([context.previous_inputs(x, seen), x], dim=1),
             self.conv1d.weight,
             getattr(self.conv1d, "bias", None),
-            seq_idx=context.own(seq_idx, length, before=seen),
+            seq_idx=context.own_columns(seq_idx, length, before=seen),
             backend=self.backends["conv"],
         )
-        y = self.scan_part(
+        y = self.scan_context_parallel(
             *self.scan_inputs(x[:, seen:], *rest),
-            seq_idx=context.own(seq_idx, length),
-            continues=context.continues(seq_idx, length),
+            seq_idx=context.own_columns(seq_idx, length),
+            continues=context.continues_document(seq_idx, length),
         )
         return self.project_out(y, *rest)
 
@@ -170,12 +176,12 @@ class SSM(Sublayer):
 
 class Mamba1(SSM):
     kind = spec.MIXERS["mamba1"]
-    whole = "mamba1"
+    whole_mixer_operator = "mamba1"
 
     def state_shape(self) -> tuple[int, ...]:
         return self.config.d_inner, self.config.d_state
 
-    def at_once(self, xz: Tensor, seq_idx: Tensor | None) -> Tensor:
+    def run_whole_mixer(self, xz: Tensor, seq_idx: Tensor | None) -> Tensor:
         return mamba1_mixer(
             xz,
             self.conv1d.weight,
@@ -199,7 +205,7 @@ class Mamba1(SSM):
         dt, B, C = self.x_proj(x).split([rank, d_state, d_state], dim=-1)
         eps = self.config.bcdt_norm_eps
         if eps:
-            dt, B, C = (rms_normed(t, eps) for t in (dt, B, C))
+            dt, B, C = (unweighted_rms_norm(t, eps) for t in (dt, B, C))
         return (
             x,
             self.dt_proj(dt),
@@ -215,11 +221,13 @@ class Mamba1(SSM):
         self, *inputs: Tensor, initial_state: Tensor | None = None, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         backend = self.backends["scan"]
-        if initial_state is not None and backend == "fused":  # fused takes no initial state
+        if (
+            initial_state is not None and backend == "fused"
+        ):  # the fused operator does not accept an initial state
             backend = "reference"
         return selective_scan(*inputs, initial_state=initial_state, **options, backend=backend)
 
-    def scan_part(
+    def scan_context_parallel(
         self,
         u: Tensor,
         dt: Tensor,
@@ -228,8 +236,8 @@ class Mamba1(SSM):
         seq_idx: Tensor | None,
         continues: Tensor,
     ) -> Tensor:
-        """Returns the output of this rank's positions, after two scans: the first gives the state after these
-        positions, the second starts from the state before them."""
+        """Returns the output for this rank's positions. It scans twice: the first scan starts from zeros and computes
+        the last state for the later ranks; the second scan starts from the state after all earlier ranks."""
         *_, dt_bias = rest
         _, last = self.scan(u, dt, A, *rest, seq_idx=seq_idx, return_last_state=True)
         delta = F.softplus(dt.to(A.dtype) + dt_bias)
@@ -241,20 +249,20 @@ class Mamba1(SSM):
         return self.out_proj(y)
 
 
-def rms_normed(x: Tensor, eps: float) -> Tensor:
-    """Returns the RMSNorm of x without weights."""
+def unweighted_rms_norm(x: Tensor, eps: float) -> Tensor:
+    """Returns the RMSNorm of x over its last dimension, without weights."""
     values = x.to(compute_type(x))
     return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class Mamba2(SSM):
     kind = spec.MIXERS["mamba2"]
-    whole = "mamba2"
+    whole_mixer_operator = "mamba2"
 
     def state_shape(self) -> tuple[int, ...]:
         return self.config.n_ssm_head, self.config.headdim, self.config.d_state
 
-    def at_once(self, zxbcdt: Tensor, seq_idx: Tensor | None) -> Tensor:
+    def run_whole_mixer(self, zxbcdt: Tensor, seq_idx: Tensor | None) -> Tensor:
         config = self.config
         return mamba2_mixer(
             zxbcdt,
@@ -302,7 +310,7 @@ class Mamba2(SSM):
             backend=self.backends["ssd"],
         )
 
-    def scan_part(
+    def scan_context_parallel(
         self,
         x: Tensor,
         dt: Tensor,
@@ -315,8 +323,8 @@ class Mamba2(SSM):
         seq_idx: Tensor | None,
         continues: Tensor,
     ) -> Tensor:
-        """Returns the output of this rank's positions: of one scan from zeros, plus the output of the state before
-        them."""
+        """Returns the output for this rank's positions: the output of a scan that starts from zeros, plus the
+        contribution of the state after all earlier ranks."""
         y, last = self.scan(x, dt, A, B, C, D, dt_bias, seq_idx=seq_idx, return_last_state=True)
         decays = decays_from_start(dt, A, dt_bias) * continues.unsqueeze(2)
         entering = self.context.entering_state(last, decays[:, -1, :, None, None])
@@ -339,7 +347,7 @@ class Mamba2(SSM):
 
 
 def heavy_tail(x: Tensor) -> Tensor:
-    """Returns 1 + x for positive x, 1 / (1 - x) for negative x."""
+    """Returns 1 + x for positive x and 1 / (1 - x) for negative x, elementwise."""
     return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
 
 
@@ -351,10 +359,12 @@ class Mamba3(Mamba2):
         h[t] = alpha h[t-1] + (1 - lambda) delta alpha x[t-1] B[t-1]^T + lambda delta x[t] B[t]^T
         y[t] = h[t] C[t] + D x[t]
 
-    B and C are normed and get a bias for each head; pairs of channels in their first halves are then rotated by the sum
-    of pi tanh(angles) delta up to t. Each input enters the state at two positions, its own and the next. The scan adds
-    it once, at its own position and with the sum of both weights; the contribution of the second weight to that
-    position's output is subtracted.
+    B and C are normalized, and each head adds its bias to them. Pairs of channels in their first halves are then
+    rotated by the sum of pi tanh(angles) delta up to position t.
+
+    In this recurrence, each input enters the state twice: at its own position and at the next one. The scan adds it
+    only once, at its own position, with the sum of both weights. The output of that position would then contain the
+    second weight too early, so this contribution is subtracted.
     """
 
     kind = spec.MIXERS["mamba3"]
@@ -371,8 +381,8 @@ class Mamba3(Mamba2):
         rows = list(self.rows.values())
         continues: Any = None
         if self.context:
-            continues = self.context.continues(seq_idx, x.shape[1])
-            seq_idx = self.context.own(seq_idx, x.shape[1])
+            continues = self.context.continues_document(seq_idx, x.shape[1])
+            seq_idx = self.context.own_columns(seq_idx, x.shape[1])
         z, x, B, C, dt, A, trapezoid, angles = self.project_in(x, self.in_proj).split(rows, dim=-1)
         real = compute_type(x)
         x = x.unflatten(-1, (-1, config.headdim))
@@ -398,11 +408,11 @@ class Mamba3(Mamba2):
             former = state["x"].unsqueeze(3) * state["B"].unsqueeze(2)
             entering = state["ssm"] + former_weight[:, 0, :, None, None] * former
         angle = angle.remainder(2 * math.pi).to(real)
-        B = self.by_head(B, self.B_norm, self.B_bias)
-        C = self.by_head(C, self.C_norm, self.C_bias)
+        B = self.norm_per_head(B, self.B_norm, self.B_bias)
+        C = self.norm_per_head(C, self.C_norm, self.C_bias)
         own_output = self.D - next_weight * (B * C).sum(3)  # a rotation of both keeps B . C
-        B = turned(B, angle).to(x.dtype)
-        C = turned(C, angle).to(x.dtype)
+        B = rotate_pairs(B, angle).to(x.dtype)
+        C = rotate_pairs(C, angle).to(x.dtype)
 
         y = weighted_ssd(
             x,
@@ -419,7 +429,7 @@ class Mamba3(Mamba2):
         if self.context:
             y, last = y
             decays = running_sums(-decay).exp() * continues.unsqueeze(2)
-            y = y + self.output_of_ranks_before(x, B, C, decays, former_weight[:, 0], last)
+            y = y + self.output_of_earlier_ranks(x, B, C, decays, former_weight[:, 0], last)
         if state:
             y, state["ssm"] = y
             state["angle"] = angle[:, -1]
@@ -428,20 +438,21 @@ class Mamba3(Mamba2):
         y = y + own_output.unsqueeze(3) * x
         return self.out_proj((y.flatten(2) * F.silu(z)).to(z.dtype))
 
-    def output_of_ranks_before(
+    def output_of_earlier_ranks(
         self, x: Tensor, B: Tensor, C: Tensor, decays: Tensor, former_weight: Tensor, last: Tensor
     ) -> Tensor:
-        """Returns the output of the state after all earlier ranks, which includes the previous rank's last input."""
-        former_x = self.context.inputs_before(x, 1).squeeze(1)
-        former_B = self.context.inputs_before(B, 1).squeeze(1)
+        """Returns the contribution of the earlier ranks to this rank's output. It comes from the state after
+        their positions; the second weight of the previous rank's last input is included."""
+        former_x = self.context.previous_inputs(x, 1).squeeze(1)
+        former_B = self.context.previous_inputs(B, 1).squeeze(1)
         former = (former_weight.unsqueeze(2) * former_x).unsqueeze(3) * former_B.unsqueeze(2)
         through = decays[:, -1, :, None, None]
         entering = self.context.entering_state(last + through * former, through) + former
         return output_of_state(C, entering, decays).to(x.dtype)
 
-    def by_head(self, x: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
-        """Returns x (batch, length, groups * d_state), normed and with each head's bias, as (batch, length, heads,
-        d_state)."""
+    def norm_per_head(self, x: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
+        """Normalizes x (batch, length, groups * d_state), repeats each group for its heads, and adds the bias of each
+        head. Returns (batch, length, heads, d_state)."""
         config = self.config
         x = x.unflatten(-1, (config.ngroups, -1))
         x = rms_norm(x, norm.weight, config.norm_eps, compute_type(x))
@@ -450,8 +461,9 @@ class Mamba3(Mamba2):
     def allocate_state(
         self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> MixerState:
-        """Returns the initial state, all zeros: the recurrence's state, and the angles, B and x of the previous
-        position, each with a single zero that broadcasts over the channels."""
+        """Returns the initial state, all zeros: the state of the recurrence, and the angles, B and x of the previous
+        position. Each of the last three is a single zero per head, (batch, heads, 1), that broadcasts over the
+        channels."""
         real = torch.promote_types(dtype, torch.float32)
         ssm = torch.zeros(batch, *self.state_shape(), dtype=real, device=device)
         zero = ssm[..., 0, :1]
@@ -459,14 +471,17 @@ class Mamba3(Mamba2):
 
 
 class GatedDeltaNet(SSM):
-    """Gated DeltaNet (arXiv 2412.06464, transformers' models olmo_hybrid and qwen3_5). `ngroups` heads of queries and
-    keys, of d_state channels each, serve the heads of values, of headdim channels each. With a, b from the projection:
+    """Gated DeltaNet (arXiv 2412.06464, and the models olmo_hybrid and qwen3_5 of transformers).
+
+    There are `ngroups` heads of queries and keys, with d_state channels each, and d_inner / headdim heads of values,
+    with headdim channels each. Several heads of values share a head of queries and keys. With a and b from the input
+    projection:
 
         g = -exp(A_log) softplus(a + dt_bias),    beta = sigmoid(b), or twice that with allow_neg_eigval
     """
 
     kind = spec.MIXERS["gdn"]
-    whole = ""
+    whole_mixer_operator = ""
 
     def state_shape(self) -> tuple[int, ...]:
         return self.config.n_ssm_head, self.config.d_state, self.config.headdim
@@ -506,8 +521,9 @@ class GatedDeltaNet(SSM):
         return self.out_proj(normed.flatten(2))
 
 
-def turned(x: Tensor, angle: Tensor) -> Tensor:
-    """Returns x (..., d_state) with each pair of its first channels rotated by one of the angles."""
+def rotate_pairs(x: Tensor, angle: Tensor) -> Tensor:
+    """Rotates pairs of channels: channels 2i and 2i + 1 of x (..., d_state) by angle[..., i]. The channels after these
+    pairs are returned unchanged."""
     angles = angle.shape[-1]
     first, second = x[..., : 2 * angles].unflatten(-1, (angles, 2)).unbind(-1)
     cos = angle.cos()
@@ -539,7 +555,7 @@ class Attention(Sublayer):
         if config.attention_gate:
             q, gate = q.unflatten(2, (-1, 2)).unbind(3)
         if config.qk_norm != "none":
-            # over as many channels as there are weights: one head's or all heads'
+            # rms_norm normalizes over as many channels as there are weights: over one head, or over all heads.
             q = rms_norm(q, self.q_norm.weight, config.norm_eps, q.dtype)
             k = rms_norm(k, self.k_norm.weight, config.norm_eps, k.dtype)
         places = positions_in_document(end, seq_idx, x.device)[..., position:]
@@ -551,7 +567,7 @@ class Attention(Sublayer):
             k = state["k"][:, :end]
             v = state["v"][:, :end]
         if self.context:
-            k_and_v = self.context.whole_sequence(torch.cat([k, v], dim=2))
+            k_and_v = self.context.gather_sequence(torch.cat([k, v], dim=2))
             k, v = k_and_v[:, :end].chunk(2, dim=2)
         y = attention(q, k, v, documents=documents, backend=self.backends["attention"])
         if config.attention_gate:
@@ -566,7 +582,8 @@ class Attention(Sublayer):
 
 
 def positions_in_document(length: int, seq_idx: Tensor | None, device: torch.device) -> Tensor:
-    """Returns each token's position in the row, (length), or, with seq_idx, in its document, (batch, length)."""
+    """Returns the position of each token in its row, (length,). With seq_idx, returns the position in its document,
+    (batch, length)."""
     places = torch.arange(length, device=device)
     if seq_idx is None:
         return places
@@ -574,7 +591,7 @@ def positions_in_document(length: int, seq_idx: Tensor | None, device: torch.dev
 
 
 class MLP(Sublayer):
-    """The MLP: SwiGLU, in which the second half of fc1's output is the gate of the first half, or squared ReLU."""
+    """The MLP, with SwiGLU or squared ReLU. With SwiGLU, the second half of the output of fc1 is the gate."""
 
     kind = spec.MLP
 

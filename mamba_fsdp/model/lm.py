@@ -1,4 +1,4 @@
-"""Builds the language model of every preset: embedding, blocks on an fp32 residual stream, norm, output layer."""
+"""Defines the language model: an embedding, blocks on an fp32 residual stream, a final norm and an output layer."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -20,8 +20,8 @@ from mamba_fsdp.ops.norm import add_rms_norm
 
 
 class Block(nn.Module):
-    """A block: a norm, then one mixer or two side by side, then, if the layer has an MLP, norm2 and the MLP. Sharding,
-    recomputing and compiling work on blocks."""
+    """One layer of the model: a norm, then one mixer or two side by side. If the layer has an MLP, norm2 and the MLP
+    follow. Blocks are the units of sharding, activation checkpointing and compilation."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Block(nn.Module):
         super().__init__()
         self.eps = config.norm_eps
         self.norm_backend = backends["norm"]
-        self.norms_outputs = (
+        self.is_output_normed = (
             config.norm_position == "after_attention" and "attention" in layer.mixers
         )
         self.compute_dtype = compute_dtype
@@ -55,35 +55,37 @@ class Block(nn.Module):
         state: dict[str, MixerState] | None = None,
         position: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the next (hidden, residual), both (batch, length, d_model). hidden has yet to be added to residual,
-        which is fp32."""
+        """Returns the next (hidden, residual), both (batch, length, d_model). `residual` is fp32. The next block or the
+        final norm adds `hidden` to it."""
         hidden, residual = self.add_norm(hidden, residual, self.norm)
         outputs = []
         for name in self.mixer_names:
             mixer = getattr(self, name)
             mixer_state = state and state[name]
-            outputs.append(mixer.multiplied(hidden, seq_idx, documents, mixer_state, position))
+            outputs.append(
+                mixer.forward_with_multipliers(hidden, seq_idx, documents, mixer_state, position)
+            )
         hidden = self.norm_output(reduce(torch.add, outputs), self.norm)
         if self.mlp is not None:
             hidden, residual = self.add_norm(hidden, residual, self.norm2)
-            hidden = self.norm_output(self.mlp.multiplied(hidden), self.norm2)
+            hidden = self.norm_output(self.mlp.forward_with_multipliers(hidden), self.norm2)
         return hidden, residual
 
     def allocate_state(self, *sizes: Any) -> dict[str, MixerState]:
-        """Returns the initial state of each mixer."""
+        """Returns the initial state of each mixer, by the name of its module."""
         return {name: getattr(self, name).allocate_state(*sizes) for name in self.mixer_names}
 
     def add_norm(
         self, hidden: Tensor, residual: Tensor | None, norm: nn.Module
     ) -> tuple[Tensor, Tensor]:
-        """Returns (the next part's input, the new residual)."""
-        if self.norms_outputs:
+        """Returns (the input of the mixer or MLP, the new residual)."""
+        if self.is_output_normed:
             residual = hidden + (0.0 if residual is None else residual)
             return residual.to(self.compute_dtype), residual.to(compute_type(residual))
         return self.normed(hidden, residual, norm)
 
     def norm_output(self, output: Tensor, norm: nn.Module) -> Tensor:
-        return self.normed(output, None, norm)[0] if self.norms_outputs else output
+        return self.normed(output, None, norm)[0] if self.is_output_normed else output
 
     def normed(
         self, hidden: Tensor, residual: Tensor | None, norm: nn.Module
@@ -94,12 +96,14 @@ class Block(nn.Module):
 
 
 class MambaLM(nn.Module):
-    """A language model of the structure that a ModelConfig describes.
+    """A language model with the structure that a ModelConfig describes.
 
-    Making it draws no random numbers and works on the meta device. Its parameters are fp32; init.py or a checkpoint
-    fills them. backends: the backend of each operator, as ops/backends.py chooses. compute_dtype: the dtype of
-    everything except the residual stream, the recurrences and the loss. reset_at_documents: whether `forward` takes
-    seq_idx and keeps state, convolution and attention within a document.
+    The constructor does not draw random numbers, and it works on the meta device. The parameters are fp32 and
+    uninitialized; their values come from init.py or from a checkpoint.
+
+    backends: the backend of each operator, see ops/backends.py. compute_dtype: the dtype of everything except the
+    residual stream, the recurrences and the loss. reset_at_documents: whether `forward` accepts seq_idx; with seq_idx,
+    state, convolution and attention do not cross the start of a document.
     """
 
     def __init__(
@@ -125,9 +129,9 @@ class MambaLM(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
-    def share_sequences(self, context: Any) -> None:
-        """Makes this rank compute its part of each sequence that the ranks of `context` (parallel/context.py) share.
-        `forward` then takes tokens, labels and weights of this rank's positions, and seq_idx of all positions."""
+    def enable_context_parallel(self, context: Any) -> None:
+        """Splits each sequence over the ranks of `context`, a ContextGroup (see parallel/context.py). `forward` then
+        takes the tokens, labels and weights of this rank's positions, but the seq_idx of all positions."""
         for module in self.modules():
             if isinstance(module, Sublayer):
                 module.context = context
@@ -141,33 +145,34 @@ class MambaLM(nn.Module):
         documents: Documents | None = None,
         ends: Tensor | None = None,
     ) -> Tensor:
-        """Returns logits (batch, length, padded vocabulary) in the compute dtype for tokens (batch, length) int64. With
-        ends (batch,), returns the logits of these positions only, (batch, padded vocabulary). With labels, returns the sum of
-        the token losses in nats, an fp32 scalar.
+        """Returns the logits (batch, length, padded vocabulary) in the compute dtype for tokens (batch, length) int64.
 
-        labels (batch, length): the token after each position, or -100 for a position that does not count. weights
-        (batch, length): factors of the token losses. seq_idx: as in ops. documents: the documents of seq_idx; if not
-        given, they are read from seq_idx, which makes the host wait for the device.
+        With `ends` (batch,), it returns only the logits of one position per row, (batch, padded vocabulary). With
+        `labels`, it returns the sum of the token losses in nats, an fp32 scalar.
+
+        labels (batch, length): the token after each position, or -100 to ignore the position. weights (batch, length):
+        a factor for each token's loss. seq_idx: see mamba_fsdp/ops. documents: the documents of seq_idx; without them,
+        they are read from seq_idx, so that the host waits for the device.
         """
         assert seq_idx is None or self.reset_at_documents, (
             "this model was not built to reset at documents"
         )
-        hidden = self.final_norm(*self.read(tokens, seq_idx, documents))
+        hidden = self.final_norm(*self.run_blocks(tokens, seq_idx, documents))
         if labels is not None:
             return self.loss(hidden, labels, weights)
         if ends is not None:
             hidden = hidden[torch.arange(len(ends), device=ends.device), ends]
         return self.lm_head(hidden)
 
-    def read(
+    def run_blocks(
         self,
         tokens: Tensor,
         seq_idx: Tensor | None = None,
         documents: Documents | None = None,
         state: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (hidden, residual) after all blocks. With a `state`, the tokens continue it, and seq_idx must be
-        None."""
+        """Returns (hidden, residual) after all blocks, both (batch, length, d_model). With a `state`, the tokens
+        continue the earlier ones, the state is updated in place, and seq_idx must be None."""
         hidden = F.embedding(tokens, self.backbone.embedding.weight)
         residual = None
         position = 0
@@ -178,7 +183,7 @@ class MambaLM(nn.Module):
             position = state["position"]
             state["position"] += tokens.shape[1]
             assert state["position"] <= state["max_length"], (
-                f"the state holds {state['max_length']} positions"
+                f"the state has room for {state['max_length']} positions"
             )
         layer_states = state["layers"] if state else repeat(None)
         for block, layer_state in zip(self.backbone.layers, layer_states):
@@ -192,6 +197,8 @@ class MambaLM(nn.Module):
         weights: Tensor | None = None,
         chunk: int | None = None,
     ) -> Tensor:
+        """Returns the sum of the token losses in nats, an fp32 scalar. hidden: the output of `final_norm`. chunk: the
+        number of tokens per chunk of logits; None: the default of the device."""
         return linear_cross_entropy(
             hidden.flatten(0, 1),
             self.lm_head.weight,
@@ -201,7 +208,7 @@ class MambaLM(nn.Module):
         )
 
     def final_norm(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Returns the input of the output layer, with the multiplier of the logits applied."""
+        """Returns the input of the output layer, (batch, length, d_model). It includes the multiplier of the logits."""
         normed, _ = add_rms_norm(
             hidden,
             residual,
@@ -214,11 +221,12 @@ class MambaLM(nn.Module):
         return multiply(normed, logits)
 
     def fp32_parameter_names(self) -> set[str]:
-        """Returns the names of the parameters that compute in fp32 in every precision mode."""
+        """Returns the names of the parameters that stay in fp32 in every precision mode."""
         return {name for name, parameter in spec.parameters(self.config).items() if parameter.fp32}
 
     def allocate_state(self, batch: int, max_length: int) -> dict[str, Any]:
-        """Returns the initial state for `prefill` and `step`. Only attention's caches grow with `max_length`."""
+        """Returns the initial state for `prefill` and `step`. Only the caches of attention layers grow with
+        `max_length`."""
         device = self.backbone.embedding.weight.device
         layers = [
             block.allocate_state(batch, max_length, self.compute_dtype, device)
@@ -227,11 +235,12 @@ class MambaLM(nn.Module):
         return {"position": 0, "max_length": max_length, "layers": layers}
 
     def prefill(self, tokens: Tensor, state: dict[str, Any]) -> Tensor:
-        """Returns the logits (batch, padded vocabulary) after the last of many tokens (batch, length), such as a
-        prompt."""
-        hidden, residual = self.read(tokens, state=state)
+        """Reads a prompt, tokens (batch, length), and returns the logits after its last token, (batch, padded
+        vocabulary). Updates the state in place."""
+        hidden, residual = self.run_blocks(tokens, state=state)
         return self.lm_head(self.final_norm(hidden[:, -1], residual[:, -1]))
 
     def step(self, tokens: Tensor, state: dict[str, Any]) -> Tensor:
-        """Returns the logits (batch, padded vocabulary) after one token per row, (batch,)."""
+        """Reads one more token per row, tokens (batch,), and returns the logits after it, (batch, padded vocabulary).
+        Updates the state in place."""
         return self.prefill(tokens[:, None], state)

@@ -1,4 +1,4 @@
-"""Looks up the published models by name, in models.yaml."""
+"""Looks up the settings of published models by name. models.yaml contains them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,8 +13,9 @@ from mamba_fsdp.text import suggest_name
 
 
 def read_table(file: Path, leaves: Mapping[str, dataclasses.Field]) -> dict[str, dict[str, Any]]:
-    """Returns {key of the file, which is one name or several: the settings that differ from the defaults}. leaves: the
-    field of each setting."""
+    """Returns {key: {setting: value}} of a YAML table. A key is one name or several, separated by spaces.
+
+    leaves: the dataclass field of each setting, by name."""
     return {
         key: {name: read_field(name, leaves[name], text) for name, text in values.items()}
         for key, values in load_yaml(file, is_own=True).items()
@@ -22,7 +23,7 @@ def read_table(file: Path, leaves: Mapping[str, dataclasses.Field]) -> dict[str,
 
 
 def plain(name: str) -> str:
-    """Returns `name` without the parts that do not matter in the name of a preset."""
+    """Returns a preset's name in a normal form, in which spellings of the same name are equal."""
     name = name.lower().rpartition("/")[2].removesuffix("-hf").removesuffix("_4k")
     return name.replace("-", "").replace("_", "")
 
@@ -33,12 +34,14 @@ SPELLINGS = {plain(name): names.split()[0] for names in MODELS for name in names
 
 
 def preset(name: str, where: str = "") -> dict[str, Any]:
-    """Returns the ModelConfig fields of the preset that `name` means, with the preset's own name as
-    model_name.
+    """Returns the ModelConfig fields of the preset `name`. Their model_name is the preset's canonical name.
 
-    Names of the Hugging Face hub and of fms work too: a leading organisation, a trailing -hf or _4k
-    (fms-fsdp's shorter context, which is seq_length here), case and the choice between - and _ don't
-    matter. Raises UserError, which suggests the nearest name. where: as in " (in my.yaml)".
+    Names from the Hugging Face hub and from fms-fsdp work too: a leading organisation, a trailing -hf or _4k, upper and
+    lower case, and the choice between - and _ don't matter. (In fms-fsdp, _4k selects a shorter context; here this is
+    the setting seq_length.)
+
+    Raises UserError for an unknown name, and suggests the nearest one. where: the place that contains the name, for the
+    message, as in " (in my.yaml)".
     """
     spelled = SPELLINGS.get(plain(name))
     if spelled is None:
@@ -48,7 +51,8 @@ def preset(name: str, where: str = "") -> dict[str, Any]:
 
 
 def title(model: ModelConfig) -> str:
-    """Returns the name of a ModelConfig: the name of its preset if it has the preset's structure."""
+    """Returns a name for a model: its preset's name, or "custom (from PRESET)" if its structure differs from the
+    preset."""
     named = ModelConfig(**preset(model.model_name))
     if model.structure() == named.structure():
         return model.model_name

@@ -1,8 +1,8 @@
-"""Describes the parameters and costs of a model's layers, once, for all other code. This file does not need torch.
+"""Describes the parameters and the costs of each kind of layer. This file does not need torch.
 
-Initialisation, counting, weight decay, fp32 parameters, the modules and other libraries' formats all follow from it. A
-new mixer is an entry in MIXERS here and a class in layers.py; config.py says which settings it reads. `config` is a
-ModelConfig.
+It is the only description: the modules, initialization, weight decay, the choice of fp32 parameters, the counts of
+parameters and FLOPs, and the formats of other libraries are derived from it. To add a mixer, add an entry to MIXERS
+here, a class to layers.py, and its settings to config.py. `config` is always a ModelConfig.
 """
 
 import math
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 EMBEDDING = "backbone.embedding.weight"
 LM_HEAD = "lm_head.weight"
 MODEL_MULTIPLIERS = ("embedding", "residual", "logits", "logits_divisor")
-MIXER_NAMES = ("mixer", "mixer2")  # module names of a layer's mixers, which run side by side
-ORIGINAL = "original_max_position_embeddings"
-ROPE_SCALINGS = {  # kind: the names of its numbers, which ops/rope.py explains
+MIXER_NAMES = ("mixer", "mixer2")  # module names of the mixers of a layer that run side by side
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+ROPE_SCALINGS = {  # {kind: names of its numbers}; see ops/rope.py
     "linear": {"factor"},
-    "dynamic": {"factor", ORIGINAL},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL},
-    "yarn": {"factor", ORIGINAL, "beta_fast", "beta_slow", "attention_factor"},
+    "dynamic": {"factor", ORIGINAL_LENGTH},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH},
+    "yarn": {"factor", ORIGINAL_LENGTH, "beta_fast", "beta_slow", "attention_factor"},
 }
-NORMS = {"mixer": "norm", "mlp": "norm2"}  # part of a layer: the norm before it
+NORMS = {"mixer": "norm", "mlp": "norm2"}  # {module of a layer: module of the norm before it}
 
 
 class Init(NamedTuple):
-    """The distribution of a parameter's initial elements, from which init.py draws. `low` and `high` are its limits."""
+    """The distribution of the initial values of a parameter; see init.py for the kinds. low, high: limits of a
+    value."""
 
     kind: str
     low: float = 0.0
@@ -43,11 +44,13 @@ DT = Init("dt", 1e-3, 0.1)
 
 
 class Parameter(NamedTuple):
-    """The shape of a parameter, its initial distribution, and its treatment.
+    """The shape of a parameter, the distribution of its initial values, and how training treats it.
 
-    decay   whether weight decay applies to it, as to every matrix and convolution
-    fp32    whether it computes in fp32 in every precision mode; half precision changes dt by up to 1.6 % and A by 0.8 %
-    rows    the number of rows of each matrix stacked in it, by name, from the top; empty outside of mixers and MLPs
+    decay   Whether weight decay applies to it. It applies to matrices and convolutions.
+    fp32    Whether it stays in fp32 in every precision mode. Half precision would change dt by up to 1.6 % and A by up
+            to 0.8 %.
+    rows    {name: number of rows} of the matrices that are stacked in it, from the top. It is empty for parameters
+            other than the matrices of mixers and MLPs.
     """
 
     shape: tuple[int, ...]
@@ -61,8 +64,10 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
 
-Parameters = dict[str, Parameter]  # by name
-Operators = dict[str, dict[str, int]]  # by name, each with the sizes that a Use needs
+Parameters = dict[str, Parameter]  # {name: parameter}
+Operators = dict[
+    str, dict[str, int]
+]  # {operator: sizes of its tensors, as keyword arguments of Use}
 
 
 def _no_flops(config: "ModelConfig", seq_length: int) -> float:
@@ -81,19 +86,19 @@ def _no_operators(config: "ModelConfig") -> Operators:
 class Spec:
     """One kind of mixer, or the MLP.
 
-    parameters(config)         the parameters of one layer by name, in the order of named_parameters()
-    flops(config, seq_length)  FLOPs of a forward pass per token, without the products with its parameters
-    check(config)              raises UserError for impossible shapes
-    operators(config)          the operators of ops/backends.py that it runs, each with the sizes that a Use needs
-    stem                       the first part of the names of its multipliers in ModelConfig: STEM_in, STEM_out, and
-                               STEM_NAME for each matrix of its first stacked projection
+    parameters(config)         Returns the parameters of one layer by name, in the order of named_parameters().
+    flops(config, seq_length)  Returns the FLOPs per token of a forward pass, without the products with parameters.
+    check(config)              Raises UserError for shapes that do not fit together.
+    operators(config)          Returns the operators of ops/backends.py that it runs, with the sizes of their tensors.
+    multiplier_prefix          The prefix of its multipliers in ModelConfig.multipliers. Their names are PREFIX_in,
+                               PREFIX_out, and PREFIX_NAME for each matrix NAME of its first projection.
     """
 
     parameters: Callable[..., Parameters]
     flops: Callable[..., float] = _no_flops
     check: Callable[..., None] = _no_check
     operators: Callable[..., Operators] = _no_operators
-    stem: str = "ssm"
+    multiplier_prefix: str = "ssm"
 
 
 def norm(channels: int) -> Parameter:
@@ -101,21 +106,23 @@ def norm(channels: int) -> Parameter:
 
 
 def matrix(outputs: int, inputs: int, scale: float = 1.0) -> Parameter:
-    """Returns a matrix initialised as in PyTorch's linear layers, uniform in +-1/sqrt(inputs), divided by `scale`."""
-    return stacked(inputs, scale, weight=outputs)
+    """Returns a weight (outputs, inputs). Its initial values are uniform in +-1/sqrt(inputs), as in torch.nn.Linear,
+    divided by `scale`."""
+    return stacked_matrices(inputs, scale, weight=outputs)
 
 
-def stacked(inputs: int, scale: float = 1.0, **rows: int) -> Parameter:
-    """Returns matrices with the same inputs, stacked as one parameter, the first on top. rows: rows of each, by
-    name."""
+def stacked_matrices(inputs: int, scale: float = 1.0, **rows: int) -> Parameter:
+    """Returns one parameter (sum of rows, inputs) that stacks several matrices with the same input, the first on top.
+
+    rows: the number of rows of each matrix, by name. scale: as for `matrix`."""
     bound = inputs**-0.5 / scale
     init = Init("uniform", -bound, bound)
     return Parameter((sum(rows.values()), inputs), init, decay=True, rows=rows)
 
 
-def into_residual(config: "ModelConfig", inputs: int) -> Parameter:
-    """Returns a projection into the residual stream. Its initial values are divided by sqrt(n_layer), even if a layer
-    has two such projections."""
+def residual_projection(config: "ModelConfig", inputs: int) -> Parameter:
+    """Returns the weight of a projection into the residual stream. Its initial values are divided by sqrt(n_layer),
+    also if a layer has two such projections."""
     return matrix(config.d_model, inputs, math.sqrt(config.n_layer))
 
 
@@ -129,8 +136,8 @@ def convolution(config: "ModelConfig", channels: int) -> Parameters:
 
 
 def recurrence_flops(config: "ModelConfig", seq_length: int) -> float:
-    """Returns the FLOPs of the recurrence, the same for every backend: each state's decay, input and share of the
-    output."""
+    """Returns the FLOPs per token of the recurrence, the same for every backend. Each element of the state takes three
+    multiply-adds: its decay, its input and its contribution to the output."""
     return 2 * 3 * config.d_inner * config.d_state
 
 
@@ -141,12 +148,12 @@ def _mamba1(config: "ModelConfig") -> Parameters:
     return {
         "A_log": Parameter((d_inner, d_state), Init("log_of_column"), fp32=True),
         "D": Parameter((d_inner,), ONES, fp32=True),
-        "in_proj.weight": stacked(config.d_model, x=d_inner, z=d_inner),
+        "in_proj.weight": stacked_matrices(config.d_model, x=d_inner, z=d_inner),
         **convolution(config, d_inner),
-        "x_proj.weight": stacked(d_inner, dt=rank, B=d_state, C=d_state),
+        "x_proj.weight": stacked_matrices(d_inner, dt=rank, B=d_state, C=d_state),
         "dt_proj.weight": matrix(d_inner, rank),
         "dt_proj.bias": Parameter((d_inner,), DT, fp32=True),
-        "out_proj.weight": into_residual(config, d_inner),
+        "out_proj.weight": residual_projection(config, d_inner),
     }
 
 
@@ -168,12 +175,12 @@ def _mamba2(config: "ModelConfig") -> Parameters:
         "dt_bias": Parameter((heads,), DT, fp32=True),
         "A_log": Parameter((heads,), Init("log_uniform", 1.0, 16.0), fp32=True),
         "D": Parameter((heads,), ONES, fp32=True),
-        "in_proj.weight": stacked(
+        "in_proj.weight": stacked_matrices(
             config.d_model, z=d_inner, x=d_inner, B=group_channels, C=group_channels, dt=heads
         ),
         **convolution(config, d_inner + 2 * group_channels),
         **gated_norm,
-        "out_proj.weight": into_residual(config, d_inner),
+        "out_proj.weight": residual_projection(config, d_inner),
     }
 
 
@@ -199,20 +206,20 @@ def _check_mamba2(config: "ModelConfig") -> None:
 
 
 def _mamba3(config: "ModelConfig") -> Parameters:
-    former = _mamba2(config)
+    mamba2 = _mamba2(config)
     heads = config.n_ssm_head
     bias = Parameter((heads, 1, config.d_state), ONES)
-    rows = former["in_proj.weight"].rows
+    rows = mamba2["in_proj.weight"].rows
     rows |= {"A": heads, "trapezoid": heads, "angles": config.d_state // 4}
     return {
-        "dt_bias": former["dt_bias"],
+        "dt_bias": mamba2["dt_bias"],
         "B_bias": bias,
         "C_bias": bias,
-        "D": former["D"],
-        "in_proj.weight": stacked(config.d_model, **rows),
+        "D": mamba2["D"],
+        "in_proj.weight": stacked_matrices(config.d_model, **rows),
         "B_norm.weight": norm(config.d_state),
         "C_norm.weight": norm(config.d_state),
-        "out_proj.weight": former["out_proj.weight"],
+        "out_proj.weight": mamba2["out_proj.weight"],
     }
 
 
@@ -222,20 +229,20 @@ def _gdn(config: "ModelConfig") -> Parameters:
     keys = config.ngroups * config.d_state
     return {
         "dt_bias": Parameter((heads,), DT, fp32=True),
-        # Published code draws A from 0 up, so that its logarithm may be infinite.
+        # The published code draws A from [0, 16). The logarithm of 0 would be minus infinity.
         "A_log": Parameter((heads,), Init("log_uniform", 0.01, 16.0), fp32=True),
-        "in_proj.weight": stacked(
+        "in_proj.weight": stacked_matrices(
             config.d_model, q=keys, k=keys, v=d_inner, z=d_inner, b=heads, a=heads
         ),
         "conv1d.weight": convolution(config, 2 * keys + d_inner)["conv1d.weight"],
         "norm.weight": norm(config.headdim),
-        "out_proj.weight": into_residual(config, d_inner),
+        "out_proj.weight": residual_projection(config, d_inner),
     }
 
 
 def _gdn_flops(config: "ModelConfig", seq_length: int) -> float:
-    """Returns the FLOPs of each state's decay, of reading it by the key, of its input and of its share of the
-    output."""
+    """Returns the FLOPs per token of the recurrence. Each element of the state takes four multiply-adds: its decay, its
+    product with the key, its input and its contribution to the output."""
     return 2 * 4 * config.d_inner * config.d_state
 
 
@@ -247,17 +254,18 @@ def _attention(config: "ModelConfig") -> Parameters:
         norms = dict.fromkeys(("q_norm.weight", "k_norm.weight"), norm(config.resolved_head_dim))
     if config.qk_norm == "whole":
         norms = {"q_norm.weight": norm(queries), "k_norm.weight": norm(keys)}
-    gated = 2 if config.attention_gate else 1  # each head's queries lie above its gates
+    # In the stacked matrix, the queries of each head are above its gates.
+    gated = 2 if config.attention_gate else 1
     return {
-        "in_proj.weight": stacked(config.d_model, q=gated * queries, k=keys, v=keys),
+        "in_proj.weight": stacked_matrices(config.d_model, q=gated * queries, k=keys, v=keys),
         **norms,
-        "out_proj.weight": into_residual(config, queries),
+        "out_proj.weight": residual_projection(config, queries),
     }
 
 
 def _attention_flops(config: "ModelConfig", seq_length: int) -> float:
-    """Returns the FLOPs of q . k and weights . v. Attention is causal: a position sees seq_length / 2 others on
-    average."""
+    """Returns the FLOPs per token of the two products of attention, q . k and weights . v. Attention is causal, so that
+    a position attends to seq_length / 2 positions on average."""
     return 2 * 2 * config.n_head * config.resolved_head_dim * seq_length / 2
 
 
@@ -292,8 +300,8 @@ def _mlp(config: "ModelConfig") -> Parameters:
     if config.mlp_activation == "swiglu":
         rows["gate"] = width
     return {
-        "fc1.weight": stacked(config.d_model, **rows),
-        "fc2.weight": into_residual(config, width),
+        "fc1.weight": stacked_matrices(config.d_model, **rows),
+        "fc2.weight": residual_projection(config, width),
     }
 
 
@@ -334,10 +342,10 @@ MIXERS = {
     ),
     "mlp": Spec(
         _mlp,
-        stem="mlp",
+        multiplier_prefix="mlp",
     ),
 }
-MLP = MIXERS["mlp"]  # a layer may also have it after its mixer
+MLP = MIXERS["mlp"]  # a mixer by itself, and also the part after the mixer in layers with +mlp
 
 
 def embedding(config: "ModelConfig") -> Parameter:
@@ -349,7 +357,7 @@ def output_layer(config: "ModelConfig") -> Parameter:
 
 
 def layer_parts(layer: "Layer") -> dict[str, Spec]:
-    """Returns the mixers and the MLP of a Layer, by the names of their modules."""
+    """Returns the specs of a layer's mixers and MLP, by the names of their modules."""
     parts = {name: MIXERS[mixer] for name, mixer in zip(MIXER_NAMES, layer.mixers)}
     if layer.mlp:
         parts["mlp"] = MLP
@@ -357,7 +365,8 @@ def layer_parts(layer: "Layer") -> dict[str, Spec]:
 
 
 def parameters(config: "ModelConfig") -> Parameters:
-    """Returns every parameter of the model by name, in the order of named_parameters(), without a tied output layer."""
+    """Returns the parameters of the model by name, in the order of named_parameters(). A tied output layer is left
+    out."""
     described = {EMBEDDING: embedding(config)}
     for index, layer in enumerate(config.layer_list()):
         prefix = f"backbone.layers.{index}"
@@ -379,28 +388,29 @@ def parameter_count(config: "ModelConfig") -> int:
 
 
 def flops_per_token(config: "ModelConfig", seq_length: int) -> float:
-    """Returns the FLOPs of training per token for sequences of `seq_length`: three times the FLOPs of the forward pass,
-    because the backward pass takes twice as many.
+    """Returns the training FLOPs per token for sequences of length `seq_length`. They are three times the FLOPs of the
+    forward pass, because the backward pass takes twice as many.
 
-    A multiply-add counts as 2. Matrices (with the output layer, without the embedding's lookup), convolutions,
-    recurrences and attention's scores are counted; norms, gates and activations are not.
+    A multiply-add counts as 2 FLOPs. The count includes matrices, the output layer, convolutions, recurrences and the
+    products of attention. It does not include the lookup of embeddings, norms, gates and activations.
     """
-    products = config.padded_vocab_size * config.d_model  # the output layer, tied or not
-    products += sum(
+    # The output layer counts even if it is tied to the embedding.
+    multiplied = config.padded_vocab_size * config.d_model
+    multiplied += sum(
         parameter.size
         for name, parameter in parameters(config).items()
         if parameter.decay and name not in (EMBEDDING, LM_HEAD)
     )
     parts = [part for layer in config.layer_list() for part in layer_parts(layer).values()]
-    return 3 * (2 * products + sum(part.flops(config, seq_length) for part in parts))
+    return 3 * (2 * multiplied + sum(part.flops(config, seq_length) for part in parts))
 
 
-def multipliers_of(config: "ModelConfig") -> list[str]:
-    """Returns the names that ModelConfig.multipliers may contain, for the whole model and for its sublayers."""
+def multiplier_names(config: "ModelConfig") -> list[str]:
+    """Returns the names that ModelConfig.multipliers can contain for this model."""
     names = [*MODEL_MULTIPLIERS]
     for part in config.parts():
         rows = next(stack.rows for stack in part.parameters(config).values() if stack.rows)
-        names += [f"{part.stem}_{name}" for name in ("in", "out", *rows)]
+        names += [f"{part.multiplier_prefix}_{name}" for name in ("in", "out", *rows)]
     return names
 
 
@@ -412,8 +422,11 @@ def operator_uses(
     in_parts: bool = False,
     tokens: int = 0,
 ) -> dict[str, list[Use]]:
-    """Returns the Uses of each operator in the model. dtype: the torch.dtype of the activations; tokens: of a batch, if
-    it is known; the other arguments are as in Use. If ranks share sequences, no mixer is computed in one call."""
+    """Returns {operator: its Uses in the model}.
+
+    dtype: the torch.dtype of the activations. tokens: the number of tokens in a micro-batch, 0 if it is unknown. The
+    other arguments are fields of Use. With in_parts (ranks share sequences), operators that compute a whole mixer are
+    left out."""
     uses: dict[str, list[Use]] = {}
     always: Operators = {"norm": {}, "loss": {}}
     elements = tokens * widest_projection(config)
@@ -435,7 +448,8 @@ def operator_uses(
 
 
 def widest_projection(config: "ModelConfig") -> int:
-    """Returns the rows of the largest matrix that a layer multiplies its input by: the channels of a token there."""
+    """Returns the largest number of channels that a token has between two projections: the rows of the widest
+    matrix."""
     matrices = [
         parameter
         for part in config.parts()

@@ -1,2 +1,2 @@
-"""Spreads a model over ranks: process groups, sharding, precision, activation checkpointing, sequences that ranks
-share, and the differences between versions of torch."""
+"""Distributes a model over ranks: process groups, sharding, mixed precision, activation checkpointing and context
+parallelism. Differences between versions of torch are handled here too."""

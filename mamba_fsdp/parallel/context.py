@@ -1,14 +1,14 @@
-"""Splits each sequence over neighbouring ranks (context parallelism). The ranks exchange what recurrences,
-convolutions and attention need from earlier positions.
+"""Context parallelism: splits each sequence over neighbouring ranks. The ranks exchange the inputs and states of
+earlier positions that recurrences, convolutions and attention need.
 
-Every rank of a group has `length` positions, in the order of ranks. Three exchanges serve all layers, forward and
-backward:
+Each rank of a group computes `length` consecutive positions, in the order of the ranks. There are three exchanges, each
+with a forward and a backward pass:
 
-    inputs_before    the last inputs of the previous rank, for the convolution
-    entering_state   the state after the positions of all earlier ranks, for the recurrence
-    whole_sequence   all positions of all ranks, for attention's keys and values
+    previous_inputs   Returns the last inputs of the previous rank, for the convolution.
+    entering_state    Returns the state after the positions of all earlier ranks, for the recurrence.
+    gather_sequence   Returns the positions of all ranks, for the keys and values of attention.
 
-All ranks of a group make the same calls in the same order, in their backward passes too.
+All ranks of a group must make the same calls in the same order, in their backward passes too.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from mamba_fsdp.parallel.world import World
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share each sequence. rank: this rank's place in the group."""
+    """The group of ranks that share each sequence. `rank` is the index of this rank in the group."""
 
     rank: int
     size: int
@@ -34,61 +34,64 @@ class ContextGroup:
 
     @classmethod
     def of(cls, world: World, size: int) -> "ContextGroup":
-        """Returns this rank's group, if each `size` neighbouring ranks share a sequence."""
+        """Creates the groups of `size` neighbouring ranks, and returns the group of this rank. All ranks call it."""
         row, _ = world.grid(size)
         return cls(world.rank % size, size, row, world.device)
 
-    def own(self, seq_idx: Tensor | None, length: int, before: int = 0) -> Tensor | None:
-        """Returns this rank's columns of a whole sequence's seq_idx (batch, size * length), after `before` columns of
-        the previous rank. For the first rank, its own first column takes their place."""
+    def own_columns(self, seq_idx: Tensor | None, length: int, before: int = 0) -> Tensor | None:
+        """Returns this rank's columns of seq_idx, (batch, before + length).
+
+        seq_idx: of the whole sequence, (batch, size * length), or None. before: the number of columns of the previous
+        rank to put in front. The first rank repeats its own first column instead."""
         if seq_idx is None:
             return None
         first = self.rank * length
         places = torch.arange(first - before, first + length, device=seq_idx.device)
         return seq_idx[:, places.clamp(min=0)]
 
-    def continues(self, seq_idx: Tensor | None, length: int) -> Tensor:
-        """Returns, for each of this rank's positions, whether it belongs to the document of the previous rank's last
-        position, (batch or 1, length) bool. The first rank's result has no meaning: only zeros enter there."""
-        with_last = self.own(seq_idx, length, before=1)
+    def continues_document(self, seq_idx: Tensor | None, length: int) -> Tensor:
+        """Returns, for each position of this rank, whether it is in the same document as the last position of the
+        previous rank, as a bool tensor (batch or 1, length). On the first rank the result has no effect: it is
+        applied to states and inputs that are zeros there."""
+        with_last = self.own_columns(seq_idx, length, before=1)
         if with_last is None:
             return torch.ones(1, length, dtype=torch.bool, device=self.device)
         return with_last[:, 1:] == with_last[:, :1]
 
-    def inputs_before(self, x: Tensor, count: int) -> Tensor:
-        """Returns the previous rank's last `count` positions of x (batch, length >= count, ...); on the first rank,
-        zeros."""
-        return _FromLeft.apply(x[:, x.shape[1] - count :], self)
+    def previous_inputs(self, x: Tensor, count: int) -> Tensor:
+        """Returns the last `count` positions of the previous rank's x, (batch, count, ...), or zeros on the first rank.
+
+        x: (batch, length, ...) with length >= count."""
+        return _PreviousInputs.apply(x[:, x.shape[1] - count :], self)
 
     def entering_state(self, last: Tensor, decay: Tensor) -> Tensor:
-        """Returns the state after all earlier ranks' positions, of a recurrence that starts from zeros on the first
-        rank.
+        """Returns the state of a recurrence after the positions of all earlier ranks, or zeros on the first rank.
 
-        last: the state after this rank's positions if they start from zeros. decay: the factor by which this rank's
-        positions multiply an earlier state; it broadcasts to `last`. Both are float32 or float64.
+        last: the state after this rank's positions, computed from an initial state of zeros. decay: the factor by which
+        this rank's positions multiply an initial state; it broadcasts to `last`. Both are float32 or float64.
         """
         return _EnteringState.apply(last, decay, self)
 
-    def whole_sequence(self, x: Tensor) -> Tensor:
-        """Returns all ranks' x (batch, length, ...), concatenated: (batch, size * length, ...)."""
-        return _WholeSequence.apply(x, self)
+    def gather_sequence(self, x: Tensor) -> Tensor:
+        """Returns the x (batch, length, ...) of all ranks, concatenated to (batch, size * length, ...)."""
+        return _GatherSequence.apply(x, self)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Returns every rank's x, (size, *x.shape), without gradient."""
+        """Returns the x of all ranks, stacked to (size, *x.shape). No gradient flows through it."""
         gathered = x.new_empty(self.size, *x.shape)
         gather_into(gathered.view(-1), x.contiguous().view(-1), self.group)
         return gathered
 
     def scatter_sum(self, parts: Tensor) -> Tensor:
-        """Returns this rank's part of the sum over ranks of `parts` (size, ...), without gradient. May overwrite
-        `parts`."""
+        """Sums `parts` (size, ...) over the ranks, and returns this rank's part of the sum, (...). No gradient flows
+        through it. It can overwrite `parts`."""
         own = parts.new_empty(parts.shape[1:])
         scatter_sum(own.view(-1), parts.view(-1), self.group)
         return own
 
     def shift(self, x: Tensor, step: int) -> Tensor:
-        """Returns x of the rank `step` places earlier, or zeros if there is none, without gradient. Sends this rank's x
-        `step` places further."""
+        """Sends x to the rank `step` places later, and returns the x of the rank `step` places earlier, or zeros if
+        there is none. A negative step shifts in the other direction. No gradient flows through it."""
         received = torch.zeros_like(x)
         exchanges = []
         target = self.rank + step
@@ -107,7 +110,7 @@ class ContextGroup:
         return dist.get_global_rank(self.group, place)
 
 
-class _FromLeft(torch.autograd.Function):
+class _PreviousInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tail: Tensor, context: ContextGroup) -> Tensor:
         ctx.context = context
@@ -120,9 +123,11 @@ class _FromLeft(torch.autograd.Function):
 
 
 class _EnteringState(torch.autograd.Function):
-    """The recurrence over ranks. With S and P each rank's last state and decay: h[0] = 0, h[r + 1] = P[r] h[r] + S[r].
-    Backward, with dh and dS the gradients of h and S: dS[r] = dh[r + 1] + P[r + 1] dS[r + 1], the same sum from the
-    other end."""
+    """The recurrence over ranks. S[r] is the last state of rank r, P[r] its decay, and h[r] the state that enters it:
+    h[0] = 0 and h[r + 1] = P[r] h[r] + S[r].
+
+    The backward pass is the same recurrence in the opposite direction. With dh and dS the gradients of h and S:
+    dS[r] = dh[r + 1] + P[r + 1] dS[r + 1]."""
 
     @staticmethod
     def forward(ctx: Any, last: Tensor, decay: Tensor, context: ContextGroup) -> Tensor:
@@ -141,16 +146,16 @@ class _EnteringState(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        state, decays_behind = ctx.saved_tensors
-        behind = ctx.context.gather(grad)[ctx.context.rank + 1 :]
+        state, later_decays = ctx.saved_tensors
+        later_gradients = ctx.context.gather(grad)[ctx.context.rank + 1 :]
         grad_last = torch.zeros_like(grad)
-        for index in reversed(range(len(behind))):
-            grad_last = torch.addcmul(behind[index], decays_behind[index], grad_last)
-        grad_decay = (grad_last * state).sum_to_size(decays_behind.shape[1:])
+        for index in reversed(range(len(later_gradients))):
+            grad_last = torch.addcmul(later_gradients[index], later_decays[index], grad_last)
+        grad_decay = (grad_last * state).sum_to_size(later_decays.shape[1:])
         return grad_last, grad_decay, None
 
 
-class _WholeSequence(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ContextGroup) -> Tensor:
         ctx.context = context
@@ -161,6 +166,7 @@ class _WholeSequence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context = ctx.context
         by_rank = grad.unflatten(1, (context.size, -1)).transpose(0, 1)
-        by_rank = by_rank.to(torch.promote_types(grad.dtype, torch.float32))  # for the sum
-        by_rank = by_rank.clone(memory_format=torch.contiguous_format)  # the sum may overwrite it
+        # The sum over ranks needs at least fp32, and it can overwrite its input.
+        by_rank = by_rank.to(torch.promote_types(grad.dtype, torch.float32))
+        by_rank = by_rank.clone(memory_format=torch.contiguous_format)
         return context.scatter_sum(by_rank).to(grad.dtype), None

@@ -1,5 +1,5 @@
-"""Shards with FullyShardedDataParallel (FSDP1, torch 2.2), which cuts a block's flattened parameters in equal
-parts."""
+"""Shards a model with FullyShardedDataParallel (FSDP1), for torch 2.2. FSDP1 concatenates the flattened parameters of
+a block and splits the result into equal parts."""
 
 import torch
 from torch import nn
@@ -11,14 +11,16 @@ from torch.distributed.fsdp import (
 )
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.parallel.model import Cut, ParallelModel, ParameterSlot
+from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, ShardLayout
 from mamba_fsdp.parallel.world import World
 
 
 class FSDP1Model(ParallelModel):
     def reduce_gradients(self) -> None:
-        """Makes every gradient the sum over all ranks: undoes FSDP1's division by the number of ranks, which is exact
-        for a power of two, and sums the gradients of whole parameters."""
+        """Makes every gradient the sum over all ranks.
+
+        FSDP1 has divided the gradients by the number of ranks, so that they are multiplied by it here. This is exact if
+        the number is a power of two. The gradients of replicated parameters are summed."""
         averaged = [slot.local.grad for slot in self.sharded if slot.local.grad is not None]
         if averaged and self.world.size > 1:
             torch._foreach_mul_(averaged, self.world.size)
@@ -28,17 +30,18 @@ class FSDP1Model(ParallelModel):
 def shard(
     model: nn.Module,
     slots: list[ParameterSlot],
-    whole: list[ParameterSlot],
+    replicated: list[ParameterSlot],
     *,
     world: World,
     shard_size: int,
     compute_dtype: torch.dtype,
     accumulate_unsharded: bool,
 ) -> ParallelModel:
-    """Returns the model with all parameters but `whole` sharded over groups of `shard_size` neighbouring ranks and
-    replicated across the groups.
+    """Shards all parameters except `replicated` over groups of `shard_size` neighbouring ranks. If there are several
+    groups, each of them has a replica.
 
-    Raises UserError for accumulate_unsharded with a half-precision compute_dtype: FSDP1 would sum the gradients in it.
+    Raises UserError for accumulate_unsharded with a half-precision compute_dtype, because FSDP1 would sum the gradients
+    of micro-batches in this dtype.
     """
     low_dtype = None if compute_dtype == torch.float32 else compute_dtype
     if low_dtype and accumulate_unsharded:
@@ -48,7 +51,7 @@ def shard(
         )
     slot_of = {owner: slot for slot in slots for owner in slot.owners}
 
-    def give_storage(module: nn.Module) -> None:
+    def initialize_parameters(module: nn.Module) -> None:
         for attribute, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 slot_of[module, attribute].materialize(world.device)
@@ -61,10 +64,10 @@ def shard(
             cast_forward_inputs=False,
             cast_root_forward_inputs=False,
         ),
-        ignored_states=[slot.parameter for slot in whole],
+        ignored_states=[slot.parameter for slot in replicated],
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         limit_all_gathers=True,
-        param_init_fn=give_storage,
+        param_init_fn=initialize_parameters,
         device_id=world.device,
         use_orig_params=True,
     )
@@ -76,9 +79,9 @@ def shard(
         blocks[index] = FullyShardedDataParallel(block, **options)
     module = FullyShardedDataParallel(model, **options)
 
-    cuts = _cuts(module, shard_size)
-    sharded = [slot for slot in slots if slot not in whole]
-    parts = {slot: (slot.parameter, cuts[slot.owners[0]]) for slot in sharded}
+    layouts = _find_layouts(module, shard_size)
+    sharded = [slot for slot in slots if slot not in replicated]
+    parts = {slot: (slot.parameter, layouts[slot.owners[0]]) for slot in sharded}
     return FSDP1Model(
         model,
         module,
@@ -89,14 +92,15 @@ def shard(
     )
 
 
-def _cuts(module: nn.Module, shard_size: int) -> dict[tuple[nn.Module, str], Cut]:
-    """Returns {(owner, attribute): the parameter's Cut}. FSDP1 concatenates a unit's parameters, some with padding
-    between them, and cuts the result in equal parts; only its internals know where."""
-    cuts = {}
+def _find_layouts(module: nn.Module, shard_size: int) -> dict[tuple[nn.Module, str], ShardLayout]:
+    """Returns {(owner, attribute): layout} for the sharded parameters. FSDP1 concatenates the parameters of a unit,
+    with padding between some of them, and splits the result into equal parts. The offsets of parameters are available
+    only in private attributes of FSDP1."""
+    layouts = {}
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         flat = unit._handle.flat_param
         places = zip(unit._handle._get_flat_param_offsets(), flat._is_padding_mask)
         offsets = [start for (start, _), is_padding in places if not is_padding]
         for info, offset in zip(flat._param_infos, offsets):
-            cuts[info.module, info.param_name] = Cut(shard_size, flat.numel(), -offset)
-    return cuts
+            layouts[info.module, info.param_name] = ShardLayout(shard_size, flat.numel(), -offset)
+    return layouts

@@ -1,7 +1,8 @@
-"""Defines the interface of every sharding strategy to the training loop, over the part of each tensor that a rank
-holds.
+"""Defines the interface between the sharding strategies and the training loop. It gives access to this rank's part of
+each tensor.
 
-Under every strategy, gradients are sums over ranks in fp32, without any division: the caller scales its loss.
+Under every strategy, the gradients are sums over ranks in fp32. They are not divided by the number of ranks: the caller
+must scale its loss.
 """
 
 import math
@@ -18,12 +19,11 @@ from mamba_fsdp.this_process import progress
 
 @dataclass
 class Shard:
-    """The elements [start, start + count) of the tensor `name`, flattened row by row. Counts are in elements, not
-    bytes.
+    """A rank's part of the tensor `name`: a range of elements of the flattened tensor, from the element `start` on.
 
-    shape: of the whole tensor, the same on all ranks. data: the elements, of shape (count,), which may be empty, on the
-    rank's device. They share the storage of the trained parameter, so that writing to them changes it. `replicas` ranks
-    hold the same elements; this rank is number `replica_index` of them.
+    shape: the shape of the whole tensor, the same on all ranks. data: the elements of the range, 1-D, on the rank's
+    device; it can be empty. It shares the storage of the trained parameter: writing to `data` changes the parameter.
+    replicas: the number of ranks that have the same range. replica_index: the index of this rank among them.
     """
 
     name: str
@@ -35,19 +35,24 @@ class Shard:
 
 
 @torch.no_grad()
-def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch.Tensor]) -> None:
-    """Fills every shard from `part_of(name, start, stop)`, which returns the elements [start, stop) of the flattened
-    tensor."""
+def fill_shards(
+    shards: Iterable[Shard], read_slice: Callable[[str, int, int], torch.Tensor]
+) -> None:
+    """Fills every shard with the values that `read_slice` returns.
+
+    read_slice(name, start, stop): returns the elements [start, stop) of the flattened tensor `name`."""
     for shard in shards:
         if shard.data.numel():
-            shard.data.copy_(part_of(shard.name, shard.start, shard.start + shard.data.numel()))
+            shard.data.copy_(read_slice(shard.name, shard.start, shard.start + shard.data.numel()))
             progress.touch()
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The cut of a flattened parameter over the `ranks` of a shard group: the range of rank i is [first + i * step,
-    first + (i + 1) * step), and the rank holds the part of this range that lies inside the parameter."""
+class ShardLayout:
+    """Describes how a flattened parameter is split over the ranks of a shard group.
+
+    ranks: the number of ranks in the group. Rank i is assigned the range [first + i * step, first + (i + 1) * step) of
+    elements, and stores the part of it that is inside the parameter. With FSDP1, `first` can be negative."""
 
     ranks: int
     step: int
@@ -56,17 +61,18 @@ class Cut:
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """A parameter's place in the model, and this rank's part of the parameter. Sharding replaces the parameter, but its
-    owners (several for tied weights) stay.
+    """A parameter's place in the model, and this rank's part of it. Sharding replaces the nn.Parameter object, but its
+    place in the modules that own it stays the same.
 
-    local: the part that the optimiser sees, a plain tensor that shares the model's storage.
+    local: this rank's part, which the optimizer updates. It is an ordinary tensor that shares the storage of the
+    model's parameter. layout: the split of the parameter over ranks. Both are set by ParallelModel.
     """
 
-    owners: list[tuple[nn.Module, str]]  # (module, attribute)
+    owners: list[tuple[nn.Module, str]]  # (module, attribute); several for tied weights
     names: list[str]  # one per owner; the first is the parameter's name
     shape: tuple[int, ...]  # of the whole parameter
     local: nn.Parameter = field(init=False)
-    cut: Cut = field(init=False)
+    layout: ShardLayout = field(init=False)
 
     @property
     def name(self) -> str:
@@ -78,18 +84,18 @@ class ParameterSlot:
         return getattr(module, attribute)
 
     def part(self, rank: int) -> slice:
-        """Returns the range of the flattened parameter that a rank of the world holds."""
+        """Returns the range of the flattened parameter that the rank `rank` of the world stores."""
         size = math.prod(self.shape)
-        cut = self.cut
-        start = cut.first + rank % cut.ranks * cut.step
-        stop = start + cut.step
+        layout = self.layout
+        start = layout.first + rank % layout.ranks * layout.step
+        stop = start + layout.step
         return slice(min(max(0, start), size), min(max(0, stop), size))
 
     def materialize(self, device: torch.device) -> None:
-        """Puts the whole parameter on the device, with undefined content if it had no storage. Tied weights stay
-        tied."""
+        """Moves the whole parameter to the device. Its content is undefined if it was on the meta device. Tied weights
+        stay tied."""
         old = self.parameter
-        if old.is_meta:  # not empty_like, which would import parts of torch for a second
+        if old.is_meta:  # not torch.empty_like, because its first call imports modules for a second
             value = torch.empty(old.shape, dtype=old.dtype, device=device)
         else:
             value = old.detach().to(device)
@@ -99,7 +105,8 @@ class ParameterSlot:
 
 
 def find_slots(model: nn.Module) -> list[ParameterSlot]:
-    """Returns the ParameterSlot of every parameter, in the order of `model.named_parameters()`."""
+    """Returns the ParameterSlot of every parameter, in the order of `model.named_parameters()`. A tied weight has one
+    slot."""
     assert not list(model.buffers()), "nothing would fill the buffers of a model without storage"
     slots: dict[int, ParameterSlot] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -111,10 +118,10 @@ def find_slots(model: nn.Module) -> list[ParameterSlot]:
 
 
 class ParallelModel:
-    """A model spread over the world. `module` is the module to call, `model` the bare model inside it.
+    """A model that is distributed over the ranks. Each strategy has a subclass; this class is for a single process.
 
-    `sharded` has the slots of parameters that are cut over groups of neighbouring ranks, `whole` the slots of
-    parameters that every rank holds whole. Each strategy has a subclass; this class itself serves a single process.
+    module: the module to call. model: the MambaLM inside it. sharded: the slots of the parameters that are split over
+    shard groups. replicated: the slots of the parameters that every rank stores completely.
     """
 
     def __init__(
@@ -124,33 +131,38 @@ class ParallelModel:
         world: World,
         slots: list[ParameterSlot],
         *,
-        parts: dict[ParameterSlot, tuple[nn.Parameter, Cut]],
+        parts: dict[ParameterSlot, tuple[nn.Parameter, ShardLayout]],
         no_sync: bool = False,
     ) -> None:
-        """Gives each slot its part and Cut. parts: of each sharded slot, this rank's part and the parameter's
-        Cut. no_sync: gradients are reduced only in the last micro-batch of a step."""
+        """Sets `local` and `layout` of each slot.
+
+        parts: {sharded slot: (this rank's part of the parameter, the parameter's layout)}. no_sync: whether only the
+        last micro-batch of a step reduces gradients."""
         self.model = model
         self.module = module
         self.world = world
         self.no_sync = no_sync
         self.slots = slots
         self.sharded = list(parts)
-        self.whole = [slot for slot in slots if slot not in parts]
+        self.replicated = [slot for slot in slots if slot not in parts]
         for slot in slots:
-            whole = slot.parameter, Cut(1, slot.parameter.numel())
-            slot.local, slot.cut = parts.get(slot, whole)
-            held = slot.part(world.rank)
-            assert slot.local.numel() == held.stop - held.start, f"{slot.name} is cut otherwise"
+            unsharded = slot.parameter, ShardLayout(1, slot.parameter.numel())
+            slot.local, slot.layout = parts.get(slot, unsharded)
+            part = slot.part(world.rank)
+            assert slot.local.numel() == part.stop - part.start, (
+                f"the layout of {slot.name} is wrong"
+            )
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns {name: the tensor that the optimiser updates}: this rank's part of each parameter, which may be empty
-        or flat."""
+        """Returns {name: this rank's part of the parameter}, the tensors that the optimizer updates. A part can be
+        empty, and it can be 1-D."""
         return {slot.name: slot.local for slot in self.slots}
 
     def shards(self, optimizer: torch.optim.AdamW | None = None) -> list[Shard]:
-        """Returns a Shard for every parameter and, given an optimiser over `parameters()`, also for every moment, as
-        optimizer/<parameter>/<moment>. The moments are exp_avg and exp_avg_sq, or Muon's momentum_buffer; they start at
-        0."""
+        """Returns this rank's Shard of every parameter and, with an optimizer over `parameters()`, of every moment.
+
+        A moment is named optimizer/<parameter>/<moment>, where <moment> is exp_avg or exp_avg_sq for AdamW and
+        momentum_buffer for Muon. Moments that the optimizer has not yet created are created as zeros."""
         shards = [self._shard(slot, slot.name, slot.local) for slot in self.slots]
         if optimizer:
             _make_moments(optimizer)
@@ -161,41 +173,41 @@ class ParallelModel:
         return shards
 
     def _shard(self, slot: ParameterSlot, name: str, data: torch.Tensor) -> Shard:
-        """Returns the Shard of `data`, this rank's part of the tensor `name`, which is cut as the slot's parameter
-        is."""
+        """Returns the Shard with the elements `data` of the tensor `name`. The tensor has the layout of the slot's
+        parameter."""
         rank = self.world.rank
-        group = slot.cut.ranks
+        group = slot.layout.ranks
         start = slot.part(rank).start
         replicas = self.world.size // group
         flat = data.detach().view(-1)
         return Shard(name, slot.shape, start, flat, replicas, rank // group)
 
     def accumulate(self, last: bool) -> AbstractContextManager:
-        """Returns the context for one micro-batch's forward and backward. With no_sync, gradients are reduced in the
-        `last` one only."""
+        """Returns the context for the forward and backward pass of one micro-batch. With no_sync, only the last
+        micro-batch reduces gradients."""
         if self.no_sync and not last:
             return self.module.no_sync()
         return nullcontext()
 
     def reduce_gradients(self) -> None:
-        """Makes every gradient the sum over all ranks; call it after the last backward pass. This class sums the
-        gradients of `whole`."""
-        if self.whole and self.world.size > 1:
-            gradients = [slot.local.grad.view(-1) for slot in self.whole]
+        """Makes every gradient the sum over all ranks. Call it after the last backward pass. This class sums the
+        gradients of replicated parameters; subclasses also handle the sharded ones."""
+        if self.replicated and self.world.size > 1:
+            gradients = [slot.local.grad.view(-1) for slot in self.replicated]
             total = self.world.all_reduce_sum(torch.cat(gradients))
             sums = total.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, list(sums))
 
     def gradient_squares(self) -> torch.Tensor:
-        """Returns this rank's share of the whole gradient's squared 2-norm, 0-dim fp64. If a gradient is not finite,
-        neither is the result."""
+        """Returns this rank's contribution to the squared 2-norm of the whole gradient, a 0-dim fp64 tensor. The sum
+        over all ranks is the squared norm. It is not finite if a gradient is not finite."""
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        # Only the first replica of an element counts.
+        # Several ranks have the same elements; only the first shard group counts them.
         rank = self.world.rank
         gradients = [
             slot.local.grad
             for slot in self.slots
-            if rank < slot.cut.ranks and slot.local.grad is not None and slot.local.grad.numel()
+            if rank < slot.layout.ranks and slot.local.grad is not None and slot.local.grad.numel()
         ]
         if gradients:
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
@@ -207,14 +219,15 @@ class ParallelModel:
         torch._foreach_mul_(gradients, factor)
 
     def set_optimizer_steps(self, optimizer: torch.optim.AdamW, steps: int) -> None:
-        """Sets the number of updates that AdamW's bias correction counts. Call it after `shards(optimizer)`."""
+        """Sets AdamW's step count, which its bias correction uses. Call it after `shards(optimizer)`, which creates the
+        state."""
         for state in optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
 
 
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state of an AdamW that has not yet stepped, as its first step would make it."""
+    """Creates the optimizer state that the first step of AdamW would create, if it does not exist yet."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if optimizer.state[parameter]:

@@ -1,7 +1,8 @@
-"""Turns a model into a parallel one; no other module does.
+"""Applies activation checkpointing, compilation and sharding to a model. All code that does this is called from here.
 
-The order matters: activation checkpointing first, so that the compiler sees the recomputation; then compiling, so that
-no gathering of weights is traced; then sharding, so that a block's weights are gathered once for the whole block.
+The order matters. Activation checkpointing comes first, so that the compiler sees the recomputation. Compilation comes
+before sharding, so that the compiler does not trace the all-gather of weights. Sharding comes last and wraps a whole
+block, so that the weights of the block are gathered together.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +23,15 @@ from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.train_config import ParallelConfig
 
-# The strategies that hand weights to the operators in the run's precision.
-SHARDING = ("fsdp", "hsdp")
+# Under these strategies, operators receive the weights in the compute dtype.
+SHARDED_STRATEGIES = ("fsdp", "hsdp")
 
 
 def choose_strategy(settings: ParallelConfig, world: World) -> str:
-    """Returns none (one process), ddp (replicate), fsdp (shard over all ranks) or hsdp (shard within nodes, replicate
-    across them).
+    """Returns the strategy to use: none (one process), ddp (replicate), fsdp (shard over all ranks) or hsdp (shard
+    within each node and replicate across nodes).
 
-    Raises UserError if sharding_strategy does not fit the number of ranks.
+    Raises UserError for sharding_strategy=none with several ranks.
     """
     strategy = settings.sharding_strategy
     if strategy == "auto":
@@ -40,7 +41,7 @@ def choose_strategy(settings: ParallelConfig, world: World) -> str:
             f"sharding_strategy=none is for one process, not {world.size}; choose ddp, fsdp or hsdp"
         )
     if strategy == "hsdp" and world.local_size == 1:
-        return "ddp"  # the same here, but FSDP1 would not sum over groups of one rank
+        return "ddp"  # equivalent here; FSDP1 would not sum gradients over shard groups of one rank
     return strategy
 
 
@@ -51,11 +52,13 @@ def parallelize(
     world: World,
     compute_dtype: torch.dtype,
 ) -> ParallelModel:
-    """Returns `model` spread over the world as the settings say.
+    """Distributes `model` over the ranks as configured in `settings`.
 
-    A model on the meta device gets storage for this rank's part only, with undefined content; `fill_parts` fills it.
-    The parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. The shard groups of hsdp
-    are nodes. Raises UserError if the strategy does not fit the number of ranks.
+    If the model is on the meta device, storage is allocated for this rank's part only. Its content is undefined until
+    `fill_shards` fills it. The parameters in `model.fp32_parameter_names()` are replicated and fp32 under every
+    strategy. With hsdp, each node is a shard group.
+
+    Raises UserError if the strategy does not fit the number of ranks.
     """
     strategy = choose_strategy(settings, world)
     shard_size = world.local_size
@@ -63,7 +66,7 @@ def parallelize(
         shard_size = world.size
     if world.size % shard_size:
         raise UserError(
-            f"sharding_strategy=hsdp: {world.size} ranks can't be cut into groups of {shard_size}; "
+            f"sharding_strategy=hsdp: {world.size} ranks can't be divided into groups of {shard_size}; "
             "start the same number of processes on every node"
         )
     slots = find_slots(model)
@@ -74,11 +77,11 @@ def parallelize(
     if settings.use_torch_compile:
         compile_blocks(blocks, world.device)
 
-    whole = slots
-    if strategy in SHARDING:
+    replicated = slots
+    if strategy in SHARDED_STRATEGIES:
         fp32 = model.fp32_parameter_names()
-        whole = [slot for slot in slots if slot.name in fp32]
-    for slot in whole:
+        replicated = [slot for slot in slots if slot.name in fp32]
+    for slot in replicated:
         slot.materialize(world.device)
     if strategy == "none":
         return ParallelModel(model, model, world, slots, parts={})
@@ -88,7 +91,7 @@ def parallelize(
     return load_shard()(
         model,
         slots,
-        whole,
+        replicated,
         world=world,
         shard_size=shard_size,
         compute_dtype=compute_dtype,
@@ -97,15 +100,17 @@ def parallelize(
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], share: Fraction) -> None:
-    """Makes a share, in [0, 1], of the blocks recompute their activations in the backward pass."""
-    for block, recomputes in zip(blocks, choose_recomputed(len(blocks), share)):
+    """Makes some of the blocks recompute their activations in the backward pass. share: which fraction, in [0, 1]."""
+    for block, recomputes in zip(blocks, select_recomputed(len(blocks), share)):
         if recomputes:
             block.forward = _checkpointed(block.forward)
 
 
-def choose_recomputed(count: int, share: Fraction) -> list[bool]:
-    """Returns, for each of `count` blocks, whether it recomputes: block i (from 1) does when i * share reaches 0.5,
-    1.5, ..., as in fms-fsdp."""
+def select_recomputed(count: int, share: Fraction) -> list[bool]:
+    """Returns, for each of `count` blocks, whether it recomputes its activations.
+
+    Block i, counted from 1, recomputes if i * share reaches 0.5, 1.5, 2.5, ... there, as in fms-fsdp. This spreads the
+    recomputing blocks evenly."""
     reached = [(index * share + Fraction(1, 2)) // 1 for index in range(count + 1)]
     return [before < after for before, after in zip(reached, reached[1:])]
 
@@ -114,36 +119,36 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs)
-        # Nothing in a block is random, so that no generator's state has to be kept.
+        # A block does not use random numbers, so that the state of random generators need not be saved and restored.
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     return run
 
 
 def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Compiles each block's forward separately, so that sharding stays outside of it; on a GPU, also the loss of a
-    chunk.
+    """Compiles the forward of each block separately, so that sharding stays outside of the compiled code. On a GPU,
+    also compiles the loss of a chunk of tokens.
 
-    Equal blocks share their compiled code. torch 2.2 compiles each block and, without a higher limit, would run all but
-    8 uncompiled.
+    Equal blocks share their compiled code, except with torch 2.2: it compiles every block and, with its default limits,
+    would run all blocks after the eighth uncompiled. The limits are therefore raised.
     """
-    import torch._dynamo  # late: takes seconds, and only compiling needs it
+    import torch._dynamo  # imported here because the import takes seconds and only compilation needs it
 
-    leave_uncompiled()
+    exclude_from_compilation()
     limits = torch._dynamo.config
     enough = 8 * len(blocks)
     limits.cache_size_limit = max(enough, limits.cache_size_limit)
     limits.accumulated_cache_size_limit = max(enough, limits.accumulated_cache_size_limit)
     for block in blocks:
         block.forward = torch.compile(block.forward)
-    if device.type == "cuda":  # uncompiled, the loss reads the logits seven times
+    if device.type == "cuda":  # without compilation, the loss would read the logits seven times
         loss.on_device = torch.compile(loss.chunk_loss, dynamic=False)
 
 
-def leave_uncompiled() -> None:
-    """Keeps C code, the libraries' kernels, loops over positions or documents, and exchanges between ranks out of
-    compiled graphs: a compiled block calls them."""
-    # Not a decorator, because torch.compiler takes seconds to import.
+def exclude_from_compilation() -> None:
+    """Excludes functions from compilation: C code, kernels of other libraries, loops over positions or documents, and
+    communication between ranks. Compiled code calls these functions uncompiled."""
+    # This is not done with a decorator, because torch.compiler takes seconds to import.
     for owner, name in (
         (conv.BACKENDS["cpp"], "causal_conv_silu"),
         (scan.BACKENDS["cpp"], "selective_scan"),
@@ -151,9 +156,9 @@ def leave_uncompiled() -> None:
         (gdn.BACKENDS["reference"], "gated_delta_rule"),
         (attention.BACKENDS["flash"], "packed_attention"),
         (attention.BACKENDS["reference"], "packed_attention"),
-        (ContextGroup, "inputs_before"),
+        (ContextGroup, "previous_inputs"),
         (ContextGroup, "entering_state"),
-        (ContextGroup, "whole_sequence"),
+        (ContextGroup, "gather_sequence"),
         *((fused, name) for name in fused.FUNCTIONS),
     ):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
@@ -165,10 +170,11 @@ class DDPModel(ParallelModel):
 
 
 class FixedBuckets:
-    """DDP's reducer, except that it never reorders its buckets, as it would after the first step of each start.
+    """DDP's reducer, except that it does not rebuild its buckets after the first step of a process.
 
-    An element's place in its bucket decides the order in which more than two ranks add it up. With reordering, the
-    first step after a restart would differ from the uninterrupted run in the last bits.
+    With more than two ranks, the position of an element in its bucket decides in which order the ranks' values are
+    added. If the buckets were rebuilt, the first step after a restart would use other positions than the uninterrupted
+    run, and its gradients would differ in the last bits.
     """
 
     def __init__(self, reducer: dist.Reducer) -> None:
@@ -182,12 +188,12 @@ class FixedBuckets:
 
 
 def _replicate(model: nn.Module, world: World, slots: list[ParameterSlot]) -> ParallelModel:
-    # Sums without DistributedDataParallel's division by the number of ranks.
-    def add_up(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # This hook sums gradients. DistributedDataParallel would also divide them by the number of ranks.
+    def all_reduce_sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         sent = dist.all_reduce(bucket.buffer(), async_op=True)
         return sent.get_future().then(lambda done: done.value()[0])
 
     module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    module.register_comm_hook(None, add_up)
+    module.register_comm_hook(None, all_reduce_sum)
     module.reducer = FixedBuckets(module.reducer)
     return DDPModel(model, module, world, slots, parts={}, no_sync=True)

@@ -1,4 +1,4 @@
-"""Connects the processes that train together: their ranks, their devices, and how they exchange small objects."""
+"""Connects the processes of a distributed run: their ranks, their devices, and collectives for small objects."""
 
 import contextlib
 import os
@@ -25,51 +25,54 @@ from mamba_fsdp.this_process import progress
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
 CPU = torch.device("cpu")
-# In the errors of gloo, NCCL and the store, if the cause is another rank.
-OF_A_LOSS = re.compile("onnection|peer|remote process|network|imeout|imed out")
-# The process groups that have ended, with torch 2.2: it frees a group with the interpreter's lock held, and waits
-# meanwhile for the group's threads, which may need the lock to free the tensors of the last exchange: the process would
-# hang. Newer versions release the lock, and a group must be freed before the process ends: a thread that asks for the
-# lock of an interpreter that is ending aborts the process ("terminate called without an active exception").
+# Matches error messages of gloo, NCCL and the store that are caused by the loss of another rank.
+PEER_LOST = re.compile("onnection|peer|remote process|network|imeout|imed out")
+# Keeps destroyed process groups alive, with torch 2.2 only. That version frees a group while it holds the GIL, and
+# waits for the threads of the group. These threads can need the GIL to free the tensors of the last collective, so that
+# the process hangs. Newer versions release the GIL. There the groups must be freed before the process ends, because a
+# thread that needs the GIL of a finalizing interpreter aborts the process ("terminate called without an active
+# exception").
 ENDED_GROUPS: "list[dist.ProcessGroup]" = []
-WORLD_NUMBERS = count()  # of this process's trainings, equal on all ranks
-# How long ranks that no launcher has started wait for each other.
-MEETING = timedelta(minutes=2)
-# In the environment: how many ranks the launchers of all nodes start.
-ALL_RANKS = "MAMBA_FSDP_RANKS"
+world_numbers = count()  # numbers the worlds of this process; all ranks count alike
+# How long ranks wait for each other if they were not started by torchrun.
+RENDEZVOUS_TIMEOUT = timedelta(minutes=2)
+# Name of the environment variable with the number of ranks that the launchers of all nodes start together.
+EXPECTED_RANKS = "MAMBA_FSDP_RANKS"
 
 
 @dataclass
 class World:
-    """One process's view of all ranks. All ranks call each method at the same point; with one rank, each method is
-    trivial.
+    """All ranks of the run, as seen from one of them.
 
-    Python objects and CPU tensors are sent over gloo, device tensors over the device's own backend.
+    The methods that communicate are collectives: all ranks must call them in the same order. With a single rank they do
+    not communicate. Python objects and CPU tensors are sent over gloo, device tensors over the device's backend.
     """
 
     rank: int
     size: int
     local_size: int
     device: torch.device
-    timeout: timedelta | None = None  # how long a rank waits for the others; None: torch's default
+    timeout: timedelta | None = (
+        None  # how long a collective waits for other ranks; None: torch's default
+    )
     _gloo: "dist.ProcessGroup | None" = None
-    _groups: "list[dist.ProcessGroup]" = field(default_factory=list)  # of some ranks
+    _groups: "list[dist.ProcessGroup]" = field(default_factory=list)  # groups of some ranks
 
     @classmethod
     def alone(cls, *, device: torch.device = CPU) -> "World":
-        """Returns the world of one process."""
+        """Returns a world with a single process."""
         return cls(rank=0, size=1, local_size=1, device=device)
 
     def ensure_process_group(self) -> None:
-        """Makes a process group of one rank, which sharding needs, unless a launcher has made a process group."""
+        """Creates a process group with one rank if there is no process group yet. Sharding needs one."""
         if not dist.is_initialized():
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     def grid(self, columns: int) -> "tuple[dist.ProcessGroup, dist.ProcessGroup]":
-        """Returns (group of this rank's row, group of its column) in a grid of all ranks, filled row by row.
+        """Arranges all ranks in a grid, row by row, and returns the process groups of this rank's row and column.
 
-        The groups have the world's timeout; the groups that torch's meshes make have half an hour.
+        The groups have the timeout of the world. The groups of a torch DeviceMesh would have a timeout of half an hour.
         """
         first = self.rank - self.rank % columns
         row = range(first, first + columns)
@@ -82,7 +85,7 @@ class World:
         return group
 
     def broadcast_object(self, obj: T) -> T:
-        """Returns rank 0's `obj` on all ranks."""
+        """Returns the `obj` of rank 0 on all ranks."""
         if self.size == 1:
             return obj
         box = [obj]
@@ -90,7 +93,8 @@ class World:
         return box[0]
 
     def gather_on_rank0(self, obj: T) -> list[T]:
-        """Returns, on rank 0, the `obj` of each rank in the order of ranks; on other ranks, an empty list."""
+        """Returns the `obj` of each rank, in the order of ranks, on rank 0. Returns an empty list on the other
+        ranks."""
         if self.size == 1:
             return [obj]
         gathered: list[Any] = [None] * self.size if self.rank == 0 else []
@@ -98,12 +102,12 @@ class World:
         return gathered
 
     def gather_unique(self, findings: list[T]) -> list[T]:
-        """Returns, on all ranks, the findings of all ranks, each once. Most ranks have none."""
+        """Returns the findings of all ranks without duplicates, on all ranks. A rank can have an empty list."""
         gathered = self.gather_on_rank0(findings)
         return self.broadcast_object(list(dict.fromkeys(chain.from_iterable(gathered))))
 
     def all_reduce_sum(self, value: Addable) -> Addable:
-        """Returns the sum over ranks: of a tensor (in place), of a number, or of each number of a list."""
+        """Returns the sum over ranks of a number, of each number of a list, or of a tensor (in place)."""
         if isinstance(value, torch.Tensor):
             if self.size > 1:
                 dist.all_reduce(value, group=self._gloo if value.device.type == "cpu" else None)
@@ -114,9 +118,10 @@ class World:
     def all_to_all(
         self, sent: torch.Tensor, counts: list[int], expected: list[int]
     ) -> torch.Tensor:
-        """Returns the elements that all ranks sent to this rank, in the order of ranks: expected[r] of rank r. Sends
-        the first counts[0] elements of `sent`, (n,), to rank 0, the next counts[1] to rank 1, and so on. Both tensors
-        are on the device."""
+        """Sends a part of `sent` to each rank, and returns the elements that were sent to this rank.
+
+        sent: (n,), on the device: the first counts[0] elements are sent to rank 0, the next counts[1] to rank 1, and so
+        on. Returns (m,), on the device: expected[0] elements from rank 0, then expected[1] from rank 1, and so on."""
         if self.size == 1:
             return sent
         received = sent.new_empty(sum(expected))
@@ -124,14 +129,14 @@ class World:
         return received
 
     def copy_to_device(self, numbers: list[float]) -> torch.Tensor:
-        """Returns the numbers on the device, (n,) fp64. The host does not wait for the copy."""
+        """Copies numbers to the device, and returns them as a tensor (n,) fp64. The host does not wait for the copy."""
         on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         return on_host.to(self.device, non_blocking=True)
 
     def start_copy_to_host(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
-        """Returns a function that waits until `numbers`, (n,), are copied to the host, and returns them. Starts the
-        copy."""
-        on_host = numbers.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
+        """Starts to copy `numbers` (n,) to the host. Returns a function that waits for the copy and returns the
+        numbers."""
+        on_host = numbers.to("cpu", non_blocking=True)  # a copy from a GPU goes into pinned memory
         if self.device.type == "cpu":
             return on_host.tolist
         copied = torch.cuda.Event()
@@ -144,10 +149,10 @@ class World:
         return wait_for_copy
 
     def run_in_thread(self, work: Callable[..., T], *inputs: Any) -> Future[T]:
-        """Returns the Future of `work(*inputs)`, which runs in a thread."""
+        """Runs `work(*inputs)` in a thread, and returns its Future."""
 
         def run() -> T:
-            progress.touch()  # time before the work began does not count against it
+            progress.touch()  # the watchdog does not count the time before the work began
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # each thread has its own current device
             return work(*inputs)
@@ -155,11 +160,12 @@ class World:
         return in_thread(run)
 
     def run_local(self, work: Callable[..., T], *inputs: Any) -> T:
-        """Returns the result of `work(*inputs)` on this rank, or raises its error, once the work of all ranks has
-        ended.
+        """Runs `work(*inputs)` on every rank, waits until it has ended on all ranks, and returns this rank's result or
+        raises this rank's exception.
 
-        The work must not communicate with other ranks. It may take longer than the ranks' timeout: it runs in a thread
-        while the ranks exchange heartbeats. Waiting counts as progress while another rank makes progress.
+        The work must not communicate with other ranks. It can take longer than the timeout of the world, because it
+        runs in a thread while the ranks exchange heartbeats. While another rank makes progress, waiting for it counts
+        as progress too.
         """
         if self.size == 1:
             return work(*inputs)
@@ -174,12 +180,12 @@ class World:
             if beats != beats_before:
                 progress.touch_for_peer()
             beats_before = beats
-            # The last rank to end does not wait: the others take part in the sum already.
+            # When the slowest rank ends, it returns at once, because the other ranks already wait in the next sum.
             wait([outcome], timeout=pause)
             pause = min(0.5, 2 * pause)
 
     def on_rank0(self, action: Callable[..., T], *inputs: Any) -> T:
-        """Returns, on all ranks, the result of `action(*inputs)` on rank 0. Raises its failure as a UserError on all
+        """Runs `action(*inputs)` on rank 0, and returns its result on all ranks. If it fails, raises a UserError on all
         ranks."""
 
         def act() -> tuple[Any, UserError | None]:
@@ -191,8 +197,9 @@ class World:
         return result
 
     def on_all_ranks(self, work: Callable[..., T], *inputs: Any) -> T:
-        """Returns the result of `work(*inputs)` on this rank, see run_local. Raises the UserErrors of all ranks, and what
-        storage refuses them, as one error on all ranks."""
+        """Runs `work(*inputs)` on every rank, and returns this rank's result; see run_local.
+
+        If it raises UserError or OSError on some ranks, all ranks raise one UserError with the messages of all."""
 
         def try_work() -> tuple[Any, list[UserError]]:
             try:
@@ -200,7 +207,7 @@ class World:
             except UserError as error:
                 return None, [error]
             except OSError as error:
-                return None, [refused(error)]
+                return None, [as_user_error(error)]
 
         result, failure = self.run_local(try_work)
         failures = self.gather_unique(failure)
@@ -209,12 +216,13 @@ class World:
         return result
 
     def barrier(self) -> None:
-        """Returns when all ranks have called it."""
+        """Waits until all ranks have called it."""
         if self.size > 1:
             dist.barrier(group=self._gloo)
 
     def close(self) -> None:
-        """Ends the process group. While an error is being raised, it does nothing: the other ranks may never call it."""
+        """Destroys the process groups, after a barrier. While an exception is being handled it does nothing, because
+        other ranks might never reach the barrier."""
         if dist.is_initialized() and sys.exc_info()[0] is None:
             self.barrier()
             if is_torch_2_2():
@@ -225,11 +233,12 @@ class World:
             dist.destroy_process_group()
 
 
-def lost_rank(error: BaseException, rank: int) -> TransientError | None:
-    """Returns the TransientError of a rank whose exchange with another failed because that one has ended or can't be reached;
-    None for any other error."""
+def peer_lost_error(error: BaseException, rank: int) -> TransientError | None:
+    """Returns a TransientError if `error` was raised because another rank has ended or can't be reached, else None.
+
+    rank: this rank, for the message."""
     is_of_exchange = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-    if not is_of_exchange or not OF_A_LOSS.search(str(error)):
+    if not is_of_exchange or not PEER_LOST.search(str(error)):
         return None
     reason = re.sub(r"^\[\S+\] |\. This is typically .*", "", first_line(error))
     return TransientError(
@@ -238,36 +247,37 @@ def lost_rank(error: BaseException, rank: int) -> TransientError | None:
 
 
 def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | None]:
-    """Returns (the result of `action(*inputs)`, None), or (None, the UserError that says why it failed)."""
+    """Calls `action(*inputs)`. Returns (result, None), or (None, the exception as a UserError)."""
     try:
         return action(*inputs), None
     except UserError as error:
         return None, error
     except OSError as error:
-        return None, refused(error)
+        return None, as_user_error(error)
     except Exception as error:
         return None, UserError(f"{type(error).__name__}: {error}")
 
 
-def refused(error: OSError) -> UserError:
-    """Returns the UserError of what storage refuses."""
+def as_user_error(error: OSError) -> UserError:
+    """Returns a UserError with the path and the reason of an OSError. It is a StorageError if a retry can succeed."""
     place = f"{error.filename}: " if error.filename else ""
     return storage_error(error, f"{place}{error.strerror or error}")
 
 
 def allow_many_files() -> None:
-    """Raises this process's limit of open files to the maximum: each rank, and torchrun, has a connection to every
-    rank."""
+    """Raises the soft limit of open files to the hard limit. Each rank and torchrun have a connection to every rank, so
+    that large runs exceed the usual soft limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS reports "unlimited" but refuses it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def start_world(*, timeout_minutes: float = 10.0) -> World:
-    """Returns the world of the processes that torchrun has started, or of one process if torchrun was not used.
+    """Returns the world of the processes that torchrun has started, or a world with one process without torchrun.
 
-    timeout_minutes: how long a rank waits for the others before it fails. Raises UserError if the launcher's
-    environment is incomplete or asks for more GPUs than this node has, TransientError if ranks are missing.
+    timeout_minutes: how long a rank waits for the others before it fails. Raises UserError if the environment variables
+    of the launcher are incomplete or if there are more processes than GPUs on this node; TransientError if ranks are
+    missing.
     """
     allow_many_files()
     if "RANK" not in os.environ:
@@ -279,42 +289,53 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
             f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK"
         )
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
-    wanted = os.environ.get(ALL_RANKS, str(size))
-    if wanted != str(size):  # else they would train with a smaller batch
+    wanted = os.environ.get(EXPECTED_RANKS, str(size))
+    if wanted != str(size):  # without this check, they would train with a smaller batch
         raise TransientError(
-            f"only {size} of {wanted} ranks have met: torchrun leaves out a node whose clock is behind the others'; "
-            "compare them: srun date"
+            f"only {size} of {wanted} ranks have started: torchrun leaves out a node if its clock is late; "
+            "compare the clocks of the nodes: srun date"
         )
     device = _acquire_device(local_rank)
-    # The watchdog, which looks once a second, comes first, since it says where a rank is stuck.
+    # The timeout is five seconds longer than the watchdog's. The watchdog checks once a second, and it must fail first,
+    # because its message shows where a rank is stuck.
     timeout = timedelta(minutes=timeout_minutes, seconds=5)
-    meeting: dict[str, Any] = {"store": _store(timeout, size), "rank": rank, "world_size": size}
+    process_group_args: dict[str, Any] = {
+        "store": _create_store(timeout, size),
+        "rank": rank,
+        "world_size": size,
+    }
     if device.type == "cuda":
-        dist.init_process_group("nccl", **meeting, timeout=timeout)
+        dist.init_process_group("nccl", **process_group_args, timeout=timeout)
         gloo = dist.new_group(backend="gloo", timeout=timeout)
     else:
-        dist.init_process_group("gloo", **meeting, timeout=timeout)
+        dist.init_process_group("gloo", **process_group_args, timeout=timeout)
         gloo = dist.group.WORLD
     return World(rank, size, local_size, device, timeout, gloo)
 
 
-def _store(timeout: timedelta, ranks: int) -> dist.Store:
-    """Returns the store at which the ranks of a new world meet, with names of its own: else a second training of these
-    processes would find the addresses of the first one's ranks, and wait for them."""
-    store = dist.PrefixStore(f"world {next(WORLD_NUMBERS)}", _store_of_processes(timeout, ranks))
+def _create_store(timeout: timedelta, ranks: int) -> dist.Store:
+    """Returns the store through which the ranks of a new world find each other.
+
+    Each world has its own prefix of keys. Otherwise a second training in the same processes would read the addresses
+    from the first one, and wait for connections that no longer exist."""
+    store = dist.PrefixStore(f"world {next(world_numbers)}", _rendezvous_store(timeout, ranks))
     store.set_timeout(timeout)
     return store
 
 
 @cache
-def _store_of_processes(timeout: timedelta, ranks: int) -> dist.Store:
-    """Returns the launcher's store, or that of rank 0 if the launcher has none. Without torchrun, whose variables may be
-    left over in a shell, it says for whom it waits, and gives up after MEETING. Raises UserError."""
+def _rendezvous_store(timeout: timedelta, ranks: int) -> dist.Store:
+    """Returns the store of the launcher, or a store that rank 0 serves if the launcher has none.
+
+    If torchrun did not start this process, the variables can be left over in a shell, and no other rank will come. In
+    this case it prints what it waits for, and raises UserError after RENDEZVOUS_TIMEOUT."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    awaited = f"{ranks} ranks at {place}, as WORLD_SIZE and MASTER_ADDR in the environment say"
+    awaited = (
+        f"{ranks} ranks at {place}, according to WORLD_SIZE and MASTER_ADDR in the environment"
+    )
     if not is_launched:
-        timeout = min(timeout, MEETING)
+        timeout = min(timeout, RENDEZVOUS_TIMEOUT)
         if ranks > 1:
             print(f"waiting    for {awaited}", file=sys.stderr, flush=True)
     try:
@@ -323,17 +344,17 @@ def _store_of_processes(timeout: timedelta, ranks: int) -> dist.Store:
         if is_launched:
             raise
         raise UserError(
-            f"there are not {awaited} ({first_line(error)[:200]}); to train without other ranks: "
+            f"there are not {awaited} ({first_line(error)[:200]}); to train with one rank: "
             "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
         ) from None
     return store
 
 
 def has_gpus() -> bool:
-    """Returns whether this process has GPUs to train on. CUDA_VISIBLE_DEVICES= asks for the CPU.
+    """Returns whether this process has GPUs. An empty CUDA_VISIBLE_DEVICES selects the CPU.
 
-    Raises TransientError, with torch's own reason, if the driver shows GPUs that torch can't open: the driver is too old for
-    torch's CUDA, for example, or a service on the node has failed."""
+    Raises TransientError with torch's reason if the driver reports GPUs that torch can't open. This happens if the
+    driver is too old for torch's CUDA, for example, or if a service on the node has failed."""
     if torch.cuda.is_available():
         return True
     if torch.cuda._device_count_nvml() > 0 or "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
@@ -348,7 +369,8 @@ def has_gpus() -> bool:
 
 
 def _acquire_device(local_rank: int) -> torch.device:
-    """Returns this process's device: the GPU with its number on the node, or the CPU if there are no GPUs."""
+    """Returns the device of this process: the GPU with the index `local_rank`, or the CPU if there are no GPUs. Raises
+    UserError if the node has fewer GPUs."""
     if not has_gpus():
         return CPU
     if local_rank >= torch.cuda.device_count():

@@ -13,7 +13,7 @@ from functools import cached_property
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy
+from mamba_fsdp.parallel.parallelize import choose_strategy, select_recomputed
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.passes import PassBytes, measure
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -72,7 +72,7 @@ class Workload:
         share = Fraction(0)
         if parallel.fsdp_activation_checkpointing:
             share = parallel.selective_share()
-        return choose_recomputed(self.model.n_layer, share)
+        return select_recomputed(self.model.n_layer, share)
 
     @property
     def repeats(self) -> list[float]:

@@ -167,7 +167,7 @@ def make_network(
         elif name not in fp32_names:
             parameter.data = parameter.to(dtype)
     if sharing > 1:
-        network.share_sequences(NoRanks(sharing - 1, sharing, None, META))
+        network.enable_context_parallel(NoRanks(sharing - 1, sharing, None, META))
     return network
 
 

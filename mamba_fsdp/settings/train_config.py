@@ -21,7 +21,7 @@ from typing import Any
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Duration, Needs, condition, has_effect, setting, shown
 from mamba_fsdp.model import spec
-from mamba_fsdp.model.config import ModelConfig, rounded_up
+from mamba_fsdp.model.config import ModelConfig, round_up
 from mamba_fsdp.ops.backends import Use, demands
 from mamba_fsdp.storage.patience import exists, read_text
 
@@ -487,7 +487,7 @@ class TrainConfig:
         """Raises UserError for a model that can't be trained with these settings; call it once the model's
         shape is known."""
         self.model.check()
-        if self.parallel.context_parallel > 1 and self.model.has("gdn"):
+        if self.parallel.context_parallel > 1 and self.model.has_mixer("gdn"):
             raise UserError(
                 f"context_parallel={self.parallel.context_parallel}: Gated DeltaNet (layers gdn) hands on no states "
                 "between ranks; leave it at 1"
@@ -544,7 +544,7 @@ def fitting_batch_size(settings: TrainConfig) -> int:
 
 
 def fitting_global_batch_size(settings: TrainConfig) -> int:
-    return rounded_up(settings.training.global_batch_size, settings.training.batch_size)
+    return round_up(settings.training.global_batch_size, settings.training.batch_size)
 
 
 FITTING: dict[str, Callable[[TrainConfig], Any]] = {
@@ -553,7 +553,7 @@ FITTING: dict[str, Callable[[TrainConfig], Any]] = {
     "n_head": fitting_n_head,
     "n_kv_head": fitting_n_kv_head,
     "rotary_dim": fitting_rotary_dim,
-    "multipliers": lambda settings: settings.model.multipliers_it_has(),
+    "multipliers": lambda settings: settings.model.applicable_multipliers(),
     "batch_size": fitting_batch_size,
     "global_batch_size": fitting_global_batch_size,
 }

@@ -37,7 +37,7 @@ from mamba_fsdp.errors import NodeFault, TransientError, UserError
 from mamba_fsdp.ops import backends as known
 from mamba_fsdp.ops.backends import REFERENCE, BackendChoice, resolve_backends
 from mamba_fsdp.ops.fused import VARIES
-from mamba_fsdp.parallel.parallelize import SHARDING, choose_strategy
+from mamba_fsdp.parallel.parallelize import SHARDED_STRATEGIES, choose_strategy
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.run.names import CACHES, KERNELS
@@ -284,7 +284,7 @@ class FirstUse:
 def repeats(settings: TrainConfig, backends: Mapping[str, str]) -> bool:
     """Returns whether these backends give the same bits each time on a GPU."""
     fused = any(backends.get(operator) == "fused" for operator in VARIES)
-    return settings.training.deterministic or not (fused or settings.model.has("attention"))
+    return settings.training.deterministic or not (fused or settings.model.has_mixer("attention"))
 
 
 def choose_for_answers(settings: TrainConfig, device: torch.device) -> BackendChoice:
@@ -346,7 +346,7 @@ def choose(
     """Returns the same choice on all ranks and, in words, where it comes from. write: replaces a file of the run
     `folder`. Raises UserError on all ranks if there is no choice or it fails on any rank."""
     began = time.perf_counter()
-    is_sharded = choose_strategy(settings.parallel, world) in SHARDING
+    is_sharded = choose_strategy(settings.parallel, world) in SHARDED_STRATEGIES
     use = FirstUse(settings, world.device, is_sharded)
     record, origin = world.on_rank0(use.choose, folder, write)
 

@@ -148,11 +148,11 @@ class LayerCheck:
         state = None
         if rows.before:
             state = model.allocate_state(rows.batch, length)
-            model.read(tokens[:, : rows.before], state=state)
+            model.run_blocks(tokens[:, : rows.before], state=state)
             documents = Documents.asked_by_last(torch.zeros_like(tokens), rows.positions)
         elif self.seq_idx:
             seq_idx = (places % length * 3 // length).int()
-        output = model.final_norm(*model.read(own, seq_idx, documents, state))
+        output = model.final_norm(*model.run_blocks(own, seq_idx, documents, state))
         results = {f"output {rows}": output.detach()}
         if torch.is_grad_enabled():
             model.loss(output, own).backward()

@@ -16,7 +16,7 @@ import torch
 from mamba_fsdp.checkpoint.checkpointer import Phase
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.parallel.compat import step_unless
+from mamba_fsdp.parallel.compat import step_unless_rejected
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.run.records import ELSEWHERE
 from mamba_fsdp.text import format_count
@@ -265,7 +265,7 @@ def update_weights(
     for group in optimizer.param_groups:
         group["lr"] = lr
     is_bad = ~(loss.isfinite() & gradient_norm.isfinite())
-    step_unless(optimizer, is_bad)
+    step_unless_rejected(optimizer, is_bad)
     return 1.0 - is_bad.double()
 
 

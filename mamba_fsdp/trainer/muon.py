@@ -138,7 +138,7 @@ class Muon(torch.optim.AdamW):
 def _sent(slot: ParameterSlot, rank: int, owner: int) -> int:
     """Returns how many elements of a parameter a rank sends to the owner: all that the rank holds,
     or none if it is not in the owner's shard group, which holds the whole parameter."""
-    group = slot.cut.ranks
+    group = slot.layout.ranks
     if rank // group != owner // group:
         return 0
     held = slot.part(rank)

@@ -19,7 +19,7 @@ from mamba_fsdp.errors import UserError, out_of_memory_message
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.model import Shard
-from mamba_fsdp.parallel.world import World, lost_rank, start_world
+from mamba_fsdp.parallel.world import World, peer_lost_error, start_world
 from mamba_fsdp.reporting.console import Console, Say
 from mamba_fsdp.run.layout import PUBLISHING_BYTES, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, MODELS
@@ -155,7 +155,7 @@ def explained(error: BaseException, rank: int, has_stepped: bool) -> BaseExcepti
 
     Before the first step is done, too little memory means that the settings ask for too much. Later, memory may run
     out by accident, and a restart helps."""
-    accident = lost_rank(error, rank)
+    accident = peer_lost_error(error, rank)
     if accident:
         return accident
     message = out_of_memory_message(error, f"rank {rank}")

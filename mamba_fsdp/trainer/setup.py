@@ -13,13 +13,13 @@ from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Loader, split_step
 from mamba_fsdp.errors import MEMORY_ADVICE, UserError
 from mamba_fsdp.interop.architectures import exportable
-from mamba_fsdp.model.init import initial_part
+from mamba_fsdp.model.init import initial_values
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.presets import title
 from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops.backends import BackendChoice, resolve_backends
 from mamba_fsdp.parallel.context import ContextGroup
-from mamba_fsdp.parallel.model import ParallelModel, fill_parts
+from mamba_fsdp.parallel.model import ParallelModel, fill_shards
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import machine_at_hand
@@ -205,7 +205,7 @@ class SetUp:
             self.take(whole.path, self.world)
         elif start.weights:
             start.weights.open(
-                self.world, lambda weights: fill_parts(parallel.shards(), weights.slice)
+                self.world, lambda weights: fill_shards(parallel.shards(), weights.slice)
             )
         else:
             fill_at_random(start.settings, parallel)
@@ -230,9 +230,9 @@ def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
     seed = settings.training.seed
 
     def initial(name: str, start: int, stop: int) -> torch.Tensor:
-        return initial_part(name, spec[name], seed, start, stop)
+        return initial_values(name, spec[name], seed, start, stop)
 
-    parallel.world.run_local(fill_parts, parallel.shards(), initial)
+    parallel.world.run_local(fill_shards, parallel.shards(), initial)
 
 
 def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
@@ -266,5 +266,5 @@ def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -
         )
     sharing = settings.parallel.context_parallel
     if sharing > 1:
-        network.share_sequences(ContextGroup.of(world, sharing))
+        network.enable_context_parallel(ContextGroup.of(world, sharing))
     return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)

@@ -20,7 +20,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.builtin import missing_builtin
 from mamba_fsdp.interop.places import Origin, find_origin
 from mamba_fsdp.interop.weights import Weights, find_weights
-from mamba_fsdp.model.config import checked_model
+from mamba_fsdp.model.config import parse_model_config
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.reporting.console import Say
 from mamba_fsdp.run.names import SETTINGS
@@ -153,7 +153,7 @@ def adopt_saved(
 
     Raises UserError if it holds another model than the settings ask for, or the state of another optimiser.
     """
-    model = checked_model(checkpoint, saved.model)
+    model = parse_model_config(checkpoint, saved.model)
     if settings.checkpoint.begins_elsewhere():
         settings = resolve.adopt_model(settings, model, f"{origin.setting} {checkpoint}")
     else:

@@ -26,7 +26,7 @@ from mamba_fsdp.importing.kinds import (
     split_in,
     unexpected_path_error,
 )
-from mamba_fsdp.model.config import ModelConfig, checked_model
+from mamba_fsdp.model.config import ModelConfig, parse_model_config
 from mamba_fsdp.model.presets import title
 from mamba_fsdp.reporting.console import read_share, say
 from mamba_fsdp.run.layout import newest_step
@@ -179,7 +179,7 @@ def show_checkpoint(place: PathInfo, verify: bool) -> int:
     say("tokens", f"{progress.tokens:,}, {format_count(progress.skipped_steps, 'step')} skipped")
     say("written by", f"{format_count(run.world_size, 'rank')}, torch {run.torch}")
     say("data", json.dumps(progress.data.get("drawn")))
-    say("model", describe_model(checked_model(path, run.model)))
+    say("model", describe_model(parse_model_config(path, run.model)))
     return 0
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.config import FIELDS, Layer, ModelConfig, checked_model
+from mamba_fsdp.model.config import FIELDS, Layer, ModelConfig, parse_model_config
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ REFUSED = [
 @pytest.mark.parametrize("values, said", REFUSED, ids=str)
 def test_what_can_not_be_built_is_refused_with_its_file(values, said):
     with pytest.raises(UserError) as refused:
-        checked_model(Path("config.json"), values)
+        parse_model_config(Path("config.json"), values)
     assert str(refused.value).startswith("config.json: ") and said in str(refused.value)
 
 
@@ -66,7 +66,7 @@ def test_what_can_not_be_built_is_refused_with_its_file(values, said):
     ids=str,
 )
 def test_what_can_be_built_is_taken(values):
-    assert checked_model(Path("config.json"), values) == ModelConfig(**values)
+    assert parse_model_config(Path("config.json"), values) == ModelConfig(**values)
 
 
 def test_what_a_number_is_at_least():
@@ -77,7 +77,7 @@ def test_what_a_number_is_at_least():
             lowest = least.get(name, 1 if leaf.default else 0)
             leaf.metadata["bounds"].check(lowest)
             with pytest.raises(UserError, match=f"{name} is {lowest - 1}, but must be at least"):
-                checked_model(Path("config.json"), {name: lowest - 1})
+                parse_model_config(Path("config.json"), {name: lowest - 1})
 
 
 def test_sizes_that_follow_from_others():
@@ -98,4 +98,4 @@ def test_sizes_that_follow_from_others():
 def test_factors_are_one_unless_they_are_given():
     model = ModelConfig(layers="mamba1", multipliers="embedding=12,mlp_in=3, ssm_out=0.5")
     assert model.multiplier("embedding") == 12 and model.multiplier("logits") == 1
-    assert model.multipliers_it_has() == "embedding=12, ssm_out=0.5"
+    assert model.applicable_multipliers() == "embedding=12, ssm_out=0.5"

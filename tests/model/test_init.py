@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from mamba_fsdp.model import init
 from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.model.init import initial_part
+from mamba_fsdp.model.init import initial_values
 from mamba_fsdp.model.spec import parameters
 
 pytestmark = pytest.mark.torch22
@@ -25,14 +25,14 @@ CONFIG = ModelConfig(
 SPEC = parameters(CONFIG)
 
 
-@pytest.fixture(autouse=True, params=[init.BLOCK, 1000], ids=["one block", "many blocks"])
+@pytest.fixture(autouse=True, params=[init.BLOCK_ELEMENTS, 1000], ids=["one block", "many blocks"])
 def block(request, monkeypatch):
-    monkeypatch.setattr(init, "BLOCK", request.param)
+    monkeypatch.setattr(init, "BLOCK_ELEMENTS", request.param)
 
 
 def value_of(name, seed=0):
     parameter = SPEC[name]
-    return initial_part(name, parameter, seed, 0, parameter.size).view(parameter.shape)
+    return initial_values(name, parameter, seed, 0, parameter.size).view(parameter.shape)
 
 
 def uniform_between(value, low, high):
@@ -100,5 +100,5 @@ def test_a_part_is_that_of_the_whole():
         whole = value_of(name).flatten()
         for _ in range(5):
             start, stop = sorted(choose.randint(0, len(whole)) for _ in range(2))
-            part = initial_part(name, parameter, 0, start, stop)
+            part = initial_values(name, parameter, 0, start, stop)
             assert torch.equal(part, whole[start:stop]), (name, start, stop)

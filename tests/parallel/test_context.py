@@ -75,7 +75,7 @@ def errors(world, cases):
         if how == "compiled":
             del whole_model.backbone.layers[1:], model.backbone.layers[1:]
         expected = loss_and_gradients(whole_model, batch)
-        model.share_sequences(context)
+        model.enable_context_parallel(context)
         if how == "recomputed":
             checkpoint_blocks(model.backbone.layers, 1)
             reference.MASK_ELEMENTS = 100

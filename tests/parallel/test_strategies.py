@@ -13,7 +13,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import fused, loss
 from mamba_fsdp.parallel import compat
 from mamba_fsdp.parallel.compat import HAS_FSDP2
-from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy, compile_blocks
+from mamba_fsdp.parallel.parallelize import choose_strategy, compile_blocks, select_recomputed
 from mamba_fsdp.parallel.world import CPU, World, start_world
 from mamba_fsdp.settings.train_config import ParallelConfig
 from tests.support.compare import equal
@@ -162,7 +162,7 @@ def test_each_rank_holds_its_share(ranks, how, parts):
 )
 def test_the_chosen_share_of_blocks_recomputes(share, expected):
     """Block i (from 1) recomputes when i * share reaches 0.5, 1.5, 2.5, ..."""
-    assert choose_recomputed(6, Fraction(share)) == expected
+    assert select_recomputed(6, Fraction(share)) == expected
 
 
 def test_torch_compile_gets_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatch):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mamba_fsdp.conventions import is_torch_2_2
 from mamba_fsdp.errors import StorageError, TransientError, UserError
 from mamba_fsdp.parallel import world as module
-from mamba_fsdp.parallel.world import ALL_RANKS, CPU, lost_rank, start_world
+from mamba_fsdp.parallel.world import CPU, EXPECTED_RANKS, peer_lost_error, start_world
 from mamba_fsdp.this_process import progress
 from tests.support.ports import hold_port
 from tests.support.ranks import run_ranks
@@ -194,7 +194,7 @@ def test_variables_that_another_launcher_left_are_named(monkeypatch, capfd):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held.getsockname()[1]}
     for name, value in {**names, **place}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(module, "MEETING", timedelta(seconds=1))
+    monkeypatch.setattr(module, "RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(UserError, match=f"there are not 2 ranks at .*: unset {' '.join(names)}$"):
         start_world()
     assert "waiting    for 2 ranks at 127.0.0.1:" in capfd.readouterr().err
@@ -204,9 +204,9 @@ def test_variables_that_another_launcher_left_are_named(monkeypatch, capfd):
 def test_ranks_that_miss_those_of_a_node_do_not_train(monkeypatch):
     """Torchrun starts the others where a node's clock is behind. They would train, with a smaller batch."""
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in {**names, ALL_RANKS: "2"}.items():
+    for name, value in {**names, EXPECTED_RANKS: "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(TransientError, match="^only 1 of 2 ranks have met: .* clock"):
+    with pytest.raises(TransientError, match="^only 1 of 2 ranks have started: .* clock"):
         start_world()
 
 
@@ -254,7 +254,7 @@ def test_each_process_has_its_gpu(monkeypatch, opened, driver, environment, expe
     ],
 )
 def test_only_an_exchange_that_breaks_off_is_a_lost_rank(error, is_loss):
-    found = lost_rank(error, 3)
+    found = peer_lost_error(error, 3)
     assert (found is not None) == is_loss
     if is_loss:
         assert str(found).startswith("rank 3 lost another rank") and "[1]" not in str(found)

@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from mamba_fsdp.model.init import initial_part
+from mamba_fsdp.model.init import initial_values
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from tests.support.tiny import model_config
@@ -72,7 +72,7 @@ def random_state(config, seed=0):
     state = {}
     for name, _ in model.named_parameters():
         described = parameters(config)[name]
-        value = initial_part(name, described, seed, 0, described.size).view(described.shape)
+        value = initial_values(name, described, seed, 0, described.size).view(described.shape)
         value = value * (1 + 0.3 * torch.rand(value.shape, generator=generator))
         state[name] = value + 0.03 * torch.randn(value.shape, generator=generator)
     return state

@@ -9,7 +9,7 @@ import torch
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.parallel.compat import step_unless
+from mamba_fsdp.parallel.compat import step_unless_rejected
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.trainer.optimizer import LossScale
 from tests.support.ranks import build
@@ -65,7 +65,7 @@ def test_a_step_is_that_of_torchs_muon_on_each_stacked_matrix(muon):
         for slot, parts in theirs.items():
             for part, gradient in zip(parts, slot.local.grad.split([len(part) for part in parts])):
                 part.grad = gradient.clone()
-        step_unless(optimizer, torch.tensor(False))
+        step_unless_rejected(optimizer, torch.tensor(False))
         muons.step()
         for slot, parts in theirs.items():
             largest = RATE * 0.2 * 1.3 * math.sqrt(max(slot.shape))
