@@ -35,7 +35,7 @@ from mamba_fsdp.ops.triton import RUNS
 from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import CPU, World
-from mamba_fsdp.planning.passes import no_kernels
+from mamba_fsdp.planning.passes import fake_kernels
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.clock import Clock
 from mamba_fsdp.trainer.loop import take_step
@@ -193,7 +193,7 @@ class _Watch(TorchDispatchMode):
             with (
                 self,
                 mock.patch.object(FakeTensor, "is_meta", True),
-                no_kernels(),
+                fake_kernels(),
             ):
                 return RUNS[function.overloadpacket.__name__](*arguments)
         result = function(*arguments, **(named or {}))

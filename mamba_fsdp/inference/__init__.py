@@ -1,1 +1,1 @@
-"""Offers trained models to Python: load, generate, evaluate, run lm-eval's tasks."""
+"""Uses trained models: loads them, generates text, and evaluates them on data and on the tasks of lm-eval."""

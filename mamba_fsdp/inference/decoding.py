@@ -1,4 +1,4 @@
-"""Generates text, token by token, with a recurrent state: SSM layers take constant time and memory per token."""
+"""Generates tokens one by one with a recurrent state, so that SSM layers need constant time and memory per token."""
 
 from collections.abc import Iterator
 
@@ -20,13 +20,15 @@ def generate(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yields tokens, each (batch,) int64, that continue the prompts (batch, at least 1): `length` of them after the
-    longest prompt.
+    """Continues the prompts, and yields one tensor of tokens (batch,) int64 for each position.
 
-    -1 fills the end of a prompt shorter than the others. The first tokens that are yielded follow the shortest prompt;
-    for a longer prompt they are its own tokens, until it ends: so no mixer reads padding. temperature, top_k and top_p are as in
-    `draw`; generator is the torch.Generator to draw from, on the model's device. Tokens that only pad the vocabulary
-    are never drawn.
+    prompts: (batch, longest prompt), int64; shorter prompts are filled with -1 at the end. length: the number of tokens
+    after the longest prompt. temperature, top_k, top_p: see `draw`. generator: the source of random numbers, on the
+    model's device.
+
+    The first position is the one after the shortest prompt. While a longer prompt has not ended, its row of the yielded
+    tensors contains the prompt's own tokens. This way the model never reads padding. Tokens that only pad the
+    vocabulary are never drawn.
     """
     batch, longest = prompts.shape
     shortest = int((prompts >= 0).sum(1).min())
@@ -50,9 +52,10 @@ def generate(
 def draw(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """Returns one token per row of logits (batch, vocabulary). At temperature 0 it is the likeliest token. Otherwise it
-    is drawn from the likeliest tokens that together have the probability top_p (nucleus sampling, Holtzman et al.
-    2019), at most top_k of them (0: any number).
+    """Returns one token per row of logits (batch, vocabulary), (batch,) int64.
+
+    At temperature 0, it is the most likely token. Otherwise it is drawn from the most likely tokens that together have
+    the probability top_p (nucleus sampling, Holtzman et al. 2019), but from at most top_k tokens (0: no limit).
 
     Raises UserError for logits that are not finite.
     """
@@ -68,7 +71,7 @@ def draw(
     probabilities[likelier >= max(top_p, 1e-30)] = 0
     if top_k:
         probabilities[:, top_k:] = 0
-    # As torch.multinomial draws, but without its checks, for which the host waits.
+    # This draws like torch.multinomial, but without its checks, because they make the host wait for the device.
     noise = torch.empty_like(probabilities).exponential_(generator=generator)
     drawn = (probabilities / noise).argmax(dim=-1, keepdim=True)
     return tokens.gather(1, drawn).squeeze(1)

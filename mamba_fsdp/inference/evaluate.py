@@ -1,4 +1,4 @@
-"""Evaluates a trained model over a token store: token loss, perplexities, bits per byte."""
+"""Evaluates a trained model on a token store: loss per token, perplexity per token and per word, bits per byte."""
 
 import math
 import time
@@ -17,52 +17,57 @@ from mamba_fsdp.settings.train_config import DataConfig
 if TYPE_CHECKING:
     from mamba_fsdp.inference.loading import Loaded
 
-MOST_IN_FULL = 10**6
-POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # of a forward pass, unless one window has more
+MIN_SCIENTIFIC = 10**6  # larger perplexities are printed in scientific notation
+# Maximum number of positions in a forward pass, unless a single window has more.
+MAX_POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}
 
 
 @condition("DATA (instead of --tasks)")
-def by_data(options: Any) -> bool:
+def evaluates_data(options: Any) -> bool:
     return not getattr(options, "tasks", [])  # only the command has this option
 
 
 @dataclass
 class EvaluationConfig:
-    """The options of an evaluation over a store."""
+    """The options of an evaluation on a token store."""
 
     seq_length: int = setting(
         2048, at_least=1, elsewhere="max_seq_length max_length seq_len block_size context_length"
     )
-    """Tokens per window: more context, lower loss, more memory. The default is the same for every model, whatever length
-    it was trained with. A longer context of a task loses its beginning."""
-    stride: int = setting(0, at_least=0, needs=by_data, elsewhere="doc_stride")
+    """Tokens per window. A longer window gives tokens more context, so that the loss is lower, and takes more memory.
+    The default does not depend on the length that the model was trained with. A context of a task that is longer
+    loses its beginning."""
+    stride: int = setting(0, at_least=0, needs=evaluates_data, elsewhere="doc_stride")
     """Tokens from the start of one window to the start of the next; 0: seq_length, without overlap. With a
     smaller stride, each token has at least seq_length - stride tokens before it, and the work grows by a
     factor of seq_length / stride."""
     batch_size: int = setting(8, at_least=1, elsewhere="eval_batch_size per_device_eval_batch_size")
-    """Windows per forward pass, fewer if they are long; the most texts of a task."""
+    """Windows per forward pass, or fewer if they are long. With --tasks: maximum number of texts per forward pass."""
     limit: int = setting(0, at_least=0, elsewhere="max_eval_samples num_samples eval_batches")
-    """Number of windows, spread evenly over the data, or of the first questions of each task; 0: all."""
-    reset_at_documents: bool = setting(False, needs=by_data)
-    """Keep state, convolution and attention within a document: none crosses the start of a document."""
-    allow_other_tokenizer: bool = setting(False, needs=by_data)
-    """Accept data with another tokenizer than the model's."""
+    """Number of windows, spread evenly over the data. With --tasks: number of questions of each task, from the first.
+    0: all."""
+    reset_at_documents: bool = setting(False, needs=evaluates_data)
+    """Reset the state at the start of each document, so that no state, convolution or attention crosses it."""
+    allow_other_tokenizer: bool = setting(False, needs=evaluates_data)
+    """Accept data that was tokenized with a different tokenizer than the model's."""
 
 
 @dataclass
 class Evaluation:
-    """The measures of how well a model predicts a store's tokens.
+    """The result of an evaluation: how well a model predicts the tokens of a store.
 
-    word_perplexity and bits_per_byte are None if no tokenizer is known.
+    word_perplexity and bits_per_byte are None if the store has no tokenizer.
     """
 
     tokens: int  # predicted tokens
-    all_tokens: int  # tokens of the store without the first, which nothing predicts
+    all_tokens: int  # tokens of the store except the first (never predicted)
     loss: float  # nats per token
     perplexity: float  # per token
-    words: int  # between white space in the text of the predicted tokens; 0 without a tokenizer
-    word_perplexity: float | None  # exp(nats of all predicted tokens / words)
-    bytes: int  # of the text of the predicted tokens
+    words: (
+        int  # in the text of the predicted tokens, separated by white space; 0 without a tokenizer
+    )
+    word_perplexity: float | None  # exp(sum of the losses in nats / words)
+    bytes: int  # in the text of the predicted tokens
     bits_per_byte: float | None
     seconds: float
     window: int  # tokens in a window
@@ -70,9 +75,9 @@ class Evaluation:
 
     def lines(self) -> list[str]:
         """Returns the lines to print."""
-        perplexity = f"{_shown(self.perplexity)} per token"
+        perplexity = f"{_format_perplexity(self.perplexity)} per token"
         if self.word_perplexity:
-            perplexity += f", {_shown(self.word_perplexity)} per word ({self.words:,} words between white space)"
+            perplexity += f", {_format_perplexity(self.word_perplexity)} per word ({self.words:,} words between white space)"
         lines = [
             f"tokens         {self.tokens:,} of {self.all_tokens:,}",
             f"windows        {self.window:,} tokens long, one every {self.stride:,}",
@@ -88,20 +93,22 @@ class Evaluation:
 def evaluate(
     model: "Loaded | str | Path", data: str | Path, options: EvaluationConfig
 ) -> Evaluation:
-    """Returns the Evaluation of a model over the token store at the path `data`: its loss,
-    perplexities and bits per byte. model: what `load` returns, or a path that it takes. Raises UserError as `measure`
-    does."""
-    from mamba_fsdp.inference.loading import as_loaded
+    """Evaluates a model on a token store, and returns its loss, perplexities and bits per byte.
 
-    return measure(as_loaded(model), data, options, Console(enabled=False))
+    model: the result of `load`, or a path that `load` accepts. data: the path of the token store. Raises UserError if
+    the model or the store can't be read, or if they have different tokenizers."""
+    from mamba_fsdp.inference.loading import ensure_loaded
+
+    return measure(ensure_loaded(model), data, options, Console(enabled=False))
 
 
 def measure(
     model: "Loaded", data: str | Path, options: EvaluationConfig, console: Console
 ) -> Evaluation:
-    """Returns the Evaluation of a model over a store, and shows the progress on the console. All ranks call it.
+    """Evaluates a model on a token store, and shows the progress on the console. All ranks must call it; each evaluates
+    a part of the windows.
 
-    Raises UserError if there is no store, or if the model and the store have different tokenizers.
+    Raises UserError if the store can't be read, or if the model and the store have different tokenizers.
     """
     from mamba_fsdp.data.loader import BatchShape, evaluation_batches, evaluation_windows
     from mamba_fsdp.inference.loading import inference_world
@@ -126,7 +133,7 @@ def measure(
     world = inference_world()
     window = max(1, min(options.seq_length, store.token_count - 1))
     stride = min(options.stride or window, window)
-    fitting = max(1, POSITIONS[world.device.type] // window)
+    fitting = max(1, MAX_POSITIONS[world.device.type] // window)
     batch_shape = BatchShape(world.rank, world.size, min(options.batch_size, fitting))
     settings = DataConfig(seq_length=window, reset_at_documents=model.network.reset_at_documents)
     windows = evaluation_windows(store.token_count, window, stride, options.limit)
@@ -147,7 +154,7 @@ def measure(
         return False
 
     sums = sum_losses(model.network, batches, world, show)
-    assert sums is not None  # show never stops it
+    assert sums is not None  # it is None only if `show` stops the evaluation
     counts = count_words_and_bytes(store, spans[world.rank :: world.size])
     words, size = world.all_reduce_sum(list(counts))
     loss, tokens, bits = sums.measure(size)
@@ -167,10 +174,10 @@ def measure(
     )
 
 
-def _shown(perplexity: float) -> str:
-    """Returns a perplexity to print: from a million on, as that of words can be, as 4.2e+40."""
-    return f"{perplexity:,.3f}" if perplexity < MOST_IN_FULL else f"{perplexity:.1e}"
+def _format_perplexity(perplexity: float) -> str:
+    """Formats a perplexity. The perplexity per word can be very large, so that large values look like 4.2e+40."""
+    return f"{perplexity:,.3f}" if perplexity < MIN_SCIENTIFIC else f"{perplexity:.1e}"
 
 
 def _exp(number: float) -> float:
-    return math.exp(min(number, 700.0))  # exp of more overflows
+    return math.exp(min(number, 700.0))  # a larger exponent overflows

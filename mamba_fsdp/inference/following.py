@@ -1,6 +1,6 @@
-"""Evaluates the checkpoints of a run as they come, beside its training: RUN/evaluations/NAME.jsonl has a line for each.
+"""Evaluates the checkpoints of a run while it trains. RUN/evaluations/NAME.jsonl gets a line for each checkpoint.
 
-A file of its own, because a run's metrics.jsonl has one writer, which is the training.
+The results are not written to the run's metrics.jsonl, because only the training process can append to that file.
 """
 
 import time
@@ -17,21 +17,24 @@ from mamba_fsdp.run.records import LARGEST, Log, read, read_status
 from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.patience import exists, make_folder, storage_error
 
-SECONDS_BETWEEN_LOOKS = 10.0
+POLL_SECONDS = 10.0
 
 
 def follow(
     run: Path,
     name: str,
-    way: str,
+    method: str,
     measure: Callable[[Path], dict[str, float]],
     console: Console,
 ) -> None:
-    """Measures each checkpoint of a run that the file of `name` lacks, oldest first, until the run is finished. Of a run
-    with keep_every, those that stay, and the last.
+    """Evaluates the checkpoints of a run, oldest first, until the run is finished. Checkpoints that are already in the
+    file of results are skipped. If the run has keep_every, only the checkpoints that it keeps and the last one are
+    evaluated.
 
-    way: how it is measured; lines of the file that were measured otherwise don't count. measure: returns the numbers
-    of a checkpoint. Raises UserError if another process does the same, and as `measure` does.
+    name: the name of the file of results. method: describes how checkpoints are evaluated; results of another method
+    are ignored. measure: evaluates a checkpoint and returns its numbers by name.
+
+    Raises UserError if another process writes the same file, if the file can't be written, or if `measure` raises it.
     """
     file = run / EVALUATIONS / f"{name}.jsonl"
     with closing(Lease(file.with_name(f".{file.name}.lease"), file)) as lease:
@@ -41,15 +44,15 @@ def follow(
         except OSError as error:
             raise storage_error(error, f"{file}: can't be written ({error.strerror})") from None
         log = Log(file, LARGEST, lease)
-        missed: set[Path] = set()
+        removed: set[Path] = set()
         while True:
             status = read_status(run).get("status", "not begun")
             is_finished = status == "finished"
-            done = {entry["step"] for entry in read(file) if entry.get("way") == way}
+            done = {entry["step"] for entry in read(file) if entry.get("way") == method}
             waiting = [
                 path
-                for path in to_measure(run, is_finished)
-                if step_of(path.name) not in done and path not in missed
+                for path in find_checkpoints(run, is_finished)
+                if step_of(path.name) not in done and path not in removed
             ]
             if waiting:
                 checkpoint = waiting[0]
@@ -60,22 +63,27 @@ def follow(
                 except UserError:
                     if exists(checkpoint):
                         raise
-                    missed.add(checkpoint)  # the run has removed it meanwhile
+                    removed.add(checkpoint)  # the run has deleted this checkpoint in the meantime
                     continue
-                log.write({"step": step, "time": utc_timestamp(), "way": way, "evaluated": numbers})
+                log.write(
+                    {"step": step, "time": utc_timestamp(), "way": method, "evaluated": numbers}
+                )
                 log.sync()
                 listed = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items())
                 console.line(f"step {step}: {listed}")
             elif is_finished:
-                console.line(f"over       {run} is finished; the numbers are in {file}")
+                console.line(f"complete   {run} is finished; the results are in {file}")
                 return
             else:
                 console.passing(f"waiting for a checkpoint; the run is {status}")
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(POLL_SECONDS)
 
 
-def to_measure(run: Path, is_finished: bool) -> list[Path]:
-    """Returns the checkpoints that are worth it, oldest first."""
+def find_checkpoints(run: Path, is_finished: bool) -> list[Path]:
+    """Returns the checkpoints to evaluate, oldest first.
+
+    If the run keeps some checkpoints permanently, they are the permanent ones and, after the run has finished, the last
+    one. Otherwise they are all checkpoints."""
     checkpoints = committed(run / CHECKPOINTS)
     kept = [path for path in checkpoints if exists(path / KEPT)]
     if not kept:

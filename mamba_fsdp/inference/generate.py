@@ -1,4 +1,4 @@
-"""Continues a prompt with a trained model, and yields the text as it is generated."""
+"""Generates text with a trained model, and yields each piece as soon as it is generated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,47 +14,47 @@ if TYPE_CHECKING:
 
 @dataclass
 class GenerationConfig:
-    """The options besides the model."""
+    """The options of text generation."""
 
     prompt: str = setting("")
     """Text to continue. Without it, the model begins a new document."""
     length: int = setting(
         100, at_least=1, elsewhere="max_new_tokens max_tokens max_length num_tokens n_predict"
     )
-    """Largest number of tokens to generate; the text ends earlier if the document ends."""
+    """Maximum number of tokens to generate. The text ends earlier if the model ends the document."""
     temperature: float = setting(0.8, at_least=0)
-    """0: always take the likeliest token. 1: draw from the model's probabilities."""
+    """0: always take the most likely token. 1: draw from the model's probabilities."""
     top_k: int = setting(0, at_least=0)
-    """Draw from the k likeliest tokens only; 0: from all."""
+    """Draw only from the k most likely tokens; 0: from all."""
     top_p: float = setting(1.0, above=0, at_most=1)
-    """Draw from the likeliest tokens that together have this probability."""
+    """Draw only from the most likely tokens that together have this probability."""
     seed: int = setting(0, at_most=2**63 - 1)
-    """Equal seeds give equal texts."""
+    """Seed of the random numbers. Equal seeds give equal texts."""
     tokenizer: str = setting("", is_path=True, elsewhere="tokenizer_path tokenizer_name")
-    """Folder of a tokenizer, if MODEL has none."""
+    """Folder of the tokenizer, if MODEL has none."""
     model_name: str = setting("", elsewhere="model_variant")
-    """MODEL's preset, if there is no config.json next to it."""
+    """Preset of MODEL, if there is no config.json next to it."""
 
 
 def generate(model: "Loaded | str | Path", options: GenerationConfig) -> Iterator[str]:
-    """Yields the text of each token that continues the prompt, or "" while a character is incomplete.
+    """Continues the prompt, and yields the text of each token, or "" while a character is incomplete.
 
-    model: what `load` returns, or a path that it takes. Raises UserError for a prompt that is not valid Unicode, and for
-    a model without a tokenizer.
+    model: the result of `load`, or a path that `load` accepts. Raises UserError for a prompt that is not valid Unicode,
+    and for a model without a tokenizer.
     """
     import torch
     from tokenizers.decoders import DecodeStream
 
     from mamba_fsdp.data.tokenizer import load_words
     from mamba_fsdp.inference import decoding
-    from mamba_fsdp.inference.loading import as_loaded
+    from mamba_fsdp.inference.loading import ensure_loaded
 
     check_valid(options.prompt)
-    loaded = as_loaded(model, options.model_name)
+    loaded = ensure_loaded(model, options.model_name)
     tokenizer = load_words(options.tokenizer or loaded.tokenizer_path)
     if tokenizer.eos is None and not options.prompt:
         raise UserError(
-            "the tokenizer names no end-of-document token, from which a text without a prompt starts; give a --prompt"
+            "the tokenizer has no end-of-document token to start a text without a prompt; give a --prompt"
         )
     device = next(loaded.network.parameters()).device
     prompt_ids: list = tokenizer.encode(options.prompt) or [tokenizer.eos]
@@ -76,7 +76,7 @@ def generate(model: "Loaded | str | Path", options: GenerationConfig) -> Iterato
 
 
 def check_valid(prompt: str) -> None:
-    """Raises UserError for a prompt that a shell passed in another encoding than UTF-8."""
+    """Raises UserError if the shell passed the prompt in another encoding than UTF-8."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

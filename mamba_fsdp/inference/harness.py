@@ -1,6 +1,6 @@
-"""Runs our models in lm-evaluation-harness (lm-eval), which has to be installed.
+"""Evaluates models on the tasks of lm-evaluation-harness (lm-eval). The package lm-eval must be installed.
 
-pyproject.toml declares MambaFSDP as a plugin of lm-eval: a release that looks for plugins takes
+pyproject.toml declares MambaFSDP as a plugin of lm-eval. Releases of lm-eval that support plugins can therefore run
 `lm_eval --model mamba_fsdp --model_args pretrained=RUN`.
 """
 
@@ -25,14 +25,14 @@ from mamba_fsdp.inference.loading import inference_world, load
 from mamba_fsdp.storage.patience import is_folder
 from mamba_fsdp.text import suggest_name
 
-TAIL = 64  # newest tokens of an answer, in which the texts that end it are searched
+STOP_SEARCH_TOKENS = 64  # stop texts are searched in this many tokens at the end of an answer
 
 
 class MambaFSDP(TemplateLM):
-    """A model for lm-eval: whatever `load` takes, with the run's own kernels on a GPU.
+    """A model for lm-eval. It can be any model that `load` accepts. On a GPU it uses the same kernels as training.
 
-    It answers as lm-eval's hf model answers for the model's export. A context that does not fit into a window of
-    max_length tokens loses its beginning.
+    Its results are equal to the results of lm-eval's hf model for the exported model. A context that does not fit into
+    a window of max_length tokens loses its beginning.
     """
 
     def __init__(
@@ -45,9 +45,11 @@ class MambaFSDP(TemplateLM):
         device: str = "",
         **others: Any,
     ) -> None:
-        """Loads the model. The arguments have the names of lm-eval's hf model. pretrained, model_name: as for `load`.
-        tokenizer: its path, if the model has none. batch_size: the most texts in a forward pass. device: if given, the
-        kind of device that `load` takes. Raises UserError, also for other arguments."""
+        """Loads the model. The arguments have the same names as for lm-eval's hf model.
+
+        pretrained, model_name: see `load`. tokenizer: the path of the tokenizer, if the model has none. batch_size: the
+        maximum number of texts in a forward pass. device: is only checked; it must name the kind of device that `load`
+        uses. Raises UserError for other arguments, and if the model can't be loaded."""
         super().__init__()
         here = inference_world().device.type
         if others or not str(batch_size).isdecimal() or not (device or here).startswith(here):
@@ -61,7 +63,7 @@ class MambaFSDP(TemplateLM):
         self.tokenizer = load_for_transformers(tokenizer or loaded.tokenizer_path)
         if len(self.tokenizer) > loaded.weights.config.padded_vocab_size:
             raise UserError(
-                f"the tokenizer has {len(self.tokenizer):,} tokens, more than the model: name the model's own"
+                f"the tokenizer has {len(self.tokenizer):,} tokens, more than the model; use the model's tokenizer"
             )
         self.max_length = max_length
         self.batch_size = int(batch_size)
@@ -72,7 +74,7 @@ class MambaFSDP(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Returns the token before a text without context."""
+        """Returns the token that is put before a text without context."""
         if self.tokenizer.bos_token is None:
             return self.eot_token_id
         return self.tokenizer.bos_token_id
@@ -82,27 +84,30 @@ class MambaFSDP(TemplateLM):
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: list[tuple], **_: Any) -> list[tuple[float, bool]]:
-        """Returns (log-probability in nats, whether each token is the likeliest) of each continuation. requests:
-        (anything, context ids, continuation ids). A context that several of them share is read once."""
+        """Returns (log-probability in nats, whether every token is the most likely one) for each continuation.
+
+        requests: (anything, context ids, continuation ids). The model reads a context only once if several requests
+        share it."""
         collator = Collator(
             requests,
-            lambda ask: -len(ask[1] + ask[2]),  # the longest first
-            lambda ask: ask[1] + ask[2][:-1],  # what the model reads
+            lambda ask: -len(ask[1] + ask[2]),  # sort key: the longest requests first
+            lambda ask: ask[1] + ask[2][:-1],  # group key: the tokens that the model reads
             "contexts",
         )
         answers = []
         for batch in tqdm(list(collator.get_batched(self.batch_size))):
             rows = [(context + ids)[-self.max_length - 1 : -1] for _key, context, ids in batch]
-            hidden = self.network.final_norm(*self.network.run_blocks(padded(rows, 0)))
+            hidden = self.network.final_norm(*self.network.run_blocks(pad_rows(rows, 0)))
             for request, row, states in zip(batch, rows, hidden):
                 scored = states[: len(row)][-len(request[2]) :]
                 scores = self.network.lm_head(scored).float().log_softmax(-1)
                 for _key, ids, _scores in collator.get_cache(*request, scores[None]):
-                    answers.append(judged(scores, ids))
+                    answers.append(score_continuation(scores, ids))
         return collator.get_original(answers)
 
     def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
-        """Returns the log-probability of each text in nats: each token once, in windows of max_length tokens."""
+        """Returns the log-probability in nats of each text. Long texts are split into windows of max_length tokens that
+        do not overlap."""
         windows = []
         for index, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -114,69 +119,82 @@ class MambaFSDP(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        """Returns the text that continues each prompt, up to the first of the texts at which its task stops."""
+        """Returns the continuation of each prompt. It ends before the first of its task's stop texts."""
         asked = [(self.tok_encode(request.args[0]), request.args[1]) for request in requests]
         collator = Collator(asked, lambda ask: -len(ask[0]), lambda ask: ask[1], "gen_kwargs")
         texts = []
         for batch in tqdm(list(collator.get_batched(self.batch_size))):
             settings: Any = normalize_gen_kwargs(batch[0][1])
-            texts += self.continued([ids for ids, _settings in batch], **settings)
+            texts += self.generate_texts([ids for ids, _settings in batch], **settings)
         return collator.get_original(texts)
 
-    def continued(
+    def generate_texts(
         self, prompts: list, until: list, max_gen_toks: int, do_sample: bool, **settings: Any
     ) -> list[str]:
-        """Returns the texts of at most max_gen_toks tokens. settings: as for `generate`. Raises UserError for others."""
+        """Returns a continuation of each prompt with at most max_gen_toks tokens. until: the texts that end an answer.
+        settings: temperature, top_k and top_p of `generate`. Raises UserError for other settings, and if max_gen_toks
+        leaves no room for a prompt."""
         unknown = settings.keys() - {"temperature", "top_k", "top_p"}
         if unknown:
             raise UserError(
-                f"a task asks for {', '.join(unknown)}: generation has temperature, top_k, top_p"
+                f"a task sets {', '.join(unknown)}, but generation supports only temperature, top_k and top_p"
             )
         room = self.max_length - max_gen_toks
         if room < 1:
             raise UserError(
-                f"a task asks for {max_gen_toks} tokens: --seq_length={self.max_length} must leave room for a prompt"
+                f"a task generates {max_gen_toks} tokens: --seq_length={self.max_length} must be larger, to leave room for a prompt"
             )
         settings.setdefault("temperature", float(do_sample))
         prompts = [ids[-room:] or [self.prefix_token_id] for ids in prompts]
-        steps = generate(self.network, padded(prompts, -1), length=max_gen_toks, **settings)
+        steps = generate(self.network, pad_rows(prompts, -1), length=max_gen_toks, **settings)
         stops = [stop for stop in [*until, self.tokenizer.eos_token] if stop]
-        answers = answers_of(
+        answers = collect_answers(
             steps, [len(ids) for ids in prompts], max_gen_toks, stops, self.tokenizer
         )
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return [postprocess_generated_text(text, stops, None) for text in texts]
 
 
-def judged(scores: torch.Tensor, ids: list[int]) -> tuple[float, bool]:
-    """Returns (log-probability in nats, whether each token is the likeliest) of an answer. scores: log-probabilities
-    (tokens of a window, vocabulary) of the next token; the last ones are the answer's. Raises UserError if it is longer."""
+def score_continuation(scores: torch.Tensor, ids: list[int]) -> tuple[float, bool]:
+    """Returns (log-probability in nats, whether every token is the most likely one) for a continuation.
+
+    scores: log-probabilities of the next token, (tokens of a window, vocabulary); the last len(ids) rows belong to the
+    continuation. ids: its tokens. Raises UserError if it is longer than the window."""
     if len(ids) > len(scores):
-        raise UserError(f"an answer has {len(ids)} tokens, a window {len(scores)}")
+        raise UserError(
+            f"an answer of a task has {len(ids)} tokens, but a window only {len(scores)}; set a larger --seq_length"
+        )
     own = scores[-len(ids) :]
     wanted = torch.tensor(ids, device=own.device)
     nats = own.gather(1, wanted[:, None]).sum()
     return float(nats), own.argmax(-1).equal(wanted)
 
 
-def padded(rows: list, filler: int) -> torch.Tensor:
-    """Returns token ids (rows, longest), on the device, with the filler after the shorter rows."""
+def pad_rows(rows: list, filler: int) -> torch.Tensor:
+    """Returns the rows as one tensor of token ids on the device, (rows, longest row). Shorter rows end in the
+    filler."""
     tensors = [torch.tensor(row) for row in rows]
     return pad_sequence(tensors, True, filler).to(inference_world().device)
 
 
-def answers_of(
-    steps: Iterable[torch.Tensor], lengths: list[int], most: int, stops: list[str], tokenizer: Any
+def collect_answers(
+    steps: Iterable[torch.Tensor],
+    lengths: list[int],
+    max_tokens: int,
+    stops: list[str],
+    tokenizer: Any,
 ) -> list[list[int]]:
-    """Returns the tokens of each answer, at most `most`, up to the first text of `stops`. steps: of each position from the
-    shortest prompt's end on, the token of each row. lengths: tokens of the prompts."""
+    """Returns the tokens of each answer. An answer ends when its text contains one of `stops`, or after `max_tokens`.
+
+    steps: the output of `generate`, the tokens of all rows for each position after the shortest prompt. lengths: the
+    number of tokens in each prompt."""
     answers: list[list[int]] = [[] for _ in lengths]
     unfinished = set(range(len(lengths)))
     for position, step in enumerate(steps, start=min(lengths)):
         for row in [row for row in unfinished if position >= lengths[row]]:
             answers[row].append(int(step[row]))
-            text = tokenizer.decode(answers[row][-TAIL:])
-            if len(answers[row]) == most or any(stop in text for stop in stops):
+            text = tokenizer.decode(answers[row][-STOP_SEARCH_TOKENS:])
+            if len(answers[row]) == max_tokens or any(stop in text for stop in stops):
                 unfinished.remove(row)
         if not unfinished:
             break
@@ -184,19 +202,21 @@ def answers_of(
 
 
 def find_tasks(names: list[str], include_path: str) -> TaskManager:
-    """Returns lm-eval's manager, which has these tasks. include_path: a folder of further task files, or "". Raises
-    UserError for an unknown task."""
+    """Returns a TaskManager of lm-eval that knows these tasks. include_path: a folder with additional task files, or
+    "".
+
+    Raises UserError for an unknown task, for a missing folder, and if there are several ranks."""
     if inference_world().size > 1:
-        raise UserError("--tasks runs in one process: leave torchrun out")
-    if not is_folder(include_path):  # an empty path is the current folder
+        raise UserError("--tasks runs in one process; start it without torchrun")
+    if not is_folder(include_path):  # the empty path counts as a folder
         raise UserError(f"--include_path={include_path}: there is no such folder")
-    with mistakes_of_tasks():
+    with task_errors_as_user_errors():
         manager = TaskManager(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
             hint = suggest_name(name, manager.all_tasks, "lm_eval ls tasks lists lm-eval's own")
             raise UserError(
-                f"--tasks={name}: neither lm-eval nor a file in --include_path that it can read has it; {hint}"
+                f"--tasks={name}: there is no such task in lm-eval, and no valid file in --include_path defines it; {hint}"
             )
     return manager
 
@@ -204,9 +224,10 @@ def find_tasks(names: list[str], include_path: str) -> TaskManager:
 def run_tasks(
     model: MambaFSDP, manager: TaskManager, names: list[str], num_fewshot: int, limit: int
 ) -> dict[str, Any]:
-    """Returns lm-eval's results of the tasks. num_fewshot: -1 for each task's own number. limit: the first questions of
-    each task; 0 for all. Raises UserError for a task that lm-eval can't run."""
-    with mistakes_of_tasks():
+    """Runs the tasks, and returns the results of lm-eval. num_fewshot: the number of examples in the context; -1: the
+    default of each task. limit: the number of questions of each task, from the first; 0: all. Raises UserError for a
+    task that lm-eval can't run."""
+    with task_errors_as_user_errors():
         return simple_evaluate(
             model=model,
             tasks=names,
@@ -218,14 +239,15 @@ def run_tasks(
 
 
 @contextlib.contextmanager
-def mistakes_of_tasks() -> Iterator[None]:
-    """Raises UserError if lm-eval stops: data that can't be downloaded, a task that needs a further package, or a wrong
-    file of the user's own, which can raise any exception. A RuntimeError is torch's and is not changed."""
+def task_errors_as_user_errors() -> Iterator[None]:
+    """Turns exceptions of lm-eval into UserErrors. Typical causes are data that can't be downloaded, a missing package,
+    or a mistake in the user's own task file, so that any type of exception is possible. A RuntimeError is passed on,
+    because torch has raised it."""
     try:
         yield
     except (UserError, RuntimeError):
         raise
     except Exception as error:
         raise UserError(
-            f"--tasks: lm-eval stopped at {type(error).__name__}: {first_line(error)}"
+            f"--tasks: lm-eval stopped with {type(error).__name__}: {first_line(error)}"
         ) from error

@@ -1,4 +1,4 @@
-"""Loads a trained model with its tokenizer from a run, a checkpoint, a .pth file or another library's folder."""
+"""Loads a trained model from a run, a checkpoint, a .pth file or a folder of another library."""
 
 import functools
 import os
@@ -18,30 +18,34 @@ from mamba_fsdp.trainer.setup import build_model
 
 
 class Loaded(NamedTuple):
-    """A model ready for inference. network(tokens (batch, length)) returns logits (batch, length, padded
-    vocabulary)."""
+    """A model that is ready for inference. network(tokens), with tokens (batch, length) int64, returns the logits
+    (batch, length, padded vocabulary)."""
 
-    network: torch.nn.Module  # a MambaLM: fp32 on a CPU, bf16 arithmetic on a GPU
-    weights: Weights  # has the model's `config`
+    network: torch.nn.Module  # a MambaLM; it computes in fp32 on a CPU and in bf16 on a GPU
+    weights: Weights  # where the weights come from; contains the ModelConfig
 
     @property
     def tokenizer_path(self) -> Path:
         """Returns the path of the model's tokenizer. Raises UserError if the model has none."""
         if not self.weights.tokenizer_path:
-            raise UserError(f"{self.weights.source} has no tokenizer; name one: --tokenizer=PATH")
+            raise UserError(
+                f"{self.weights.source} has no tokenizer; give one with --tokenizer=PATH"
+            )
         return self.weights.tokenizer_path
 
 
 @functools.cache
 def inference_world() -> World:
-    """Returns the world of the ranks that torchrun has started. Each rank has the whole model; they share the
-    evaluation."""
+    """Returns the world of the ranks that torchrun has started. Each rank has the whole model and evaluates a part of
+    the data."""
     return start_world()
 
 
 def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool = False) -> Loaded:
-    """Returns the model that `source` names, see interop/weights.py. model_name: its preset, if there is no
-    config.json. Raises UserError if there is no such model."""
+    """Loads a model for inference.
+
+    source: a path or a name of a model, see interop/weights.py. model_name: the model's preset, if there is no
+    config.json. reset_at_documents: whether the network accepts seq_idx. Raises UserError if there is no such model."""
     world = World.alone(device=inference_world().device)
     cpp.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)
@@ -52,12 +56,12 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
     return Loaded(parallel.model.eval().requires_grad_(False), weights)
 
 
-def as_loaded(model: Any, model_name: str = "") -> Loaded:
-    """Returns a model that was loaded, or loads the one that a path names. Raises UserError for anything else."""
+def ensure_loaded(model: Any, model_name: str = "") -> Loaded:
+    """Returns `model` if it was loaded already, or loads it if it is a path. Raises UserError for other types."""
     if isinstance(model, (str, os.PathLike)):
         return load(os.fspath(model), model_name=model_name)
     if not hasattr(model, "network"):
         raise UserError(
-            f"model: expected a path or what mamba_fsdp.load returned, not {type(model).__name__}"
+            f"model: expected a path or the result of mamba_fsdp.load, not {type(model).__name__}"
         )
     return model

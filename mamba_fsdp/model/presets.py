@@ -23,7 +23,7 @@ def read_table(file: Path, leaves: Mapping[str, dataclasses.Field]) -> dict[str,
 
 
 def plain(name: str) -> str:
-    """Returns a preset's name in a normal form, in which spellings of the same name are equal."""
+    """Returns a preset's name in a normal form. Different spellings of the same name have the same normal form."""
     name = name.lower().rpartition("/")[2].removesuffix("-hf").removesuffix("_4k")
     return name.replace("-", "").replace("_", "")
 

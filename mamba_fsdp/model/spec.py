@@ -254,7 +254,7 @@ def _attention(config: "ModelConfig") -> Parameters:
         norms = dict.fromkeys(("q_norm.weight", "k_norm.weight"), norm(config.resolved_head_dim))
     if config.qk_norm == "whole":
         norms = {"q_norm.weight": norm(queries), "k_norm.weight": norm(keys)}
-    # In the stacked matrix, the queries of each head are above its gates.
+    # The stacked matrix contains the queries of each head above its gates.
     gated = 2 if config.attention_gate else 1
     return {
         "in_proj.weight": stacked_matrices(config.d_model, q=gated * queries, k=keys, v=keys),

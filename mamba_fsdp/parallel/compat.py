@@ -30,10 +30,10 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     had_flash = torch.backends.cuda.flash_sdp_enabled()
     try:
         if enabled:
-            # Without this variable, torch raises an error for matrix products on a GPU.
+            # torch raises an error for matrix products on a GPU if this variable is not set.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            # In this mode, torch by default fills every new empty tensor with NaN. Our operators do not need this,
-            # because they write each tensor before they read it.
+            # torch would fill every new empty tensor with NaN. This is not needed, because our operators write each
+            # tensor before they read it.
             torch.utils.deterministic.fill_uninitialized_memory = False
             if torch.cuda.is_available() and not HAS_FSDP2:
                 # The flash attention of torch 2.2 uses atomic additions, but torch does not raise an error for it.

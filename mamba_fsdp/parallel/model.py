@@ -64,13 +64,13 @@ class ParameterSlot:
     """A parameter's place in the model, and this rank's part of it. Sharding replaces the nn.Parameter object, but its
     place in the modules that own it stays the same.
 
-    local: this rank's part, which the optimizer updates. It is an ordinary tensor that shares the storage of the
-    model's parameter. layout: the split of the parameter over ranks. Both are set by ParallelModel.
+    local: this rank's part of the parameter. The optimizer updates it. It is an ordinary tensor that shares the storage
+    of the model's parameter. layout: the split of the parameter over ranks. Both are set by ParallelModel.
     """
 
     owners: list[tuple[nn.Module, str]]  # (module, attribute); several for tied weights
     names: list[str]  # one per owner; the first is the parameter's name
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # shape of the whole parameter
     local: nn.Parameter = field(init=False)
     layout: ShardLayout = field(init=False)
 
@@ -219,8 +219,8 @@ class ParallelModel:
         torch._foreach_mul_(gradients, factor)
 
     def set_optimizer_steps(self, optimizer: torch.optim.AdamW, steps: int) -> None:
-        """Sets AdamW's step count, which its bias correction uses. Call it after `shards(optimizer)`, which creates the
-        state."""
+        """Sets the step count of AdamW for its bias correction. The state must exist: call `shards(optimizer)`
+        first."""
         for state in optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(steps)

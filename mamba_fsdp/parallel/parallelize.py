@@ -141,7 +141,7 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
     limits.accumulated_cache_size_limit = max(enough, limits.accumulated_cache_size_limit)
     for block in blocks:
         block.forward = torch.compile(block.forward)
-    if device.type == "cuda":  # without compilation, the loss would read the logits seven times
+    if device.type == "cuda":  # if it were not compiled, the loss would read the logits seven times
         loss.on_device = torch.compile(loss.chunk_loss, dynamic=False)
 
 
@@ -172,9 +172,9 @@ class DDPModel(ParallelModel):
 class FixedBuckets:
     """DDP's reducer, except that it does not rebuild its buckets after the first step of a process.
 
-    With more than two ranks, the position of an element in its bucket decides in which order the ranks' values are
-    added. If the buckets were rebuilt, the first step after a restart would use other positions than the uninterrupted
-    run, and its gradients would differ in the last bits.
+    With more than two ranks, the position of an element in its bucket decides the order of additions over the ranks. If
+    the buckets were rebuilt, the first step after a restart would use other positions than the uninterrupted run, and
+    its gradients would differ in the last bits.
     """
 
     def __init__(self, reducer: dist.Reducer) -> None:

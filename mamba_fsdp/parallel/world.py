@@ -290,7 +290,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
         )
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     wanted = os.environ.get(EXPECTED_RANKS, str(size))
-    if wanted != str(size):  # without this check, they would train with a smaller batch
+    if wanted != str(size):  # these ranks would train, but with a smaller batch
         raise TransientError(
             f"only {size} of {wanted} ranks have started: torchrun leaves out a node if its clock is late; "
             "compare the clocks of the nodes: srun date"

@@ -1,1 +1,1 @@
-"""Estimates the memory and time that a training run takes on given machines, and the settings that would fit."""
+"""Estimates the memory and the time of a training run on given machines, and finds settings that fit."""

@@ -1,14 +1,14 @@
-"""Describes devices and the cloud machines that hold them, from published data: vendors' data sheets and AWS's pages.
+"""Contains published figures of GPUs and of cloud machines.
 
-A100, H100, H200, L4 and L40S: NVIDIA's data sheets of the cards; a figure "with sparsity" is halved. B200 and B300: the
-data sheet of HGX; GB200 and GB300: the data sheets of the superchips, which run faster. A10G: AWS's page of G5. GeForce
-and RTX: NVIDIA's architecture white papers, for products of bf16 summed in fp32. Networks: AWS's specifications of
-accelerated instances.
+A100, H100, H200, L4 and L40S: NVIDIA's data sheets of the cards; figures "with sparsity" are halved. B200 and B300:
+NVIDIA's data sheet of HGX. GB200 and GB300: NVIDIA's data sheets of the superchips, where the GPUs run faster. A10G:
+AWS's page about G5 instances. GeForce and RTX: NVIDIA's architecture white papers, for bf16 products that are summed in
+fp32. Networks: AWS's specifications of accelerated instances.
 """
 
 from dataclasses import dataclass
 
-# Dense bf16 matrix peak of one device with fp32 sums, in TFLOP/s, by the words of the device's name.
+# Peak TFLOP/s of one device for dense bf16 matrix products with fp32 sums. The keys are words of device names.
 PEAK_TFLOPS = {
     "A100": 312,
     "A10G": 70,
@@ -34,26 +34,26 @@ PEAK_TFLOPS = {
     "RTX 4090": 165,
     "RTX 5090": 209,
 }
-OTHER_SIZES = {"MIG", "Laptop", "Ti", "D"}  # words that name a part of a device or another device
+# A device name with one of these words is a slice of a device, or a different model.
+VARIANT_WORDS = {"MIG", "Laptop", "Ti", "D"}
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A kind of machine. The memory is the amount that the driver shows; the rates of links are for one direction."""
+    """A kind of machine. `memory` is the amount that the driver reports. The rates of links are for one direction."""
 
     device: str
     devices: int
-    memory: float  # GB of a device
-    bandwidth: float = 0.0  # GB/s of a device's memory; 0: unknown
-    nvlink: float = (
-        32  # GB/s from a device to the others of its machine; PCIe 4.0 x16 if it has no NVLink
-    )
-    network: float = 10  # Gbit/s from the machine to others, by EFA if it has EFA
-    peak: float = 0.0  # TFLOP/s of a device in bf16; 0: as PEAK_TFLOPS has it for `device`
+    memory: float  # GB per device
+    bandwidth: float = 0.0  # GB/s of the memory of a device; 0: unknown
+    # GB/s from a device to the other devices of its machine; the default is PCIe 4.0 x16, without NVLink.
+    nvlink: float = 32
+    network: float = 10  # Gbit/s from the machine to other machines; with EFA if available
+    peak: float = 0.0  # bf16 TFLOP/s of a device; 0: the entry of PEAK_TFLOPS for `device`
 
     def tflops(self) -> float:
-        """Returns the peak of a device in TFLOP/s, or 0 if the peak or the memory's bandwidth is unknown: a time needs
-        both."""
+        """Returns the peak of a device in TFLOP/s. Returns 0 if the peak or the memory bandwidth is unknown, because a
+        time can't be estimated without both."""
         if not self.bandwidth:
             return 0.0
         return self.peak or PEAK_TFLOPS.get(self.device, 0.0)
@@ -72,9 +72,11 @@ INSTANCES = {
 
 
 def device_peak(device_name: str) -> float | None:
-    """Returns the peak FLOP/s of a device named as in `nvidia-smi`, or None for an unknown device or a part of one."""
+    """Returns the peak FLOP/s of a device, or None for an unknown device and for a slice of a device.
+
+    device_name: as printed by nvidia-smi."""
     words = set(device_name.replace("-", " ").split())
     fits = [name for name in PEAK_TFLOPS if words.issuperset(name.split())]
-    if not fits or words & OTHER_SIZES:
+    if not fits or words & VARIANT_WORDS:
         return None
     return PEAK_TFLOPS[max(fits, key=len)] * 1e12

@@ -1,4 +1,4 @@
-"""Estimates a training run on given machines, and the settings that would fit best."""
+"""Estimates the memory and the time of a training run on given machines, and finds the fastest settings that fit."""
 
 import os
 from collections.abc import Iterator
@@ -18,24 +18,25 @@ from mamba_fsdp.planning.roofline import step_seconds
 from mamba_fsdp.run.layout import CHECKPOINT_BYTES
 from mamba_fsdp.settings.train_config import TrainConfig
 
-TRIED_SHARES = ("1", "1/2", "1/4", "0")  # of blocks that recompute; the least memory first
-TRIED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sizes of a micro-batch
+# Fractions of recomputing blocks. The first takes the least memory.
+CANDIDATE_SHARES = ("1", "1/2", "1/4", "0")
+CANDIDATE_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sequences per micro-batch
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of a training run, as `plan --json` prints it. Times are for all devices together; they are 0 if the
-    rates of the devices are unknown."""
+    """The estimate of a training run. `plan --json` prints these fields. Rates are for all devices together. Times and
+    rates are 0 if the peak or the bandwidth of the devices is unknown."""
 
     parameters: int
     nodes: int
     devices: int
     batch_size: int
-    recompute: str  # share of the blocks that recompute their activations
+    recompute: str  # fraction of the blocks that recompute their activations
     global_batch_size: int
     tokens_per_step: int
-    memory: dict[str, int]  # bytes of a device by part, with the framework's own
-    bytes: int
+    memory: dict[str, int]  # bytes per device, by part; includes the framework
+    bytes: int  # per device
     fits: bool
     checkpoint_bytes: int
     step: dict[str, float]  # seconds by part
@@ -45,7 +46,8 @@ class Estimate:
 
 
 def estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate:
-    """Returns the estimate of a training run on `nodes` machines. Raises UserError if it can't be split over them."""
+    """Returns the estimate of a training run on `nodes` machines. Raises UserError if the settings don't fit the number
+    of devices."""
     return _estimate(_workload(settings, nodes, machine), machine)
 
 
@@ -99,20 +101,20 @@ def _estimate(work: Workload, machine: Instance) -> Estimate:
 
 
 def framework_bytes(memory: dict[str, int], world: World) -> int:
-    """Returns a rough figure for CUDA (half a gigabyte), NCCL (one gigabyte) and gaps between allocations (a twentieth
-    of the memory that a step allocates and frees)."""
+    """Returns a rough estimate of the memory for CUDA (0.5 GB), NCCL (1 GB) and gaps between allocations (5 % of the
+    memory that a step allocates and frees)."""
     passing = memory["gathered"] + memory["activations"] + memory["loss"]
     nccl = 1e9 if world.size > 1 else 0
     return int(0.5e9 + nccl + passing / 20)
 
 
-def best(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate | None:
-    """Returns the best estimate that fits, over batch sizes and shares of recomputing blocks, or None if none fits.
+def best_estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate | None:
+    """Tries batch sizes and fractions of recomputing blocks, and returns the best estimate, or None if none fits.
 
-    The best estimate takes the least memory of all that reach 99 % of the highest speed. If the rates of the devices
-    are unknown, it recomputes the fewest blocks and, among equals, takes the most memory.
+    The best estimate is the one with the least memory among all that reach 99 % of the highest speed. If the rates of
+    the devices are unknown, it recomputes the fewest blocks and, of several such estimates, takes the most memory.
     """
-    others = _others(settings, nodes, machine)
+    others = _candidates(settings, nodes, machine)
     smallest = next(others, None)
     if not smallest or not smallest.fits:
         return None
@@ -124,14 +126,15 @@ def best(settings: TrainConfig, nodes: int, machine: Instance) -> Estimate | Non
     return min(fast, key=lambda other: other.bytes)
 
 
-def _others(settings: TrainConfig, nodes: int, machine: Instance) -> Iterator[Estimate]:
-    """Yields the estimates to choose from, the one with the least memory first. A given global_batch_size stays."""
+def _candidates(settings: TrainConfig, nodes: int, machine: Instance) -> Iterator[Estimate]:
+    """Yields the estimates of all candidates, the one with the least memory first. They keep a given
+    global_batch_size."""
     samples = settings.training.global_batch_size
-    for size in TRIED_BATCHES:
+    for size in CANDIDATE_BATCH_SIZES:
         if samples % (size * nodes * machine.devices):
             continue
-        measured = None  # the passes are the same for each share
-        for share in TRIED_SHARES:
+        measured = None  # the passes do not depend on the fraction of recomputing blocks
+        for share in CANDIDATE_SHARES:
             other = settings.changed(
                 batch_size=size,
                 selective_checkpointing=share,
@@ -143,12 +146,13 @@ def _others(settings: TrainConfig, nodes: int, machine: Instance) -> Iterator[Es
             yield expected
             if not expected.fits:
                 break
-        if share == TRIED_SHARES[0]:
+        if share == CANDIDATE_SHARES[0]:
             return  # a larger batch does not fit either
 
 
-def machine_at_hand() -> Instance:
-    """Returns this machine's devices and their memory; on a CPU, one device with the machine's memory."""
+def local_machine() -> Instance:
+    """Returns the devices of this machine and their memory. Without a GPU, the CPU is one device with all the
+    memory."""
     if torch.cuda.is_available():
         memory = torch.cuda.mem_get_info()[1]
         return Instance(torch.cuda.get_device_name(), torch.cuda.device_count(), memory / 1e9)

@@ -1,8 +1,9 @@
-"""Computes the memory of a device in training, in bytes: parameters are counted, passes are measured (passes.py).
+"""Estimates the memory in bytes that training takes on a device. The parameters are counted; the memory of forward and
+backward passes is measured by passes.py.
 
-Each part of expected_memory is a function below. FSDP2's buffers are as in torch 2.13.
-tests/trainer/test_simulate.py compares the parts with a whole step on fake tensors. NCCL's buffers, gaps between
-allocations and CUDA's own memory are not counted; estimate.py adds a rough figure for them.
+Each part of expected_memory has a function below. The buffers of FSDP2 are counted as in torch 2.13.
+tests/trainer/test_simulate.py compares the parts with a whole step on fake tensors. The buffers of NCCL, gaps between
+allocations and the memory of CUDA itself are not counted here; estimate.py adds a rough estimate of them.
 """
 
 import math
@@ -18,13 +19,15 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.passes import PassBytes, measure
 from mamba_fsdp.settings.train_config import TrainConfig
 
-FP32 = 4  # bytes
+FP32 = 4  # bytes per element
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The training run to count the memory of. backends: operator -> backend, as ops/backends.py chooses them.
-    measured: passes of the same settings, with any share of recomputing blocks."""
+    """A training run to estimate, as seen from one rank.
+
+    backends: {operator: backend}, see ops/backends.py. measured: the passes if they were measured before; they do not
+    depend on the fraction of recomputing blocks."""
 
     settings: TrainConfig
     world: World
@@ -37,16 +40,16 @@ class Workload:
 
     @property
     def width(self) -> int:
-        """Returns the bytes of an element in the compute dtype."""
+        """Returns the bytes per element of the compute dtype."""
         return DTYPES[self.settings.training.precision(self.world.device.type)].itemsize
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of a micro-batch that a device computes."""
+        """Returns the number of tokens of a micro-batch on one device."""
         return self.settings.training.batch_size * self.settings.own_positions()
 
     @property
-    def sharing(self) -> int:
+    def context_parallel_size(self) -> int:
         """Returns the number of ranks that share each sequence."""
         return self.settings.parallel.context_parallel
 
@@ -76,13 +79,13 @@ class Workload:
 
     @property
     def repeats(self) -> list[float]:
-        """Returns each block's work relative to one forward and one backward pass: 4/3 if it recomputes, else 1. A
-        backward pass takes twice the work of a forward pass."""
+        """Returns the work of each block relative to one forward and one backward pass: 4/3 if it recomputes, else 1.
+        This assumes that a backward pass takes twice as much work as a forward pass."""
         return [4 / 3 if recomputes else 1.0 for recomputes in self.recomputes]
 
     @property
     def mixers(self) -> list[tuple[str, float]]:
-        """Returns every mixer of the blocks, with the entry of `repeats` of its block."""
+        """Returns (mixer, repeats of its block) for every mixer of the model."""
         layers = zip(self.model.layer_list(), self.repeats)
         return [(mixer, repeats) for layer, repeats in layers for mixer in layer.mixers]
 
@@ -92,7 +95,7 @@ class Workload:
 
     @property
     def parameter_count(self) -> int:
-        """Returns the number of elements of all parameters."""
+        """Returns the total number of elements of all parameters."""
         return sum(parameter.size for parameter in self.parameters)
 
     @property
@@ -101,7 +104,7 @@ class Workload:
         return spec.output_layer(self.model).size
 
     @property
-    def outside_size(self) -> int:
+    def non_block_size(self) -> int:
         """Returns the number of elements of the matrices outside the blocks."""
         return self.head_size * (1 if self.model.tie_embeddings else 2)
 
@@ -112,21 +115,23 @@ class Workload:
             sum(
                 product.size
                 for part in spec.layer_parts(layer).values()
-                for product in products_of(self.model, part)
+                for product in matmul_parameters(self.model, part)
             )
             for layer in self.model.layer_list()
         ]
 
     @cached_property
-    def of_muon(self) -> list[spec.Parameter]:
+    def muon_parameters(self) -> list[spec.Parameter]:
         """Returns the parameters that Muon updates."""
         if self.settings.optimizer.optimizer != "muon":
             return []
         return [parameter for parameter in self.parameters if parameter.rows]
 
-    def most_owned(self, costs: list[int]) -> float:
-        """Returns approximately the largest cost of a rank, if Muon gives each of its parameters to one rank. costs: of
-        each parameter."""
+    def max_rank_cost(self, costs: list[int]) -> float:
+        """Returns the largest sum of costs of a rank, approximately. Muon assigns each parameter to one rank, its
+        owner.
+
+        costs: the cost of each parameter."""
         return max([sum(costs) / self.world.size, *costs])
 
     @cached_property
@@ -137,7 +142,7 @@ class Workload:
 
     @property
     def kept(self) -> list[int]:
-        """Returns the bytes that each block keeps until its backward pass; a block that recomputes keeps only its two
+        """Returns the bytes that each block saves for its backward pass. A block that recomputes saves only its two
         inputs."""
         inputs = self.tokens * (FP32 + self.width) * self.model.d_model
         return [
@@ -147,18 +152,19 @@ class Workload:
 
 
 def state_memory(work: Workload) -> dict[str, int]:
-    """Returns, by part, the bytes that stay from step to step, on the rank that holds most."""
-    weights = held_bytes(work, work.parameters)
+    """Returns {part: bytes} of the memory that is allocated all the time, on the rank where it is largest."""
+    weights = stored_bytes(work, work.parameters)
     return {
         "weights": weights,
         "gradients": gradients_bytes(work),
-        # AdamW has two moments of each weight, Muon one.
-        "moments": 2 * weights - held_bytes(work, work.of_muon),
+        # AdamW has two moments for each weight, Muon has one.
+        "moments": 2 * weights - stored_bytes(work, work.muon_parameters),
     }
 
 
 def expected_memory(work: Workload) -> dict[str, int]:
-    """Returns all bytes by part, on the rank that holds most. It takes seconds, because it runs the passes."""
+    """Returns {part: bytes} of all the memory, on the rank where it is largest. It takes seconds, because it measures
+    the passes."""
     passing = {
         "gathered": gathered_bytes(work),
         "activations": activations_bytes(work),
@@ -168,9 +174,9 @@ def expected_memory(work: Workload) -> dict[str, int]:
     return state_memory(work) | passing | {"muon": muon}
 
 
-def held_bytes(work: Workload, parameters: list[spec.Parameter]) -> int:
-    """Returns the bytes that a rank holds of these parameters, in fp32. Sharding cuts a parameter by rows over the
-    ranks of a shard group; parameters that compute in fp32 stay whole."""
+def stored_bytes(work: Workload, parameters: list[spec.Parameter]) -> int:
+    """Returns the bytes of these parameters on one rank, in fp32. Sharding splits a parameter by rows over the ranks of
+    a shard group. Parameters that compute in fp32 are replicated."""
     elements = 0
     for parameter in parameters:
         if parameter.fp32:
@@ -182,57 +188,59 @@ def held_bytes(work: Workload, parameters: list[spec.Parameter]) -> int:
 
 
 def muon_bytes(work: Workload) -> int:
-    """Returns the bytes of Muon's step beyond the gradients that it frees: momenta, buffers to send and receive, and
-    steps. No activations are held at that time."""
-    gradients = held_bytes(work, work.of_muon)
-    held = gradients // FP32
-    owned = work.most_owned([parameter.size for parameter in work.of_muon])
+    """Returns the bytes that Muon's step needs in addition to the gradients that it frees: momenta, send and receive
+    buffers, and steps. No activations exist at that time."""
+    gradients = stored_bytes(work, work.muon_parameters)
+    local = gradients // FP32
+    owned = work.max_rank_cost([parameter.size for parameter in work.muon_parameters])
     replicas = work.world.size // work.shard_ranks
-    elements = held + (2 + replicas) * owned
-    if work.world.size > 1:  # a single rank receives the buffer that it sends
-        elements += held
+    elements = local + (2 + replicas) * owned
+    if work.world.size > 1:  # a single rank does not need a second buffer to receive
+        elements += local
     return int(work.width * elements - gradients)
 
 
 def gradients_bytes(work: Workload) -> int:
-    """Returns the bytes of the gradients. They are sharded as the weights are; with accumulate_unsharded, they are
-    whole."""
+    """Returns the bytes of the gradients. They are sharded like the weights, except with accumulate_unsharded."""
     if work.is_sharded and work.settings.parallel.accumulate_unsharded:
         return FP32 * work.parameter_count
-    return held_bytes(work, work.parameters)
+    return stored_bytes(work, work.parameters)
 
 
 def gathered_bytes(work: Workload) -> int:
-    """Returns the bytes of the copies that sharding makes: the matrices outside the blocks in the compute dtype; and of
-    the largest block, the weights as received and as used, and the gradients to reduce, in fp32."""
+    """Returns the bytes of the copies that sharding makes.
+
+    They are the matrices outside the blocks in the compute dtype, and three copies of the largest block: its weights as
+    received, its weights as used, and its gradients in fp32 before they are reduced."""
     if not work.is_sharded:
         return 0
-    return work.width * work.outside_size + (2 * work.width + FP32) * max(work.block_sizes)
+    return work.width * work.non_block_size + (2 * work.width + FP32) * max(work.block_sizes)
 
 
 def activations_bytes(work: Workload) -> int:
-    """Returns the bytes that the blocks keep for the backward pass plus the bytes that it takes, in the block where the
-    sum is largest."""
+    """Returns the peak of the activations: the bytes that all blocks have saved for the backward pass, plus the bytes
+    that the backward pass of the current block needs, at the block where the sum is largest."""
     kept_before = 0
-    most = 0
+    peak = 0
     for kept, block in zip(work.kept, work.passes.blocks):
-        most = max(most, kept_before + block.kept + block.working)
+        peak = max(peak, kept_before + block.kept + block.working)
         kept_before += kept
-    return most
+    return peak
 
 
 def loss_bytes(work: Workload) -> int:
-    """Returns the bytes by which the final norm and the loss exceed the backward passes of the blocks. With sharding,
-    the gradient of the output layer stays until the backward passes are over, and during the loss no block's weights
-    are gathered."""
+    """Returns the bytes of the final norm and the loss beyond the peak of the activations.
+
+    With sharding, there are two differences: the gradient of the output layer exists until the end of the backward
+    passes, and no block's weights are gathered during the loss."""
     beyond = sum(work.kept) + work.passes.loss - activations_bytes(work)
     if not work.is_sharded:
         return max(0, beyond)
-    blocks_gathered = gathered_bytes(work) - work.width * work.outside_size
+    blocks_gathered = gathered_bytes(work) - work.width * work.non_block_size
     return max(work.width * work.head_size, beyond - blocks_gathered)
 
 
-def products_of(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:
-    """Returns the parameters that a mixer or MLP multiplies with: matrices (outputs, inputs) and a convolution
-    (channels, 1, width)."""
+def matmul_parameters(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:
+    """Returns the parameters of a mixer or MLP that take part in products: the matrices (outputs, inputs) and the
+    convolution (channels, 1, width)."""
     return [parameter for parameter in part.parameters(model).values() if parameter.decay]

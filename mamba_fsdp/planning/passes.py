@@ -1,8 +1,8 @@
-"""Measures the memory that a forward and a backward pass hold on a device, by running the model on tensors without
-content.
+"""Measures the memory of a forward and a backward pass without a GPU.
 
-A block of each kind and the loss run on torch's meta device; its tensors have only a shape, a dtype and a size. The
-storages that exist are counted. Operators run their Python code and make their buffers, but launch no kernel.
+One block of each kind and the loss run on torch's meta device, where tensors have a shape and a dtype but no content. A
+dispatch mode counts the bytes of the storages that exist. Operators run their Python code and allocate their buffers,
+but they do not launch kernels.
 """
 
 import contextlib
@@ -28,77 +28,79 @@ from mamba_fsdp.settings.train_config import TrainConfig
 
 META = torch.device("meta")
 KERNEL_MODULES = ("mamba_fsdp.ops.scan.triton_kernels", "mamba_fsdp.ops.ssd.triton_kernels")
-LONGEST = 8192  # positions that are run; some backends make one call per position
-LONGEST_OF_GDN = 2048  # GDN makes a hundred calls per chunk, all of the same memory
+MAX_POSITIONS = 8192  # a limit, because some backends make a call per position
+MAX_GDN_POSITIONS = 2048  # lower, because GDN makes a hundred calls per chunk
 
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """The bytes that a block holds of a micro-batch."""
+    """The bytes that a block allocates for a micro-batch."""
 
-    kept: int  # for its backward pass
-    working: int  # at the peak of its backward pass, besides `kept`
+    kept: int  # saved for the backward pass
+    working: int  # at the peak of the backward pass, in addition to `kept`
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """The bytes that the forward and the backward pass of a micro-batch hold."""
+    """The bytes that the forward and the backward pass of a micro-batch allocate."""
 
     blocks: list[BlockBytes]
-    loss: int  # of the final norm and the loss, besides what the blocks keep
+    loss: int  # of the final norm and the loss, in addition to `kept` of the blocks
 
 
-class HeldBytes(TorchDispatchMode):
-    """A mode that counts the bytes of the storages that operations make, as long as the storages exist."""
+class StorageBytes(TorchDispatchMode):
+    """A dispatch mode that counts the bytes of storages: `current` is the size of all storages that operations have
+    created and that still exist, `peak` its maximum."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0
-        self.most = 0
+        self.current = 0
+        self.peak = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
         if function.namespace == "mamba_fsdp":
             run = RUNS[function.overloadpacket.__name__]
-            with self:  # the buffers that the operator makes count too
+            with self:  # counts the buffers that the operator allocates
                 return run(*arguments)
         result = function(*arguments, **(named or {}))
         old = storages((arguments, named))
         for identity, storage in storages(result).items():
-            if identity not in old:  # else a view, or written in place
+            if identity not in old:  # not a view, not written in place
                 size = storage.nbytes()
-                self.now += size
-                weakref.finalize(storage, self.freed, size)
-        self.most = max(self.most, self.now)
+                self.current += size
+                weakref.finalize(storage, self.on_free, size)
+        self.peak = max(self.peak, self.current)
         return result
 
-    def freed(self, size: int) -> None:
-        self.now -= size
+    def on_free(self, size: int) -> None:
+        self.current -= size
 
 
 def storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    """Returns the storages of the tensors in a tree, by their identity: a storage has one object as long as it exists."""
+    """Returns {id of the storage: storage} for the tensors in a pytree. torch uses the same object for a storage as
+    long as it exists."""
     leaves, _ = tree_flatten(tree)
-    held = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
-    return {id(storage): storage for storage in held}
+    found = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
+    return {id(storage): storage for storage in found}
 
 
-class NoKernel:
-    """A placeholder for a module of Triton kernels, for a kernel, and for its launch."""
+class FakeKernel:
+    """Replaces a module of Triton kernels, a kernel in it, and a kernel with a grid. Calling it does nothing."""
 
-    def __getattr__(self, name: str) -> "NoKernel":
+    def __getattr__(self, name: str) -> "FakeKernel":
         return self
 
-    def __getitem__(self, grid: Any) -> "NoKernel":
+    def __getitem__(self, grid: Any) -> "FakeKernel":
         return self
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
         pass
 
 
-class NoRanks(ContextGroup):
-    """A placeholder for the ranks that share a sequence. It sends nothing."""
+class FakeContextGroup(ContextGroup):
+    """A context group that does not communicate. It returns tensors of the right shapes."""
 
     def gather(self, x: Tensor) -> Tensor:
         return x.new_empty(self.size, *x.shape)
@@ -111,13 +113,14 @@ class NoRanks(ContextGroup):
 
 
 @contextlib.contextmanager
-def no_kernels() -> Iterator[None]:
-    """Returns a context manager in which operators run on the meta device, without their kernels."""
+def fake_kernels() -> Iterator[None]:
+    """Replaces the modules of Triton kernels inside the block, so that operators run on the meta device."""
     modules: Any = sys.modules
     kept = {name: modules[name] for name in KERNEL_MODULES if name in modules}
-    modules.update(dict.fromkeys(KERNEL_MODULES, NoKernel()))
+    modules.update(dict.fromkeys(KERNEL_MODULES, FakeKernel()))
     try:
-        with torch.autograd.set_multithreading_enabled(False):  # a mode sees its own thread
+        # A dispatch mode sees only the operations of its own thread.
+        with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         for name in KERNEL_MODULES:
@@ -128,30 +131,32 @@ def no_kernels() -> Iterator[None]:
 def measure(
     settings: TrainConfig, backends: dict[str, str], is_sharded: bool, device_type: str
 ) -> PassBytes:
-    """Returns the bytes that the passes of a micro-batch hold. Weights do not count; unsharded gradients, which exist
-    before the passes, do not count either. Copies of weights in the compute dtype count."""
+    """Returns the bytes that the passes of a micro-batch allocate.
+
+    Weights are not counted, but copies of weights in the compute dtype are. Unsharded gradients are not counted either,
+    because they exist before the passes."""
     tokens = settings.training.batch_size * settings.own_positions()
     layers = settings.model.layer_list()
-    first_of_kind = sorted({layers.index(layer) for layer in layers})
-    with META, no_kernels():
+    first_of_each = sorted({layers.index(layer) for layer in layers})
+    with META, fake_kernels():
         network = make_network(settings, backends, is_sharded, device_type)
         blocks = network.backbone.layers
-        of_kind = {}
-        for index in first_of_kind:
+        bytes_by_layer = {}
+        for index in first_of_each:
             layer = layers[index]
-            longest = LONGEST_OF_GDN if "gdn" in layer.mixers else LONGEST
-            of_kind[layer] = block_bytes(network, blocks[index], settings, longest)
+            max_positions = MAX_GDN_POSITIONS if "gdn" in layer.mixers else MAX_POSITIONS
+            bytes_by_layer[layer] = block_bytes(network, blocks[index], settings, max_positions)
         loss = loss_bytes(network, tokens, tokens_per_chunk(device_type))
-    return PassBytes([of_kind[layer] for layer in layers], loss)
+    return PassBytes([bytes_by_layer[layer] for layer in layers], loss)
 
 
 def make_network(
     settings: TrainConfig, backends: dict[str, str], is_sharded: bool, device_type: str
 ) -> MambaLM:
-    """Returns the model with its weights and gradients in the state at the start of a pass."""
+    """Returns the model with the weights and gradients that it has at the start of a pass."""
     model = settings.model
     dtype = DTYPES[settings.training.precision(device_type)]
-    sharing = settings.parallel.context_parallel
+    context_parallel_size = settings.parallel.context_parallel
     network = MambaLM(
         model,
         backends={
@@ -166,69 +171,79 @@ def make_network(
             parameter.grad = torch.empty_like(parameter)
         elif name not in fp32_names:
             parameter.data = parameter.to(dtype)
-    if sharing > 1:
-        network.enable_context_parallel(NoRanks(sharing - 1, sharing, None, META))
+    if context_parallel_size > 1:
+        network.enable_context_parallel(
+            FakeContextGroup(context_parallel_size - 1, context_parallel_size, None, META)
+        )
     return network
 
 
 def runnable_backend(operator: str, backend: str) -> str:
-    """Returns a backend that runs without a device and holds about as much memory as `backend`."""
+    """Returns a backend that runs without a device and allocates about as much memory as `backend`."""
     if backend != "fused":
         return backend
     return "triton" if "triton" in OPERATORS[operator] else "reference"
 
 
 def make_streams(network: MambaLM, *shape: int) -> tuple[Tensor, Tensor]:
-    """Returns the inputs of a block: hidden, and the residual stream to which hidden has yet to be added."""
+    """Returns the inputs of a block, (hidden, residual)."""
     size = (*shape, network.config.d_model)
     hidden = torch.empty(size, dtype=network.compute_dtype, requires_grad=True)
     return hidden, torch.empty(size, requires_grad=True)
 
 
-def block_bytes(network: MambaLM, block: Block, settings: TrainConfig, longest: int) -> BlockBytes:
-    """Returns the bytes that a block holds, by running it forward and backward on at most `longest` positions."""
+def block_bytes(
+    network: MambaLM, block: Block, settings: TrainConfig, max_positions: int
+) -> BlockBytes:
+    """Measures the bytes that a block allocates in its forward and backward pass. Sequences with more than
+    `max_positions` positions are extrapolated."""
     batch_size = settings.training.batch_size
-    sharing = settings.parallel.context_parallel
+    context_parallel_size = settings.parallel.context_parallel
     resets = settings.data.reset_at_documents
 
     def run(positions: int) -> list[int]:
         seq_idx = None
         documents = None
         if resets:
-            seq_idx = torch.zeros(batch_size, sharing * positions, dtype=torch.int32)
-        if resets or sharing > 1:
-            asking = [positions] * batch_size if sharing > 1 else None
-            documents = Documents([sharing * positions] * batch_size, asking)
+            seq_idx = torch.zeros(batch_size, context_parallel_size * positions, dtype=torch.int32)
+        if resets or context_parallel_size > 1:
+            asking = [positions] * batch_size if context_parallel_size > 1 else None
+            documents = Documents([context_parallel_size * positions] * batch_size, asking)
         streams = make_streams(network, batch_size, positions)
-        with HeldBytes() as held:
+        with StorageBytes() as counter:
             hidden, residual = block(*streams, seq_idx, documents)
-            kept = held.now - hidden.nbytes  # the next block adds hidden and frees it
+            kept = counter.current - hidden.nbytes  # the next block frees hidden after adding it
             gradients = [torch.empty_like(hidden), torch.empty_like(residual)]
-            held.most = 0
+            counter.peak = 0
             torch.autograd.backward([hidden, residual], gradients)
-        return [kept, held.most - hidden.nbytes - kept]
+        return [kept, counter.peak - hidden.nbytes - kept]
 
-    return BlockBytes(*extrapolated(run, settings.own_positions(), longest, longest // 2))
+    return BlockBytes(
+        *extrapolate(run, settings.own_positions(), max_positions, max_positions // 2)
+    )
 
 
 def loss_bytes(network: MambaLM, tokens: int, chunk: int) -> int:
-    """Returns the bytes that the final norm and the loss hold, by running them forward and backward."""
+    """Measures the bytes that the final norm and the loss allocate in their forward and backward pass."""
 
     def run(tokens: int) -> list[int]:
         labels = torch.zeros(1, tokens, dtype=torch.int64)
         streams = make_streams(network, 1, tokens)
-        with HeldBytes() as held:
+        with StorageBytes() as counter:
             network.loss(network.final_norm(*streams), labels, chunk=chunk).backward()
-        return [held.most]
+        return [counter.peak]
 
-    return extrapolated(run, tokens, 3 * chunk, chunk)[0]
+    return extrapolate(run, tokens, 3 * chunk, chunk)[0]
 
 
-def extrapolated(run: Callable[[int], list[int]], size: int, longest: int, step: int) -> list[int]:
-    """Returns run(size). For a size above `longest`, extrapolates from run(longest) and run(longest - step)."""
-    if size <= longest:
+def extrapolate(
+    run: Callable[[int], list[int]], size: int, max_positions: int, step: int
+) -> list[int]:
+    """Returns run(size). Sizes above `max_positions` are extrapolated linearly from run(max_positions) and
+    run(max_positions - step)."""
+    if size <= max_positions:
         return run(size)
-    longer = run(longest)
-    shorter = run(longest - step)
-    steps = (size - longest) / step
+    longer = run(max_positions)
+    shorter = run(max_positions - step)
+    steps = (size - max_positions) / step
     return [int(more + (more - less) * steps) for more, less in zip(longer, shorter)]

@@ -1,5 +1,5 @@
-"""Plans, for `plan --hours`, three sizes of a model that can be trained in a given time on given data, and the commands
-that train them. docs/planning.md names the laws that decide."""
+"""Implements `plan --hours`: proposes three sizes of a model that can be trained in a given time on given data, with
+the commands that train them. docs/planning.md explains the scaling laws behind the choice."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from pathlib import Path
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.presets import PRESETS
 from mamba_fsdp.planning.devices import Instance
-from mamba_fsdp.planning.estimate import Estimate, best, estimate
+from mamba_fsdp.planning.estimate import Estimate, best_estimate, estimate
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
@@ -18,10 +18,12 @@ from mamba_fsdp.text import format_quantity
 
 # The rules of `plan --hours`; docs/planning.md explains them.
 TOKENS_PER_PARAMETER = 20  # compute-optimal: Hoffmann et al. 2022 (arXiv 2203.15556)
-PASSES_AS_NEW = 4  # teach nearly as much as new data: Muennighoff et al. 2023 (arXiv 2305.16264)
+MAX_USEFUL_PASSES = (
+    4  # repeated data is nearly as good as new data: Muennighoff et al. 2023 (arXiv 2305.16264)
+)
 WIDTH_STEP = 64
-WIDTH_PER_LAYER = 32  # as in 4 layers of 128 (demo), 24 of 768 (mamba-130m), 48 of 1536
-WITH_RECIPES = ("mamba-130m", "mamba-370m", "mamba-790m", "mamba-1.4b", "mamba-2.8b")
+WIDTH_PER_LAYER = 32  # examples: 4 layers of width 128, 24 of 768, 48 of 1536
+RECIPE_PRESETS = ("mamba-130m", "mamba-370m", "mamba-790m", "mamba-1.4b", "mamba-2.8b")
 NAMES = ("smaller", "middle", "larger")
 HEADER = "         layers x width parameters  tokens/s   tokens  passes tok/param   memory"
 LAUNCHER = "1.train.sbatch"
@@ -29,15 +31,15 @@ LAUNCHER = "1.train.sbatch"
 
 @dataclass(frozen=True)
 class Budget:
-    """The time, machines and data that there are to train with."""
+    """The time, the machines and the data that are available for training."""
 
     hours: float
     nodes: int
-    instance: str  # its name; "" for machines without one
+    instance: str  # name of the cloud machine; "" for other machines
     machine: Instance
-    is_here: bool  # whether it is this machine: its steps can be timed
+    is_local: bool  # whether `machine` is this machine, so that steps can be timed
     data_tokens: int
-    is_made: bool  # whether the data is there already
+    data_exists: bool  # whether the token store exists already
 
     @property
     def devices(self) -> int:
@@ -45,58 +47,61 @@ class Budget:
 
     @property
     def is_timed(self) -> bool:
-        """Returns whether the machine's speed is unknown, so that steps are timed."""
+        """Returns whether steps must be timed, because the speed of the machine is unknown."""
         return not self.machine.tflops()
 
 
 @dataclass(frozen=True)
 class Size:
-    """A size of the model and what the time allows for it, as `plan --hours --json` prints it."""
+    """A size of the model, and how much it can be trained in the given time. `plan --hours --json` prints these
+    fields."""
 
-    settings: dict[str, str]  # to train it with
+    settings: dict[str, str]  # settings of the training run
     command: str
-    tokens: int  # in the time
-    passes: float  # over the data
+    tokens: int  # trained in the given time
+    passes: float  # epochs over the data
     tokens_per_parameter: float
     expected: Estimate
 
 
 def plan_sizes(
-    words: dict[str, str],
+    arguments: dict[str, str],
     config: str | None,
     budget: Budget,
     measure_pace: Callable[[TrainConfig], float],
 ) -> dict[str, Size]:
-    """Returns three sizes of a model, by their NAMES, for the time there is. words, config: the settings besides the
-    ones chosen here. measure_pace: trains for a moment on this machine, and returns the tokens a second. Raises
-    UserError if there is no speed to know."""
+    """Returns three sizes of a model for the budget, by their NAMES.
+
+    arguments, config: the command line and the file with all other settings. measure_pace: trains for a short time on
+    this machine, and returns the tokens per second. Raises UserError if the speed of the machine is unknown and can't
+    be measured."""
     machine = budget.machine
-    if budget.is_timed and not (budget.is_here and budget.devices == 1):
+    if budget.is_timed and not (budget.is_local and budget.devices == 1):
         raise UserError(
-            "--hours can time one device of this machine; describe others by --instance=NAME, or by --memory, --peak and "
-            "--bandwidth"
+            "--hours can time one device of this machine; describe other machines with --instance=NAME, or with --memory, "
+            "--peak and --bandwidth"
         )
     is_cpu = machine.device == "cpu"
-    takes_recipe = not (is_cpu or config or "model_name" in words)
+    uses_recipe = not (is_cpu or config or "model_name" in arguments)
     console = Console()
 
     def size_of(width: int) -> Size:
         console.passing(f"a model {width} wide ...")
-        chosen = {**words, "d_model": str(width), "n_layer": str(width // WIDTH_PER_LAYER)}
-        if takes_recipe:
-            narrower = [name for name in WITH_RECIPES if PRESETS[name]["d_model"] <= width]
-            chosen["model_name"] = [WITH_RECIPES[0], *narrower][-1]
+        chosen = {**arguments, "d_model": str(width), "n_layer": str(width // WIDTH_PER_LAYER)}
+        if uses_recipe:
+            narrower = [name for name in RECIPE_PRESETS if PRESETS[name]["d_model"] <= width]
+            chosen["model_name"] = [RECIPE_PRESETS[0], *narrower][-1]
         settings = resolve_settings(chosen, config)
         expected = estimate(settings, budget.nodes, machine)
         if not is_cpu and "batch_size" not in settings.explicit:
-            expected = best(settings, budget.nodes, machine) or expected
+            expected = best_estimate(settings, budget.nodes, machine) or expected
             chosen["batch_size"] = str(expected.batch_size)
             if expected.recompute != "0":
                 chosen["fsdp_activation_checkpointing"] = "true"
                 chosen["selective_checkpointing"] = expected.recompute
         if budget.is_timed and expected.fits:
             settings = resolve_settings(chosen, config)
-            settings = settings.changed(use_dummy_dataset=not budget.is_made)
+            settings = settings.changed(use_dummy_dataset=not budget.data_exists)
             expected = replace(expected, tokens_per_second=measure_pace(settings))
         seconds = 3600 * budget.hours / (1 + VALIDATION_SHARE)
         tokens = int(seconds * expected.tokens_per_second)
@@ -111,28 +116,29 @@ def plan_sizes(
             expected=expected,
         )
 
-    return three_sizes(size_of)
+    return choose_sizes(size_of)
 
 
 def report_sizes(sizes: dict[str, Size], budget: Budget) -> Iterator[str]:
-    """Yields the report of plan_sizes for a terminal of 80 columns."""
+    """Yields the report about the sizes, for a terminal with 80 columns."""
     machine = budget.machine
     how = "timed" if budget.is_timed else "calculated"
     yield f"data       {budget.data_tokens:,} tokens"
     yield f"machines   {budget.devices} x {machine.device} of {machine.memory:.1f} GB, {how}"
     yield f"time       {budget.hours:g} hours, a twentieth of them for validation\n\n{HEADER}"
     for name, size in sizes.items():
-        yield size_line(name, size)
-    yield advice(sizes["smaller"], sizes["middle"])
+        yield format_size(name, size)
+    yield format_advice(sizes["smaller"], sizes["middle"])
     for name, size in sizes.items():
         yield f"\n{name}:\n{size.command}"
 
 
-def three_sizes(size_of: Callable[[int], Size]) -> dict[str, Size]:
-    """Returns the sizes by their NAMES. size_of: a function of the width.
+def choose_sizes(size_of: Callable[[int], Size]) -> dict[str, Size]:
+    """Chooses three sizes, and returns them by their NAMES. size_of: returns the Size of a model with a given width.
 
-    Each size is a quarter wider than the one before, by steps of WIDTH_STEP. The middle one is the nearest to
-    TOKENS_PER_PARAMETER, as a ratio, of those that fit; the larger one may not fit."""
+    Each size is about a quarter wider than the previous one, in multiples of WIDTH_STEP. Of the sizes that fit, the
+    middle one has the number of tokens per parameter that is nearest to TOKENS_PER_PARAMETER, as a ratio. The larger
+    size might not fit."""
     sizes: list[Size] = []
     width = WIDTH_STEP
     while len(sizes) < len(NAMES) or (
@@ -145,19 +151,19 @@ def three_sizes(size_of: Callable[[int], Size]) -> dict[str, Size]:
     return dict(zip(NAMES, sizes[-len(NAMES) :]))
 
 
-def command(words: dict[str, str], config: str | None, budget: Budget) -> str:
-    """Returns the command that trains with these settings."""
-    start = ["mamba-fsdp", "train"]  # of an installed package
+def command(arguments: dict[str, str], config: str | None, budget: Budget) -> str:
+    """Returns the shell command that trains with these settings."""
+    start = ["mamba-fsdp", "train"]  # the command of an installed package
     if budget.instance or budget.nodes > 1:
         start = ["sbatch", f"--nodes={budget.nodes}", LAUNCHER]
     elif exists(LAUNCHER):
         start = [f"./{LAUNCHER}"]
     if config:
         start.append(f"--config={config}")
-    return shlex.join([*start, *(f"--{name}={text}" for name, text in words.items())])
+    return shlex.join([*start, *(f"--{name}={text}" for name, text in arguments.items())])
 
 
-def size_line(name: str, size: Size) -> str:
+def format_size(name: str, size: Size) -> str:
     shape = f"{size.settings['n_layer']} x {size.settings['d_model']}"
     expected = size.expected
     warning = "" if expected.fits else " does NOT fit"
@@ -168,15 +174,15 @@ def size_line(name: str, size: Size) -> str:
     )
 
 
-def advice(smaller: Size, middle: Size) -> str:
-    """Returns what the laws say about these sizes."""
-    lines = f"\nCompute-optimal are about {TOKENS_PER_PARAMETER} tokens per parameter (tok/param)."
+def format_advice(smaller: Size, middle: Size) -> str:
+    """Returns advice about the sizes, according to the scaling laws."""
+    lines = f"\nAbout {TOKENS_PER_PARAMETER} tokens per parameter (tok/param) are compute-optimal."
     if smaller.tokens_per_parameter < TOKENS_PER_PARAMETER:
-        lines += "\nThe time is too short: even the smaller size has fewer."
-    if middle.passes > PASSES_AS_NEW:
-        enough = format_quantity(middle.tokens / PASSES_AS_NEW, "tokens")
+        lines += "\nThe time is too short: even the smaller size gets fewer."
+    if middle.passes > MAX_USEFUL_PASSES:
+        enough = format_quantity(middle.tokens / MAX_USEFUL_PASSES, "tokens")
         lines += (
-            f"\nThe data is too small for this time: {PASSES_AS_NEW} passes teach nearly as much as new data,\n"
-            f"those after the 16th little. The middle size wants {enough} or more."
+            f"\nThe data is too small for this time: {MAX_USEFUL_PASSES} passes teach nearly as much as new data,\n"
+            f"passes after the 16th very little. The middle size needs {enough} or more."
         )
     return lines

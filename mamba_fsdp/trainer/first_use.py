@@ -39,7 +39,7 @@ from mamba_fsdp.ops.backends import REFERENCE, BackendChoice, resolve_backends
 from mamba_fsdp.ops.fused import VARIES
 from mamba_fsdp.parallel.parallelize import SHARDED_STRATEGIES, choose_strategy
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.planning.estimate import machine_at_hand
+from mamba_fsdp.planning.estimate import local_machine
 from mamba_fsdp.run.names import CACHES, KERNELS
 from mamba_fsdp.run.records import Write
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -137,7 +137,7 @@ class FirstUse:
             str(self.layers.model),
             str(self.layers.shape),
             f"sharded: {self.layers.is_sharded}",
-            machine_at_hand().device,
+            local_machine().device,
             os.environ.get("TRITON_PTXAS_PATH", ""),
         ]
         with contextlib.suppress(OSError):
@@ -278,7 +278,7 @@ class FirstUse:
         torch.cuda.empty_cache()  # does nothing without a GPU
         if not repeats(self.settings, backends):
             bits = ""
-        return f"{machine_at_hand().device} {self.layers.tests}", bits
+        return f"{local_machine().device} {self.layers.tests}", bits
 
 
 def repeats(settings: TrainConfig, backends: Mapping[str, str]) -> bool:

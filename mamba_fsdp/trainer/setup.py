@@ -22,7 +22,7 @@ from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.model import ParallelModel, fill_shards
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.planning.estimate import machine_at_hand
+from mamba_fsdp.planning.estimate import local_machine
 from mamba_fsdp.planning.memory import Workload, expected_memory, state_memory
 from mamba_fsdp.reporting.console import Say
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -64,7 +64,7 @@ class TrainContext:
 
     def circumstances(self) -> dict[str, Any]:
         """Returns what decides the bits of a step besides settings, data and position; a start records it."""
-        device = machine_at_hand().device
+        device = local_machine().device
         if device == "cpu":
             device = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         return {
@@ -238,7 +238,7 @@ def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
 def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
     """Prints a warning if the expected memory is more than a GPU has or, on CPUs, if the machine's ranks need much of its
     memory. Raises UserError if a GPU certainly can't hold it."""
-    available = machine_at_hand().memory * 1e9
+    available = local_machine().memory * 1e9
     needed = sum(memory.values())
     on_gpu = world.device.type == "cuda"
     if on_gpu and needed > LARGEST_ERROR * available:

@@ -124,11 +124,11 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
         show_sizes(words, config, data_tokens, options, machine)
         return 0
     # These import torch; mistakes in the words are reported earlier.
-    from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
+    from mamba_fsdp.planning.estimate import best_estimate, estimate, local_machine
 
-    machine = machine or machine_at_hand()
+    machine = machine or local_machine()
     expected = estimate(settings, options.nodes, machine)
-    best_fitting = best(settings, options.nodes, machine)
+    best_fitting = best_estimate(settings, options.nodes, machine)
     length = options.tokens or USUAL_TOKENS
     named = settings.explicit | recipe(settings.model.model_name).keys()
     if not options.tokens and "num_steps" in named:
@@ -177,8 +177,8 @@ def find_data(
             f"--hours varies d_model and n_layer, but {model_name} has widths of its own, as d_intermediate; leave it out, "
             "and name its --layers if you want its mixture"
         )
-    is_made = "dataset_path" in settings.explicit
-    if is_made == (tokens > 0):
+    data_exists = "dataset_path" in settings.explicit
+    if data_exists == (tokens > 0):
         raise UserError(
             "--hours: name the data, as in plan data/mine --hours=8, or if it is not made yet, say how much there is: "
             "plan --hours=8 --tokens=2e9"
@@ -199,7 +199,7 @@ def show_sizes(
     described: Instance | None,
 ) -> None:
     """Prints three sizes of a model for the time there is. described: the machine; None for this one."""
-    from mamba_fsdp.planning.estimate import machine_at_hand
+    from mamba_fsdp.planning.estimate import local_machine
     from mamba_fsdp.planning.sizes import Budget, plan_sizes, report_sizes
     from mamba_fsdp.trainer.run import measure_pace
 
@@ -207,10 +207,10 @@ def show_sizes(
         hours=options.hours,
         nodes=options.nodes,
         instance=options.instance,
-        machine=described or machine_at_hand(),
-        is_here=described is None,
+        machine=described or local_machine(),
+        is_local=described is None,
         data_tokens=data_tokens,
-        is_made=not options.tokens,
+        data_exists=not options.tokens,
     )
     sizes = plan_sizes(words, config, budget, measure_pace)
     console = Console()

@@ -23,7 +23,7 @@ def commit(run, step, *marks):
 @pytest.fixture
 def follow(tmp_path, monkeypatch):
     """follow(way, {step: what happens when it is measured}) -> (the steps that were measured, what is told)."""
-    monkeypatch.setattr(following, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(following, "POLL_SECONDS", 0.0)
 
     def follow_here(way, happens):
         measured = []
@@ -60,7 +60,7 @@ def test_each_checkpoint_is_measured_once_until_the_run_is_finished(follow, tmp_
         "a", {3: lambda: commit(tmp_path, 4), 4: lambda: write_status(tmp_path, "finished", 4)}
     )
     over = (
-        f"over       {tmp_path} is finished; the numbers are in {tmp_path}/evaluations/data.jsonl\n"
+        f"complete   {tmp_path} is finished; the results are in {tmp_path}/evaluations/data.jsonl\n"
     )
     assert measured == [3, 4]
     assert told == f"step 3: data/loss 3.0000\nstep 4: data/loss 4.0000\n{over}"

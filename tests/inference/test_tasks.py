@@ -135,13 +135,13 @@ def test_its_arguments_are_those_of_hf(in_user_folder):
 
 
 MISTAKES = {
-    "--tasks=ours_choise": "has it; did you mean ours_choice?",
-    "--tasks=ours_until --seq_length=20": "a task asks for 20 tokens: --seq_length=20 must leave",
-    "--tasks=ours_wrong": "--tasks: lm-eval stopped at UndefinedError",
-    "--tasks=5 --include_path=number": "lm-eval stopped at TypeError: ",
-    "--tasks=ours_beams": "a task asks for num_beams",
+    "--tasks=ours_choise": "defines it; did you mean ours_choice?",
+    "--tasks=ours_until --seq_length=20": "a task generates 20 tokens: --seq_length=20 must be larger",
+    "--tasks=ours_wrong": "--tasks: lm-eval stopped with UndefinedError",
+    "--tasks=5 --include_path=number": "lm-eval stopped with TypeError: ",
+    "--tasks=ours_beams": "a task sets num_beams",
     "--tasks=ours_until --include_path=gone": "--include_path=gone: there is no such",
-    "--tasks=ours_choice --seq_length=4": "tokens, a window 4",
+    "--tasks=ours_choice --seq_length=4": "tokens, but a window only 4",
     "--tasks=ours_until --tokenizer=of_400": "more than the model",
 }
 
@@ -179,7 +179,7 @@ def test_what_is_told_and_kept(run, task_files):
     assert not list(Path("exported/demo").glob("lm_eval_*"))
     code, out, _ = run("runs/demo", *words, "--limit=3", "--num_fewshot=2", "--follow")
     *_, line = read(Path("runs/demo/evaluations") / f"{','.join(TASKS)}.jsonl")
-    assert code == 0 and line["step"] == 4 and "\nover       runs/demo is finished" in out
+    assert code == 0 and line["step"] == 4 and "\ncomplete   runs/demo is finished" in out
 
 
 def test_without_lm_eval_a_line_says_how_to_install_it(run, monkeypatch, project):

@@ -8,7 +8,7 @@ import yaml
 
 from benchmarks import published
 from mamba_fsdp.planning.devices import INSTANCES, Instance, device_peak
-from mamba_fsdp.planning.estimate import best, estimate, machine_at_hand
+from mamba_fsdp.planning.estimate import best_estimate, estimate, local_machine
 from tests.support.tiny import resolved
 
 ESTIMATES = yaml.safe_load(Path(__file__).with_name("estimates.yaml").read_text())
@@ -46,15 +46,15 @@ def test_published_rates_are_met_within_a_third(project):
 
 def test_the_best_settings_are_the_fastest_that_fit():
     settings = resolved(**SMALL)
-    roomy = best(settings, 1, Instance("H100", 8, 85.0, 3350))
+    roomy = best_estimate(settings, 1, Instance("H100", 8, 85.0, 3350))
     assert roomy.fits and (roomy.batch_size, roomy.recompute) == (8, "0")
-    narrow = best(settings, 1, Instance("H100", 8, roomy.bytes / 1e9 - 0.02, 3350))
+    narrow = best_estimate(settings, 1, Instance("H100", 8, roomy.bytes / 1e9 - 0.02, 3350))
     assert narrow.fits and narrow.bytes < roomy.bytes and narrow.global_batch_size == 64
-    assert best(settings, 1, Instance("H100", 8, 1.0, 3350)) is None
+    assert best_estimate(settings, 1, Instance("H100", 8, 1.0, 3350)) is None
 
 
 def test_without_a_speed_the_best_recompute_least_and_fill_the_memory():
-    unknown = best(resolved(**SMALL), 1, Instance("unknown", 1, 85.0))
+    unknown = best_estimate(resolved(**SMALL), 1, Instance("unknown", 1, 85.0))
     assert (unknown.recompute, unknown.batch_size, unknown.step) == ("0", 64, {})
 
 
@@ -69,7 +69,7 @@ def test_figures_of_devices_and_machines_change_only_on_purpose():
 
 
 def test_this_machine_has_the_memory_that_its_system_tells():
-    machine = machine_at_hand()
+    machine = local_machine()
     megabytes = int(Path("/proc/meminfo").read_text().split()[1]) * 1024 / 1e6
     assert (machine.device, machine.devices) == ("cpu", 1)
     assert machine.memory * 1e3 == pytest.approx(megabytes, rel=0.01)

@@ -10,10 +10,10 @@ from mamba_fsdp.planning.devices import INSTANCES, Instance
 from mamba_fsdp.planning.sizes import (
     Budget,
     Size,
+    choose_sizes,
     command,
     plan_sizes,
     report_sizes,
-    three_sizes,
 )
 
 HERE = Budget(
@@ -21,12 +21,12 @@ HERE = Budget(
     nodes=1,
     instance="",
     machine=Instance("cpu", 1, 8.0),
-    is_here=True,
+    is_local=True,
     data_tokens=10**6,
-    is_made=True,
+    data_exists=True,
 )
 H100 = replace(
-    HERE, hours=0.2, nodes=2, instance="p5.4xlarge", machine=INSTANCES["p5.4xlarge"], is_here=False
+    HERE, hours=0.2, nodes=2, instance="p5.4xlarge", machine=INSTANCES["p5.4xlarge"], is_local=False
 )
 NARROW = replace(
     H100, hours=1e-5, instance="", machine=Instance("H100", 1, 1.56, 3350), data_tokens=1000
@@ -44,7 +44,7 @@ def size_of(width):
 
 
 def test_each_size_is_a_quarter_wider_and_the_middle_one_is_nearest_to_the_law():
-    sizes = three_sizes(size_of)
+    sizes = choose_sizes(size_of)
     assert [size.settings["d_model"] for size in sizes.values()] == ["448", "512", "640"]
 
 
@@ -52,7 +52,7 @@ def test_sizes_end_where_they_no_longer_fit():
     def large(width):
         return replace(size_of(width), tokens_per_parameter=1e6)
 
-    sizes = [*three_sizes(large).values()]
+    sizes = [*choose_sizes(large).values()]
     assert [size.expected.fits for size in sizes] == [True, True, False]
 
 
@@ -66,10 +66,10 @@ smaller          2 x 64     81.9 k     3.6 M  123.9 k   123.9       1.5   1.5 GB
 middle          4 x 128    499.3 k   905.7 k   31.1 k    31.1       0.1   1.5 GB
 larger          6 x 192      1.6 M     7.2 M  246.2 k   246.2       0.2   2.6 GB does NOT fit
 
-Compute-optimal are about 20 tokens per parameter (tok/param).
-The time is too short: even the smaller size has fewer.
+About 20 tokens per parameter (tok/param) are compute-optimal.
+The time is too short: even the smaller size gets fewer.
 The data is too small for this time: 4 passes teach nearly as much as new data,
-those after the 16th little. The middle size wants 7.8 ktokens or more.
+passes after the 16th very little. The middle size needs 7.8 ktokens or more.
 
 smaller:
 sbatch --nodes=2 1.train.sbatch --vocab_size=256 --d_model=64 --n_layer=2 --model_name=mamba-130m --batch_size=2 \
@@ -88,7 +88,7 @@ def test_the_report_of_a_narrow_machine_says_what_the_laws_say():
     """The smaller ones fit as they recompute; the larger one does not."""
     sizes = plan_sizes({"vocab_size": "256"}, None, NARROW, measure_pace=None)
     assert "\n".join(report_sizes(sizes, NARROW)) == REPORT
-    enough = "\n".join(report_sizes(three_sizes(size_of), replace(HERE, data_tokens=10**7)))
+    enough = "\n".join(report_sizes(choose_sizes(size_of), replace(HERE, data_tokens=10**7)))
     assert ", timed\n" in enough and " too " not in enough
 
 

@@ -38,9 +38,7 @@ def test_the_pace_of_training_is_measured_and_nothing_is_kept(settings_of, tmp_p
 )
 def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, told):
     """The formula is within 15 % of what a step takes."""
-    monkeypatch.setattr(
-        "mamba_fsdp.trainer.setup.machine_at_hand", lambda: Instance("H100", 8, 80.0)
-    )
+    monkeypatch.setattr("mamba_fsdp.trainer.setup.local_machine", lambda: Instance("H100", 8, 80.0))
     world = World(0, 8, 8, torch.device("cuda", 0))
     said = []
     memory = {"weights": 10**9, "activations": (need - 1) * 10**9}
