@@ -33,6 +33,7 @@ class Failure:
     was_killed: bool
     time: float  # in seconds since the epoch
     reason: str
+    exception: str = ""  # the first line of the exception's text, if the rank could write it
 
     @classmethod
     def of_rank(cls, rank: int, process: "ProcessFailure") -> "Failure":
@@ -45,7 +46,9 @@ class Failure:
             if code < 0:
                 exit_code = int(error.get("exit_code", 1))  # torch's own lacks it
             moment = os.stat(process.error_file).st_mtime
-            return cls(node_name(), rank, exit_code, False, moment, error["py_callstack"].rstrip())
+            reason = error["py_callstack"].rstrip()
+            exception = process.message["message"].partition("\n")[0]
+            return cls(node_name(), rank, exit_code, False, moment, reason, exception)
         was_killed = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
         return cls(node_name(), rank, exit_code, was_killed, time.time(), _reason_of(code))
 
@@ -63,7 +66,7 @@ class Failure:
         """Returns one line: the rank, or the node if it has no ranks, and the reason if that is a single line."""
         reason = self.reason
         if "\n" in reason:
-            reason = f"It exited with code {self.exit_code}; its output is above."
+            reason = f"It exited with code {self.exit_code}: {self.exception}"
         if self.rank is None:
             return f"{self.node}: {reason}"
         return f"rank {self.rank} on {self.node}: {reason}"

@@ -17,6 +17,7 @@ from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import (
     LOOPBACK,
     interface_towards,
+    node_name,
     processes_per_node,
     set_environment,
 )
@@ -196,6 +197,21 @@ def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, mo
     failure = Failure.of_rank(3, killed)
     assert (failure.exit_code, failure.was_killed) == (2, False)
     assert failure.reason == "error: a mistake"
+
+
+def test_a_traceback_is_summarised_by_its_exception(tmp_path, monkeypatch):
+    """nodes.jsonl keeps the summary as the reason why the node is sick."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    try:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
+    except RuntimeError as error:
+        write_torchrun_error(error)
+    failure = Failure.of_rank(3, ProcessFailure(0, 1, 1, str(tmp_path / "error")))
+    expected = (
+        "It exited with code 1: RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    )
+    assert failure.summary() == f"rank 3 on {node_name()}: {expected}"
+    assert "Traceback" in failure.text()
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
