@@ -142,7 +142,7 @@ class Bench:
                 for shard in self.shards:
                     shard.data.mul_(0.999)
                 if not writing:
-                    saver.settle()
+                    saver.poll()
         return saver.stall_seconds()
 
 

@@ -24,7 +24,7 @@ from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer, RankFile
 from mamba_fsdp.checkpoint.contents import Checksum, FileChecksum, read_contents
 from mamba_fsdp.checkpoint.files import FileRead
-from mamba_fsdp.checkpoint.ranges import pack, part_to_write
+from mamba_fsdp.checkpoint.ranges import pack_ranges, range_to_write
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import parameters
@@ -59,11 +59,11 @@ def file_of(spec, rank, ranks):
     """Returns what a rank would tell rank 0."""
     pieces = []
     for turn, (shard, count) in enumerate(shards_of(spec, rank, ranks)):
-        start, stop = part_to_write(count, shard.replicas, shard.replica_index, turn)
+        start, stop = range_to_write(count, shard.replicas, shard.replica_index, turn)
         pieces.append((shard.start + start, stop - start))
     size = 4 * sum(count for _, count in pieces)
     checksum = FileChecksum(size, XXH3, Checksum(size // 3, XXH3))
-    return RankFile(pack(pieces), f"rank_{rank:05d}.safetensors", checksum)
+    return RankFile(pack_ranges(pieces), f"rank_{rank:05d}.safetensors", checksum)
 
 
 class Many(World):

@@ -18,7 +18,7 @@ from mamba_fsdp.data.loader import BatchShape, evaluation_batches
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import training_sources, validation_sources
 from mamba_fsdp.run.names import METRICS, SETTINGS
-from mamba_fsdp.run.records import read
+from mamba_fsdp.run.records import read_entries
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
 
@@ -98,7 +98,7 @@ def main() -> int:
         began = time.perf_counter()
         subprocess.run(["./1.train.sbatch"], check=True)
         print(f"the whole command took {time.perf_counter() - began:.0f} s")
-    entries = read(run / METRICS)
+    entries = read_entries(run / METRICS)
     perplexities = [entry["val_perplexity"] for entry in entries if "val_loss" in entry]
     reports = [entry for entry in entries if "loss" in entry]
     tokens = reports[-1]["tokens"]

@@ -19,7 +19,7 @@ from mamba_fsdp.trainer.loop import (
     update_weights,
 )
 from mamba_fsdp.trainer.optimizer import make_optimizer
-from mamba_fsdp.trainer.setup import build_model, fill_at_random
+from mamba_fsdp.trainer.setup import build_model, initialize_weights
 
 
 def our_step(
@@ -38,7 +38,7 @@ def our_step(
     cpp.tune_process(device.type)
     world = World.alone(device=device)
     parallel = build_model(settings, world, choice.backends)
-    fill_at_random(settings, parallel)
+    initialize_weights(settings, parallel)
     optimizer = make_optimizer(parallel, parameters(settings.model), options, dtype)
 
     def step(tokens: torch.Tensor) -> float:

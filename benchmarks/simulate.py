@@ -106,7 +106,7 @@ def simulate(settings: TrainConfig, size: int, rank: int = 0, *, inside: bool = 
                 lr=Schedule("constant", 1),
             ),
             loader=SimpleNamespace(step=lambda step: batches),
-            checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool, stage=bool),
+            checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool, save_phase=bool),
         )
         stop: Any = SimpleNamespace(look=bool)
         watch.built = len(watch.sizes)

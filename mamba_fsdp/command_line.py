@@ -38,7 +38,7 @@ def run(
     code = None
     with mistakes_in_a_line():
         if "--version" in arguments:
-            Console().line(f"mamba_fsdp {mamba_fsdp.__version__}")
+            Console().print_line(f"mamba_fsdp {mamba_fsdp.__version__}")
         elif not show_help(page, arguments):
             code = call(verb, arguments)
     raise SystemExit(code or 0)
@@ -48,7 +48,7 @@ def show_help(page: Callable[[], Page], arguments: Sequence[str]) -> bool:
     """Prints the part of the help page that the words ask for. Returns False if they don't ask for help."""
     topic = asked_for(arguments)
     if topic is not None:
-        Console().line(page().text(topic))
+        Console().print_line(page().text(topic))
     return topic is not None
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mamba_fsdp.ops.backends import BackendChoice
-from mamba_fsdp.run.layout import committed, rank_file
+from mamba_fsdp.run.layout import list_committed, rank_file
 from mamba_fsdp.run.names import CHECKPOINTS, KERNELS, METRICS, PROFILE
-from mamba_fsdp.run.records import read
-from mamba_fsdp.trainer.first_use import Record
+from mamba_fsdp.run.records import read_entries
+from mamba_fsdp.trainer.kernel_selection import KernelRecord
 
 PROJECT = Path(__file__).resolve().parents[2]
 USUAL = {
@@ -65,7 +65,7 @@ def size_of(path: Path) -> int:
 def train_and_kill(folder: Path, settings: dict) -> None:
     """Ends the run by SIGKILL as soon as a checkpoint is committed."""
     process = start(words_of(folder, settings))
-    while process.poll() is None and not committed(folder / CHECKPOINTS):
+    while process.poll() is None and not list_committed(folder / CHECKPOINTS):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -73,14 +73,17 @@ def train_and_kill(folder: Path, settings: dict) -> None:
 
 def bits(folder: Path) -> tuple[list, str]:
     """Returns (loss and gradient norm of each step, digest of the last checkpoint)."""
-    steps = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in read(folder / METRICS)]
-    last = committed(folder / CHECKPOINTS)[-1]
+    steps = [
+        (entry["step"], entry["loss"], entry["grad_norm"])
+        for entry in read_entries(folder / METRICS)
+    ]
+    last = list_committed(folder / CHECKPOINTS)[-1]
     return steps, hashlib.sha256((last / rank_file(0)).read_bytes()).hexdigest()
 
 
 def choice_of(folder: Path) -> BackendChoice:
     """Returns the backends that a run has chosen on a GPU; an empty choice on a CPU, on which nothing is tried."""
-    return Record.read(folder / KERNELS).choice
+    return KernelRecord.read(folder / KERNELS).choice
 
 
 def use_caches(folder: Path) -> None:
@@ -107,7 +110,7 @@ def compare_cold_starts(folder: Path, settings: dict) -> dict[str, object]:
         use_caches(folder / name)
         run = folder / name / "run"
         seconds.append(train(run, settings))
-        stalls += [entry["checkpoint_stall_seconds"] for entry in read(run / METRICS)]
+        stalls += [entry["checkpoint_stall_seconds"] for entry in read_entries(run / METRICS)]
     row = compared(folder, "first/run") | {"start": "cold, twice"}
     row["first step"] = ", ".join(f"{taken:.1f} s" for taken in seconds)
     return row | {"longest stall by a save": f"{max(stalls):.3f} s"}

@@ -15,7 +15,7 @@ from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import preset
 from mamba_fsdp.ops.backends import OPERATORS, REFERENCE, candidates, parts_with, resolve_backends
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.first_use import FirstUse
+from mamba_fsdp.trainer.kernel_selection import KernelSelector
 from mamba_fsdp.trainer.layer_check import Rows
 
 TRITON = dict.fromkeys(OPERATORS, "triton")
@@ -25,12 +25,15 @@ POSITIONS = (608, 602)
 Row = dict[str, object]
 
 
-def uses_of(device: torch.device, small: bool) -> Iterator[tuple[str, FirstUse]]:
+def uses_of(device: torch.device, small: bool) -> Iterator[tuple[str, KernelSelector]]:
     names = ["small"] if small else MODELS
     for name in names:
         settings = TrainConfig(ModelConfig(**(TINY if small else preset(name))))
         length = 100 if small else 2048
-        yield name, FirstUse(settings.changed(mixed_precision="bf16", seq_length=length), device)
+        yield (
+            name,
+            KernelSelector(settings.changed(mixed_precision="bf16", seq_length=length), device),
+        )
 
 
 def measure(device: torch.device, small: bool) -> Iterator[Row]:
@@ -55,7 +58,7 @@ def run_triton(device: torch.device, small: bool) -> Iterator[Row]:
         yield {"model": name, "ran": str(choice)}
 
 
-def errors(use: FirstUse) -> Iterator[Row]:
+def errors(use: KernelSelector) -> Iterator[Row]:
     """Yields a row per backend of each operator, and kind of layer; the first are the reference's."""
     for operator, backend in [("all", "reference"), *candidates({}, use.device, use.uses)]:
         backends = REFERENCE | dict.fromkeys([operator, *parts_with(operator, backend)], backend)
@@ -73,7 +76,7 @@ def errors(use: FirstUse) -> Iterator[Row]:
             yield row
 
 
-def time_of_layers(use: FirstUse, preferred: Mapping[str, str]) -> str:
+def time_of_layers(use: KernelSelector, preferred: Mapping[str, str]) -> str:
     """Returns what a layer of each kind takes, and in which backends; or why it fails."""
     try:
         choice = resolve_backends("auto", use.device, use.uses, preferred=preferred)

@@ -1,1 +1,1 @@
-"""Saves, commits, chooses, prunes, and loads checkpoints."""
+"""Saves, commits, selects, loads, and removes checkpoints."""

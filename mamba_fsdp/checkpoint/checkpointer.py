@@ -1,9 +1,9 @@
-"""Saves checkpoints: each rank writes its own file, and a commit makes them one checkpoint.
+"""Saves checkpoints: each rank writes its own file, and a commit turns the files into one checkpoint.
 
-A checkpoint is written in the own folder of the run's lease (run/lease.py), in threads while training continues. Each
-file is flushed and read back; then rank 0 writes state.json and COMMIT and moves the checkpoint to where it counts. A
-process that dies at any instant leaves its own folder, which the next run removes, and never half a checkpoint under a
-name that could be chosen.
+Threads write a checkpoint to the staging folder of the run's lease (run/lease.py) while training continues. Each rank
+flushes its file and reads it back. Then rank 0 writes state.json and COMMIT, and moves the checkpoint to its final path.
+If a process dies at any time, unfinished files remain only in the staging folder, and the next run removes them. An
+incomplete checkpoint never has a name under which a run would load it.
 """
 
 import contextlib
@@ -23,16 +23,21 @@ from typing import Any
 import torch
 
 from mamba_fsdp.checkpoint.contents import Commit, Contents, FileChecksum, StoredTensor
-from mamba_fsdp.checkpoint.files import DTYPE_NAMES, NamedPiece, checksum_of, write_pieces
+from mamba_fsdp.checkpoint.files import DTYPE_NAMES, NamedPiece, compute_checksum, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, stored_name
-from mamba_fsdp.checkpoint.ranges import find_ranges, pack, part_to_write
-from mamba_fsdp.checkpoint.restore import Found, WholeCheckpoint, find_checkpoint, load
+from mamba_fsdp.checkpoint.ranges import find_ranges, pack_ranges, range_to_write
+from mamba_fsdp.checkpoint.restore import (
+    CheckpointCandidate,
+    VerifiedCheckpoint,
+    find_checkpoint,
+    load,
+)
 from mamba_fsdp.checkpoint.retention import Retention
 from mamba_fsdp.errors import UserError, first_line, merge_errors
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.run.layout import rank_file, step_name
-from mamba_fsdp.run.lease import Lease
+from mamba_fsdp.run.lease import Lease, Report
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
 from mamba_fsdp.run.records import add_event
 from mamba_fsdp.storage.formats import CHECKPOINT
@@ -40,48 +45,51 @@ from mamba_fsdp.storage.patience import delete, retry_io, sync_folder, write_ato
 from mamba_fsdp.storage.typed_json import FileName, write_object
 from mamba_fsdp.this_process import rank_and_host
 
-ALIGNMENT = 64  # of a tensor in host memory, in bytes
+ALIGNMENT = 64  # bytes; each tensor in the host buffer begins at a multiple
 
 
 class Phase(enum.Enum):
-    """The progress of a save, the same on all ranks: `settle` goes from one phase to the next."""
+    """The phase of a save, the same on all ranks. `Checkpointer.poll` moves a save to its next phase."""
 
     WRITING = enum.auto()  # each rank copies its tensors to host memory and writes them to its file
-    COMMITTING = enum.auto()  # all have written; rank 0 makes the files one checkpoint
+    COMMITTING = enum.auto()  # all files are written, and rank 0 turns them into a checkpoint
 
 
 @dataclass
 class RankFile:
-    """A rank's report to rank 0 about the file that it has written."""
+    """The report of a rank to rank 0 about the file that it has written."""
 
-    pieces: bytes  # this rank's piece of each tensor, see `pack`
+    pieces: bytes  # this rank's piece of each tensor, see `pack_ranges`
     name: FileName
     checksum: FileChecksum
-    error: UserError | None = None  # why the file could not be written; then it has no checksum
+    error: UserError | None = None  # if the file could not be written; it then has no checksum
 
 
 @dataclass
 class Save:
-    """A save under way."""
+    """A save that is in progress."""
 
     step: int
-    folder: Path  # in the own folder of the lease, until it is committed
-    state: dict[str, Any]  # what the program reads when it resumes
-    tensors: dict[str, StoredTensor]  # by stored name; `ranges` is set once all ranks have written
+    folder: Path  # its temporary folder, inside the staging folder of the lease
+    state: dict[str, Any]  # see Contents.state
+    tensors: dict[
+        str, StoredTensor
+    ]  # {stored name: tensor}; `ranges` is set once all ranks have written
     phase: Phase = Phase.WRITING
     began: float = field(default_factory=time.monotonic)
     copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
-    # While the phase is WRITING, its result is this rank's RankFile; then, on rank 0, what `attempt` returns for the
-    # commit.
+    # While the phase is WRITING, its result is this rank's RankFile. While it is COMMITTING, its result on rank 0 is
+    # (path of the checkpoint, error), as returned by `attempt`.
     work: Future[Any] = field(default_factory=Future)
 
 
 class Checkpointer:
-    """The checkpoints of one run folder; rank 0 holds its `lease`. All ranks call each method at the same point.
+    """Saves and loads the checkpoints of one run folder. All ranks call each method at the same point.
 
-    keep, keep_every (steps): see Retention. asynchronous: `save` returns at once; the tensors are copied to host memory
-    and written while training continues. Training calls `wait_for_copies` before it changes them, and `settle` when no
-    rank `is_writing`. report: called on rank 0 with a sentence for the user.
+    lease: the lease of the run folder, acquired by rank 0. keep, keep_every (in steps): see Retention. asynchronous:
+    whether `save` returns at once, so that the tensors are copied to host memory and written while training continues.
+    The caller then calls `wait_for_copies` before it changes the tensors, and `poll` once `is_writing` is False on all
+    ranks. report: prints a line for the user on rank 0.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class Checkpointer:
         keep: int = 3,
         keep_every: int = 0,
         asynchronous: bool = True,
-        report: Callable[[str], None] = print,
+        report: Report = print,
     ) -> None:
         self.folder = Path(run_folder) / CHECKPOINTS
         self.world = world
@@ -102,14 +110,21 @@ class Checkpointer:
         self.report = report
         self.retention = Retention(self.folder, lease, keep, keep_every, report)
         self.pending: Save | None = None
-        self.last: Path | None = None  # the checkpoint that was resumed from or committed last
-        self.buffer = torch.empty(0, dtype=torch.uint8)  # for the copies, reused by each save
-        self.is_pinned = False  # the buffer, for a GPU
+        self.last: Path | None = None  # the last checkpoint that was loaded or committed
+        self.buffer = torch.empty(
+            0, dtype=torch.uint8
+        )  # host memory for the copies, reused by each save
+        self.is_pinned = False  # whether the buffer is pinned
         self.stalled = 0.0  # seconds, see stall_seconds
 
-    def resume(self, shards: Sequence[Shard], found: Found | None = None) -> WholeCheckpoint:
-        """Fills the shards from the newest whole checkpoint, which it verifies in the same pass and returns. found: see
-        `find_checkpoint`. Raises UserError as that and `load` do."""
+    def resume(
+        self, shards: Sequence[Shard], found: CheckpointCandidate | None = None
+    ) -> VerifiedCheckpoint:
+        """Loads the newest undamaged checkpoint into the shards, and returns it. Files are verified while they are read.
+
+        found: the result of an earlier `find_newest_checkpoint`, on rank 0. Raises UserError on all ranks if there is no
+        undamaged checkpoint, or if its tensors differ from the shards.
+        """
         run = self.folder.parent
         newest = find_checkpoint(run, self.world, self.report, shards=shards, found=found)
         self.retention.broken.update(newest.broken)
@@ -117,49 +132,56 @@ class Checkpointer:
         load(newest, shards, self.world)
         return newest
 
-    def make_room(self, shards: Sequence[Shard]) -> None:
-        """Makes room for saves: in host memory, which is allocated once, and on the disk, see _free_disk. Each rank calls
-        it by itself. Raises UserError if there is too little."""
+    def reserve_space(self, shards: Sequence[Shard]) -> None:
+        """Allocates the host memory for saves, and removes old checkpoints if the disk has too little space for a new one.
+
+        The ranks need not call it at the same time. Raises UserError if there is too little memory or disk space.
+        """
         if self.world.rank == 0:
             self._free_disk(shards)
-        self._host_memory([shard.data[start:stop] for shard, start, stop in self._parts(shards)])
+        self._host_memory(
+            [shard.data[start:stop] for shard, start, stop in self._ranges_to_write(shards)]
+        )
 
     def close(self) -> None:
-        """Gives the pinned memory back. Nothing is saved afterwards; a save under way is given up.
+        """Unpins the host memory. A save that is in progress is abandoned, and no other save can follow.
 
-        While an error is being raised on one of several ranks, it does nothing: the device may wait for a rank that has
-        ended, and the process ends too."""
+        If an exception is being raised on one of several ranks, this method does nothing. To unpin, it would have to
+        wait for the device, and the device can be waiting for a rank that has ended. The process is about to end anyway.
+        """
         is_failing = sys.exc_info()[0] is not None
         if self.is_pinned and not (is_failing and self.world.size > 1):
             self.is_pinned = False
             _unpin(self.buffer)
 
     def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
-        """Saves `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
+        """Saves a checkpoint of `step`. Does nothing if this step's checkpoint is already committed.
 
-        Raises UserError on all ranks if an earlier save failed, if space is short, or (not asynchronous) if this save
-        fails. Does nothing if the checkpoint of this step is committed already.
+        shards: the tensors, with the same names on all ranks. state: a dict for state.json; only rank 0 uses it.
+
+        Raises UserError on all ranks if an earlier save failed, if the disk has too little space, or if this save fails
+        and is not asynchronous.
         """
-        with self._training_waits():
+        with self._measure_stall():
             self.wait()
             if self.last == self.folder / step_name(step):
                 return
-            self._begin(step, shards, state)
+            self._start_save(step, shards, state)
             if not self.asynchronous:
                 self.wait()
 
-    def _parts(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, int]]:
-        """Yields (shard, start, stop), the elements that this rank writes of each shard, the model's first."""
+    def _ranges_to_write(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, int]]:
+        """Yields (shard, start, stop) for the elements of each shard that this rank writes. The model's shards come first."""
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
         for turn, shard in enumerate(shards):
             count = shard.data.numel()
-            yield shard, *part_to_write(count, shard.replicas, shard.replica_index, turn)
+            yield shard, *range_to_write(count, shard.replicas, shard.replica_index, turn)
 
-    def _begin(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
-        ranges = []  # (start, count): what this rank writes of each tensor
+    def _start_save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
+        ranges = []  # (start, count) of the elements of each tensor that this rank writes
         pieces = []
         tensors = {}
-        for shard, start, stop in self._parts(shards):
+        for shard, start, stop in self._ranges_to_write(shards):
             name = stored_name(shard.name)
             ranges.append((shard.start + start, stop - start))
             if start < stop:
@@ -169,23 +191,25 @@ class Checkpointer:
 
         def make_folder() -> Path:
             self._free_disk(shards)
-            folder = self.lease.own / step_name(step)
+            folder = self.lease.staging / step_name(step)
             with self.lease.guard():
-                folder.mkdir(exist_ok=True)  # a save that failed may have left it
+                folder.mkdir(exist_ok=True)  # an earlier save that failed can have left the folder
             return folder
 
         folder = self.world.on_rank0(retry_io, make_folder, self.folder)
-        state = json.loads(json.dumps(state))  # a copy, since training changes it
+        state = json.loads(json.dumps(state))  # a deep copy, because training changes the original
         save = Save(step, folder, state, tensors)
         copies = self._start_copying(save, pieces)
         self.pending = save
-        save.work = self.world.run_in_thread(self._write, save, copies, pack(ranges))
+        save.work = self.world.run_in_thread(self._write, save, copies, pack_ranges(ranges))
 
     def _start_copying(
         self, save: Save, pieces: Sequence[NamedPiece]
     ) -> Callable[[], list[NamedPiece]]:
-        """Starts copying the pieces to host memory. Returns a function, for the writing thread, that waits for the
-        copies and returns them as named pieces."""
+        """Starts to copy the pieces to host memory. Returns a function that waits for the copies and returns them.
+
+        The writing thread calls this function.
+        """
         tensors = [tensor for _, _, tensor in pieces]
         buffers = self._host_memory(tensors)
         if self.world.device.type == "cuda":
@@ -199,9 +223,9 @@ class Checkpointer:
         def wait_for_copies() -> list[NamedPiece]:
             if isinstance(save.copied, threading.Event):
                 try:
-                    torch._foreach_copy_(buffers, tensors)  # one call, which releases the GIL
+                    torch._foreach_copy_(buffers, tensors)  # a single call that releases the GIL
                 finally:
-                    save.copied.set()  # also after a failure, since training waits for it
+                    save.copied.set()  # also after a failure, because training waits for this event
             else:
                 save.copied.synchronize()
             both = zip(pieces, buffers, strict=True)
@@ -210,11 +234,13 @@ class Checkpointer:
         return wait_for_copies
 
     def _host_memory(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns a tensor in host memory like each of these 1-D tensors. All lie in one buffer, which is allocated once,
-        since only one save is under way at a time. For a GPU it is pinned in place, since torch's own pinned memory is
-        rounded up to a power of two."""
+        """Returns uninitialized tensors in host memory, one like each of the 1-D `tensors`.
+
+        They are views of one buffer. It is allocated once, because only one save is in progress at a time. On a GPU
+        the buffer is pinned with cudaHostRegister: torch would round the size of pinned memory up to a power of two.
+        """
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-        if not len(self.buffer):  # all saves are alike
+        if not len(self.buffer):  # all saves have the same tensors
             self.buffer = torch.empty(sum(sizes), dtype=torch.uint8)
             if self.world.device.type == "cuda" and len(self.buffer):
                 _pin(self.buffer)
@@ -223,25 +249,32 @@ class Checkpointer:
         return [place[: tensor.nbytes].view(tensor.dtype) for place, tensor in zip(places, tensors)]
 
     def wait_for_copies(self) -> None:
-        """Waits until the tensors are copied; call it before weights and moments change. On a GPU the device waits, not
-        the host."""
+        """Waits until the tensors have been copied. Call it before weights and moments change.
+
+        On a GPU the current stream waits, and the host continues.
+        """
         if self.pending:
-            with self._training_waits():
+            with self._measure_stall():
                 self.pending.copied.wait()
 
     def is_writing(self) -> bool:
-        """Returns whether this rank still writes, or commits. Once no rank does, all ranks call `settle`."""
+        """Returns whether this rank is still working on the current phase of the save.
+
+        Once it is False on all ranks, all ranks call `poll`.
+        """
         return self.pending is not None and not self.pending.work.done()
 
-    def stage(self) -> tuple[int, Phase] | None:
-        """Returns the step and phase of the save under way, the same on all ranks; `is_writing` refers to that
-        phase."""
+    def save_phase(self) -> tuple[int, Phase] | None:
+        """Returns (step, phase) of the save in progress, the same on all ranks; None if nothing is being saved."""
         return (self.pending.step, self.pending.phase) if self.pending else None
 
-    def settle(self) -> None:
-        """Takes the save under way, if any, to its next phase: rank 0 begins to commit what all ranks have written, or
-        all ranks learn how the commit ended. Raises UserError on all ranks if it failed."""
-        with self._training_waits():
+    def poll(self) -> None:
+        """Moves the save in progress, if any, to its next phase. Waits for work of this phase that is not finished.
+
+        After WRITING, rank 0 starts the commit. After COMMITTING, all ranks receive its result. Raises UserError on all
+        ranks if the save failed.
+        """
+        with self._measure_stall():
             save = self.pending
             if not save:
                 return
@@ -260,21 +293,21 @@ class Checkpointer:
                 self.report(f"checkpoint {path.name} is committed")
 
     def wait(self) -> None:
-        """Waits for the save under way, and for its commit. Raises UserError on all ranks if it failed."""
-        with self._training_waits():
+        """Waits until the save in progress, if any, is committed. Raises UserError on all ranks if it failed."""
+        with self._measure_stall():
             while self.pending:
                 self.world.run_local(wait, [self.pending.work])
-                self.settle()
+                self.poll()
 
     def stall_seconds(self) -> float:
-        """Returns the seconds that training has waited for saves on this rank, since the last call."""
+        """Returns how many seconds saves have blocked training on this rank since the last call."""
         stalled = self.stalled
         self.stalled = 0.0
         return stalled
 
     @contextlib.contextmanager
-    def _training_waits(self) -> Iterator[None]:
-        """Adds the time in the block to `stalled`, counting nested blocks once."""
+    def _measure_stall(self) -> Iterator[None]:
+        """Adds the duration of the block to `stalled`. Nested blocks are counted once."""
         before = self.stalled
         began = time.perf_counter()
         try:
@@ -283,9 +316,9 @@ class Checkpointer:
             self.stalled = before + time.perf_counter() - began
 
     def _write(self, save: Save, copies: Callable[[], list[NamedPiece]], packed: bytes) -> RankFile:
-        """Writes this rank's file. Runs in a thread and therefore calls no collective."""
+        """Writes this rank's file. Runs in a thread and therefore must not call a collective."""
         path = save.folder / rank_file(self.world.rank)
-        # Only once, even if writing is retried: training changes the tensors after this.
+        # Copy the tensors once, even if writing is retried, because training changes them afterwards.
         copied = copies()
         model_pieces = sum(is_model(name) for name, _, _ in copied)
 
@@ -304,17 +337,19 @@ class Checkpointer:
             error = type(error)(f"{rank_and_host()}: {error}")
         return RankFile(packed, FileName(path.name), checksum, error)
 
-    # The methods below run on rank 0 only.
+    # Only rank 0 calls the methods below.
 
     def _free_disk(self, shards: Sequence[Shard]) -> None:
-        """Makes room for all ranks' shards together, see Retention.make_room."""
-        self.retention.make_room(
+        """Makes room on the disk for a checkpoint of all ranks, see Retention.free_space."""
+        self.retention.free_space(
             sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
         )
 
     def _commit(self, save: Save, files: Sequence[RankFile]) -> Path:
-        """Turns the files of all ranks into a checkpoint, and returns its path: what has this name is whole and durable.
-        Raises UserError if a rank could not write."""
+        """Turns the files of all ranks into a checkpoint at its final path, and returns this path.
+
+        Raises UserError if a rank could not write its file, and OSError or UserError if the commit fails.
+        """
         try:
             errors = [file.error for file in files if file.error]
             if errors:
@@ -324,7 +359,7 @@ class Checkpointer:
                 )
             with self.lease.guard():
                 size = self._complete(save, files)
-                path = self.retention.place(save.folder)
+                path = self.retention.move_into_place(save.folder)
         finally:
             delete(save.folder)
         seconds = round(time.monotonic() - save.began, 3)
@@ -333,7 +368,7 @@ class Checkpointer:
         return path
 
     def _complete(self, save: Save, files: Sequence[RankFile]) -> int:
-        """Writes state.json and COMMIT. Returns the bytes of all files."""
+        """Writes state.json and COMMIT. Returns the size of all files in bytes, without COMMIT."""
         sizes = [tensor.element_count() for tensor in save.tensors.values()]
         ranges, numbers = find_ranges([file.pieces for file in files], sizes)
         for tensor, number in zip(save.tensors.values(), numbers, strict=True):
@@ -343,19 +378,19 @@ class Checkpointer:
         path = save.folder / STATE
         write_atomically(path, json.dumps({**CHECKPOINT.header(), **asdict(contents)}))
         checksums = {file.name: file.checksum for file in files}
-        checksums[FileName(STATE)] = retry_io(partial(checksum_of, path), path)
+        checksums[FileName(STATE)] = retry_io(partial(compute_checksum, path), path)
         commit = Commit(save.step, checksums)
         write_object(save.folder / COMMIT, {**CHECKPOINT.header(), **asdict(commit)})
         return sum(checksum.bytes for checksum in checksums.values())
 
 
 def _pin(buffer: torch.Tensor) -> None:
-    """Pins the buffer where it lies. Raises UserError if the driver refuses."""
+    """Pins the memory of an existing buffer. Raises UserError if CUDA can't pin it."""
     cuda = torch.cuda.cudart()
     try:
         torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
     except RuntimeError as error:
-        _forget_last_error()
+        _clear_cuda_error()
         raise UserError(
             f"{len(buffer):,} bytes of host memory for saves can't be pinned ({first_line(error)}); "
             "give the job more memory"
@@ -363,14 +398,13 @@ def _pin(buffer: torch.Tensor) -> None:
 
 
 def _unpin(buffer: torch.Tensor) -> None:
-    """Undoes _pin, once no copy is under way. A lost GPU refuses; its process ends."""
+    """Unpins the buffer after all copies have finished. Ignores errors, because after a GPU fault the process ends."""
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
 
 
-def _forget_last_error() -> None:
-    """Has CUDA forget the last error of this thread, which it keeps until a launch asks for it; else that would be a
-    launch that has done nothing wrong."""
+def _clear_cuda_error() -> None:
+    """Clears CUDA's last error of this thread. Otherwise the next kernel launch would report it as its own."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")

@@ -1,4 +1,7 @@
-"""Reads what a checkpoint says of itself: COMMIT and state.json, and whether its files are there. Without torch."""
+"""Reads the metadata of a checkpoint, COMMIT and state.json, and checks the sizes of its files.
+
+This module does not import torch.
+"""
 
 import contextlib
 import math
@@ -7,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.checkpoint.ranges import TensorRanges, is_cut
+from mamba_fsdp.checkpoint.ranges import TensorRanges, is_partition
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run.layout import removed, step_of
+from mamba_fsdp.run.layout import checkpoint_removed_error, step_of
 from mamba_fsdp.run.names import COMMIT, STATE
 from mamba_fsdp.storage.formats import CHECKPOINT
 from mamba_fsdp.storage.patience import exists, read_bytes, stat_of
 from mamba_fsdp.storage.typed_json import FileName, from_json, parse_object
 
 DTYPES = {"F64", "F32", "F16", "BF16"}  # keys of conventions.SAFETENSORS_DTYPES
-# Exceptions that damaged content can raise.
-BAD_CONTENT = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
+# Exceptions that reading a damaged file can raise.
+CORRUPTION_ERRORS = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 @dataclass
 class Checksum:
-    """The size of a file, or of its first part, and the checksum of those bytes."""
+    """The size in bytes and the checksum of a file, or of its first part."""
 
     bytes: int
     xxh3: str
@@ -30,14 +33,14 @@ class Checksum:
 
 @dataclass
 class FileChecksum(Checksum):
-    """An entry of COMMIT, about one file."""
+    """The entry of one file in COMMIT."""
 
-    model: Checksum | None = None  # of a rank's file: its first part, which holds the model
+    model: Checksum | None = None  # the first part of a rank's file, with the pieces of the model
 
 
 @dataclass
 class Commit:
-    """The content of COMMIT, which is written last: a folder without it is not a checkpoint."""
+    """The content of COMMIT. This file is written last, so a folder without it is not a checkpoint."""
 
     step: int
     files: dict[FileName, FileChecksum]
@@ -49,11 +52,11 @@ class Commit:
 
 @dataclass
 class StoredTensor:
-    """An entry of state.json, about one tensor."""
+    """The entry of one tensor in state.json."""
 
     shape: list[int]
     dtype: str  # one of DTYPES
-    ranges: int  # the number of its TensorRanges
+    ranges: int  # index of its TensorRanges in Contents.ranges
 
     def element_count(self) -> int:
         return math.prod(self.shape)
@@ -64,13 +67,13 @@ class Contents:
     """The content of state.json."""
 
     step: int
-    state: dict[str, Any]  # what the program reads when it resumes
+    state: dict[str, Any]  # the fields of a SavedRun
     files: list[FileName]
     ranges: list[TensorRanges]
-    tensors: dict[str, StoredTensor]  # by stored name
+    tensors: dict[str, StoredTensor]  # {stored name: tensor}
 
     def check(self) -> None:
-        """Raises ValueError if a number is out of range, or pieces do not make up their tensor."""
+        """Raises ValueError if an index is out of range, or if the pieces of a tensor do not cover it."""
         for ranges in self.ranges:
             has_files = len(ranges.starts) == len(ranges.files)
             if not has_files or max(ranges.files, default=0) >= len(self.files):
@@ -80,24 +83,24 @@ class Contents:
             if tensor.dtype not in DTYPES or tensor.ranges >= len(self.ranges):
                 raise ValueError(f"{name} has an unknown dtype or unknown ranges")
             cut = (tensor.ranges, tensor.element_count())
-            if cut not in whole and not is_cut(self.ranges[cut[0]].starts, cut[1]):
+            if cut not in whole and not is_partition(self.ranges[cut[0]].starts, cut[1]):
                 raise ValueError(f"the pieces of {name} do not cover the whole tensor")
             whole.add(cut)
 
 
-class BrokenError(UserError):
-    """The error if a checkpoint is not what was written."""
+class BrokenCheckpointError(UserError):
+    """The error for a checkpoint that is damaged."""
 
 
 @contextlib.contextmanager
-def _broken_where_odd(name: str) -> Iterator[None]:
-    """Raises BrokenError if the block finds that the file `name` can't be read or is not as it was written."""
+def _raise_if_corrupt(name: str) -> Iterator[None]:
+    """Raises BrokenCheckpointError if the block can't read the file `name`, or finds that it is damaged."""
     try:
         yield
     except OSError as error:
-        raise BrokenError(f"{name}: {error.strerror}") from None
+        raise BrokenCheckpointError(f"{name}: {error.strerror}") from None
     except ValueError as error:
-        raise BrokenError(f"{name} is not what was written ({error})") from None
+        raise BrokenCheckpointError(f"{name} is damaged ({error})") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -107,53 +110,64 @@ def _read(path: Path) -> dict[str, Any]:
 def read_commit(checkpoint: Path) -> Commit:
     """Returns the content of COMMIT.
 
-    Raises BrokenError if that is not what was written, or is another step's; UserError if another version of this
-    program wrote it: then it is not broken, and an older checkpoint is no substitute.
+    Raises BrokenCheckpointError if it is damaged or belongs to another step. Raises UserError if another version of this
+    program wrote it. Such a checkpoint is not damaged, and must not be replaced by an older one.
     """
-    with _broken_where_odd(COMMIT):
+    with _raise_if_corrupt(COMMIT):
         content = _read(checkpoint / COMMIT)
-        # COMMIT has no checksum of its own, and a flipped bit must not pass for another version.
+        # COMMIT does not have a checksum, and a flipped bit must not be mistaken for another version of the format.
         if not CHECKPOINT.reads(content) and CHECKPOINT.reads(_read(checkpoint / STATE)):
-            raise BrokenError(f"{COMMIT} is damaged: its format or version is not that of {STATE}")
+            raise BrokenCheckpointError(
+                f"{COMMIT} is damaged: its format or version differs from {STATE}"
+            )
         commit = from_json(Commit, CHECKPOINT.body(checkpoint / COMMIT, content))
         _check_step(checkpoint, COMMIT, commit.step)
     return commit
 
 
 def _check_step(checkpoint: Path, name: str, step: int) -> None:
-    """Raises BrokenError if a file is of another step than the folder's name says. A folder may have a name of its
-    own."""
+    """Raises BrokenCheckpointError if the folder is named after another step. A folder that the user renamed is accepted."""
     if step_of(checkpoint.name) not in (None, step):
-        raise BrokenError(f"{name} is of step {step}, but the folder's name says another")
+        raise BrokenCheckpointError(
+            f"{name} is of step {step}, but the folder is named after another step"
+        )
 
 
 def read_contents(checkpoint: Path) -> Contents:
-    """Returns the content of a checkpoint's state.json. Raises BrokenError, and UserError for another version."""
+    """Returns the content of a checkpoint's state.json.
+
+    Raises BrokenCheckpointError if it is damaged, and UserError if another version of this program wrote it.
+    """
     path = checkpoint / STATE
     try:
-        with _broken_where_odd(STATE):
+        with _raise_if_corrupt(STATE):
             contents = from_json(Contents, CHECKPOINT.body(path, _read(path)))
             contents.check()
             _check_step(checkpoint, STATE, contents.step)
-    except BrokenError as error:
+    except BrokenCheckpointError as error:
         if not exists(checkpoint):
-            raise removed(checkpoint) from None
-        raise BrokenError(f"checkpoint {checkpoint} is broken: {error}") from None
+            raise checkpoint_removed_error(checkpoint) from None
+        raise BrokenCheckpointError(f"checkpoint {checkpoint} is broken: {error}") from None
     return contents
 
 
-def checksums_or_problem(checkpoint: Path) -> tuple[dict[FileName, FileChecksum], list[str]]:
-    """Returns (the checksums in COMMIT, []), or ({}, what is wrong with it). Raises UserError for another version."""
+def try_read_checksums(checkpoint: Path) -> tuple[dict[FileName, FileChecksum], list[str]]:
+    """Returns (checksums in COMMIT, problems). If COMMIT is damaged, the checksums are empty.
+
+    Raises UserError if another version of this program wrote it.
+    """
     try:
         return read_commit(checkpoint).files, []
-    except BrokenError as error:
+    except BrokenCheckpointError as error:
         return {}, [str(error)]
 
 
 def verify_sizes(checkpoint: Path) -> list[str]:
-    """Returns what is wrong with a committed checkpoint, in sentences, as far as the sizes of its files tell. Raises
-    UserError for another version."""
-    checksums, problems = checksums_or_problem(checkpoint)
+    """Compares the sizes of a checkpoint's files with COMMIT, and returns a message for each problem.
+
+    Raises UserError if another version of this program wrote the checkpoint.
+    """
+    checksums, problems = try_read_checksums(checkpoint)
     for name, checksum in sorted(checksums.items()):
         problem = check_size(checkpoint / name, checksum)
         if problem:
@@ -162,7 +176,7 @@ def verify_sizes(checkpoint: Path) -> list[str]:
 
 
 def check_size(path: Path, checksum: FileChecksum) -> str:
-    """Returns what is wrong with the size of a file that has this checksum in COMMIT; "" if nothing is."""
+    """Compares the size of a file with its entry in COMMIT. Returns a message if it differs; "" if it is correct."""
     try:
         size = stat_of(path).st_size
     except OSError as error:

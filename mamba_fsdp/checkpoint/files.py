@@ -1,9 +1,9 @@
-"""Reads and writes one rank's file: flat pieces of tensors in the safetensors format, flushed and read back before
-they count.
+"""Reads and writes the file of one rank: pieces of flattened tensors in the safetensors format.
 
-The format is 8 bytes of header length, a JSON header, then the data (github.com/huggingface/safetensors). A piece is
-named `<tensor name>@<start>`: the elements of the flattened tensor from `start` on. The model's pieces come first: a
-reader that wants only these reads, and verifies, the first part of the file.
+A file in this format consists of the length of the header (8 bytes), the header as JSON, and the data; see
+github.com/huggingface/safetensors. A piece is named `<tensor name>@<start>`, where `start` is the index of its first
+element in the flattened tensor. The pieces of the model come first, so that a program that needs only the model reads
+and verifies only the first part of the file.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64
 
-from mamba_fsdp.checkpoint.contents import BAD_CONTENT, Checksum, FileChecksum
+from mamba_fsdp.checkpoint.contents import CORRUPTION_ERRORS, Checksum, FileChecksum
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.storage.threads import in_thread
@@ -27,18 +27,18 @@ from mamba_fsdp.storage.typed_json import from_json, parse_object
 from mamba_fsdp.this_process import progress
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-BLOCK = 1 << 24  # bytes that are written at a time
-READ_BLOCK = 1 << 20  # bytes that are read at a time: they stay in the processor's cache
-# Bytes that are flushed at a time: one flush of a whole file could look like a hang.
-FLUSH = 1 << 28
-# The name of a tensor, a piece's first element in it, and the piece, 1-D on the CPU.
+WRITE_BLOCK_BYTES = 1 << 24
+READ_BLOCK_BYTES = 1 << 20  # small enough to stay in the processor's cache
+# Flush after this many bytes. While a whole large file is flushed, the watchdog would see no progress.
+FLUSH_BYTES = 1 << 28
+# (name of the tensor, index of the piece's first element in it, the piece as a 1-D tensor on the CPU)
 NamedPiece = tuple[str, int, torch.Tensor]
-LONGEST_HEADER = 100_000_000  # bytes, as the format has it: a damaged length may ask for more
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format; a damaged length can be larger
 
 
 @dataclass
 class HeaderEntry:
-    """An entry in the header of a safetensors file, about one piece of a tensor."""
+    """The entry of one tensor in the header of a safetensors file."""
 
     dtype: str
     shape: list[int]
@@ -46,19 +46,19 @@ class HeaderEntry:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, position: int) -> "HeaderEntry":
-        """Returns the entry of a tensor whose data begins `position` bytes after the header."""
+        """Returns the entry of `tensor`. position: the offset of its data from the end of the header."""
         offsets = [position, position + tensor.nbytes]
         return cls(DTYPE_NAMES[tensor.dtype], list(tensor.shape), offsets)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A flat part of a tensor, as it lies in a file."""
+    """A piece of a flattened tensor in a file."""
 
-    name: str  # of the tensor
-    start: int  # its first element in the flattened tensor
-    count: int  # elements
-    position: int  # of its first byte in the file
+    name: str  # name of the tensor
+    start: int  # index of the first element in the flattened tensor
+    count: int  # number of elements
+    position: int  # offset of the first byte in the file
     dtype: torch.dtype
 
 
@@ -68,12 +68,13 @@ def write_pieces(
     model_pieces: int = 0,
     from_disk: bool = True,
 ) -> FileChecksum:
-    """Writes `pieces`, 1-D tensors on the CPU, durably, and reads them back.
+    """Writes `pieces` to a file, waits until they are on the disk, and reads them back. Returns the checksums.
 
-    from_disk: read back from the disk, which proves that the disk has the data; otherwise from the kernel's memory
-    while the file is being flushed, which takes less time. Returns the checksum of the file, and that of its first
-    part: the header and the first `model_pieces`. Raises OSError as the disk does, and if what is read back is not what
-    was written.
+    model_pieces: the number of pieces of the model. The header and these pieces get a checksum of their own. from_disk:
+    whether to drop the file from the page cache, so that it is read back from the disk. Otherwise it is read back from
+    the page cache while it is being flushed. That is faster, but does not verify the disk.
+
+    Raises OSError if the disk fails, or if the data that is read back differs.
     """
     contents = [memoryview(_header(pieces))]
     for _, _, tensor in pieces:
@@ -82,15 +83,15 @@ def write_pieces(
     model = None
     with _CheckedFile(path, from_disk) as file:
         for number, content in enumerate(contents):
-            for at in range(0, len(content), BLOCK):
-                block = content[at : at + BLOCK]
+            for at in range(0, len(content), WRITE_BLOCK_BYTES):
+                block = content[at : at + WRITE_BLOCK_BYTES]
                 file.write(block)
                 written.update(block)
             if number == model_pieces:
                 model = Checksum(file.size, written.hexdigest())
         read_back = file.finish()
     if read_back != written.hexdigest():
-        raise OSError(None, "what was read back is not what was written", str(path))
+        raise OSError(None, "the data read back differs from the data written", str(path))
     return FileChecksum(file.size, read_back, model)
 
 
@@ -115,15 +116,15 @@ def encode_header(entries: Mapping[str, Any], size: int = 0) -> bytes:
 
 
 class _CheckedFile:
-    """A file that a second thread flushes and reads back, FLUSH bytes at a time, while more is being written."""
+    """A file that a second thread flushes and reads back, FLUSH_BYTES at a time, while this thread writes more."""
 
     def __init__(self, path: Path, from_disk: bool) -> None:
         self.from_disk = from_disk
         self.size = 0
         self.flushed = 0
         self.read = xxh3_64()
-        self.check: Future[None] | None = None  # of the last part that was written
-        # Overwrites what a failed attempt left. Its buffer gathers small blocks.
+        self.check: Future[None] | None = None  # the check of the last part
+        # This overwrites the file of a failed attempt. The buffer of `open` combines small blocks.
         self.file = open(path, "wb")
         self.back = FileIO(path)
 
@@ -136,14 +137,14 @@ class _CheckedFile:
 
     def write(self, block: memoryview) -> None:
         self.file.write(block)
-        self._forget(self.size, self.size + len(block))  # makes the kernel begin to write it
+        self._drop_from_cache(self.size, self.size + len(block))  # starts the write to the disk
         self.size += len(block)
         progress.touch()
-        if self.size - self.flushed >= FLUSH:
+        if self.size - self.flushed >= FLUSH_BYTES:
             self._begin_check()
 
     def finish(self) -> str:
-        """Reads back what has not been read back yet. Returns the checksum of the whole file."""
+        """Flushes and reads back the rest. Returns the checksum of the whole file."""
         self._begin_check()
         self._end_check()
         return self.read.hexdigest()
@@ -162,18 +163,18 @@ class _CheckedFile:
     def _flush_and_read(self, start: int, stop: int) -> None:
         if self.from_disk:
             os.fsync(self.file.fileno())
-            self._forget(start, stop)
+            self._drop_from_cache(start, stop)
         _hash_bytes(self.back, self.read, stop - start)
         if not self.from_disk:
             os.fsync(self.file.fileno())
 
-    def _forget(self, start: int, stop: int) -> None:
-        """Tells the kernel, if it has such a call, that it may drop this part of the file from its cache."""
+    def _drop_from_cache(self, start: int, stop: int) -> None:
+        """Advises the kernel, if it has posix_fadvise, to drop this part of the file from the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
-Filled = dict[str, list[tuple[int, int]]]  # name -> [(first element, the one after the last)]
+FilledRanges = dict[str, list[tuple[int, int]]]  # {name: [(first element, element after the last)]}
 
 
 @dataclass
@@ -181,29 +182,31 @@ class FileRead:
     """The result of reading a file, or its first part."""
 
     xxh3: str
-    filled: Filled  # the elements that were also put into shards
+    filled: FilledRanges  # the elements that were also copied into shards
 
 
-def checksum_of(path: Path) -> FileChecksum:
-    """Reads a file and returns its size and checksum. Raises OSError."""
+def compute_checksum(path: Path) -> FileChecksum:
+    """Reads a file, and returns its size and checksum. Raises OSError if it can't be read."""
     size = path.stat().st_size
     return FileChecksum(size, hash_file(path, size, {}).xxh3)
 
 
 def hash_file(path: Path, end: int, shards: Mapping[str, Shard]) -> FileRead:
-    """Reads the first `end` bytes of a file once, and computes their checksum. Raises OSError.
+    """Reads the first `end` bytes of a file once, computes their checksum, and copies elements into shards.
 
-    shards: by the names of their tensors; they are filled with what the file holds of them, in the same pass. The
-    header is not verified yet: if it can't be read, nothing is filled, and what is filled counts only if the checksum
-    is right.
+    shards: {stored name: shard}. In the same pass, the elements that the file has of them are copied into them. The
+    header has not been verified at this point. If it can't be parsed, nothing is copied. The caller must use the copied
+    elements only if the checksum is correct.
+
+    Raises OSError if the file can't be read.
     """
     digest = xxh3_64()
-    filled: Filled = {}
+    filled: FilledRanges = {}
     done = 0
     with FileIO(path) as file:
         pieces: list[Piece] = []
         if shards:
-            with contextlib.suppress(*BAD_CONTENT):
+            with contextlib.suppress(*CORRUPTION_ERRORS):
                 pieces = [piece for piece in read_header(file) if piece.name in shards]
             file.seek(0)
         for piece in pieces:
@@ -215,7 +218,7 @@ def hash_file(path: Path, end: int, shards: Mapping[str, Shard]) -> FileRead:
             if size <= 0 or position < done or position + size > end:
                 continue
             _hash_bytes(file, digest, position - done)
-            with contextlib.suppress(EOFError):  # the file was cut short while being read
+            with contextlib.suppress(EOFError):  # the file was truncated while it was read
                 target = shard.data[first - shard.start : stop - shard.start]
                 _hash_into(file, digest, target, piece.dtype)
                 filled.setdefault(piece.name, []).append((first, stop))
@@ -225,8 +228,8 @@ def hash_file(path: Path, end: int, shards: Mapping[str, Shard]) -> FileRead:
 
 
 def _hash_bytes(file: FileIO, digest: xxh3_64, limit: int) -> None:
-    """Adds up to `limit` bytes of the file, from its current position on, to the checksum."""
-    block = memoryview(bytearray(min(READ_BLOCK, limit)))
+    """Reads up to `limit` bytes from the file's current position, and adds them to the checksum."""
+    block = memoryview(bytearray(min(READ_BLOCK_BYTES, limit)))
     while count := file.readinto(block[:limit]):
         digest.update(block[:count])
         limit -= count
@@ -234,9 +237,11 @@ def _hash_bytes(file: FileIO, digest: xxh3_64, limit: int) -> None:
 
 
 def _hash_into(file: FileIO, digest: xxh3_64, target: torch.Tensor, dtype: torch.dtype) -> None:
-    """Fills `target`, a 1-D tensor on any device, with elements of `dtype` from the file's current position on, and adds
-    them to the checksum."""
-    for part in target.split(READ_BLOCK // dtype.itemsize):
+    """Reads elements of `dtype` from the file's current position into `target`, and adds their bytes to the checksum.
+
+    target: a 1-D tensor of any dtype on any device. Raises EOFError if the file ends too early.
+    """
+    for part in target.split(READ_BLOCK_BYTES // dtype.itemsize):
         block = part
         if not part.is_cpu or part.dtype != dtype:
             block = torch.empty(part.shape, dtype=dtype)
@@ -246,9 +251,9 @@ def _hash_into(file: FileIO, digest: xxh3_64, target: torch.Tensor, dtype: torch
 
 
 def read_header(file: FileIO) -> Iterator[Piece]:
-    """Yields the pieces in a rank's file, in their order. Raises one of BAD_CONTENT if it is not as it was written."""
+    """Yields the pieces of a rank's file in their order. Raises one of CORRUPTION_ERRORS if the header is damaged."""
     length = int.from_bytes(read_exactly(file, bytearray(8)), "little")
-    if length > min(LONGEST_HEADER, os.fstat(file.fileno()).st_size):
+    if length > min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
         raise EOFError
     header = parse_object(read_exactly(file, bytearray(length)))
     for key, entry in from_json(dict[str, HeaderEntry], header).items():
@@ -259,10 +264,10 @@ def read_header(file: FileIO) -> Iterator[Piece]:
 
 
 def read_exactly(file: FileIO, buffer: Any) -> Any:
-    """Fills the buffer from the file's current position on, and returns it. Raises EOFError."""
+    """Fills the buffer from the file's current position, and returns it. Raises EOFError if the file ends too early."""
     rest = memoryview(buffer)
     while len(rest):
-        count = file.readinto(rest[:BLOCK])
+        count = file.readinto(rest[:WRITE_BLOCK_BYTES])
         if not count:
             raise EOFError
         rest = rest[count:]

@@ -1,13 +1,14 @@
-"""Defines a checkpoint's folder: what lies in it, and how to read parts of its tensors.
+"""Defines the layout of a checkpoint's folder, and reads parts of its tensors.
 
     step_00001000/
-      rank_00000.safetensors ...   what each rank wrote (files.py)
-      state.json                   the run's progress; each tensor's shape and dtype, and how it is cut (ranges.py)
-      COMMIT                       size and checksum of every other file, and of the part of it that holds the model;
-                                   written last: without it nothing counts
+      rank_00000.safetensors ...   the pieces of tensors that each rank wrote (files.py)
+      state.json                   the run's progress, and the shape, dtype and pieces (ranges.py) of each tensor
+      COMMIT                       size and checksum of every other file, and of the part of it with the model. It is
+                                   written last: a folder without it is not a checkpoint.
 
-Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>/exp_avg and .../exp_avg_sq, Muon's
-optimizer/<parameter>/momentum_buffer. COMMIT and state.json say the version of the format.
+The tensors of the model are named model/<parameter>, the moments of AdamW optimizer/<parameter>/exp_avg and
+optimizer/<parameter>/exp_avg_sq, and the momentum of Muon optimizer/<parameter>/momentum_buffer. COMMIT and state.json contain
+the version of the format.
 """
 
 import resource
@@ -20,48 +21,50 @@ from typing import Any
 import numpy as np
 import torch
 
-from mamba_fsdp.checkpoint.contents import BAD_CONTENT, BrokenError, Contents
+from mamba_fsdp.checkpoint.contents import CORRUPTION_ERRORS, BrokenCheckpointError, Contents
 from mamba_fsdp.checkpoint.files import read_exactly, read_header
-from mamba_fsdp.checkpoint.ranges import overlaps
+from mamba_fsdp.checkpoint.ranges import find_overlaps
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run.layout import removed
+from mamba_fsdp.run.layout import checkpoint_removed_error
 from mamba_fsdp.storage.patience import exists, retry_io
 
 
 def stored_name(name: str) -> str:
-    """Returns the name that a shard has in a checkpoint: parameters go under model/."""
+    """Returns the name of a shard in a checkpoint. Parameters of the model get the prefix model/."""
     return name if name.startswith("optimizer/") else f"model/{name}"
 
 
 def is_model(stored: str) -> bool:
-    """Returns whether a tensor of this stored name belongs to the model, not to the optimiser."""
+    """Returns whether the tensor of this stored name belongs to the model and not to the optimizer."""
     return stored.startswith("model/")
 
 
 class Reader:
     """Reads parts of the tensors of a checkpoint.
 
-    A checkpoint may have more files than a process may open, so at most a quarter of that number stay open. The
-    positions of a file's pieces are read when it is first opened.
+    A checkpoint can have more files than a process is allowed to open. Therefore at most a quarter of this number stay
+    open. The header of a file is read when the file is first opened.
     """
 
     def __init__(self, checkpoint: Path, contents: Contents):
-        """Opens no file yet. contents: what read_contents returns for the checkpoint."""
+        """contents: the result of `read_contents` for this checkpoint. Files are opened when they are first read."""
         self.path = checkpoint
         self.contents = contents
         self.numbers = {name: number for number, name in enumerate(self.contents.tensors)}
-        self.places: dict[str, np.ndarray] = {}  # by file, see _read_places
+        self.places: dict[str, np.ndarray] = {}  # {file name: table}, see _read_places
         most_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._open = lru_cache(most_open)(FileIO)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Returns elements [start, stop) of a flattened tensor, as a 1-D CPU tensor. Raises UserError that names the
-        file that can't be read or is not as it was written."""
+        """Returns elements [start, stop) of a flattened tensor as a 1-D tensor on the CPU.
+
+        Raises UserError if a file can't be read, and BrokenCheckpointError if it is damaged.
+        """
         tensor = self.contents.tensors[name]
         result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[tensor.dtype])
         ranges = self.contents.ranges[tensor.ranges]
-        for part in overlaps(start, stop, ranges.starts, tensor.element_count()):
+        for part in find_overlaps(start, stop, ranges.starts, tensor.element_count()):
             file = self.contents.files[ranges.files[part.piece]]
             piece_start = ranges.starts[part.piece]
             target = result[part.at : part.at + part.count]
@@ -70,35 +73,40 @@ class Reader:
                 retry_io(fill, self.path / file)
             except OSError as error:
                 if not exists(self.path):
-                    raise removed(self.path) from None
+                    raise checkpoint_removed_error(self.path) from None
                 raise UserError(f"can't read {self.path / file}: {error.strerror}") from None
-            except BAD_CONTENT:
-                raise BrokenError(
-                    f"{self.path / file} is broken: it is cut short, or its header is not what was written"
+            except CORRUPTION_ERRORS:
+                raise BrokenCheckpointError(
+                    f"{self.path / file} is broken: it is truncated, or its header is damaged"
                 ) from None
         return result
 
     def _fill(self, file: str, name: str, start: int, offset: int, target: torch.Tensor) -> None:
-        """Fills `target` from the piece of tensor `name` that begins at element `start`, skipping the piece's first
-        `offset` elements."""
+        """Reads elements of one piece of the tensor `name` into `target`.
+
+        The piece begins at element `start` of the flattened tensor. Its first `offset` elements are skipped.
+        """
         try:
             opened = self._open(self.path / file)
             if file not in self.places:
                 self.places[file] = self._read_places(opened)
             piece_start, count, position = self.places[file][self.numbers[name]].tolist()
             if piece_start != start or offset + len(target) > count:
-                raise BrokenError(
+                raise BrokenCheckpointError(
                     f"{self.path / file} is broken: it lacks the piece of {name} that starts at {start}"
                 )
             opened.seek(position + offset * target.element_size())
             read_exactly(opened, target.view(torch.uint8).numpy())
         except OSError:
-            self._open.cache_clear()  # so that a retry opens it again
+            self._open.cache_clear()  # so that a retry opens the file again
             raise
 
     def _read_places(self, opened: FileIO) -> np.ndarray:
-        """Returns (tensors, 3): start, count and position of each tensor's piece in a file, zeros if the file has none.
-        There may be thousands of files, and this takes far less memory than their headers."""
+        """Returns an array of shape (tensors, 3) with start, count and position of each tensor's piece in a file.
+
+        The row of a tensor without a piece in this file is zero. An array needs far less memory than the parsed header,
+        and a checkpoint can have thousands of files.
+        """
         opened.seek(0)
         places = np.zeros((len(self.numbers), 3), dtype=np.int64)
         for piece in read_header(opened):
@@ -109,7 +117,11 @@ class Reader:
 def check_same_tensors(
     source: Any, wanted: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raises UserError, with names, unless `shapes` has exactly the tensors of `wanted` (both name -> shape)."""
+    """Raises UserError with the names of missing, unexpected and differently shaped tensors, if there are any.
+
+    source: names the tensors' source in the message. wanted: {name: shape} of the model's tensors. shapes: {name: shape}
+    of the tensors in the source.
+    """
     wrong = [f"it lacks {name}" for name in sorted(wanted.keys() - shapes.keys())]
     wrong += [f"the model has no {name}" for name in sorted(shapes.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & shapes.keys()):

@@ -1,4 +1,4 @@
-"""Computes which rank writes which elements of a tensor, and where the elements that a rank needs lie."""
+"""Computes which elements of a tensor each rank writes, and finds the pieces that contain a given range."""
 
 import zlib
 from bisect import bisect_right
@@ -8,25 +8,25 @@ from itertools import accumulate
 
 import numpy as np
 
-SMALLEST = 1 << 16  # elements; a smaller piece is not worth splitting
+MIN_PIECE_SIZE = 1 << 16  # elements; splitting a tensor into smaller pieces is not worthwhile
 
 
 @dataclass
 class TensorRanges:
-    """One way of cutting a flattened tensor into pieces. Most tensors of a model are cut in one of a few ways."""
+    """The pieces into which a flattened tensor is divided. Many tensors of a model are divided in the same way."""
 
-    starts: list[int]  # of the pieces, in elements
-    files: list[int]  # for each piece, the number of the file that it is in
+    starts: list[int]  # index of the first element of each piece
+    files: list[int]  # index in Contents.files of the file with each piece
 
 
-def part_to_write(count: int, replicas: int, replica_index: int, turn: int) -> tuple[int, int]:
-    """Returns the range (start, stop) of `count` elements that one of the ranks which hold them writes. Together the
-    ranks write each element once.
+def range_to_write(count: int, replicas: int, replica_index: int, turn: int) -> tuple[int, int]:
+    """Returns the range (start, stop) of the `count` elements of a shard that this replica writes.
 
-    turn: the tensor's number. If fewer ranks write a tensor than hold it, each such tensor goes to the next ranks in
-    turn.
+    Together, the replicas write each element once. replicas: how many ranks have this shard. replica_index: the index of
+    this rank among them. turn: the index of the tensor. Small tensors are written by some of the replicas only, and
+    `turn` distributes such tensors over all replicas.
     """
-    writers = min(replicas, max(1, count // SMALLEST))
+    writers = min(replicas, max(1, count // MIN_PIECE_SIZE))
     groups = replicas // writers
     mine = replica_index - turn % groups * writers
     if not 0 <= mine < writers:
@@ -34,19 +34,21 @@ def part_to_write(count: int, replicas: int, replica_index: int, turn: int) -> t
     return count * mine // writers, count * (mine + 1) // writers
 
 
-def pack(pieces: Sequence[tuple[int, int]]) -> bytes:
-    """Returns a rank's piece of each tensor, (start, count), as bytes to send. The tensors' order is the same on all
-    ranks, and a rank without a piece has count 0."""
+def pack_ranges(pieces: Sequence[tuple[int, int]]) -> bytes:
+    """Encodes a rank's piece of each tensor, (start, count), as bytes to send to rank 0.
+
+    The order of the tensors is the same on all ranks. If a rank does not write a tensor, its count is 0.
+    """
     return zlib.compress(np.array(pieces, dtype="<i8").tobytes())
 
 
 def find_ranges(
     packed: Sequence[bytes], sizes: Sequence[int]
 ) -> tuple[list[TensorRanges], list[int]]:
-    """Returns (the ways in which tensors are cut, for each tensor the number of its way), from each rank's `pack`.
+    """Returns (list of distinct TensorRanges, index into this list for each tensor).
 
-    sizes: elements of each tensor. The file of a piece is the rank's number. Raises ValueError if the pieces do not
-    make up a tensor.
+    packed: the result of `pack_ranges` on each rank. sizes: the number of elements of each tensor. The index of a file
+    is the rank that wrote it. Raises ValueError if the pieces of a tensor do not cover it.
     """
     by_rank = [np.frombuffer(zlib.decompress(sent), dtype="<i8").reshape(-1, 2) for sent in packed]
     by_tensor = np.array(by_rank).transpose(1, 0, 2)  # (tensors, ranks, 2)
@@ -59,7 +61,7 @@ def find_ranges(
             ranks = np.flatnonzero(pieces[:, 1])
             ranks = ranks[np.argsort(pieces[ranks, 0], kind="stable")]
             starts = pieces[ranks, 0].tolist()
-            if not tiles(starts, pieces[ranks, 1].tolist(), size):
+            if not covers_exactly(starts, pieces[ranks, 1].tolist(), size):
                 raise ValueError(f"the ranks did not write the whole of tensor {tensor}")
             number_of_way[key] = len(ways)
             ways.append(TensorRanges(starts, ranks.tolist()))
@@ -69,18 +71,18 @@ def find_ranges(
 
 @dataclass(frozen=True)
 class Overlap:
-    """The elements of a range that one piece holds."""
+    """The elements of a range that are stored in one piece."""
 
-    piece: int  # its number
-    offset: int  # in the piece, of the first such element
-    at: int  # in the range, of the same element
+    piece: int  # index of the piece
+    offset: int  # index of the first of these elements in the piece
+    at: int  # index of the same element in the range
     count: int
 
 
-def overlaps(start: int, stop: int, starts: Sequence[int], size: int) -> Iterator[Overlap]:
-    """Yields where the elements [start, stop) lie, in their order.
+def find_overlaps(start: int, stop: int, starts: Sequence[int], size: int) -> Iterator[Overlap]:
+    """Yields the pieces with the elements [start, stop) of a tensor, in order.
 
-    starts: of the pieces, which tile the `size` elements of the tensor.
+    starts: the index of the first element of each piece. size: the number of elements of the tensor.
     """
     for piece in range(max(0, bisect_right(starts, start) - 1), len(starts)):
         end = starts[piece + 1] if piece + 1 < len(starts) else size
@@ -91,8 +93,8 @@ def overlaps(start: int, stop: int, starts: Sequence[int], size: int) -> Iterato
         yield Overlap(piece, low - starts[piece], low - start, high - low)
 
 
-def gaps(start: int, stop: int, done: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yields the parts of [start, stop) that none of the ranges in `done` holds, in their order."""
+def find_gaps(start: int, stop: int, done: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields the parts of [start, stop) that are not covered by the ranges in `done`, in order."""
     for first, end in sorted(done):
         if start < first:
             yield start, first
@@ -101,11 +103,11 @@ def gaps(start: int, stop: int, done: Iterable[tuple[int, int]]) -> Iterator[tup
         yield start, stop
 
 
-def tiles(starts: Sequence[int], counts: Sequence[int], size: int) -> bool:
-    """Returns whether the sorted pieces cover [0, size) without gap or overlap."""
+def covers_exactly(starts: Sequence[int], counts: Sequence[int], size: int) -> bool:
+    """Returns whether the pieces, sorted by start, cover [0, size) without gaps and overlaps."""
     return [*starts, size] == [0, *accumulate(counts)]
 
 
-def is_cut(starts: Sequence[int], size: int) -> bool:
-    """Returns whether a tensor of `size` elements can be cut at these starts, with no piece empty."""
+def is_partition(starts: Sequence[int], size: int) -> bool:
+    """Returns whether pieces with these starts divide a tensor of `size` elements, and none of them is empty."""
     return [*starts, size] == sorted({0, *starts, size})

@@ -1,60 +1,61 @@
-"""Finds the newest whole checkpoint, and loads it into the shards of a model and its optimiser."""
+"""Finds the newest undamaged checkpoint, and loads it into the shards of a model and its optimizer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mamba_fsdp.checkpoint.contents import (
-    BrokenError,
+    BrokenCheckpointError,
     Checksum,
     Contents,
     FileChecksum,
     check_size,
-    checksums_or_problem,
     read_commit,
     read_contents,
+    try_read_checksums,
 )
-from mamba_fsdp.checkpoint.files import Filled, hash_file
+from mamba_fsdp.checkpoint.files import FilledRanges, hash_file
 from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors, stored_name
-from mamba_fsdp.checkpoint.ranges import gaps
+from mamba_fsdp.checkpoint.ranges import find_gaps
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run.layout import committed, removed
+from mamba_fsdp.run.layout import checkpoint_removed_error, list_committed
+from mamba_fsdp.run.lease import Report
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
 from mamba_fsdp.storage.patience import exists, is_folder, retry_io
 from mamba_fsdp.storage.typed_json import FileName
 
-Report = Callable[[str], Any]
-
 
 @dataclass(frozen=True)
-class Found:
-    """A committed checkpoint whose COMMIT and state.json are whole; its other files may yet be broken."""
+class CheckpointCandidate:
+    """A committed checkpoint with undamaged COMMIT and state.json. Its other files have not been verified yet."""
 
     path: Path
     checksums: dict[FileName, FileChecksum]
     contents: Contents
-    broken: Mapping[str, str]  # {name: why} of newer ones that were passed over
+    broken: Mapping[str, str]  # {name: problem} of newer checkpoints that are damaged
 
 
 @dataclass
-class WholeCheckpoint:
-    """A checkpoint that was verified."""
+class VerifiedCheckpoint:
+    """A checkpoint that has been verified."""
 
     path: Path
     contents: Contents
-    broken: Sequence[str] = ()  # names of newer ones that were passed over
-    filled: Filled = field(default_factory=dict)  # what verifying put into this rank's shards
+    broken: Sequence[str] = ()  # names of newer checkpoints that are damaged
+    # Elements of this rank's shards that were loaded while the checkpoint was verified.
+    filled: FilledRanges = field(default_factory=dict)
 
 
 def verify(checkpoint: Path, world: World) -> list[str]:
-    """Returns what is wrong with a committed checkpoint, see `verify_files`. Raises UserError on all ranks for one of
-    another version."""
-    checksums, problems = world.on_rank0(checksums_or_problem, checkpoint)
+    """Verifies all files of a committed checkpoint, and returns a message for each problem, the same on all ranks.
+
+    Raises UserError on all ranks if another version of this program wrote the checkpoint.
+    """
+    checksums, problems = world.on_rank0(try_read_checksums, checkpoint)
     return problems or verify_files(checkpoint, checksums, world)
 
 
@@ -64,20 +65,22 @@ def verify_files(
     world: World,
     part: str = "all",
     shards: Sequence[Shard] = (),
-    filled: Filled | None = None,
+    filled: FilledRanges | None = None,
 ) -> list[str]:
-    """Returns on all ranks what is wrong with the files of a checkpoint, in sentences: compares them with the sizes and
-    checksums in COMMIT. All ranks call it and share the files, so that one of them reads each byte.
+    """Compares the files of a checkpoint with the sizes and checksums in COMMIT. Returns a message for each problem.
 
-    part: "all", or only "model", its weights, or "state", state.json. shards: a rank fills in its own elements while it
-    reads, whatever the result, and notes them in `filled`, so that `load` need not read them again; if as many ranks
-    saved the checkpoint, they are all.
+    All ranks call it. The files are divided among them, so that each byte is read by one rank. The result is the same on
+    all ranks.
+
+    part: "all", "model" (only the weights), or "state" (only state.json). shards: while a rank reads a file, it loads the
+    elements of its own shards and adds them to `filled`, so that `load` does not read them again. If the same number of
+    ranks saved the checkpoint, these are usually all elements. They are loaded even if the file turns out to be damaged.
     """
     names = sorted(name for name in checksums if part != "state" or name == STATE)
     first = len(names) * world.rank // world.size
     stop = len(names) * (world.rank + 1) // world.size
     shards_by_name = {stored_name(shard.name): shard for shard in shards}
-    ranges_by_name: Filled = {} if filled is None else filled
+    ranges_by_name: FilledRanges = {} if filled is None else filled
     problems = []
 
     def verify_share() -> None:
@@ -92,10 +95,12 @@ def verify_files(
 
 
 def _verify_file(
-    path: Path, checksum: FileChecksum, part: str, shards: Mapping[str, Shard], filled: Filled
+    path: Path, checksum: FileChecksum, part: str, shards: Mapping[str, Shard], filled: FilledRanges
 ) -> str:
-    """Returns what is wrong with a file, or with the part of it that has this checksum in COMMIT; "" if nothing is.
-    Adds the ranges of the shards that it has filled to `filled`."""
+    """Verifies a file, or only its first part with the model. Returns a message if it is damaged; "" if it is not.
+
+    Adds the ranges that were loaded into shards to `filled`.
+    """
     expected: Checksum = checksum
     if part == "model" and checksum.model:
         expected = checksum.model
@@ -113,28 +118,32 @@ def _verify_file(
     return ""
 
 
-def find_newest(path: Path, report: Report, broken: Mapping[str, str] = {}) -> Found:
-    """Returns the checkpoint that `path` names: itself, or the newest of a run folder that is not among the `broken`
-    ones, {name: why}. One process calls it. Reports those that it passes over.
+def find_newest_checkpoint(
+    path: Path, report: Report, broken: Mapping[str, str] = {}
+) -> CheckpointCandidate:
+    """Returns the checkpoint at `path`, or the newest checkpoint of the run folder at `path`. Only one process calls it.
 
-    Raises UserError if there is none, or if all are broken: a new start must be the user's decision.
+    Verifies COMMIT and state.json. In a run folder, skips damaged checkpoints and reports them. broken: {name: problem}
+    of checkpoints that are known to be damaged.
+
+    Raises UserError if there are none, or if all are damaged. It is the user's decision to start from scratch.
     """
     checkpoint = _newest_candidate(path, broken)
     try:
         checksums = read_commit(checkpoint).files
         problem = _verify_file(checkpoint / STATE, checksums[FileName(STATE)], "all", {}, {})
-    except BrokenError as error:
+    except BrokenCheckpointError as error:
         problem = str(error)
     if problem:
-        return pass_over(path, report, broken, checkpoint, problem)
-    return Found(checkpoint, checksums, read_contents(checkpoint), broken)
+        return skip_broken(path, report, broken, checkpoint, problem)
+    return CheckpointCandidate(checkpoint, checksums, read_contents(checkpoint), broken)
 
 
 def _newest_candidate(path: Path, broken: Mapping[str, str]) -> Path:
     if exists(path / COMMIT):
         return path
     folder = path / CHECKPOINTS if is_folder(path / CHECKPOINTS) else path
-    candidates = committed(folder)
+    candidates = list_committed(folder)
     left = [checkpoint for checkpoint in candidates if checkpoint.name not in broken]
     if left:
         return left[-1]
@@ -146,18 +155,24 @@ def _newest_candidate(path: Path, broken: Mapping[str, str]) -> Path:
     )
 
 
-def pass_over(
+def skip_broken(
     path: Path, report: Report, broken: Mapping[str, str], checkpoint: Path, problem: str
-) -> Found:
-    """Returns what `find_newest` does of `path` without this checkpoint, which it reports as broken. Raises UserError if
-    `path` names just this one."""
+) -> CheckpointCandidate:
+    """Reports `checkpoint` as damaged, and returns the newest other checkpoint of the run folder at `path`.
+
+    Raises UserError if `path` is the checkpoint itself, or if no other is left.
+    """
     is_gone = not exists(checkpoint)
     if checkpoint == path:
-        raise removed(path) if is_gone else UserError(f"checkpoint {path} is broken: {problem}")
-    if is_gone:  # its run has removed it meanwhile, and has newer ones
-        return find_newest(path, report, broken)
+        raise (
+            checkpoint_removed_error(path)
+            if is_gone
+            else UserError(f"checkpoint {path} is broken: {problem}")
+        )
+    if is_gone:  # the run has removed it meanwhile, and has newer checkpoints
+        return find_newest_checkpoint(path, report, broken)
     report(f"warning: checkpoint {checkpoint} is broken and is skipped: {problem}")
-    return find_newest(path, report, {**broken, checkpoint.name: problem})
+    return find_newest_checkpoint(path, report, {**broken, checkpoint.name: problem})
 
 
 def find_checkpoint(
@@ -166,30 +181,33 @@ def find_checkpoint(
     report: Report = print,
     part: str = "all",
     shards: Sequence[Shard] = (),
-    found: Found | None = None,
-) -> WholeCheckpoint:
-    """Returns the checkpoint that `path` names, the same on all ranks: itself, or the newest whole one of a run folder.
+    found: CheckpointCandidate | None = None,
+) -> VerifiedCheckpoint:
+    """Finds and verifies a checkpoint: the one at `path`, or the newest undamaged one of the run folder at `path`.
 
-    found: what `find_newest` returned on rank 0, if it was asked already. Raises UserError if there is none, or if the
-    one that `path` names is broken. part, shards: see `verify_files`.
+    All ranks call it, and get the same checkpoint. part, shards: see `verify_files`. found: the result of an earlier
+    `find_newest_checkpoint`, on rank 0.
+
+    Raises UserError on all ranks if every checkpoint is damaged or none exists.
     """
     path = Path(path)
     if not found:
-        found = world.on_rank0(find_newest, path, report)
+        found = world.on_rank0(find_newest_checkpoint, path, report)
     while True:
-        filled: Filled = {}
+        filled: FilledRanges = {}
         problems = verify_files(found.path, found.checksums, world, part, shards, filled)
         if not problems:
-            return WholeCheckpoint(found.path, found.contents, list(found.broken), filled)
+            return VerifiedCheckpoint(found.path, found.contents, list(found.broken), filled)
         why = "; ".join(problems)
-        found = world.on_rank0(pass_over, path, report, found.broken, found.path, why)
+        found = world.on_rank0(skip_broken, path, report, found.broken, found.path, why)
 
 
-def load(whole: WholeCheckpoint, shards: Sequence[Shard], world: World) -> None:
-    """Fills `shards`, of any strategy and world size, from a checkpoint, except what verifying it has filled already.
+def load(whole: VerifiedCheckpoint, shards: Sequence[Shard], world: World) -> None:
+    """Loads a checkpoint into `shards`. Sharding strategy and world size can differ from those that saved it.
 
-    The checkpoint must hold exactly these tensors of the model, and of the optimiser if its shards are among them.
-    Raises UserError on all ranks if any can't load.
+    Elements that were loaded during verification are not read again. The checkpoint must contain exactly the model's
+    tensors among `shards`, and exactly the optimizer's tensors if there are any among `shards`. Raises UserError on all
+    ranks if it does not, or if a file can't be read.
     """
     _check_tensors(whole, shards)
     reader = Reader(whole.path, whole.contents)
@@ -198,15 +216,15 @@ def load(whole: WholeCheckpoint, shards: Sequence[Shard], world: World) -> None:
         for shard in shards:
             name = stored_name(shard.name)
             end = shard.start + len(shard.data)
-            for start, stop in gaps(shard.start, end, whole.filled.get(name, ())):
+            for start, stop in find_gaps(shard.start, end, whole.filled.get(name, ())):
                 target = shard.data[start - shard.start : stop - shard.start]
                 target.copy_(reader.read(name, start, stop))
 
     world.on_all_ranks(fill)
 
 
-def _check_tensors(whole: WholeCheckpoint, shards: Sequence[Shard]) -> None:
-    """Raises UserError, the same on each rank, if a checkpoint does not fit the shards."""
+def _check_tensors(whole: VerifiedCheckpoint, shards: Sequence[Shard]) -> None:
+    """Raises UserError, the same on each rank, if the checkpoint's tensors differ from the shards in name or shape."""
     wanted = {stored_name(shard.name): shard.shape for shard in shards}
     kinds = {name.split("/")[0] for name in wanted}
     stored = {

@@ -1,45 +1,51 @@
-"""Decides which checkpoints of a run stay: moves a new one to its place, and removes old ones.
+"""Moves new checkpoints of a run to their final path, and removes old ones.
 
-Checkpoints are made, and removed, in the own folder of the run's lease (run/lease.py): half a checkpoint never has a name
-that could be chosen. A process that reads a checkpoint while it is removed gets an error that says so.
+Checkpoints are created and removed in the staging folder of the run's lease (run/lease.py), so that an incomplete
+checkpoint never has a name under which a run would load it. A process that reads a checkpoint while it is being removed
+gets an error with this explanation.
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import LeaseLostError, UserError
-from mamba_fsdp.run.layout import committed, step_of
-from mamba_fsdp.run.lease import Lease
-from mamba_fsdp.run.names import KEPT
+from mamba_fsdp.run.layout import list_committed, step_of
+from mamba_fsdp.run.lease import Lease, Report
+from mamba_fsdp.run.names import KEEP_MARKER
 from mamba_fsdp.storage.patience import exists, retry_io, size_of, sync_folder
 from mamba_fsdp.text import format_quantity
 
-CHECKPOINTS_TO_COME = "the checkpoints to come"
+FUTURE_CHECKPOINTS = "the checkpoints to come"
 
 
-def removable(whole: Sequence[Path], keep: int) -> list[Path]:
-    """Returns which of these checkpoints, oldest first, may be removed: all but the newest `keep` and the ones that are
-    never removed."""
-    return [path for path in whole[:-keep] if not exists(path / KEPT)]
+def list_removable(whole: Sequence[Path], keep: int) -> list[Path]:
+    """Returns the checkpoints that can be removed: all except the newest `keep` and those with a KEEP marker.
+
+    whole: undamaged checkpoints, oldest first.
+    """
+    return [path for path in whole[:-keep] if not exists(path / KEEP_MARKER)]
 
 
-def check_room(
+def check_disk_space(
     folder: Path,
     whole: Sequence[Path],
     needed: int,
     count: int = 1,
-    what: str = CHECKPOINTS_TO_COME,
+    what: str = FUTURE_CHECKPOINTS,
 ) -> None:
-    """Raises UserError if the disk of `folder` has no room for `what`: `count` times `needed` bytes, even after old ones
-    of the `whole` checkpoints are removed."""
+    """Raises UserError if the disk of `folder` can't store `count` times `needed` bytes.
+
+    The space of old checkpoints among `whole` that can be removed is counted as free. what: names the data in the
+    message.
+    """
     usage = retry_io(partial(shutil.disk_usage, folder), folder)
     free = usage.free
     if free < count * needed:
-        free += sum(map(size_of, removable(whole, 1)))
-    if free < count * needed and usage.total:  # 0: the file system does not say
+        free += sum(map(size_of, list_removable(whole, 1)))
+    if free < count * needed and usage.total:  # some file systems do not report sizes, and return 0
         fewer = " lower keep_checkpoints," if count > 1 else ""
         raise UserError(
             f"{folder} has only {format_quantity(free, 'B')} free, but {what} need {count} x {format_quantity(needed, 'B')}; "
@@ -49,26 +55,28 @@ def check_room(
 
 @dataclass
 class Retention:
-    """The committed checkpoints in `folder`, which this process may change as long as it holds `lease`.
+    """The committed checkpoints of a run. This process can change them while it owns the run's lease.
 
-    keep: how many of the newest stay. every: the first checkpoint at or after each multiple of so many steps is never
-    removed; 0: no checkpoint is exempt.
+    folder: the folder of the checkpoints. keep: how many of the newest checkpoints to keep. keep_every: the first
+    checkpoint at or after each multiple of this number of steps is never removed; 0 disables this rule.
     """
 
     folder: Path
     lease: Lease
     keep: int
-    every: int
-    report: Callable[[str], None]
-    broken: set[str] = field(default_factory=set)  # names of checkpoints that were found broken
+    keep_every: int
+    report: Report
+    broken: set[str] = field(default_factory=set)  # names of damaged checkpoints
 
-    def place(self, whole: Path) -> Path:
-        """Moves a durable checkpoint from the own folder to where it counts, removes old ones, and returns its path.
-        Raises LeaseLostError, and OSError."""
+    def move_into_place(self, whole: Path) -> Path:
+        """Moves a new checkpoint from the staging folder to its final path, then removes old checkpoints.
+
+        Returns the final path. Raises LeaseLostError if this process has lost the lease, and OSError.
+        """
         final = self.folder / whole.name
-        if self._is_to_stay(final):
-            retry_io((whole / KEPT).touch, whole / KEPT)
-        if exists(final):  # it is broken, or the run would have resumed from it
+        if self._must_keep(final):
+            retry_io((whole / KEEP_MARKER).touch, whole / KEEP_MARKER)
+        if exists(final):  # it is damaged: otherwise the run would have resumed from it
             self.lease.remove(final)
         self.lease.move(whole, final)
         sync_folder(self.folder)
@@ -76,37 +84,44 @@ class Retention:
         self.prune(self.keep)
         return final
 
-    def _is_to_stay(self, new: Path) -> bool:
-        """Returns whether a checkpoint is the first at or after a multiple of `every`."""
-        if not self.every:
+    def _must_keep(self, new: Path) -> bool:
+        """Returns whether a checkpoint is the first at or after a multiple of `keep_every`."""
+        if not self.keep_every:
             return False
         multiples = {0}
-        for path in self._whole():
-            if exists(path / KEPT):  # it stays even if the setting has changed since
-                multiples.add(self._multiple(path))
-        return self._multiple(new) not in multiples
+        for path in self._list_usable():
+            if exists(
+                path / KEEP_MARKER
+            ):  # such a checkpoint is kept even if the setting has changed
+                multiples.add(self._multiple_of(path))
+        return self._multiple_of(new) not in multiples
 
-    def _multiple(self, path: Path) -> int:
-        return (step_of(path.name) or 0) // self.every
+    def _multiple_of(self, path: Path) -> int:
+        return (step_of(path.name) or 0) // self.keep_every
 
-    def _whole(self) -> list[Path]:
-        return [path for path in committed(self.folder) if path.name not in self.broken]
+    def _list_usable(self) -> list[Path]:
+        return [path for path in list_committed(self.folder) if path.name not in self.broken]
 
-    def make_room(self, needed: int, what: str = CHECKPOINTS_TO_COME) -> None:
-        """Removes old checkpoints until the disk has room for the `needed` bytes of `what`. Raises UserError, and removes
-        none, if that is not enough."""
-        whole = self._whole()
-        check_room(self.folder, whole, needed, what=what)
+    def free_space(self, needed: int, what: str = FUTURE_CHECKPOINTS) -> None:
+        """Removes old checkpoints until the disk has `needed` bytes free for `what`.
+
+        If removing all that can be removed is not enough, removes none and raises UserError.
+        """
+        whole = self._list_usable()
+        check_disk_space(self.folder, whole, needed, what=what)
         for keep in range(min(self.keep, len(whole)), 0, -1):
             usage = retry_io(partial(shutil.disk_usage, self.folder), self.folder)
             if usage.free < needed:
                 self.prune(keep, what)
 
     def prune(self, keep: int, what: str = "") -> None:
-        """Removes all whole checkpoints but the newest `keep` and the ones that are never removed, to make room for
-        `what`. Warns if the disk refuses; raises LeaseLostError."""
+        """Removes all undamaged checkpoints except the newest `keep` and those with a KEEP marker.
+
+        what: the data that needs the space; if given, each removal is reported. If a checkpoint can't be removed, reports
+        a warning. Raises LeaseLostError if this process has lost the lease.
+        """
         try:
-            for path in removable(self._whole(), keep):
+            for path in list_removable(self._list_usable(), keep):
                 if what:
                     self.report(f"checkpoint {path.name} is removed to make room for {what}")
                 self.lease.remove(path)

@@ -1,4 +1,4 @@
-"""Defines the train state, and what else a checkpoint says of its run besides the tensors. Without torch."""
+"""Defines the state of a run that a checkpoint stores besides the tensors. This module does not import torch."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,36 +12,38 @@ from mamba_fsdp.storage.typed_json import at_least, from_json
 
 @dataclass
 class TrainState:
-    """The position of a run, the same on all ranks. `samples` and `tokens` count what was read, in skipped steps
-    too."""
+    """The position of a run, the same on all ranks. `samples` and `tokens` also count the data of skipped steps."""
 
     step: int = 0
     samples: int = 0
-    global_batch: int = 0  # samples of the last step; 0 before the first
+    global_batch: int = 0  # samples of the last step; 0 before the first step
     tokens: int = 0
-    first_tokens_per_step: int = 0  # in the run's first step; 0 before it
-    # Updates of the optimiser's moments, including those in the run that the moments were loaded from.
+    first_tokens_per_step: int = 0  # tokens of the run's first step; 0 before it
+    # The number of updates of the optimizer's moments. It includes the run that the moments were loaded from.
     optimizer_steps: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    loss_sum: float = 0.0  # of the applied steps since the last report
-    loss_steps: int = 0
-    loss_scale: float = 0.0  # for fp16, see LossScale; 0 before the first step in fp16
+    loss_sum: float = 0.0  # sum of the losses of the steps applied since the last report
+    loss_steps: int = 0  # the number of these steps
+    loss_scale: float = 0.0  # see LossScale; 0 before the first step in fp16
     loss_scale_good_steps: int = 0
-    # The position in the data when last loaded or saved, see Sampler.state_after.
+    # The position in the data at the last load or save, see Sampler.state_after.
     data: dict[str, Any] = field(default_factory=dict)
-    # What the learning rate follows, see schedule.py.
+    # The length of the learning rate schedule, see make_schedule.
     schedule: dict[str, Any] = field(default_factory=dict)
-    first_started: float = 0.0  # when the run first began, seconds since the epoch
-    # Seconds spent in steps, without steps that a crash lost.
+    first_started: float = 0.0  # when the run was first started, in seconds since the epoch
+    # Seconds spent in steps, without steps that were lost in a crash.
     step_seconds: float = 0.0
-    tokenizer: str = ""  # its identity; it made the tokens that the model learns
+    tokenizer: str = ""  # identity of the tokenizer of the training data
 
     def advance(
         self, samples: int, tokens: int, loss: float, *, applied: bool, excused: bool
     ) -> None:
-        """Counts a step of the global batch. excused: if the step was not applied, its samples are not the
-        cause."""
+        """Counts one step.
+
+        samples, tokens: read in this step. loss: its mean loss. applied: whether the weights were updated. excused: if the
+        step was not applied, whether its samples are not the cause. Such a step does not count as skipped in a row.
+        """
         self.step += 1
         self.samples += samples
         self.global_batch = samples
@@ -57,7 +59,7 @@ class TrainState:
                 self.skipped_in_a_row += 1
 
     def take_mean_loss(self) -> float:
-        """Returns the mean loss of the steps applied since the last call; nan if there were none."""
+        """Returns the mean loss of the steps applied since the last call, and resets it; NaN if there were none."""
         mean = math.nan
         if self.loss_steps:
             mean = self.loss_sum / self.loss_steps
@@ -68,26 +70,29 @@ class TrainState:
 
 @dataclass
 class SavedRun:
-    """The content of Contents.state: what a run saves in its checkpoints."""
+    """The state that a run stores in its checkpoints, as Contents.state."""
 
     progress: TrainState
-    model: dict[str, Any]  # settings of ModelConfig
+    model: dict[str, Any]  # the fields of ModelConfig
     optimizer: str
-    torch: str  # version of torch
+    torch: str  # the version of torch
     world_size: int
     seq_length: int = at_least(1)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], checkpoint: Path) -> "SavedRun":
-        """Returns the run whose state a checkpoint holds. Raises UserError if it holds something else."""
+        """Parses the state of a checkpoint. Raises UserError if it was written by another version of this program."""
         try:
             return from_json(cls, state, "the state")
         except ValueError as error:
             raise UserError(
-                f"{checkpoint}: its state.json does not hold the state of a run of this version of the program: {error}"
+                f"{checkpoint}: its state.json is not from this version of the program: {error}"
             ) from None
 
 
-def read_run(checkpoint: Path) -> SavedRun:
-    """Returns what a checkpoint says of its run. Raises BrokenError and UserError."""
+def read_saved_run(checkpoint: Path) -> SavedRun:
+    """Reads the state of the run from a checkpoint.
+
+    Raises BrokenCheckpointError if state.json is damaged, and UserError if another version of this program wrote it.
+    """
     return SavedRun.from_state(read_contents(checkpoint).state, checkpoint)

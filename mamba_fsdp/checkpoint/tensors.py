@@ -1,4 +1,4 @@
-"""Gives tensors by name, wherever they are stored, and the tensors of a checkpoint."""
+"""Defines the interface through which weights in any format are read, and implements it for checkpoints."""
 
 import math
 from abc import ABC, abstractmethod
@@ -7,29 +7,29 @@ from pathlib import Path
 import torch
 
 from mamba_fsdp.checkpoint.folder import Reader, is_model, stored_name
-from mamba_fsdp.checkpoint.restore import WholeCheckpoint
+from mamba_fsdp.checkpoint.restore import VerifiedCheckpoint
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 
-WEIGHTS = SAFETENSORS_DTYPES.values()
+WEIGHT_DTYPES = SAFETENSORS_DTYPES.values()
 
 
-class Tensors(ABC):
-    """The tensors of one source by name, each read when it is asked for.
+class TensorSource(ABC):
+    """Reads the tensors of one source by name. Each tensor is read when it is requested.
 
-    Each format is a subclass with two methods: `__init__` opens a source and sets the attributes, `slice` reads.
+    There is one subclass for each format. Its `__init__` opens a source and sets the attributes below.
     """
 
-    source: Path  # the file or folder, for messages
+    source: Path  # the file or folder, for error messages
     shapes: dict[str, tuple[int, ...]]
 
     @abstractmethod
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Returns elements [start, stop) of a flattened tensor, 1-D on the CPU, in the type they are stored in."""
+        """Returns elements [start, stop) of a flattened tensor, as a 1-D tensor on the CPU with the stored dtype."""
 
-    def flat(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the elements of a stored tensor in one row. Raises UserError if they are not weights."""
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in WEIGHTS:
+    def flatten(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a stored tensor as a 1-D tensor. Raises UserError if it is not a dense floating-point tensor."""
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in WEIGHT_DTYPES:
             raise UserError(
                 f"{self.source}: {name} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; weights are dense "
                 "floating-point numbers in memory"
@@ -37,15 +37,15 @@ class Tensors(ABC):
         return tensor.reshape(-1)
 
     def get(self, name: str) -> torch.Tensor:
-        """Returns one whole tensor on the CPU."""
+        """Returns a whole tensor on the CPU, in its shape."""
         shape = self.shapes[name]
         return self.slice(name, 0, math.prod(shape)).view(shape)
 
 
-class CheckpointTensors(Tensors):
-    """The model's tensors in a checkpoint."""
+class CheckpointTensors(TensorSource):
+    """Reads the tensors of the model from a checkpoint."""
 
-    def __init__(self, whole: WholeCheckpoint) -> None:
+    def __init__(self, whole: VerifiedCheckpoint) -> None:
         self.source = whole.path
         self.reader = Reader(whole.path, whole.contents)
         self.shapes = {}

@@ -21,7 +21,7 @@ from mamba_fsdp.data.source import Source, Tokens
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.config import round_up
 from mamba_fsdp.ops.attention import Documents
-from mamba_fsdp.run.names import WANTED_NODES
+from mamba_fsdp.run.names import WANTED_NODES_VARIABLE
 from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
 from mamba_fsdp.text import format_count
 
@@ -143,10 +143,10 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
     per_pass = batch_size * ranks
     global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
     if (
-        WANTED_NODES in os.environ
+        WANTED_NODES_VARIABLE in os.environ
     ):  # some nodes of the job are lost: the others share the same global batch
         if not training.global_batch_size:
-            global_batch = global_batch * int(os.environ[WANTED_NODES]) // nodes_of_job()
+            global_batch = global_batch * int(os.environ[WANTED_NODES_VARIABLE]) // nodes_of_job()
         batch_size = math.gcd(batch_size, global_batch // ranks)
         per_pass = batch_size * ranks
     if global_batch % per_pass:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.importing.compression import HEAD, unpacked_head, without_ending
-from mamba_fsdp.run.layout import committed
+from mamba_fsdp.run.layout import list_committed
 from mamba_fsdp.run.names import (
     CHECKPOINTS,
     COMMIT,
@@ -512,7 +512,7 @@ def _run(path: Path, names: set[str]) -> PathInfo | None:
     has_nothing_else = bool(names) and names <= RUN_NAMES
     if not is_run(names) and not has_nothing_else:
         return None
-    kept = [checkpoint.name for checkpoint in committed(path / CHECKPOINTS)]
+    kept = [checkpoint.name for checkpoint in list_committed(path / CHECKPOINTS)]
     title = f"a run with {_listed(kept)}" if kept else "a run without a checkpoint"
     use = f"{command('inspect')} {shlex.quote(str(path))} shows its progress"
     return PathInfo(path, "run", title, use, tuple(kept))
@@ -609,7 +609,9 @@ def _stores(path: Path, names: set[str]) -> PathInfo | None:
 
 
 def _checkpoints(path: Path, names: set[str]) -> PathInfo | None:
-    return _collection(path, "checkpoints", [checkpoint.name for checkpoint in committed(path)])
+    return _collection(
+        path, "checkpoints", [checkpoint.name for checkpoint in list_committed(path)]
+    )
 
 
 def _runs(path: Path, names: set[str]) -> PathInfo | None:
@@ -648,7 +650,7 @@ KINDS = {kind.name: kind for kind in (*FILES, *FOLDERS)}
 
 
 def _classify_missing(path: Path) -> PathInfo:
-    kept = [checkpoint.name for checkpoint in committed(path.parent)]
+    kept = [checkpoint.name for checkpoint in list_committed(path.parent)]
     if step_of(path.name) is not None and kept:
         title = f"there is no such checkpoint; its run has {_listed(kept)}"
         use = f"name one of them, or the run, for the newest: {path.parent.parent}"

@@ -138,7 +138,7 @@ def _prepare(out: Path, overwrite: bool) -> None:
     with contextlib.ExitStack() as leases:
         for file in (out / PROGRESS).glob("*.lease"):
             lease = leases.enter_context(contextlib.closing(Lease(file)))
-            lease.take(print, IN_USE)
+            lease.acquire(print, IN_USE)
         for name in ("train", "validation", "test", PROGRESS):
             shutil.rmtree(out / name, ignore_errors=True)
         # Last: after a kill before this, it shows that the rest is a dataset.
@@ -187,7 +187,7 @@ class _Part:
         """Runs this part. Returns whether all parts have ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
-        lease.take(print, IN_USE)
+        lease.acquire(print, IN_USE)
         with contextlib.closing(lease):
             settings = {**self.settings, "parts": self.count}
             self._has_begun(settings)
@@ -241,9 +241,9 @@ class _Part:
             while not (self.out / DATASET).exists():
                 # The other process removes the lease's folder at its end.
                 with contextlib.suppress(FileNotFoundError):
-                    if lease.try_take():
+                    if lease.try_acquire():
                         break
-                    lease.shows_life()
+                    lease.is_renewed()
             if _is_complete(self.out, self.settings):
                 return
             if describe(self.files) != self.settings["input"]:
@@ -306,7 +306,7 @@ class _Part:
         tokens_before = sum(written.total() for written in state.stores.values())
         if tokens_before:
             print(f"resuming after {tokens_before:,} tokens", flush=True)
-        console.passing("reading ...")
+        console.show_progress("reading ...")
         tokens = 0
         started = time.monotonic()
         saved = started
@@ -323,12 +323,12 @@ class _Part:
                     f"{tokens_before + tokens:,} tokens, {rate:,.0f} tokens/s"
                     f"{pace.words(batch.position.file)}"
                 )
-                console.passing(message)
+                console.show_progress(message)
                 if moment - saved >= SAVE_SECONDS:
                     self._save(lease)
                     saved = moment
-                    if not console.live:
-                        console.line(message)
+                    if not console.has_live_line:
+                        console.print_line(message)
             for writer in self.writers.values():
                 writer.finish_files()
             state.finished = True

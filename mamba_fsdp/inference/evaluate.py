@@ -150,7 +150,7 @@ def measure(
     wanted = sum(end - start for start, end in spans)
 
     def show(tokens: int) -> bool:
-        console.passing(f"{min(1.0, tokens * world.size / wanted):.0%} read")
+        console.show_progress(f"{min(1.0, tokens * world.size / wanted):.0%} read")
         return False
 
     sums = sum_losses(model.network, batches, world, show)

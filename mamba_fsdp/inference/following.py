@@ -10,10 +10,10 @@ from pathlib import Path
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.reporting.console import Console
-from mamba_fsdp.run.layout import committed, step_of
+from mamba_fsdp.run.layout import list_committed, step_of
 from mamba_fsdp.run.lease import Lease
-from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, KEPT
-from mamba_fsdp.run.records import LARGEST, Log, read, read_status
+from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, KEEP_MARKER
+from mamba_fsdp.run.records import MAX_INTEGER, Log, read_entries, read_status
 from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.patience import exists, make_folder, storage_error
 
@@ -40,15 +40,15 @@ def follow(
     with closing(Lease(file.with_name(f".{file.name}.lease"), file)) as lease:
         try:
             make_folder(file.parent)
-            lease.take(console.line, "one process is enough")
+            lease.acquire(console.print_line, "one process is enough")
         except OSError as error:
             raise storage_error(error, f"{file}: can't be written ({error.strerror})") from None
-        log = Log(file, LARGEST, lease)
+        log = Log(file, MAX_INTEGER, lease)
         removed: set[Path] = set()
         while True:
             status = read_status(run).get("status", "not begun")
             is_finished = status == "finished"
-            done = {entry["step"] for entry in read(file) if entry.get("way") == method}
+            done = {entry["step"] for entry in read_entries(file) if entry.get("way") == method}
             waiting = [
                 path
                 for path in find_checkpoints(run, is_finished)
@@ -57,7 +57,7 @@ def follow(
             if waiting:
                 checkpoint = waiting[0]
                 step = step_of(checkpoint.name)
-                console.passing(f"step {step}: evaluating")
+                console.show_progress(f"step {step}: evaluating")
                 try:
                     numbers = measure(checkpoint)
                 except UserError:
@@ -70,12 +70,12 @@ def follow(
                 )
                 log.sync()
                 listed = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items())
-                console.line(f"step {step}: {listed}")
+                console.print_line(f"step {step}: {listed}")
             elif is_finished:
-                console.line(f"complete   {run} is finished; the results are in {file}")
+                console.print_line(f"complete   {run} is finished; the results are in {file}")
                 return
             else:
-                console.passing(f"waiting for a checkpoint; the run is {status}")
+                console.show_progress(f"waiting for a checkpoint; the run is {status}")
                 time.sleep(POLL_SECONDS)
 
 
@@ -84,8 +84,8 @@ def find_checkpoints(run: Path, is_finished: bool) -> list[Path]:
 
     If the run keeps some checkpoints permanently, they are the permanent ones and, after the run has finished, the last
     one. Otherwise they are all checkpoints."""
-    checkpoints = committed(run / CHECKPOINTS)
-    kept = [path for path in checkpoints if exists(path / KEPT)]
+    checkpoints = list_committed(run / CHECKPOINTS)
+    kept = [path for path in checkpoints if exists(path / KEEP_MARKER)]
     if not kept:
         return checkpoints
     if is_finished and checkpoints[-1] not in kept:

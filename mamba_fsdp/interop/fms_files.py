@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mamba_fsdp.checkpoint.tensors import Tensors
+from mamba_fsdp.checkpoint.tensors import TensorSource
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.architectures import ARCHITECTURES
 from mamba_fsdp.interop.fields import TABLES
@@ -50,10 +50,10 @@ def stored_names(path: Path, names: Iterable[str]) -> dict[str, str]:
     }
 
 
-class FmsTensors(Tensors):
+class FmsTensors(TensorSource):
     """fms' Llama under our names."""
 
-    def __init__(self, stored: Tensors, config: ModelConfig | None):
+    def __init__(self, stored: TensorSource, config: ModelConfig | None):
         """Turns stored names and shapes into ours. config: the model's, which has the order of heads; None if only
         names and shapes are wanted."""
         self.source = stored.source

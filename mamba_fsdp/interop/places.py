@@ -11,7 +11,7 @@ from mamba_fsdp.importing.kinds import (
     unexpected_model_error,
     unexpected_path_error,
 )
-from mamba_fsdp.run.layout import committed
+from mamba_fsdp.run.layout import list_committed
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT
 from mamba_fsdp.settings.train_config import CheckpointConfig
 from mamba_fsdp.storage.patience import exists, is_file, stat_of
@@ -36,7 +36,7 @@ class Origin:
 def find_origin(config: CheckpointConfig) -> Origin:
     """Returns what a run starts from: its own checkpoints, else what load_ckpt_path or init_from names, else random
     weights. Raises UserError if what they name is not there."""
-    if committed(Path(config.save_ckpt_path, CHECKPOINTS)):
+    if list_committed(Path(config.save_ckpt_path, CHECKPOINTS)):
         return Origin("save_ckpt_path", config.save_ckpt_path, is_checkpoint=True)
     if config.init_from:
         check_place(config.init_from)
@@ -45,7 +45,10 @@ def find_origin(config: CheckpointConfig) -> Origin:
         return Origin()
     path = Path(config.load_ckpt_path)
     if not (
-        is_file(path) or exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)
+        is_file(path)
+        or exists(path / COMMIT)
+        or list_committed(path / CHECKPOINTS)
+        or list_committed(path)
     ):
         raise unexpected_path_error(path, "a run with a checkpoint", _weights_of(path))
     return Origin("load_ckpt_path", str(path), is_checkpoint=not config.names_a_file())

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from mamba_fsdp.checkpoint.contents import BAD_CONTENT
-from mamba_fsdp.checkpoint.tensors import Tensors
+from mamba_fsdp.checkpoint.contents import CORRUPTION_ERRORS
+from mamba_fsdp.checkpoint.tensors import TensorSource
 from mamba_fsdp.errors import UserError, python
 from mamba_fsdp.interop.fms_files import stored_names
 from mamba_fsdp.interop.safetensors_files import map_tensors, write_safetensors
@@ -36,10 +36,10 @@ CONVERSION = (
 MOST_EXPANSION = 10  # of a compressed archive
 HARMLESS = 1 << 28  # bytes, allowed however small the archive is
 # What torch.load raises for a damaged pickle, or for one that holds more than tensors and plain values.
-BAD_PICKLE = (pickle.UnpicklingError, AssertionError, *BAD_CONTENT)
+BAD_PICKLE = (pickle.UnpicklingError, AssertionError, *CORRUPTION_ERRORS)
 
 
-class PthTensors(Tensors):
+class PthTensors(TensorSource):
     """The model's tensors in a file; tensors in nested dicts are named `outer.inner`."""
 
     def __init__(self, path: Path):
@@ -69,7 +69,7 @@ class PthTensors(Tensors):
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
-        return self.flat(name, self.tensors[name])[start:stop]
+        return self.flatten(name, self.tensors[name])[start:stop]
 
 
 def _load(path: Path) -> Any:

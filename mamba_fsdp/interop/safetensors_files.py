@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mamba_fsdp.checkpoint.files import HeaderEntry, encode_header
-from mamba_fsdp.checkpoint.tensors import Tensors
+from mamba_fsdp.checkpoint.tensors import TensorSource
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.fms_files import stored_names
 from mamba_fsdp.storage.patience import (
@@ -39,7 +39,7 @@ class Index:
     weight_map: dict[str, FileName]  # {parameter name: its file}
 
 
-class SafetensorsTensors(Tensors):
+class SafetensorsTensors(TensorSource):
     """The model's tensors in a file, or in the files that an index names."""
 
     def __init__(self, path: Path):
@@ -66,7 +66,7 @@ class SafetensorsTensors(Tensors):
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         stored = self.stored_names[name]
-        return self.flat(stored, self.opened[stored].get_tensor(stored))[start:stop]
+        return self.flatten(stored, self.opened[stored].get_tensor(stored))[start:stop]
 
 
 def _open(path: Path) -> Any:

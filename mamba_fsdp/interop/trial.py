@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mamba_fsdp.checkpoint.tensors import Tensors
+from mamba_fsdp.checkpoint.tensors import TensorSource
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop.architectures import Architecture
 from mamba_fsdp.interop.weights import Description, Weights
@@ -41,7 +41,7 @@ UNTRIED = "--trial=false writes it as it is, --format=pth in this program's own 
 WriteHf = Callable[[Path, Weights], None]
 
 
-class SampleTensors(Tensors):
+class SampleTensors(TensorSource):
     """Random weights of a model. No two elements of a tensor are alike, so that each has an effect of its own."""
 
     def __init__(self, config: ModelConfig):

@@ -21,10 +21,15 @@ from pathlib import Path
 import torch
 
 from mamba_fsdp.checkpoint.folder import check_same_tensors
-from mamba_fsdp.checkpoint.ranges import overlaps
-from mamba_fsdp.checkpoint.restore import Found, WholeCheckpoint, find_checkpoint, find_newest
+from mamba_fsdp.checkpoint.ranges import find_overlaps
+from mamba_fsdp.checkpoint.restore import (
+    CheckpointCandidate,
+    VerifiedCheckpoint,
+    find_checkpoint,
+    find_newest_checkpoint,
+)
 from mamba_fsdp.checkpoint.saved_run import SavedRun
-from mamba_fsdp.checkpoint.tensors import CheckpointTensors, Tensors
+from mamba_fsdp.checkpoint.tensors import CheckpointTensors, TensorSource
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.importing.kinds import tokenizer_path_in, unexpected_path_error
@@ -64,7 +69,7 @@ class Description:
     seq_length: int | None = None  # of the training; None if unknown
 
 
-class Weights(Tensors):
+class Weights(TensorSource):
     """The weights of one model, wherever they are stored. They have to be opened before they are read.
 
     shapes: of all parameters by name, without a tied lm_head.weight. tokenizer: its identity if a checkpoint has it.
@@ -76,7 +81,7 @@ class Weights(Tensors):
         model: Description,
         tokenizer_path: Path | None,
         tokenizer: str = "",
-        found: Found | None = None,
+        found: CheckpointCandidate | None = None,
     ):
         """Reads nothing yet. path: of a file, of a checkpoint or of a run folder. found: the checkpoint, if it is one."""
         self.path = path
@@ -116,9 +121,9 @@ class Weights(Tensors):
         world.on_all_ranks(open_and_use)
         return self
 
-    def _open(self, whole: WholeCheckpoint | None, rank: int) -> None:
+    def _open(self, whole: VerifiedCheckpoint | None, rank: int) -> None:
         if whole:
-            self.tensors: Tensors = CheckpointTensors(whole)
+            self.tensors: TensorSource = CheckpointTensors(whole)
         else:
             self.tensors = open_file(self.path, self.config)
         self.source = self.tensors.source
@@ -150,7 +155,7 @@ class Weights(Tensors):
         stored = self.stored[name]
         *starts, size = accumulate([math.prod(tensor.shape) for tensor in stored], initial=0)
         slices = []
-        for overlap in overlaps(start, stop, starts, size):
+        for overlap in find_overlaps(start, stop, starts, size):
             first = overlap.offset
             tensor = stored[overlap.piece]
             values = self.tensors.slice(tensor.name, first, first + overlap.count)
@@ -220,7 +225,7 @@ def find_weights(source: str | Path, model: ModelConfig | None = None) -> Weight
 def _find_checkpoint(path: Path) -> Weights:
     """Returns the Weights of the newest checkpoint with a readable state.json; opening them chooses the newest whole
     one."""
-    found = find_newest(path, report=lambda text: None)
+    found = find_newest_checkpoint(path, report=lambda text: None)
     run = SavedRun.from_state(found.contents.state, found.path)
     model = Description(parse_model_config(found.path, run.model), seq_length=run.seq_length)
     tokenizer_path = tokenizer_path_in(found.path.parent.parent)
@@ -263,7 +268,7 @@ def _from_file(file: Path, description: Description) -> Weights:
     return Weights(file, description, tokenizer_path)
 
 
-def open_file(path: Path, config: ModelConfig | None = None) -> Tensors:
+def open_file(path: Path, config: ModelConfig | None = None) -> TensorSource:
     """Returns the model's tensors in a file, with fms' names turned into ours. config: see FmsTensors. Raises
     UserError."""
     if path.suffix == DCP_PART:

@@ -160,11 +160,11 @@ def find_operators() -> str:
     from mamba_fsdp.inference.loading import inference_world
     from mamba_fsdp.model.config import ModelConfig
     from mamba_fsdp.settings.train_config import TrainConfig
-    from mamba_fsdp.trainer.first_use import choose_for_answers
+    from mamba_fsdp.trainer.kernel_selection import choose_for_inference
 
     settings = TrainConfig(ModelConfig(layers="mamba1,mamba2,attention", d_model=256))
     device = inference_world().device
-    return f"{device}: {choose_for_answers(settings, device)}"
+    return f"{device}: {choose_for_inference(settings, device)}"
 
 
 CHECKS: Sequence[Check] = (

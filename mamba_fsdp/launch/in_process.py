@@ -13,12 +13,12 @@ from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
 
 if TYPE_CHECKING:
-    from mamba_fsdp.trainer.run import OnRecord, Trained
+    from mamba_fsdp.trainer.run import OnRecord, TrainResult
 
 
 def train(
     config: str | None = None, on_record: "OnRecord | None" = None, **settings: Any
-) -> "Trained":
+) -> "TrainResult":
     """Trains in this process and returns how that ended: `folder`, the run's; `stopped`, why it stopped before its last
     step, such as SIGTERM, else "" (a loop over trainings looks at it); `last`, the latest value of each key of
     metrics.jsonl, such as val_loss. The result can be used as a path, as in mamba_fsdp.load: it means the folder.
@@ -59,7 +59,7 @@ def run(
     settings: TrainConfig,
     on_record: "OnRecord | None" = None,
     planned: tuple[int, int] | None = None,
-) -> "Trained":
+) -> "TrainResult":
     from mamba_fsdp.interop.convert import publish
     from mamba_fsdp.trainer.run import run_training
 

@@ -35,8 +35,17 @@ from mamba_fsdp.launch.machine import (
     set_environment,
 )
 from mamba_fsdp.launch.watcher import WATCHED, Watcher
-from mamba_fsdp.run.names import OLD_STOP, OUTCOME, RESOLVED, START, STARTS, STATUS, STOP, stop_mark
-from mamba_fsdp.run.records import ELSEWHERE, correct_status
+from mamba_fsdp.run.names import (
+    OLD_STOP_VARIABLE,
+    OUTCOME,
+    RESOLVED,
+    START_VARIABLE,
+    STARTS,
+    STATUS,
+    STOP,
+    stop_file_id,
+)
+from mamba_fsdp.run.records import OTHER_RANK_REASON, repair_status
 from mamba_fsdp.storage.patience import retry_io, sync_folder, write_atomically
 
 # Slurm ends the job with the first node that exits: it waits, so that the other nodes can write their failures.
@@ -59,8 +68,8 @@ def main(run: Path, words: list[str]) -> int:
     options = agent.read_options([f"--nproc-per-node={ranks}", *words])
     folder = Path(run, STARTS, options.rdzv_id)
     forget_earlier_start(folder)
-    os.environ[START] = str(folder)
-    os.environ.setdefault(OLD_STOP, retry_io(partial(stop_mark, str(run)), run))
+    os.environ[START_VARIABLE] = str(folder)
+    os.environ.setdefault(OLD_STOP_VARIABLE, retry_io(partial(stop_file_id, str(run)), run))
     # job.py removes a folder of this name when this process was killed.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
         first_node = options.rdzv_endpoint.rpartition(":")[0] or options.master_addr
@@ -70,7 +79,7 @@ def main(run: Path, words: list[str]) -> int:
         watcher.start()
         failure = agent.run_ranks(options, watcher)
     if watcher.request:
-        correct_status(run)  # that of ranks which the signal has ended at once
+        repair_status(run)  # that of ranks which the signal has ended at once
         return 128 + watcher.request
     if failure:
         leave(folder / f"{failure.node}.json", asdict(failure))
@@ -101,9 +110,9 @@ def forget_earlier_start(folder: Path) -> None:
 def outcome_of(run: Path, folder: Path, failure: Failure | None, has_own_words: bool) -> Outcome:
     """Returns how the training ended. has_own_words: whether the rank's error is right above."""
     # A rank that was killed has left the status `running`.
-    found = correct_status(run)
+    found = repair_status(run)
     status = found.get("status", "unknown")
-    signals = {ELSEWHERE, *signal.Signals.__members__}
+    signals = {OTHER_RANK_REASON, *signal.Signals.__members__}
     asked_by_file = status == "stopped" and found.get("reason") not in signals
     if not failure or (status == "finished" and was_written_by(folder, run / STATUS)):
         return Outcome(status, 0, stop_file=asked_by_file)

@@ -29,14 +29,14 @@ if __name__ == "__main__":  # a caller of its functions keeps its own Ctrl-C
     interpreter.need("yaml")
 
 from mamba_fsdp import command_line
-from mamba_fsdp.checkpoint.retention import check_room
+from mamba_fsdp.checkpoint.retention import check_disk_space
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.builtin import builtin_folder, missing_builtin
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch.machine import check_version
 from mamba_fsdp.launch.nodes import Batch
 from mamba_fsdp.model.spec import parameter_count
-from mamba_fsdp.run.layout import CHECKPOINT_BYTES, IN_USE, committed
+from mamba_fsdp.run.layout import CHECKPOINT_BYTES_PER_PARAMETER, IN_USE_ADVICE, list_committed
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, LEASE, SETTINGS
 from mamba_fsdp.settings.resolve import (
@@ -131,9 +131,9 @@ def check_folder(settings: TrainConfig) -> None:
     if not (is_folder(place) and os.access(place, os.W_OK)):
         raise UserError(f"save_ckpt_path: can't write to {folder}")
     lease = Lease(folder / LEASE)
-    look = lease.look()
+    look = lease.read_snapshot()
     if look and look.is_alive():
-        lease.check_unused(IN_USE)
+        lease.check_unused(IN_USE_ADVICE)
     if not settings.checkpoint.begins_elsewhere():  # which decides the size of the model
         check_space(settings, 1)
 
@@ -141,12 +141,12 @@ def check_folder(settings: TrainConfig) -> None:
 def check_space(settings: TrainConfig, of_new_run: int) -> None:
     """Raises UserError where the disk has no room for the next checkpoint of a run, or for so many of a new run."""
     folder = Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
-    earlier = committed(folder / CHECKPOINTS)
-    size = CHECKPOINT_BYTES
+    earlier = list_committed(folder / CHECKPOINTS)
+    size = CHECKPOINT_BYTES_PER_PARAMETER
     if settings.optimizer.optimizer == "muon":
         size -= 4  # at the least: its matrices have one moment
     count = 1 if earlier else of_new_run
-    check_room(_place_of(folder), earlier, size * parameter_count(settings.model), count)
+    check_disk_space(_place_of(folder), earlier, size * parameter_count(settings.model), count)
 
 
 def _place_of(folder: Path) -> Path:

@@ -43,7 +43,7 @@ from mamba_fsdp.launch.restart_count import NO_CHECKPOINT, RestartCount
 from mamba_fsdp.launch.start_folder import StartFolder
 from mamba_fsdp.launch.starts import Starts
 from mamba_fsdp.launch.supervisor import NodeLost, StopAsked, Supervisor, TooLate, written_until
-from mamba_fsdp.run.names import CACHES, WANTED_NODES, newest_checkpoint
+from mamba_fsdp.run.names import CACHES, WANTED_NODES_VARIABLE, newest_checkpoint
 from mamba_fsdp.run.node_record import LOST, SICK, add_record, sick_nodes
 
 PREFLIGHT_SECONDS = 900  # the first start of a large image on a node takes minutes
@@ -463,13 +463,13 @@ class SlurmTraining:
         is_first = not self.training_nodes
         if nodes == self.training_nodes or (is_first and len(nodes) == len(self.job.nodes)):
             return
-        os.environ.pop(WANTED_NODES, None)
+        os.environ.pop(WANTED_NODES_VARIABLE, None)
         text = "nodes      training on " + " ".join(nodes)
         spares = [node for node in self.pool.healthy() if node not in nodes]
         if spares:
             text += "; spare: " + " ".join(spares)
         if len(nodes) < wanted:
-            os.environ[WANTED_NODES] = str(wanted)
+            os.environ[WANTED_NODES_VARIABLE] = str(wanted)
             samples = plan.batch.of_nodes(wanted, self.ranks_per_node)
             each = samples * plan.batch.ranks_per_sample // (len(nodes) * self.ranks_per_node)
             text += (

@@ -17,14 +17,14 @@ from typing import Any, Dict, List
 
 from mamba_fsdp.launch.decision import Outcome
 from mamba_fsdp.run.names import (
-    OLD_STOP,
+    OLD_STOP_VARIABLE,
     OUTCOME,
     PREFLIGHT,
     RESOLVED,
     STARTS,
     STOP,
     VERDICT,
-    stop_mark,
+    stop_file_id,
 )
 
 
@@ -53,7 +53,7 @@ class StartFolder:
     def make(self, settings: Dict[str, Any]) -> None:
         """Makes the folder with the settings, for ranks that know a file STOP of before from a later one. Raises
         OSError."""
-        os.environ[OLD_STOP] = stop_mark(self.run_folder)
+        os.environ[OLD_STOP_VARIABLE] = stop_file_id(self.run_folder)
         os.makedirs(self.path, exist_ok=True)
         with open(self.settings, "w") as file:
             file.write(json.dumps(settings) + "\n")

@@ -33,7 +33,7 @@ HINTS = {  # how to get a package that a backend needs
         "; pip install -r requirements/fla.txt, which needs torch 2.7 and Triton 3.3 or newer and so not the torch2.2 stack"
     )
 }
-OPERATORS = {  # the backends of each, best first; on a GPU, trainer/first_use.py times them
+OPERATORS = {  # the backends of each, best first; on a GPU, trainer/kernel_selection.py times them
     "conv": ("triton", "fused", "cpp", "reference"),
     "scan": ("triton", "fused", "cpp", "reference"),
     "ssd": ("triton", "fused", "reference"),

@@ -15,7 +15,7 @@ from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.memory import Workload, expected_memory
 from mamba_fsdp.planning.passes import PassBytes
 from mamba_fsdp.planning.roofline import step_seconds
-from mamba_fsdp.run.layout import CHECKPOINT_BYTES
+from mamba_fsdp.run.layout import CHECKPOINT_BYTES_PER_PARAMETER
 from mamba_fsdp.settings.train_config import TrainConfig
 
 # Fractions of recomputing blocks. The first takes the least memory.
@@ -92,7 +92,7 @@ def _estimate(work: Workload, machine: Instance) -> Estimate:
         memory=memory,
         bytes=sum(memory.values()),
         fits=sum(memory.values()) <= machine.memory * 1e9,
-        checkpoint_bytes=CHECKPOINT_BYTES * work.parameter_count,
+        checkpoint_bytes=CHECKPOINT_BYTES_PER_PARAMETER * work.parameter_count,
         step=step,
         seconds_per_step=seconds,
         tokens_per_second=rate,

@@ -86,7 +86,7 @@ def plan_sizes(
     console = Console()
 
     def size_of(width: int) -> Size:
-        console.passing(f"a model {width} wide ...")
+        console.show_progress(f"a model {width} wide ...")
         chosen = {**arguments, "d_model": str(width), "n_layer": str(width // WIDTH_PER_LAYER)}
         if uses_recipe:
             narrower = [name for name in RECIPE_PRESETS if PRESETS[name]["d_model"] <= width]

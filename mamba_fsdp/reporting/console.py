@@ -12,26 +12,26 @@ from typing import Any, TextIO
 
 from mamba_fsdp.text import escape_unprintable
 
-Say = Callable[[str], None]  # prints a line, on rank 0
+PrintLine = Callable[[str], None]  # prints a line, on rank 0
 SECONDS_BETWEEN_UPDATES = 0.2
 
 
-def read_share(share: float) -> str:
+def describe_share(share: float) -> str:
     """Returns, in words, the share of the data that a validation read."""
     return "all data" if share >= 1 else f"{100 * share:.3g}% of the data"
 
 
-def fit_for(stream: Any, text: str) -> str:
+def escape_for(stream: Any, text: str) -> str:
     """Returns `text` as it may be written to `stream`: for a terminal, with control characters shown as \\x1b."""
     return "\n".join(map(escape_unprintable, text.split("\n"))) if stream.isatty() else text
 
 
-def say(name: str, value: object) -> None:
+def print_field(name: str, value: object) -> None:
     """Prints a line of a verb's output: a name and its value."""
     print(f"{name:<14} {escape_unprintable(str(value))}")
 
 
-def as_json(results: dict[str, Any]) -> str:
+def format_json(results: dict[str, Any]) -> str:
     """Returns the results as text: null for NaN, which JSON does not have, and other objects by their names."""
     text = json.dumps(results, default=str)
     without_nan = json.loads(text, parse_constant=lambda _: None)
@@ -44,24 +44,24 @@ class Console:
     def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.enabled = enabled
         self.stream = stream or sys.stdout or open(os.devnull, "w")
-        self.live = enabled and self.stream.isatty() and os.environ.get("TERM") != "dumb"
-        self.shown = ""  # the live line
+        self.has_live_line = enabled and self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.live_text = ""  # the live line
         self.next_update = 0.0
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Prints lines that stay."""
         if not self.enabled:
             return
         self.clear()
-        print(fit_for(self.stream, text), file=self.stream, flush=True)
+        print(escape_for(self.stream, text), file=self.stream, flush=True)
 
-    def passing(self, text: str) -> None:
+    def show_progress(self, text: str) -> None:
         """Shows a live line until the next output."""
-        if self.live and time.monotonic() >= self.next_update:
+        if self.has_live_line and time.monotonic() >= self.next_update:
             self.clear()
-            self.shown = fit_for(self.stream, text)[: self._width()]
+            self.live_text = escape_for(self.stream, text)[: self._width()]
             self.next_update = time.monotonic() + SECONDS_BETWEEN_UPDATES
-            print("\r" + self.shown, end="", file=self.stream, flush=True)
+            print("\r" + self.live_text, end="", file=self.stream, flush=True)
 
     def _width(self) -> int:
         """Returns one column less than the terminal has: some terminals break a line that reaches the last one."""
@@ -69,13 +69,13 @@ class Console:
 
     def clear(self) -> None:
         """Removes the live line."""
-        if self.shown:
-            spaces = " " * min(len(self.shown), self._width())
+        if self.live_text:
+            spaces = " " * min(len(self.live_text), self._width())
             print(f"\r{spaces}", end="\r", file=self.stream)
-            self.shown = ""
+            self.live_text = ""
 
 
-class Output(io.FileIO):
+class BestEffortFile(io.FileIO):
     """A file that drops data it can't write. Each write is tried again: a full disk may have room later."""
 
     def write(self, data: Any) -> int:
@@ -85,7 +85,7 @@ class Output(io.FileIO):
             return len(data)
 
 
-def let_output_fail() -> None:
+def ignore_output_errors() -> None:
     """Makes later prints of this process never raise: training continues if their reader is gone or the disk is full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -93,6 +93,6 @@ def let_output_fail() -> None:
             AttributeError, io.UnsupportedOperation
         ):  # a closed stream, or one of a notebook
             stream.flush()
-            file = io.BufferedWriter(Output(stream.fileno(), "w", closefd=False))
+            file = io.BufferedWriter(BestEffortFile(stream.fileno(), "w", closefd=False))
             text = io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=True)
             setattr(sys, name, text)

@@ -10,7 +10,7 @@ from mamba_fsdp.reporting.run_summary import RunSummary, name_runs, summarise_ru
 from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.patience import read_text
 
-COMPARED = {  # facts of a start that only programs compare
+PROGRAM_FACTS = {  # facts of a start that only programs compare
     "code",
     "device",
     "kernels",
@@ -20,7 +20,7 @@ COMPARED = {  # facts of a start that only programs compare
     "torch",
     "validation",
 }
-PAGE = Path(__file__).with_name("page.html")
+TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
@@ -31,21 +31,26 @@ def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
         raise UserError(f"the report needs plotly: {python()} -m pip install plotly") from None
     runs = [summarise_run(folder, name) for name, folder in zip(name_runs(folders), folders)]
     records = [
-        {"name": run.name, "settings": run.settings, "events": shown_of(run.events), **run.others}
+        {
+            "name": run.name,
+            "settings": run.settings,
+            "events": arrange_events(run.events),
+            **run.others,
+        }
         for run in runs
     ]
     content = {
         "made": utc_timestamp(),
         "runs": records,
-        "differing": differing_settings(runs),
+        "differing": list_differing_settings(runs),
         "figure": make_figure(runs, tokenizers_differ),
     }
-    before, between, after = read_text(PAGE).split("__CUT__")
+    before, between, after = read_text(TEMPLATE).split("__CUT__")
     no_tags = json.dumps(content, default=str).replace("<", "\\u003c")  # none may end <script>
     return before + get_plotlyjs() + between + no_tags + after
 
 
-def shown_of(events: Sequence[dict]) -> list[dict]:
+def arrange_events(events: Sequence[dict]) -> list[dict]:
     """Returns the events with what a reader looks for, most of all what has changed, before the rest. What only programs
     compare is left out."""
     shown = []
@@ -53,7 +58,7 @@ def shown_of(events: Sequence[dict]) -> list[dict]:
         parts = {"time": event.get("time"), "event": event.get("event"), "step": event["step"]}
         if "changed" in event:
             parts["changed"] = event["changed"]
-        parts |= {name: value for name, value in event.items() if name not in COMPARED}
+        parts |= {name: value for name, value in event.items() if name not in PROGRAM_FACTS}
         weights = event.get("weights")
         if isinstance(weights, dict):
             parts["weights"] = ", ".join(f"{name} {share}" for name, share in weights.items())
@@ -61,7 +66,7 @@ def shown_of(events: Sequence[dict]) -> list[dict]:
     return shown
 
 
-def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
+def list_differing_settings(runs: Sequence[RunSummary]) -> list[str]:
     """Returns the names of the settings that are not the same in all of the runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     return [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]

@@ -14,9 +14,15 @@ import numpy as np
 import yaml
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run.layout import committed, step_of
+from mamba_fsdp.run.layout import list_committed, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, METRICS, SETTINGS
-from mamba_fsdp.run.records import best_validation, numbers_of, read, read_events, read_status
+from mamba_fsdp.run.records import (
+    best_validation,
+    flatten_numbers,
+    read_entries,
+    read_events,
+    read_status,
+)
 from mamba_fsdp.storage.patience import names_in, read_text
 
 
@@ -36,7 +42,7 @@ class RunSummary:
         starts = [event for event in self.events if event.get("event") == "started"]
         return starts[1:]
 
-    def validated_otherwise(self, metric: str) -> list[int]:
+    def find_validation_changes(self, metric: str) -> list[int]:
         """Returns the steps after which a start had other data for this metric of a validation than the start before it.
         That of one source is named as in val_source_loss/code."""
         starts = [event for event in self.events if "validation" in event]
@@ -71,7 +77,7 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 
 def summarise_run(folder: Path, name: str) -> RunSummary:
     """Returns the records of a run. Raises UserError if nothing is recorded."""
-    entries = read(folder / METRICS)
+    entries = read_entries(folder / METRICS)
     if not entries:
         raise UserError(
             f"{folder}: nothing is recorded yet; {METRICS} begins with the first report"
@@ -81,16 +87,19 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
     latest: dict[str, Any] = {}
     for entry in entries + read_evaluations(folder):
         latest |= entry
-        for metric, value in numbers_of(entry).items():
+        for metric, value in flatten_numbers(entry).items():
             column = metrics.setdefault(metric, {})
             column[entry["step"]] = math.nan if value is None else value
     others = {
         "status": read_status(folder),
         # The run can have ended between two reports.
-        "last": {**numbers_of(latest), "step": max(entry["step"] for entry in entries + events)},
+        "last": {
+            **flatten_numbers(latest),
+            "step": max(entry["step"] for entry in entries + events),
+        },
         "best": best_validation(entries),
         "samples": {entry["step"]: entry["samples"] for entry in entries if "samples" in entry},
-        "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
+        "checkpoints": [step_of(path.name) for path in list_committed(folder / CHECKPOINTS)],
     }
     settings = _read_settings(folder / SETTINGS)
     return RunSummary(name, metrics, settings, events, others)
@@ -100,7 +109,7 @@ def read_evaluations(folder: Path) -> list[dict]:
     """Returns what evaluate --follow has measured of a run, by step."""
     followed = folder / EVALUATIONS
     files = [followed / name for name in sorted(names_in(followed)) if name.endswith(".jsonl")]
-    return sorted((entry for file in files for entry in read(file)), key=itemgetter("step"))
+    return sorted((entry for file in files for entry in read_entries(file)), key=itemgetter("step"))
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

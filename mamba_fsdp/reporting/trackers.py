@@ -11,10 +11,10 @@ import yaml
 
 from mamba_fsdp.errors import UserError, first_line, install_command
 from mamba_fsdp.run.names import TENSORBOARD, WANDB_ID
-from mamba_fsdp.run.records import Write, numbers_of
+from mamba_fsdp.run.records import Write, flatten_numbers
 from mamba_fsdp.storage.patience import exists, read_text, write_for_user
 
-SAMPLES = "validation/samples"
+SAMPLES_TAG = "validation/samples"
 
 
 def make_trackers(
@@ -48,7 +48,7 @@ def make_trackers(
     return trackers
 
 
-def tag_of(metric: str) -> str:
+def metric_tag(metric: str) -> str:
     """Returns a metric's tag, its group and name, as in validation/val_loss."""
     group = "validation" if metric.startswith("val_") else "train"
     return f"{group}/{metric}"
@@ -67,12 +67,12 @@ class TensorBoard:
         self.writer.add_text("settings", textwrap.indent(text, "    "), step)  # Markdown's code
 
     def write(self, entry: dict) -> None:
-        for name, value in numbers_of(entry).items():
+        for name, value in flatten_numbers(entry).items():
             if value is not None:
-                self.writer.add_scalar(tag_of(name), value, entry["step"])
+                self.writer.add_scalar(metric_tag(name), value, entry["step"])
         samples = "\n\n".join(entry.get("samples", []))
         if samples:
-            self.writer.add_text(SAMPLES, textwrap.indent(samples, "    "), entry["step"])
+            self.writer.add_text(SAMPLES_TAG, textwrap.indent(samples, "    "), entry["step"])
 
     def close(self) -> None:
         self.writer.close()
@@ -121,11 +121,11 @@ class WeightsAndBiases:
 
     def write(self, entry: dict) -> None:
         if entry["step"] >= self.next_step:
-            values = {tag_of(name): value for name, value in numbers_of(entry).items()}
+            values = {metric_tag(name): value for name, value in flatten_numbers(entry).items()}
             if "samples" in entry:
                 from wandb import Table
 
-                values[SAMPLES] = Table(["text"], [[text] for text in entry["samples"]])
+                values[SAMPLES_TAG] = Table(["text"], [[text] for text in entry["samples"]])
             self.run.log(values, step=entry["step"])
 
     def close(self) -> None:

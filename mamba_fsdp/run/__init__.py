@@ -1,2 +1,1 @@
-"""Keeps the run folder: the names in it, its layout, the lease that says which process may write there, and the run's
-records."""
+"""Manages the run folder: file names, layout, the lease that lets one process write at a time, and the run's records."""

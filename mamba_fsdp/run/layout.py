@@ -1,5 +1,7 @@
-"""Defines the layout of a run folder: which folder is one, and which of its checkpoints count. names.py has the names
-in it. Without torch."""
+"""Defines the layout of a run folder: how to recognize one, and which of its checkpoints are committed.
+
+names.py defines the file names. This module does not import torch.
+"""
 
 from pathlib import Path
 
@@ -18,71 +20,74 @@ from mamba_fsdp.run.names import (
 )
 from mamba_fsdp.storage.patience import exists, list_hidden_beside, names_in
 
-IN_USE = "stop that run first, or give this one another save_ckpt_path"
-# In a checkpoint, for each parameter: the weight and AdamW's two moments, all fp32. Muon's has fewer.
-CHECKPOINT_BYTES = 12
-# While the model is written, see write_pth: the weight, fp32, in two files.
-PUBLISHING_BYTES = 8
-# What may lie in the folder before a run has begun there.
-BEFORE_A_RUN = {SETTINGS, STOP, STARTS, PROFILE, NODES}
-LOGS = (
-    ".log",
-    ".out",
-    ".err",
-)  # a job may begin them before the run; users like to have them there
+IN_USE_ADVICE = "stop that run first, or give this one another save_ckpt_path"
+# A checkpoint stores the weight and AdamW's two moments in fp32. With Muon it stores fewer moments.
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+# Publishing the model writes each weight in fp32 to two files, see write_pth.
+PUBLISHING_BYTES_PER_PARAMETER = 8
+# The user or the launcher can create these files before the run starts.
+NAMES_BEFORE_RUN = {SETTINGS, STOP, STARTS, PROFILE, NODES}
+# Users keep the log files of a job in the run folder, and the job creates them before the run starts.
+LOG_SUFFIXES = (".log", ".out", ".err")
 
 
 def step_name(step: int) -> str:
-    """Returns the name of a checkpoint's folder, and of the folder of its model."""
+    """Returns the folder name of the checkpoint of `step`. The model published from it has a folder of the same name."""
     return f"step_{step:08d}"
 
 
 def rank_file(rank: int) -> str:
-    """Returns the name of the file that one rank writes of a checkpoint."""
+    """Returns the name of the checkpoint file that `rank` writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def check_is_run_folder(folder: str | Path) -> None:
-    """Raises UserError if the folder that is to be a run folder holds something else, a token store for example."""
+    """Raises UserError if the folder contains something other than a run, for example a token store.
+
+    An empty or missing folder is accepted, because a run can start there.
+    """
     try:
         names = set(names_in(folder))
-    except OSError:  # writing to the folder will report it
+    except OSError:  # the first write to the folder reports the error
         return
     foreign = sorted(
         name
-        for name in names - BEFORE_A_RUN
-        if not name.startswith(".") and not name.endswith(LOGS)
+        for name in names - NAMES_BEFORE_RUN
+        if not name.startswith(".") and not name.endswith(LOG_SUFFIXES)
     )
     if not foreign or {CHECKPOINTS, STATUS, LEASE} & names:
         return
     raise UserError(
-        f"save_ckpt_path {folder} is not a run folder (it holds {', '.join(foreign[:4])}); name a new folder or "
+        f"save_ckpt_path {folder} is not a run folder (it contains {', '.join(foreign[:4])}); name a new folder or "
         "an empty one"
     )
 
 
-def committed(checkpoints: str | Path) -> list[Path]:
-    """Returns the committed checkpoints in the folder `checkpoints`, oldest first, whole or not."""
+def list_committed(checkpoints: str | Path) -> list[Path]:
+    """Returns the committed checkpoints in the folder `checkpoints`, oldest first. Their files are not verified."""
     folder = Path(checkpoints)
     return [folder / name for name in committed_names(str(folder), names_in, exists)]
 
 
 def newest_step(run: str | Path) -> int:
-    """Returns the step of a run's newest committed checkpoint, whole or not; 0 if there is none."""
-    checkpoints = committed(Path(run, CHECKPOINTS))
+    """Returns the step of a run's newest committed checkpoint; 0 if there is none. Does not verify its files."""
+    checkpoints = list_committed(Path(run, CHECKPOINTS))
     if not checkpoints:
         return 0
     return step_of(checkpoints[-1].name) or 0
 
 
-def unfinished(run: Path) -> list[Path]:
-    """Returns the checkpoints that are being saved, or that a killed run was saving; see lease.py."""
+def list_unfinished(run: Path) -> list[Path]:
+    """Returns the folders of checkpoints that are being saved now, or that a killed run left unfinished.
+
+    They are in the staging folders of leases, see lease.py.
+    """
     own = list_hidden_beside(run / LEASE)
     return sorted(folder / name for folder in own for name in names_in(folder) if step_of(name))
 
 
-def removed(checkpoint: Path) -> UserError:
-    """Returns the error for a checkpoint that its run removed while it was read."""
+def checkpoint_removed_error(checkpoint: Path) -> UserError:
+    """Returns the error for a checkpoint that its run removed while this process was reading it."""
     return UserError(
         f"{checkpoint} is gone: its run has newer checkpoints and removed this one while it was read; run the command "
         "again on the run folder, which takes the newest"

@@ -1,16 +1,16 @@
-"""Lets one process at a time write something: the one that holds a lease, a file that it renews as long as it lives.
+"""Implements leases: at any time, only the process that owns the lease of a folder writes there.
 
-A lease is not a lock of the operating system: on a shared file system the mount options decide whether other hosts see
-a lock. A lease that is no longer renewed expires, so that no crash needs a clean-up by hand.
+A lease is a file. Its holder renews it, by updating the modification time, as long as the process lives. A lease that is
+no longer renewed expires, so that nobody has to clean up after a crash. Locks of the operating system are not used: on a
+shared file system, it depends on the mount options whether other hosts see them.
 
-A process may be suspended at any moment, even between a check and the write that the check allows, and continue when
-another has taken its lease over. Therefore nothing that the two must not mix is written in place. The holder of a lease
-has a folder of its own next to it (.<lease>.<unique>.partial); it writes there, and changes what others read by renaming
-into and out of this folder. A process that takes a lease first moves all other own folders into its own: from then on
-every such rename of an earlier holder fails. What a killed process left unfinished is in its own folder and is removed
-with it.
+A process can be suspended at any moment, even between checking its lease and the write that follows, and continue after
+another process has acquired the lease. Therefore the holder does not write in place. It has a staging folder next to
+the lease (.<lease>.<unique>.partial), writes there, and then renames finished files and folders to their final names.
+A process that acquires the lease first moves all other staging folders into its own. After that, every rename by an
+earlier holder fails. Unfinished files of a killed process are in its staging folder and are removed with it.
 
-A run holds its run folder, an export the folder that it makes, and a tokenising process its part of the input.
+A run leases its run folder, an export the folder that it creates, and a tokenizing process its part of the input.
 """
 
 import contextlib
@@ -51,46 +51,46 @@ from mamba_fsdp.storage.typed_json import from_json, parse_object
 from mamba_fsdp.text import escape_unprintable, format_quantity
 from mamba_fsdp.this_process import progress
 
-SECONDS_BETWEEN_RENEWALS = 5.0
-SECONDS_BETWEEN_LOOKS = 1.0
+RENEWAL_SECONDS = 5.0
+POLL_SECONDS = 1.0
 # A holder on another machine counts as dead after this long without a renewal.
-SECONDS_OF_SILENCE = 30.0
-LARGEST_LEASE = 1 << 16  # bytes
+EXPIRY_SECONDS = 30.0
+MAX_LEASE_BYTES = 1 << 16  # bytes
 
 Report = Callable[[str], object]
 
 
 @dataclass
 class Holder:
-    """The process that a lease's file names."""
+    """The process that owns a lease, as described by the lease file."""
 
-    token: str  # unique for each lease that is taken
+    token: str  # unique for each acquisition
     host: str
     pid: int
-    since: str
-    machine: str | None  # the same for processes that see each other's process ids
-    started: int | None  # clock ticks since boot, see _start_of
-    job: str | None  # of Slurm
+    since: str  # when the lease was acquired, in UTC
+    machine: str | None  # see _process_namespace
+    started: int | None  # see _process_start_time
+    job: str | None  # the Slurm job id
 
     @classmethod
     def this_process(cls) -> "Holder":
-        """Returns what a lease that this process takes now says."""
+        """Returns the description of this process for a lease that it acquires now."""
         pid = os.getpid()
         return cls(
             token=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=pid,
             since=utc_timestamp(),
-            machine=_machine(),
-            started=_start_of(pid),
+            machine=_process_namespace(),
+            started=_process_start_time(pid),
             job=os.environ.get("SLURM_JOB_ID"),
         )
 
     def is_alive(self) -> bool | None:
-        """Returns whether the process lives; None if that can't be known."""
-        if self.machine is None or self.machine != _machine():
+        """Returns whether the process is alive; None if it runs where this process can't see it."""
+        if self.machine is None or self.machine != _process_namespace():
             return None
-        return _start_of(self.pid) == self.started
+        return _process_start_time(self.pid) == self.started
 
     def __str__(self) -> str:
         job = f" (Slurm job {self.job})" if self.job else ""
@@ -98,20 +98,20 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Look:
-    """A lease's file at one moment. Two looks differ if the holder has renewed the lease in between."""
+class LeaseSnapshot:
+    """The state of a lease file at one moment. Two snapshots differ if the lease was renewed between them."""
 
     content: bytes
-    renewed: int  # ns since the epoch, by the clock of the file server
+    renewed: int  # nanoseconds since the epoch, by the clock of the file server
 
     def holder(self) -> Holder | None:
-        """Returns the holder; None if the file is still being written, was cut short by a crash, or is damaged."""
+        """Returns the holder; None if the file is still being written, was truncated by a crash, or is damaged."""
         with contextlib.suppress(ValueError):
             return from_json(Holder, parse_object(self.content))
         return None
 
     def is_alive(self) -> bool | None:
-        """Returns whether the holder lives; None if that can't be known."""
+        """Returns whether the holder is alive; None if it runs where this process can't see it."""
         holder = self.holder()
         return None if holder is None else holder.is_alive()
 
@@ -120,113 +120,136 @@ class Look:
 
 
 class Lease:
-    """The right of this process to write `place`, as `file` records it. A closed lease can't be taken again.
+    """A lease that gives this process the right to write to `target`. A closed lease can't be acquired again.
 
-    own: the folder of this process alone. It exists, empty at first, once the lease is taken.
+    file: the lease file. target: the folder that is leased, by default the folder of `file`. staging: the staging folder
+    of this process. It exists and is empty once the lease is acquired.
     """
 
-    def __init__(self, file: Path, place: Path | None = None) -> None:
+    def __init__(self, file: Path, target: Path | None = None) -> None:
         self.file = file
-        self.place = place or file.parent
-        self.own = hidden_beside(file)
-        self.content: bytes | None = None  # of the file, while this process holds the lease
-        self.silent: Look | None = None  # the holder that `shows_life` has found dead
+        self.target = target or file.parent
+        self.staging = hidden_beside(file)
+        self.content: bytes | None = None  # the file's content while this process owns the lease
+        self.expired: LeaseSnapshot | None = (
+            None  # the snapshot that `is_renewed` found not renewed
+        )
         self.closed = threading.Event()
         self.renewal: threading.Thread | None = None
 
-    def take(self, report: Report, remedy: str) -> None:
-        """Takes the lease; waits if only time can tell whether its holder is dead. Raises UserError, which ends in
-        `remedy`, if a living process holds it, StorageError after a minute of retries, and OSError."""
-        while not self.try_take(report):
-            report(f"waiting    to see whether {self.look()} is still alive: it held {self.place}")
+    def acquire(self, report: Report, remedy: str) -> None:
+        """Acquires the lease. If the holder is on another machine, waits to see whether it renews the lease.
+
+        report: prints a line for the user. remedy: the advice at the end of the error message.
+
+        Raises UserError if a live process owns the lease, StorageError if the storage keeps failing for a minute, and
+        OSError for other errors of the file system.
+        """
+        while not self.try_acquire(report):
+            report(
+                f"waiting    to see whether {self.read_snapshot()} is still alive: it held {self.target}"
+            )
             self.check_unused(remedy)
 
     def check_unused(self, remedy: str) -> None:
-        """Raises UserError, which ends in `remedy`, if a holder shows life."""
-        holder = self.look()
-        if self.shows_life():
-            raise UserError(f"{self.place} is in use by {holder}; {remedy}")
+        """Raises UserError, with `remedy` at the end of the message, if the holder renews the lease."""
+        holder = self.read_snapshot()
+        if self.is_renewed():
+            raise UserError(f"{self.target} is in use by {holder}; {remedy}")
 
-    def try_take(self, report: Report = print) -> bool:
-        """Returns whether this process holds the lease now. It is False if the holder is another one that is not known
-        to be dead. Reports what a killed holder left. Raises as `take` does."""
+    def try_acquire(self, report: Report = print) -> bool:
+        """Tries to acquire the lease, without waiting for it to expire. Returns whether this process owns it now.
+
+        Returns False if another process owns the lease and is not known to be dead. Otherwise removes the unfinished
+        files of earlier holders and reports their size. Raises StorageError and OSError like `acquire`.
+        """
         content = json.dumps(asdict(Holder.this_process()), indent=1).encode()
         self.content = content
         while not retry_io(partial(self._claim, content), self.file):
-            seen = self.look()
+            seen = self.read_snapshot()
             if seen is None or seen.content == content:
                 continue
-            if seen.is_alive() is not False and seen != self.silent:
-                delete(self.own)
+            if seen.is_alive() is not False and seen != self.expired:
+                delete(self.staging)
                 return False
-            retry_io(self._take_away, self.file)
+            retry_io(self._move_file_away, self.file)
         self.renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
         self.renewal.start()
-        size = size_of(self.own)
-        for name in names_in(self.own):  # none if the lease is lost already
-            delete(self.own / name)
+        size = size_of(self.staging)
+        for name in names_in(self.staging):  # there are none if the lease is lost already
+            delete(self.staging / name)
         if size:
             report(
-                f"cleaned    {format_quantity(size, 'B')}, which a killed process left unfinished, removed from {self.place}"
+                f"cleaned    removed {format_quantity(size, 'B')} of unfinished files of a killed process from {self.target}"
             )
         return True
 
     def _claim(self, content: bytes) -> bool:
-        """Makes the file if there is none. Returns whether this process holds the lease and has moved away all other
-        own folders."""
-        # Make the own folder before any look at the file: whoever takes the lease later moves the folder away, and our
-        # rename into it, based on a stale look, fails.
+        """Creates the lease file if it does not exist. Returns whether this process owns the lease.
+
+        If it does, all other staging folders have been moved into its own.
+        """
+        # Create the staging folder before reading the lease. If another process acquires the lease later, it moves this
+        # folder away. Our renames are then based on an outdated snapshot, and fail.
         with contextlib.suppress(FileExistsError):
-            self.own.mkdir()
+            self.staging.mkdir()
         with contextlib.suppress(FileExistsError):
             file = open(self.file, "xb")
             try:
                 with file:
                     file.write(content)
-            except OSError:  # half a lease would count as another's
+            except OSError:  # a partly written file would look like the lease of another process
                 self.file.unlink(missing_ok=True)
                 raise
         if not self.is_held():
             return False
         for other in list_hidden_beside(self.file):
-            if other != self.own:
+            if other != self.staging:
                 with contextlib.suppress(FileNotFoundError):
-                    other.rename(self.own / other.name)
-        return self.is_held() and is_folder(self.own)
+                    other.rename(self.staging / other.name)
+        return self.is_held() and is_folder(self.staging)
 
-    def _take_away(self) -> None:
-        """Moves the file into the own folder; does nothing if another process was faster."""
+    def _move_file_away(self) -> None:
+        """Removes the lease file, by a rename, so that only one of several processes succeeds. The others do nothing."""
         with contextlib.suppress(FileNotFoundError):
-            self.file.rename(self.own / "lease")
-            (self.own / "lease").unlink()
+            self.file.rename(self.staging / "lease")
+            (self.staging / "lease").unlink()
 
-    def shows_life(self) -> bool:
-        """Returns whether the holder renews the lease within SECONDS_OF_SILENCE. If it does not, `try_take` takes it."""
-        before = self.look()
-        # By this machine's clock: another host's may be wrong.
-        end = time.monotonic() + SECONDS_OF_SILENCE
+    def is_renewed(self) -> bool:
+        """Waits until the holder renews the lease, for at most EXPIRY_SECONDS. Returns whether it did.
+
+        After False, `try_acquire` can acquire the lease.
+        """
+        before = self.read_snapshot()
+        # Measure with this machine's clock, because the clock of the other host can be wrong.
+        end = time.monotonic() + EXPIRY_SECONDS
         while True:
-            now = self.look()
+            now = self.read_snapshot()
             if now is None:
                 return False
             if now != before:
                 return True
             if now.is_alive() is False or time.monotonic() >= end:
-                self.silent = now
+                self.expired = now
                 return False
             progress.touch()
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(POLL_SECONDS)
 
     def is_held(self) -> bool:
-        """Returns whether this process holds the lease. Raises OSError as the disk does."""
-        seen = self._look()
+        """Returns whether this process owns the lease. Raises OSError if the file can't be read."""
+        seen = self._read_snapshot()
         return seen is not None and seen.content == self.content
 
     def check(self, trying: Callable[..., Any] = retry_io) -> None:
-        """Raises LeaseLostError if this process no longer holds the lease, UserError if that can't be known. It is for what
-        can't be renamed into place; a process that is suspended after this check may still write once."""
+        """Raises LeaseLostError if this process no longer owns the lease, and UserError if the file can't be read.
+
+        Call it before writing to files that can't be renamed into place. A process that is suspended right after this
+        check can still write once after it has lost the lease.
+
+        trying: runs the check, by default with retries.
+        """
         try:
-            seen = trying(self._look_in_folder, self.file)
+            seen = trying(self._read_snapshot_in_folder, self.file)
         except OSError as error:
             raise storage_error(
                 error, f"{self.file}: can't be read ({error.strerror}); fix that and run again"
@@ -237,13 +260,13 @@ class Lease:
         if seen:
             what = f"is in use by {seen}"
         raise LeaseLostError(
-            f"{self.place} {what}: this run was suspended for a while, or somebody removed the file; it "
+            f"{self.target} {what}: this run was suspended for a while, or somebody removed the file; it "
             "stops here and writes nothing more"
         )
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Raises LeaseLostError if something inside fails because another process has moved the own folder away."""
+        """Raises LeaseLostError if the block fails because another process has moved the staging folder away."""
         try:
             yield
         except FileNotFoundError:
@@ -251,32 +274,45 @@ class Lease:
             raise
 
     def move(self, old: Path, new: Path) -> None:
-        """Renames to a name that is free; one of both lies in the own folder. Raises LeaseLostError, and OSError."""
+        """Renames `old` to `new`. Nothing named `new` can exist, and one of the two must be in the staging folder.
+
+        Raises LeaseLostError if this process has lost the lease, and OSError.
+        """
         with self.guard():
             move(old, new)
 
     def remove(self, path: Path) -> None:
-        """Removes a file or folder so that nobody ever sees half of it. Raises as `move` does."""
-        hidden = hidden_beside(self.own / path.name)
+        """Removes a file or folder. Other processes see either all of it or nothing.
+
+        Raises LeaseLostError if this process has lost the lease, and OSError.
+        """
+        hidden = hidden_beside(self.staging / path.name)
         self.move(path, hidden)
         delete(hidden)
 
     def write(self, path: Path, data: str | bytes) -> None:
-        """Writes a file; readers see the old content or all of `data`. Raises LeaseLostError, and UserError."""
+        """Replaces a file atomically: readers see either the old content or all of `data`.
+
+        Raises LeaseLostError if this process has lost the lease, and UserError if the disk fails.
+        """
         try:
-            write_for_user(path, data, self.own)
+            write_for_user(path, data, self.staging)
         except UserError:
             self.check()
             raise
 
-    def look(self) -> Look | None:
-        """Returns what the file says now; None if there is none. Raises StorageError after a minute of retries, and OSError."""
-        return retry_io(self._look, self.file)
+    def read_snapshot(self) -> LeaseSnapshot | None:
+        """Returns the current state of the lease file; None if it does not exist.
 
-    def _look(self) -> Look | None:
+        Raises StorageError if the storage keeps failing for a minute, and OSError for other errors.
+        """
+        return retry_io(self._read_snapshot, self.file)
+
+    def _read_snapshot(self) -> LeaseSnapshot | None:
         try:
-            # Opening makes NFS ask its server. A link is refused: one that leads nowhere can neither be read nor made.
-            return Look(*read_once(self.file, LARGEST_LEASE, os.O_NOFOLLOW))
+            # Opening the file makes an NFS client ask its server for the current version. A symbolic link is rejected,
+            # because a broken link can neither be read nor created.
+            return LeaseSnapshot(*read_once(self.file, MAX_LEASE_BYTES, os.O_NOFOLLOW))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -285,44 +321,47 @@ class Lease:
                 error.strerror = f"{self.file.name} is a link; remove it"
             raise
 
-    def _look_in_folder(self) -> Look | None:
-        """Does as `_look`, but raises OSError if there is not even a folder for the file."""
+    def _read_snapshot_in_folder(self) -> LeaseSnapshot | None:
+        """Reads a snapshot, but raises OSError instead of returning None if the folder of the file is missing."""
         os.stat(self.file.parent)
-        return self._look()
+        return self._read_snapshot()
 
     def _renew(self) -> None:
-        while not self.closed.wait(SECONDS_BETWEEN_RENEWALS):
-            with contextlib.suppress(OSError):  # the next renewal may succeed
+        while not self.closed.wait(RENEWAL_SECONDS):
+            with contextlib.suppress(OSError):  # the next renewal can succeed
                 if self.is_held():
                     os.utime(self.file)
 
     def close(self) -> None:
-        """Gives the lease back, if this process holds it, and removes the own folder."""
+        """Releases the lease, if this process owns it, and removes the staging folder."""
         self.closed.set()
         if self.renewal:
-            self.renewal.join(1.0)  # longer only if storage keeps it waiting
+            self.renewal.join(1.0)  # it takes longer only if the storage does not answer
         if self.content is None:
             return
         with contextlib.suppress(OSError, StorageError):
-            retry_io(self._give_back, self.file)
-        delete(self.own)
+            retry_io(self._release, self.file)
+        delete(self.staging)
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         if self.is_held():
-            self._take_away()
+            self._move_file_away()
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yields a folder to write in, by functions of storage/patience.py that return when all is on the disk. It becomes
-    `out` once the block has ended, and is removed if the block fails. Raises UserError if `out` is not free, another process writes it, or the disk refuses."""
+    """Yields a folder to write to, and renames it to `out` at the end of the block. Removes it if the block fails.
+
+    The block must write with those functions of storage/patience.py that return when the data is on the disk. Raises
+    UserError if `out` exists, if another process is writing it, or if the disk fails.
+    """
     if exists(out):
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     lease = Lease(out.with_name(f".{out.name}.lease"), out)
-    unfinished = lease.own / out.name
+    unfinished = lease.staging / out.name
     try:
         make_folder(out.parent, parents=True)
-        lease.take(partial(print, file=sys.stderr), "wait for it, or name another folder")
+        lease.acquire(partial(print, file=sys.stderr), "wait for it, or name another folder")
         make_folder(unfinished)
         yield unfinished
         sync_folder(unfinished)
@@ -334,17 +373,19 @@ def new_folder(out: Path) -> Iterator[Path]:
         lease.close()
 
 
-def _machine() -> str | None:
-    """Returns a name that is the same for processes that see each other's process ids; None without Linux's /proc."""
+def _process_namespace() -> str | None:
+    """Identifies the boot and the PID namespace; None without Linux's /proc. Process ids are unique only within both."""
     with contextlib.suppress(OSError):
         boot = read_text("/proc/sys/kernel/random/boot_id").strip()
         return boot + os.readlink("/proc/self/ns/pid")
     return None
 
 
-def _start_of(pid: int) -> int | None:
-    """Returns when a process started, in clock ticks since boot: it tells processes with the same id apart. None if it has
-    ended."""
+def _process_start_time(pid: int) -> int | None:
+    """Returns when a process started, in clock ticks since boot; None if it has ended.
+
+    The start time distinguishes processes that had the same process id one after the other.
+    """
     with contextlib.suppress(OSError, ValueError):
         _, _, after_name = read_text(f"/proc/{pid}/stat").rpartition(")")
         state, *fields = after_name.split()

@@ -1,5 +1,6 @@
-"""Names what lies in a run folder, and tells which checkpoints there count. For the cluster's own Python too, which may
-be 3.6.
+"""Defines the file names in a run folder, and finds its committed checkpoints.
+
+The launcher imports this module with the cluster's own Python, so it must run on Python 3.6.
 
     config.yaml  config.1.yaml ...  metrics.jsonl  steps.jsonl  events.jsonl  status.json  lease.json
     kernels.json  nodes.jsonl  STOP  tokenizer/
@@ -15,46 +16,47 @@ import re
 from typing import Callable, List, Optional
 
 SETTINGS = "config.yaml"
-SETTINGS_COPY = "config.{}.yaml"  # of a start, by a number; events.jsonl says from which step on
+SETTINGS_COPY = (
+    "config.{}.yaml"  # numbered settings of a start; events.jsonl names the file of each start
+)
 METRICS = "metrics.jsonl"
-STEPS = "steps.jsonl"  # loss and gradient norm of every step, with all their digits
-EVENTS = "events.jsonl"  # starts, ends, checkpoints, faults, over all restarts
-NODES = "nodes.jsonl"  # the nodes that were lost or sick, see run/node_record.py
-# The backends that the run was begun with on a GPU, see trainer/first_use.py.
-KERNELS = "kernels.json"
-CACHES = ".cache"  # next to the run folders
+STEPS = "steps.jsonl"  # loss and gradient norm of every step, in full precision
+EVENTS = "events.jsonl"  # starts, ends, checkpoints and faults, over all restarts
+NODES = "nodes.jsonl"  # nodes that were lost or sick, see run/node_record.py
+KERNELS = "kernels.json"  # the selected backends on a GPU, see trainer/kernel_selection.py
+CACHES = ".cache"  # a folder next to the run folders
 STATUS = "status.json"
 LEASE = "lease.json"
-STOP = "STOP"  # whoever makes this file asks the run to stop
-TOKENIZER = "tokenizer"  # of the data, next to the model that was trained on it
-# Files of one start, in a folder with its name: the settings for its ranks, the nodes' reports, and how it ended.
+STOP = "STOP"  # the run stops when a user or the launcher creates this file
+TOKENIZER = "tokenizer"  # the tokenizer of the data, stored next to the model
+# Each start has a folder in STARTS, with the settings for its ranks, the reports of the nodes, and its outcome.
 STARTS = "starts"
 RESOLVED = "settings.json"
 PREFLIGHT = "preflight"
-VERDICT = "verdict.json"  # in PREFLIGHT
+VERDICT = "verdict.json"  # the result of the checks, in the folder PREFLIGHT
 OUTCOME = "outcome.json"
-# In the environment of ranks: the folder of their start, and what stop_mark said when the start began.
-START = "MAMBA_FSDP_START"
-OLD_STOP = "MAMBA_FSDP_OLD_STOP"
-# Also there: how many nodes the job wanted, if it trains on fewer. The global batch stays that of this number.
-WANTED_NODES = "MAMBA_FSDP_WANTED_NODES"
+# Environment variables of the ranks: the folder of their start, and the stop_file_id at the beginning of the start.
+START_VARIABLE = "MAMBA_FSDP_START"
+OLD_STOP_VARIABLE = "MAMBA_FSDP_OLD_STOP"
+# The number of nodes that the job asked for, if it trains on fewer. The global batch is computed for this number.
+WANTED_NODES_VARIABLE = "MAMBA_FSDP_WANTED_NODES"
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
 COMMIT = "COMMIT"
-KEPT = "KEEP"  # in a checkpoint: it is never removed
-MODELS = "pth"
+KEEP_MARKER = "KEEP"  # a checkpoint that contains this file is never removed
+MODEL_FOLDERS = "pth"
 CONSOLIDATED = "consolidated.00.pth"
 MODEL_CONFIG = "config.json"
 PROFILE = "profile"
 TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb_id"
 REPORT = "report.html"
-TASK_RESULTS = "lm_eval_{}.json"  # of lm-evaluation-harness, by the time of writing
-EVALUATIONS = "evaluations"  # of evaluate --follow, see inference/following.py
+TASK_RESULTS = "lm_eval_{}.json"  # results of lm-evaluation-harness; {} is the time of writing
+EVALUATIONS = "evaluations"  # the folder of `evaluate --follow`, see inference/following.py
 
 
 def step_of(name: str) -> Optional[int]:
-    """Returns the step that a checkpoint's folder of this name holds; None for any other name."""
+    """Parses the step from the folder name of a checkpoint; returns None for any other name."""
     match = re.match(r"step_(\d+)$", name)
     return int(match.group(1)) if match else None
 
@@ -64,9 +66,10 @@ def committed_names(
     list_names: Callable[[str], List[str]] = os.listdir,
     is_there: Callable[[str], bool] = os.path.exists,
 ) -> List[str]:
-    """Returns the names of the committed checkpoints in a folder, oldest first, whole or not; [] if there is no folder.
+    """Returns the names of the committed checkpoints in a folder, oldest first; [] if the folder does not exist.
 
-    list_names, is_there: how a folder is listed, and a file found. Raises OSError as they do.
+    Their files are not verified. list_names: lists the names in a folder. is_there: returns whether a file exists.
+    Raises the OSErrors of both.
     """
     try:
         names = list_names(checkpoints)
@@ -77,7 +80,7 @@ def committed_names(
 
 
 def newest_checkpoint(run: str) -> str:
-    """Returns the name of a run's newest committed checkpoint, whole or not; "" without one."""
+    """Returns the name of a run's newest committed checkpoint; "" if there is none. Does not verify its files."""
     try:
         names = committed_names(os.path.join(run, CHECKPOINTS))
     except OSError:  # a transient error of the storage
@@ -85,9 +88,11 @@ def newest_checkpoint(run: str) -> str:
     return names[-1] if names else ""
 
 
-def stop_mark(run: str) -> str:
-    """Returns a mark of the file STOP in a run folder, by which a later one differs; "" if there is none. Raises OSError
-    if the storage fails."""
+def stop_file_id(run: str) -> str:
+    """Returns an identifier of the file STOP in a run folder; "" if there is none.
+
+    A STOP file that is created later has another identifier. Raises OSError if the storage fails.
+    """
     try:
         found = os.stat(os.path.join(run, STOP))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,8 +1,9 @@
-"""Records the nodes that a run has lost, and those that were sick: nodes.jsonl in the run folder. For the cluster's own
-Python too, which may be 3.6.
+"""Records lost and sick nodes of a run in nodes.jsonl in the run folder.
 
-A line is one JSON object: time (UTC), job, node, kind (lost or sick), reason, last_seen (seconds since the epoch). Whoever
-deletes the file, or a line, clears what it says; after a day it no longer counts.
+Each line is one JSON object: time (UTC), job, node, kind (lost or sick), reason, last_seen (seconds since the epoch). A
+sick node is left out for a day. Deleting its line, or the file, allows the node again.
+
+The launcher imports this module with the cluster's own Python, so it must run on Python 3.6.
 """
 
 import json
@@ -14,14 +15,14 @@ from mamba_fsdp.run.names import NODES
 
 LOST = "lost"
 SICK = "sick"
-SECONDS_OF_SUSPICION = 86400
-MAX_BYTES = 1 << 20  # of the file's end; a line has some hundred
+SICK_SECONDS = 86400
+MAX_BYTES = 1 << 20  # only the end of a longer file is read; a line has some hundred bytes
 
 
 def add_record(
     run_folder: str, job: str, node: str, kind: str, reason: str, last_seen: float
 ) -> None:
-    """Appends a line. Raises OSError if the run folder can't be written."""
+    """Appends a line to nodes.jsonl. Raises OSError if the file can't be written."""
     content = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
         "job": job,
@@ -35,8 +36,10 @@ def add_record(
 
 
 def read_records(run_folder: str) -> List[Dict[str, Any]]:
-    """Returns the lines of the record, oldest first, without damaged ones; [] if there is none. Raises OSError if the
-    file can't be read."""
+    """Returns the lines of nodes.jsonl, oldest first, without damaged ones; [] if the file does not exist.
+
+    Raises OSError if the file can't be read.
+    """
     path = os.path.join(run_folder, NODES)
     if not os.path.isfile(path):
         return []
@@ -55,8 +58,8 @@ def read_records(run_folder: str) -> List[Dict[str, Any]]:
 
 
 def sick_nodes(run_folder: str) -> Dict[str, str]:
-    """Returns why each node was sick in the last day. Raises OSError as read_records does."""
-    earliest = time.time() - SECONDS_OF_SUSPICION
+    """Returns {node: reason} of the nodes that were sick in the last day. Raises OSError if nodes.jsonl can't be read."""
+    earliest = time.time() - SICK_SECONDS
     return {
         str(record.get("node")): str(record.get("reason"))
         for record in read_records(run_folder)

@@ -1,5 +1,4 @@
-"""Writes and reads rank 0's records of a run: files of JSON lines such as metrics.jsonl, one object per line, and
-status.json."""
+"""Writes and reads the records of a run: status.json, and files of JSON lines such as metrics.jsonl. Rank 0 writes them."""
 
 import contextlib
 import errno
@@ -30,24 +29,26 @@ from mamba_fsdp.storage.typed_json import parse_object
 
 T = TypeVar("T")
 Write = Callable[[Path, str | bytes], object]  # replaces a file, see write_for_user
-ELSEWHERE = "requested on another rank"  # the reason of a stop that rank 0 was not asked for
-ENDS = ("stopped", "finished", "failed")  # the events that end a start
-LARGEST = 1 << 63  # larger integers are not read: other programs can't hold them
+OTHER_RANK_REASON = "requested on another rank"  # the stop reason if rank 0 itself was not asked
+END_EVENTS = ("stopped", "finished", "failed")  # the events that end a start
+MAX_INTEGER = 1 << 63  # larger integers are ignored, because other programs can't represent them
 
 
 class Log:
-    """A file of JSON lines, each with its "step", to which entries are appended.
+    """A file of JSON lines. Entries are appended to it. Each entry has the key "step".
 
-    Making a Log replaces the file by a copy without the entries after `step`. Each write opens the file first and then
-    checks `lease`: a process that is suspended after this check, and has lost the lease when it continues, appends to
-    the file that its successor has replaced. `failing`: whether the last attempt failed; its lines wait in memory for
-    the next attempt.
+    The constructor replaces the file by a copy without the entries after `step`, because the run repeats these steps.
+
+    Each write opens the file before it checks `lease`. A process that is suspended after the check can lose the lease
+    meanwhile. It then appends to a file that its successor has already replaced, so that the write has no effect.
+
+    failing: whether the last write failed. Its entries stay in memory and are written with the next ones.
     """
 
     def __init__(self, path: Path, step: int, lease: Lease | None = None) -> None:
         self.path = path
         self.lease = lease
-        self.waiting = b""
+        self.pending = b""
         self.failing = False
         kept = b""
         if step:
@@ -57,10 +58,12 @@ class Log:
         write(path, kept)
 
     def write(self, *entries: dict) -> None:
-        """Appends entries. Raises LeaseLostError if another process writes there. If the disk refuses, it prints one
-        warning, and `sync` will raise."""
+        """Appends entries. If the disk fails, prints a warning once and keeps the entries in memory.
+
+        Raises LeaseLostError if another process has acquired the lease.
+        """
         for entry in entries:
-            self.keep(entry)
+            self.buffer(entry)
         try:
             self._append()
         except LeaseLostError:
@@ -68,20 +71,19 @@ class Log:
         except (OSError, UserError) as error:
             if not self.failing:
                 print(
-                    f"warning: {self.path}: can't be written ({getattr(error, 'strerror', error)}); its lines wait "
-                    "in memory",
+                    f"warning: {self.path}: can't be written ({getattr(error, 'strerror', error)}); its lines stay "
+                    "in memory until the next attempt",
                     file=sys.stderr,
                     flush=True,
                 )
             self.failing = True
 
-    def keep(self, entry: dict) -> None:
-        """Appends an entry with the next call of `write` or `sync`."""
-        self.waiting += _line(entry).encode()
+    def buffer(self, entry: dict) -> None:
+        """Keeps an entry in memory. The next call of `write` or `sync` appends it to the file."""
+        self.pending += _format_line(entry).encode()
 
     def sync(self) -> None:
-        """Returns when all entries are on the disk. Raises UserError if that fails, StorageError for a transient
-        error."""
+        """Waits until all entries are on the disk. Raises UserError if that fails, StorageError for a transient error."""
         try:
             self._append(sync=True)
         except OSError as error:
@@ -93,34 +95,35 @@ class Log:
 
     def _append(self, *, sync: bool = False) -> None:
         def attempt() -> int:
-            # The file is opened each time: file servers report failed writes at the close, and forget open files.
+            # Open the file each time: file servers report failed writes when the file is closed, and a restarted server
+            # no longer knows which files were open.
             with open(self.path, "ab", buffering=0) as file:
                 if self.lease:
                     self.lease.check(trying)
                 end = file.tell()
                 if end != self.size:
-                    # A failed attempt has left part of a line: remove it. Or the file was cut short: do not make it
-                    # longer again.
+                    # If a failed attempt left part of a line, remove it. If someone truncated the file, do not extend
+                    # it again.
                     end = min(end, self.size)
                     file.truncate(end)
-                if file.write(self.waiting) < len(self.waiting):
+                if file.write(self.pending) < len(self.pending):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 if sync:
                     os.fsync(file.fileno())
-                return end + len(self.waiting)
+                return end + len(self.pending)
 
-        trying = _try_once if self.failing else retry_io
+        trying = _call_once if self.failing else retry_io
         self.size = trying(attempt, self.path)
-        self.waiting = b""
+        self.pending = b""
         self.failing = False
 
 
-def _try_once(action: Callable[[], T], what: Path) -> T:
+def _call_once(action: Callable[[], T], what: Path) -> T:
     return action()
 
 
-def _line(entry: dict) -> str:
-    # JSON has no NaN, so that a loss that is not finite is written as null.
+def _format_line(entry: dict) -> str:
+    # JSON has no NaN, so a loss that is not finite is written as null.
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in entry.items()
@@ -128,17 +131,20 @@ def _line(entry: dict) -> str:
     return json.dumps(finite) + "\n"
 
 
-def read(path: Path) -> list[dict]:
-    """Returns the objects of a file of JSON lines, see `entries`. Raises UserError if the file can't be read."""
+def read_entries(path: Path) -> list[dict]:
+    """Returns the objects of a file of JSON lines, see `iterate_entries`. Raises UserError if it can't be read."""
     try:
-        return retry_io(lambda: [entry for entry, _ in entries(path)], path)
+        return retry_io(lambda: [entry for entry, _ in iterate_entries(path)], path)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from None
 
 
-def entries(path: Path) -> Iterator[tuple[dict, int]]:
-    """Yields (object, bytes up to its end) for each line of a file of JSON lines. Other lines are skipped with a
-    warning on stderr; a last line that a crash cut short is skipped without one."""
+def iterate_entries(path: Path) -> Iterator[tuple[dict, int]]:
+    """Yields (object, offset of the end of its line in bytes) for each entry of a file of JSON lines.
+
+    Invalid lines are skipped, with one warning on stderr. A last line without a line break, as a crash leaves it, is
+    skipped without a warning.
+    """
     if not exists(path):
         return
     end = 0
@@ -165,30 +171,32 @@ def _parse_entry(line: bytes) -> dict | None:
     except ValueError:
         return None
     step = entry.get("step")
-    return entry if type(step) is int and 0 <= step < LARGEST else None
+    return entry if type(step) is int and 0 <= step < MAX_INTEGER else None
 
 
 def _lines_up_to(path: Path, step: int) -> bytes:
-    """Returns the beginning of a file of JSON lines, up to its first entry after `step`."""
+    """Returns the content of a file of JSON lines up to the first entry after `step`."""
     size = 0
-    for entry, end in entries(path):
+    for entry, end in iterate_entries(path):
         if entry["step"] > step:
             break
         size = end
     return read_bytes(path)[:size] if size else b""
 
 
-def latest(run_folder: Path) -> dict[str, Any]:
-    """Returns the latest value of each key of the metrics."""
+def latest_values(run_folder: Path) -> dict[str, Any]:
+    """Returns the latest value of each key in metrics.jsonl."""
     values: dict[str, Any] = {}
-    for entry in read(run_folder / METRICS):
+    for entry in read_entries(run_folder / METRICS):
         values |= entry
     return values
 
 
-def numbers_of(entry: dict) -> dict[str, Any]:
-    """Returns the numbers of a metrics entry, without its step. The numbers of a source are named as in
-    `source_epochs/code`; a number that is not finite is None."""
+def flatten_numbers(entry: dict) -> dict[str, Any]:
+    """Returns the numbers of a metrics entry, without its step.
+
+    The number of a source has a name like `source_epochs/code`. A number that is not finite is None.
+    """
     flat: dict[str, Any] = {}
     for name, value in entry.items():
         if isinstance(value, dict):
@@ -201,7 +209,7 @@ def numbers_of(entry: dict) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     if type(value) is int:
-        return abs(value) < LARGEST
+        return abs(value) < MAX_INTEGER
     return value is None or type(value) is float
 
 
@@ -212,9 +220,10 @@ def best_validation(entries: Iterable[dict]) -> dict:
 
 
 def was_validated(run_folder: Path, step: int) -> bool:
-    """Returns whether the metrics hold a validation of the model after `step`."""
+    """Returns whether metrics.jsonl contains a validation of the model after `step`."""
     return any(
-        entry["step"] == step and "val_loss" in entry for entry in read(run_folder / METRICS)
+        entry["step"] == step and "val_loss" in entry
+        for entry in read_entries(run_folder / METRICS)
     )
 
 
@@ -225,8 +234,11 @@ def write_status(
     reason: str = "",
     write: Write = write_for_user,
 ) -> None:
-    """Writes status.json and, unless the status is running, an event. status: running, stopped, finished or failed.
-    write: a run's own is `Lease.write`. Raises UserError if it can't write."""
+    """Writes status.json and, unless the status is running, adds an event.
+
+    status: running, stopped, finished or failed. write: the function that replaces a file; the holder of the run's lease
+    passes `Lease.write`. Raises UserError if the disk fails.
+    """
     content: dict[str, Any] = {
         "status": status,
         "step": step,
@@ -239,16 +251,19 @@ def write_status(
 
 
 def read_status(run_folder: Path) -> dict[str, Any]:
-    """Returns the content of status.json, or {} if there is none. The status is `failed` for a run that is known to
-    have ended without writing its status, for example after kill -9 or on a full disk."""
+    """Returns the content of status.json, or {} if there is none.
+
+    If the file contains the status `running`, but the process has ended, for example after kill -9 or because of a full
+    disk, the returned status is `failed`.
+    """
     status: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, UserError):
-        # Look at the lease first, since a run writes its last status before it gives its lease back; and again after
-        # the status, since a start takes its lease before it writes its first status.
+        # Read the lease before the status, because a run writes its last status before it releases the lease. Read it
+        # again after the status, because a start acquires the lease before it writes its first status.
         lease = Lease(run_folder / LEASE)
-        before = lease.look()
+        before = lease.read_snapshot()
         status = parse_object(read_bytes(run_folder / STATUS))
-        holder = lease.look()
+        holder = lease.read_snapshot()
         is_over = not any(look and look.is_alive() is not False for look in (before, holder))
         if status.get("status") == "running" and is_over:
             reason = (
@@ -258,13 +273,15 @@ def read_status(run_folder: Path) -> dict[str, Any]:
     return status
 
 
-def correct_status(run_folder: Path) -> dict[str, Any]:
-    """Returns the status as read_status does, and writes it for a run that ended without writing its status, unless
-    another process has taken the lease by then."""
+def repair_status(run_folder: Path) -> dict[str, Any]:
+    """Returns the status, see `read_status`, and corrects status.json if the run ended without writing its status.
+
+    The file stays as it is if another process has acquired the lease.
+    """
     status = read_status(run_folder)
     lease = Lease(run_folder / LEASE)
     with contextlib.suppress(OSError, ValueError, UserError), contextlib.closing(lease):
-        if status.get("status") == "failed" and lease.try_take():
+        if status.get("status") == "failed" and lease.try_acquire():
             written = parse_object(read_bytes(run_folder / STATUS))
             if written.get("status") == "running":
                 write_status(run_folder, "failed", status["step"], status["reason"], lease.write)
@@ -274,17 +291,17 @@ def correct_status(run_folder: Path) -> dict[str, Any]:
 def add_event(
     run_folder: Path, event: str, step: int, write: Write = write_for_user, **facts: object
 ) -> None:
-    """Adds a line to events.jsonl: the event after `step`, its time (UTC) and its `facts`. If the disk refuses, the line
-    is lost, because an event is no reason to stop a run.
+    """Adds a line to events.jsonl: the event after `step`, its time (UTC) and its `facts`.
 
-    write: a run's own is `Lease.write`. The file, which is small, is written anew, so that nothing can be added by a
-    process that has lost its lease. Raises LeaseLostError.
+    If the disk fails, the line is lost with a warning, because the run should continue. The small file is written as a
+    whole with `write`, so that a process that has lost its lease can't add to it. The holder of the run's lease passes
+    `Lease.write`. Raises LeaseLostError if this process has lost the lease.
     """
-    line = _line({"time": utc_timestamp(), "event": event, "step": step, **facts}).encode()
+    line = _format_line({"time": utc_timestamp(), "event": event, "step": step, **facts}).encode()
     path = run_folder / EVENTS
     try:
         content = read_bytes(path) if exists(path) else b""
-        if content and not content.endswith(b"\n"):  # a crash has cut the last line short
+        if content and not content.endswith(b"\n"):  # a crash truncated the last line
             content += b"\n"
         write(path, content + line)
     except LeaseLostError:
@@ -293,15 +310,20 @@ def add_event(
         print(f"warning: {path}: the event {event!r} is lost: {error}", file=sys.stderr)
 
 
-def seconds_of_commands(run_folder: Path, until: float) -> float:
-    """Returns how long the commands of a run have run before `until` (seconds since the epoch), without the pauses
-    between them, as far as its records tell: one that was killed ran until it wrote its last metrics."""
+def command_seconds(run_folder: Path, until: float) -> float:
+    """Returns the total seconds that the commands of a run took before `until`, without the pauses between them.
+
+    until: seconds since the epoch. A command that was killed counts until it wrote its last metrics. Returns 0 if the
+    records are incomplete.
+    """
     with contextlib.suppress(LookupError, OSError, TypeError, ValueError):
         events = read_events(run_folder)
         moments = [datetime.fromisoformat(event["time"]).timestamp() for event in events]
         kinds = [event["event"] for event in events]
         start = max(number for number, kind in enumerate(kinds) if kind == "started")
-        ends = [number for number, kind in enumerate(kinds) if kind in ENDS and number > start]
+        ends = [
+            number for number, kind in enumerate(kinds) if kind in END_EVENTS and number > start
+        ]
         ended = moments[ends[0]] if ends else stat_of(run_folder / METRICS).st_mtime
         began = moments[start] - events[start]["seconds_to_start"]
         return events[start]["seconds_of_earlier_commands"] + max(0.0, min(ended, until) - began)
@@ -309,6 +331,5 @@ def seconds_of_commands(run_folder: Path, until: float) -> float:
 
 
 def read_events(run_folder: Path) -> list[dict]:
-    """Returns the events of a run, oldest first; [] if an older version made the run. Raises UserError if the file
-    can't be read."""
-    return read(run_folder / EVENTS)
+    """Returns the events of a run, oldest first; [] if there are none. Raises UserError if the file can't be read."""
+    return read_entries(run_folder / EVENTS)

@@ -16,7 +16,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Duration, parse, shown
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import SPELLINGS, plain, preset
-from mamba_fsdp.run.layout import check_is_run_folder, committed
+from mamba_fsdp.run.layout import check_is_run_folder, list_committed
 from mamba_fsdp.run.names import CHECKPOINTS, SETTINGS
 from mamba_fsdp.settings import other_launchers
 from mamba_fsdp.settings.recipes import RECIPES_FILE, recipe, recipe_name
@@ -99,7 +99,7 @@ def read_run(folder: Path) -> TrainConfig | None:
     """Returns the settings of the run in `folder`; None if it has no checkpoint. Their notes name what this version of the
     program does not know in their file. Raises UserError if it can't read the file."""
     file = folder / SETTINGS
-    if not exists(file) or not committed(folder / CHECKPOINTS):
+    if not exists(file) or not list_committed(folder / CHECKPOINTS):
         return None
     written = read_file(str(file))
     check_preset(written)

@@ -1,1 +1,1 @@
-"""Runs a training from its settings to its last checkpoint: set-up, loop, schedule, optimiser, stopping, metrics."""
+"""Runs a training from its settings to its last checkpoint: setup, loop, schedule, optimizer, stopping, metrics."""

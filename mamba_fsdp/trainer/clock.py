@@ -1,4 +1,4 @@
-"""Measures seconds per training step since the last report, and compares the ranks."""
+"""Measures the seconds per training step since the last report, and compares the ranks."""
 
 import contextlib
 import resource
@@ -10,31 +10,34 @@ import torch
 
 
 class Clock:
-    """A timer of training steps from `step` on. Validation and saving checkpoints do not count.
+    """Measures the time of training steps. Validation and checkpoints are excluded with `paused`.
 
-    A rank's own seconds run from the moment at which all ranks know a step's sums to its next forward
-    pass. The rank spends them on reports and on data."""
+    step: the last step before the clock starts. ranks: the number of ranks.
+
+    The own seconds of a rank are the time from the collective of one step to the next forward pass. In this time, the
+    rank reports and waits for data, and a slow rank delays the others.
+    """
 
     def __init__(self, step: int, ranks: int = 1) -> None:
         now = time.perf_counter()
         self.began = now
         self.first_step = step
-        self.interval_began = now  # at the last report
-        self.interval_step = step
-        self.together = now  # when all ranks last knew the sums of a step
-        self.own = [0.0] * ranks  # each rank's own seconds since the last report
-        self.data_wait = 0.0  # seconds of waiting for data since the last report
-        self.returned_seconds = 0.0  # seconds that new_seconds has returned so far
+        self.interval_began = now  # the time of the last report
+        self.interval_step = step  # the step of the last report
+        self.synchronized = now  # the time of the last collective
+        self.rank_seconds = [0.0] * ranks  # own seconds of each rank since the last report
+        self.data_wait = 0.0  # seconds spent waiting for data since the last report
+        self.returned_seconds = 0.0  # the sum of all results of new_seconds
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Returns a context manager; the time spent inside it does not count."""
+        """Stops the clock during the block."""
         before = time.perf_counter()
         yield
         seconds = time.perf_counter() - before
         self.began += seconds
         self.interval_began += seconds
-        self.together += seconds
+        self.synchronized += seconds
 
     def new_seconds(self) -> float:
         """Returns the seconds of training steps since the last call."""
@@ -43,36 +46,45 @@ class Clock:
         return self.returned_seconds - before
 
     def own_seconds(self) -> float:
-        """Returns this rank's own seconds; call it right before the next forward pass."""
-        return time.perf_counter() - self.together
+        """Returns this rank's own seconds since the last collective. Call it right before the forward pass."""
+        return time.perf_counter() - self.synchronized
 
-    def meet(self, own_seconds: list[float]) -> None:
-        """Records that all ranks know a step's sums. own_seconds: each rank's, before that step."""
-        self.own = [before + seconds for before, seconds in zip(self.own, own_seconds)]
-        self.together = time.perf_counter()
+    def record_sums(self, own_seconds: list[float]) -> None:
+        """Records that the collective of a step has finished. own_seconds: the own seconds of each rank before this step."""
+        self.rank_seconds = [
+            before + seconds for before, seconds in zip(self.rank_seconds, own_seconds)
+        ]
+        self.synchronized = time.perf_counter()
 
     def seconds_per_step(self, step: int) -> tuple[float, list[float]]:
-        """Returns means since the last report: (seconds per step, each rank's own seconds). At least one step came since."""
+        """Returns (seconds per step, own seconds per step of each rank), both as means since the last report.
+
+        There must have been at least one step since.
+        """
         steps = step - self.interval_step
         in_all = time.perf_counter() - self.interval_began
-        return in_all / steps, [seconds / steps for seconds in self.own]
+        return in_all / steps, [seconds / steps for seconds in self.rank_seconds]
 
     def next_interval(self, step: int) -> None:
+        """Starts the interval of the next report, after `step`."""
         self.interval_began = time.perf_counter()
         self.interval_step = step
-        self.own = [0.0] * len(self.own)
+        self.rank_seconds = [0.0] * len(self.rank_seconds)
         self.data_wait = 0.0
 
     def mean_seconds(self, step: int) -> float | None:
-        """Returns the mean seconds of all steps so far, or None before the first step has ended."""
+        """Returns the mean seconds per step since the clock started; None before the end of the first step."""
         done = step - self.first_step
         if not done:
             return None
         return (time.perf_counter() - self.began) / done
 
 
-def delays(own_seconds: list[float]) -> dict[str, float]:
-    """Returns the metrics of a rank that the others wait for between steps, from each rank's own seconds per step."""
+def delay_metrics(own_seconds: list[float]) -> dict[str, float]:
+    """Returns the metrics that show which rank delays the others between steps.
+
+    own_seconds: the own seconds per step of each rank, see Clock.
+    """
     largest = max(own_seconds)
     return {
         "delaying_rank": own_seconds.index(largest),
@@ -81,8 +93,8 @@ def delays(own_seconds: list[float]) -> dict[str, float]:
     }
 
 
-def most_memory(device: torch.device) -> int:
-    """Returns the peak memory in bytes: of the tensors on a GPU, of the whole process on a CPU."""
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the peak memory in bytes. On a GPU it includes only tensors, on a CPU the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

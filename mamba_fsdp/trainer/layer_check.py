@@ -1,9 +1,9 @@
-"""Tests a model's layers: compares their results with some backends to the reference in float64, on the device itself.
+"""Tests a model's layers on the device: compares the results of the selected backends with the reference in float64.
 
-One layer of each kind of the model, between an embedding and a loss, goes forward and backward in the run's precision,
-over rows for which Triton compiles the same code as for the run's. One row has the run's own length, if it fits the memory.
-Further rows are read without gradients, as validation reads them. If the model hands states to the next rank, positions
-after a state are tested too.
+For each kind of layer, a model with one such layer between an embedding and a loss runs forward and backward in the
+precision of the run. The shapes of the inputs are chosen so that Triton compiles the same code as for the run. One input
+has the length of the run's sequences, if it fits the memory. More inputs run forward without gradients, as in validation.
+If ranks share sequences and pass states on, inputs that begin with a state are tested too.
 """
 
 import contextlib
@@ -23,59 +23,65 @@ from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.this_process import progress, rank_and_host
 
-# Positions of a tested row, plus the run's modulo 16, on which the code that Triton compiles depends. SSD may cut the row
-# in two, and it is no multiple of any kernel's chunk.
+# The length of a test input. The length of the run's sequences modulo 16 is added to it, because Triton compiles different
+# code for each remainder. SSD can divide this length in two, and it is not a multiple of any kernel's chunk.
 POSITIONS = 592
-VOCABULARY = 1009  # prime: each position of a row has its own token, and so its own gradient; no two rows are alike
-FULL = 32768  # rows times channels that fill a GPU; kernels cut the rows if there are fewer
-# The largest error allowed for a tensor of a layer's results, relative to the tensor's largest value. If MARGIN times
-# the error of plain PyTorch in the run's precision is larger, as in layers of a few channels, that is allowed. In layers
-# of usual sizes, plain PyTorch is off by half of these bounds, and a wrong sign by seven times as much or more. In fp32,
-# products in TF32 exceed the bound.
-BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+# A prime, so that each position of a row has a different token and therefore its own gradient, and all rows differ.
+VOCABULARY = 1009
+# Rows times channels that occupy a whole GPU. If there are fewer, kernels split the rows.
+GPU_FILLING_SIZE = 32768
+# The largest error allowed for a result tensor, relative to the tensor's largest value. If MARGIN times the error of plain
+# PyTorch in the precision of the run is larger, as in layers with few channels, that is allowed instead. In layers of
+# usual sizes, the error of plain PyTorch is half of these tolerances, and a wrong sign exceeds them by a factor of seven
+# or more. In fp32, matrix products in TF32 exceed the tolerance.
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 MARGIN = 4
-LOOSEST = 0.5  # no error above this is allowed: on a faulty GPU, plain PyTorch is wrong too
-ROUNDS = 7  # of timing
+MAX_TOLERANCE = (
+    0.5  # the upper limit of MARGIN times the error: on a faulty GPU, plain PyTorch is wrong too
+)
+TIMED_ROUNDS = 7
 
 Results = dict[str, torch.Tensor]
 
 
-class LostGpu(TransientError):
-    """The error of a GPU that only a new process can use again."""
+class GpuLostError(TransientError):
+    """The error of a GPU that this process can't use any more. A new process can."""
 
 
 class Rows(NamedTuple):
-    """Made-up rows."""
+    """The shape of a test input with made-up tokens."""
 
     batch: int
     positions: int
-    before: int = 0  # positions that are read first, and hand on their state
+    before: int = 0  # positions that are read before these, to compute the initial state
 
     def __str__(self) -> str:
         return f"over {self.batch} x {self.positions} positions after {self.before}"
 
 
-# Texts have any length. Triton compiles other code for short ones, and for lengths that 4 does not divide.
+# Validation and generation read texts of any length. Triton compiles different code for short texts, and for lengths
+# that are not a multiple of 4.
 READS = [Rows(1, 1), Rows(1, 16), Rows(1, 17), Rows(1, 608), Rows(1, 609)]
 READS_AFTER_STATE = [Rows(1, 1, before=1), Rows(1, 17, before=16), Rows(1, 609, before=608)]
 
 
-class Measured(NamedTuple):
-    """The comparison of a layer's results with float64: for the tensor with the largest share."""
+class Comparison(NamedTuple):
+    """The comparison of a layer's results with float64. It describes the tensor with the largest `share`."""
 
-    share: float  # of the error in what is allowed
+    share: float  # the error divided by the allowed error
     tensor: str
-    error: float  # relative to the tensor's largest value
+    error: float  # the error relative to the tensor's largest value
     allowed: float
-    bits: str  # a hash of all results
+    bits: str  # a hash of all result tensors
 
 
 class LayerCheck:
-    """The check of the layers of a run's model on a device.
+    """Checks the layers of a run's model on a device.
 
-    kinds: of the layers. shape: the run's own rows. tests: the rows of the check. reads: its rows without gradients.
-    is_sharded: whether sharding hands the weights to the operators in the run's precision; without it they come in fp32,
-    for which Triton compiles other code."""
+    kinds: the kinds of layers in the model. shape: the shape of a micro-batch of the run. tests: the shapes to test with
+    gradients. reads: the shapes to test without gradients. is_sharded: whether the operators get the weights in the
+    precision of the run. Without sharding they get fp32 weights, and Triton compiles different code.
+    """
 
     def __init__(
         self, settings: TrainConfig, device: torch.device, is_sharded: bool = False
@@ -91,8 +97,8 @@ class LayerCheck:
         kinds = [layer.mixer + "+mlp" * layer.mlp for layer in self.model.layer_list()]
         self.kinds = list(dict.fromkeys(kinds))
         self.shape = Rows(training.batch_size, own)
-        # Kernels cut rows, or not, as in the run; other kernels run in each case.
-        batch = min(training.batch_size, 1 + FULL // self.model.d_inner)
+        # Use enough rows that kernels split them, or not, as in the run: different kernels run in the two cases.
+        batch = min(training.batch_size, 1 + GPU_FILLING_SIZE // self.model.d_inner)
         self.positions = POSITIONS + own % 16
         self.short = [Rows(batch, self.positions)]
         self.tests = [*self.short, Rows(1, own)]
@@ -101,14 +107,17 @@ class LayerCheck:
             self.short.append(Rows(batch, self.positions, before=self.positions))
             self.tests = [*self.short, Rows(1, own), Rows(1, own, before=own)]
             self.reads = READS + READS_AFTER_STATE
-        # For each kind of layer: the reference's results in float64, and in the run's precision.
+        # {kind of layer: (reference results in float64, reference results in the precision of the run)}
         self.expected: dict[str, tuple[Results, Results]] = {}
 
     def make_model(
         self, kinds: list[str], backends: dict[str, str], exact: bool = False
     ) -> MambaLM:
-        """Returns a model of a layer of each of these kinds; exact: in float64. Its weights are so large that each
-        operator matters to the gradients."""
+        """Returns a model with one layer of each of these kinds.
+
+        Its weights are random, and so large that every operator affects the gradients. exact: whether to use float64
+        instead of the precision of the run.
+        """
         config = dataclasses.replace(
             self.model,
             layers=",".join(kinds),
@@ -129,15 +138,17 @@ class LayerCheck:
             if value.dim() == 2:
                 value /= math.sqrt(value.shape[1])
             if name.endswith(("dt_bias", "dt_proj.bias")):
-                value -= 3  # states live for dozens of positions
+                value -= 3  # so that states decay over dozens of positions
             if self.is_sharded and name not in model.fp32_parameter_names():
                 value = value.to(self.dtype)
             parameter.data = value.double() if exact else value
         return model
 
     def run(self, model: MambaLM, rows: Rows) -> Results:
-        """Returns the output of made-up tokens and, unless gradients are off, the gradient of each parameter. A row
-        has three documents, or one if it begins with a state."""
+        """Runs the model on made-up tokens. Returns the output and, if gradients are enabled, each parameter's gradient.
+
+        A row consists of three documents, or of one document if it begins with a state.
+        """
         progress.touch()
         length = rows.before + rows.positions
         places = torch.arange(rows.batch * length, device=self.device).view(rows.batch, length)
@@ -163,7 +174,7 @@ class LayerCheck:
         return results
 
     def results(self, kind: str, backends: dict[str, str], exact: bool = False) -> Results:
-        """Returns the results of a kind of layer in all tests."""
+        """Returns the results of a layer of this kind for all test shapes."""
         model = self.make_model([kind], backends, exact)
         results: Results = {}
         for rows in self.tests:
@@ -174,15 +185,18 @@ class LayerCheck:
         self.synchronize()
         return results
 
-    def measure(self, kind: str, backends: dict[str, str]) -> Measured:
-        """Returns how the results of a kind of layer with these backends compare with the reference in float64. Once rows
-        of the run's own length do not fit the memory, they are left out."""
+    def measure(self, kind: str, backends: dict[str, str]) -> Comparison:
+        """Compares a layer of this kind, computed with these backends, with the reference in float64.
+
+        If inputs of the run's own length do not fit the memory, this and later comparisons are made without them.
+        """
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
             return self.compare(kind, backends)
         self.tests = self.short
         return self.compare(kind, backends)
 
-    def compare(self, kind: str, backends: dict[str, str]) -> Measured:
+    def compare(self, kind: str, backends: dict[str, str]) -> Comparison:
+        """Compares as `measure` does, but raises torch.cuda.OutOfMemoryError if an input does not fit the memory."""
         if kind not in self.expected:
             exact = self.results(kind, REFERENCE, True)
             self.expected[kind] = (exact, self.results(kind, REFERENCE))
@@ -193,20 +207,24 @@ class LayerCheck:
             bits.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy())
             error = relative_error(tensor, exact[name])
             usual = relative_error(plain[name], exact[name])
-            allowed = max(BOUNDS[self.dtype], min(MARGIN * usual, LOOSEST))
+            allowed = max(TOLERANCES[self.dtype], min(MARGIN * usual, MAX_TOLERANCE))
             measured.append((error / allowed, name, error, allowed))
-        return Measured(*max(measured), bits.hexdigest())
+        return Comparison(*max(measured), bits.hexdigest())
 
     def check(self, backends: dict[str, str]) -> tuple[str, str]:
-        """Returns (what is wrong with these backends, or "", a hash of the results of all kinds of layers). Raises TransientError
-        for an error that tells nothing about them."""
+        """Tests all kinds of layers with these backends. Returns (problem, hash of the results); one of them is "".
+
+        Raises TransientError for an error that is not caused by the backends.
+        """
         bits = ""
         for kind in self.kinds:
             try:
                 measured = self.measure(kind, backends)
                 repeats = not self.deterministic or self.measure(kind, backends) == measured
-            except Exception as error:  # of a compiler, a driver or a library
-                return self.explained(error), ""
+            except (
+                Exception
+            ) as error:  # compilers, drivers and libraries raise all kinds of exceptions
+                return self.describe_error(error), ""
             if measured.share > 1:
                 off = f"off by {measured.error:.1g} of its largest value"
                 return f"{measured.tensor} is {off}; {measured.allowed:.1g} is allowed", ""
@@ -215,13 +233,13 @@ class LayerCheck:
             bits += measured.bits
         return "", bits
 
-    def explained(self, error: Exception) -> str:
-        """Returns the error in a line. Raises TransientError if it tells nothing about the backends."""
+    def describe_error(self, error: Exception) -> str:
+        """Returns the error as one line. Raises TransientError if it is not caused by the backends."""
         message = f"{type(error).__name__}: {first_line(error)}"
         try:
             self.synchronize()
         except RuntimeError:
-            raise LostGpu(
+            raise GpuLostError(
                 f"{rank_and_host()}: {message}, and the GPU is lost: start again"
             ) from error
         full = out_of_memory_message(error, rank_and_host())
@@ -238,26 +256,28 @@ class LayerCheck:
             torch.cuda.synchronize(self.device)
 
     def milliseconds(self, backends: dict[str, str]) -> float:
-        """Returns the time of forward and backward through a layer of each kind at the run's shape, infinite if that fails
-        or does not fit the memory. As in a training, the host launches what follows while the device computes, so that
-        the slower of the two counts."""
+        """Returns the time of forward and backward through one layer of each kind with the shape of the run.
+
+        The host launches kernels without waiting for the device, as in training, so the slower of the two determines the
+        time. Returns infinity if the layers fail or do not fit the memory.
+        """
         try:
             model = self.make_model(self.kinds, backends)
-            self.run(model, self.shape)  # compiles
+            self.run(model, self.shape)  # compiles the kernels
             self.synchronize()
             began = time.perf_counter()
-            for _ in range(ROUNDS):
+            for _ in range(TIMED_ROUNDS):
                 self.run(model, self.shape)
             self.synchronize()
-            return 1e3 * (time.perf_counter() - began) / ROUNDS
+            return 1e3 * (time.perf_counter() - began) / TIMED_ROUNDS
         except torch.cuda.OutOfMemoryError:
             return math.inf
         except Exception as error:
-            self.explained(error)  # raises TransientError
+            self.describe_error(error)  # raises TransientError
             return math.inf
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Returns the largest difference over the largest value. NaN counts as infinite."""
+    """Returns the largest difference divided by the largest exact value; infinity if there are NaNs."""
     error = (found - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
     return float(error.nan_to_num(nan=math.inf))

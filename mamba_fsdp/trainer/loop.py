@@ -18,7 +18,7 @@ from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.compat import step_unless_rejected
 from mamba_fsdp.parallel.model import ParallelModel
-from mamba_fsdp.run.records import ELSEWHERE
+from mamba_fsdp.run.records import OTHER_RANK_REASON
 from mamba_fsdp.text import format_count
 from mamba_fsdp.this_process import progress
 from mamba_fsdp.trainer.clock import Clock
@@ -29,7 +29,7 @@ from mamba_fsdp.trainer.step_stats import StepStats, StepSums, sum_over_ranks
 from mamba_fsdp.trainer.stopping import StopRequest
 from mamba_fsdp.trainer.validation import batch_loss, validate
 
-AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbers are read
+STEPS_AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbers are read
 
 
 def train(
@@ -46,8 +46,8 @@ def train(
     saver = Saver(context, logger)
     steps = StepQueue(context, logger, saver, stop)
     must_stop = validation_due and not validate(context, logger, saver, stop)
-    if must_stop or stop.agreed(context.world):
-        return stop.reason or ELSEWHERE
+    if must_stop or stop.any_rank_asked(context.world):
+        return stop.reason or OTHER_RANK_REASON
     while state.step < schedule.total_steps:
         must_stop = steps.advance()
         if schedule.is_due(schedule.eval_steps, state.step):
@@ -57,17 +57,17 @@ def train(
         if must_stop or saver.is_due(state.step):
             saver.save(final=must_stop or is_last)
         if must_stop:
-            return stop.reason or ELSEWHERE
+            return stop.reason or OTHER_RANK_REASON
     return ""
 
 
 @dataclass
-class StepUnderWay:
+class PendingStep:
     """A step that the device may still be computing."""
 
     batches: list[Batch]
     learning_rate: float
-    save_stage: tuple[int, Phase] | None  # of the save under way when the step began
+    save_phase: tuple[int, Phase] | None  # of the save under way when the step began
     read_numbers: Callable[[], list[float]]  # waits for the device
 
 
@@ -81,8 +81,8 @@ class StepQueue:
         self.logger = logger
         self.saver = saver
         self.stop = stop
-        self.most = AHEAD[context.world.device.type]
-        self.steps: deque[StepUnderWay] = deque()
+        self.max_pending = STEPS_AHEAD[context.world.device.type]
+        self.steps: deque[PendingStep] = deque()
 
     def advance(self) -> bool:
         """Takes steps until the numbers of all of them are read: on a CPU after each step, on a GPU before a
@@ -91,7 +91,7 @@ class StepQueue:
         while True:
             step = take_step(self.context, self.logger.clock, self.stop, ahead=len(self.steps))
             self.steps.append(step)
-            is_asked = self._finish(0 if self._is_something_due() else self.most)
+            is_asked = self._finish(0 if self._is_something_due() else self.max_pending)
             if is_asked:
                 self._finish(0)
             if not self.steps:
@@ -104,10 +104,10 @@ class StepQueue:
         newest = self.context.state.step + len(self.steps)
         return schedule.is_due(schedule.eval_steps, newest) or self.saver.is_due(newest)
 
-    def _finish(self, most: int) -> bool:
+    def _finish(self, max_pending: int) -> bool:
         """Finishes the oldest steps, until at most `most` are under way. Returns whether a rank was asked to stop."""
         is_asked = False
-        while len(self.steps) > most:
+        while len(self.steps) > max_pending:
             stats = finish_step(self.context, self.logger, self.saver, self.steps.popleft())
             self.stop.has_stepped = True
             is_asked = is_asked or stats.stop_requested
@@ -116,7 +116,7 @@ class StepQueue:
 
 def take_step(
     context: TrainContext, clock: Clock, stop: StopRequest, ahead: int = 0
-) -> StepUnderWay:
+) -> PendingStep:
     """Returns a step under way, which computes the gradient of a global batch and updates the
     weights with it. The host does not wait for the device. ahead: how many steps are under way."""
     progress.touch()
@@ -130,7 +130,7 @@ def take_step(
     # Summed on the CPU, before the batches are moved to the device.
     label_weight = sum(batch.total_weight() for batch in batches)
     batches = [batch.to(world.device) for batch in batches]
-    save_stage = context.checkpointer.stage()
+    save_phase = context.checkpointer.save_phase()
     is_writing = context.checkpointer.is_writing()
     own_seconds = clock.own_seconds()
 
@@ -139,7 +139,7 @@ def take_step(
     gradient_scale = loss_scale.value / schedule.tokens_per_step
     loss_sum = accumulate_gradients(context.parallel, context.optimizer, batches, gradient_scale)
 
-    host_numbers = StepStats.pack_host_numbers(world, stop.look(), is_writing, own_seconds)
+    host_numbers = StepStats.pack_host_numbers(world, stop.check(), is_writing, own_seconds)
     squares = context.parallel.gradient_squares()
     sums = sum_over_ranks(world, loss_sum, squares, label_weight, host_numbers)
 
@@ -161,21 +161,21 @@ def take_step(
     numbers = StepStats.pack(
         loss, gradient_norm, applied, loss_scale.value, loss_scale.good_steps, sums.host_numbers
     )
-    return StepUnderWay(batches, learning_rate, save_stage, world.start_copy_to_host(numbers))
+    return PendingStep(batches, learning_rate, save_phase, world.start_copy_to_host(numbers))
 
 
 def finish_step(
-    context: TrainContext, logger: MetricsLogger, saver: Saver, step: StepUnderWay
+    context: TrainContext, logger: MetricsLogger, saver: Saver, step: PendingStep
 ) -> StepStats:
     """Returns the numbers of a step, which it waits for, counts and reports. Raises UserError as
     `train` does."""
     state = context.state
     stats = count_step(context, step)
-    logger.clock.meet(stats.seconds_per_rank)
-    if not stats.is_writing and step.save_stage == context.checkpointer.stage():
-        saver.settle()  # all ranks have written the save under way, or rank 0 has committed it
+    logger.clock.record_sums(stats.seconds_per_rank)
+    if not stats.is_writing and step.save_phase == context.checkpointer.save_phase():
+        saver.poll()  # all ranks have written the save under way, or rank 0 has committed it
     if not stats.applied:
-        logger.console.line(
+        logger.console.print_line(
             f"step {state.step} skipped: loss {stats.loss:.4g}, gradient norm "
             f"{stats.gradient_norm:.4g} ({state.skipped_steps} skipped so far)"
         )
@@ -186,7 +186,7 @@ def finish_step(
     return stats
 
 
-def count_step(context: TrainContext, step: StepUnderWay) -> StepStats:
+def count_step(context: TrainContext, step: PendingStep) -> StepStats:
     """Returns the numbers of a step, which it waits for, and counts the step in the train state."""
     schedule = context.schedule
     stats = StepStats.unpack(step.read_numbers())
@@ -201,7 +201,7 @@ def count_step(context: TrainContext, step: StepUnderWay) -> StepStats:
     return stats
 
 
-def bare_steps(context: TrainContext) -> Iterator[StepStats]:
+def iterate_steps(context: TrainContext) -> Iterator[StepStats]:
     """Yields the numbers of one step after the other. Nothing is reported, validated or saved."""
     clock = Clock(context.state.step, context.world.size)
     stop = StopRequest(context.checkpointer.folder, on_rank0=False)

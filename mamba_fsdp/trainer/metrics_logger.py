@@ -13,19 +13,19 @@ from mamba_fsdp.data.sampler import seen
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.planning.devices import device_peak
-from mamba_fsdp.reporting.console import Console, read_share
+from mamba_fsdp.reporting.console import Console, describe_share
 from mamba_fsdp.reporting.trackers import make_trackers
 from mamba_fsdp.run.names import METRICS, STEPS
 from mamba_fsdp.run.records import Log
 from mamba_fsdp.settings.resolve import as_dict
-from mamba_fsdp.trainer.clock import Clock, delays, most_memory
+from mamba_fsdp.trainer.clock import Clock, delay_metrics, peak_memory_bytes
 from mamba_fsdp.trainer.profiling import make_profiler
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.setup import TrainContext
 from mamba_fsdp.trainer.step_stats import StepStats
 
 
-class Measure(NamedTuple):
+class LossMeasure(NamedTuple):
     """What a validation measured."""
 
     loss: float  # nats per token
@@ -36,7 +36,7 @@ class Measure(NamedTuple):
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Returns the loss in part of a line."""
         return f"loss {self.loss:.4f}, perplexity {self.perplexity:,.2f}"
 
@@ -51,7 +51,7 @@ class MetricsLogger(contextlib.ExitStack):
         context: TrainContext,
         folder: RunFolder,
         console: Console,
-        hear: Callable[[dict], None],
+        on_record: Callable[[dict], None],
     ) -> None:
         super().__init__()
         settings = context.settings
@@ -60,7 +60,7 @@ class MetricsLogger(contextlib.ExitStack):
         self.context = context
         self.folder = folder
         self.console = console
-        self.hear = hear
+        self.on_record = on_record
         self.clock = Clock(step, world.size)
         self.first_step = step + 1
         self.interval = settings.report.report_interval.steps(context.schedule.tokens_per_step)
@@ -76,14 +76,14 @@ class MetricsLogger(contextlib.ExitStack):
             self.metrics = Log(folder.path / METRICS, step, folder.lease)
             self.steps = Log(folder.path / STEPS, step, folder.lease)
             self.trackers = make_trackers(
-                folder.path, as_dict(settings), step, console.line, folder.lease.write
+                folder.path, as_dict(settings), step, console.print_line, folder.lease.write
             )
         for tracker in self.trackers:
             self.callback(tracker.close)
         self.callback(console.clear)
         self.profiler = None
         if settings.report.use_profiler:
-            profiler = make_profiler(folder.path, world.rank, context.loader, console.line)
+            profiler = make_profiler(folder.path, world.rank, context.loader, console.print_line)
             self.profiler = self.enter_context(profiler)
 
     def report(self, stats: StepStats, learning_rate: float) -> None:
@@ -102,10 +102,10 @@ class MetricsLogger(contextlib.ExitStack):
         command_seconds = self.folder.earlier_seconds + now - self.context.settings.began
         loss = stats.loss
         if self.metrics:
-            self.steps.keep({"step": state.step, "loss": loss, "grad_norm": stats.gradient_norm})
-        show = self.console.passing
+            self.steps.buffer({"step": state.step, "loss": loss, "grad_norm": stats.gradient_norm})
+        show = self.console.show_progress
         if schedule.is_due(self.interval, state.step):
-            show = self.console.line
+            show = self.console.print_line
             loss = state.take_mean_loss()
             entry = {
                 "step": state.step,
@@ -123,8 +123,8 @@ class MetricsLogger(contextlib.ExitStack):
             if mfu:
                 entry["mfu"] = round(mfu, 4)
             if world.size > 1:
-                entry |= delays(own_seconds)
-            entry["memory_gb"] = round(most_memory(world.device) / 1e9, 3)
+                entry |= delay_metrics(own_seconds)
+            entry["memory_gb"] = round(peak_memory_bytes(world.device) / 1e9, 3)
             entry["data_wait_seconds"] = round(self.clock.data_wait, 6)
             entry["checkpoint_stall_seconds"] = round(self.context.checkpointer.stall_seconds(), 6)
             self._write(entry | seen(self.context.loader.state_before(state.step)))
@@ -143,15 +143,15 @@ class MetricsLogger(contextlib.ExitStack):
         show(row)
         if state.step == self.first_step:
             self._write_status(state.step, "")
-            self.folder.report_losses(state.step)
+            self.folder.report_node_losses(state.step)
         if self.profiler:
             self.profiler.step()
 
-    def validated(
+    def report_validation(
         self,
         step: int,
-        whole: Measure,
-        parts: dict[str, Measure],
+        whole: LossMeasure,
+        parts: dict[str, LossMeasure],
         share: float,
         seconds: float,
         samples: list[str],
@@ -174,24 +174,24 @@ class MetricsLogger(contextlib.ExitStack):
         if samples:
             entry["samples"] = samples
         self._write(entry)
-        self.console.line(
-            f"step {step}: validation {whole.in_words()} ({read_share(share)}, {seconds:.1f} s)"
+        self.console.print_line(
+            f"step {step}: validation {whole.describe()} ({describe_share(share)}, {seconds:.1f} s)"
         )
         longest = max(map(len, parts), default=0)
         for name, part in parts.items():
-            self.console.line(f"  {name:<{longest}}  {part.in_words()}")
+            self.console.print_line(f"  {name:<{longest}}  {part.describe()}")
         for sample in samples:
-            self.console.line(f"sample     {sample!r}")
+            self.console.print_line(f"sample     {sample!r}")
 
-    def save_failed(self, step: int, in_a_row: int, reason: str, what_next: str) -> None:
+    def report_save_failure(self, step: int, in_a_row: int, reason: str, what_next: str) -> None:
         """Reports that saving failed after `step`. in_a_row: failures since the last good save."""
         self._write({"step": step, "failed_saves": in_a_row})
-        self.console.line(f"warning    step {step}: saving failed: {reason}. {what_next}")
+        self.console.print_line(f"warning    step {step}: saving failed: {reason}. {what_next}")
         if self.metrics:
             self.folder.add_event("failed_save", step, reason=reason, in_a_row=in_a_row)
         self._write_status(step, f"saving failed: {reason}")
 
-    def save_recovered(self, step: int) -> None:
+    def report_save_recovery(self, step: int) -> None:
         """Reports that saving works again."""
         self._write({"step": step, "failed_saves": 0})
         self._write_status(step, "")
@@ -207,7 +207,7 @@ class MetricsLogger(contextlib.ExitStack):
             self.metrics.write(entry)
             for tracker in self.trackers:
                 tracker.write(entry)
-            self.hear(entry)
+            self.on_record(entry)
 
     def _write_status(self, step: int, reason: str) -> None:
         if self.metrics and not self.metrics.failing:

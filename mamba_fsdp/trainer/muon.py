@@ -24,11 +24,11 @@ from mamba_fsdp.parallel.world import World
 MOMENTUM = 0.95
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # singular values come to lie in 0.7 .. 1.2
-SMALLEST_NORM = 1e-7
+MIN_NORM = 1e-7
 ADAMW_RMS = 0.2  # of the elements of AdamW's step, with a learning rate of 1 (Liu et al.)
 
 
-def _share_out(slots: Iterable[ParameterSlot], ranks: int) -> list[list[ParameterSlot]]:
+def _assign_owners(slots: Iterable[ParameterSlot], ranks: int) -> list[list[ParameterSlot]]:
     """Returns the parameters that each rank owns. The most costly parameter goes first, to the rank
     with the least load. A cost is about the multiply-adds of one iteration."""
     costs = {slot: min(slot.shape) * math.prod(slot.shape) for slot in slots}
@@ -41,14 +41,14 @@ def _share_out(slots: Iterable[ParameterSlot], ranks: int) -> list[list[Paramete
     return owned
 
 
-def _step_of(matrix: Tensor) -> Tensor:
+def _orthogonalized_step(matrix: Tensor) -> Tensor:
     """Returns approximately U V^T of the matrix U S V^T, by Newton-Schulz iterations, scaled to the
     size of AdamW's step at a learning rate of 1."""
     rows, columns = matrix.shape
     if rows > columns:
-        return _step_of(matrix.T).T
+        return _orthogonalized_step(matrix.T).T
     a, b, c = COEFFICIENTS
-    x = matrix / (matrix.norm() + SMALLEST_NORM)
+    x = matrix / (matrix.norm() + MIN_NORM)
     for _ in range(ITERATIONS):
         gram = x @ x.T
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
@@ -72,8 +72,8 @@ class Muon(torch.optim.AdamW):
         super().__init__([*groups, {"params": [slot.local for slot in rows]}], **adamw)
         self.rows = rows
         self.world = world
-        self.nothing = torch.empty(0, dtype=dtype, device=world.device)
-        self.owned = _share_out(rows, world.size)
+        self.empty = torch.empty(0, dtype=dtype, device=world.device)
+        self.owned = _assign_owners(rows, world.size)
         for slot in rows:
             self.state[slot.local]["momentum_buffer"] = torch.zeros_like(slot.local)
 
@@ -96,10 +96,10 @@ class Muon(torch.optim.AdamW):
         gradient = slot.local.grad
         slot.local.grad = None
         if gradient is None:  # FSDP1: this rank has no part of this parameter
-            return self.nothing
+            return self.empty
         gradient = torch.where(refused > 0, mean, gradient)
         mean.lerp_(gradient, 1 - MOMENTUM)
-        return gradient.lerp_(mean, MOMENTUM).view(-1).to(self.nothing.dtype)
+        return gradient.lerp_(mean, MOMENTUM).view(-1).to(self.empty.dtype)
 
     def _steps(self, momenta: Mapping[ParameterSlot, Tensor]) -> tuple[Tensor, ...]:
         """Returns this rank's parts of all parameters' steps at a learning rate of 1, ordered by
@@ -108,17 +108,17 @@ class Muon(torch.optim.AdamW):
         ranks = range(self.world.size)
         mine = self.owned[rank]
         outgoing = [
-            [momenta[slot][: _sent(slot, rank, owner)] for slot in self.owned[owner]]
+            [momenta[slot][: _elements_to_send(slot, rank, owner)] for slot in self.owned[owner]]
             for owner in ranks
         ]
-        incoming = [[_sent(slot, other, rank) for slot in mine] for other in ranks]
+        incoming = [[_elements_to_send(slot, other, rank) for slot in mine] for other in ranks]
         parts = self._exchange(outgoing, incoming)
 
         steps = []
         for number, slot in enumerate(mine):
             whole = torch.cat(parts[number :: len(mine)]).view(slot.shape)
             matrices = whole.split(self.rows[slot])
-            steps.append(torch.cat([_step_of(matrix) for matrix in matrices]).view(-1))
+            steps.append(torch.cat([_orthogonalized_step(matrix) for matrix in matrices]).view(-1))
         outgoing = [[step[slot.part(other)] for slot, step in zip(mine, steps)] for other in ranks]
         incoming = [[slot.local.numel() for slot in slots] for slots in self.owned]
         return self._exchange(outgoing, incoming)
@@ -130,12 +130,12 @@ class Muon(torch.optim.AdamW):
         `outgoing`. incoming: the sizes of the tensors to receive, by rank."""
         counts = [sum(map(len, tensors)) for tensors in outgoing]
         expected = list(map(sum, incoming))
-        sent = torch.cat([self.nothing, *chain(*outgoing)])
+        sent = torch.cat([self.empty, *chain(*outgoing)])
         received = self.world.all_to_all(sent, counts, expected)
         return received.split(list(chain(*incoming)))
 
 
-def _sent(slot: ParameterSlot, rank: int, owner: int) -> int:
+def _elements_to_send(slot: ParameterSlot, rank: int, owner: int) -> int:
     """Returns how many elements of a parameter a rank sends to the owner: all that the rank holds,
     or none if it is not in the owner's shard group, which holds the whole parameter."""
     group = slot.layout.ranks

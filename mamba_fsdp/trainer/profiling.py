@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mamba_fsdp.data.loader import Loader
-from mamba_fsdp.reporting.console import Say
+from mamba_fsdp.reporting.console import PrintLine
 from mamba_fsdp.run.names import PROFILE
 
 DATA = "waiting for data"  # the name of Loader.step in the trace
@@ -15,7 +15,9 @@ ROWS = 8  # operators in the table
 STEPS = 3
 
 
-def make_profiler(run_folder: Path, rank: int, loader: Loader, say: Say) -> torch.profiler.profile:
+def make_profiler(
+    run_folder: Path, rank: int, loader: Loader, print_line: PrintLine
+) -> torch.profiler.profile:
     """Returns a profiler that writes profile/rank_R.json, a trace of steps 5 to 7 of this start for
     Perfetto or chrome://tracing. On rank 0 it prints the operators that took most time."""
 
@@ -28,7 +30,7 @@ def make_profiler(run_folder: Path, rank: int, loader: Loader, say: Say) -> torc
             table = profile.key_averages().table(
                 sort_by=order, row_limit=ROWS, max_name_column_width=40
             )
-            say(f"profile    {STEPS} steps, by time of the device:\n{table}")
+            print_line(f"profile    {STEPS} steps, by time of the device:\n{table}")
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise each probe prints a line to stderr
     vars(loader)["step"] = torch.profiler.record_function(DATA)(loader.step)

@@ -19,26 +19,26 @@ from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.reporting.console import Console
-from mamba_fsdp.run.layout import committed, step_name, step_of
+from mamba_fsdp.run.layout import list_committed, step_name, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, EVENTS, KERNELS, STEPS
-from mamba_fsdp.run.records import entries, numbers_of, read_events
+from mamba_fsdp.run.records import flatten_numbers, iterate_entries, read_events
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.storage.patience import copy_file, exists
 from mamba_fsdp.storage.typed_json import FileName, at_least, from_json
 from mamba_fsdp.text import format_count
 from mamba_fsdp.trainer import loop
-from mamba_fsdp.trainer.first_use import repeats
+from mamba_fsdp.trainer.kernel_selection import is_reproducible
 from mamba_fsdp.trainer.process import training_process
 from mamba_fsdp.trainer.run_folder import RunFolder
-from mamba_fsdp.trainer.setup import SetUp, TrainContext
-from mamba_fsdp.trainer.starting_point import StartingPoint, find_start
+from mamba_fsdp.trainer.setup import RunSetup, TrainContext
+from mamba_fsdp.trainer.starting_point import StartingPoint, find_starting_point
 from mamba_fsdp.trainer.step_stats import StepStats
 
-MOST_REPLAYED = 200  # steps, unless the user says how many
-COMPARED = {"loss", "grad_norm"}
+MAX_REPLAYED = 200  # steps, unless the user says how many
+COMPARED_METRICS = {"loss", "grad_norm"}
 TOLERANCE = 0.02  # relative, of losses and gradient norms if bits may differ
-OTHER_BITS = "; not compared bit for bit, since it ran with"
-quiet = Console(enabled=False).line
+NOT_BITWISE = "; not compared bit for bit, since it ran with"
+discard_line = Console(enabled=False).print_line
 
 
 class DifferenceError(UserError):
@@ -83,12 +83,12 @@ def replay(run: Path, first: int, count: int) -> None:
         cpp.tune_process(world.device.type)
         folder = RunFolder(Path(place, "run"))  # in place of the run's
         span = world.on_rank0(find_span, run, first, count)
-        start = world.on_rank0(begin_replay, span, world, folder)
+        start = world.on_rank0(prepare_replay, span, world, folder)
         with (
             contextlib.closing(folder.lease),
             training_process(start.settings.training.deterministic),
         ):
-            compare(span, SetUp(start, world, folder, quiet).context())
+            compare(span, RunSetup(start, world, folder, discard_line).make_context())
 
 
 def find_span(run: Path, first: int, count: int) -> Span:
@@ -98,7 +98,7 @@ def find_span(run: Path, first: int, count: int) -> Span:
     first: -1 means the newest checkpoint but one. count: 0 means up to the next checkpoint, at most MOST_REPLAYED. Raises
     UserError if there is no such checkpoint, or nothing is recorded after it.
     """
-    kept = {step_of(path.name) or 0: path for path in committed(run / CHECKPOINTS)}
+    kept = {step_of(path.name) or 0: path for path in list_committed(run / CHECKPOINTS)}
     if not kept:
         raise unexpected_path_error(run, "a run with a checkpoint")
     if first < 0:
@@ -107,14 +107,14 @@ def find_span(run: Path, first: int, count: int) -> Span:
     before = [start for start in starts if start["step"] <= first]
     ends = [start["step"] for start in starts if start["step"] > first]
     later = [step for step in kept if step > first]
-    stops = [first + (count or MOST_REPLAYED), *ends]
+    stops = [first + (count or MAX_REPLAYED), *ends]
     if not count:
         stops += later
     end = min(stops)
     recorded = {}
-    for entry, _ in entries(run / STEPS):
-        numbers = numbers_of(entry)
-        if first < entry["step"] <= end and COMPARED <= numbers.keys():
+    for entry, _ in iterate_entries(run / STEPS):
+        numbers = flatten_numbers(entry)
+        if first < entry["step"] <= end and COMPARED_METRICS <= numbers.keys():
             recorded[entry["step"]] = numbers
     # The run is known to have made these steps, even if it does not record them.
     last = max((step for step in [*recorded, *ends, *later] if step <= end), default=first)
@@ -132,11 +132,11 @@ def find_span(run: Path, first: int, count: int) -> Span:
     return Span(run, first, kept, last, recorded, start)
 
 
-def begin_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoint:
+def prepare_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoint:
     """Returns the starting point of the replay. Rank 0 calls it. scratch: a folder to make. Raises UserError as find_start
     does."""
     scratch.path.mkdir()
-    scratch.lease.take(quiet, "")
+    scratch.lease.acquire(discard_line, "")
     if exists(span.run / KERNELS):  # a run on a CPU has none
         copy_file(span.run / KERNELS, scratch.path / KERNELS)
     then = span.start
@@ -150,7 +150,7 @@ def begin_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoint:
             batch_size=math.gcd(settings.training.batch_size, then.global_batch // world.size),
         )
     checkpoint = span.run / CHECKPOINTS / step_name(span.first)
-    start = find_start(settings, scratch.path, world, quiet, checkpoint)
+    start = find_starting_point(settings, scratch.path, world, discard_line, checkpoint)
     # Named, so that none is taken in its place if it is broken.
     return replace(start, origin=Origin("load_ckpt_path", str(checkpoint), is_checkpoint=True))
 
@@ -158,18 +158,18 @@ def begin_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoint:
 def compare(span: Span, context: TrainContext) -> None:
     """Takes the steps, and prints that they repeat. Raises DifferenceError."""
     console = Console(enabled=context.world.rank == 0)
-    since = reasons_to_differ(span.start, context)
-    tolerance = TOLERANCE if OTHER_BITS in since else 0
+    since = describe_changed_environment(span.start, context)
+    tolerance = TOLERANCE if NOT_BITWISE in since else 0
     checkpoints = 0
     last = span.last
-    for step, stats in zip(range(span.first + 1, last + 1), loop.bare_steps(context)):
-        console.passing(f"step {step}/{last}")
+    for step, stats in zip(range(span.first + 1, last + 1), loop.iterate_steps(context)):
+        console.show_progress(f"step {step}/{last}")
         difference = ""
         if step in span.recorded:
-            difference = different_number(span.recorded[step], stats, tolerance)
+            difference = compare_numbers(span.recorded[step], stats, tolerance)
         if step in span.kept and not tolerance and not difference:
             checkpoints += 1
-            difference = different_tensor(context, span.kept[step])
+            difference = compare_tensors(context, span.kept[step])
         if difference:
             console.clear()
             context.world.on_all_ranks(check_data, context)
@@ -181,7 +181,9 @@ def compare(span: Span, context: TrainContext) -> None:
     missing = last - span.first - len(span.recorded)
     if missing:
         compared += f"; {format_count(missing, 'step')} without a loss or a norm in {STEPS}"
-    console.line(f"steps {span.first} to {last} of {span.run} repeat {how} ({compared}){since}")
+    console.print_line(
+        f"steps {span.first} to {last} of {span.run} repeat {how} ({compared}){since}"
+    )
 
 
 def check_data(context: TrainContext) -> None:
@@ -192,11 +194,11 @@ def check_data(context: TrainContext) -> None:
             source.verify(only_used=True)
 
 
-def reasons_to_differ(start: Start, context: TrainContext) -> str:
+def describe_changed_environment(start: Start, context: TrainContext) -> str:
     """Returns, in words, why steps may differ here though all is right; "" if nothing is known. Other code
     alone need not change the bits."""
     then = vars(start)
-    now = context.circumstances()
+    now = context.environment_fingerprint()
     names = ("ranks", "ranks_per_node", "device", "kernels", "torch")
     others = [
         f"{name.replace('_', ' ')} {then[name]} (here {now[name]})"
@@ -204,13 +206,13 @@ def reasons_to_differ(start: Start, context: TrainContext) -> str:
         if then[name] != now[name]
     ]
     on_gpu = context.world.device.type == "cuda"
-    if on_gpu and not repeats(context.settings, context.kernels.backends):
+    if on_gpu and not is_reproducible(context.settings, context.kernels.backends):
         others.append("kernels that repeat their bits only with deterministic=true")
-    said = f"{OTHER_BITS} {', '.join(others)}" if others else ""
+    said = f"{NOT_BITWISE} {', '.join(others)}" if others else ""
     return said if then["code"] == now["code"] else f"{said}; the code has changed since then"
 
 
-def different_number(recorded: dict[str, Any], stats: StepStats, tolerance: float) -> str:
+def compare_numbers(recorded: dict[str, Any], stats: StepStats, tolerance: float) -> str:
     """Returns in words how a step's loss or gradient norm differs from what is recorded; "" if they agree."""
     for name, now in (("loss", stats.loss), ("grad_norm", stats.gradient_norm)):
         then = recorded[name]
@@ -223,7 +225,7 @@ def different_number(recorded: dict[str, Any], stats: StepStats, tolerance: floa
     return ""
 
 
-def different_tensor(context: TrainContext, checkpoint: Path) -> str:
+def compare_tensors(context: TrainContext, checkpoint: Path) -> str:
     """Returns in words which tensors of model and optimiser differ from those in a checkpoint; "" if they agree. Raises
     UserError if the checkpoint is not what was written."""
     problems = verify(checkpoint, context.world)

@@ -20,10 +20,10 @@ from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, peer_lost_error, start_world
-from mamba_fsdp.reporting.console import Console, Say
-from mamba_fsdp.run.layout import PUBLISHING_BYTES, step_of
-from mamba_fsdp.run.names import CHECKPOINTS, MODELS
-from mamba_fsdp.run.records import latest, seconds_of_commands
+from mamba_fsdp.reporting.console import Console, PrintLine
+from mamba_fsdp.run.layout import PUBLISHING_BYTES_PER_PARAMETER, step_of
+from mamba_fsdp.run.names import CHECKPOINTS, MODEL_FOLDERS
+from mamba_fsdp.run.records import command_seconds, latest_values
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.storage.patience import exists, make_folder, storage_error, sync_folder
@@ -32,19 +32,19 @@ from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.process import training_process
 from mamba_fsdp.trainer.run_folder import RunFolder
-from mamba_fsdp.trainer.setup import SetUp, TrainContext
-from mamba_fsdp.trainer.starting_point import StartingPoint, find_start
+from mamba_fsdp.trainer.setup import RunSetup, TrainContext
+from mamba_fsdp.trainer.starting_point import StartingPoint, find_starting_point
 from mamba_fsdp.trainer.stopping import OnRecord, StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
 
 UNTIMED_STEPS = 2  # the first, which make buffers and compile kernels
-LEAST_STEPS = 5  # of measure_pace
-TIMED_SECONDS = 6.0  # unless so many steps take longer
-quiet = Console(enabled=False).line
+MIN_TIMED_STEPS = 5  # of measure_pace
+MIN_TIMED_SECONDS = 6.0  # unless so many steps take longer
+discard_line = Console(enabled=False).print_line
 WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder to write)
 
 
-class Trained(NamedTuple):
+class TrainResult(NamedTuple):
     """How a training ended, the same on all ranks. It can be used as a path."""
 
     folder: Path  # of the run
@@ -60,8 +60,8 @@ def run_training(
     write_model: WriteModel | None = None,
     on_record: OnRecord | None = None,
     planned: tuple[int, int] | None = None,
-) -> Trained:
-    """Trains as the settings say, from the newest checkpoint of the run folder or from the start.
+) -> TrainResult:
+    """Trains as the settings print_line, from the newest checkpoint of the run folder or from the start.
 
     write_model: writes the finished model from the last checkpoint. on_record: see StopRequest. planned: the number of
     ranks, and of ranks on a node, if a dry run in a single process stands for them.
@@ -79,7 +79,7 @@ def _run_training(
     write_model: WriteModel | None,
     on_record: OnRecord | None,
     planned: tuple[int, int] | None,
-) -> Trained:
+) -> TrainResult:
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     shape = world  # of all ranks
@@ -95,61 +95,65 @@ def _run_training(
             contextlib.closing(world),
             watchdog(settings.parallel.timeout_minutes, world.rank),
         ):
-            start = world.on_rank0(begin, settings, folder, shape, console.line)
-            console.line(f"run        {folder.path}")
-            console.line(
+            start = world.on_rank0(
+                acquire_and_find_start, settings, folder, shape, console.print_line
+            )
+            console.print_line(f"run        {folder.path}")
+            console.print_line(
                 f"training   {start.settings.optimizer.optimizer}, "
                 f"learning rate {start.settings.optimizer.learning_rate:g} "
                 f"({start.settings.lr_schedule.schedule}), seed {start.settings.training.seed}"
             )
             for note in start.notes:
-                console.line(f"settings   {note}")
+                console.print_line(f"settings   {note}")
             with stop:
-                set_up = SetUp(start, world, folder, console.line)
+                setup = RunSetup(start, world, folder, console.print_line)
                 if is_dry:
-                    set_up.show(shape)
-                    over = said_if_over(set_up.start)
+                    setup.print_plan(shape)
+                    over = completion_message(setup.start)
                     if over:
-                        console.line(over)
-                    return Trained(folder.path, "dry run", {})
-                context = set_up.context()
+                        console.print_line(over)
+                    return TrainResult(folder.path, "dry run", {})
+                context = setup.make_context()
                 state = context.state
                 with contextlib.closing(context.checkpointer):
                     stopped = train(context, folder, stop, console)
                 checkpoint = context.checkpointer.last
-                needed = PUBLISHING_BYTES * parameter_count(context.settings.model)
+                needed = PUBLISHING_BYTES_PER_PARAMETER * parameter_count(context.settings.model)
                 make_room = partial(
-                    context.checkpointer.retention.make_room, needed, "the model's files"
+                    context.checkpointer.retention.free_space, needed, "the model's files"
                 )
                 del context  # model and optimizer, before the world is closed
-                last = world.on_rank0(latest, folder.path)
+                last = world.on_rank0(latest_values, folder.path)
         if checkpoint and not stopped and world.rank == 0:
             if not settings.checkpoint.publish:
                 write_model = None
-            finish(folder, checkpoint, write_model, make_room, console)
+            publish_model(folder, checkpoint, write_model, make_room, console)
     except BaseException as raised:
-        error = explained(raised, world.rank, stop.has_stepped)
+        error = translate_error(raised, world.rank, stop.has_stepped)
         if isinstance(error, KeyboardInterrupt) and not stop.has_stepped:
-            console.line("stopped    before the first step of this start: nothing was lost")
+            console.print_line("stopped    before the first step of this start: nothing was lost")
         folder.write_failure(state.step, error)
         if error is raised:
             raise
         raise error from raised
     finally:
         folder.lease.close()
-    return Trained(folder.path, stopped, last)
+    return TrainResult(folder.path, stopped, last)
 
 
-def begin(settings: TrainConfig, folder: RunFolder, shape: World, say: Say) -> StartingPoint:
+def acquire_and_find_start(
+    settings: TrainConfig, folder: RunFolder, shape: World, print_line: PrintLine
+) -> StartingPoint:
     """Acquires the run folder, except for a dry run, then returns what the run starts from. The order matters: the former
     holder of the folder may have left the run's first checkpoint. Rank 0 calls it. shape: the number of all ranks, and
     their device."""
     if not settings.training.dry_run:
         folder.acquire()
-    return find_start(settings, folder.path, shape, say)
+    return find_starting_point(settings, folder.path, shape, print_line)
 
 
-def explained(error: BaseException, rank: int, has_stepped: bool) -> BaseException:
+def translate_error(error: BaseException, rank: int, has_stepped: bool) -> BaseException:
     """Returns an TransientError in place of the error of communicating with a rank that is gone, a UserError in place of
     PyTorch's out-of-memory error, and any other error as it is.
 
@@ -172,14 +176,14 @@ def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: 
     if not state.first_started:
         state.first_started = context.settings.began
     validation_due = context.start.validation_due
-    is_over = said_if_over(context.start)
+    is_over = completion_message(context.start)
     if is_over and not validation_due:
-        console.line(is_over)
+        console.print_line(is_over)
         return ""
     shards = [] if is_over else context.parallel.shards(context.optimizer)
-    world.on_all_ranks(prepare, context, folder, shards)
-    with context.loader, MetricsLogger(context, folder, console, stop.hear) as logger:
-        console.passing("the first step ...")
+    world.on_all_ranks(record_start, context, folder, shards)
+    with context.loader, MetricsLogger(context, folder, console, stop.handle_record) as logger:
+        console.show_progress("the first step ...")
         reason = world.broadcast_object(loop.train(context, logger, stop, validation_due))
     if not reason:
         return ""
@@ -188,11 +192,11 @@ def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: 
         how = f"at step {state.step} ({reason}); the same command resumes from here"
     else:
         how = f"before the first step of this start ({reason}): nothing was lost"
-    console.line(f"stopped    {how}")
+    console.print_line(f"stopped    {how}")
     return reason
 
 
-def said_if_over(start: StartingPoint) -> str:
+def completion_message(start: StartingPoint) -> str:
     """Returns the line on a run that has all its steps; "" if it has not."""
     step = start.state.step
     if not start.schedule or step < start.schedule.total_steps:
@@ -201,26 +205,26 @@ def said_if_over(start: StartingPoint) -> str:
     if step > start.schedule.total_steps:
         what = f"is already past {start.schedule.total_steps}: it has {format_count(step, 'step')}"
     folder = start.settings.checkpoint.save_ckpt_path
-    return f"over       {folder} {what}; raise num_steps to train on"
+    return f"complete   {folder} {what}; raise num_steps to train on"
 
 
-def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -> None:
+def record_start(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -> None:
     """Makes room for saves of the shards. Writes the settings, the tokenizer and the start into the run folder, on rank
     0. All ranks call it."""
-    context.checkpointer.make_room(shards)
+    context.checkpointer.reserve_space(shards)
     if context.world.rank == 0:
         settings = context.settings
         folder.copy_tokenizer(one_for_all(context.data.sources.values()))
         folder.earlier_seconds = min(
-            seconds_of_commands(folder.path, settings.began),
+            command_seconds(folder.path, settings.began),
             settings.began - context.state.first_started,  # 0 if the run begins anew
         )
-        folder.find_losses()
+        folder.read_node_losses()
         shares = context.data.shares
         whole = sum(shares.values())
         facts: dict[str, object] = {
             "from": context.start.begins,
-            **context.circumstances(),
+            **context.environment_fingerprint(),
             "settings": folder.write_settings(resolve.as_yaml(settings)),
             "weights": {name: round(share / whole, 4) for name, share in shares.items()},
             "peak_learning_rate": settings.optimizer.learning_rate,
@@ -234,7 +238,7 @@ def prepare(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -
         folder.add_event("started", context.state.step, **facts)
 
 
-def finish(
+def publish_model(
     folder: RunFolder,
     checkpoint: Path,
     write_model: WriteModel | None,
@@ -245,10 +249,10 @@ def finish(
     finds the model. Rank 0 calls it after the process group has ended: writing a large model may
     take longer than the other ranks would wait."""
     step = step_of(checkpoint.name) or 0
-    model = folder.path / MODELS / checkpoint.name
+    model = folder.path / MODEL_FOLDERS / checkpoint.name
     if write_model and not exists(model):
         make_room()
-        unfinished = folder.lease.own / MODELS
+        unfinished = folder.lease.staging / MODEL_FOLDERS
         try:
             with folder.lease.guard():
                 write_model(checkpoint, unfinished)
@@ -258,10 +262,10 @@ def finish(
         except OSError as error:
             raise storage_error(error, f"can't write {model}: {error.strerror or error}") from None
     folder.write_status("finished", step)
-    console.line(f"finished   {format_count(step, 'step')}; everything is in {folder.path}")
+    console.print_line(f"finished   {format_count(step, 'step')}; everything is in {folder.path}")
 
 
-def measure_pace(settings: TrainConfig) -> float:
+def measure_tokens_per_second(settings: TrainConfig) -> float:
     """Returns the tokens a second of training steps on this process's device, without validation and checkpoints.
     Nothing of the steps is kept. Raises UserError as training does."""
     deterministic = settings.training.deterministic
@@ -271,13 +275,13 @@ def measure_pace(settings: TrainConfig) -> float:
         cpp.tune_process(world.device.type)
         folder = RunFolder(Path(place, "run"))
         make_folder(folder.path / CHECKPOINTS, parents=True)
-        folder.lease.take(quiet, "")
+        folder.lease.acquire(discard_line, "")
         run = str(folder.path)
         of_random = settings.changed(save_ckpt_path=run, load_ckpt_path="", init_from="")
-        start = find_start(of_random, folder.path, world, quiet)
-        context = SetUp(start, world, folder, quiet).context()
-        steps = loop.bare_steps(context)
-        while len(seconds) < LEAST_STEPS or sum(seconds) < TIMED_SECONDS:
+        start = find_starting_point(of_random, folder.path, world, discard_line)
+        context = RunSetup(start, world, folder, discard_line).make_context()
+        steps = loop.iterate_steps(context)
+        while len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_SECONDS:
             began = time.perf_counter()
             next(steps)
             seconds.append(time.perf_counter() - began)

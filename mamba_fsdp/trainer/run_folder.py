@@ -11,7 +11,7 @@ from typing import Any
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import records
-from mamba_fsdp.run.layout import IN_USE, check_is_run_folder, newest_step
+from mamba_fsdp.run.layout import IN_USE_ADVICE, check_is_run_folder, newest_step
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, LEASE, SETTINGS, SETTINGS_COPY, TOKENIZER
 from mamba_fsdp.run.node_record import read_records
@@ -27,7 +27,7 @@ from mamba_fsdp.storage.patience import (
     storage_error,
 )
 
-MAX_LOSSES = 100  # that a start reports
+MAX_NODE_LOSSES = 100  # that a start reports
 
 
 class RunFolder:
@@ -37,7 +37,7 @@ class RunFolder:
         self.path = Path(path)
         self.lease = Lease(self.path / LEASE)
         self.earlier_seconds = 0.0  # of the run's commands before this one, on rank 0
-        self.losses: list[dict[str, Any]] = []  # of nodes, since the start before; on rank 0
+        self.node_losses: list[dict[str, Any]] = []  # of nodes, since the start before; on rank 0
 
     def acquire(self) -> None:
         """Makes the folder, takes its lease, and removes the unfinished files of killed runs. Raises
@@ -51,7 +51,7 @@ class RunFolder:
                     f"save_ckpt_path {self.path}: {CHECKPOINTS} lies on another disk, to which nothing can be moved; "
                     "name a folder on that disk as save_ckpt_path"
                 )
-            self.lease.take(partial(print, flush=True), IN_USE)
+            self.lease.acquire(partial(print, flush=True), IN_USE_ADVICE)
         except OSError as error:
             raise storage_error(
                 error,
@@ -68,22 +68,24 @@ class RunFolder:
         """Adds an event as records.add_event does."""
         records.add_event(self.path, event, step, self.lease.write, **facts)
 
-    def find_losses(self) -> None:
+    def read_node_losses(self) -> None:
         """Reads which nodes the run has lost, or left out as sick, since its last start."""
         starts = [event for event in records.read_events(self.path) if event["event"] == "started"]
         with contextlib.suppress(OSError):  # the record is no reason to stop a run
-            self.losses = read_records(str(self.path))[-MAX_LOSSES:]
+            self.node_losses = read_records(str(self.path))[-MAX_NODE_LOSSES:]
         if starts:
             last_start = str(starts[-1].get("time"))
-            self.losses = [loss for loss in self.losses if str(loss.get("time")) >= last_start]
+            self.node_losses = [
+                loss for loss in self.node_losses if str(loss.get("time")) >= last_start
+            ]
 
-    def report_losses(self, step: int) -> None:
+    def report_node_losses(self, step: int) -> None:
         """Adds an event for each loss, after the first step that follows it."""
-        for loss in self.losses:
+        for loss in self.node_losses:
             facts = {name: loss.get(name) for name in ("node", "reason")}
             seconds = round(time.time() - loss["last_seen"], 1)
             self.add_event(f"{loss.get('kind')}_node", step, **facts, seconds_to_next_step=seconds)
-        self.losses = []
+        self.node_losses = []
 
     def write_failure(self, step: int, error: BaseException) -> None:
         """Writes why the run failed, if this process holds the lease. step: 0 means the step of the
@@ -116,7 +118,7 @@ class RunFolder:
         """Copies the tokenizer of a source, if it has one, over an earlier copy, so that the model
         can be used when the data is gone."""
         target = self.path / TOKENIZER
-        unfinished = self.lease.own / TOKENIZER
+        unfinished = self.lease.staging / TOKENIZER
         try:
             source = data.tokenizer_path
         except UserError:  # the source has no tokenizer

@@ -9,12 +9,12 @@ from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Duration
 from mamba_fsdp.model.spec import flops_per_token
-from mamba_fsdp.reporting.console import Say
+from mamba_fsdp.reporting.console import PrintLine
 from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
 from mamba_fsdp.text import format_count, format_quantity
-from mamba_fsdp.trainer.schedule import Schedule, schedule_of
+from mamba_fsdp.trainer.schedule import Schedule, make_schedule
 
-MOST_PASSES = 100  # over the data without a warning
+MAX_PASSES = 100  # over the data without a warning
 FORWARDS_OF_A_STEP = 3  # in time: a backward pass takes twice as long as a forward pass
 
 
@@ -54,7 +54,7 @@ def schedule_run(
     state: TrainState,
     length: Duration,
     stores: int,
-    say: Say,
+    print_line: PrintLine,
 ) -> RunSchedule:
     """Returns the schedule of the run from `state` on. A `length` in tokens includes the tokens seen
     so far. stores: how many stores the run validates on."""
@@ -63,7 +63,7 @@ def schedule_run(
     if not state.first_tokens_per_step:
         state.first_tokens_per_step = tokens_per_step
     if state.global_batch not in (0, global_batch):
-        say(
+        print_line(
             f"batch      {format_count(global_batch, 'sample')} per step from here on, {state.global_batch} before; "
             "global_batch_size keeps it the same on any number of ranks"
         )
@@ -85,22 +85,24 @@ def schedule_run(
         eval_steps=eval_steps,
         eval_batches=eval_batches,
         checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step),
-        lr=schedule_of(settings, state, length, tokens_per_step, say),
+        lr=make_schedule(settings, state, length, tokens_per_step, print_line),
     )
 
 
-def say_length(settings: TrainConfig, schedule: RunSchedule, epoch_windows: int, say: Say) -> None:
+def print_length(
+    settings: TrainConfig, schedule: RunSchedule, epoch_windows: int, print_line: PrintLine
+) -> None:
     """Prints the number of steps and the tokens and FLOPs of each, with a warning if the run reads its data very
     often. epoch_windows: samples of an epoch."""
     seq_length = settings.data.seq_length
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step
-    say(
+    print_line(
         f"steps      {schedule.total_steps:,} of {schedule.global_batch:,} x {seq_length:,} = "
         f"{schedule.tokens_per_step:,} tokens; {format_quantity(flops, 'FLOP')} each, "
         f"{format_quantity(flops * schedule.total_steps, 'FLOP')} in all"
     )
     passes = schedule.total_steps * schedule.global_batch / epoch_windows
-    if passes > MOST_PASSES and not settings.training.num_epochs:
-        say(
+    if passes > MAX_PASSES and not settings.training.num_epochs:
+        print_line(
             f"warning    the run would read the data {passes:,.0f} times; set a lower num_steps, or num_epochs=10"
         )

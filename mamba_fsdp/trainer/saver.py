@@ -15,7 +15,7 @@ from mamba_fsdp.trainer.setup import TrainContext
 
 # Seconds of training before the next attempt; each failure doubles it.
 FIRST_PAUSE = 60.0
-LONGEST_PAUSE = 1800.0
+MAX_PAUSE = 1800.0
 
 
 class Saver:
@@ -37,13 +37,13 @@ class Saver:
             return step >= self.next_attempt
         return schedule.is_due(schedule.checkpoint_steps, step)
 
-    def settle(self) -> None:
+    def poll(self) -> None:
         """Takes the save under way to its next phase, see Checkpointer.settle. Call it once no rank
         writes any more. Raises UserError after max_failed_saves, except after the last step, which
         the final save follows."""
         is_last = self.context.state.step == self.context.schedule.total_steps
         with self._attempt(math.inf if is_last else self.max_failures):
-            self.context.checkpointer.settle()
+            self.context.checkpointer.poll()
 
     def wait(self) -> None:
         """Waits for the save under way, and reports it if it fails."""
@@ -110,11 +110,11 @@ class Saver:
             return
         if self.failures and self.context.checkpointer.last != committed_before:
             self.failures = 0
-            self.logger.save_recovered(self.context.state.step)
+            self.logger.report_save_recovery(self.context.state.step)
 
     def _postpone(self, error: UserError) -> None:
         step = self.context.state.step
-        seconds = min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE)
+        seconds = min(FIRST_PAUSE * 2 ** (self.failures - 1), MAX_PAUSE)
         seconds_per_step = self.logger.clock.mean_seconds(step) or 1.0
         seconds_per_step = self.context.world.broadcast_object(seconds_per_step)
         self.pause = max(2, math.ceil(seconds / seconds_per_step))
@@ -123,4 +123,4 @@ class Saver:
             f"{self.failures} of {self.max_failures} in a row; the next attempt comes after step "
             f"{self.next_attempt}"
         )
-        self.logger.save_failed(step, self.failures, str(error), what_next)
+        self.logger.report_save_failure(step, self.failures, str(error), what_next)

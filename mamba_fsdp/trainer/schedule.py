@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Duration
-from mamba_fsdp.reporting.console import Say
+from mamba_fsdp.reporting.console import PrintLine
 from mamba_fsdp.settings.train_config import TrainConfig
 
 AUTOMATIC = -1  # or less: converted to tokens, -1 is multiplied by the tokens of a step
@@ -108,12 +108,12 @@ SHAPES = {
 }
 
 
-def schedule_of(
+def make_schedule(
     settings: TrainConfig,
     state: TrainState,
     length: Duration,
     tokens_per_step: int,
-    say: Say,
+    print_line: PrintLine,
 ) -> Schedule:
     """Returns the schedule of a run of `length`, or over schedule_steps if given. If the length is
     in tokens, the schedule counts tokens, and durations in steps are converted with the global batch
@@ -138,7 +138,10 @@ def schedule_of(
     elif former != length:
         peak = settings.optimizer.learning_rate
         rates = [
-            peak * _made(settings, each, state, tokens_per_step).next_factor(state, tokens_per_step)
+            peak
+            * _build_schedule(settings, each, state, tokens_per_step).next_factor(
+                state, tokens_per_step
+            )
             for each in (former, length)
         ]
         change = f"goes from {rates[0]:.2e} to {rates[1]:.2e}"
@@ -150,14 +153,14 @@ def schedule_of(
                 f"schedule_steps={length} would make it {rates[1]:.2e}"
             )
         if not math.isclose(*rates):
-            say(
+            print_line(
                 f"schedule   its length was {former_length} and is now {length}: the learning rate {change}"
             )
 
     state.schedule = {"length": str(length), "curve": str(curve)}
-    schedule = _made(settings, curve, state, tokens_per_step)
+    schedule = _build_schedule(settings, curve, state, tokens_per_step)
     if schedule.warmup > schedule.total:
-        say(
+        print_line(
             f"warning    the warm-up is {schedule.warmup / schedule.total:.3g} times as long as the schedule: the learning "
             f"rate never reaches {settings.optimizer.learning_rate:g}; lower warmup_steps"
         )
@@ -169,7 +172,7 @@ def schedule_of(
     return schedule
 
 
-def _made(
+def _build_schedule(
     settings: TrainConfig, curve: Duration, state: TrainState, tokens_per_step: int
 ) -> Schedule:
     config = settings.lr_schedule

@@ -24,17 +24,17 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import local_machine
 from mamba_fsdp.planning.memory import Workload, expected_memory, state_memory
-from mamba_fsdp.reporting.console import Say
+from mamba_fsdp.reporting.console import PrintLine
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.text import format_count, format_quantity
-from mamba_fsdp.trainer import first_use
+from mamba_fsdp.trainer import kernel_selection
 from mamba_fsdp.trainer.fingerprint import code_digest
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.run_schedule import RunSchedule
-from mamba_fsdp.trainer.starting_point import Data, StartingPoint, find_start
+from mamba_fsdp.trainer.starting_point import RunData, StartingPoint, find_starting_point
 
-LARGEST_ERROR = 1.2  # expected memory over measured memory, at most: docs/planning.md
+MAX_ESTIMATE_ERROR = 1.2  # expected memory over measured memory, at most: docs/planning.md
 
 
 @dataclass
@@ -59,10 +59,10 @@ class TrainContext:
         return self.start.settings
 
     @property
-    def data(self) -> Data:
+    def data(self) -> RunData:
         return self.start.data
 
-    def circumstances(self) -> dict[str, Any]:
+    def environment_fingerprint(self) -> dict[str, Any]:
         """Returns what decides the bits of a step besides settings, data and position; a start records it."""
         device = local_machine().device
         if device == "cpu":
@@ -79,25 +79,27 @@ class TrainContext:
 
 
 @dataclass
-class SetUp:
+class RunSetup:
     """The set-up of a run from its starting point. All ranks call each method at the same point. Raises UserError if the
     machine can't train so, or if the checkpoint or the weights don't fit the model."""
 
     start: StartingPoint
     world: World
     folder: RunFolder
-    say: Say
+    print_line: PrintLine
 
-    def show(self, shape: World) -> None:
+    def print_plan(self, shape: World) -> None:
         """Prints what the run would do on the ranks of `shape`, with its checkpoint verified."""
         self.choose_backends(shape)
         found = self.start.checkpoint
         if found:
             path = self.start.origin.path
-            self.take(find_checkpoint(path, self.world, self.say, found=found).path, shape)
-        self.say_start()
+            self.use_checkpoint(
+                find_checkpoint(path, self.world, self.print_line, found=found).path, shape
+            )
+        self.print_start()
 
-    def context(self) -> TrainContext:
+    def make_context(self) -> TrainContext:
         """Returns what the loop needs."""
         settings = self.start.settings
         world = self.world
@@ -114,10 +116,10 @@ class SetUp:
             keep=settings.checkpoint.keep_checkpoints,
             keep_every=settings.checkpoint.keep_every.steps(tokens_per_step),
             asynchronous=settings.checkpoint.async_checkpoint,
-            report=self.say,
+            report=self.print_line,
         )
-        self.fill(parallel, optimizer, checkpointer)
-        self.say_start()
+        self.load_weights(parallel, optimizer, checkpointer)
+        self.print_start()
         start = self.start
         assert start.schedule
         state = replace(start.state)
@@ -152,24 +154,24 @@ class SetUp:
         device = world.device.type
         precision = settings.training.precision(device)
         strategy = choose_strategy(settings.parallel, shape).replace("none", "no sharding")
-        self.say(
+        self.print_line(
             f"model      {title(model)}: {parameter_count(model):,} parameters, {format_count(model.n_layer, 'layer')}, "
             f"{precision}, {strategy} on {shape.size} x {device}"
         )
         try:
             exportable(model)
         except UserError as error:
-            self.say(f"export     {error}; .pth and this program's own")
+            self.print_line(f"export     {error}; .pth and this program's own")
         is_dry = settings.training.dry_run
-        if device in first_use.DEVICES and not is_dry:
-            choice, origin = first_use.choose(
+        if device in kernel_selection.TESTED_DEVICES and not is_dry:
+            choice, origin = kernel_selection.select_kernels(
                 settings, world, self.folder.path, self.folder.lease.write
             )
-            self.say(f"kernels    {choice}; {origin}")
+            self.print_line(f"kernels    {choice}; {origin}")
         else:
             uses = settings.operator_uses(device)
             choice = resolve_backends(settings.training.kernels, device, uses)
-            self.say(f"kernels    {choice}")
+            self.print_line(f"kernels    {choice}")
         work = Workload(settings, shape, choice.backends)
         if device == "cuda" or is_dry:
             memory = world.on_rank0(expected_memory, work)
@@ -180,13 +182,13 @@ class SetUp:
         rows = ", ".join(
             f"{name} {format_quantity(size, 'B')}" for name, size in memory.items() if size
         )
-        self.say(
+        self.print_line(
             f"memory     {estimate} {format_quantity(sum(memory.values()), 'B')} a device: {rows}"
         )
-        check_memory(memory, shape, self.say)
+        check_memory(memory, shape, self.print_line)
         return choice
 
-    def fill(
+    def load_weights(
         self,
         parallel: ParallelModel,
         optimizer: torch.optim.Optimizer,
@@ -197,33 +199,33 @@ class SetUp:
         found = start.checkpoint
         shards = parallel.shards(optimizer)
         if found and start.origin.is_own:
-            self.take(checkpointer.resume(shards, found).path, self.world)
+            self.use_checkpoint(checkpointer.resume(shards, found).path, self.world)
         elif found:
             path = start.origin.path
-            whole = find_checkpoint(path, self.world, self.say, shards=shards, found=found)
+            whole = find_checkpoint(path, self.world, self.print_line, shards=shards, found=found)
             load(whole, shards, self.world)
-            self.take(whole.path, self.world)
+            self.use_checkpoint(whole.path, self.world)
         elif start.weights:
             start.weights.open(
                 self.world, lambda weights: fill_shards(parallel.shards(), weights.slice)
             )
         else:
-            fill_at_random(start.settings, parallel)
+            initialize_weights(start.settings, parallel)
         parallel.set_optimizer_steps(optimizer, self.start.state.optimizer_steps)
 
-    def take(self, path: Path, shape: World) -> None:
+    def use_checkpoint(self, path: Path, shape: World) -> None:
         """Takes the checkpoint `path` as the one to start from: an older one, if the starting point's own turned out to
         be broken."""
         if self.start.checkpoint and self.start.checkpoint.path != path:
-            inputs = (self.start.settings, self.folder.path, shape, self.say, path)
-            self.start = self.world.on_rank0(find_start, *inputs)
+            inputs = (self.start.settings, self.folder.path, shape, self.print_line, path)
+            self.start = self.world.on_rank0(find_starting_point, *inputs)
 
-    def say_start(self) -> None:
+    def print_start(self) -> None:
         for line in self.start.lines:
-            self.say(line)
+            self.print_line(line)
 
 
-def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
+def initialize_weights(settings: TrainConfig, parallel: ParallelModel) -> None:
     """Fills the model with random weights. A weight depends only on the seed, its tensor's name and its index, not on
     the number of ranks."""
     spec = parameters(settings.model)
@@ -235,21 +237,23 @@ def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
     parallel.world.run_local(fill_shards, parallel.shards(), initial)
 
 
-def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
+def check_memory(memory: dict[str, int], world: World, print_line: PrintLine) -> None:
     """Prints a warning if the expected memory is more than a GPU has or, on CPUs, if the machine's ranks need much of its
     memory. Raises UserError if a GPU certainly can't hold it."""
     available = local_machine().memory * 1e9
     needed = sum(memory.values())
     on_gpu = world.device.type == "cuda"
-    if on_gpu and needed > LARGEST_ERROR * available:
+    if on_gpu and needed > MAX_ESTIMATE_ERROR * available:
         raise UserError(
             f"this needs about {format_quantity(needed, 'B')} of a GPU, which has {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
         )
     if on_gpu and needed > available:
-        say(f"warning    the GPU has only {format_quantity(available, 'B')}: {MEMORY_ADVICE}")
+        print_line(
+            f"warning    the GPU has only {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
+        )
     on_machine = needed * world.local_size
     if not on_gpu and on_machine > 0.4 * available:
-        say(
+        print_line(
             f"warning    {format_quantity(on_machine, 'B')} of the machine's {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
         )
 

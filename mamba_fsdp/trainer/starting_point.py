@@ -4,7 +4,7 @@ training looks at the disk for no further decision. A dry run prints it."""
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mamba_fsdp.checkpoint.restore import Found, find_newest
+from mamba_fsdp.checkpoint.restore import CheckpointCandidate, find_newest_checkpoint
 from mamba_fsdp.checkpoint.saved_run import SavedRun, TrainState
 from mamba_fsdp.data.loader import split_step
 from mamba_fsdp.data.sampler import Sampler
@@ -22,20 +22,20 @@ from mamba_fsdp.interop.places import Origin, find_origin
 from mamba_fsdp.interop.weights import Weights, find_weights
 from mamba_fsdp.model.config import parse_model_config
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.reporting.console import Say
+from mamba_fsdp.reporting.console import PrintLine
 from mamba_fsdp.run.names import SETTINGS
 from mamba_fsdp.run.records import read_events, was_validated
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.run_schedule import RunSchedule, run_length, say_length, schedule_run
+from mamba_fsdp.trainer.run_schedule import RunSchedule, print_length, run_length, schedule_run
 
 SAMPLE_LENGTH = 50  # tokens after a prompt of eval_prompts
-MANY_PASSES = 16  # of a step, on few devices
-MOST_SAMPLED = 1 << 14  # tokens of a forward pass
+PASSES_TO_WARN_ABOUT = 16  # of a step, on few devices
+MAX_SAMPLED_TOKENS = 1 << 14  # tokens of a forward pass
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """The data that a run reads."""
 
     sources: dict[str, Source]  # empty before a dry run has made data/builtin
@@ -68,12 +68,11 @@ class StartingPoint:
 
     settings: TrainConfig  # with the model of the weights and the precision of the device
     origin: Origin
-    checkpoint: Found | None  # it fills model and optimiser
-    weights: (
-        Weights | None
-    )  # they fill the model; without checkpoint and weights, random numbers do
+    checkpoint: CheckpointCandidate | None  # it fills model and optimiser
+    # Fills the model. Without a checkpoint and weights, the model is initialized at random.
+    weights: Weights | None
     begins: str  # what it starts from, in words
-    data: Data
+    data: RunData
     state: TrainState  # the run before the first step of this start; training has a copy
     schedule: RunSchedule | None  # None if the run makes its data first
     validation_due: bool  # before the first step
@@ -82,13 +81,13 @@ class StartingPoint:
     lines: tuple[str, ...]  # lines for the log, on the rest
 
 
-def find_start(
-    settings: TrainConfig, folder: Path, world: World, say: Say, path: str | Path = ""
+def find_starting_point(
+    settings: TrainConfig, folder: Path, world: World, print_line: PrintLine, path: str | Path = ""
 ) -> StartingPoint:
     """Returns what a run in `folder` starts from: its newest checkpoint, else the weights or checkpoint that the settings
     name, else random weights. Only rank 0 calls it, after it has acquired the folder.
 
-    path: the checkpoint to take if newer ones turned out to be broken. say: prints which checkpoints are passed over.
+    path: the checkpoint to take if newer ones turned out to be broken. print_line: prints which checkpoints are passed over.
     Raises UserError if settings, data, model and checkpoint don't fit together.
     """
     precision = settings.training.precision(world.device.type)
@@ -98,7 +97,7 @@ def find_start(
     saved = None
     weights = None
     if origin.is_checkpoint:
-        checkpoint = find_newest(Path(path or origin.path), say)
+        checkpoint = find_newest_checkpoint(Path(path or origin.path), print_line)
         saved = SavedRun.from_state(checkpoint.contents.state, checkpoint.path)
         settings = adopt_saved(settings, origin, saved, checkpoint.path)
     elif origin.setting:
@@ -107,9 +106,9 @@ def find_start(
     settings = adopt_vocabulary(settings, origin, data)
     check_vocabulary(settings, origin, weights, data)
     lines: list[str] = []
-    say_data(settings, data, origin, lines.append)
-    state, begins = first_state(settings, origin, checkpoint, saved, weights, data)
-    say_origin(settings, origin, checkpoint, begins, lines.append)
+    print_data(settings, data, origin, lines.append)
+    state, begins = initial_state(settings, origin, checkpoint, saved, weights, data)
+    print_origin(settings, origin, checkpoint, begins, lines.append)
     schedule = None
     validation_due = False
     if data.sources:
@@ -118,7 +117,7 @@ def find_start(
         if validation_due and state.step:
             validation_due = not was_validated(folder, state.step)
     changed = resolve.changed_settings(settings)
-    if validates_otherwise(folder, data):
+    if validation_data_changed(folder, data):
         changed = ", ".join(filter(None, [changed, "the data that it is validated on"]))
     notes = [*settings.notes, *resolve.note_on_recipe(settings)]
     if changed:
@@ -140,7 +139,7 @@ def find_start(
     )
 
 
-def validates_otherwise(folder: Path, data: Data) -> bool:
+def validation_data_changed(folder: Path, data: RunData) -> bool:
     """Returns whether the run's last start validated on other data. False if none did."""
     earlier = [event["validation"] for event in read_events(folder) if "validation" in event]
     return bool(earlier and data.validation) and earlier[-1] != data.validation_identities()
@@ -177,7 +176,7 @@ def adopt_weights(settings: TrainConfig, origin: Origin) -> tuple[TrainConfig, W
     return resolve.adopt_model(settings, weights.config, source), weights
 
 
-def adopt_vocabulary(settings: TrainConfig, origin: Origin, data: Data) -> TrainConfig:
+def adopt_vocabulary(settings: TrainConfig, origin: Origin, data: RunData) -> TrainConfig:
     """Returns the settings with the vocabulary of the data if the weights are random, unless vocab_size is given. A note
     says so."""
     usual = settings.model.vocab_size
@@ -189,7 +188,7 @@ def adopt_vocabulary(settings: TrainConfig, origin: Origin, data: Data) -> Train
 
 
 def check_vocabulary(
-    settings: TrainConfig, origin: Origin, weights: Weights | None, data: Data
+    settings: TrainConfig, origin: Origin, weights: Weights | None, data: RunData
 ) -> None:
     """Raises UserError for a store with more tokens than the model has."""
     vocab_size = settings.model.vocab_size
@@ -204,13 +203,13 @@ def check_vocabulary(
             )
 
 
-def first_state(
+def initial_state(
     settings: TrainConfig,
     origin: Origin,
-    checkpoint: Found | None,
+    checkpoint: CheckpointCandidate | None,
     saved: SavedRun | None,
     weights: Weights | None,
-    data: Data,
+    data: RunData,
 ) -> tuple[TrainState, str]:
     """Returns the train state that the run starts with, and in words what it starts from. Raises UserError if the model is
     known to have been trained with another tokenizer than the data."""
@@ -241,8 +240,12 @@ def first_state(
     return state, begins
 
 
-def say_origin(
-    settings: TrainConfig, origin: Origin, checkpoint: Found | None, begins: str, say: Say
+def print_origin(
+    settings: TrainConfig,
+    origin: Origin,
+    checkpoint: CheckpointCandidate | None,
+    begins: str,
+    print_line: PrintLine,
 ) -> None:
     """Prints what the run starts from, unless that is random weights as usual."""
     config = settings.checkpoint
@@ -251,50 +254,52 @@ def say_origin(
         other = ""
         if first and not config.loads_own_folder():
             other = f"; {first} applied to its first start only"
-        say(f"resumes    from {checkpoint.path}, step {checkpoint.contents.step}{other}")
+        print_line(f"resumes    from {checkpoint.path}, step {checkpoint.contents.step}{other}")
     elif origin.setting:
-        say(f"starting   from {begins}")
+        print_line(f"starting   from {begins}")
     elif first:
-        say(
+        print_line(
             f"starting   afresh: load_ckpt_path {first} is the run folder and holds no checkpoint yet"
         )
 
 
 def plan_steps(
-    settings: TrainConfig, data: Data, state: TrainState, ranks: int, say: Say
+    settings: TrainConfig, data: RunData, state: TrainState, ranks: int, print_line: PrintLine
 ) -> RunSchedule:
     """Returns the schedule of the run from `state` on. Prints the number of steps."""
     sampler = data.sampler(settings, state)
     length = run_length(settings, sampler)
     global_batch = split_step(settings, 0, ranks).global_batch
-    schedule = schedule_run(settings, global_batch, state, length, len(data.validation), say)
-    say_length(settings, schedule, sampler.epoch_windows, say)
-    say_passes(settings, global_batch, ranks, say)
+    schedule = schedule_run(settings, global_batch, state, length, len(data.validation), print_line)
+    print_length(settings, schedule, sampler.epoch_windows, print_line)
+    print_passes(settings, global_batch, ranks, print_line)
     if settings.training.eval_prompts and not schedule.eval_steps:
         raise UserError("eval_prompts: there is no data to validate on; name a validation_path")
     return schedule
 
 
-def say_passes(settings: TrainConfig, global_batch: int, ranks: int, say: Say) -> None:
+def print_passes(
+    settings: TrainConfig, global_batch: int, ranks: int, print_line: PrintLine
+) -> None:
     """Prints a warning if a recipe's global batch, which nobody gave, makes many passes of a step."""
     samples = settings.training.batch_size * ranks // settings.parallel.context_parallel
     passes = global_batch // samples
-    if passes < MANY_PASSES or "global_batch_size" in settings.explicit:
+    if passes < PASSES_TO_WARN_ABOUT or "global_batch_size" in settings.explicit:
         return
-    say(
+    print_line(
         f"warning    a step takes {passes} passes of {samples} samples, since {settings.model.model_name}'s recipe has a global "
         f"batch of {global_batch}: --global_batch_size={samples} takes one"
     )
 
 
-def open_data(settings: TrainConfig) -> Data:
+def open_data(settings: TrainConfig) -> RunData:
     """Returns the data that the settings name. Raises UserError for a store that is missing."""
     if settings.data.use_dummy_dataset:
         dummy = DummySource(settings.model.vocab_size)
         name = dummy.path.name
-        return Data({name: dummy}, {name: 1.0}, {}, [])
+        return RunData({name: dummy}, {name: 1.0}, {}, [])
     if settings.training.dry_run and missing_builtin(settings.data):
-        return Data({}, {}, {}, [])
+        return RunData({}, {}, {}, [])
     sources, shares = training_sources(settings.data)
     validation = validation_sources(settings.data)
     if not settings.data.allow_other_tokenizer:
@@ -303,7 +308,7 @@ def open_data(settings: TrainConfig) -> Data:
     if settings.training.eval_prompts:
         tokenizer = load_words(one_for_all(sources.values()).tokenizer_path)
         prompts = encode_prompts(settings.training.eval_prompts, tokenizer)
-    return Data(sources, shares, validation, prompts)
+    return RunData(sources, shares, validation, prompts)
 
 
 def encode_prompts(text: str, tokenizer: TextTokenizer) -> list[list[int]]:
@@ -312,29 +317,29 @@ def encode_prompts(text: str, tokenizer: TextTokenizer) -> list[list[int]]:
     prompts = [*filter(None, map(tokenizer.encode, text.splitlines()))]
     longest = max(map(len, prompts), default=0)
     tokens = len(prompts) * (longest + SAMPLE_LENGTH)
-    if tokens > MOST_SAMPLED:
+    if tokens > MAX_SAMPLED_TOKENS:
         raise UserError(
             f"eval_prompts: {len(prompts):,} prompts of up to {longest:,} tokens, with {SAMPLE_LENGTH} after each, are "
-            f"{tokens:,} tokens; at most {MOST_SAMPLED:,} are written at a validation: give fewer or shorter ones"
+            f"{tokens:,} tokens; at most {MAX_SAMPLED_TOKENS:,} are written at a validation: give fewer or shorter ones"
         )
     return prompts
 
 
-def say_data(settings: TrainConfig, data: Data, origin: Origin, say: Say) -> None:
+def print_data(settings: TrainConfig, data: RunData, origin: Origin, print_line: PrintLine) -> None:
     """Prints the data, with a warning if a model that starts at random has far more tokens than the data."""
     config = settings.data
     if config.use_dummy_dataset:
-        say("data       made-up tokens, for benchmarks; no validation")
+        print_line("data       made-up tokens, for benchmarks; no validation")
     elif not data.sources:
-        say(f"data       {config.dataset_path}, which the run makes first")
+        print_line(f"data       {config.dataset_path}, which the run makes first")
     else:
         stores = data.sources.values()
         read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in stores)
         validated = ", ".join(str(store.path) for store in data.validation.values()) or "none"
-        say(f"data       {read}; validation: {validated}")
+        print_line(f"data       {read}; validation: {validated}")
         known = max(store.vocab_size for store in stores)
         if not origin.setting and 2 * known < settings.model.vocab_size:
-            say(
+            print_line(
                 f"warning    the model has {settings.model.vocab_size:,} tokens, the data only {known:,} of them: "
                 f"set vocab_size={known}"
             )

@@ -15,9 +15,8 @@ class StepSums:
     loss: torch.Tensor  # of the labels that count, in nats
     gradient_squares: torch.Tensor  # of the gradient that the backward passes left
     label_weight: torch.Tensor  # labels that count, or the sum of their weights
-    host_numbers: (
-        torch.Tensor
-    )  # (n,): the other numbers that the hosts share, see StepStats.pack_host_numbers
+    # Shape (n,): the sums of StepStats.pack_host_numbers.
+    host_numbers: torch.Tensor
 
 
 def sum_over_ranks(

@@ -16,7 +16,7 @@ import torch
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run.names import OLD_STOP, START, STOP, stop_mark
+from mamba_fsdp.run.names import OLD_STOP_VARIABLE, START_VARIABLE, STOP, stop_file_id
 from mamba_fsdp.storage.patience import (
     MAY_PASS,
     NOT_THERE,
@@ -26,7 +26,7 @@ from mamba_fsdp.storage.patience import (
 )
 
 OnRecord = Callable[[dict], object]
-SECONDS_BETWEEN_LOOKS = 1.0  # at the STOP file: each look is a round trip to a shared disk
+POLL_SECONDS = 1.0  # at the STOP file: each look is a round trip to a shared disk
 
 
 class StopRequest:
@@ -49,20 +49,24 @@ class StopRequest:
         self.reason = ""
         self.interrupted = False
         self.has_stepped = False  # set by the loop
-        self.next_look = 0.0
+        self.next_poll = 0.0
         # Under torchrun, the launcher announces the stop.
         self.announces = on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ
         self.run_folder = run_folder
         self.files: list[Path] = []
         if on_rank0:
             self.files.append(run_folder / STOP)
-            if START in os.environ:
-                self.files.append(Path(os.environ[START], STOP))
-        self.old = os.environ[OLD_STOP] if OLD_STOP in os.environ else self._mark()
+            if START_VARIABLE in os.environ:
+                self.files.append(Path(os.environ[START_VARIABLE], STOP))
+        self.old_stop_id = (
+            os.environ[OLD_STOP_VARIABLE]
+            if OLD_STOP_VARIABLE in os.environ
+            else self._stop_file_id()
+        )
 
     def __enter__(self) -> "StopRequest":
-        if self.old and self._mark() == self.old:
-            self._remove_users_file()
+        if self.old_stop_id and self._stop_file_id() == self.old_stop_id:
+            self._remove_user_stop_file()
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signals.append(signal.SIGHUP)
@@ -75,17 +79,17 @@ class StopRequest:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
         if kind is None:  # after a failure, the file keeps the launcher from restarting
-            self._remove_users_file()
+            self._remove_user_stop_file()
 
-    def _mark(self) -> str:
+    def _stop_file_id(self) -> str:
         """Returns a mark of the user's STOP file, by which a later one differs. Only rank 0 looks."""
         return (
-            retry_io(partial(stop_mark, str(self.run_folder)), self.run_folder)
+            retry_io(partial(stop_file_id, str(self.run_folder)), self.run_folder)
             if self.files
             else ""
         )
 
-    def _remove_users_file(self) -> None:
+    def _remove_user_stop_file(self) -> None:
         if self.files:
             with contextlib.suppress(OSError, UserError):
                 self.remove(self.files[0])
@@ -104,25 +108,25 @@ class StopRequest:
                     flush=True,
                 )
 
-    def hear(self, record: dict) -> None:
+    def handle_record(self, record: dict) -> None:
         """Passes a record of the metrics on to the caller. Rank 0 calls it."""
         if self.on_record and self.on_record(record):
             self.reason = self.reason or "on_record"
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Returns whether this rank has been asked to stop."""
-        if self.files and not self.reason and time.monotonic() >= self.next_look:
-            self.reason = next(filter(None, map(_why, self.files)), "")
-            self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
+        if self.files and not self.reason and time.monotonic() >= self.next_poll:
+            self.reason = next(filter(None, map(_read_reason, self.files)), "")
+            self.next_poll = time.monotonic() + POLL_SECONDS
         return bool(self.reason)
 
-    def agreed(self, world: World) -> bool:
+    def any_rank_asked(self, world: World) -> bool:
         """Returns whether any rank has been asked to stop. All ranks call it."""
-        asked = torch.tensor(float(self.look()), dtype=torch.float64, device=world.device)
+        asked = torch.tensor(float(self.check()), dtype=torch.float64, device=world.device)
         return bool(world.all_reduce_sum(asked) > 0)
 
 
-def _why(file: Path) -> str:
+def _read_reason(file: Path) -> str:
     """Returns the first 80 characters of a STOP file, or "" if there is none."""
     try:
         content, _ = read_once(file)

@@ -17,13 +17,13 @@ from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.this_process import progress
-from mamba_fsdp.trainer.metrics_logger import Measure, MetricsLogger
+from mamba_fsdp.trainer.metrics_logger import LossMeasure, MetricsLogger
 from mamba_fsdp.trainer.saver import Saver
 from mamba_fsdp.trainer.setup import TrainContext
 from mamba_fsdp.trainer.starting_point import SAMPLE_LENGTH
 from mamba_fsdp.trainer.stopping import StopRequest
 
-MOST_DECODED = 1 << 22  # tokens, which takes seconds
+MAX_DECODED_TOKENS = 1 << 22  # tokens, which takes seconds
 
 
 class LossSums(NamedTuple):
@@ -33,7 +33,7 @@ class LossSums(NamedTuple):
     weight: float
     tokens: float
 
-    def measure(self, size: float) -> Measure:
+    def measure(self, size: float) -> LossMeasure:
         """Returns the weighted mean, for a text of `size` bytes; 0: not known. Raises UserError if no token counts."""
         if not self.weight:
             raise UserError(
@@ -42,7 +42,7 @@ class LossSums(NamedTuple):
             )
         loss = self.nats / self.weight
         tokens = int(self.tokens)
-        return Measure(loss, tokens, bits_per_byte(loss, tokens, size))
+        return LossMeasure(loss, tokens, bits_per_byte(loss, tokens, size))
 
 
 def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: StopRequest) -> bool:
@@ -64,8 +64,8 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
     def is_stopped(tokens: int) -> bool:
         before = sum(each.tokens for each in sums.values())
         read = min(1.0, (before + tokens * world.size) / wanted)
-        logger.console.passing(f"step {step}: validation, {read:.0%} read")
-        return stop.agreed(world)
+        logger.console.show_progress(f"step {step}: validation, {read:.0%} read")
+        return stop.any_rank_asked(world)
 
     with logger.clock.paused():
         for name, source in sources.items():
@@ -77,12 +77,12 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
             sums[name] = found
         seconds = time.perf_counter() - began
         if context.validation_bytes is None:
-            context.validation_bytes = world.on_rank0(_bytes_predicted, context, limit)
+            context.validation_bytes = world.on_rank0(_count_predicted_bytes, context, limit)
         whole, parts = measure_sources(sums, context.validation_bytes)
         if len(context.data.sources) == 1:
             parts = {}
         share = whole.tokens / sum(labels)
-        logger.validated(step, whole, parts, share, seconds, write_samples(context))
+        logger.report_validation(step, whole, parts, share, seconds, write_samples(context))
     if not math.isfinite(whole.loss):
         saver.wait()
         raise UserError(
@@ -94,7 +94,7 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
 
 def measure_sources(
     sums: dict[str, LossSums], sizes: dict[str, float]
-) -> tuple[Measure, dict[str, Measure]]:
+) -> tuple[LossMeasure, dict[str, LossMeasure]]:
     """Returns the measures of all data together and of each source that has tokens that count.
 
     sizes: the bytes of each source's text; 0: not known, in which case the total is not known either. Raises UserError if no token
@@ -109,7 +109,7 @@ def measure_sources(
     return whole.measure(size), parts
 
 
-def _bytes_predicted(context: TrainContext, limit: int) -> dict[str, float]:
+def _count_predicted_bytes(context: TrainContext, limit: int) -> dict[str, float]:
     """Returns the bytes of each source's text that a validation predicts, estimated from at most MOST_DECODED tokens;
     0 if the source has no tokenizer, or if the loss is weighted. limit: windows of each source; 0: all."""
     data = context.settings.data
@@ -119,7 +119,7 @@ def _bytes_predicted(context: TrainContext, limit: int) -> dict[str, float]:
         return sizes
     for name, source in context.data.validation.items():
         windows = evaluation_windows(source.token_count, length, length, limit)
-        decoded = windows[:: 1 + len(windows) * length // MOST_DECODED]
+        decoded = windows[:: 1 + len(windows) * length // MAX_DECODED_TOKENS]
         spans = predicted_spans(decoded, length, length, source.token_count)
         _, size = count_words_and_bytes(source, spans)
         sizes[name] = size * len(windows) / len(decoded)

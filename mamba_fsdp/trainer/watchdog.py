@@ -41,10 +41,10 @@ def _watch(minutes: float, rank: int, ended: threading.Event) -> None:
             progress.touch_for_peer()
         looked = time.monotonic()
         if looked - progress.last > minutes * 60:
-            _give_up(minutes, rank)
+            _end_process(minutes, rank)
 
 
-def _give_up(minutes: float, rank: int) -> None:
+def _end_process(minutes: float, rank: int) -> None:
     wrong = (
         f"rank {rank} made no progress for {minutes:g} minutes (timeout_minutes). "
         "Either it is stuck, or it waits for a rank that is"

@@ -13,7 +13,7 @@ from pathlib import Path
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.kinds import unexpected_path_error
-from mamba_fsdp.run.layout import committed, step_of
+from mamba_fsdp.run.layout import list_committed, step_of
 from mamba_fsdp.run.names import CHECKPOINTS
 from mamba_fsdp.verbs import evaluate
 
@@ -31,7 +31,7 @@ class Options:
 
 
 def main(run: str, out: str = "", *, options: Options) -> None:
-    kept = {step_of(path.name): path for path in committed(Path(run, CHECKPOINTS))}
+    kept = {step_of(path.name): path for path in list_committed(Path(run, CHECKPOINTS))}
     if not kept:
         raise unexpected_path_error(run, "a run with checkpoints")
     steps = options.steps or [*kept][-options.last :]

@@ -14,13 +14,13 @@ from datetime import datetime
 from pathlib import Path
 
 from mamba_fsdp.checkpoint.contents import verify_sizes
-from mamba_fsdp.checkpoint.saved_run import read_run
+from mamba_fsdp.checkpoint.saved_run import read_saved_run
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.reporting.console import Console
-from mamba_fsdp.run.layout import committed, step_of, unfinished
-from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, KEPT
+from mamba_fsdp.run.layout import list_committed, list_unfinished, step_of
+from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, KEEP_MARKER
 from mamba_fsdp.storage.patience import exists, is_file, is_folder, size_of, stat_of
 from mamba_fsdp.text import format_quantity
 
@@ -50,23 +50,23 @@ def main(run: str, options: Options) -> int:
     begun = []
     if not is_file(place / COMMIT):
         folder = place / CHECKPOINTS if is_folder(place / CHECKPOINTS) else place
-        finished = committed(folder)
-        begun = unfinished(folder.parent)
+        finished = list_committed(folder)
+        begun = list_unfinished(folder.parent)
     if not finished and not begun:
         raise unexpected_path_error(place, "a run with a checkpoint")
     rows = []
     for number, path in enumerate(finished, 1):
-        console.passing(f"reading {path.name}, {number} of {len(finished)}")
+        console.show_progress(f"reading {path.name}, {number} of {len(finished)}")
         row = describe(path, options.verify)
         if exists(path):  # its run may have removed it meanwhile
             rows.append(row)
     for path in begun:
         rows.append(Row(step_of(path.name) or 0, size_of(path), "unfinished"))
-    console.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
+    console.print_line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
     for row in rows:
         tokens = format_quantity(row.tokens, "") if row.tokens else ""
         verdict = f"kept; {row.verdict}" if row.kept else row.verdict
-        console.line(
+        console.print_line(
             f"{row.step:>10} {tokens:>8} {format_quantity(row.bytes, 'B'):>9}  {row.committed:<16}  {verdict}"
         )
     return int(any(row.verdict.startswith("broken") for row in rows))
@@ -75,7 +75,7 @@ def main(run: str, options: Options) -> int:
 def describe(path: Path, verify: bool) -> Row:
     """Returns the Row of a committed checkpoint, as far as it can be read."""
     verdict = "whole" if verify else "not verified"
-    row = Row(step_of(path.name) or 0, size_of(path), verdict, kept=exists(path / KEPT))
+    row = Row(step_of(path.name) or 0, size_of(path), verdict, kept=exists(path / KEEP_MARKER))
     with suppress(OSError):
         moment = datetime.fromtimestamp(stat_of(path / COMMIT).st_mtime)
         row.committed = f"{moment:%Y-%m-%d %H:%M}"
@@ -83,7 +83,7 @@ def describe(path: Path, verify: bool) -> Row:
         problems = read_all(path) if verify else verify_sizes(path)
         if problems:
             row.verdict = f"broken: {'; '.join(problems)}"
-        row.tokens = read_run(path).progress.tokens
+        row.tokens = read_saved_run(path).progress.tokens
     except UserError as error:  # for example, of another version
         if not row.verdict.startswith("broken"):
             row.verdict = f"broken: {error}"

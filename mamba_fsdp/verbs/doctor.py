@@ -14,6 +14,6 @@ def main() -> int:
     failed = False
     for check in CHECKS:
         finding = check.make()
-        Console().line(f"{finding.verdict:<5}{check.name:<16}{finding.text}")
+        Console().print_line(f"{finding.verdict:<5}{check.name:<16}{finding.text}")
         failed |= finding.verdict == "FAIL"
     return int(failed)

@@ -37,7 +37,7 @@ from mamba_fsdp.importing.kinds import (
 )
 from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
-from mamba_fsdp.reporting.console import Console, as_json, say
+from mamba_fsdp.reporting.console import Console, format_json, print_field
 from mamba_fsdp.run.names import CHECKPOINTS, STATUS, TASK_RESULTS
 from mamba_fsdp.storage.patience import exists, is_folder, write_for_user
 
@@ -111,15 +111,15 @@ def measure_by_data(model: str, data: str, options: CommandConfig) -> None:
     stream = sys.stderr if options.json else sys.stdout
     console = Console(enabled=world.rank == 0, stream=stream)
     loaded = load_model(model, options)
-    console.line(f"model          {model}")
+    console.print_line(f"model          {model}")
     numbers = {}  # by the name of the store
     for name, store in stores.items():
         evaluation = measure(loaded, store, options, console)
         numbers[name] = asdict(evaluation)
-        console.line(f"data           {name}")
-        console.line("\n".join(evaluation.lines()))
+        console.print_line(f"data           {name}")
+        console.print_line("\n".join(evaluation.lines()))
     if options.json and world.rank == 0:
-        print(as_json({"model": model, "data": numbers}))
+        print(format_json({"model": model, "data": numbers}))
     world.close()
 
 
@@ -202,11 +202,11 @@ def measure_by_tasks(model: str, options: CommandConfig) -> None:
 
     manager = harness.find_tasks(options.tasks, options.include_path)
     source, results = run_tasks(manager, options, model)
-    text = as_json({"model": source, **results})
+    text = format_json({"model": source, **results})
     if options.json:
         print(text)
     else:
-        say("model", source)
+        print_field("model", source)
         print(make_table(results))
         if "groups" in results:
             print(make_table(results, "groups"))

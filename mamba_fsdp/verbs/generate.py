@@ -11,7 +11,7 @@ import time
 
 from mamba_fsdp.inference.generate import GenerationConfig, check_valid, generate
 from mamba_fsdp.interop.places import check_place
-from mamba_fsdp.reporting.console import fit_for
+from mamba_fsdp.reporting.console import escape_for
 from mamba_fsdp.text import format_count
 
 
@@ -27,8 +27,8 @@ def main(model: str, options: GenerationConfig) -> None:
     try:
         for piece in pieces:
             if count == 0:
-                print(fit_for(sys.stdout, options.prompt), end="")
-            print(fit_for(sys.stdout, piece), end="", flush=True)
+                print(escape_for(sys.stdout, options.prompt), end="")
+            print(escape_for(sys.stdout, piece), end="", flush=True)
             count += 1
     finally:  # after Ctrl-C too
         if count:

@@ -28,11 +28,11 @@ from mamba_fsdp.importing.kinds import (
 )
 from mamba_fsdp.model.config import ModelConfig, parse_model_config
 from mamba_fsdp.model.presets import title
-from mamba_fsdp.reporting.console import read_share, say
+from mamba_fsdp.reporting.console import describe_share, print_field
 from mamba_fsdp.run.layout import newest_step
 from mamba_fsdp.run.names import EVALUATIONS, METRICS, MODEL_CONFIG, SETTINGS, STATUS, TASK_RESULTS
 from mamba_fsdp.run.node_record import read_records
-from mamba_fsdp.run.records import best_validation, read, read_events, read_status
+from mamba_fsdp.run.records import best_validation, read_entries, read_events, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.resolve import read_run
 from mamba_fsdp.storage.patience import is_file
@@ -65,7 +65,7 @@ def main(path: str | Path, options: Options) -> int:
     place = classify_path(path)
     if place.kind == "part":
         (folder,) = place.names
-        say("file of", folder)
+        print_field("file of", folder)
         place = classify_path(folder)
     if place.kind in WITH_CHECKSUMS:
         return WITH_CHECKSUMS[place.kind](place, verify)
@@ -80,8 +80,8 @@ def main(path: str | Path, options: Options) -> int:
     elif place.is_input:
         show_input(place)
     else:
-        say("path", f"{place.path}: {place.title}")
-        say("to use it", place.use)
+        print_field("path", f"{place.path}: {place.title}")
+        print_field("to use it", place.use)
     return 0
 
 
@@ -93,45 +93,45 @@ def show_runs(place: PathInfo, verify: bool) -> int:
         if verify:
             code = max(code, show_run(classify_path(run), verify))
         else:
-            say("run", f"{run}  {_status_of(run)}")
+            print_field("run", f"{run}  {_status_of(run)}")
     return code
 
 
 def show_run(place: PathInfo, verify: bool) -> int:
     path = place.path
-    say("run", path)
-    say("status", _status_of(path))
+    print_field("run", path)
+    print_field("status", _status_of(path))
     _show_settings(path)
-    entries = read(path / METRICS)
+    entries = read_entries(path / METRICS)
     for metric, name in (("loss", "training"), ("val_loss", "validation")):
         values = [entry for entry in entries if isinstance(entry.get(metric), float)]
         if values:
             last = values[-1]
             text = f"loss {last[metric]:.4f} at step {last['step']}"
             if metric == "val_loss" and last.get("val_share"):
-                text += f" ({read_share(last['val_share'])})"
+                text += f" ({describe_share(last['val_share'])})"
             best = best_validation(values)
             if best and best is not last:
                 text += f"; the best {best['val_loss']:.4f} at step {best['step']}"
-            say(name, text)
+            print_field(name, text)
             if "goodput_of_commands" in last:
-                say(
+                print_field(
                     "goodput",
                     f"{last['goodput_of_commands']:.1%} of its commands' time, {last['goodput']:.1%} of the time "
                     "since the first one began",
                 )
     for event in read_events(path):
         if event.get("changed"):
-            say("settings", f"changed at step {event.get('step')}: {event['changed']}")
+            print_field("settings", f"changed at step {event.get('step')}: {event['changed']}")
     for loss in read_records(str(path))[-MAX_LOSSES:]:
-        say(
+        print_field(
             "node",
             f"{loss.get('kind')} {loss.get('time')}  {loss.get('node')}: {loss.get('reason')}",
         )
     for newest in sorted(path.glob(TASK_RESULTS.format("*")))[-1:]:
-        say("tasks", newest)
+        print_field("tasks", newest)
     for followed in sorted(path.glob(f"{EVALUATIONS}/*.jsonl")):
-        say("evaluations", followed)
+        print_field("evaluations", followed)
     if verify or place.names:
         return checkpoints.main(str(path), checkpoints.Options(verify))
     return 0
@@ -142,17 +142,17 @@ def _show_settings(run: Path) -> None:
     try:
         settings = read_run(run)
     except UserError as error:
-        say("settings", error)
+        print_field("settings", error)
         return
     if settings:
-        say(
+        print_field(
             "progress",
             f"{newest_step(run):,} of {settings.value('num_steps')} steps are saved, "
             f"learning rate {settings.optimizer.learning_rate:g}",
         )
-        say("model", describe_model(settings.model))
-        say("data", settings.data.dataset_path)
-        say("to continue", f"{command('train')} --config={run / SETTINGS}")
+        print_field("model", describe_model(settings.model))
+        print_field("data", settings.data.dataset_path)
+        print_field("to continue", f"{command('train')} --config={run / SETTINGS}")
 
 
 def _status_of(run: Path) -> str:
@@ -167,19 +167,21 @@ def show_checkpoints(place: PathInfo, verify: bool) -> int:
 
 
 def show_checkpoint(place: PathInfo, verify: bool) -> int:
-    from mamba_fsdp.checkpoint.saved_run import read_run
+    from mamba_fsdp.checkpoint.saved_run import read_saved_run
 
     path = place.path
-    say("checkpoint", path)
+    print_field("checkpoint", path)
     code = checkpoints.main(str(path), checkpoints.Options(verify))
     if code:
         return code
-    run = read_run(path)
+    run = read_saved_run(path)
     progress = run.progress
-    say("tokens", f"{progress.tokens:,}, {format_count(progress.skipped_steps, 'step')} skipped")
-    say("written by", f"{format_count(run.world_size, 'rank')}, torch {run.torch}")
-    say("data", json.dumps(progress.data.get("drawn")))
-    say("model", describe_model(parse_model_config(path, run.model)))
+    print_field(
+        "tokens", f"{progress.tokens:,}, {format_count(progress.skipped_steps, 'step')} skipped"
+    )
+    print_field("written by", f"{format_count(run.world_size, 'rank')}, torch {run.torch}")
+    print_field("data", json.dumps(progress.data.get("drawn")))
+    print_field("model", describe_model(parse_model_config(path, run.model)))
     return 0
 
 
@@ -190,15 +192,15 @@ def show_input(place: PathInfo) -> None:
     options = DatasetConfig(skip_unreadable=True)  # lists what is missing
     left_out = LeftOut()
     files = find_files(str(place.path), options, left_out)
-    say("data", f"{format_count(len(files), 'file')}: {place.title}")
+    print_field("data", f"{format_count(len(files), 'file')}: {place.title}")
     for line in left_out.lines():
         print(line)
     try:
         for batch in itertools.islice(read_batches(Share(files[:1]), DatasetConfig(), size=1), 1):
-            say("begins with", repr(batch.documents[0].content)[:SAMPLE_WIDTH])
-        say("to use it", place.use)
+            print_field("begins with", repr(batch.documents[0].content)[:SAMPLE_WIDTH])
+        print_field("to use it", place.use)
     except UserError as error:
-        say("to use it", f"{import_command(place.path)}, but {error}")
+        print_field("to use it", f"{import_command(place.path)}, but {error}")
 
 
 def show_model(path: Path) -> None:
@@ -209,10 +211,10 @@ def show_model(path: Path) -> None:
         show_tensors(path)
         return
     weights = read_weights(path)
-    say("model", path)
-    say("structure", describe_model(weights.config))
-    say("parameters", f"{parameter_count(weights.config):,}")
-    say("tokenizer", weights.tokenizer_path or "none")
+    print_field("model", path)
+    print_field("structure", describe_model(weights.config))
+    print_field("parameters", f"{parameter_count(weights.config):,}")
+    print_field("tokenizer", weights.tokenizer_path or "none")
 
 
 def show_tensors(path: Path) -> None:
@@ -221,13 +223,13 @@ def show_tensors(path: Path) -> None:
 
     shapes = open_file(path).shapes
     numbers = sum(math.prod(shape) for shape in shapes.values())
-    say("tensors", f"{path}: {len(shapes)}, {numbers:,} numbers")
-    say(
+    print_field("tensors", f"{path}: {len(shapes)}, {numbers:,} numbers")
+    print_field(
         "to use it",
         f"there is no {MODEL_CONFIG} next to it, so name its preset, as in --model_name=mamba-130m",
     )
     for name, shape in shapes.items():
-        say("", f"{name:<64} {shape}")
+        print_field("", f"{name:<64} {shape}")
 
 
 def describe_model(model: ModelConfig) -> str:
@@ -243,7 +245,7 @@ def show_stores(place: PathInfo, verify: bool) -> int:
         stores = [split_in(folder, split) for split in SPLITS]
         for store in dict.fromkeys(filter(is_store, stores)):
             show_store(classify_path(store), verify)
-    say("to use it", place.use)
+    print_field("to use it", place.use)
     return 0
 
 
@@ -251,12 +253,14 @@ def show_store(place: PathInfo, verify: bool) -> int:
     """Prints the contents of a token store. Raises UserError for a damaged one."""
     path = place.path
     store = TokenStore(path)
-    say("token store", path)
+    print_field("token store", path)
     if verify:
         store.verify()
-        say("verified", "all bytes read, every file has its size and checksum")
-    say("tokens", f"{store.token_count:,} in {format_count(store.document_count, 'document')}")
-    say("vocabulary", f"{store.vocab_size:,}, eos {store.eos}, {store.dtype.name}")
+        print_field("verified", "all bytes read, every file has its size and checksum")
+    print_field(
+        "tokens", f"{store.token_count:,} in {format_count(store.document_count, 'document')}"
+    )
+    print_field("vocabulary", f"{store.vocab_size:,}, eos {store.eos}, {store.dtype.name}")
     _show_samples(store)
     return 0
 
@@ -266,15 +270,15 @@ def _show_samples(store: TokenStore) -> None:
     try:
         folder = store.tokenizer_path
     except UserError:
-        say("tokenizer", "none")
+        print_field("tokenizer", "none")
         return
-    say("tokenizer", folder)
+    print_field("tokenizer", folder)
     words = load_words(folder)
     for number in range(SAMPLES):
         start = store.token_count * number // SAMPLES
         tokens = store.read(start, min(SAMPLE_TOKENS, store.token_count - start)).tokens
         if tokens.max() < words.vocab_size:
-            say(f"at {start:,}", repr(words.decode(tokens.tolist()))[:SAMPLE_WIDTH])
+            print_field(f"at {start:,}", repr(words.decode(tokens.tolist()))[:SAMPLE_WIDTH])
 
 
 # What shows each kind of place that has checksums, and returns the exit code.

@@ -41,9 +41,9 @@ from mamba_fsdp.importing.kinds import classify_path, unexpected_path_error
 from mamba_fsdp.model.presets import SPELLINGS, plain, preset, title
 from mamba_fsdp.planning.devices import INSTANCES, Instance
 from mamba_fsdp.planning.failures import Costs, find_intervals
-from mamba_fsdp.reporting.console import Console, as_json
+from mamba_fsdp.reporting.console import Console, format_json
 from mamba_fsdp.run.names import METRICS, SETTINGS
-from mamba_fsdp.run.records import read, read_events
+from mamba_fsdp.run.records import read_entries, read_events
 from mamba_fsdp.settings.recipes import recipe
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -140,7 +140,7 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
     figures |= expect_failures(expected, settings, options)
     if options.json:
         best_fields = asdict(best_fitting) if best_fitting else None
-        print(as_json({**asdict(expected), **figures, "best": best_fields}))
+        print(format_json({**asdict(expected), **figures, "best": best_fields}))
     else:
         for note in settings.notes:
             print(f"settings   {note}")
@@ -201,7 +201,7 @@ def show_sizes(
     """Prints three sizes of a model for the time there is. described: the machine; None for this one."""
     from mamba_fsdp.planning.estimate import local_machine
     from mamba_fsdp.planning.sizes import Budget, plan_sizes, report_sizes
-    from mamba_fsdp.trainer.run import measure_pace
+    from mamba_fsdp.trainer.run import measure_tokens_per_second
 
     budget = Budget(
         hours=options.hours,
@@ -212,13 +212,13 @@ def show_sizes(
         data_tokens=data_tokens,
         data_exists=not options.tokens,
     )
-    sizes = plan_sizes(words, config, budget, measure_pace)
+    sizes = plan_sizes(words, config, budget, measure_tokens_per_second)
     console = Console()
     if options.json:
-        console.line(as_json({name: asdict(size) for name, size in sizes.items()}))
+        console.print_line(format_json({name: asdict(size) for name, size in sizes.items()}))
         return
     for line in report_sizes(sizes, budget):
-        console.line(line)
+        console.print_line(line)
 
 
 def choose_machine(options: PlanConfig) -> Instance | None:
@@ -337,7 +337,7 @@ def measured_seconds(run: Path) -> dict[str, float]:
         raise UserError(
             f"--measured={run}: events.jsonl there has no events of saves after which a training continued"
         )
-    stalled = sum(entry.get("checkpoint_stall_seconds", 0) for entry in read(run / METRICS))
+    stalled = sum(entry.get("checkpoint_stall_seconds", 0) for entry in read_entries(run / METRICS))
     measured = {"save": stalled / len(writes), "write": median(writes)}
     recoveries = [
         event["seconds_to_next_step"] for event in events if "seconds_to_next_step" in event

@@ -106,9 +106,9 @@ def test_kernels(run: Path, settings_file: Path) -> int:
     wrong; without a GPU, or before the run has chosen, nothing is tested."""
     if not machine.assigned_gpus():
         return 0
-    from mamba_fsdp.trainer.first_use import test_this_node
+    from mamba_fsdp.trainer.kernel_selection import test_node_kernels
 
-    tested = test_this_node(read_resolved(settings_file), run)
+    tested = test_node_kernels(read_resolved(settings_file), run)
     print(f"{machine.node_name()}: {tested}")
     return 0
 

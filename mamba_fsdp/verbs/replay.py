@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mamba_fsdp.fields import setting
 from mamba_fsdp.launch.machine import begin_rank
-from mamba_fsdp.run.names import START
+from mamba_fsdp.run.names import START_VARIABLE
 from mamba_fsdp.run.records import write_status
 
 SECONDS_BEHIND = 60.0
@@ -42,5 +42,5 @@ def main(run: str, options: Options) -> None:
         if not is_first:  # rank 0 says it, at which torchrun ends the others
             time.sleep(SECONDS_BEHIND)
         raise
-    if is_first and START in os.environ:  # the launcher asks how it ended
-        write_status(Path(os.environ[START]).parents[1], "finished", 0)
+    if is_first and START_VARIABLE in os.environ:  # the launcher asks how it ended
+        write_status(Path(os.environ[START_VARIABLE]).parents[1], "finished", 0)

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.reporting.console import let_output_fail
+from mamba_fsdp.reporting.console import ignore_output_errors
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.help import Page
 
@@ -27,7 +27,7 @@ USUAL = "tokenizer validation_fraction splits documents text_column config overw
 
 
 def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
-    let_output_fail()
+    ignore_output_errors()
     try:
         tokenize(input, out, options=options)
     except KeyboardInterrupt:  # the work of its threads is of no use

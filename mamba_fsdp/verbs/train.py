@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mamba_fsdp.launch.in_process import prepare, run
 from mamba_fsdp.launch.machine import begin_rank, processes_per_node
-from mamba_fsdp.reporting.console import let_output_fail
+from mamba_fsdp.reporting.console import ignore_output_errors
 from mamba_fsdp.settings.resolve import read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 
@@ -26,7 +26,7 @@ def main(*stray: str, config: str | None = None, resolved: str | None = None, **
             prepare(settings)
         except KeyboardInterrupt:  # the work of the threads that make data/builtin is of no use
             os._exit(130)
-    let_output_fail()
+    ignore_output_errors()
     if settings.training.dry_run:
         with scratch_folder():
             run(settings, planned=planned_ranks())

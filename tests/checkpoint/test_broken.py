@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mamba_fsdp.checkpoint.contents import BrokenError, read_contents, verify_sizes
+from mamba_fsdp.checkpoint.contents import BrokenCheckpointError, read_contents, verify_sizes
 from mamba_fsdp.checkpoint.restore import find_checkpoint, load
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.parallel.model import Shard
@@ -32,8 +32,8 @@ DAMAGES = {  # what is said: what was done to which file
     f"{RANK_FILE} has 40 bytes, not": (RANK_FILE, os.truncate, 40),
     f"content of {RANK_FILE} has changed": (RANK_FILE, flip),
     "state.json: No such file": ("state.json", os.unlink),
-    "COMMIT is not what was written": ("COMMIT", Path.write_text, '{"files": '),
-    "COMMIT is not what was": ("COMMIT", partial(edit, files={})),
+    "COMMIT is damaged": ("COMMIT", Path.write_text, '{"files": '),
+    "COMMIT is damaged (": ("COMMIT", partial(edit, files={})),
     "not the name of a file in this folder": ("COMMIT", partial(edit, files=OUTSIDE)),
     "COMMIT is of step 20": ("COMMIT", partial(edit, step=20)),
     "COMMIT is damaged: its format or version": ("COMMIT", partial(edit, version=7)),
@@ -130,10 +130,10 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
     "old, new, words",
     [
         (b"model/b@0", b"model/b@1", "it lacks the piece of model/b that starts at 0"),
-        (b"model/b@0", b"model/c@0", "it is cut short, or its header is not"),
+        (b"model/b@0", b"model/c@0", "it is truncated, or its header is damaged"),
         (b"[7]", b"[3]", "it lacks the piece of model/b that starts at 0"),
-        (b"[7]", b"{ }", "it is cut short, or its header is not"),
-        (b"[400, 428]", b"[900, 928]", "it is cut short, or its header is not"),
+        (b"[7]", b"{ }", "it is truncated, or its header is damaged"),
+        (b"[400, 428]", b"[900, 928]", "it is truncated, or its header is damaged"),
     ],
 )
 def test_a_file_that_was_committed_with_an_odd_header_is_broken(run, old, new, words):
@@ -160,7 +160,7 @@ def tensor_b(shape=(7,), dtype="F32", ranges=1):
 def test_contents_that_were_committed_but_can_t_be_are_broken(run, changes, words):
     path = make_checkpoints(run, [1]).last
     edit(path / "state.json", **changes)
-    with pytest.raises(BrokenError, match=f"step_00000001 is broken: .*{words}"):
+    with pytest.raises(BrokenCheckpointError, match=f"step_00000001 is broken: .*{words}"):
         read_contents(path)
 
 

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.torch22
 
 
 def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BLOCK", 100)
-    monkeypatch.setattr(files, "READ_BLOCK", 100)
+    monkeypatch.setattr(files, "WRITE_BLOCK_BYTES", 100)
+    monkeypatch.setattr(files, "READ_BLOCK_BYTES", 100)
 
     def beats(action, *given):
         before = progress.count
@@ -25,7 +25,7 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
     tensor = torch.arange(1000.0)
     # Written, then read back.
     assert beats(files.write_pieces, path, [("a", 0, tensor)]) >= 2 * 40
-    assert beats(files.checksum_of, path) >= 40
+    assert beats(files.compute_checksum, path) >= 40
     shard = Shard("a", (1000,), 0, torch.zeros(1000))
     assert beats(files.hash_file, path, path.stat().st_size, {"a": shard}) >= 40
 
@@ -52,8 +52,8 @@ def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, from_disk)
     """One flush of a large file at its end could take longer than a hang may."""
     flushed = []
     sync = os.fsync
-    monkeypatch.setattr(files, "BLOCK", 100)
-    monkeypatch.setattr(files, "FLUSH", 1000)
+    monkeypatch.setattr(files, "WRITE_BLOCK_BYTES", 100)
+    monkeypatch.setattr(files, "FLUSH_BYTES", 1000)
 
     def note(file):
         flushed.append(os.fstat(file).st_size)

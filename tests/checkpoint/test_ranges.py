@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 
 from mamba_fsdp.checkpoint import ranges
 
-COUNTS = st.one_of(st.integers(0, 40), st.integers(0, 5 * ranges.SMALLEST))
+COUNTS = st.one_of(st.integers(0, 40), st.integers(0, 5 * ranges.MIN_PIECE_SIZE))
 
 
 @given(COUNTS, st.integers(1, 9), st.integers(0, 50))
 def test_replicas_together_write_every_element_once(count, replicas, turn):
     """The ranges of all replicas tile the shard, and no piece that was split is tiny."""
-    pieces = [ranges.part_to_write(count, replicas, index, turn) for index in range(replicas)]
+    pieces = [ranges.range_to_write(count, replicas, index, turn) for index in range(replicas)]
     pieces = sorted((start, stop - start) for start, stop in pieces if start < stop)
-    assert ranges.tiles([start for start, _ in pieces], [length for _, length in pieces], count)
-    assert len(pieces) <= 1 or all(length >= ranges.SMALLEST for _, length in pieces)
+    assert ranges.covers_exactly(
+        [start for start, _ in pieces], [length for _, length in pieces], count
+    )
+    assert len(pieces) <= 1 or all(length >= ranges.MIN_PIECE_SIZE for _, length in pieces)
 
 
 @given(st.integers(1, 9), st.integers(0, 50))
@@ -29,7 +31,7 @@ def test_small_tensors_take_turns(replicas, first):
         index
         for turn in range(first, first + replicas)
         for index in range(replicas)
-        if ranges.part_to_write(10, replicas, index, turn) == (0, 10)
+        if ranges.range_to_write(10, replicas, index, turn) == (0, 10)
     ]
     assert sorted(writers) == list(range(replicas))
 
@@ -46,10 +48,10 @@ def test_any_range_is_put_together_from_any_cut(lengths, start, length):
     """Reading [start, stop) from pieces gives what slicing the whole gives."""
     starts = starts_of(lengths)
     whole = torch.arange(sum(lengths))
-    assert ranges.is_cut(starts, len(whole))
+    assert ranges.is_partition(starts, len(whole))
     stop = min(start + length, len(whole))
     found = torch.full_like(whole[start:stop], -1)
-    for part in ranges.overlaps(start, stop, starts, len(whole)):
+    for part in ranges.find_overlaps(start, stop, starts, len(whole)):
         assert 0 < part.count <= lengths[part.piece] - part.offset
         first = starts[part.piece] + part.offset
         found[part.at : part.at + part.count] = whole[first : first + part.count]
@@ -63,7 +65,7 @@ def test_what_is_missing_of_a_range_is_what_was_not_done(lengths, chance):
     done = [(start, start + length) for start, length in pieces if chance.randrange(2)]
     chance.shuffle(done)
     filled = torch.zeros(sum(lengths))
-    for start, stop in [*done, *ranges.gaps(0, len(filled), done)]:
+    for start, stop in [*done, *ranges.find_gaps(0, len(filled), done)]:
         filled[start:stop] += 1
     assert torch.equal(filled, torch.ones(len(filled)))
 
@@ -78,21 +80,21 @@ def test_ranks_tell_in_any_order_how_every_tensor_was_cut(cuts, chance):
         pieces[writers, number] = list(zip(starts_of(lengths), lengths))
         expected.append(ranges.TensorRanges(starts_of(lengths), writers))
     sizes = [sum(lengths) for lengths in cuts]
-    packed = [ranges.pack(np.concatenate([mine, mine])) for mine in pieces]
+    packed = [ranges.pack_ranges(np.concatenate([mine, mine])) for mine in pieces]
     ways, numbers = ranges.find_ranges(packed, sizes * 2)
     assert [ways[number] for number in numbers] == expected * 2
     assert len(ways) == len(set(numbers)) <= len(cuts)
     pieces[expected[0].files[0], 0, 1] = 0
     with pytest.raises(ValueError, match="did not write the whole of tensor 0"):
-        ranges.find_ranges([ranges.pack(mine) for mine in pieces], sizes)
+        ranges.find_ranges([ranges.pack_ranges(mine) for mine in pieces], sizes)
 
 
 @pytest.mark.parametrize("starts, counts", [([0], [3]), ([0], [5]), ([1], [3]), ([0, 2], [3, 2])])
 def test_gaps_and_overlaps_are_noticed(starts, counts):
     """Pieces that don't tile a tensor, of 4 elements here, are never taken for the whole."""
-    assert not ranges.tiles(starts, counts, 4)
+    assert not ranges.covers_exactly(starts, counts, 4)
 
 
 @pytest.mark.parametrize("starts", [[1], [0, 4], [0, 2, 2], [0, 3, 2], []])
 def test_starts_that_cut_no_tensor_are_noticed(starts):
-    assert not ranges.is_cut(starts, 4) and not ranges.is_cut([0], 0)
+    assert not ranges.is_partition(starts, 4) and not ranges.is_partition([0], 0)

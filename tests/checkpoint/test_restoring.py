@@ -57,7 +57,7 @@ LAYOUTS = {  # number of ranks: how they read
 
 
 def save_each(world, run):
-    ranges.SMALLEST = 8  # so that replicas share these tensors too
+    ranges.MIN_PIECE_SIZE = 8  # so that replicas share these tensors too
     return [save(world, run / str(number), *how) for number, how in enumerate(SAVES)]
 
 

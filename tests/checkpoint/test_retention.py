@@ -8,7 +8,7 @@ import pytest
 
 from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader
-from mamba_fsdp.checkpoint.restore import find_checkpoint, find_newest, load
+from mamba_fsdp.checkpoint.restore import find_checkpoint, find_newest_checkpoint, load
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import patience
 from tests.support.checkpoints import (
@@ -37,7 +37,7 @@ def test_the_newest_stay_and_the_first_at_or_after_each_multiple(run):
 def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(run, tmp_path):
     """Pruned, or left by a killed save: what it leads to may be another run's."""
     other = make_checkpoints(tmp_path / "other", [1]).last
-    left = open_run(run).lease.own
+    left = open_run(run).lease.staging
     for link in (run / "checkpoints/step_00000001", left / "step_00000002"):
         link.symlink_to(other)
     make_checkpoints(run, [3], keep=1)
@@ -99,7 +99,7 @@ def test_the_newest_checkpoint_makes_no_room(run, small_disk):
     """If that is not enough nothing is written."""
     small_disk(1)
     checkpointer = make_checkpoints(run, [1])
-    for ask in (checkpointer.make_room, lambda shards: checkpointer.save(2, shards, {})):
+    for ask in (checkpointer.reserve_space, lambda shards: checkpointer.save(2, shards, {})):
         with pytest.raises(UserError, match="has only 0 B free, but .* 1 x 428 B"):
             ask(shards_of(2))
     assert names_in(run) == ["step_00000001"]
@@ -108,7 +108,7 @@ def test_the_newest_checkpoint_makes_no_room(run, small_disk):
 def test_a_reader_whose_checkpoint_is_removed_meanwhile_says_so_in_a_line(run):
     """Wherever it is by then: at the files, at the contents, or at the tensors. Of a run the newest is taken."""
     path = make_checkpoints(run, [1]).last
-    found = find_newest(run, pytest.fail)
+    found = find_newest_checkpoint(run, pytest.fail)
     choice = find_checkpoint(path, WORLD)
     reader = Reader(path, choice.contents)
     make_checkpoints(run, [2], keep=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mamba_fsdp.checkpoint.saved_run import SavedRun, TrainState, read_run
+from mamba_fsdp.checkpoint.saved_run import SavedRun, TrainState, read_saved_run
 from mamba_fsdp.errors import UserError
 from tests.support.checkpoints import open_run, shards_of
 
@@ -32,6 +32,8 @@ def test_the_state_of_a_run_comes_back_or_is_refused_by_name(run):
     run = SavedRun(TrainState(step=3), {"d_model": 8}, "adamw", "2.2.2", 1, 32)
     checkpointer.save(3, shards_of(3), asdict(run))
     checkpointer.wait()
-    assert read_run(checkpointer.last) == run
-    with pytest.raises(UserError, match="^run: its state.json does not .*: seq_length is 0, not"):
+    assert read_saved_run(checkpointer.last) == run
+    with pytest.raises(
+        UserError, match="^run: its state.json is not from .*: seq_length is 0, not"
+    ):
         SavedRun.from_state({**asdict(run), "seq_length": 0}, Path("run"))

@@ -42,13 +42,13 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
     is told and noted."""
     said = []
     checkpointer = open_run(run, report=lambda text: said.append((text, names_in(run))))
-    assert newest(run) is None and checkpointer.stage() is None
+    assert newest(run) is None and checkpointer.save_phase() is None
     checkpointer.save(3, shards_of(3), {"step": 3})
-    assert checkpointer.stage() == (3, Phase.WRITING) and not said
+    assert checkpointer.save_phase() == (3, Phase.WRITING) and not said
     checkpointer.pending.work.result()
     assert not checkpointer.is_writing() and not names_in(run)
-    checkpointer.settle()
-    assert checkpointer.stage() == (3, Phase.COMMITTING)
+    checkpointer.poll()
+    assert checkpointer.save_phase() == (3, Phase.COMMITTING)
     checkpointer.wait()
     assert said == [("checkpoint step_00000003 is committed", ["step_00000003"])]
     assert checkpointer.last == newest(run)
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
     assert event["step"] == 3 and event["bytes"] > 400 and event["seconds"] > 0
     assert 0 < checkpointer.stall_seconds() < 60 and checkpointer.stall_seconds() == 0
     checkpointer.save(3, shards_of(3), {"step": 3})
-    assert checkpointer.stage() is None  # it is there already
+    assert checkpointer.save_phase() is None  # it is there already
 
 
 def test_other_programs_can_read_the_files(run):
@@ -110,7 +110,7 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch, "_foreach_copy_", cuda.copy)
     checkpointer = open_run(run, dataclasses.replace(WORLD, device=torch.device("cuda", 0)))
-    checkpointer.make_room(shards_of(0))
+    checkpointer.reserve_space(shards_of(0))
     checkpointer.save(1, shards_of(1), {})
     checkpointer.wait_for_copies()
     checkpointer.wait()
@@ -145,7 +145,7 @@ def fill_up(old, new, real=os.replace):
 @pytest.mark.parametrize(
     "call, disk, words",
     [
-        ("fsync", garble, "step 1 could not be saved in .*: rank 0 .*read back is not what was"),
+        ("fsync", garble, "step 1 could not be saved in .*: rank 0 .*data read back differs from"),
         ("replace", fill_up, "No space left"),
     ],
 )

@@ -234,8 +234,8 @@ def test_while_a_part_puts_all_together_others_wait_and_overwriting_is_refused(
 ):
     """However long it takes. It removes the folder in which the lease of a part that waits would lie."""
     write_records(tmp_path / "a.jsonl", make_texts(20))
-    monkeypatch.setattr(lease, "SECONDS_BETWEEN_RENEWALS", 0.05)
-    monkeypatch.setattr(lease, "SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.05)
     out = tmp_path / "out"
     waiting = []
 

@@ -18,7 +18,7 @@ from mamba_fsdp.data.loader import (
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run.names import WANTED_NODES
+from mamba_fsdp.run.names import WANTED_NODES_VARIABLE
 from mamba_fsdp.settings.train_config import DataConfig
 from tests.support.processes import wait_until
 from tests.support.tiny import resolved
@@ -224,7 +224,7 @@ def test_a_step_is_split_by_rank_then_micro_batch_then_position(ranks, given, ex
     ],
 )
 def test_ranks_of_the_nodes_that_are_left_share_the_same_global_batch(monkeypatch, given, expected):
-    monkeypatch.setenv(WANTED_NODES, "3")
+    monkeypatch.setenv(WANTED_NODES_VARIABLE, "3")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     assert split_step(resolved(**SMALL, **given), 1, 4) == expected
 

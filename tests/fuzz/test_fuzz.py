@@ -21,7 +21,7 @@ import torch
 
 from mamba_fsdp.checkpoint import files as checkpoint_files
 from mamba_fsdp.checkpoint.restore import find_checkpoint
-from mamba_fsdp.checkpoint.saved_run import TrainState, read_run
+from mamba_fsdp.checkpoint.saved_run import TrainState, read_saved_run
 from mamba_fsdp.checkpoint.tensors import CheckpointTensors
 from mamba_fsdp.data import tokenizer
 from mamba_fsdp.data.store import TokenStore, _checksum
@@ -94,7 +94,7 @@ def seal_checkpoint(folder):
             for name in content["files"]:
                 if name != STATE or not content["files"][name].get("model"):
                     content["files"][name] = asdict(
-                        checkpoint_files.checksum_of(path.parent / name)
+                        checkpoint_files.compute_checksum(path.parent / name)
                     )
             path.write_text(json.dumps(content))
 
@@ -105,7 +105,7 @@ def read_checkpoint(folder):
     for name, shape in tensors.shapes.items():
         if math.prod(shape) < 1 << 20:  # as who reads it has seen that these are the model's shapes
             tensors.get(name)
-    read_run(checkpoint.path)
+    read_saved_run(checkpoint.path)
 
 
 def make_model(folder):

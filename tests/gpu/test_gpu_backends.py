@@ -5,7 +5,7 @@ import torch
 
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.first_use import FirstUse
+from mamba_fsdp.trainer.kernel_selection import KernelSelector
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CONFIGS = {
@@ -26,6 +26,6 @@ def test_all_that_is_there_is_right(kind, bounded, precision):
         pytest.skip("mamba-ssm's products in TF32 are skipped")
     settings = TrainConfig(CONFIGS[kind])
     settings = settings.changed(reset_at_documents=bounded, mixed_precision=precision)
-    use = FirstUse(settings, torch.device("cuda"))
-    use.prove()
-    assert use.record.candidates and use.record.passed_over() == {}
+    use = KernelSelector(settings, torch.device("cuda"))
+    use.validate_candidates()
+    assert use.record.candidates and use.record.rejected() == {}

@@ -9,7 +9,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import following
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.layout import step_name
-from mamba_fsdp.run.records import read, write_status
+from mamba_fsdp.run.records import read_entries, write_status
 from mamba_fsdp.verbs import evaluate
 
 
@@ -66,7 +66,7 @@ def test_each_checkpoint_is_measured_once_until_the_run_is_finished(follow, tmp_
     assert told == f"step 3: data/loss 3.0000\nstep 4: data/loss 4.0000\n{over}"
     assert follow("a", {}) == ([], over)
     assert follow("b", {})[0] == [1, 3, 4]
-    lines = read(tmp_path / "evaluations/data.jsonl")
+    lines = read_entries(tmp_path / "evaluations/data.jsonl")
     assert [line["step"] for line in lines] == [1, 3, 4] * 2
     assert lines[0]["evaluated"] == {"data/loss": 1.0}
 

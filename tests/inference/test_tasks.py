@@ -18,7 +18,7 @@ from mamba_fsdp.data import tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import harness
 from mamba_fsdp.inference.harness import MambaFSDP
-from mamba_fsdp.run.records import read
+from mamba_fsdp.run.records import read_entries
 from mamba_fsdp.verbs import evaluate
 
 pytestmark = pytest.mark.torch22
@@ -178,7 +178,7 @@ def test_what_is_told_and_kept(run, task_files):
     )
     assert not list(Path("exported/demo").glob("lm_eval_*"))
     code, out, _ = run("runs/demo", *words, "--limit=3", "--num_fewshot=2", "--follow")
-    *_, line = read(Path("runs/demo/evaluations") / f"{','.join(TASKS)}.jsonl")
+    *_, line = read_entries(Path("runs/demo/evaluations") / f"{','.join(TASKS)}.jsonl")
     assert code == 0 and line["step"] == 4 and "\ncomplete   runs/demo is finished" in out
 
 

@@ -22,7 +22,7 @@ from mamba_fsdp.launch.machine import (
     set_environment,
 )
 from mamba_fsdp.run import names
-from mamba_fsdp.run.records import ELSEWHERE, write_status
+from mamba_fsdp.run.records import OTHER_RANK_REASON, write_status
 from mamba_fsdp.this_process import write_torchrun_error
 from tests.support.processes import run_program
 
@@ -77,7 +77,7 @@ OUTCOMES = {  # the status, why, whether a rank failed and there is a file STOP:
     ("stopped", "STOP file", False, True): (Outcome("stopped", stop_file=True), 0),
     ("stopped", "enough of it", False, False): (Outcome("stopped", stop_file=True), 0),
     ("stopped", "SIGTERM", False, False): (Outcome("stopped"), 143),
-    ("stopped", ELSEWHERE, False, False): (Outcome("stopped"), 143),
+    ("stopped", OTHER_RANK_REASON, False, False): (Outcome("stopped"), 143),
     ("running", "", True, False): (Outcome("failed", 74, SUMMARY, False, FIRST, "a"), 74),
     ("running", "", True, True): (Outcome("stopped", 74, SUMMARY, True, FIRST, "a"), 2),
 }

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from mamba_fsdp.trainer.run import begin
+from mamba_fsdp.trainer.run import acquire_and_find_start
 from mamba_fsdp.trainer.run_folder import RunFolder
-from mamba_fsdp.trainer.setup import SetUp
+from mamba_fsdp.trainer.setup import RunSetup
 from tests.support.checkpoints import quiet
 from tests.support.corpora import write_store
 from tests.support.ranks import run_ranks
@@ -30,8 +30,8 @@ def opened_at_start(world, settings):
 
     sys.addaudithook(notice)
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
-    start = world.on_rank0(begin, settings, folder, world, quiet)
-    SetUp(start, world, folder, quiet).context()
+    start = world.on_rank0(acquire_and_find_start, settings, folder, world, quiet)
+    RunSetup(start, world, folder, quiet).make_context()
     return sorted(opened)
 
 

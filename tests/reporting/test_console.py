@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mamba_fsdp.reporting.console import Console, as_json, read_share, say
+from mamba_fsdp.reporting.console import Console, describe_share, format_json, print_field
 from tests.support.terminal import Terminal, drawings
 
 LONG = "step  123456/1000000  loss  3.2500  lr 3.00e-04  1,214,000 tok/s  MFU 41.2%  left 4 days, 4:02:05"
@@ -15,14 +15,14 @@ LONG = "step  123456/1000000  loss  3.2500  lr 3.00e-04  1,214,000 tok/s  MFU 41
 def test_a_plain_line_per_report_without_a_terminal(monkeypatch):
     """Nothing on other ranks, nor in a program without a stdout."""
     monkeypatch.setattr(sys, "stdout", None)
-    Console().line("step 19")
+    Console().print_line("step 19")
     stream = io.StringIO()
-    Console(enabled=False, stream=stream).line("step 19")
+    Console(enabled=False, stream=stream).print_line("step 19")
     console = Console(stream=stream)
-    console.passing("step 19")
-    console.line("step 20")
-    console.passing("validation 3/16")
-    console.line("data       " + "word " * 40)
+    console.show_progress("step 19")
+    console.print_line("step 20")
+    console.show_progress("validation 3/16")
+    console.print_line("data       " + "word " * 40)
     assert stream.getvalue() == "step 20\ndata       " + "word " * 40 + "\n"
 
 
@@ -35,9 +35,9 @@ def test_control_characters_are_shown_on_a_terminal_and_stay_in_files(monkeypatc
     ):
         stream = io.StringIO()
         stream.isatty = lambda is_terminal=is_terminal: is_terminal
-        Console(stream=stream).line(evil)
+        Console(stream=stream).print_line(evil)
         monkeypatch.setattr(sys, "stdout", stream)
-        say("status", evil)
+        print_field("status", evil)
         line = r"a\x1b]0;owned\x07\x9b2J\r\n\tb"
         assert stream.getvalue() == f"{expected}\nstatus         {line}\n"
 
@@ -46,12 +46,12 @@ def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
     """A report stays; what is passing makes room for what comes next."""
     monkeypatch.setattr("mamba_fsdp.reporting.console.SECONDS_BETWEEN_UPDATES", 0.0)
     console = Console(stream=terminal.stream())
-    console.passing("step 18")
-    console.line("step 19")
-    console.passing("step 20")
-    console.passing("validation 3/16")
-    console.line("step 20: validation loss 3.0")
-    console.passing("and so on")
+    console.show_progress("step 18")
+    console.print_line("step 19")
+    console.show_progress("step 20")
+    console.show_progress("validation 3/16")
+    console.print_line("step 20: validation loss 3.0")
+    console.show_progress("and so on")
     lines = [drawings(line)[-1] for line in terminal.text().split("\r\n") if line.strip()]
     assert [line[:15] for line in lines] == ["step 19", "step 20: valida", "and so on"]
 
@@ -61,8 +61,8 @@ def test_the_live_line_fits(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     window = Terminal(columns)
     console = Console(stream=window.stream())
-    console.passing(LONG)
-    console.passing("too soon after it to be read")
+    console.show_progress(LONG)
+    console.show_progress("too soon after it to be read")
     (live,) = drawings(window.text())
     window.close()
     assert live == LONG[: columns - 1].rstrip()
@@ -71,17 +71,17 @@ def test_the_live_line_fits(columns, monkeypatch):
 def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     console = Console(stream=terminal.stream())
-    console.passing(LONG)
-    console.line(LONG)
-    console.passing("validation 3/16")
+    console.show_progress(LONG)
+    console.print_line(LONG)
+    console.show_progress("validation 3/16")
     assert terminal.text().count("step") == 1 and "\r" not in terminal.text().replace("\r\n", "\n")
 
 
 def test_a_process_whose_reader_has_gone_ends_as_it_would_have(project):
     code = """
 import sys
-from mamba_fsdp.reporting.console import let_output_fail
-let_output_fail()
+from mamba_fsdp.reporting.console import ignore_output_errors
+ignore_output_errors()
 for turn in range(3):
     print('x', flush=True)
     sys.stdin.readline()
@@ -101,10 +101,10 @@ print('from a library', file=sys.stderr)
 
 
 def test_results_are_json_that_every_program_reads(tmp_path):
-    assert as_json({"loss": float("nan"), "model": tmp_path}) == (
+    assert format_json({"loss": float("nan"), "model": tmp_path}) == (
         f'{{\n "loss": null,\n "model": "{tmp_path}"\n}}'
     )
 
 
 def test_the_share_that_a_validation_read_is_told_in_words():
-    assert read_share(1) == "all data" and read_share(0.12345) == "12.3% of the data"
+    assert describe_share(1) == "all data" and describe_share(0.12345) == "12.3% of the data"

@@ -14,7 +14,7 @@ def make(folder, *files):
         (folder / file).touch()
 
 
-IS = "is not a run folder (it holds"
+IS = "is not a run folder (it contains"
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_ste
     for name in (*reversed(steps), ".step_00000011.abc.partial", "other"):
         make(tmp_path, f"checkpoints/{name}/{names.COMMIT}")
     make(tmp_path, "checkpoints/step_200000000/state.json")
-    assert [path.name for path in layout.committed(tmp_path / "checkpoints")] == steps
+    assert [path.name for path in layout.list_committed(tmp_path / "checkpoints")] == steps
     assert names.newest_checkpoint(str(tmp_path)) == steps[-1]
     assert layout.newest_step(tmp_path) == 100000000
-    assert layout.committed(tmp_path / "checkpoints/other/COMMIT") == []
+    assert layout.list_committed(tmp_path / "checkpoints/other/COMMIT") == []
 
 
 def test_a_folder_that_can_t_be_listed_is_not_an_empty_one(tmp_path):
@@ -64,4 +64,4 @@ def test_what_is_being_saved_is_listed(tmp_path):
     """Not what lies there under other names."""
     saved = f".{names.LEASE}.0123456789ab.partial/step_00000002"
     make(tmp_path, f"{saved}/x", "checkpoints/step_00000001/x", ".other.0123.partial/step_00000003")
-    assert layout.unfinished(tmp_path) == [tmp_path / saved]
+    assert layout.list_unfinished(tmp_path) == [tmp_path / saved]

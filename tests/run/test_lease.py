@@ -26,8 +26,8 @@ REMEDY = "stop that run first"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Who lives shows it soon."""
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_RENEWALS", 0.02)
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(module, "RENEWAL_SECONDS", 0.02)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def take(tmp_path):
 
     def take_one(said=None):
         lease = Lease(tmp_path / LEASE)
-        lease.take((said if said is not None else []).append, REMEDY)
+        lease.acquire((said if said is not None else []).append, REMEDY)
         taken.append(lease)
         return lease
 
@@ -69,7 +69,7 @@ def test_a_living_holder_is_named_to_the_second(take, tmp_path):
 def test_a_holder_of_this_machine_that_has_ended_stops_nobody(take, tmp_path, monkeypatch):
     """Whether nobody has its process id by now, another process, or a dead one that nobody has asked for: it need not be
     watched."""
-    monkeypatch.setattr(Lease, "shows_life", lambda _: pytest.fail("it was watched"))
+    monkeypatch.setattr(Lease, "is_renewed", lambda _: pytest.fail("it was watched"))
     here = Holder.this_process()
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -86,7 +86,7 @@ def test_a_holder_of_this_machine_that_has_ended_stops_nobody(take, tmp_path, mo
 def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(
     take, tmp_path, monkeypatch, content
 ):
-    monkeypatch.setattr(module, "SECONDS_OF_SILENCE", 0.1)
+    monkeypatch.setattr(module, "EXPIRY_SECONDS", 0.1)
     left_by(tmp_path)
     if content is not None:
         (tmp_path / LEASE).write_bytes(content)
@@ -118,11 +118,11 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
     (renewing,) = [thread for thread in threading.enumerate() if thread not in before]
     lease.write(tmp_path / "file", "ours")
     left_by(tmp_path)
-    lease.own.rename(tmp_path / "taken")
+    lease.staging.rename(tmp_path / "taken")
     changes = {
         lease.check: [],
         lease.write: [tmp_path / "file", "late"],
-        lease.move: [lease.own / "x", tmp_path / "new"],
+        lease.move: [lease.staging / "x", tmp_path / "new"],
         lease.remove: [tmp_path / "file"],
     }
     for change, given in changes.items():
@@ -159,16 +159,16 @@ def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch
 def test_what_a_killed_process_left_is_removed_and_said(take, tmp_path):
     """Only what lies in its own folder: other hidden folders stay."""
     killed = take()
-    (killed.own / "step_00000002").mkdir()
-    (killed.own / "step_00000002" / "part").write_bytes(bytes(3_000_000))
+    (killed.staging / "step_00000002").mkdir()
+    (killed.staging / "step_00000002" / "part").write_bytes(bytes(3_000_000))
     (tmp_path / ".snapshot").mkdir()
     (tmp_path / LEASE).unlink()
     said = []
     lease = take(said)
-    words = "3.0 MB, which a killed process left unfinished, removed from"
+    words = "removed 3.0 MB of unfinished files of a killed process from"
     assert said == [f"cleaned    {words} {tmp_path}"]
-    assert set(os.listdir(tmp_path)) == {LEASE, ".snapshot", lease.own.name}
-    assert os.listdir(lease.own) == []
+    assert set(os.listdir(tmp_path)) == {LEASE, ".snapshot", lease.staging.name}
+    assert os.listdir(lease.staging) == []
 
 
 def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):

@@ -21,7 +21,7 @@ def path(tmp_path):
 
 
 def steps_in(path):
-    return [entry["step"] for entry in records.read(path)]
+    return [entry["step"] for entry in records.read_entries(path)]
 
 
 def test_resuming_drops_what_the_interrupted_run_wrote_later(path):
@@ -33,9 +33,9 @@ def test_resuming_drops_what_the_interrupted_run_wrote_later(path):
         file.write('{"step": 6, "lo')  # the crash
     again = records.Log(path, 3)
     again.write({"step": 4, "loss": 2.0})
-    losses = [(entry["step"], entry["loss"]) for entry in records.read(path)]
+    losses = [(entry["step"], entry["loss"]) for entry in records.read_entries(path)]
     assert losses == [(1, None), (2, 1), (3, 1), (4, 2)]
-    assert records.latest(path.parent) == {"step": 4, "loss": 2}
+    assert records.latest_values(path.parent) == {"step": 4, "loss": 2}
 
 
 def test_a_log_that_is_cut_short_while_the_run_lives_is_never_made_longer(path, capsys):
@@ -58,9 +58,9 @@ def test_only_lines_with_a_step_that_can_be_are_entries(path):
     lines = ['{"step": 0}', *odd, f'{{"step": {2**63 - 1}}}']
     path.write_text("\n".join(lines) + "\n")
     assert steps_in(path) == [0, 2**63 - 1]
-    assert records.read(path.with_name("nowhere")) == []
+    assert records.read_entries(path.with_name("nowhere")) == []
     with pytest.raises(UserError, match="can't be read .Is a directory"):
-        records.read(path.parent)
+        records.read_entries(path.parent)
 
 
 def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
@@ -92,7 +92,7 @@ def test_pauses_between_commands_are_no_time_of_theirs(tmp_path, monkeypatch, ev
         records.add_event(tmp_path, event, 0, **began)
     (tmp_path / "metrics.jsonl").touch()
     os.utime(tmp_path / "metrics.jsonl", (205, 205))
-    assert records.seconds_of_commands(tmp_path, until=500) == seconds
+    assert records.command_seconds(tmp_path, until=500) == seconds
 
 
 def test_a_full_disk_is_said_in_a_line_and_what_was_to_be_written_waits(path, capsys):
@@ -116,7 +116,7 @@ def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, star
     records.write_status(tmp_path, "running", 3)
     holder = asdict(Holder.this_process())
     left_by(tmp_path, **{**holder, "started": started or holder["started"]})
-    told = records.correct_status(tmp_path)
+    told = records.repair_status(tmp_path)
     assert (told["status"], told["step"]) == (status, step)
     assert records.read_status(tmp_path)["reason"] == told["reason"]
     why = "exited without a status: killed, or its disk was full"
@@ -128,4 +128,4 @@ def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, star
 def test_a_folder_without_a_status_has_none(tmp_path):
     assert records.read_status(tmp_path) == {}
     (tmp_path / "status.json").write_text('{"sta')
-    assert records.correct_status(tmp_path) == {}
+    assert records.repair_status(tmp_path) == {}

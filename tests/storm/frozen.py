@@ -26,7 +26,7 @@ from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run import lease
 from mamba_fsdp.run.names import METRICS
 from mamba_fsdp.run.records import Log
-from mamba_fsdp.trainer.run import finish
+from mamba_fsdp.trainer.run import publish_model
 from mamba_fsdp.trainer.run_folder import RunFolder
 from tests.support.checkpoints import WORLD, make_checkpoints, problems, quiet, shards_of
 
@@ -48,8 +48,8 @@ FORKED = multiprocessing.get_context("fork")
 
 def main(words):
     calls = EVENTS if "--all" in words else WRITES
-    lease.SECONDS_BETWEEN_RENEWALS = 0.02
-    lease.SECONDS_BETWEEN_LOOKS = 0.02
+    lease.RENEWAL_SECONDS = 0.02
+    lease.POLL_SECONDS = 0.02
     for beginning in BEGINNINGS:
         for finishes in (True, False):
             with tempfile.TemporaryDirectory(prefix="frozen-") as place:
@@ -107,7 +107,7 @@ def freeze(run, calls, number, finishes):
 
 def acquire(run, patience):
     """The run folder, acquired. patience: seconds after which a silent holder is dead."""
-    lease.SECONDS_OF_SILENCE = patience
+    lease.EXPIRY_SECONDS = patience
     folder = RunFolder(run)
     folder.acquire()
     return folder
@@ -138,7 +138,7 @@ def publish(folder, checkpointer):
         out.mkdir()
         (out / "model").write_text(checkpointer.last.name)
 
-    finish(folder, checkpointer.last, write_model, lambda: None, Console(enabled=False))
+    publish_model(folder, checkpointer.last, write_model, lambda: None, Console(enabled=False))
 
 
 def save(checkpointer, step, value):

@@ -8,15 +8,15 @@ import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.contents import read_contents
-from mamba_fsdp.checkpoint.files import checksum_of
-from mamba_fsdp.checkpoint.restore import WholeCheckpoint, find_checkpoint, verify
+from mamba_fsdp.checkpoint.files import compute_checksum
+from mamba_fsdp.checkpoint.restore import VerifiedCheckpoint, find_checkpoint, verify
 from mamba_fsdp.checkpoint.saved_run import SavedRun
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run.layout import committed, step_name
+from mamba_fsdp.run.layout import list_committed, step_name
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, LEASE
-from mamba_fsdp.run.records import read
+from mamba_fsdp.run.records import read_entries
 
 WORLD = World.alone()
 TIMES = ("tokens_per_second", "mfu", "delaying_rank", "seconds", "goodput", "memory_gb")
@@ -39,7 +39,7 @@ def open_run(run, world=WORLD, report=quiet, **how):
     def take():
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         (run / LEASE).unlink(missing_ok=True)
-        lease.take(report, "")
+        lease.acquire(report, "")
 
     world.on_rank0(take)
     return Checkpointer(run, world, lease, report=report, **how)
@@ -61,14 +61,14 @@ def saved_state(model, progress, seq_length=32):
 
 def newest(run, report=quiet):
     """The path of the newest whole checkpoint, or None."""
-    if not committed(run / CHECKPOINTS):
+    if not list_committed(run / CHECKPOINTS):
         return None
     return find_checkpoint(run, WORLD, report).path
 
 
 def as_whole(checkpoint):
     """The WholeCheckpoint of this path, without a look at its files."""
-    return WholeCheckpoint(checkpoint, read_contents(checkpoint))
+    return VerifiedCheckpoint(checkpoint, read_contents(checkpoint))
 
 
 def flip(path, at=-5):
@@ -85,7 +85,8 @@ def edit(file, **changes):
     if file.name != "COMMIT":
         commit = json.loads((file.parent / "COMMIT").read_text())
         edit(
-            file.parent / "COMMIT", files={**commit["files"], file.name: asdict(checksum_of(file))}
+            file.parent / "COMMIT",
+            files={**commit["files"], file.name: asdict(compute_checksum(file))},
         )
 
 
@@ -111,7 +112,7 @@ def problems(checkpoint):
 
 def metrics_of(run):
     """The entries of a run's metrics.jsonl without times, rates and memory, in which equal runs differ."""
-    entries = read(run / "metrics.jsonl")
+    entries = read_entries(run / "metrics.jsonl")
     return [
         {key: value for key, value in entry.items() if not any(word in key for word in TIMES)}
         for entry in entries

@@ -19,7 +19,7 @@ from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.settings.train_config import OptimizerConfig, ParallelConfig, TrainConfig
 from mamba_fsdp.trainer import loop, run
 from mamba_fsdp.trainer.optimizer import make_optimizer
-from mamba_fsdp.trainer.setup import fill_at_random
+from mamba_fsdp.trainer.setup import initialize_weights
 from mamba_fsdp.trainer.step_stats import sum_over_ranks
 from tests.support.ports import rank_environment
 
@@ -139,7 +139,7 @@ def build(
     with torch.device("meta"):
         model = Scaled(config, compute_dtype=dtype)
     parallel = parallelize(model, settings, world=world, compute_dtype=dtype)
-    fill_at_random(TrainConfig(config), parallel)
+    initialize_weights(TrainConfig(config), parallel)
     settings = OptimizerConfig(optimizer=optimizer)
     return parallel, make_optimizer(parallel, parameters(config), settings, dtype)
 

@@ -141,7 +141,7 @@ SHOWN_BY = {
     "async_checkpoint": "trainer/test_failing_saves.py::test_a_run_that_can_t_save_stops",
     "wandb_project": "reporting/test_trackers.py::test_names_are_those_of_the_settings_then_of_the_environment",
     "wandb_name": "reporting/test_trackers.py::test_names_are_those_of_the_settings_then_of_the_environment",
-    "deterministic": "trainer/test_first_use.py::test_what_a_run_asks_for_is_chosen_again_where_it_has_changed",
+    "deterministic": "trainer/test_kernel_selection.py::test_what_a_run_asks_for_is_chosen_again_where_it_has_changed",
     "use_torch_compile": "parallel/test_strategies.py::test_every_strategy_trains_as_one_process_does",
     "use_profiler": "trainer/test_profiling.py::test_a_run_says_where_its_time_goes",
 }

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from mamba_fsdp.run.records import read
+from mamba_fsdp.run.records import read_entries
 from mamba_fsdp.trainer import loop
-from mamba_fsdp.trainer.clock import Clock, delays
+from mamba_fsdp.trainer.clock import Clock, delay_metrics
 
 PEAK_FLOPS = 1e10
 LABELS = 1314  # of the validation store
@@ -39,10 +39,12 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
     """Every second step here, of 64 tokens; with the mean loss since the last one. The losses stay what they were."""
     given = {"num_steps": 4, "publish": False, "schedule": "constant"}
     train(tmp_path / "each", **given)
-    losses = [entry["loss"] for entry in read(tmp_path / "each/metrics.jsonl") if "loss" in entry]
+    losses = [
+        entry["loss"] for entry in read_entries(tmp_path / "each/metrics.jsonl") if "loss" in entry
+    ]
     assert losses == pytest.approx([4.152922, 4.116724, 4.093144, 3.993663], rel=1e-5)
     said = train(tmp_path / "run", report_interval="128tok", **given)
-    validation, report, *_ = read(tmp_path / "run/metrics.jsonl")
+    validation, report, *_ = read_entries(tmp_path / "run/metrics.jsonl")
     assert validation["step"] == 0 and validation["val_share"] == round(128 / LABELS, 6)
     # There is one source, and it has no tokenizer.
     assert not validation.keys() & {"val_source_loss", "val_bits_per_byte"}
@@ -78,7 +80,7 @@ def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
         now[0] += own
         before = clock.own_seconds()
         now[0] += passes
-        clock.meet([before, 3.0])
+        clock.record_sums([before, 3.0])
     assert clock.seconds_per_step(3) == (10.0, [1.5, 3.0]) and clock.mean_seconds(3) == 10.0
     largest = {"delaying_rank": 1, "largest_delay_seconds": 3.0}
-    assert delays([1.5, 3.0]) == {**largest, "median_delay_seconds": 2.25}
+    assert delay_metrics([1.5, 3.0]) == {**largest, "median_delay_seconds": 2.25}

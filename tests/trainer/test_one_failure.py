@@ -77,7 +77,7 @@ def test_checkpoints_are_saved_kept_pruned_and_found(place, withstand):
         return make_checkpoints(place, [6, 9], keep=1, keep_every=10, asynchronous=False)
 
     def scenario(checkpointer):
-        checkpointer.make_room(shards_of(0))
+        checkpointer.reserve_space(shards_of(0))
         checkpointer.save(12, shards_of(12), {})
         checkpointer.lease.close()
         return find_checkpoint(place, WORLD, report=pytest.fail).path.name

@@ -26,9 +26,9 @@ def test_a_run_says_where_its_time_goes(train, tmp_path):
 
 def test_the_pace_of_training_is_measured_and_nothing_is_kept(settings_of, tmp_path, monkeypatch):
     """At least three steps of 64 tokens are timed."""
-    monkeypatch.setattr(run, "TIMED_SECONDS", 0.0)
+    monkeypatch.setattr(run, "MIN_TIMED_SECONDS", 0.0)
     began = time.perf_counter()
-    pace = run.measure_pace(settings_of())
+    pace = run.measure_tokens_per_second(settings_of())
     assert pace > 3 * 64 / (time.perf_counter() - began)
     assert not list(tmp_path.iterdir())
 
@@ -60,9 +60,9 @@ def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, told):
 )
 def test_too_little_memory_before_the_first_step_says_what_helps(error, is_told):
     """Later it may be an accident, after which a restart helps."""
-    found = run.explained(error, rank=3, has_stepped=False)
+    found = run.translate_error(error, rank=3, has_stepped=False)
     assert isinstance(found, UserError) == is_told
     assert is_told == bool(
         re.match("rank 3 has too little memory: .* `mamba-fsdp plan`", str(found))
     )
-    assert run.explained(error, rank=3, has_stepped=True) is error
+    assert run.translate_error(error, rank=3, has_stepped=True) is error

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from mamba_fsdp.run.records import read
+from mamba_fsdp.run.records import read_entries
 from mamba_fsdp.trainer import loop
 from tests.support.forked import said_by, start_ranks
 from tests.support.ranks import run_ranks, train_whole
@@ -29,7 +29,7 @@ RELAY = {
 def numbers_of(folder):
     """The loss and the gradient's norm of each step of a run, and its validation losses."""
     names = ("loss", "grad_norm", "val_loss")
-    return [entry.get(name) for entry in read(folder / "metrics.jsonl") for name in names]
+    return [entry.get(name) for entry in read_entries(folder / "metrics.jsonl") for name in names]
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_rank_that_lost_another_ends_with_one_line(corpus, tmp_path, survivor)
     given = {"num_steps": 10_000, "dataset_path": corpus, "save_ckpt_path": tmp_path}
     ranks = start_ranks(2, as_words({**TINY, **given, "sharding_strategy": "fsdp"}))
     try:
-        while len(read(tmp_path / "metrics.jsonl")) < 5:
+        while len(read_entries(tmp_path / "metrics.jsonl")) < 5:
             assert ranks[0].poll() is None and ranks[1].poll() is None
             time.sleep(0.1)
         ranks[1 - survivor].kill()

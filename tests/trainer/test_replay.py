@@ -11,7 +11,7 @@ import mamba_fsdp
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.run.names import EVENTS, LEASE, STEPS, STOP
-from mamba_fsdp.run.records import read
+from mamba_fsdp.run.records import read_entries
 from mamba_fsdp.trainer.replay import DifferenceError, replay
 from tests.support.checkpoints import flip
 from tests.support.forked import said_by, start_ranks
@@ -114,7 +114,7 @@ def test_what_has_changed_is_told_and_nothing_in_the_run_is_touched(train, corpu
     edit(run / EVENTS, '"torch": "[^"]*"', '"torch": "1"')
     assert re.search(r"within 2% .*since it ran with torch 1 \(here .*\)$", told(run, 4))
     edit(run / EVENTS, '"code": "[^"]*"', '"code": "other"')
-    loss = read(run / STEPS)[4]["loss"]
+    loss = read_entries(run / STEPS)[4]["loss"]
     edit(run / STEPS, str(loss), str(2 * loss))
     assert re.search(r"^step 5 of .*; the code has changed since then", told(run, 4))
     (run / "checkpoints/step_00000002/rank_00000.safetensors").write_bytes(b"")

@@ -234,7 +234,7 @@ def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path):
     first, *_, last = metrics_of(tmp_path)
     assert last["loss"] < first["loss"] - 0.1
     assert last["source_epochs"] == pytest.approx({"train": 0.9, "other": 0.9}, abs=0.15)
-    assert "over " in train(tmp_path, num_epochs=0.9, **common)
+    assert "complete " in train(tmp_path, num_epochs=0.9, **common)
     assert "follows the former schedule" in train(tmp_path, num_epochs=1.8, **common)
     assert metrics_of(tmp_path)[-1]["step"] in (2 * last["step"], 2 * last["step"] - 1)
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import mamba_fsdp
-from mamba_fsdp.run.records import read, read_events
+from mamba_fsdp.run.records import read_entries, read_events
 from mamba_fsdp.trainer.stopping import StopRequest
 from tests.support.checkpoints import weights_of
 from tests.support.compare import equal
@@ -29,7 +29,7 @@ def given(texts, tmp_path):
 
 
 def validations_of(folder):
-    return [entry for entry in read(folder / "metrics.jsonl") if "val_loss" in entry]
+    return [entry for entry in read_entries(folder / "metrics.jsonl") if "val_loss" in entry]
 
 
 def test_samples_are_what_generate_writes_and_change_nothing(train, given, texts, tmp_path):

@@ -22,7 +22,7 @@ AT_ONCE, A_STEP_LATE = 0, 1
 @pytest.fixture
 def read_numbers(monkeypatch):
     """read_numbers(late): how many steps late their numbers are read."""
-    return lambda late: monkeypatch.setitem(loop.AHEAD, "cpu", late)
+    return lambda late: monkeypatch.setitem(loop.STEPS_AHEAD, "cpu", late)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def stop_at_look(monkeypatch):
 
     def stop(number):
         looks = itertools.count(1)
-        monkeypatch.setattr(StopRequest, "look", lambda request: next(looks) >= number)
+        monkeypatch.setattr(StopRequest, "check", lambda request: next(looks) >= number)
 
     return stop
 

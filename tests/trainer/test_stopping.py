@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from mamba_fsdp.run.names import OLD_STOP, START, stop_mark
-from mamba_fsdp.run.records import read, read_status
+from mamba_fsdp.run.names import OLD_STOP_VARIABLE, START_VARIABLE, stop_file_id
+from mamba_fsdp.run.records import read_entries, read_status
 from mamba_fsdp.trainer import setup, stopping
 
 
@@ -14,10 +14,10 @@ from mamba_fsdp.trainer import setup, stopping
 def test_a_signal_is_a_request_and_the_old_handler_comes_back(tmp_path, number):
     before = signal.getsignal(number)
     with stopping.StopRequest(tmp_path, True) as stop:
-        assert not stop.look()
+        assert not stop.check()
         stop.has_stepped = True
         os.kill(os.getpid(), number)
-        assert stop.look() and stop.reason == number.name
+        assert stop.check() and stop.reason == number.name
     assert signal.getsignal(number) == before
 
 
@@ -26,7 +26,7 @@ def test_two_signals_are_one_request_but_a_second_ctrl_c_does_not_wait(tmp_path,
         stop.has_stepped = True
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun's, in between
-        assert stop.look() and stop.reason == "SIGINT"
+        assert stop.check() and stop.reason == "SIGINT"
         assert capsys.readouterr().err.count("stopping") == 1
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -36,14 +36,14 @@ def test_the_stop_file_is_seen_by_rank_0_and_removed_at_the_end(
     tmp_path, monkeypatch, content, reason
 ):
     """It may say why, as the launcher's does."""
-    monkeypatch.setattr(stopping, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(stopping, "POLL_SECONDS", 0.0)
     with (
         stopping.StopRequest(tmp_path, True) as stop,
         stopping.StopRequest(tmp_path, False) as other,
     ):
-        assert not stop.look()
+        assert not stop.check()
         (tmp_path / "STOP").write_text(content)
-        assert stop.look() and stop.reason == reason and not other.look()
+        assert stop.check() and stop.reason == reason and not other.check()
     assert not (tmp_path / "STOP").exists()
 
 
@@ -52,7 +52,7 @@ def test_a_stop_file_that_replaces_an_old_one_is_a_request(tmp_path):
     stop = stopping.StopRequest(tmp_path, True)
     (tmp_path / "STOP").write_text("another")
     with stop:
-        assert stop.look()
+        assert stop.check()
 
 
 def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path):
@@ -60,7 +60,7 @@ def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path
     with pytest.raises(ConnectionError), stopping.StopRequest(tmp_path, True):
         (tmp_path / "STOP").touch()
         raise ConnectionError
-    assert stopping.StopRequest(tmp_path, True).look()
+    assert stopping.StopRequest(tmp_path, True).check()
 
 
 @pytest.mark.torch22
@@ -74,11 +74,11 @@ def test_a_caller_hears_the_records_and_stops_a_run(train, tmp_path):
 
     said = train(tmp_path, **given, on_record=listen)
     assert "stopped    at step 3 (on_record); the same command resumes from here" in said
-    assert heard == read(tmp_path / "metrics.jsonl")
+    assert heard == read_entries(tmp_path / "metrics.jsonl")
     status = read_status(tmp_path)
     assert (status["status"], status["step"], status["reason"]) == ("stopped", 3, "on_record")
     train(tmp_path, **given, on_record=heard.append)
-    assert heard == read(tmp_path / "metrics.jsonl") and heard[-1]["step"] == 4
+    assert heard == read_entries(tmp_path / "metrics.jsonl") and heard[-1]["step"] == 4
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def while_it_sets_up(monkeypatch):
             request()
             return context(*given)
 
-        context = setup.SetUp.context
-        monkeypatch.setattr(setup.SetUp, "context", asked)
+        context = setup.RunSetup.make_context
+        monkeypatch.setattr(setup.RunSetup, "make_context", asked)
 
     return change
 
@@ -128,14 +128,14 @@ def test_ctrl_c_while_a_run_sets_up_is_no_failure(train, tmp_path, capsys, while
 
 def test_ranks_of_a_launcher_keep_a_request_for_their_start(train, tmp_path, monkeypatch):
     """Also when they start again in place. The launcher knows which STOP is of before, and may ask by one of its own."""
-    monkeypatch.setenv(OLD_STOP, "")
+    monkeypatch.setenv(OLD_STOP_VARIABLE, "")
     (tmp_path / "STOP").touch()
     assert "before the first step of this start (STOP file)" in train(tmp_path)
     (tmp_path / "STOP").touch()
-    monkeypatch.setenv(OLD_STOP, stop_mark(str(tmp_path)))
+    monkeypatch.setenv(OLD_STOP_VARIABLE, stop_file_id(str(tmp_path)))
     train(tmp_path, num_steps=1)
     assert not (tmp_path / "STOP").exists()
-    monkeypatch.setenv(START, str(tmp_path / "starts/1.0"))
+    monkeypatch.setenv(START_VARIABLE, str(tmp_path / "starts/1.0"))
     (tmp_path / "starts/1.0").mkdir(parents=True)
     (tmp_path / "starts/1.0/STOP").write_text("SIGUSR1\n")
     assert "before the first step of this start (SIGUSR1)" in train(tmp_path, num_steps=2)

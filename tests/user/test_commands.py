@@ -64,7 +64,7 @@ def store(home):
 
 def losses(run):
     """The loss of each step of a run, in the order in which they were recorded."""
-    entries = records.read(run / "metrics.jsonl")
+    entries = records.read_entries(run / "metrics.jsonl")
     return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
 
 

@@ -59,7 +59,7 @@ PREPARED = [
     "tokenize texts large --tokenizer=train:500",
     f"tokenize ids.jsonl noend --text_column=ids {IDS} --vocab_size=400 --validation_fraction=0",
 ]
-# Not followed here, since it takes what these tests lack: Slurm's and the driver's (launch/, doctor, preflight, first_use:
+# Not followed here, since it takes what these tests lack: Slurm's and the driver's (launch/, doctor, preflight, kernel_selection:
 # tests/slurm and tests/launch make these mistakes), GPUs and their memory, several ranks, the Hub, packages to install, full
 # or failing disks, and files to copy or download again.
 # A mistake: what its message advises, as a regular expression, and what follows it, with the expression's groups. What

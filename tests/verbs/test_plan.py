@@ -53,8 +53,8 @@ def test_what_does_not_fit_says_so_and_its_advice_fits(told):
 def test_sizes_for_a_time_here_are_timed_and_their_commands_run(
     told, call, in_user_folder, monkeypatch
 ):
-    monkeypatch.setattr(run, "LEAST_STEPS", 3)
-    monkeypatch.setattr(run, "TIMED_SECONDS", 0)
+    monkeypatch.setattr(run, "MIN_TIMED_STEPS", 3)
+    monkeypatch.setattr(run, "MIN_TIMED_SECONDS", 0)
     code, said = told("data/builtin --hours=0.001 --batch_size=1")
     assert code == 0 and "timed" in said and "smaller          2 x 64" in said
     assert "The time is too short" in said

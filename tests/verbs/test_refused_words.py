@@ -109,9 +109,9 @@ def answers(user_folder, project, tmp_path_factory):
     (user_folder / "empty").mkdir()
     (user_folder / "taken").mkdir()
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(lease, "SECONDS_BETWEEN_RENEWALS", 0.1)
+    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.1)
     holder = lease.Lease(user_folder / "taken/lease.json")
-    holder.take(print, "")
+    holder.acquire(print, "")
     lines = [*LINES, *FAST]
     done = subprocess.run(
         [sys.executable, "-c", ANSWERS],

@@ -39,9 +39,9 @@ def documents(cls, seq_idx):
     return cls([third, third, positions - 2 * third] * rows)
 
 
-def agreed(stop, world):
+def any_rank_asked(stop, world):
     """As it is, but over the host."""
-    return world.all_reduce_sum(float(stop.look())) > 0
+    return world.all_reduce_sum(float(stop.check())) > 0
 
 
 def replace():
@@ -49,7 +49,7 @@ def replace():
     with warnings.catch_warnings(action="ignore"):  # that it was there
         OVERRIDES.impl("_local_scalar_dense", one, "CUDA")
     torch.nn.parallel.distributed._verify_param_shape_across_processes = lambda *_: None
-    StopRequest.agreed = agreed
+    StopRequest.any_rank_asked = any_rank_asked
     LayerCheck.compare = compare
     StepStats.unpack = staticmethod(unpack)
     Documents.of = classmethod(documents)

@@ -6,13 +6,13 @@ import sys
 import torch
 
 from mamba_fsdp.settings.resolve import resolve_settings
-from mamba_fsdp.trainer.first_use import FirstUse
+from mamba_fsdp.trainer.kernel_selection import KernelSelector
 
 
 def main(presets):
     for name in presets:
         settings = resolve_settings({"model_name": name, "use_dummy_dataset": "true"})
-        found = FirstUse(settings, torch.device("cuda"), is_sharded=True)
+        found = KernelSelector(settings, torch.device("cuda"), is_sharded=True)
         model = found.layers.make_model(found.layers.kinds, found.resolve().backends)
         found.layers.run(model, found.layers.shape)
 

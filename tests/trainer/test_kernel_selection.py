@@ -19,7 +19,7 @@ from mamba_fsdp.ops import conv, cpp, gdn, norm, scan, ssd
 from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer import first_use, layer_check
+from mamba_fsdp.trainer import kernel_selection, layer_check
 from mamba_fsdp.trainer.layer_check import READS_AFTER_STATE, LayerCheck, Rows
 from mamba_fsdp.trainer.watchdog import watchdog
 from tests.support.ranks import PROCESSES, run_ranks
@@ -146,7 +146,7 @@ def settings_of(layers="mamba1", **given):
 
 def choose(folder, world=None, **given):
     folder.mkdir(parents=True, exist_ok=True)
-    return first_use.choose(settings_of(**given), world or World.alone(), folder)
+    return kernel_selection.select_kernels(settings_of(**given), world or World.alone(), folder)
 
 
 def tensors_of(operator):
@@ -403,7 +403,7 @@ def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
     here = f"2 the chosen kernels fail on rank 1 on {socket.gethostname()}: "
     assert wrong.startswith(f"{here}gradient of mixer.conv1d.weight over 1 x ")
     assert "off by 2 of its largest" in wrong
-    assert others_bits.startswith(f"{here}its bits differ from those of rank 0")
+    assert others_bits.startswith(f"{here}its bits differ from the results of rank 0")
     assert "--exclude=NODE" in others_bits
     assert lost.startswith("1 rank 1 on ") and "the GPU is lost: start again" in lost
 
@@ -427,7 +427,7 @@ def test_a_node_that_alone_finds_it_wrong_is_at_fault_and_the_others_start_again
 def test_a_model_that_answers_takes_what_is_right(tmp_path, monkeypatch, spoil, train):
     """As evaluate, generate and mamba_fsdp.load have it: from token to token too."""
     train(tmp_path, num_steps=1, eval_interval=0)
-    monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
+    monkeypatch.setattr(kernel_selection, "TESTED_DEVICES", {"cpu"})
     backends = mamba_fsdp.load(tmp_path).network.backends
     assert backends == {**REFERENCE_OF_MAMBA1, "conv": "cpp", "scan": "cpp"}
     spoil("scan", change_state(torch.neg))
@@ -436,14 +436,14 @@ def test_a_model_that_answers_takes_what_is_right(tmp_path, monkeypatch, spoil, 
 
 
 def test_a_model_that_answers_tries_no_more_than_it_needs(monkeypatch, rivals):
-    monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
+    monkeypatch.setattr(kernel_selection, "TESTED_DEVICES", {"cpu"})
     for broken in ("scan", "conv"):
         monkeypatch.setitem(FUNCTIONS[broken][0].BACKENDS, "triton", changed(broken, fail))
     settings = TrainConfig(ModelConfig(layers="mamba1", d_model=32, dt_rank=4))
-    choice = first_use.choose_for_answers(settings, CPU)
+    choice = kernel_selection.choose_for_inference(settings, CPU)
     assert str(choice) == "cpp: conv, scan; reference: norm, loss"
     monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", fail))
-    choice = first_use.choose_for_answers(settings, CPU)
+    choice = kernel_selection.choose_for_inference(settings, CPU)
     assert str(choice).startswith("reference: conv, norm, loss; cpp: scan; conv not cpp: ")
     assert "conv not triton: RuntimeError: out of resources" in str(choice)
 
@@ -451,7 +451,7 @@ def test_a_model_that_answers_tries_no_more_than_it_needs(monkeypatch, rivals):
 @pytest.mark.usefixtures("few_positions")
 def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
     """And resumes with it; a dry run proves nothing."""
-    monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
+    monkeypatch.setattr(kernel_selection, "TESTED_DEVICES", {"cpu"})
     more = {"kernels": "auto", "eval_interval": 0, "publish": "false"}
     assert "; tested" not in train(tmp_path / "run", dry_run=True, **more)
     for steps, origin in ((1, "tested, not timed: one"), (2, "chosen when this run began")):
