@@ -125,8 +125,9 @@ class Checkpointer:
         found: the result of an earlier `find_newest_checkpoint`, on rank 0. Raises UserError on all ranks if there is no
         undamaged checkpoint, or if its tensors differ from the shards.
         """
-        run = self.folder.parent
-        newest = find_checkpoint(run, self.world, self.report, shards=shards, found=found)
+        newest = find_checkpoint(
+            self.folder.parent, self.world, self.report, shards=shards, found=found
+        )
         self.retention.broken.update(newest.broken)
         self.last = newest.path
         load(newest, shards, self.world)

@@ -198,8 +198,9 @@ def find_checkpoint(
         problems = verify_files(found.path, found.checksums, world, part, shards, filled)
         if not problems:
             return VerifiedCheckpoint(found.path, found.contents, list(found.broken), filled)
-        why = "; ".join(problems)
-        found = world.on_rank0(skip_broken, path, report, found.broken, found.path, why)
+        found = world.on_rank0(
+            skip_broken, path, report, found.broken, found.path, "; ".join(problems)
+        )
 
 
 def load(whole: VerifiedCheckpoint, shards: Sequence[Shard], world: World) -> None:

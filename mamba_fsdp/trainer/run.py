@@ -276,8 +276,9 @@ def measure_tokens_per_second(settings: TrainConfig) -> float:
         folder = RunFolder(Path(place, "run"))
         make_folder(folder.path / CHECKPOINTS, parents=True)
         folder.lease.acquire(discard_line, "")
-        run = str(folder.path)
-        of_random = settings.changed(save_ckpt_path=run, load_ckpt_path="", init_from="")
+        of_random = settings.changed(
+            save_ckpt_path=str(folder.path), load_ckpt_path="", init_from=""
+        )
         start = find_starting_point(of_random, folder.path, world, discard_line)
         context = RunSetup(start, world, folder, discard_line).make_context()
         steps = loop.iterate_steps(context)

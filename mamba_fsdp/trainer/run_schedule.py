@@ -76,8 +76,9 @@ def schedule_run(
         eval_steps = training.eval_interval.steps(tokens_per_step)
     eval_batches = training.eval_batches
     if eval_batches < 0:
-        forwards = FORWARDS_OF_A_STEP * eval_steps
-        eval_batches = math.ceil(VALIDATION_SHARE * forwards / max(1, stores))
+        eval_batches = math.ceil(
+            VALIDATION_SHARE * (FORWARDS_OF_A_STEP * eval_steps) / max(1, stores)
+        )
     return RunSchedule(
         global_batch,
         tokens_per_step,

@@ -217,8 +217,14 @@ class RunSetup:
         """Takes the checkpoint `path` as the one to start from: an older one, if the starting point's own turned out to
         be broken."""
         if self.start.checkpoint and self.start.checkpoint.path != path:
-            inputs = (self.start.settings, self.folder.path, shape, self.print_line, path)
-            self.start = self.world.on_rank0(find_starting_point, *inputs)
+            self.start = self.world.on_rank0(
+                find_starting_point,
+                self.start.settings,
+                self.folder.path,
+                shape,
+                self.print_line,
+                path,
+            )
 
     def print_start(self) -> None:
         for line in self.start.lines:
