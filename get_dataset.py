@@ -4,7 +4,7 @@
 
 from mamba_fsdp import interpreter
 
-interpreter.need("fire", "numpy", "tokenizers", "datasets")
+interpreter.require_packages("fire", "numpy", "tokenizers", "datasets")
 
 from mamba_fsdp import command_line
 from mamba_fsdp.verbs import tokenize

@@ -7,7 +7,7 @@ the usual settings, `--help=all` every one.
 
 from mamba_fsdp import interpreter
 
-interpreter.need("fire", "numpy", "torch", "yaml")
+interpreter.require_packages("fire", "numpy", "torch", "yaml")
 
 from mamba_fsdp import command_line
 from mamba_fsdp.verbs import train

@@ -2,4 +2,4 @@
 
 from mamba_fsdp import interpreter
 
-interpreter.need("numpy", "torch")
+interpreter.require_packages("numpy", "torch")

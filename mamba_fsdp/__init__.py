@@ -35,7 +35,7 @@ def __getattr__(name: str) -> object:  # late: importing torch takes seconds
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     command_line = import_module(f"{__name__}.command_line")
     function = getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
-    globals()[name] = command_line.for_python(function, f"{__name__}.{name}")
+    globals()[name] = command_line.python_function(function, f"{__name__}.{name}")
     return globals()[name]
 
 

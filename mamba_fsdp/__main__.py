@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from mamba_fsdp import interpreter
 
-interpreter.need("fire", "numpy", "torch", "yaml")
+interpreter.require_packages("fire", "numpy", "torch", "yaml")
 
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
@@ -84,7 +84,7 @@ def page_of(module: ModuleType) -> Page:
     """Returns the help page of a verb. If it takes the settings of training too, --help=all has them."""
     if hasattr(module, "page"):
         return module.page()
-    options = command_line.options_of(module.main)
+    options = command_line.options_class(module.main)
     page = Page(str(module.__doc__), {"": options} if options else {})
     if options and "settings_by_name" in inspect.signature(module.main).parameters:
         page.usual = meanings_in(options)

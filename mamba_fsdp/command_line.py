@@ -1,5 +1,7 @@
-"""Runs verbs and the functions of the package: Fire splits words, dataclasses of options give their types, and a mistake
-becomes one line without a traceback."""
+"""Calls verbs with command-line arguments, and the functions of the package with Python arguments.
+
+Fire splits the command line. The fields of an options dataclass define the types and limits of options. A user's
+mistake becomes an error message of one line, without a traceback."""
 
 import contextlib
 import dataclasses
@@ -22,21 +24,21 @@ from mamba_fsdp.settings.help import Page, asked_for, meanings_in
 from mamba_fsdp.text import escape_unprintable, suggest_name
 from mamba_fsdp.this_process import write_torchrun_error
 
-MOST_OF_A_LINE = 2000  # characters of an error, which may quote what a file holds
+MAX_ERROR_CHARS = 2000  # longer lines of an error message are cut, because they can quote a file
 
 
 def run(
     verb: Callable[..., Any], page: Callable[[], Page], arguments: Sequence[str] | None = None
 ) -> None:
-    """Calls `verb` with the command line's words and exits with its code.
+    """Calls `verb` with the arguments of the command line, and exits.
 
-    page: returns the page of --help. Exit codes: what the verb returns or 0; a UserError's own;
-    130 for Ctrl-C.
+    page: returns the help page. The exit code is the return value of the verb (None means 0), the exit_code of a
+    UserError, or 130 after Ctrl-C.
     """
     if arguments is None:
         arguments = sys.argv[1:]
     code = None
-    with mistakes_in_a_line():
+    with errors_as_one_line():
         if "--version" in arguments:
             Console().print_line(f"mamba_fsdp {mamba_fsdp.__version__}")
         elif not show_help(page, arguments):
@@ -45,7 +47,7 @@ def run(
 
 
 def show_help(page: Callable[[], Page], arguments: Sequence[str]) -> bool:
-    """Prints the part of the help page that the words ask for. Returns False if they don't ask for help."""
+    """Prints help if the arguments ask for it, as with --help. Returns whether they do."""
     topic = asked_for(arguments)
     if topic is not None:
         Console().print_line(page().text(topic))
@@ -53,23 +55,23 @@ def show_help(page: Callable[[], Page], arguments: Sequence[str]) -> bool:
 
 
 @contextlib.contextmanager
-def mistakes_in_a_line() -> Iterator[None]:
-    """Turns Ctrl-C and user errors into one line; exits silently if stdout's reader has gone."""
+def errors_as_one_line() -> Iterator[None]:
+    """Prints Ctrl-C and user errors as one line, and exits. Exits silently if the reader of stdout has exited."""
     try:
         yield
-        if sys.stdout:  # None if it is closed
+        if sys.stdout:  # it is None if stdout is closed
             sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        drop_output()
+    except BrokenPipeError:  # the reader of stdout, such as head, has exited
+        discard_output()
         raise SystemExit(0) from None
     except OSError as error:
         if error.filename and error.errno in (errno.EACCES, errno.ENAMETOOLONG):
-            _fail(UserError(f"{error.filename}: {error.strerror}"))  # whatever used the path
-        if error.errno == errno.ENOSPC:  # such as that of the output
-            drop_output()
+            _fail(UserError(f"{error.filename}: {error.strerror}"))  # usually a path of the user
+        if error.errno == errno.ENOSPC:  # for example, stdout is written to a full disk
+            discard_output()
             _fail(StorageError(f"can't write {error.filename or 'any more'}: {error.strerror}"))
         write_torchrun_error(error)
         raise
@@ -77,50 +79,51 @@ def mistakes_in_a_line() -> Iterator[None]:
         _fail(error)
     except Exception as error:
         write_torchrun_error(error)
-        if "CUDA error" in str(error):  # at its usual end PyTorch would use the lost GPU, and abort
+        if "CUDA error" in str(error):  # a normal exit would use the failed GPU, and abort
             traceback.print_exc()
             sys.stdout.flush()
             os._exit(1)
         raise
 
 
-def drop_output() -> None:
-    """Points stdout to /dev/null, so that Python does not complain at exit that it can't be written."""
+def discard_output() -> None:
+    """Redirects stdout to /dev/null. Otherwise Python reports at exit that stdout can't be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: UserError) -> NoReturn:
-    """Ends the process with the error as one line."""
+    """Prints the error as one line, and exits with its exit_code."""
     write_torchrun_error(error)
-    mistakes = f"error: {error}".split("\n  ")  # see settings.resolve.check_none
-    lines = [escape_unprintable(mistake)[:MOST_OF_A_LINE] for mistake in mistakes]
+    mistakes = f"error: {error}".split("\n  ")  # one per mistake in the settings
+    lines = [escape_unprintable(mistake)[:MAX_ERROR_CHARS] for mistake in mistakes]
     print("\n  ".join(lines), file=sys.stderr)
     raise SystemExit(error.exit_code) from None
 
 
 def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
-    """Calls the verb with the words as the values of its parameters, see `invoke`."""
-    if "--" in arguments:  # Fire takes flags of its own after it
-        raise UserError("nothing is expected after --; see --help")
-    positional, named = split(arguments)
+    """Calls the verb with command-line arguments; see `invoke`."""
+    if "--" in arguments:  # Fire would parse arguments after -- as its own flags
+        raise UserError("arguments after -- are not supported; see --help")
+    positional, named = split_arguments(arguments)
     return invoke(verb, positional, named, "--", "see --help")
 
 
-def for_python(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns the package's function `name`: it calls `function` through `invoke`."""
+def python_function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns the public function `name` of the package. It calls `function` through `invoke`, and its documentation
+    and signature contain the options."""
 
     @functools.wraps(function)
     def checked(*positional: Any, **named: Any) -> Any:
         try:
             return invoke(function, positional, named, "", f"see help({name})")
-        except UserError as error:  # what is inside the library is of no use to a notebook's reader
+        except UserError as error:  # a traceback through the library does not help a user
             raise error.with_traceback(None) from None
 
     lines = [inspect.getdoc(function) or ""]
-    if options_of(function):
-        lines += [f"{leaf}: {text}" for leaf, text in meanings_in(options_of(function)).items()]
+    if options_class(function):
+        lines += [f"{leaf}: {text}" for leaf, text in meanings_in(options_class(function)).items()]
     checked.__doc__ = "\n".join(lines)
-    checked.__signature__ = with_options(function)  # type: ignore[attr-defined]
+    checked.__signature__ = signature_with_options(function)  # type: ignore[attr-defined]
     return checked
 
 
@@ -131,16 +134,17 @@ def invoke(
     dashes: str,
     see: str,
 ) -> Any:
-    """Calls the function; arguments that are fields of its `options` dataclass are collected into it.
+    """Calls the function. Arguments that are fields of its options dataclass are collected into its `options`
+    parameter.
 
-    Raises UserError for arguments that are too many, missing or unknown (with the nearest name), and
-    for fields of a wrong type, out of bounds, or without effect. dashes: what is written before a name.
-    see: where names are explained.
+    dashes: the prefix of an argument's name in messages, "--" or "". see: a hint in messages where arguments are
+    documented. Raises UserError for too many, missing or unknown arguments, and for options with a wrong type, out of
+    bounds, or without effect. For an unknown argument, it suggests the nearest name.
     """
-    options = options_of(function)
+    options = options_class(function)
     leaves = {leaf.name: leaf for leaf in dataclasses.fields(options)} if options else {}
-    signature = with_options(function)
-    refuse_unknown(signature, leaves, named, dashes, see)
+    signature = signature_with_options(function)
+    check_names(signature, leaves, named, dashes, see)
     try:
         bound = signature.bind(*positional, **named)
     except TypeError as error:
@@ -157,14 +161,15 @@ def invoke(
     return function(*bound.args, **bound.kwargs)
 
 
-def refuse_unknown(
+def check_names(
     signature: inspect.Signature,
     leaves: Mapping[str, Any],
     named: Mapping[str, Any],
     dashes: str,
     see: str,
 ) -> None:
-    """Raises UserError for a name that no parameter and no option has, with the nearest name or other tools' word for it."""
+    """Raises UserError for a name that is neither a parameter nor an option. It suggests the nearest name, or the name
+    of the option that other programs call so."""
     elsewhere = {
         word: name for name, leaf in leaves.items() for word in leaf.metadata["elsewhere"].split()
     }
@@ -179,8 +184,8 @@ def refuse_unknown(
 
 
 def read_options(options: Any, given: Mapping[str, Any], dashes: str) -> Any:
-    """Returns the dataclass `options` with the values that were given. Raises UserError for one of a wrong type, out of
-    bounds, or without effect beside the others."""
+    """Returns an instance of the dataclass `options` with the given values. Raises UserError for a value with a wrong
+    type, out of bounds, or without effect together with the other values."""
     leaves = {leaf.name: leaf for leaf in dataclasses.fields(options)}
     values = {}
     for name, value in given.items():
@@ -195,11 +200,11 @@ def read_options(options: Any, given: Mapping[str, Any], dashes: str) -> Any:
 
 
 def read_argument(parameter: inspect.Parameter, value: Any, see: str) -> Any:
-    """Returns the value of a parameter that is no option: of a path a text with its ~ expanded, as a shell does it.
-    Raises UserError for a value of another type."""
-    if isinstance(value, (str, os.PathLike)):  # paths all
+    """Returns the value of a parameter that is not a field of the options. In a string or path, ~ is expanded. Raises
+    UserError for a value of another type."""
+    if isinstance(value, (str, os.PathLike)):  # all these parameters are paths
         value = os.path.expanduser(value)
-    kind = parameter.annotation  # a text, unchecked, if it names a class that is not imported here
+    kind = parameter.annotation  # it is a string if the class is not imported
     is_checked = kind in (str, bool) or isinstance(kind, types.UnionType)
     if is_checked and not isinstance(value, kind):
         wanted = "True or False" if kind is bool else "a path or a name"
@@ -207,14 +212,14 @@ def read_argument(parameter: inspect.Parameter, value: Any, see: str) -> Any:
     return value
 
 
-def options_of(function: Callable[..., Any]) -> Any:
-    """Returns the dataclass of the parameter `options`; None if there is no such parameter."""
+def options_class(function: Callable[..., Any]) -> Any:
+    """Returns the dataclass of the function's parameter `options`, or None without such a parameter."""
     parameter = inspect.signature(function).parameters.get("options")
     return parameter and parameter.annotation
 
 
-def with_options(function: Callable[..., Any]) -> inspect.Signature:
-    """Returns the function's signature with the fields of `options` in its place."""
+def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
+    """Returns the function's signature, in which the fields of `options` replace the parameter `options`."""
     signature = inspect.signature(function)
     parameters = []
     for name, parameter in signature.parameters.items():
@@ -227,12 +232,13 @@ def with_options(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=parameters)
 
 
-def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Returns (positional, named) words, by Fire's rules, but without its guesses of types: 0123 stays 0123."""
+def split_arguments(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Splits a command line into (positional, named) arguments by the rules of Fire. All values stay strings: 0123 is
+    not turned into a number."""
     if all(word.startswith("--") and "=" in word for word in arguments):
         parts = [word[2:].partition("=") for word in arguments]
         return (), {name.replace("-", "_"): text for name, _, text in parts}
-    import fire  # slower than all that a help page needs, and not every host has it
+    import fire  # imported here because it is slow, help does not need it, and some hosts lack it
 
     words: list[tuple[tuple[str, ...], dict[str, Any]]] = []
 
@@ -244,8 +250,8 @@ def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     positional, named = words[0]
     text_by_name = {}
     for name, text in named.items():
-        if name.startswith("_"):  # Fire takes --no_wandb for the opposite of a flag called _wandb
+        if name.startswith("_"):  # Fire parses --no_wandb as the negation of a flag _wandb
             text_by_name[f"no{name}"] = "True"
-        else:  # Python reserves `from`, so that the field is called from_
+        else:  # `from` is a keyword of Python; the field is from_
             text_by_name[name + "_" * iskeyword(name)] = text
     return positional, text_by_name

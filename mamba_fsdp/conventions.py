@@ -1,14 +1,14 @@
-"""Defines conventions of the whole program: the label that the loss ignores, the names of dtypes, and which torch is the pinned
-one."""
+"""Defines conventions of the whole program: the label that the loss ignores, the names of dtypes, and the version of
+torch in the pinned environment."""
 
 import torch
 
-IGNORED_LABEL = -100  # of a token that the loss leaves out, as in torch.nn.functional.cross_entropy
+IGNORED_LABEL = -100  # the default ignore_index of torch.nn.functional.cross_entropy
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-}  # as settings and options name them
+}  # the names in settings and options
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -18,10 +18,10 @@ SAFETENSORS_DTYPES = {
 
 
 def compute_type(tensor: torch.Tensor) -> torch.dtype:
-    """Returns the dtype that an operator calculates in: float32, or float64 for float64 input."""
+    """Returns the dtype in which an operator computes: float32, or float64 if the input is float64."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def is_torch_2_2() -> bool:
-    """Returns whether this is the torch of the pinned stack, which has Triton 2.2 too."""
+    """Returns whether torch is version 2.2, the version of the pinned environment. Its Triton is version 2.2 too."""
     return torch.__version__.startswith("2.2.")

@@ -19,11 +19,11 @@ class UserError(Exception):
     A command prints `error: <message>` without a traceback and exits with `exit_code`.
     """
 
-    exit_code = 2  # no restart fixes it: 1.train.sbatch does not queue the job again
+    exit_code = 2  # 1.train.sbatch does not queue the job again, because a restart can't fix it
 
 
 class LeaseLostError(UserError):
-    """The error of a process that has lost its lease: another process writes there now, and this one must not."""
+    """The process has lost its lease. It must not write any more, because another process writes there now."""
 
 
 class TransientError(UserError):
@@ -39,13 +39,13 @@ class NodeFault(TransientError):
 
 
 class StorageError(UserError):
-    """Storage that kept failing during all retries. A later start can succeed."""
+    """Storage kept failing during all retries. A later start can succeed."""
 
-    exit_code = 74  # EX_IOERR of sysexits.h
+    exit_code = 74  # EX_IOERR in sysexits.h
 
 
 def merge_errors(errors: Sequence[UserError], before: str = "") -> UserError:
-    """Returns one error that combines several: its message is `before` and the first four distinct messages.
+    """Combines several errors into one. Its message consists of `before` and the first four different messages.
 
     It is a StorageError if any of the errors is one, else a TransientError if any of them is one, else a UserError.
     """
@@ -67,9 +67,9 @@ def first_line(error: BaseException) -> str:
 
 
 def out_of_memory_message(error: BaseException, who: str) -> str:
-    """Returns a message with advice for an out-of-memory error of the GPU or the host; "" for any other error.
+    """Returns a message with advice if the GPU or the host is out of memory, or "" for any other error.
 
-    who: the name of the process, with which the message begins.
+    who: the name of the process. The message begins with it.
     """
     text = first_line(error)
     of_torch = "out of memory|can't allocate memory|Storage size calculation overflowed"
@@ -80,7 +80,8 @@ def out_of_memory_message(error: BaseException, who: str) -> str:
 
 
 def command(verb: str) -> str:
-    """Returns the command line that starts a verb in this environment: the image, a checkout, or an installed package."""
+    """Returns the command line that runs a verb. It depends on where this program runs: in the image, from a checkout,
+    or from an installed package."""
     if os.environ.get("IMAGE") and verb == "tokenize":
         return "sbatch 2.tokenize.sbatch"
     folder = _environment()
@@ -98,15 +99,15 @@ def python() -> str:
 
 
 def _environment() -> str | None:
-    """Returns the path prefix of .venv/, "" in the checkout itself; None for an image or an installed package, which have
-    no .venv."""
+    """Returns the path to prepend to .venv/: "" if the checkout is the current folder. Returns None in the image and
+    for an installed package, because they have no .venv."""
     if os.environ.get("IMAGE") or not is_checkout():
         return None
     return "" if os.getcwd() == str(PROJECT) else f"{shlex.quote(str(PROJECT))}/"
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs the packages of an optional dependency group of pyproject.toml."""
+    """Returns the command that installs the packages of `extra`, an optional dependency group of pyproject.toml."""
     folder = _environment()
     packages = extra if folder is None else f"-r {folder}requirements/{extra}.txt"
     return f"{python()} -m pip install {packages}"

@@ -1,6 +1,8 @@
-"""Defines how an option is described (`name: int = setting(8, at_least=1)`, with its meaning in the
-string below), and how its text becomes a value. The settings of training and the options of
-get_dataset.py and of the verbs are described this way; mamba_fsdp/settings/help.py shows them."""
+"""Defines how options are declared and parsed.
+
+An option is a field of a dataclass, such as `name: int = setting(8, at_least=1)`. The string below the field is its
+documentation. The settings of training and the options of get_dataset.py and of all verbs are declared this way.
+mamba_fsdp/settings/help.py prints them."""
 
 import dataclasses
 import math
@@ -20,17 +22,17 @@ from mamba_fsdp.errors import UserError
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 BOOLEANS = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
-UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, in either case
+UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, for both cases
 NUMBER = r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?"
-# The largest number of each type, and of each unit of a Duration, unless a setting names another: beyond it, sizes and
-# times overflow.
-MOST: dict[object, float] = {
+# The default upper limit for each type, and for each unit of a Duration. Sizes and times that are calculated from
+# larger values would overflow.
+MAX_VALUES: dict[object, float] = {
     int: 2**24,
     float: sys.float_info.max,
     "steps": 10**10,
     "tok": 10**14,
 }
-LIMITS = {
+COMPARISONS = {
     "above": operator.gt,
     "at_least": operator.ge,
     "at_most": operator.le,
@@ -42,31 +44,31 @@ LIMITS = {
 
 
 class Needs(NamedTuple):
-    """The condition under which an option has an effect. An option that is given but has no effect is refused; if it
-    belongs to the model, a line only says so."""
+    """The condition under which an option has an effect. It is an error to give an option that has no effect, except
+    for options of the model: for these, a line is printed."""
 
-    words: str  # as in "has no effect without a mamba2 layer"
-    met: Callable[[Any], bool]  # takes the TrainConfig, the ModelConfig or a verb's options
+    words: str  # completes the sentence "has no effect without ...", as in "a mamba2 layer"
+    is_met: Callable[[Any], bool]  # takes a TrainConfig, a ModelConfig or the options of a verb
 
 
 def condition(words: str) -> Callable[[Callable[[Any], bool]], Needs]:
-    """Returns a decorator that makes Needs, described by `words`, from the function that tests them."""
+    """Returns a decorator that turns a test, a function of the options, into a condition that `words` describes."""
 
-    def needs(met: Callable[[Any], bool]) -> Needs:
-        return Needs(words, met)
+    def needs(is_met: Callable[[Any], bool]) -> Needs:
+        return Needs(words, is_met)
 
     return needs
 
 
 class Bounds(NamedTuple):
-    """The bounds of an option's values."""
+    """The values that an option accepts."""
 
-    limits: dict[str, float]  # by their names in LIMITS
+    limits: dict[str, float]  # {key of COMPARISONS: limit}
     choices: tuple[str, ...]
-    some_text: bool
+    some_text: bool  # whether the empty text is rejected
 
     def check(self, value: Any) -> None:
-        """Raises ValueError, which names the bound, for a value out of bounds."""
+        """Raises ValueError for a value that the option does not accept. The message contains the violated bound."""
         if self.some_text and value == "":
             raise ValueError("expected some text")
         chosen = value if isinstance(value, list) else [value]
@@ -78,10 +80,10 @@ class Bounds(NamedTuple):
             number = value.count
             kind = value.unit
         limits = self.limits
-        if kind in MOST:
-            limits = {"at_most": MOST[kind], **limits}
+        if kind in MAX_VALUES:
+            limits = {"at_most": MAX_VALUES[kind], **limits}
         for name, limit in limits.items():
-            if not LIMITS[name](number, limit):
+            if not COMPARISONS[name](number, limit):
                 raise ValueError(f"must be {name.replace('_', ' ')} {limit}")
 
 
@@ -97,9 +99,11 @@ def setting(
 ) -> Any:
     """Returns a dataclass field that describes a setting.
 
-    needs: the condition under which it has an effect. instead_of: the setting that it replaces. elsewhere: its names in
-    other programs. is_path: whether it names a file or folder. limits: values for the keys of LIMITS. A list as default
-    is copied for each instance. If the default is a non-empty text, no value may be empty.
+    default: the default value; a list is copied for each instance. If it is a non-empty text, the empty text is
+    rejected. needs: the condition under which the setting has an effect. instead_of: the setting that this one
+    replaces. elsewhere: names of the same setting in other programs, separated by spaces. is_path: whether the value is
+    the path of a file or folder. choices: the accepted values, if they are listed. limits: limits of a number, with the
+    keys of COMPARISONS as names.
     """
     some_text = isinstance(default, str) and default != ""
     metadata = {
@@ -115,18 +119,18 @@ def setting(
 
 
 def has_effect(leaf: dataclasses.Field, options: Any) -> bool:
-    """Returns whether an option has an effect among these options."""
+    """Returns whether the option `leaf` has an effect together with the values in `options`."""
     needs = leaf.metadata["needs"]
-    return needs is None or needs.met(options)
+    return needs is None or needs.is_met(options)
 
 
 def does_nothing(leaf: dataclasses.Field, value: Any) -> str:
-    """Returns the sentence about an option without effect."""
+    """Returns the message that an option has no effect, and why."""
     return f"{leaf.name}={shown(value)} has no effect without {leaf.metadata['needs'].words}"
 
 
 def default(leaf: dataclasses.Field) -> Any:
-    """Returns the default of a dataclass field, which a factory may make."""
+    """Returns the default of a dataclass field. It calls default_factory if the field has one."""
     if leaf.default_factory is dataclasses.MISSING:
         return leaf.default
     return leaf.default_factory()
@@ -137,7 +141,7 @@ def default(leaf: dataclasses.Field) -> Any:
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training: a count of optimiser steps, or of tokens when written with `tok`, as in
+    """A length of training: a number of optimizer steps, or a number of tokens if it is written with `tok`, as in
     2Btok."""
 
     count: int
@@ -145,8 +149,8 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str) -> "Duration":
-        """Returns the Duration of a text such as 2000, 2k, 1006878720tok, 1.5Btok or -1 (automatic).
-        Raises ValueError for any other text."""
+        """Parses a text such as 2000, 2k, 1006878720tok, 1.5Btok or -1 (automatic). Raises ValueError for other
+        texts."""
         unit = "tok" if text.endswith("tok") else "steps"
         try:
             count = whole_number(text.removesuffix("tok"))
@@ -155,11 +159,11 @@ class Duration:
                 f"{error} of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok"
             ) from None
         if count < 0 and unit == "tok":
-            raise ValueError("expected tokens from 0 up")
+            raise ValueError("expected a number of tokens that is not negative")
         return cls(count, unit)
 
     def steps(self, tokens_per_step: int) -> int:
-        """Returns the duration in whole steps, rounded up."""
+        """Returns the duration in steps, rounded up to a whole number."""
         if self.unit == "steps":
             return self.count
         return -(-self.count // tokens_per_step)
@@ -175,15 +179,15 @@ class Duration:
 
 
 def boolean(text: str) -> bool:
-    """Returns the value of true, yes, on, 1 and their opposites. Raises ValueError for other text."""
+    """Parses true, yes, on, 1, false, no, off or 0, in upper or lower case. Raises ValueError for other texts."""
     if text.lower() not in BOOLEANS:
         raise ValueError("expected true or false")
     return BOOLEANS[text.lower()]
 
 
 def whole_number(text: str) -> int:
-    """Returns the exact value of a text such as 2000, 2_000, 2e3, 10k, 1.5M or 2B. Raises ValueError
-    for text that is not a whole number."""
+    """Parses a text such as 2000, 2_000, 2e3, 10k, 1.5M or 2B exactly. Raises ValueError for other texts and for
+    numbers that are not whole."""
     match = re.fullmatch(f"({NUMBER})([kmbgt]?)", text.lower())
     if not match:
         raise ValueError("expected a whole number")
@@ -196,7 +200,7 @@ def whole_number(text: str) -> int:
 
 
 def finite_number(text: str) -> float:
-    """Returns the float that `text` gives. Raises ValueError for other text, and for nan and inf."""
+    """Parses a float. Raises ValueError for other texts, and for nan and inf."""
     try:
         value = float(text)
     except ValueError:
@@ -206,7 +210,8 @@ def finite_number(text: str) -> float:
     return value
 
 
-KINDS: dict[Any, tuple[Any, str]] = {  # a type's parser, and its name on a help page
+# {type of an option: (parser, name of the type on help pages)}
+PARSERS: dict[Any, tuple[Any, str]] = {
     bool: (boolean, "true|false"),
     int: (whole_number, "whole number"),
     float: (finite_number, "number"),
@@ -219,9 +224,10 @@ KINDS: dict[Any, tuple[Any, str]] = {  # a type's parser, and its name on a help
 
 
 def parse(kind: Any, text: Any) -> Any:
-    """Returns the value of `text`, which in YAML may be a list of texts, as the type `kind` of KINDS.
+    """Parses the text of an option. kind: its type, a key of PARSERS. text: a string; for a list, YAML can give a list
+    too.
 
-    Raises ValueError, which says what was expected.
+    Raises ValueError if the text does not have this type.
     """
     if typing.get_origin(kind) is list:
         (element,) = typing.get_args(kind)
@@ -235,24 +241,26 @@ def parse(kind: Any, text: Any) -> Any:
         raise ValueError("expected one value")
     written = "" if text is None else str(text)
     if kind is not str:
-        parser, _ = KINDS[kind]
+        parser, _ = PARSERS[kind]
         return parser(written.strip())
     if "\0" in written:
-        raise ValueError("holds a NUL character")
+        raise ValueError("contains a NUL character")
     return written
 
 
 def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -> Any:
-    """Returns the value that `text` gives to the option `name`, described by the dataclass field
-    `leaf`. The case of a choice does not matter. Raises UserError for text of another type or a
-    value out of bounds; its message ends in `where`."""
+    """Parses the text of the option `name`, and checks the value.
+
+    leaf: the dataclass field of the option. where: the end of the error message, as in " (in my.yaml)". Choices can be
+    written in upper or lower case. Raises UserError if the text does not have the option's type, or if the option does
+    not accept the value."""
     bounds = leaf.metadata["bounds"]
     small = str(text).lower()
     if small in bounds.choices:
         text = small
     try:
         value = parse(leaf.type, text)
-        if leaf.metadata["is_path"]:  # a shell does so, but not after --name=
+        if leaf.metadata["is_path"]:  # a shell expands ~ in an argument, but not after --name=
             value = os.path.expanduser(value)
             if re.search(r"\$(\w|\{\w)", value):
                 expanded = os.path.expandvars(value)
@@ -265,8 +273,8 @@ def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -
 
 @lru_cache(maxsize=None)
 def named_numbers(name: str, text: str) -> dict[str, float]:
-    """Returns the numbers in the `text` of the setting `name`, as in embedding=12,logits=0.125.
-    Raises UserError for any other text."""
+    """Parses the text of the setting `name`, a list such as embedding=12,logits=0.125, and returns {key: number}.
+    Raises UserError for other texts."""
     numbers = {}
     for item in filter(None, text.replace(" ", "").split(",")):
         key, _, value = item.partition("=")
@@ -278,7 +286,7 @@ def named_numbers(name: str, text: str) -> dict[str, float]:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as it is written on the command line."""
+    """Formats a value in the notation of the command line."""
     if isinstance(value, list):
         return ",".join(map(str, value))
     if isinstance(value, bool):
@@ -287,11 +295,11 @@ def shown(value: Any) -> str:
 
 
 def takes(leaf: dataclasses.Field) -> str:
-    """Returns, in words, the values that the field `leaf` takes: its choices, or its type and limits."""
+    """Describes the values that the option `leaf` accepts: its choices, or its type and limits."""
     bounds = leaf.metadata["bounds"]
     if bounds.choices:
         separator = "," if isinstance(default(leaf), list) else " | "
         return separator.join(bounds.choices)
-    _, kind = KINDS[leaf.type]
+    _, kind = PARSERS[leaf.type]
     limits = [f"{name.replace('_', ' ')} {limit}" for name, limit in bounds.limits.items()]
     return ", ".join([kind, *limits])

@@ -26,7 +26,7 @@ from typing import Any
 from mamba_fsdp import interpreter
 
 if __name__ == "__main__":  # a caller of its functions keeps its own Ctrl-C
-    interpreter.need("yaml")
+    interpreter.require_packages("yaml")
 
 from mamba_fsdp import command_line
 from mamba_fsdp.checkpoint.retention import check_disk_space

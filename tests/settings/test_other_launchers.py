@@ -71,7 +71,7 @@ def test_a_config_of_theirs_that_is_not_there_names_ours():
 
 
 def test_a_flag_that_begins_with_no_is_itself():
-    assert command_line.split(["--no_wandb", "--resume", "--tracker=x"])[1] == {
+    assert command_line.split_arguments(["--no_wandb", "--resume", "--tracker=x"])[1] == {
         "no_wandb": "True",
         "resume": "True",
         "tracker": "x",

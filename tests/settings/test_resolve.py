@@ -75,7 +75,7 @@ def test_text_stays_text(text, tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(f"save_ckpt_path: '{text}'\n")
     assert resolve(str(file)).checkpoint.save_ckpt_path == text
-    _, given = command_line.split([f"--save_ckpt_path={text}"])
+    _, given = command_line.split_arguments([f"--save_ckpt_path={text}"])
     assert resolve(**given).checkpoint.save_ckpt_path == text
 
 
@@ -98,7 +98,7 @@ MISTAKES = {
     "num_steps=ten": "num_steps=ten: expected a whole number of steps, as in 2000 or 10k, or of tokens, as in 1000tok",
     "seq_length=8 data.seq_length=9": "given twice",
     "warmup_ratio=0.1 warmup_steps=5": "excludes warmup_steps=5",
-    "dataset_path=a\0b": "holds a NUL character",
+    "dataset_path=a\0b": "contains a NUL character",
     "weights=1,2 datasets=a": "one weight each",
     "weights=0,0 datasets=a,b": "all zero",
     "weights=1,-1 datasets=a,b": "negative",

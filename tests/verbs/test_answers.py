@@ -25,7 +25,7 @@ def test_an_option_s_default_or_bound_changes_only_on_purpose():
     described = []
     for verb in VERBS:
         module = importlib.import_module(f"mamba_fsdp.verbs.{verb.replace('import', 'import_')}")
-        options = command_line.options_of(module.main)
+        options = command_line.options_class(module.main)
         if options and verb != "tokenize":  # these are in tests/settings/defaults.txt
             described += [
                 f"{verb} --{leaf.name}={shown(default(leaf))} ({takes(leaf)})"

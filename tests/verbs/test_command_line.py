@@ -51,7 +51,7 @@ def test_a_dataclass_takes_the_options_that_are_its_fields():
 
 
 def test_a_function_of_the_package_takes_them_as_keywords():
-    function = command_line.for_python(in_order, "in_order")
+    function = command_line.python_function(in_order, "in_order")
     assert function("a", 3, wanted=True, note=None) == ("a", Options(3, wanted=True))
     assert str(inspect.signature(function)).startswith("(first, count: int = 1, share: float")
     assert "Does something." in function.__doc__ and "share: Part of all." in function.__doc__
@@ -70,7 +70,7 @@ MISTAKES = {
     "a --options=1": "^--options: there is no such option; ",
     "a --wanted=maybe": "expected true or false",
     "": "missing a required argument: 'first'",
-    "a -- b": "nothing is expected after --",
+    "a -- b": "arguments after -- are not supported",
 }
 
 

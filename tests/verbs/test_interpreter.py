@@ -31,15 +31,15 @@ def test_a_python_without_the_packages_names_the_one_to_use(project, words):
 def test_a_python_that_is_too_old(monkeypatch, capsys):
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     with pytest.raises(SystemExit, match="^2$"):
-        interpreter.need()
-    assert " lacks what Python 3.10 has; " in capsys.readouterr().err
+        interpreter.require_packages()
+    assert " lacks features of Python 3.10; " in capsys.readouterr().err
 
 
 def test_a_python_without_docstrings(monkeypatch, capsys):
     """--help and the settings' meanings are made of them."""
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
     with pytest.raises(SystemExit, match="^2$"):
-        interpreter.need()
+        interpreter.require_packages()
     assert "error: -OO removes the texts of --help; leave it out" in capsys.readouterr().err
 
 
@@ -73,6 +73,6 @@ def test_ctrl_c_ends_an_import_that_would_swallow_it(project, tmp_path):
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )
     code = f"import sys; sys.path += ['.', {str(tmp_path)!r}]\nfrom mamba_fsdp import interpreter\n"
-    code += "interpreter.need('fire')\nimport deaf\nprint('went on')"
+    code += "interpreter.require_packages('fire')\nimport deaf\nprint('went on')"
     done = run_program(sys.executable, "-c", code, cwd=project)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nstopped by Ctrl-C\n")
