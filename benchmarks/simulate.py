@@ -108,7 +108,7 @@ def simulate(settings: TrainConfig, size: int, rank: int = 0, *, inside: bool = 
             loader=SimpleNamespace(step=lambda step: batches),
             checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool, save_phase=bool),
         )
-        stop: Any = SimpleNamespace(look=bool)
+        stop: Any = SimpleNamespace(check=bool)
         watch.built = len(watch.sizes)
         take_step(parts, Clock(0, size), stop)
         weights = list(parallel.parameters().values())

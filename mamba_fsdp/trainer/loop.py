@@ -1,9 +1,11 @@
-"""Runs the training loop: sample a batch, accumulate its gradients, run one small collective, clip,
-step; now and then report, validate, save.
+"""Runs the training loop: load a batch, accumulate gradients, run one small collective, clip, and update the weights; once
+in a while report, validate and save.
 
-On a GPU the host runs ahead: it reads a step's numbers when the next step is under way, and nothing
-in a step makes it wait. Clipping, skipping a step and the loss scale of fp16 depend on those
-numbers within the step; all ranks decide them on the device, from the same sums."""
+On a GPU, the host runs ahead of the device. It reads the numbers of a step, such as the loss, after it has launched the
+next step, so that it never waits for the device during a step. Clipping, skipping a step and the loss scale of fp16 depend
+on these numbers within the same step. Therefore they are computed on the device. All ranks compute them from the same
+sums, and so they all make the same decision.
+"""
 
 import math
 import time
@@ -29,18 +31,23 @@ from mamba_fsdp.trainer.step_stats import StepStats, StepSums, sum_over_ranks
 from mamba_fsdp.trainer.stopping import StopRequest
 from mamba_fsdp.trainer.validation import batch_loss, validate
 
-STEPS_AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbers are read
+STEPS_AHEAD = {
+    "cpu": 0,
+    "cuda": 1,
+}  # how many later steps can be launched before the numbers of a step are read
 
 
 def train(
     context: TrainContext, logger: MetricsLogger, stop: StopRequest, validation_due: bool
 ) -> str:
-    """Returns why the run stopped early, or "" once it has all its steps.
+    """Trains until the run has all its steps or is asked to stop.
 
-    validation_due: whether to validate before the first step. Raises UserError after
-    max_skipped_steps in a row, and for a validation loss that is not finite. The train state is the
-    state after the last step whose numbers have been read; before a validation or a checkpoint, the
-    numbers of all steps have been read."""
+    validation_due: whether to validate before the first step. Returns the reason to stop early, or "" after the last step.
+    Raises UserError after max_skipped_steps skipped steps in a row, and if a validation loss is not finite.
+
+    The train state counts the steps that have been read back from the device. Before a validation or a checkpoint, all
+    steps have been read back.
+    """
     schedule = context.schedule
     state = context.state
     saver = Saver(context, logger)
@@ -63,16 +70,16 @@ def train(
 
 @dataclass
 class PendingStep:
-    """A step that the device may still be computing."""
+    """A step that the host has launched and that the device can still be computing."""
 
     batches: list[Batch]
     learning_rate: float
-    save_phase: tuple[int, Phase] | None  # of the save under way when the step began
+    save_phase: tuple[int, Phase] | None  # Checkpointer.save_phase when the step began
     read_numbers: Callable[[], list[float]]  # waits for the device
 
 
 class StepQueue:
-    """The steps that the device may still be computing while the host runs ahead of it."""
+    """The launched steps with numbers that the host has not read yet."""
 
     def __init__(
         self, context: TrainContext, logger: MetricsLogger, saver: Saver, stop: StopRequest
@@ -85,9 +92,11 @@ class StepQueue:
         self.steps: deque[PendingStep] = deque()
 
     def advance(self) -> bool:
-        """Takes steps until the numbers of all of them are read: on a CPU after each step, on a GPU before a
-        validation or a save, after the last step, and once a rank is asked to stop. Returns whether to stop before
-        the last step."""
+        """Takes steps until the queue is empty: the numbers of all steps have been read.
+
+        On a CPU the queue is empty after each step. On a GPU it is emptied before a validation or a save, after the last
+        step, and when a rank has been asked to stop. Returns whether the run must stop before its last step.
+        """
         while True:
             step = take_step(self.context, self.logger.clock, self.stop, ahead=len(self.steps))
             self.steps.append(step)
@@ -99,13 +108,13 @@ class StepQueue:
                 return is_asked and not is_last
 
     def _is_something_due(self) -> bool:
-        """Returns whether a validation or a save, which need all numbers, comes after the newest step."""
+        """Returns whether a validation or a save is due after the newest step. Both need the numbers of all steps."""
         schedule = self.context.schedule
         newest = self.context.state.step + len(self.steps)
         return schedule.is_due(schedule.eval_steps, newest) or self.saver.is_due(newest)
 
     def _finish(self, max_pending: int) -> bool:
-        """Finishes the oldest steps, until at most `most` are under way. Returns whether a rank was asked to stop."""
+        """Finishes the oldest steps, until at most `max_pending` are left. Returns whether a rank was asked to stop."""
         is_asked = False
         while len(self.steps) > max_pending:
             stats = finish_step(self.context, self.logger, self.saver, self.steps.popleft())
@@ -117,8 +126,10 @@ class StepQueue:
 def take_step(
     context: TrainContext, clock: Clock, stop: StopRequest, ahead: int = 0
 ) -> PendingStep:
-    """Returns a step under way, which computes the gradient of a global batch and updates the
-    weights with it. The host does not wait for the device. ahead: how many steps are under way."""
+    """Launches a step: computes the gradient of a global batch and updates the weights. All ranks call it.
+
+    The host does not wait for the device. ahead: the number of launched steps that the train state does not count yet.
+    """
     progress.touch()
     world = context.world
     schedule = context.schedule
@@ -134,8 +145,8 @@ def take_step(
     is_writing = context.checkpointer.is_writing()
     own_seconds = clock.own_seconds()
 
-    # The number of labels that count in the global batch is known only once the ranks have summed.
-    # Until then the loss is divided by the number of all labels.
+    # The total weight of the labels in the global batch is known only after the collective. Until then, the loss is
+    # divided by the number of all labels.
     gradient_scale = loss_scale.value / schedule.tokens_per_step
     loss_sum = accumulate_gradients(context.parallel, context.optimizer, batches, gradient_scale)
 
@@ -167,13 +178,15 @@ def take_step(
 def finish_step(
     context: TrainContext, logger: MetricsLogger, saver: Saver, step: PendingStep
 ) -> StepStats:
-    """Returns the numbers of a step, which it waits for, counts and reports. Raises UserError as
-    `train` does."""
+    """Waits for the numbers of a step, counts the step in the train state, and reports it. Returns the numbers.
+
+    Raises UserError after max_skipped_steps skipped steps in a row.
+    """
     state = context.state
     stats = count_step(context, step)
     logger.clock.record_sums(stats.seconds_per_rank)
     if not stats.is_writing and step.save_phase == context.checkpointer.save_phase():
-        saver.poll()  # all ranks have written the save under way, or rank 0 has committed it
+        saver.poll()  # all ranks have finished the current phase of the save
     if not stats.applied:
         logger.console.print_line(
             f"step {state.step} skipped: loss {stats.loss:.4g}, gradient norm "
@@ -181,13 +194,13 @@ def finish_step(
         )
     logger.report(stats, step.learning_rate)
     if state.skipped_in_a_row >= context.settings.training.max_skipped_steps:
-        saver.wait()  # the checkpoint under way is of an earlier, finite step
+        saver.wait()  # the checkpoint in progress was saved before the loss became non-finite
         raise UserError(describe_bad_samples(context, step.batches))
     return stats
 
 
 def count_step(context: TrainContext, step: PendingStep) -> StepStats:
-    """Returns the numbers of a step, which it waits for, and counts the step in the train state."""
+    """Waits for the numbers of a step, and counts the step in the train state. Returns the numbers."""
     schedule = context.schedule
     stats = StepStats.unpack(step.read_numbers())
     overflow_expected = context.loss_scale.record(context.state, stats)
@@ -202,7 +215,7 @@ def count_step(context: TrainContext, step: PendingStep) -> StepStats:
 
 
 def iterate_steps(context: TrainContext) -> Iterator[StepStats]:
-    """Yields the numbers of one step after the other. Nothing is reported, validated or saved."""
+    """Takes one step after the other, and yields the numbers of each. Nothing is reported, validated or saved."""
     clock = Clock(context.state.step, context.world.size)
     stop = StopRequest(context.checkpointer.folder, on_rank0=False)
     with context.loader:
@@ -216,8 +229,10 @@ def accumulate_gradients(
     batches: list[Batch],
     scale: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the sum of the token losses of this rank's micro-batches, after their forward and
-    backward passes. They leave the gradients of the token losses times `scale`."""
+    """Runs forward and backward on this rank's micro-batches. Returns the sum of their token losses (nats, 0-dim).
+
+    scale: the token losses are multiplied by it before the backward pass. The gradients stay in the parameters.
+    """
     optimizer.zero_grad(set_to_none=True)
     scale = scale.float()
     loss_sum = torch.zeros((), device=parallel.world.device)
@@ -233,9 +248,11 @@ def accumulate_gradients(
 def mean_loss_and_norm(
     sums: StepSums, multiple: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (mean loss per label that counts, norm of the gradient of this mean, factor), each
-    0-dim fp64. The present gradients belong to the loss sum divided by `multiple`; times the
-    factor, they are the gradient of the mean."""
+    """Returns (mean loss, norm of its gradient, factor), each 0-dim in fp64.
+
+    The mean is weighted by the weights of the labels. The gradients in the parameters are the gradient of the loss sum
+    divided by `multiple`. Multiplied by the factor, they are the gradient of the mean loss.
+    """
     # If no label counts, divide by 1 and not by 0.
     label_weight = sums.label_weight + (sums.label_weight == 0)
     factor = multiple / label_weight
@@ -253,11 +270,13 @@ def update_weights(
     clip: float,
     lr: float,
 ) -> torch.Tensor:
-    """Returns 1 if the optimiser's step was applied, or 0 if the loss or the gradient was not
-    finite. All tensors are 0-dim fp64 on the device.
+    """Clips the gradients and takes the optimizer's step, unless the loss or the gradient is not finite.
 
-    gradient_norm: of the gradients times `factor`. clip: the largest norm to step with; 0: no
-    clipping."""
+    All tensors are 0-dim, in fp64, on the device. factor: the gradients are multiplied by it. gradient_norm: their norm
+    after this. clip: the maximum norm; 0 disables clipping. lr: the learning rate.
+
+    Returns 1 if the step was applied, and 0 if it was not.
+    """
     if clip:
         limit = gradient_norm.new_full((), clip)
         factor = factor * (limit / (gradient_norm + 1e-6)).clamp(max=1.0)
@@ -270,8 +289,10 @@ def update_weights(
 
 
 def describe_bad_samples(context: TrainContext, batches: list[Batch]) -> str:
-    """Returns the message that names the samples of the step, if its loss or gradient is not
-    finite."""
+    """Returns the error message for steps with a non-finite loss or gradient. It names the samples of the last step.
+
+    All ranks call it. batches: the micro-batches of the last step on this rank.
+    """
     own = [f"{name} window {window}" for batch in batches for name, window in batch.samples]
     samples = context.world.gather_unique(own)
     named = samples[:8]

@@ -1,4 +1,4 @@
-"""Reports on a run while it trains: metrics.jsonl, steps.jsonl and trackers, the live line, the profile."""
+"""Reports the progress of a run: metrics.jsonl, steps.jsonl, trackers, the live line and the profile."""
 
 import contextlib
 import datetime
@@ -26,25 +26,28 @@ from mamba_fsdp.trainer.step_stats import StepStats
 
 
 class LossMeasure(NamedTuple):
-    """What a validation measured."""
+    """The result of a validation."""
 
     loss: float  # nats per token
     tokens: int
-    bits_per_byte: float | None  # of the tokens' text; None: not known
+    bits_per_byte: float | None  # bits per byte of the tokens' text; None if it is unknown
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))
 
     def describe(self) -> str:
-        """Returns the loss in part of a line."""
+        """Formats the loss and the perplexity for a line of the log."""
         return f"loss {self.loss:.4f}, perplexity {self.perplexity:,.2f}"
 
 
 class MetricsLogger(contextlib.ExitStack):
-    """A context manager around the loop. All ranks call every method at the same place; only rank 0
-    writes. Entries of steps after the one that the run resumes from are dropped. hear: rank 0
-    calls it with each entry that it has written."""
+    """Reports the progress of a run. It is a context manager around the training loop.
+
+    All ranks call each method at the same point, but only rank 0 writes. When a run resumes, entries of later steps than
+    the current one are removed from the files. on_record: rank 0 calls it with each entry that it has written to
+    metrics.jsonl.
+    """
 
     def __init__(
         self,
@@ -65,12 +68,14 @@ class MetricsLogger(contextlib.ExitStack):
         self.first_step = step + 1
         self.interval = settings.report.report_interval.steps(context.schedule.tokens_per_step)
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
-        self.peak_flops = None  # of all devices together; None for an unknown device
+        self.peak_flops = (
+            None  # the peak FLOP/s of all devices together; None for an unknown device
+        )
         if world.device.type == "cuda":
             peak = device_peak(torch.cuda.get_device_name(world.device))
             self.peak_flops = peak and peak * world.size
         self.metrics: Log | None = None
-        self.steps: Log  # on rank 0
+        self.steps: Log  # only on rank 0
         self.trackers = []
         if world.rank == 0:
             self.metrics = Log(folder.path / METRICS, step, folder.lease)
@@ -87,8 +92,10 @@ class MetricsLogger(contextlib.ExitStack):
             self.profiler = self.enter_context(profiler)
 
     def report(self, stats: StepStats, learning_rate: float) -> None:
-        """Shows a step in the live line and, when due, writes an entry with the mean loss to the
-        metrics. docs/watching.md explains the keys of an entry."""
+        """Shows a step in the live line. If a report is due, writes an entry with the mean loss to metrics.jsonl.
+
+        docs/watching.md explains the keys of an entry.
+        """
         world = self.context.world
         state = self.context.state
         schedule = self.context.schedule
@@ -156,8 +163,12 @@ class MetricsLogger(contextlib.ExitStack):
         seconds: float,
         samples: list[str],
     ) -> None:
-        """Reports the validation after `step`, of all data and of each source of several. It read a `share` of the data
-        in `seconds`. samples: texts that the model wrote."""
+        """Reports a validation.
+
+        step: the number of steps that the model has been trained for. whole: the result for all data. parts: the result for each
+        source, if there are several. share: the share of the data that was read. seconds: how long the validation took.
+        samples: texts that the model generated.
+        """
         entry: dict = {
             "step": step,
             "val_loss": whole.loss,
@@ -184,7 +195,10 @@ class MetricsLogger(contextlib.ExitStack):
             self.console.print_line(f"sample     {sample!r}")
 
     def report_save_failure(self, step: int, in_a_row: int, reason: str, what_next: str) -> None:
-        """Reports that saving failed after `step`. in_a_row: failures since the last good save."""
+        """Reports that the save after `step` failed.
+
+        in_a_row: the number of failures since the last save that succeeded. what_next: when the next attempt follows.
+        """
         self._write({"step": step, "failed_saves": in_a_row})
         self.console.print_line(f"warning    step {step}: saving failed: {reason}. {what_next}")
         if self.metrics:
@@ -192,12 +206,12 @@ class MetricsLogger(contextlib.ExitStack):
         self._write_status(step, f"saving failed: {reason}")
 
     def report_save_recovery(self, step: int) -> None:
-        """Reports that saving works again."""
+        """Reports that a save succeeded after one or more failures."""
         self._write({"step": step, "failed_saves": 0})
         self._write_status(step, "")
 
     def sync(self) -> None:
-        """Returns when the metrics are on the disk. Only rank 0 calls it."""
+        """Waits until metrics.jsonl and steps.jsonl are on the disk. Only rank 0 calls it. Raises UserError if that fails."""
         assert self.metrics
         self.steps.sync()
         self.metrics.sync()

@@ -1,13 +1,14 @@
-"""Updates the matrices of mixers and MLPs along their orthogonalised momentum (Muon), all other parameters by AdamW.
+"""Implements Muon: updates the matrices of mixers and MLPs by their orthogonalized momentum, all other parameters by AdamW.
 
-Jordan et al. 2024, kellerjordan.github.io/posts/muon. A step is scaled as in Liu et al. 2025, Muon is
-Scalable for LLM Training (arXiv 2502.16982): its elements are as large as AdamW's, so that one
-learning rate and one weight decay serve both. Matrices that lie stacked in one parameter (in_proj's
-z, x, B, C and dt) are orthogonalised one by one.
+The algorithm is described in Jordan et al. 2024, kellerjordan.github.io/posts/muon. A step is scaled as in Liu et al. 2025,
+Muon is Scalable for LLM Training (arXiv 2502.16982): its elements are as large as in a step of AdamW, so that the same
+learning rate and weight decay are suitable for both. If a parameter consists of several stacked matrices, as in_proj with
+z, x, B, C and dt, they are orthogonalized separately.
 
-The rank that owns a parameter orthogonalises its matrices, whole and once: the ranks of the owner's
-shard group send it their parts of the momentum, and it sends all ranks their parts of the step. That
-takes two all-to-alls, each for all parameters at once and in the dtype of the orthogonalisation."""
+Each parameter has an owner, the one rank that orthogonalizes its matrices. The ranks of the owner's shard group send their
+parts of the momentum to the owner, and the owner sends each rank its part of the step. This takes two all-to-alls. Each of
+them transfers all parameters together, in the dtype of the orthogonalization.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,17 +21,22 @@ from torch import Tensor
 from mamba_fsdp.parallel.model import ParameterSlot
 from mamba_fsdp.parallel.world import World
 
-# Jordan's values.
+# The values of Jordan et al.
 MOMENTUM = 0.95
 ITERATIONS = 5
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # singular values come to lie in 0.7 .. 1.2
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the resulting singular values are between 0.7 and 1.2
 MIN_NORM = 1e-7
-ADAMW_RMS = 0.2  # of the elements of AdamW's step, with a learning rate of 1 (Liu et al.)
+ADAMW_RMS = (
+    0.2  # root mean square of the elements of AdamW's step at a learning rate of 1 (Liu et al.)
+)
 
 
 def _assign_owners(slots: Iterable[ParameterSlot], ranks: int) -> list[list[ParameterSlot]]:
-    """Returns the parameters that each rank owns. The most costly parameter goes first, to the rank
-    with the least load. A cost is about the multiply-adds of one iteration."""
+    """Assigns an owner to each parameter. Returns the list of parameters of each rank.
+
+    Parameters are assigned in the order of decreasing cost, each to the rank with the lowest load. The cost is proportional
+    to the multiply-adds of one iteration.
+    """
     costs = {slot: min(slot.shape) * math.prod(slot.shape) for slot in slots}
     owned: list[list[ParameterSlot]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -42,8 +48,10 @@ def _assign_owners(slots: Iterable[ParameterSlot], ranks: int) -> list[list[Para
 
 
 def _orthogonalized_step(matrix: Tensor) -> Tensor:
-    """Returns approximately U V^T of the matrix U S V^T, by Newton-Schulz iterations, scaled to the
-    size of AdamW's step at a learning rate of 1."""
+    """Approximates U V^T of the matrix with the SVD U S V^T, by Newton-Schulz iterations.
+
+    The result is scaled to the size of a step of AdamW at a learning rate of 1.
+    """
     rows, columns = matrix.shape
     if rows > columns:
         return _orthogonalized_step(matrix.T).T
@@ -57,7 +65,7 @@ def _orthogonalized_step(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.AdamW):
-    """An AdamW that updates the parameters of `rows` by Muon. All ranks step together."""
+    """AdamW that updates the parameters in `rows` by Muon. All ranks call `step` at the same point."""
 
     def __init__(
         self,
@@ -67,8 +75,9 @@ class Muon(torch.optim.AdamW):
         dtype: torch.dtype,
         **adamw: Any,
     ) -> None:
-        """groups: the parameters that AdamW updates. rows: how many rows each of the matrices has
-        that are stacked in a parameter. dtype: of the orthogonalisation."""
+        """groups: the parameter groups that AdamW updates. rows: {parameter: number of rows of each of its stacked matrices}.
+        dtype: the dtype of the orthogonalization. adamw: the arguments of AdamW.
+        """
         super().__init__([*groups, {"params": [slot.local for slot in rows]}], **adamw)
         self.rows = rows
         self.world = world
@@ -79,7 +88,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Takes a step, as AdamW's. The device skips it if the attribute `found_inf` is 1."""
+        """Takes one step. If the attribute `found_inf` is 1, the device does not change weights and moments."""
         refused = getattr(self, "found_inf", torch.zeros(()))
         momenta = {slot: self._update_momentum(slot, refused) for slot in self.rows}
         group = self.param_groups[-1]
@@ -87,23 +96,27 @@ class Muon(torch.optim.AdamW):
         for slot, step in zip(chain(*self.owned), self._steps(momenta)):
             slot.local.mul_(1 - rate * group["weight_decay"])
             slot.local.sub_(rate * step.view_as(slot.local).float())
-        super().step()  # skips the matrices, whose gradients are None by now
+        super().step()  # this skips the matrices, because their gradients are None now
 
     def _update_momentum(self, slot: ParameterSlot, refused: Tensor) -> Tensor:
-        """Returns this rank's part of the matrix to orthogonalise: Nesterov's momentum, one step
-        ahead. Takes the gradient into the momentum."""
+        """Adds the gradient to the momentum. Returns this rank's part of the matrix to orthogonalize, flattened.
+
+        The matrix is the Nesterov momentum: the momentum one step ahead.
+        """
         mean = self.state[slot.local]["momentum_buffer"]
         gradient = slot.local.grad
         slot.local.grad = None
-        if gradient is None:  # FSDP1: this rank has no part of this parameter
+        if gradient is None:  # a rank can have no part of a parameter with FSDP1
             return self.empty
         gradient = torch.where(refused > 0, mean, gradient)
         mean.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp_(mean, MOMENTUM).view(-1).to(self.empty.dtype)
 
     def _steps(self, momenta: Mapping[ParameterSlot, Tensor]) -> tuple[Tensor, ...]:
-        """Returns this rank's parts of all parameters' steps at a learning rate of 1, ordered by
-        owner, from its parts of the momenta."""
+        """Returns this rank's part of the step of each parameter at a learning rate of 1, ordered by owner.
+
+        momenta: this rank's part of each matrix to orthogonalize.
+        """
         rank = self.world.rank
         ranks = range(self.world.size)
         mine = self.owned[rank]
@@ -126,8 +139,10 @@ class Muon(torch.optim.AdamW):
     def _exchange(
         self, outgoing: list[list[Tensor]], incoming: list[list[int]]
     ) -> tuple[Tensor, ...]:
-        """Returns the tensors that all ranks sent to this one, after sending each rank its list in
-        `outgoing`. incoming: the sizes of the tensors to receive, by rank."""
+        """Sends each rank its list in `outgoing`, and returns the tensors received from all ranks.
+
+        incoming: the sizes of the tensors to receive from each rank.
+        """
         counts = [sum(map(len, tensors)) for tensors in outgoing]
         expected = list(map(sum, incoming))
         sent = torch.cat([self.empty, *chain(*outgoing)])
@@ -136,8 +151,11 @@ class Muon(torch.optim.AdamW):
 
 
 def _elements_to_send(slot: ParameterSlot, rank: int, owner: int) -> int:
-    """Returns how many elements of a parameter a rank sends to the owner: all that the rank holds,
-    or none if it is not in the owner's shard group, which holds the whole parameter."""
+    """Returns how many elements of a parameter a rank sends to the owner.
+
+    A rank of the owner's shard group sends all its elements. Other ranks send none, because this group has the whole
+    parameter.
+    """
     group = slot.layout.ranks
     if rank // group != owner // group:
         return 0

@@ -1,4 +1,4 @@
-"""Makes the optimiser, AdamW or Muon with weight decay on matrices only, and keeps the loss scale of fp16."""
+"""Creates the optimizer, AdamW or Muon, and implements the dynamic loss scale of fp16."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +20,12 @@ def make_optimizer(
     config: OptimizerConfig,
     compute_dtype: torch.dtype,
 ) -> torch.optim.AdamW:
-    """Returns the optimiser of this rank's parts of the parameters. `spec` says which parameters
-    decay. If the model computes in half precision, Muon orthogonalises in bf16: fp16 would lose
-    small momenta."""
+    """Creates the optimizer for this rank's parts of the parameters.
+
+    spec: {parameter name: Parameter}; it determines which parameters decay, and which ones Muon updates.
+    compute_dtype: the dtype of the model's computation. If it is fp16 or bf16, Muon orthogonalizes in bf16, because small
+    momenta would underflow in fp16.
+    """
     decayed = []
     others = []
     rows = {}
@@ -49,12 +52,13 @@ def make_optimizer(
 
 
 class LossScale:
-    """The loss scale of fp16: halved when a gradient overflows, doubled after 2000 steps without an
-    overflow. In other precisions it is fixed at 1.
+    """The dynamic loss scale of fp16. It is halved if a gradient overflows, and doubled after 2000 steps without overflow.
 
-    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. `value` and `good_steps`, 0-dim
-    fp64, are on the device, so that the next step need not wait for the host. The train state keeps
-    both."""
+    See Micikevicius et al. 2018, Mixed Precision Training, section 3.2. `value` and `good_steps` are 0-dim fp64 tensors on
+    the device, so that the next step does not wait for the host. The train state stores both.
+
+    dynamic: whether to adapt the scale. In other precisions than fp16 it is fixed at 1.
+    """
 
     GROWTH_INTERVAL = 2000
 
@@ -69,7 +73,7 @@ class LossScale:
         )
 
     def update(self, applied: torch.Tensor) -> None:
-        """Adapts the scale after a step. applied: 0-dim; 0 if a gradient was not finite."""
+        """Adapts the scale after a step. applied: a 0-dim tensor, 1 if the step was applied, 0 if a gradient overflowed."""
         if not self.dynamic:
             return
         good_steps = (self.good_steps + 1) * applied
@@ -80,8 +84,10 @@ class LossScale:
         self.good_steps = good_steps * ~grown
 
     def record(self, state: TrainState, stats: StepStats) -> bool:
-        """Returns whether an overflow in this step may be due to the scale rather than to the
-        samples. Puts the scale and its good steps into the train state."""
+        """Stores the scale in the train state. Returns whether an overflow in this step can be caused by the scale.
+
+        If not, it was caused by the samples.
+        """
         if not self.dynamic:
             return False
         was_reducible = state.loss_scale > 1.0

@@ -1,4 +1,4 @@
-"""Prepares a process for training, and restores it at the end: a notebook or a caller's program continues after it."""
+"""Prepares a process for training and restores its state at the end, because a notebook or a program continues after it."""
 
 import contextlib
 import os
@@ -11,12 +11,14 @@ from mamba_fsdp.parallel.compat import deterministic_algorithms
 
 @contextlib.contextmanager
 def training_process(deterministic: bool) -> Iterator[None]:
-    """Lets the block train in this process, with deterministic operations if asked. At its end it restores
-    torch's modes, the treatment of denormal numbers (cpp.tune_process), the limit of open files (start_world), the loss
-    as it is uncompiled (compile_blocks), and the environment, which libraries change too.
+    """Lets the block train in this process, and restores the state of the process at its end.
 
-    Enter it before the first operation. StopRequest restores the signal handlers by itself. glibc's way of reusing freed
-    memory stays changed, since glibc does not tell how it was.
+    It restores torch's modes, the treatment of denormal numbers (changed by cpp.tune_process), the limit of open files
+    (start_world), the uncompiled loss function (compile_blocks), and the environment variables, because libraries change
+    them too. StopRequest restores the signal handlers. The settings of glibc's allocator are not restored, because glibc
+    can't be asked for their former values.
+
+    deterministic: whether to use deterministic operations. Enter the block before the first operation of torch.
     """
     environment = dict(os.environ)
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,5 +1,4 @@
-"""Profiles a few steps: a Chrome trace in the run folder, and torch's table of the operators that
-took most time."""
+"""Profiles a few steps: writes a Chrome trace to the run folder, and prints the operators that take the most time."""
 
 import os
 from pathlib import Path
@@ -11,15 +10,18 @@ from mamba_fsdp.reporting.console import PrintLine
 from mamba_fsdp.run.names import PROFILE
 
 DATA = "waiting for data"  # the name of Loader.step in the trace
-ROWS = 8  # operators in the table
+ROWS = 8  # number of operators in the table
 STEPS = 3
 
 
 def make_profiler(
     run_folder: Path, rank: int, loader: Loader, print_line: PrintLine
 ) -> torch.profiler.profile:
-    """Returns a profiler that writes profile/rank_R.json, a trace of steps 5 to 7 of this start for
-    Perfetto or chrome://tracing. On rank 0 it prints the operators that took most time."""
+    """Returns a profiler for steps 5 to 7 of this start.
+
+    It writes the trace profile/rank_<rank>.json for Perfetto or chrome://tracing. On rank 0 it also prints the operators
+    that took the most time.
+    """
 
     def write(profile: torch.profiler.profile) -> None:
         path = run_folder / PROFILE / f"rank_{rank}.json"
@@ -34,6 +36,6 @@ def make_profiler(
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise each probe prints a line to stderr
     vars(loader)["step"] = torch.profiler.record_function(DATA)(loader.step)
-    # The first steps compile kernels and fill caches.
+    # Do not profile the first steps, because they compile kernels and fill caches.
     steps = torch.profiler.schedule(wait=3, warmup=1, active=STEPS, repeat=1)
     return torch.profiler.profile(schedule=steps, on_trace_ready=write, record_shapes=True)

@@ -1,4 +1,4 @@
-"""Computes steps of a run again and compares them with what the run recorded: a fault of hardware that no error shows."""
+"""Repeats steps of a run and compares the results with the records of the run, to find silent hardware faults."""
 
 import contextlib
 import math
@@ -34,22 +34,24 @@ from mamba_fsdp.trainer.setup import RunSetup, TrainContext
 from mamba_fsdp.trainer.starting_point import StartingPoint, find_starting_point
 from mamba_fsdp.trainer.step_stats import StepStats
 
-MAX_REPLAYED = 200  # steps, unless the user says how many
+MAX_REPLAYED = 200  # steps, if the user does not give a number
 COMPARED_METRICS = {"loss", "grad_norm"}
-TOLERANCE = 0.02  # relative, of losses and gradient norms if bits may differ
+TOLERANCE = (
+    0.02  # relative difference allowed for losses and gradient norms if their bits can differ
+)
 NOT_BITWISE = "; not compared bit for bit, since it ran with"
 discard_line = Console(enabled=False).print_line
 
 
 class DifferenceError(UserError):
-    """The error if a run did not compute what is computed again."""
+    """The error if a repeated step gives a different result."""
 
     exit_code = 3
 
 
 @dataclass
 class Start:
-    """The event of the start that made the steps."""
+    """The event of the start that made the recorded steps."""
 
     HAS_OTHER_FIELDS = True
     settings: FileName
@@ -63,25 +65,29 @@ class Start:
 
 
 class Span(NamedTuple):
-    """Steps of a run that one start made."""
+    """A range of steps that one start of a run made."""
 
     run: Path
-    first: int  # the step of the checkpoint that they follow
-    kept: dict[int, Path]  # the checkpoint of each step
-    last: int  # the last step that is recorded
-    recorded: dict[int, dict[str, Any]]  # {step: the numbers that are recorded of it}
+    first: int  # the step of the checkpoint before them
+    kept: dict[int, Path]  # {step: checkpoint}
+    last: int  # the last step
+    recorded: dict[int, dict[str, Any]]  # {step: its recorded numbers}
     start: "Start"
 
 
 def replay(run: Path, first: int, count: int) -> None:
-    """Computes steps of a run again, compares them with what the run recorded, and prints that they repeat. All ranks call
-    it. first, count: see find_span. Nothing is written into the run, and its lease stays with whoever has it.
+    """Repeats steps of a run, compares them with its records, and prints a line if they agree. All ranks call it.
 
-    Raises DifferenceError, which names the first step or tensor that differs, and UserError as find_span does and if the
-    data has changed or the checkpoint is broken."""
+    The run folder is not changed, and its lease is not needed. first, count: see find_span.
+
+    Raises DifferenceError with the first step or tensor that differs. Raises UserError if no steps can be repeated, if
+    the data has changed, or if the checkpoint is damaged.
+    """
     with tempfile.TemporaryDirectory() as place, contextlib.closing(start_world()) as world:
         cpp.tune_process(world.device.type)
-        folder = RunFolder(Path(place, "run"))  # in place of the run's
+        folder = RunFolder(
+            Path(place, "run")
+        )  # a temporary folder, so that the run's own is not changed
         span = world.on_rank0(find_span, run, first, count)
         start = world.on_rank0(prepare_replay, span, world, folder)
         with (
@@ -92,11 +98,12 @@ def replay(run: Path, first: int, count: int) -> None:
 
 
 def find_span(run: Path, first: int, count: int) -> Span:
-    """Returns `count` steps after the checkpoint of step `first`, as far as they are recorded and the run was not started
-    again in between.
+    """Finds the steps to repeat: `count` steps after the checkpoint of step `first`, or fewer.
 
-    first: -1 means the newest checkpoint but one. count: 0 means up to the next checkpoint, at most MOST_REPLAYED. Raises
-    UserError if there is no such checkpoint, or nothing is recorded after it.
+    There are fewer if less is recorded, or if the run was restarted in between. first: -1 means the second newest
+    checkpoint. count: 0 means up to the next checkpoint, and at most MAX_REPLAYED steps.
+
+    Raises UserError if the checkpoint does not exist, or if nothing is recorded after it.
     """
     kept = {step_of(path.name) or 0: path for path in list_committed(run / CHECKPOINTS)}
     if not kept:
@@ -116,7 +123,7 @@ def find_span(run: Path, first: int, count: int) -> Span:
         numbers = flatten_numbers(entry)
         if first < entry["step"] <= end and COMPARED_METRICS <= numbers.keys():
             recorded[entry["step"]] = numbers
-    # The run is known to have made these steps, even if it does not record them.
+    # A restart or a checkpoint proves that the run made the steps before it, even if they are not recorded.
     last = max((step for step in [*recorded, *ends, *later] if step <= end), default=first)
     if not recorded or not before or "code" not in before[-1]:
         raise UserError(
@@ -127,17 +134,20 @@ def find_span(run: Path, first: int, count: int) -> Span:
         start = from_json(Start, before[-1])
     except ValueError as error:
         raise UserError(
-            f"{run / EVENTS}: the event of the start at step {before[-1]['step']} is not what the run wrote: {error}"
+            f"{run / EVENTS}: the event of the start at step {before[-1]['step']} is damaged: {error}"
         ) from None
     return Span(run, first, kept, last, recorded, start)
 
 
 def prepare_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoint:
-    """Returns the starting point of the replay. Rank 0 calls it. scratch: a folder to make. Raises UserError as find_start
-    does."""
+    """Prepares the temporary run folder, and returns the starting point of the replay. Only rank 0 calls it.
+
+    scratch: the path of the temporary run folder, to be created. Raises UserError if settings, data and checkpoint do not fit
+    together.
+    """
     scratch.path.mkdir()
     scratch.lease.acquire(discard_line, "")
-    if exists(span.run / KERNELS):  # a run on a CPU has none
+    if exists(span.run / KERNELS):  # a run on a CPU does not write this file
         copy_file(span.run / KERNELS, scratch.path / KERNELS)
     then = span.start
     settings = resolve.read_copy(span.run / then.settings)
@@ -151,12 +161,12 @@ def prepare_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoin
         )
     checkpoint = span.run / CHECKPOINTS / step_name(span.first)
     start = find_starting_point(settings, scratch.path, world, discard_line, checkpoint)
-    # Named, so that none is taken in its place if it is broken.
+    # Start from exactly this checkpoint: if it is damaged, an older one must not be used instead.
     return replace(start, origin=Origin("load_ckpt_path", str(checkpoint), is_checkpoint=True))
 
 
 def compare(span: Span, context: TrainContext) -> None:
-    """Takes the steps, and prints that they repeat. Raises DifferenceError."""
+    """Repeats the steps, and prints a line if they agree. Raises DifferenceError at the first difference."""
     console = Console(enabled=context.world.rank == 0)
     since = describe_changed_environment(span.start, context)
     tolerance = TOLERANCE if NOT_BITWISE in since else 0
@@ -187,16 +197,20 @@ def compare(span: Span, context: TrainContext) -> None:
 
 
 def check_data(context: TrainContext) -> None:
-    """Raises UserError if the files from which the steps were read have changed since they were written: then it is not
-    the device that computed something else."""
+    """Raises UserError if the data files have changed since they were written.
+
+    Then a difference is not caused by the hardware.
+    """
     for source in context.data.sources.values():
         if isinstance(source, TokenStore):
             source.verify(only_used=True)
 
 
 def describe_changed_environment(start: Start, context: TrainContext) -> str:
-    """Returns, in words, why steps may differ here though all is right; "" if nothing is known. Other code
-    alone need not change the bits."""
+    """Describes differences between the environments of the run and of this replay that can change the bits of a step.
+
+    Returns "" if nothing differs. A change of the code is mentioned, but often does not change the bits.
+    """
     then = vars(start)
     now = context.environment_fingerprint()
     names = ("ranks", "ranks_per_node", "device", "kernels", "torch")
@@ -213,10 +227,13 @@ def describe_changed_environment(start: Start, context: TrainContext) -> str:
 
 
 def compare_numbers(recorded: dict[str, Any], stats: StepStats, tolerance: float) -> str:
-    """Returns in words how a step's loss or gradient norm differs from what is recorded; "" if they agree."""
+    """Compares loss and gradient norm of a step with the recorded numbers. Describes a difference; "" if they agree.
+
+    tolerance: the relative difference that is allowed.
+    """
     for name, now in (("loss", stats.loss), ("grad_norm", stats.gradient_norm)):
         then = recorded[name]
-        if then is None:  # it was not finite, and the step was skipped
+        if then is None:  # the number was not finite, and the step was skipped
             is_equal = not math.isfinite(now)
         else:
             is_equal = abs(now - then) <= tolerance * abs(then)
@@ -226,8 +243,10 @@ def compare_numbers(recorded: dict[str, Any], stats: StepStats, tolerance: float
 
 
 def compare_tensors(context: TrainContext, checkpoint: Path) -> str:
-    """Returns in words which tensors of model and optimiser differ from those in a checkpoint; "" if they agree. Raises
-    UserError if the checkpoint is not what was written."""
+    """Compares the tensors of model and optimizer with a checkpoint. Describes a difference; "" if they agree.
+
+    All ranks call it. Raises UserError if the checkpoint is damaged.
+    """
     problems = verify(checkpoint, context.world)
     if problems:
         raise UserError(f"checkpoint {checkpoint} is broken: {'; '.join(problems)}")
@@ -244,7 +263,7 @@ def compare_tensors(context: TrainContext, checkpoint: Path) -> str:
 
     names = context.world.gather_unique(context.world.on_all_ranks(differing))
     return (
-        f"{names[0]} is not what {checkpoint} holds, of {format_count(len(names), 'tensor')}"
+        f"{names[0]} differs from {checkpoint}, and in all {format_count(len(names), 'tensor')}"
         if names
         else ""
     )

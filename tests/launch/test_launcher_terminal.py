@@ -30,7 +30,7 @@ SPINS = """
 
 import time
 
-look_once = StopRequest.look
+look_once = StopRequest.check
 
 def look_or_spin(request):
     spins = "spins-" + os.environ["RANK"]
@@ -39,7 +39,7 @@ def look_or_spin(request):
         time.sleep(0.01)
     return look_once(request)
 
-StopRequest.look = look_or_spin
+StopRequest.check = look_or_spin
 """
 KILLS = int(os.environ.get("KILLS", 2))
 VICTIMS = ["the script", "the launcher", "rank 1", "rank 0"]

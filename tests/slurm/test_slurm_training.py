@@ -26,17 +26,17 @@ HOLD = """
 
 if os.environ.get("HELD") and not os.environ.get("SLURM_RESTART_COUNT"):
     looks = []
-    look = StopRequest.look
+    look = StopRequest.check
 
     def look_or_wait(request):
         looks.append(request)
         if request.files and len(looks) > 5:
             while not any(file.exists() for file in request.files):
                 time.sleep(0.05)
-            request.next_look = 0.0  # it looks now, not up to a second and hundreds of steps later
+            request.next_poll = 0.0  # it looks now, not up to a second and hundreds of steps later
         return look(request)
 
-    StopRequest.look = look_or_wait
+    StopRequest.check = look_or_wait
 """
 DEMO_STEPS = 5
 

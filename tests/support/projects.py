@@ -37,7 +37,7 @@ if "resolved" in settings:
     settings = {name: values[name] for name in content["explicit"]}
 run, steps = Path(settings["save_ckpt_path"]), int(settings.get("num_steps", 5))
 rank, fake = int(os.environ["RANK"]), os.environ.get("FAKE", "")
-def mark(file):  # as names.stop_mark
+def mark(file):  # as names.stop_file_id
     return f"{file.stat().st_ino}-{file.stat().st_mtime_ns}" if file.exists() else ""
 def stops(): # what asks this start to stop
     files = [run / "STOP", Path(os.environ["MAMBA_FSDP_START"], "STOP")]

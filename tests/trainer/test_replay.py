@@ -143,9 +143,7 @@ def test_only_numbers_that_a_run_wrote_count_as_compared(train, tmp_path, told):
     (run / STEPS).write_text(steps)
     for changed in ('"ranks": 0', '"ranks": "1"', '"ranks": [1]', f'"ranks": {10**400}'):
         (run / EVENTS).write_text(events.replace('"ranks": 1', changed))
-        assert "the event of the start at step 0 is not what the run wrote: ranks is" in told(
-            run, 3
-        )
+        assert "the event of the start at step 0 is damaged: ranks is" in told(run, 3)
     (run / EVENTS).write_text(events)
 
 

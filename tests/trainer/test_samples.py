@@ -109,7 +109,7 @@ def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, sett
 def stopped_at(world, look, settings):
     """A run of which only rank 1 hears that it should stop, at its look of this number."""
     looks = itertools.count(1)
-    StopRequest.look = lambda request: world.rank == 1 and next(looks) >= look
+    StopRequest.check = lambda request: world.rank == 1 and next(looks) >= look
     train_whole(world, settings)
 
 
