@@ -374,8 +374,9 @@ class Checkpointer:
         ranges, numbers = find_ranges([file.pieces for file in files], sizes)
         for tensor, number in zip(save.tensors.values(), numbers, strict=True):
             tensor.ranges = number
-        names = [file.name for file in files]
-        contents = Contents(save.step, save.state, names, ranges, save.tensors)
+        contents = Contents(
+            save.step, save.state, [file.name for file in files], ranges, save.tensors
+        )
         path = save.folder / STATE
         write_atomically(path, json.dumps({**CHECKPOINT.header(), **asdict(contents)}))
         checksums = {file.name: file.checksum for file in files}

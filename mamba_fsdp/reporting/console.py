@@ -75,6 +75,9 @@ class Console:
             self.live_text = ""
 
 
+discard_line: PrintLine = Console(enabled=False).print_line
+
+
 class BestEffortFile(io.FileIO):
     """A file that drops data it can't write. Each write is tried again: a full disk may have room later."""
 

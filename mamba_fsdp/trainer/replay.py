@@ -18,7 +18,7 @@ from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.world import World, start_world
-from mamba_fsdp.reporting.console import Console
+from mamba_fsdp.reporting.console import Console, discard_line
 from mamba_fsdp.run.layout import list_committed, step_name, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, EVENTS, KERNELS, STEPS
 from mamba_fsdp.run.records import flatten_numbers, iterate_entries, read_events
@@ -40,7 +40,6 @@ TOLERANCE = (
     0.02  # relative difference allowed for losses and gradient norms if their bits can differ
 )
 NOT_BITWISE = "; not compared bit for bit, since it ran with"
-discard_line = Console(enabled=False).print_line
 
 
 class DifferenceError(UserError):

@@ -20,7 +20,7 @@ from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, peer_lost_error, start_world
-from mamba_fsdp.reporting.console import Console, PrintLine
+from mamba_fsdp.reporting.console import Console, PrintLine, discard_line
 from mamba_fsdp.run.layout import PUBLISHING_BYTES_PER_PARAMETER, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, MODEL_FOLDERS
 from mamba_fsdp.run.records import command_seconds, latest_values
@@ -40,7 +40,6 @@ from mamba_fsdp.trainer.watchdog import watchdog
 UNTIMED_STEPS = 2  # the first, which make buffers and compile kernels
 MIN_TIMED_STEPS = 5  # of measure_pace
 MIN_TIMED_SECONDS = 6.0  # unless so many steps take longer
-discard_line = Console(enabled=False).print_line
 WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder to write)
 
 
@@ -268,9 +267,11 @@ def publish_model(
 def measure_tokens_per_second(settings: TrainConfig) -> float:
     """Returns the tokens a second of training steps on this process's device, without validation and checkpoints.
     Nothing of the steps is kept. Raises UserError as training does."""
-    deterministic = settings.training.deterministic
     seconds: list[float] = []
-    with training_process(deterministic), tempfile.TemporaryDirectory() as place:
+    with (
+        training_process(settings.training.deterministic),
+        tempfile.TemporaryDirectory() as place,
+    ):
         world = start_world()
         cpp.tune_process(world.device.type)
         folder = RunFolder(Path(place, "run"))

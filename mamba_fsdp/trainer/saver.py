@@ -84,8 +84,9 @@ class Saver:
             world_size=context.world.size,
             seq_length=settings.data.seq_length,
         )
-        shards = context.parallel.shards(context.optimizer)
-        context.checkpointer.save(state.step, shards, asdict(run))
+        context.checkpointer.save(
+            state.step, context.parallel.shards(context.optimizer), asdict(run)
+        )
 
     @contextlib.contextmanager
     def _attempt(self, limit: float) -> Iterator[None]:

@@ -169,8 +169,9 @@ class RunSetup:
             )
             self.print_line(f"kernels    {choice}; {origin}")
         else:
-            uses = settings.operator_uses(device)
-            choice = resolve_backends(settings.training.kernels, device, uses)
+            choice = resolve_backends(
+                settings.training.kernels, device, settings.operator_uses(device)
+            )
             self.print_line(f"kernels    {choice}")
         work = Workload(settings, shape, choice.backends)
         if device == "cuda" or is_dry:
