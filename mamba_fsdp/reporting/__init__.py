@@ -1,1 +1,1 @@
-"""Shows a run to people: the terminal, trackers, the HTML report."""
+"""Presents a run to users: terminal output, trackers, the HTML report."""

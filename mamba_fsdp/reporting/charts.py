@@ -1,4 +1,4 @@
-"""Describes the curves of runs as a figure of plotly. How it looks is the page's own (page.html)."""
+"""Describes the curves of runs as a plotly figure. The style of the figure is defined in page.html."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,12 @@ import numpy as np
 
 from mamba_fsdp.reporting.run_summary import RunSummary
 
-MAX_POINTS = 600  # of a curve; a longer curve is drawn by means
-RESTART_AXIS = "y99"  # the axis of the lines at restarts
+MAX_POINTS = 600  # per curve; a curve with more points is reduced to means
+RESTART_AXIS = "y99"  # the y axis of the vertical lines at restarts
 VALIDATION_PREFIX = "val_"
 EXCLUDED_METRICS = {
     "delaying_rank",
-    "perplexity",  # it would draw the loss again
+    "perplexity",  # it has the same shape as the loss
     "tokens",
     "val_perplexity",
     "val_share",
@@ -24,9 +24,13 @@ EXCLUDED_METRICS = {
 
 
 def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> dict[str, Any]:
-    """Returns {data, layout}: a chart of each metric, with the curves of all runs; validations are dashed.
+    """Returns the figure as {data, layout}, with a chart for each metric and the curves of all runs in it.
 
-    The page takes a trace's x from its meta: {run: name, steps, tokens, hours: its places on each x axis}.
+    Curves of validations are dashed. The user can select the unit of the x axis. Therefore the meta of a trace contains its
+    x values in all units: {run: name, steps: values, tokens: values, hours: values}. page.html selects from them.
+
+    tokenizers_differ: whether the runs have different tokenizers. Then bits per byte come first, and the title of the loss
+    chart contains a remark.
     """
     charts = list_charts(runs)
     if tokenizers_differ:
@@ -34,7 +38,7 @@ def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> 
     data = [_restart_lines(run) for run in runs]
     layout: dict[str, Any] = {"annotations": []}
     for place, chart in enumerate(charts, 1):
-        axis = str(place) if place > 1 else ""  # plotly's axes are x, x2, x3, ...
+        axis = str(place) if place > 1 else ""  # plotly names the axes x, x2, x3, ...
         values: list[float] = []
         for run in runs:
             for metric in (chart, VALIDATION_PREFIX + chart):
@@ -53,8 +57,11 @@ def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> 
 
 
 def list_charts(runs: Iterable[RunSummary]) -> list[str]:
-    """Returns the metrics to draw, without those that are always 0 or equal to an earlier one, such as the speed of a
-    single device. A metric and its validation share a chart."""
+    """Returns the metrics to draw. A metric and its validation share a chart.
+
+    Metrics that are always 0 are omitted, and metrics that equal an earlier one, such as the speed per device of a run on a
+    single device.
+    """
     charts = []
     for run in runs:
         drawn: list[dict[int, float]] = []
@@ -67,7 +74,7 @@ def list_charts(runs: Iterable[RunSummary]) -> list[str]:
 
 
 def _restart_lines(run: RunSummary) -> dict[str, Any]:
-    """Returns a line at each restart, from 0 to 1 on an axis of its own; the legend shows it for the run."""
+    """Returns a trace with a vertical line at each restart of a run. It is also the entry of this run in the legend."""
     steps = [math.nan]
     heights = [math.nan]
     texts = [""]
@@ -75,12 +82,15 @@ def _restart_lines(run: RunSummary) -> dict[str, Any]:
         steps += [event["step"], event["step"], math.nan]
         heights += [0, 1, math.nan]
         texts += [escape_html(f"restart from {event.get('from')}")] * 3
-    look = {"name": escape_html(run.name), "text": texts, "yaxis": RESTART_AXIS}
-    return _make_trace(run, np.array(steps), np.array(heights)) | look
+    trace = _make_trace(run, np.array(steps), np.array(heights))
+    return trace | {"name": escape_html(run.name), "text": texts, "yaxis": RESTART_AXIS}
 
 
 def _split_at_data_changes(run: RunSummary, metric: str) -> list[dict[int, float]]:
-    """Returns the values of a metric; a validation's in parts, of different data, which no line joins."""
+    """Returns the values of a metric as {step: value}, in parts that are drawn as separate lines.
+
+    A validation metric is split where the validation data changed, other metrics are not split.
+    """
     column = run.metrics.get(metric, {})
     ends = [math.inf]
     if metric.startswith(VALIDATION_PREFIX):
@@ -92,7 +102,7 @@ def _split_at_data_changes(run: RunSummary, metric: str) -> list[dict[int, float
 
 
 def _make_curve(run: RunSummary, metric: str, column: dict[int, float]) -> list[dict[str, Any]]:
-    """Returns the curve of a metric; a long one as means, with a band from the least to the greatest values."""
+    """Returns the traces of one curve. A long curve is reduced to means, with a band from the minimum to the maximum."""
     size = math.ceil(len(column) / MAX_POINTS)
     steps = _split_into_rows([*column], size).max(axis=1)
     values = _split_into_rows([*column.values()], size)
@@ -112,7 +122,7 @@ def _make_curve(run: RunSummary, metric: str, column: dict[int, float]) -> list[
 
 
 def _split_into_rows(values: list[float], size: int) -> np.ma.MaskedArray:
-    """Returns the values in rows of `size`, with the padding of the last row and values that are not finite masked."""
+    """Returns the values as a masked array of shape (rows, size). Padding and values that are not finite are masked."""
     filled = np.pad(np.array(values, float), (0, -len(values) % size), constant_values=math.nan)
     return np.ma.masked_invalid(filled.reshape(-1, size))
 
@@ -125,17 +135,20 @@ def _make_trace(run: RunSummary, steps: np.ndarray, values: np.ndarray) -> dict[
 
 
 def _round_for_json(values: Iterable[float]) -> list[float | None]:
-    """Returns the values for JSON, in seven digits, more than a chart shows."""
+    """Rounds the values to seven digits for JSON, more than a chart can show. Replaces NaN and infinity by None."""
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
 
 
 def escape_html(text: str) -> str:
-    """Returns the end of the text for plotly, which reads some tags of HTML."""
+    """Returns the last 80 characters of the text, escaped, because plotly interprets some HTML tags."""
     return escape(text[-80:], quote=False)
 
 
 def initial_range(values: list[float]) -> dict[str, list[float]]:
-    """Returns {range}: all but the most extreme 1 % at each end; {} if that differs little from the whole."""
+    """Returns {range: [low, high]} for the initial view, without outliers: the highest and the lowest 1 % of the values.
+
+    Returns {} if this range is not much smaller than the whole range.
+    """
     known = np.ma.masked_invalid(values).compressed()
     if not len(known):
         return {}

@@ -1,4 +1,4 @@
-"""Prints the output of a run: lines that stay and, on a terminal, a live line below them, cut to the terminal's width."""
+"""Prints the output of a run: permanent lines and, on a terminal, a live line below them."""
 
 import contextlib
 import io
@@ -12,51 +12,54 @@ from typing import Any, TextIO
 
 from mamba_fsdp.text import escape_unprintable
 
-PrintLine = Callable[[str], None]  # prints a line, on rank 0
+PrintLine = Callable[[str], None]  # prints a line on rank 0
 SECONDS_BETWEEN_UPDATES = 0.2
 
 
 def describe_share(share: float) -> str:
-    """Returns, in words, the share of the data that a validation read."""
+    """Describes the share of the data that a validation has read."""
     return "all data" if share >= 1 else f"{100 * share:.3g}% of the data"
 
 
 def escape_for(stream: Any, text: str) -> str:
-    """Returns `text` as it may be written to `stream`: for a terminal, with control characters shown as \\x1b."""
+    """Escapes control characters in `text`, except line breaks, if `stream` is a terminal."""
     return "\n".join(map(escape_unprintable, text.split("\n"))) if stream.isatty() else text
 
 
 def print_field(name: str, value: object) -> None:
-    """Prints a line of a verb's output: a name and its value."""
+    """Prints a name and its value as one line."""
     print(f"{name:<14} {escape_unprintable(str(value))}")
 
 
 def format_json(results: dict[str, Any]) -> str:
-    """Returns the results as text: null for NaN, which JSON does not have, and other objects by their names."""
+    """Formats the results as JSON. NaN becomes null, and objects without a JSON form become strings."""
     text = json.dumps(results, default=str)
     without_nan = json.loads(text, parse_constant=lambda _: None)
     return json.dumps(without_nan, indent=1)
 
 
 class Console:
-    """A printer of lines, which prints only if `enabled`, as on rank 0."""
+    """Prints permanent lines and a live line.
+
+    enabled: whether to print at all; only rank 0 does. stream: stdout by default.
+    """
 
     def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.enabled = enabled
         self.stream = stream or sys.stdout or open(os.devnull, "w")
         self.has_live_line = enabled and self.stream.isatty() and os.environ.get("TERM") != "dumb"
-        self.live_text = ""  # the live line
+        self.live_text = ""  # the text of the live line
         self.next_update = 0.0
 
     def print_line(self, text: str) -> None:
-        """Prints lines that stay."""
+        """Prints one or more permanent lines, and removes the live line."""
         if not self.enabled:
             return
         self.clear()
         print(escape_for(self.stream, text), file=self.stream, flush=True)
 
     def show_progress(self, text: str) -> None:
-        """Shows a live line until the next output."""
+        """Shows a live line, cut to the width of the terminal, until the next output. Frequent updates are skipped."""
         if self.has_live_line and time.monotonic() >= self.next_update:
             self.clear()
             self.live_text = escape_for(self.stream, text)[: self._width()]
@@ -64,7 +67,7 @@ class Console:
             print("\r" + self.live_text, end="", file=self.stream, flush=True)
 
     def _width(self) -> int:
-        """Returns one column less than the terminal has: some terminals break a line that reaches the last one."""
+        """Returns the number of usable columns. The last column is not used, because some terminals then break the line."""
         return shutil.get_terminal_size().columns - 1
 
     def clear(self) -> None:
@@ -79,7 +82,7 @@ discard_line: PrintLine = Console(enabled=False).print_line
 
 
 class BestEffortFile(io.FileIO):
-    """A file that drops data it can't write. Each write is tried again: a full disk may have room later."""
+    """A file that discards data it can't write. Later writes are attempted again, because a full disk can have space later."""
 
     def write(self, data: Any) -> int:
         try:
@@ -89,12 +92,14 @@ class BestEffortFile(io.FileIO):
 
 
 def ignore_output_errors() -> None:
-    """Makes later prints of this process never raise: training continues if their reader is gone or the disk is full."""
+    """Makes later writes to stdout and stderr ignore errors.
+
+    Training then continues if the reader of a pipe has exited, or if the disk is full.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        with contextlib.suppress(
-            AttributeError, io.UnsupportedOperation
-        ):  # a closed stream, or one of a notebook
+        # A stream can be closed, and the streams of a notebook do not have a file number.
+        with contextlib.suppress(AttributeError, io.UnsupportedOperation):
             stream.flush()
             file = io.BufferedWriter(BestEffortFile(stream.fileno(), "w", closefd=False))
             text = io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=True)

@@ -1,4 +1,4 @@
-"""Makes the HTML report: one page that has all its data and plotly.js, which draws its curves."""
+"""Creates the HTML report: a single page that contains its data, and plotly.js to draw the curves."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from mamba_fsdp.reporting.run_summary import RunSummary, name_runs, summarise_ru
 from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.patience import read_text
 
-PROGRAM_FACTS = {  # facts of a start that only programs compare
+PROGRAM_FACTS = {  # facts in the event of a start that are for programs and not shown to users
     "code",
     "device",
     "kernels",
@@ -24,7 +24,10 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
-    """Returns the page of the runs in these folders. Raises UserError for a run without metrics."""
+    """Returns the HTML page for the runs in these folders.
+
+    tokenizers_differ: see make_figure. Raises UserError if a run does not have metrics, or if plotly is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -46,13 +49,14 @@ def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
         "figure": make_figure(runs, tokenizers_differ),
     }
     before, between, after = read_text(TEMPLATE).split("__CUT__")
-    no_tags = json.dumps(content, default=str).replace("<", "\\u003c")  # none may end <script>
+    no_tags = json.dumps(content, default=str).replace(
+        "<", "\\u003c"
+    )  # "</script>" in the data must not end the script
     return before + get_plotlyjs() + between + no_tags + after
 
 
 def arrange_events(events: Sequence[dict]) -> list[dict]:
-    """Returns the events with what a reader looks for, most of all what has changed, before the rest. What only programs
-    compare is left out."""
+    """Returns the events for display: time, event, step and changed settings first, and without PROGRAM_FACTS."""
     shown = []
     for event in events:
         parts = {"time": event.get("time"), "event": event.get("event"), "step": event["step"]}
@@ -67,6 +71,6 @@ def arrange_events(events: Sequence[dict]) -> list[dict]:
 
 
 def list_differing_settings(runs: Sequence[RunSummary]) -> list[str]:
-    """Returns the names of the settings that are not the same in all of the runs."""
+    """Returns the names of the settings that differ between the runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     return [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]

@@ -1,4 +1,4 @@
-"""Reads all records of a run's folder: its metrics, samples, settings, status, events, checkpoints."""
+"""Reads all records of a run: metrics, samples, settings, status, events and checkpoints."""
 
 import math
 import os
@@ -28,23 +28,27 @@ from mamba_fsdp.storage.patience import names_in, read_text
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the files of a run say. Of a run that still trains, or that was killed, some of it may be empty."""
+    """The records of a run. Some of them can be empty if the run is still training or was killed."""
 
     name: str
-    metrics: dict[str, dict[int, float]]  # {metric: {step: value}}; NaN if it is not finite
+    metrics: dict[
+        str, dict[int, float]
+    ]  # {metric: {step: value}}; NaN for a value that is not finite
     settings: dict[str, Any]  # {section.name: value}
     events: list[dict]
-    # status; last: the latest value of each metric; best: the entry of the best validation; samples: {step: texts}; checkpoints: steps
+    # status: see read_status. last: the latest value of each metric. best: the metrics entry of the best validation.
+    # samples: {step: texts}. checkpoints: the list of steps.
     others: dict[str, Any]
 
     def restarts(self) -> list[dict]:
-        """Returns the events of all starts except the first."""
-        starts = [event for event in self.events if event.get("event") == "started"]
-        return starts[1:]
+        """Returns the events of all starts except the first one."""
+        return [event for event in self.events if event.get("event") == "started"][1:]
 
     def find_validation_changes(self, metric: str) -> list[int]:
-        """Returns the steps after which a start had other data for this metric of a validation than the start before it.
-        That of one source is named as in val_source_loss/code."""
+        """Returns the steps at which a start had other validation data for this metric than the previous start.
+
+        metric: for example val_loss, or val_source_loss/code for the source `code`.
+        """
         starts = [event for event in self.events if "validation" in event]
         source = metric.partition("/")[2]
         data = [each["validation"].get(source) if source else each["validation"] for each in starts]
@@ -56,12 +60,14 @@ class RunSummary:
 
     @cached_property
     def progress(self) -> dict[str, np.ndarray]:
-        """Returns {steps, tokens, hours}: how far the run was after each report; 0 comes first. The hours are of training
-        alone, without validations and saves."""
+        """Returns {steps, tokens, hours}: the position of the run at each report, beginning with 0.
+
+        The hours include only training, without validations and saves.
+        """
         tokens = self.metrics.get("tokens", {})
         speeds = self.metrics.get("tokens_per_second", {})
         counts = np.array([0, *tokens.values()])
-        with np.errstate(all="ignore"):  # the file may hold any numbers
+        with np.errstate(all="ignore"):  # a damaged file can contain any numbers
             seconds = np.diff(counts) / [speeds.get(step, math.nan) for step in tokens]
         seconds[~np.isfinite(seconds)] = 0
         hours = np.cumsum([0, *seconds]) / 3600
@@ -69,18 +75,18 @@ class RunSummary:
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Returns the paths of the runs relative to the deepest folder that contains all of them."""
+    """Returns a name for each run: its path relative to the deepest folder that contains all runs."""
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common)) for path in paths]
 
 
 def summarise_run(folder: Path, name: str) -> RunSummary:
-    """Returns the records of a run. Raises UserError if nothing is recorded."""
+    """Reads the records of the run in `folder`. Raises UserError if metrics.jsonl has no entries."""
     entries = read_entries(folder / METRICS)
     if not entries:
         raise UserError(
-            f"{folder}: nothing is recorded yet; {METRICS} begins with the first report"
+            f"{folder}: {METRICS} has no entries yet; the run writes the first one with its first report"
         )
     events = read_events(folder)
     metrics: dict[str, dict[int, float]] = {}
@@ -92,7 +98,7 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
             column[entry["step"]] = math.nan if value is None else value
     others = {
         "status": read_status(folder),
-        # The run can have ended between two reports.
+        # Take the last step from the events too, because a run can end between two reports.
         "last": {
             **flatten_numbers(latest),
             "step": max(entry["step"] for entry in entries + events),
@@ -106,15 +112,17 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
 
 
 def read_evaluations(folder: Path) -> list[dict]:
-    """Returns what evaluate --follow has measured of a run, by step."""
+    """Returns the results of `evaluate --follow` for a run, sorted by step."""
     followed = folder / EVALUATIONS
     files = [followed / name for name in sorted(names_in(followed)) if name.endswith(".jsonl")]
     return sorted((entry for file in files for entry in read_entries(file)), key=itemgetter("step"))
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
-    """Returns {section.name: value}, or {} if the file can't be read. Only plain values and lists of them are returned:
-    with YAML's aliases, other values could grow without limit."""
+    """Returns {section.name: value}, or {} if the file can't be read.
+
+    Only scalars and lists of scalars are returned. A nested value could expand without limit through YAML's aliases.
+    """
     settings = {}
     try:
         content = yaml.safe_load(read_text(file))
@@ -124,6 +132,6 @@ def _read_settings(file: Path) -> dict[str, Any]:
                 items = value if isinstance(value, list) else [value]
                 if not any(isinstance(item, (dict, list, tuple)) for item in items):
                     settings[f"{section}.{name}"] = value
-    except Exception:  # PyYAML raises many kinds of error
+    except Exception:  # PyYAML raises many kinds of exceptions
         return {}
     return settings

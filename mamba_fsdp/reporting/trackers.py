@@ -1,4 +1,4 @@
-"""Sends the metrics to trackers too: TensorBoard's files in the run folder, and Weights & Biases."""
+"""Sends the metrics to trackers: TensorBoard, with files in the run folder, and Weights & Biases."""
 
 import os
 import textwrap
@@ -24,11 +24,12 @@ def make_trackers(
     print_line: Callable[[str], None],
     write: Write = write_for_user,
 ) -> list[Any]:
-    """Returns the trackers that the settings of a run name, each with `write(entry)`, for an entry of metrics.jsonl,
-    and `close()`.
+    """Returns the trackers that the settings name. Each has the methods `write(entry)`, for an entry of metrics.jsonl, and
+    `close()`.
 
-    step: the step from which the run resumes. write: replaces a file of the run. If W&B refuses, a line says so and the run continues without it. Raises
-    UserError if W&B is not installed.
+    settings: {section: {name: value}}. step: the step that the run resumes from. print_line: prints a line for the user.
+    write: replaces a file of the run. If the connection to W&B fails, a line is printed and the run continues without it.
+    Raises UserError if W&B is not installed.
     """
     trackers: list[Any] = []
     kinds = settings["report"]["tracker"]
@@ -49,22 +50,24 @@ def make_trackers(
 
 
 def metric_tag(metric: str) -> str:
-    """Returns a metric's tag, its group and name, as in validation/val_loss."""
+    """Returns the tag of a metric in a tracker: its group and its name, for example validation/val_loss."""
     group = "validation" if metric.startswith("val_") else "train"
     return f"{group}/{metric}"
 
 
 class TensorBoard:
-    """TensorBoard's event files in the run folder. Entries after `step` are purged, because the run repeats these
+    """Writes TensorBoard's event files in the run folder. Entries after `step` are purged, because the run repeats these
     steps."""
 
     def __init__(self, run_folder: Path, settings: dict, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # imported late: most runs don't need it
+        from torch.utils.tensorboard import SummaryWriter  # imported here, because few runs need it
 
         purge_step = step + 1 if step else 0
         self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=purge_step)
         text = yaml.safe_dump(settings, sort_keys=False)
-        self.writer.add_text("settings", textwrap.indent(text, "    "), step)  # Markdown's code
+        self.writer.add_text(
+            "settings", textwrap.indent(text, "    "), step
+        )  # a code block in Markdown
 
     def write(self, entry: dict) -> None:
         for name, value in flatten_numbers(entry).items():
@@ -79,13 +82,15 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run for a run folder. The folder keeps the W&B run's id, so that a resumed run continues the same curves.
+    """Sends the metrics of a run to W&B. The run folder stores the id of the W&B run, so that a resumed run continues the
+    same curves.
 
-    W&B can't drop steps that a run repeats after a kill. Steps that its server has are therefore not sent again.
+    W&B can't remove steps, and a run that was killed repeats some. Therefore steps that the server already has are not sent
+    again.
     """
 
     def __init__(self, run_folder: Path, settings: dict, write: Write) -> None:
-        """Raises ConnectionRefusedError if W&B refuses, UserError if it is not installed."""
+        """Raises ConnectionRefusedError if W&B can't start a run, and UserError if it is not installed."""
         try:
             import wandb
         except ImportError:
@@ -95,12 +100,12 @@ class WeightsAndBiases:
         id_file = run_folder / WANDB_ID
         if not exists(id_file):
             write(id_file, uuid.uuid4().hex)
-        run_id = read_text(id_file).split()[0]  # some versions kept more than the id
-        os.environ.setdefault("WANDB_SILENT", "true")  # W&B would print about forty lines
+        run_id = read_text(id_file).split()[0]  # older versions stored more than the id
+        os.environ.setdefault("WANDB_SILENT", "true")  # otherwise W&B prints about forty lines
         try:
             mode = wandb.setup().settings.mode
             online = mode == "online"
-            if online and not wandb.api.api_key:  # W&B would ask for a key at the terminal
+            if online and not wandb.api.api_key:  # otherwise W&B asks for a key at the terminal
                 raise ConnectionRefusedError("nobody is logged in")
             self.run = wandb.init(
                 project=settings["report"]["wandb_project"]
@@ -114,7 +119,7 @@ class WeightsAndBiases:
                 dir=str(run_folder),
                 config=settings,
             )
-        except Exception as error:  # W&B's errors have no common class in all its versions
+        except Exception as error:  # the errors of W&B do not have a common class in all versions
             raise ConnectionRefusedError(first_line(error)) from None
         self.place = self.run.url if online else f"{mode}, in {run_folder}/wandb"
         self.next_step = self.run.step if self.run.resumed else 0

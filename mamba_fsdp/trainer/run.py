@@ -1,4 +1,4 @@
-"""Runs one training: its start, its end, and the status that it leaves when it fails."""
+"""Runs one training from start to end, and records its status."""
 
 import contextlib
 import gc
@@ -37,18 +37,21 @@ from mamba_fsdp.trainer.starting_point import StartingPoint, find_starting_point
 from mamba_fsdp.trainer.stopping import OnRecord, StopRequest
 from mamba_fsdp.trainer.watchdog import watchdog
 
-UNTIMED_STEPS = 2  # the first, which make buffers and compile kernels
-MIN_TIMED_STEPS = 5  # of measure_pace
-MIN_TIMED_SECONDS = 6.0  # unless so many steps take longer
+# measure_tokens_per_second takes at least this many steps, and continues for at least this many seconds.
+MIN_TIMED_STEPS = 5
+MIN_TIMED_SECONDS = 6.0
+UNTIMED_STEPS = (
+    2  # the first steps are not timed, because they allocate buffers and compile kernels
+)
 WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder to write)
 
 
 class TrainResult(NamedTuple):
-    """How a training ended, the same on all ranks. It can be used as a path."""
+    """The result of a training, the same on all ranks. It can be used as the path of the run folder."""
 
-    folder: Path  # of the run
-    stopped: str  # why it stopped before its last step; "" if it has all its steps
-    last: dict[str, Any]  # the latest value of each key of metrics.jsonl, such as val_loss
+    folder: Path  # the run folder
+    stopped: str  # the reason to stop early; "" if the run has all its steps
+    last: dict[str, Any]  # the latest value of each key in metrics.jsonl, such as val_loss
 
     def __fspath__(self) -> str:
         return str(self.folder)
@@ -60,14 +63,18 @@ def run_training(
     on_record: OnRecord | None = None,
     planned: tuple[int, int] | None = None,
 ) -> TrainResult:
-    """Trains as the settings print_line, from the newest checkpoint of the run folder or from the start.
+    """Trains with the given settings, from the newest checkpoint of the run folder if there is one. All ranks call it.
 
-    write_model: writes the finished model from the last checkpoint. on_record: see StopRequest. planned: the number of
-    ranks, and of ranks on a node, if a dry run in a single process stands for them.
+    write_model: writes the finished model of a checkpoint to a new folder. on_record: see StopRequest. planned: (number of
+    ranks, ranks per node) that a dry run plans for, if they differ from its own single process.
+
+    Raises UserError if the run can't start, or if it has to end before its last step.
     """
     with training_process(settings.training.deterministic):
         trained = _run_training(settings, write_model, on_record, planned)
-    if torch.cuda.is_initialized():  # its memory is for what comes next, in this process or another
+    if (
+        torch.cuda.is_initialized()
+    ):  # release GPU memory to this process's later work and to other processes
         gc.collect()
         torch.cuda.empty_cache()
     return trained
@@ -81,7 +88,7 @@ def _run_training(
 ) -> TrainResult:
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
-    shape = world  # of all ranks
+    shape = world  # the ranks to plan for
     if planned:
         shape = replace(world, size=planned[0], local_size=planned[1])
     cpp.tune_process(world.device.type)
@@ -122,7 +129,7 @@ def _run_training(
                 make_room = partial(
                     context.checkpointer.retention.free_space, needed, "the model's files"
                 )
-                del context  # model and optimizer, before the world is closed
+                del context  # free model and optimizer before the process group ends
                 last = world.on_rank0(latest_values, folder.path)
         if checkpoint and not stopped and world.rank == 0:
             if not settings.checkpoint.publish:
@@ -144,20 +151,27 @@ def _run_training(
 def acquire_and_find_start(
     settings: TrainConfig, folder: RunFolder, shape: World, print_line: PrintLine
 ) -> StartingPoint:
-    """Acquires the run folder, except for a dry run, then returns what the run starts from. The order matters: the former
-    holder of the folder may have left the run's first checkpoint. Rank 0 calls it. shape: the number of all ranks, and
-    their device."""
+    """Acquires the run folder, except in a dry run, and then finds the starting point. Only rank 0 calls it.
+
+    The order matters, because the former owner of the folder can have written a checkpoint just before. shape: the number
+    of ranks and their device.
+
+    Raises UserError if another process uses the folder, or if settings, data and checkpoint do not fit together.
+    """
     if not settings.training.dry_run:
         folder.acquire()
     return find_starting_point(settings, folder.path, shape, print_line)
 
 
 def translate_error(error: BaseException, rank: int, has_stepped: bool) -> BaseException:
-    """Returns an TransientError in place of the error of communicating with a rank that is gone, a UserError in place of
-    PyTorch's out-of-memory error, and any other error as it is.
+    """Translates an error into one that determines whether the launcher restarts the ranks.
 
-    Before the first step is done, too little memory means that the settings ask for too much. Later, memory may run
-    out by accident, and a restart helps."""
+    If the connection to another rank was lost, returns a TransientError. If memory ran out before the first step, the
+    settings need too much memory, so returns a UserError. If memory runs out later, a restart can help. This error and all
+    others are returned unchanged.
+
+    rank: the number of this rank. has_stepped: whether the first step has been completed.
+    """
     accident = peer_lost_error(error, rank)
     if accident:
         return accident
@@ -168,8 +182,10 @@ def translate_error(error: BaseException, rank: int, has_stepped: bool) -> BaseE
 
 
 def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console) -> str:
-    """Returns why the run stopped, or "" if it has all its steps. Runs the loop and records its start
-    and its end in the run folder."""
+    """Runs the training loop, and records its start and its end in the run folder.
+
+    Returns the reason to stop early, or "" if the run has all its steps.
+    """
     state = context.state
     world = context.world
     if not state.first_started:
@@ -196,7 +212,7 @@ def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: 
 
 
 def completion_message(start: StartingPoint) -> str:
-    """Returns the line on a run that has all its steps; "" if it has not."""
+    """Returns the log line for a run that already has all its steps; "" for any other run."""
     step = start.state.step
     if not start.schedule or step < start.schedule.total_steps:
         return ""
@@ -208,15 +224,18 @@ def completion_message(start: StartingPoint) -> str:
 
 
 def record_start(context: TrainContext, folder: RunFolder, shards: Sequence[Shard]) -> None:
-    """Makes room for saves of the shards. Writes the settings, the tokenizer and the start into the run folder, on rank
-    0. All ranks call it."""
+    """Reserves memory and disk space for saves. On rank 0, also records the start in the run folder.
+
+    All ranks call it. Rank 0 writes the settings, the tokenizer, and an event about the start. shards: the tensors that
+    will be saved. Raises UserError if there is too little space.
+    """
     context.checkpointer.reserve_space(shards)
     if context.world.rank == 0:
         settings = context.settings
         folder.copy_tokenizer(one_for_all(context.data.sources.values()))
         folder.earlier_seconds = min(
             command_seconds(folder.path, settings.began),
-            settings.began - context.state.first_started,  # 0 if the run begins anew
+            settings.began - context.state.first_started,  # 0 if this is the first start
         )
         folder.read_node_losses()
         shares = context.data.shares
@@ -244,9 +263,14 @@ def publish_model(
     make_room: Callable[[], None],
     console: Console,
 ) -> None:
-    """Writes the whole model as one file, unless it is there, then the status `finished`: whoever reads this status
-    finds the model. Rank 0 calls it after the process group has ended: writing a large model may
-    take longer than the other ranks would wait."""
+    """Publishes the model of the last checkpoint, then writes the status `finished`. Only rank 0 calls it.
+
+    The status is written last, so that a program that reads this status finds the model. Call it after the process group
+    has ended, because writing a large model can take longer than the timeout of the other ranks.
+
+    write_model: see `run_training`; None if the model is not to be published. make_room: makes room for it on the disk.
+    Raises UserError if the disk fails.
+    """
     step = step_of(checkpoint.name) or 0
     model = folder.path / MODEL_FOLDERS / checkpoint.name
     if write_model and not exists(model):
@@ -265,8 +289,11 @@ def publish_model(
 
 
 def measure_tokens_per_second(settings: TrainConfig) -> float:
-    """Returns the tokens a second of training steps on this process's device, without validation and checkpoints.
-    Nothing of the steps is kept. Raises UserError as training does."""
+    """Measures the tokens per second of training steps on this process's device, without validation and checkpoints.
+
+    It trains a randomly initialized model in a temporary folder. Raises UserError if a training with these settings can't
+    start.
+    """
     seconds: list[float] = []
     with (
         training_process(settings.training.deterministic),
@@ -288,5 +315,5 @@ def measure_tokens_per_second(settings: TrainConfig) -> float:
             next(steps)
             seconds.append(time.perf_counter() - began)
         folder.lease.close()
-    # The mean, as a run shows it: it includes steps that other programs slow down.
+    # Use the mean, as in the reports of a run. It includes steps that other programs slowed down.
     return context.schedule.tokens_per_step / statistics.mean(seconds[UNTIMED_STEPS:])

@@ -1,4 +1,4 @@
-"""Acquires the run folder, and writes the files that rank 0 leaves there besides checkpoints and metrics."""
+"""Acquires the run folder, and writes the files of rank 0 other than checkpoints and metrics."""
 
 import contextlib
 import re
@@ -27,29 +27,33 @@ from mamba_fsdp.storage.patience import (
     storage_error,
 )
 
-MAX_NODE_LOSSES = 100  # that a start reports
+MAX_NODE_LOSSES = 100  # a start reports at most this many
 
 
 class RunFolder:
-    """The folder of a run. Every rank has this object; only rank 0 acquires the folder and writes."""
+    """The folder of a run. Each rank has such an object, but only rank 0 acquires the folder and writes to it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.lease = Lease(self.path / LEASE)
-        self.earlier_seconds = 0.0  # of the run's commands before this one, on rank 0
-        self.node_losses: list[dict[str, Any]] = []  # of nodes, since the start before; on rank 0
+        self.earlier_seconds = 0.0  # total duration of the run's earlier commands, on rank 0
+        self.node_losses: list[
+            dict[str, Any]
+        ] = []  # nodes lost or sick since the previous start, on rank 0
 
     def acquire(self) -> None:
-        """Makes the folder, takes its lease, and removes the unfinished files of killed runs. Raises
-        UserError if the folder can't be made or another run has it."""
+        """Creates the folder, acquires its lease, and removes unfinished files of killed runs.
+
+        Raises UserError if the folder can't be written, contains something else, or is in use by another process.
+        """
         check_is_run_folder(self.path)
         checkpoints = self.path / CHECKPOINTS
         try:
             make_folder(checkpoints, parents=True)
             if stat_of(checkpoints).st_dev != stat_of(self.path).st_dev:
                 raise UserError(
-                    f"save_ckpt_path {self.path}: {CHECKPOINTS} lies on another disk, to which nothing can be moved; "
-                    "name a folder on that disk as save_ckpt_path"
+                    f"save_ckpt_path {self.path}: {CHECKPOINTS} is on another disk, and checkpoints can't be moved there; "
+                    "set save_ckpt_path to a folder on that disk"
                 )
             self.lease.acquire(partial(print, flush=True), IN_USE_ADVICE)
         except OSError as error:
@@ -57,21 +61,21 @@ class RunFolder:
                 error,
                 f"save_ckpt_path {self.path}: can't write {error.filename or LEASE} ({error.strerror})",
             ) from None
-        # Written at once, so that an earlier `finished` is gone even if this start is killed.
+        # Write the status now, so that an earlier `finished` is replaced even if this start is killed.
         self.write_status("running", newest_step(self.path), "starting")
 
     def write_status(self, status: str, step: int, reason: str = "") -> None:
-        """Writes status.json as records.write_status does. Also raises LeaseLostError."""
+        """Writes status.json, see `records.write_status`. Raises LeaseLostError and UserError."""
         records.write_status(self.path, status, step, reason, self.lease.write)
 
     def add_event(self, event: str, step: int, **facts: object) -> None:
-        """Adds an event as records.add_event does."""
+        """Adds a line to events.jsonl, see `records.add_event`. Raises LeaseLostError."""
         records.add_event(self.path, event, step, self.lease.write, **facts)
 
     def read_node_losses(self) -> None:
-        """Reads which nodes the run has lost, or left out as sick, since its last start."""
+        """Reads which nodes of the run were lost or sick since its last start."""
         starts = [event for event in records.read_events(self.path) if event["event"] == "started"]
-        with contextlib.suppress(OSError):  # the record is no reason to stop a run
+        with contextlib.suppress(OSError):  # a run can continue without this record
             self.node_losses = read_records(str(self.path))[-MAX_NODE_LOSSES:]
         if starts:
             last_start = str(starts[-1].get("time"))
@@ -80,7 +84,10 @@ class RunFolder:
             ]
 
     def report_node_losses(self, step: int) -> None:
-        """Adds an event for each loss, after the first step that follows it."""
+        """Adds an event for each lost or sick node. Called after the first step of this start.
+
+        step: the number of this step.
+        """
         for loss in self.node_losses:
             facts = {name: loss.get(name) for name in ("node", "reason")}
             seconds = round(time.time() - loss["last_seen"], 1)
@@ -88,8 +95,10 @@ class RunFolder:
         self.node_losses = []
 
     def write_failure(self, step: int, error: BaseException) -> None:
-        """Writes why the run failed, if this process holds the lease. step: 0 means the step of the
-        newest checkpoint."""
+        """Writes the status of a run that failed, if this process owns the lease.
+
+        step: the last step; 0 means the step of the newest checkpoint. error: the reason.
+        """
         status = "failed"
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
@@ -102,8 +111,10 @@ class RunFolder:
             print(f"warning: {another}", file=sys.stderr)
 
     def write_settings(self, text: str) -> str:
-        """Writes the settings of this start, and the same as a numbered copy, unless the last copy says the same. Returns
-        the copy's name."""
+        """Writes the settings of this start to config.yaml and to a numbered copy. Returns the name of the copy.
+
+        text: the settings as YAML. If they equal the newest copy, no other copy is written.
+        """
         self.lease.write(self.path / SETTINGS, text)
         copies = SETTINGS_COPY.format(r"(\d+)")
         matches = [re.fullmatch(copies, name) for name in names_in(self.path)]
@@ -115,8 +126,10 @@ class RunFolder:
         return copy.name
 
     def copy_tokenizer(self, data: Source) -> None:
-        """Copies the tokenizer of a source, if it has one, over an earlier copy, so that the model
-        can be used when the data is gone."""
+        """Copies the tokenizer of a source, if it has one, so that the model can be used without the data.
+
+        An earlier copy with other content is replaced.
+        """
         target = self.path / TOKENIZER
         unfinished = self.lease.staging / TOKENIZER
         try:
@@ -133,7 +146,7 @@ class RunFolder:
 
 
 def _is_copy(source: Path, target: Path) -> bool:
-    """Returns whether all files of a folder are in `target` too, with the same content."""
+    """Returns whether `target` contains all files of `source` with the same content."""
     return all(
         is_file(target / name) and read_bytes(target / name) == read_bytes(source / name)
         for name in names_in(source)
@@ -141,7 +154,7 @@ def _is_copy(source: Path, target: Path) -> bool:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a folder. Raises OSError; shutil.copytree's error has no errno."""
+    """Copies a folder. Raises OSError with an errno, unlike shutil.copytree."""
     make_folder(target)
     for name in names_in(source):
         if is_folder(source / name):

@@ -1,5 +1,4 @@
-"""Plans the run in steps: how many there are, how each is split, and after which ones a validation or a checkpoint is
-due."""
+"""Converts the durations in the settings to steps: the length of the run, and when validations and checkpoints are due."""
 
 import math
 from dataclasses import dataclass
@@ -14,31 +13,35 @@ from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
 from mamba_fsdp.text import format_count, format_quantity
 from mamba_fsdp.trainer.schedule import Schedule, make_schedule
 
-MAX_PASSES = 100  # over the data without a warning
-FORWARDS_OF_A_STEP = 3  # in time: a backward pass takes twice as long as a forward pass
+MAX_PASSES = 100  # a run that reads its data more often gets a warning
+FORWARDS_OF_A_STEP = 3  # a step takes as long as this many forward passes: a backward pass takes twice as long as one
 
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """The durations of the settings, converted to steps."""
+    """The length of a run and its intervals, in steps."""
 
-    global_batch: int  # samples of a step
+    global_batch: int  # samples per step
     tokens_per_step: int
     total_steps: int
-    eval_steps: int  # 0: never
-    eval_batches: int  # global batches of each store; 0: all
-    checkpoint_steps: int
+    eval_steps: int  # interval of validations; 0 disables them
+    eval_batches: int  # global batches of each store per validation; 0 means all
+    checkpoint_steps: int  # interval of checkpoints
     lr: Schedule
 
     def is_due(self, interval: int, step: int) -> bool:
-        """Returns whether an action is due after `step` that is due every `interval` steps (0:
-        never) and after the last step."""
+        """Returns whether something that is due every `interval` steps, and after the last step, is due after `step`.
+
+        interval: 0 means never.
+        """
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
 
 def run_length(settings: TrainConfig, sampler: Sampler) -> Duration:
-    """Returns num_steps, or num_epochs in tokens. Raises UserError for num_epochs with the endless
-    dummy data."""
+    """Returns the length of the run: num_steps, or num_epochs converted to tokens.
+
+    Raises UserError for num_epochs with dummy data, because this data does not have an end.
+    """
     epochs = settings.training.num_epochs
     if not epochs:
         return settings.training.num_steps
@@ -56,8 +59,11 @@ def schedule_run(
     stores: int,
     print_line: PrintLine,
 ) -> RunSchedule:
-    """Returns the schedule of the run from `state` on. A `length` in tokens includes the tokens seen
-    so far. stores: how many stores the run validates on."""
+    """Returns the schedule of the run.
+
+    state: the current position. Its fields `first_tokens_per_step` and `schedule` are updated. length: the length of the
+    whole run, including the steps or tokens before `state`. stores: the number of stores to validate on.
+    """
     training = settings.training
     tokens_per_step = global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:
@@ -93,8 +99,10 @@ def schedule_run(
 def print_length(
     settings: TrainConfig, schedule: RunSchedule, epoch_windows: int, print_line: PrintLine
 ) -> None:
-    """Prints the number of steps and the tokens and FLOPs of each, with a warning if the run reads its data very
-    often. epoch_windows: samples of an epoch."""
+    """Prints the number of steps, and the tokens and FLOPs of each step. Warns if the run reads its data very often.
+
+    epoch_windows: the number of samples in one epoch.
+    """
     seq_length = settings.data.seq_length
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step
     print_line(

@@ -1,4 +1,4 @@
-"""Saves checkpoints when they are due. If a save fails, training continues, and the run tries again later."""
+"""Saves checkpoints when they are due. If a save fails, training continues and the save is retried later."""
 
 import contextlib
 import math
@@ -13,47 +13,50 @@ from mamba_fsdp.text import format_count
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
 from mamba_fsdp.trainer.setup import TrainContext
 
-# Seconds of training before the next attempt; each failure doubles it.
+# Seconds of training between a failed save and the next attempt. Each failure doubles them.
 FIRST_PAUSE = 60.0
 MAX_PAUSE = 1800.0
 
 
 class Saver:
-    """The saving of checkpoints when they are due. All ranks call each method at the same point, and
-    a failed save is known on all ranks."""
+    """Saves checkpoints when they are due. All ranks call each method at the same point, and see the same failures."""
 
     def __init__(self, context: TrainContext, logger: MetricsLogger) -> None:
         self.context = context
         self.logger = logger
         self.max_failures = context.settings.checkpoint.max_failed_saves
-        self.failures = 0  # saves that failed in a row
-        self.pause = 0  # steps from a failure to the next attempt
-        self.next_attempt = 0  # the step after which the next attempt is due
+        self.failures = 0  # number of failed saves in a row
+        self.pause = 0  # number of steps between a failure and the next attempt
+        self.next_attempt = 0  # the next attempt is due after this step
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a checkpoint is to be saved after `step`."""
+        """Returns whether a save is due after `step`."""
         schedule = self.context.schedule
         if self.failures and step < schedule.total_steps:
             return step >= self.next_attempt
         return schedule.is_due(schedule.checkpoint_steps, step)
 
     def poll(self) -> None:
-        """Takes the save under way to its next phase, see Checkpointer.settle. Call it once no rank
-        writes any more. Raises UserError after max_failed_saves, except after the last step, which
-        the final save follows."""
+        """Moves the save in progress to its next phase, see Checkpointer.poll.
+
+        Call it once all ranks have finished the current phase. Raises UserError after max_failed_saves failures in a row,
+        except after the last step, because the final save follows.
+        """
         is_last = self.context.state.step == self.context.schedule.total_steps
         with self._attempt(math.inf if is_last else self.max_failures):
             self.context.checkpointer.poll()
 
     def wait(self) -> None:
-        """Waits for the save under way, and reports it if it fails."""
+        """Waits for the save in progress. Reports a failure, but does not raise it."""
         with self._attempt(math.inf):
             self.context.checkpointer.wait()
 
     def save(self, final: bool) -> None:
-        """Begins to save a checkpoint of the current step, once the save under way is committed.
-        final: also waits until the new checkpoint is committed, and raises UserError if it fails.
-        Otherwise raises as `settle` does."""
+        """Starts to save a checkpoint of the current step, after the save in progress is committed.
+
+        final: whether to wait until the new checkpoint is committed, and to raise UserError if this save fails. Otherwise
+        UserError is raised only after max_failed_saves failures in a row.
+        """
         checkpointer = self.context.checkpointer
         step = self.context.state.step
         if final:
@@ -72,7 +75,7 @@ class Saver:
     def _begin(self) -> None:
         context = self.context
         state = context.state
-        # The metrics up to a committed checkpoint must not be lost.
+        # Metrics of steps before a committed checkpoint must not be lost, because the steps are not repeated.
         context.world.on_rank0(self.logger.sync)
         state.data = context.loader.state_before(state.step)
         settings = context.settings
@@ -90,8 +93,11 @@ class Saver:
 
     @contextlib.contextmanager
     def _attempt(self, limit: float) -> Iterator[None]:
-        """Returns a context manager that reports a save that fails inside and schedules the next
-        attempt. Raises UserError after `limit` failures in a row."""
+        """Reports a save that fails in the block, and schedules the next attempt.
+
+        Raises UserError after `limit` failures in a row, and LeaseLostError. The time in the block does not count as
+        training time.
+        """
         committed_before = self.context.checkpointer.last
         try:
             with self.logger.clock.paused():

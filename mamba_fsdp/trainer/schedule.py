@@ -1,5 +1,4 @@
-"""Computes the learning rate's factor over the run: one formula for each `schedule`, and what happens
-when num_steps changes."""
+"""Computes the learning rate over the run. Defines a formula for each `schedule`, and handles changes of num_steps."""
 
 import math
 from dataclasses import dataclass
@@ -10,22 +9,26 @@ from mamba_fsdp.fields import Duration
 from mamba_fsdp.reporting.console import PrintLine
 from mamba_fsdp.settings.train_config import TrainConfig
 
-AUTOMATIC = -1  # or less: converted to tokens, -1 is multiplied by the tokens of a step
+AUTOMATIC = (
+    -1
+)  # so are all lower values: converted to tokens, -1 is multiplied by the tokens per step
 
 
 @dataclass
 class Schedule:
-    """The learning rate's factor, in [0, 1], as a function of the position in the run.
+    """The factor of the learning rate, in [0, 1], as a function of the position in the run.
 
-    All lengths are in steps, or all are in tokens; `step` is then the tokens of the run's first
-    step. An optimiser step takes the run from `before` to x = before + more of N = total. The
-    formulas use x, so that the first factor is not 0.
+    All lengths are either in steps or in tokens. If they are in tokens, `step` is the number of tokens in the run's first
+    step, otherwise it is 1. An optimizer step moves the run from the position `before` to x = before + more. The formulas
+    use x, so that the first factor is not 0. N is the total length, and W the length of the warm-up.
 
-    The warm-up rises as x/W. Most schedules then fall to the floor at N, as one of SHAPES. The fall
-    starts at W; for wsd_cosine and wsd_sqrt at N - decay. fms_cosine (fms-fsdp) rises as
-    1 - (1 - x/W)^2 and falls from 0 on. wsd (Composer) falls as (N - x)/decay, never below the
-    floor; annealing (fms-fsdp) is 1 - before/N; inverse_sqrt is sqrt(T/(x - W + T)), where T is W,
-    or 10,000 steps without warm-up.
+    During the warm-up, the factor rises as x/W. After it, most schedules fall to the floor at N with the shape in SHAPES.
+    The fall starts at W, or at N - decay for wsd_cosine and wsd_sqrt. The exceptions are:
+
+    - fms_cosine (from fms-fsdp) rises as 1 - (1 - x/W)^2, and its fall starts at 0.
+    - wsd (from Composer) falls as (N - x)/decay, but not below the floor.
+    - annealing (from fms-fsdp) is 1 - before/N.
+    - inverse_sqrt is sqrt(T/(x - W + T)). T is W, or 10,000 steps if W is 0.
     """
 
     kind: str
@@ -55,12 +58,13 @@ class Schedule:
             self.fall_start = self.total - self.decay
 
     def next_factor(self, state: TrainState, tokens_per_step: int, ahead: int = 0) -> float:
-        """Returns the factor of the next step, after `ahead` steps that `state` does not count."""
+        """Returns the factor for the next step. ahead: the number of launched steps that `state` does not count yet."""
         if self.in_tokens:
             return self.factor(state.tokens + ahead * tokens_per_step, tokens_per_step)
         return self.factor(state.step + ahead)
 
     def factor(self, before: int, more: int = 1) -> float:
+        """Returns the factor for the step from position `before` to `before + more`."""
         x = before + more
         rise = 1.0
         if self.warmup:
@@ -70,7 +74,7 @@ class Schedule:
         return min(rise, self._fall(x, before))
 
     def _fall(self, x: int, before: int) -> float:
-        """Returns the factor at x without the warm-up."""
+        """Returns the factor at x as if there had been no warm-up."""
         if self.kind == "constant":
             return 1.0
         if self.kind == "annealing":
@@ -96,7 +100,7 @@ class Schedule:
         return 1 - math.sqrt(share)
 
 
-# Each falls from 1 to 0 as the share of the fall that has passed goes from 0 to 1.
+# Each function falls from 1 to 0 while its argument, the share of the fall that has passed, rises from 0 to 1.
 SHAPES = {
     "cosine": Schedule._cosine,
     "fms_cosine": Schedule._cosine,
@@ -115,14 +119,17 @@ def make_schedule(
     tokens_per_step: int,
     print_line: PrintLine,
 ) -> Schedule:
-    """Returns the schedule of a run of `length`, or over schedule_steps if given. If the length is
-    in tokens, the schedule counts tokens, and durations in steps are converted with the global batch
-    of the run's start: another global batch then does not change the curve.
+    """Returns the schedule of a run of `length`. The setting schedule_steps, if given, replaces this length.
 
-    The train state remembers the curve, which is the length over which the schedule runs. A run that
-    resumes with a longer num_steps keeps its former curve and the learning rate at the end of that
-    curve, unless the new curve has the same rate at the present step. It prints a line if the rates
-    differ. Raises UserError if the rate would stay at 0."""
+    If the length is in tokens, the schedule counts tokens. Durations in steps are then converted with the global batch of
+    the run's first step, so that a later change of the global batch does not change the schedule.
+
+    The train state stores the length over which the schedule extends. If a run resumes with a larger num_steps, it keeps
+    its former schedule, and afterwards the learning rate at the end of this schedule. It gets a new schedule only if the
+    learning rate at the current step is the same in both. If the two differ, a line about it is printed.
+
+    Raises UserError if the learning rate would stay at 0 after the end of the former schedule.
+    """
     schedule_steps = settings.lr_schedule.schedule_steps
     is_given = schedule_steps.count > 0
     if is_given:
@@ -134,7 +141,7 @@ def make_schedule(
         former = Duration.parse(state.schedule["curve"])
     curve = length
     if former_length == str(length) and not is_given:
-        curve = former  # the curve that an earlier start chose for this length
+        curve = former  # an earlier start selected this schedule for this length
     elif former != length:
         peak = settings.optimizer.learning_rate
         rates = [

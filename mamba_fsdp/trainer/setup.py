@@ -1,4 +1,4 @@
-"""Sets up a run from its starting point: its model, optimiser and loader."""
+"""Sets up a run from its starting point: creates its model, optimizer, data loader and checkpointer."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,12 +34,12 @@ from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.run_schedule import RunSchedule
 from mamba_fsdp.trainer.starting_point import RunData, StartingPoint, find_starting_point
 
-MAX_ESTIMATE_ERROR = 1.2  # expected memory over measured memory, at most: docs/planning.md
+MAX_ESTIMATE_ERROR = 1.2  # the largest ratio of expected to measured memory, see docs/planning.md
 
 
 @dataclass
 class TrainContext:
-    """Everything that the training loop works on."""
+    """The objects that the training loop works on."""
 
     start: StartingPoint
     world: World
@@ -51,7 +51,7 @@ class TrainContext:
     loader: Loader
     checkpointer: Checkpointer
     kernels: BackendChoice
-    # Bytes of each source's text that a validation predicts; the first one counts them.
+    # {source: bytes of the text in a validation}, see _count_predicted_bytes; None before the first validation.
     validation_bytes: dict[str, float] | None = None
 
     @property
@@ -63,7 +63,10 @@ class TrainContext:
         return self.start.data
 
     def environment_fingerprint(self) -> dict[str, Any]:
-        """Returns what decides the bits of a step besides settings, data and position; a start records it."""
+        """Returns facts on ranks, device and software. Together with settings, data and position they determine a step bitwise.
+
+        The event of a start contains them.
+        """
         device = local_machine().device
         if device == "cpu":
             device = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
@@ -80,8 +83,11 @@ class TrainContext:
 
 @dataclass
 class RunSetup:
-    """The set-up of a run from its starting point. All ranks call each method at the same point. Raises UserError if the
-    machine can't train so, or if the checkpoint or the weights don't fit the model."""
+    """Sets up a run from its starting point. All ranks call each method at the same point.
+
+    The methods raise UserError if this machine can't train with the settings, or if the checkpoint or the weights do not
+    fit the model.
+    """
 
     start: StartingPoint
     world: World
@@ -89,7 +95,7 @@ class RunSetup:
     print_line: PrintLine
 
     def print_plan(self, shape: World) -> None:
-        """Prints what the run would do on the ranks of `shape`, with its checkpoint verified."""
+        """Prints the plan of the run on the ranks of `shape`, for a dry run. Also verifies the checkpoint."""
         self.choose_backends(shape)
         found = self.start.checkpoint
         if found:
@@ -100,7 +106,7 @@ class RunSetup:
         self.print_start()
 
     def make_context(self) -> TrainContext:
-        """Returns what the loop needs."""
+        """Creates the objects that the training loop works on, and loads the weights and the optimizer's state."""
         settings = self.start.settings
         world = self.world
         batch_shape = split_step(settings, world.rank, world.size)
@@ -146,8 +152,10 @@ class RunSetup:
         )
 
     def choose_backends(self, shape: World) -> BackendChoice:
-        """Returns the backend of each operator of the model. Prints the model, the kernels and the expected memory on the
-        ranks of `shape`."""
+        """Selects a backend for each operator. Prints the model, the kernels, and the expected memory on the ranks of `shape`.
+
+        Raises UserError if no backend is usable for an operator, or if a GPU certainly has too little memory.
+        """
         settings = self.start.settings
         model = settings.model
         world = self.world
@@ -177,7 +185,7 @@ class RunSetup:
         if device == "cuda" or is_dry:
             memory = world.on_rank0(expected_memory, work)
             estimate = "about"
-        else:  # nothing is refused on a CPU, so the estimate is not worth its seconds
+        else:  # skip the slow estimate on a CPU, because nothing is rejected there
             memory = state_memory(work)
             estimate = "at least"
         rows = ", ".join(
@@ -195,7 +203,7 @@ class RunSetup:
         optimizer: torch.optim.Optimizer,
         checkpointer: Checkpointer,
     ) -> None:
-        """Fills the shards of model and optimiser."""
+        """Initializes model and optimizer: from a checkpoint, from weights, or at random."""
         start = self.start
         found = start.checkpoint
         shards = parallel.shards(optimizer)
@@ -215,8 +223,10 @@ class RunSetup:
         parallel.set_optimizer_steps(optimizer, self.start.state.optimizer_steps)
 
     def use_checkpoint(self, path: Path, shape: World) -> None:
-        """Takes the checkpoint `path` as the one to start from: an older one, if the starting point's own turned out to
-        be broken."""
+        """Starts from the checkpoint at `path`. If it is not the one of the starting point, finds a new starting point.
+
+        This happens if the checkpoint of the starting point turned out to be damaged, and an older one is used instead.
+        """
         if self.start.checkpoint and self.start.checkpoint.path != path:
             self.start = self.world.on_rank0(
                 find_starting_point,
@@ -233,8 +243,10 @@ class RunSetup:
 
 
 def initialize_weights(settings: TrainConfig, parallel: ParallelModel) -> None:
-    """Fills the model with random weights. A weight depends only on the seed, its tensor's name and its index, not on
-    the number of ranks."""
+    """Initializes the model with random weights.
+
+    A weight depends only on the seed, the name of its tensor and its index, and not on the number of ranks.
+    """
     spec = parameters(settings.model)
     seed = settings.training.seed
 
@@ -245,14 +257,17 @@ def initialize_weights(settings: TrainConfig, parallel: ParallelModel) -> None:
 
 
 def check_memory(memory: dict[str, int], world: World, print_line: PrintLine) -> None:
-    """Prints a warning if the expected memory is more than a GPU has or, on CPUs, if the machine's ranks need much of its
-    memory. Raises UserError if a GPU certainly can't hold it."""
+    """Compares the expected memory with the available memory.
+
+    memory: {part: bytes} of one device. Prints a warning if a GPU has less memory or, on CPUs, if the ranks of this
+    machine need more than 40 % of its memory. Raises UserError if a GPU certainly has too little memory.
+    """
     available = local_machine().memory * 1e9
     needed = sum(memory.values())
     on_gpu = world.device.type == "cuda"
     if on_gpu and needed > MAX_ESTIMATE_ERROR * available:
         raise UserError(
-            f"this needs about {format_quantity(needed, 'B')} of a GPU, which has {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
+            f"this needs about {format_quantity(needed, 'B')} of a GPU, but it has {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
         )
     if on_gpu and needed > available:
         print_line(
@@ -266,7 +281,7 @@ def check_memory(memory: dict[str, int], world: World, print_line: PrintLine) ->
 
 
 def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -> ParallelModel:
-    """Returns the parallelized model; its parameters have no values yet."""
+    """Builds the sharded model for this rank. Its parameters are not initialized."""
     dtype = DTYPES[settings.training.precision(world.device.type)]
     with torch.device("meta"):
         network = MambaLM(

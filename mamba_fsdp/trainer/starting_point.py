@@ -1,5 +1,8 @@
-"""Finds what files say at the start of a run, as one value. Rank 0 finds and checks it and all ranks get it; after that
-training looks at the disk for no further decision. A dry run prints it."""
+"""Finds the starting point of a run: everything that depends on files at the start, as one value.
+
+Rank 0 finds and checks it, and all ranks get the same value. Afterwards, no decision of the training depends on files. A
+dry run prints the starting point.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,30 +32,32 @@ from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.run_schedule import RunSchedule, print_length, run_length, schedule_run
 
-SAMPLE_LENGTH = 50  # tokens after a prompt of eval_prompts
-PASSES_TO_WARN_ABOUT = 16  # of a step, on few devices
-MAX_SAMPLED_TOKENS = 1 << 14  # tokens of a forward pass
+SAMPLE_LENGTH = 50  # number of tokens generated for each prompt of eval_prompts
+PASSES_TO_WARN_ABOUT = 16  # a step with at least this many forward passes gets a warning
+MAX_SAMPLED_TOKENS = 1 << 14  # the limit for all prompts and generated tokens together
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The data that a run reads."""
+    """The data of a run."""
 
-    sources: dict[str, Source]  # empty before a dry run has made data/builtin
-    shares: dict[str, float]  # share of each source in the samples
-    validation: dict[str, Source]  # by the source that each stands beside
-    prompts: list[list[int]]  # the tokens of each line of eval_prompts
+    sources: dict[
+        str, Source
+    ]  # {name: training data}; empty in a dry run if data/builtin is missing
+    shares: dict[str, float]  # {name: share of the samples}
+    validation: dict[str, Source]  # {name of the training data: validation data}
+    prompts: list[list[int]]  # token ids of each line of eval_prompts
 
     def validation_identities(self) -> dict[str, str]:
-        """Returns {name: identity} of the validation sources, by which two starts know whether they measure the same."""
+        """Returns {name: identity} of the validation data. If it is equal in two starts, their losses are comparable."""
         return {name: source.identity for name, source in self.validation.items()}
 
     def stores(self) -> list[Source]:
-        """Returns what the run trains and validates on."""
+        """Returns all training and validation data."""
         return [*self.sources.values(), *self.validation.values()]
 
     def sampler(self, settings: TrainConfig, state: TrainState) -> Sampler:
-        """Returns the order of samples from `state` on."""
+        """Returns the sampler for the order of samples, at the position of `state`."""
         return Sampler(
             self.sources,
             self.shares,
@@ -64,31 +69,33 @@ class RunData:
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """What a run starts from. If the checkpoint turns out to be broken, the run gets another value, of an older one."""
+    """The starting point of a run. If its checkpoint turns out to be damaged, a new one is made from an older checkpoint."""
 
-    settings: TrainConfig  # with the model of the weights and the precision of the device
+    settings: TrainConfig  # the settings, completed with the model of the weights and the precision of the device
     origin: Origin
-    checkpoint: CheckpointCandidate | None  # it fills model and optimiser
-    # Fills the model. Without a checkpoint and weights, the model is initialized at random.
+    checkpoint: CheckpointCandidate | None  # initializes model and optimizer
+    # Initializes the model. Without a checkpoint and weights, it is initialized at random.
     weights: Weights | None
-    begins: str  # what it starts from, in words
+    begins: str  # description of the checkpoint or the weights, for the log
     data: RunData
-    state: TrainState  # the run before the first step of this start; training has a copy
-    schedule: RunSchedule | None  # None if the run makes its data first
-    validation_due: bool  # before the first step
-    changed: str  # the settings that have changed since the run's last start, in words
-    notes: tuple[str, ...]  # lines for the log, on the settings
-    lines: tuple[str, ...]  # lines for the log, on the rest
+    state: TrainState  # the train state before the first step; training changes a copy
+    schedule: RunSchedule | None  # None in a dry run if data/builtin is missing
+    validation_due: bool  # whether to validate before the first step
+    changed: str  # description of the settings that have changed since the run's last start
+    notes: tuple[str, ...]  # lines for the log about the settings
+    lines: tuple[str, ...]  # other lines for the log
 
 
 def find_starting_point(
     settings: TrainConfig, folder: Path, world: World, print_line: PrintLine, path: str | Path = ""
 ) -> StartingPoint:
-    """Returns what a run in `folder` starts from: its newest checkpoint, else the weights or checkpoint that the settings
-    name, else random weights. Only rank 0 calls it, after it has acquired the folder.
+    """Finds the starting point of a run. Only rank 0 calls it, after it has acquired the run folder.
 
-    path: the checkpoint to take if newer ones turned out to be broken. print_line: prints which checkpoints are passed over.
-    Raises UserError if settings, data, model and checkpoint don't fit together.
+    A run starts from the newest checkpoint in its folder, otherwise from the weights or the checkpoint that the settings
+    name, otherwise from random weights. path: the checkpoint to start from, if newer ones turned out to be damaged.
+    print_line: prints a line about each checkpoint that is skipped.
+
+    Raises UserError if settings, data, model and checkpoint do not fit together.
     """
     precision = settings.training.precision(world.device.type)
     settings = settings.changed(mixed_precision=precision)
@@ -140,7 +147,7 @@ def find_starting_point(
 
 
 def validation_data_changed(folder: Path, data: RunData) -> bool:
-    """Returns whether the run's last start validated on other data. False if none did."""
+    """Returns whether the last start that validated used other validation data. False if no start validated."""
     earlier = [event["validation"] for event in read_events(folder) if "validation" in event]
     return bool(earlier and data.validation) and earlier[-1] != data.validation_identities()
 
@@ -148,9 +155,10 @@ def validation_data_changed(folder: Path, data: RunData) -> bool:
 def adopt_saved(
     settings: TrainConfig, origin: Origin, saved: SavedRun, checkpoint: Path
 ) -> TrainConfig:
-    """Returns the settings with the vocabulary of a checkpoint's model, or with its whole shape if it is of another run.
+    """Returns the settings with values adopted from a checkpoint.
 
-    Raises UserError if it holds another model than the settings ask for, or the state of another optimiser.
+    These are the model's vocabulary size or, if the checkpoint is from another run, all settings of the model. Raises
+    UserError if the checkpoint's model differs from the settings, or if it was saved with another optimizer.
     """
     model = parse_model_config(checkpoint, saved.model)
     if settings.checkpoint.begins_elsewhere():
@@ -161,15 +169,17 @@ def adopt_saved(
         resolve.check_same_model(settings, model, str(checkpoint), remedy)
     if saved.optimizer != settings.optimizer.optimizer:
         raise UserError(
-            f"{checkpoint} holds the state of optimizer={saved.optimizer}; give this optimizer again, or begin another "
+            f"{checkpoint} was saved with optimizer={saved.optimizer}; give this optimizer again, or start another "
             f"run with its weights: init_from={checkpoint}"
         )
     return settings
 
 
 def adopt_weights(settings: TrainConfig, origin: Origin) -> tuple[TrainConfig, Weights]:
-    """Returns the settings with the shape of the weights of `origin`, and these, not yet open. Raises UserError if they
-    are of another model than the settings ask for."""
+    """Returns (the settings with the model of the weights at `origin`, these weights). The weights are not opened yet.
+
+    Raises UserError if the settings ask for another model.
+    """
     names_a_model = settings.explicit & vars(settings.model).keys()
     weights = find_weights(origin.path, settings.model if names_a_model else None)
     source = f"{origin.setting} {origin.path}"
@@ -177,20 +187,22 @@ def adopt_weights(settings: TrainConfig, origin: Origin) -> tuple[TrainConfig, W
 
 
 def adopt_vocabulary(settings: TrainConfig, origin: Origin, data: RunData) -> TrainConfig:
-    """Returns the settings with the vocabulary of the data if the weights are random, unless vocab_size is given. A note
-    says so."""
+    """Returns the settings with the vocabulary size of the data, and adds a note about the change.
+
+    If vocab_size is given, or if the weights are not random, the settings are returned unchanged.
+    """
     usual = settings.model.vocab_size
     vocab_size = max((store.vocab_size for store in data.stores()), default=usual)
     if origin.setting or "vocab_size" in settings.explicit or vocab_size == usual:
         return settings
-    note = f"vocab_size={vocab_size}, as the data has, instead of {usual}"
+    note = f"vocab_size={vocab_size}, the size in the data, instead of {usual}"
     return replace(settings.changed(vocab_size=vocab_size), notes=(*settings.notes, note))
 
 
 def check_vocabulary(
     settings: TrainConfig, origin: Origin, weights: Weights | None, data: RunData
 ) -> None:
-    """Raises UserError for a store with more tokens than the model has."""
+    """Raises UserError for data with a larger vocabulary than the model."""
     vocab_size = settings.model.vocab_size
     for store in data.stores():
         if store.vocab_size > vocab_size:
@@ -211,8 +223,10 @@ def initial_state(
     weights: Weights | None,
     data: RunData,
 ) -> tuple[TrainState, str]:
-    """Returns the train state that the run starts with, and in words what it starts from. Raises UserError if the model is
-    known to have been trained with another tokenizer than the data."""
+    """Returns (the train state before the first step, a description of the checkpoint or the weights for the log).
+
+    Raises UserError if the model is known to have been trained with another tokenizer than the one of the data.
+    """
     state = TrainState()
     source: str | Path = origin.path
     learnt: list[str] = []
@@ -247,7 +261,7 @@ def print_origin(
     begins: str,
     print_line: PrintLine,
 ) -> None:
-    """Prints what the run starts from, unless that is random weights as usual."""
+    """Prints the checkpoint or the weights that the run starts from. Prints nothing if they are random."""
     config = settings.checkpoint
     first = config.init_from or config.load_ckpt_path
     if origin.is_own and checkpoint:
@@ -259,14 +273,14 @@ def print_origin(
         print_line(f"starting   from {begins}")
     elif first:
         print_line(
-            f"starting   afresh: load_ckpt_path {first} is the run folder and holds no checkpoint yet"
+            f"starting   from random weights: load_ckpt_path {first} is the run folder and has no checkpoint yet"
         )
 
 
 def plan_steps(
     settings: TrainConfig, data: RunData, state: TrainState, ranks: int, print_line: PrintLine
 ) -> RunSchedule:
-    """Returns the schedule of the run from `state` on. Prints the number of steps."""
+    """Returns the schedule of the run from `state` on, and prints the number of steps."""
     sampler = data.sampler(settings, state)
     length = run_length(settings, sampler)
     global_batch = split_step(settings, 0, ranks).global_batch
@@ -274,14 +288,17 @@ def plan_steps(
     print_length(settings, schedule, sampler.epoch_windows, print_line)
     print_passes(settings, global_batch, ranks, print_line)
     if settings.training.eval_prompts and not schedule.eval_steps:
-        raise UserError("eval_prompts: there is no data to validate on; name a validation_path")
+        raise UserError("eval_prompts: the run has no validation data; set validation_path")
     return schedule
 
 
 def print_passes(
     settings: TrainConfig, global_batch: int, ranks: int, print_line: PrintLine
 ) -> None:
-    """Prints a warning if a recipe's global batch, which nobody gave, makes many passes of a step."""
+    """Prints a warning if a step takes many forward passes because of the global batch of a recipe.
+
+    The warning is omitted if global_batch_size is given.
+    """
     samples = settings.training.batch_size * ranks // settings.parallel.context_parallel
     passes = global_batch // samples
     if passes < PASSES_TO_WARN_ABOUT or "global_batch_size" in settings.explicit:
@@ -293,7 +310,7 @@ def print_passes(
 
 
 def open_data(settings: TrainConfig) -> RunData:
-    """Returns the data that the settings name. Raises UserError for a store that is missing."""
+    """Opens the data that the settings name. Raises UserError if it is missing, or if the tokenizers differ."""
     if settings.data.use_dummy_dataset:
         dummy = DummySource(settings.model.vocab_size)
         name = dummy.path.name
@@ -312,21 +329,20 @@ def open_data(settings: TrainConfig) -> RunData:
 
 
 def encode_prompts(text: str, tokenizer: TextTokenizer) -> list[list[int]]:
-    """Returns the tokens of each line of eval_prompts that is not empty. Raises UserError for more than one forward pass
-    should read."""
+    """Returns the token ids of each non-empty line of eval_prompts. Raises UserError for more than MAX_SAMPLED_TOKENS."""
     prompts = [*filter(None, map(tokenizer.encode, text.splitlines()))]
     longest = max(map(len, prompts), default=0)
     tokens = len(prompts) * (longest + SAMPLE_LENGTH)
     if tokens > MAX_SAMPLED_TOKENS:
         raise UserError(
             f"eval_prompts: {len(prompts):,} prompts of up to {longest:,} tokens, with {SAMPLE_LENGTH} after each, are "
-            f"{tokens:,} tokens; at most {MAX_SAMPLED_TOKENS:,} are written at a validation: give fewer or shorter ones"
+            f"{tokens:,} tokens, but at most {MAX_SAMPLED_TOKENS:,} are possible; give fewer or shorter prompts"
         )
     return prompts
 
 
 def print_data(settings: TrainConfig, data: RunData, origin: Origin, print_line: PrintLine) -> None:
-    """Prints the data, with a warning if a model that starts at random has far more tokens than the data."""
+    """Prints the data. Warns if a randomly initialized model has a far larger vocabulary than the data."""
     config = settings.data
     if config.use_dummy_dataset:
         print_line("data       made-up tokens, for benchmarks; no validation")

@@ -1,5 +1,4 @@
-"""Defines the numbers of a step: the sums over ranks from its one collective, and the numbers that the
-host reads afterwards."""
+"""Defines the numbers of a step: the sums over ranks from its collective, and the numbers that the host reads afterwards."""
 
 from dataclasses import dataclass
 
@@ -10,11 +9,11 @@ from mamba_fsdp.parallel.world import World
 
 @dataclass
 class StepSums:
-    """The sums of the ranks' numbers: fp64 on the device, 0-dim except for `host_numbers`."""
+    """The sums over all ranks, as fp64 tensors on the device. All except `host_numbers` are 0-dim."""
 
-    loss: torch.Tensor  # of the labels that count, in nats
-    gradient_squares: torch.Tensor  # of the gradient that the backward passes left
-    label_weight: torch.Tensor  # labels that count, or the sum of their weights
+    loss: torch.Tensor  # weighted sum of the token losses, in nats
+    gradient_squares: torch.Tensor  # sum of the squares of the gradient after the backward passes
+    label_weight: torch.Tensor  # sum of the weights of the labels, see Batch.total_weight
     # Shape (n,): the sums of StepStats.pack_host_numbers.
     host_numbers: torch.Tensor
 
@@ -26,8 +25,10 @@ def sum_over_ranks(
     label_weight: float,
     host_numbers: list[float],
 ) -> StepSums:
-    """Returns the sums from the one small collective of a step, which all ranks call. The host knows
-    the numbers `label_weight` and `host_numbers`; the tensors are on the device. The host does not wait."""
+    """Sums the numbers of a step over all ranks in a single collective. The host does not wait for the result.
+
+    loss_sum, gradient_squares: 0-dim tensors on the device. label_weight, host_numbers: numbers on the host.
+    """
     known_to_host = world.copy_to_device([label_weight, *host_numbers])
     on_device = torch.stack([loss_sum.double(), gradient_squares])
     sums = world.all_reduce_sum(torch.cat([on_device, known_to_host]))
@@ -36,24 +37,24 @@ def sum_over_ranks(
 
 @dataclass
 class StepStats:
-    """The numbers of a step that every rank's host knows once it has read them."""
+    """The numbers of a step, the same on all ranks, after the host has read them."""
 
-    loss: float  # mean over the labels that count, in nats
-    gradient_norm: float  # before clipping
+    loss: float  # weighted mean over the labels, in nats
+    gradient_norm: float  # the norm before clipping
     applied: bool  # False if the loss or a gradient was not finite: the weights are unchanged
-    loss_scale: float  # of fp16, after the step
+    loss_scale: float  # the loss scale of fp16 after the step
     loss_scale_good_steps: int
-    stop_requested: bool  # by any rank
-    is_writing: bool  # whether a rank still wrote the checkpoint under way when the step began
-    seconds_per_rank: list[float]  # each rank's own work since the last step
+    stop_requested: bool  # whether any rank was asked to stop
+    is_writing: bool  # whether a rank was still working on the save in progress when the step began
+    seconds_per_rank: list[float]  # own seconds of each rank before the step, see Clock
 
-    FIXED = 7  # numbers before seconds_per_rank
+    FIXED = 7  # the number of values before seconds_per_rank
 
     @staticmethod
     def pack_host_numbers(
         world: World, stop_requested: bool, is_writing: bool, own_seconds: float
     ) -> list[float]:
-        """Returns the numbers that this rank's host adds to the step's collective."""
+        """Returns the numbers of this rank's host for the collective of a step."""
         seconds_per_rank = [0.0] * world.size
         seconds_per_rank[world.rank] = own_seconds
         return [stop_requested, is_writing, *seconds_per_rank]
@@ -67,13 +68,13 @@ class StepStats:
         loss_scale_good_steps: torch.Tensor,
         host_numbers: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the numbers as one tensor on the device. host_numbers: the sums over ranks of
-        `pack_host_numbers`."""
+        """Combines the numbers into one tensor on the device. host_numbers: the sum of `pack_host_numbers` over all ranks."""
         on_device = [loss, gradient_norm, applied, loss_scale, loss_scale_good_steps]
         return torch.cat([torch.stack(on_device), host_numbers])
 
     @classmethod
     def unpack(cls, numbers: list[float]) -> "StepStats":
+        """Parses the numbers that `pack` has combined."""
         loss, gradient_norm, applied, scale, good_steps, stops, writers = numbers[: cls.FIXED]
         return cls(
             loss=loss,

@@ -1,7 +1,11 @@
-"""Receives requests to stop a run: SIGTERM, SIGINT, SIGUSR1, SIGHUP, a file STOP in the run folder or in the
-folder of this start, or the answer of the caller's function that gets the records. The run then ends its
-step, commits a checkpoint and exits. Under nohup, SIGHUP (the terminal closed) is ignored and training continues. A STOP file from before
-a start was meant for an earlier one; rank 0 removes it once it holds the run folder."""
+"""Receives requests to stop a run.
+
+A run can be asked to stop by SIGTERM, SIGINT, SIGUSR1 or SIGHUP, by a file STOP in the run folder or in the folder of this
+start, and by the caller's `on_record` function. It then completes its step, commits a checkpoint and exits. Under nohup,
+SIGHUP is ignored, so that training continues after the terminal is closed.
+
+A STOP file that is older than the start was meant for an earlier start. Rank 0 removes it after acquiring the run folder.
+"""
 
 import contextlib
 import os
@@ -26,16 +30,18 @@ from mamba_fsdp.storage.patience import (
 )
 
 OnRecord = Callable[[dict], object]
-POLL_SECONDS = 1.0  # at the STOP file: each look is a round trip to a shared disk
+POLL_SECONDS = 1.0  # interval of checks for STOP files: each check is a round trip to a shared disk
 
 
 class StopRequest:
-    """The requests to stop that reach this rank. `reason` is "" until there is one. Only rank 0
-    looks for STOP files; their text is the reason: the user's in the run folder, and the launcher's in the
-    folder of this start. Enter it as the holder of the run folder.
+    """The requests to stop that this rank has received. Enter this context manager after acquiring the run folder.
 
-    on_record: the caller's function, which gets each record of the metrics and asks the run to stop by
-    returning something true. remove: removes the user's STOP file; a run's own is `Lease.remove`."""
+    reason: why the run must stop; "" if it was not asked to. Only rank 0 checks for STOP files: the user creates one in the
+    run folder, and the launcher in the folder of this start. The text in the file is the reason.
+
+    on_record: a function of the caller. It gets each entry of metrics.jsonl, and asks the run to stop by returning a true
+    value. remove: removes the user's STOP file. For a run it is `Lease.remove`.
+    """
 
     def __init__(
         self,
@@ -48,9 +54,9 @@ class StopRequest:
         self.remove = remove
         self.reason = ""
         self.interrupted = False
-        self.has_stepped = False  # set by the loop
+        self.has_stepped = False  # whether the first step is complete; the loop sets it
         self.next_poll = 0.0
-        # Under torchrun, the launcher announces the stop.
+        # Under torchrun, the launcher prints the message about the stop.
         self.announces = on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ
         self.run_folder = run_folder
         self.files: list[Path] = []
@@ -78,11 +84,13 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        if kind is None:  # after a failure, the file keeps the launcher from restarting
+        if (
+            kind is None
+        ):  # keep the file after a failure, so that the launcher does not restart the run
             self._remove_user_stop_file()
 
     def _stop_file_id(self) -> str:
-        """Returns a mark of the user's STOP file, by which a later one differs. Only rank 0 looks."""
+        """Returns names.stop_file_id of the user's STOP file on rank 0, and "" on other ranks."""
         return (
             retry_io(partial(stop_file_id, str(self.run_folder)), self.run_folder)
             if self.files
@@ -97,7 +105,7 @@ class StopRequest:
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
             if self.interrupted or not self.has_stepped:
-                raise KeyboardInterrupt  # the user does not want to wait, or there is nothing to save
+                raise KeyboardInterrupt  # a second Ctrl-C, or the first one with nothing to save
             self.interrupted = True
         if not self.reason:
             self.reason = signal.Signals(number).name
@@ -109,7 +117,7 @@ class StopRequest:
                 )
 
     def handle_record(self, record: dict) -> None:
-        """Passes a record of the metrics on to the caller. Rank 0 calls it."""
+        """Passes an entry of metrics.jsonl to the caller's function. Only rank 0 calls it."""
         if self.on_record and self.on_record(record):
             self.reason = self.reason or "on_record"
 
@@ -131,6 +139,7 @@ def _read_reason(file: Path) -> str:
     try:
         content, _ = read_once(file)
     except OSError as error:
-        # There is no file, or the storage has a transient error. Anything else of this name is a request too.
+        # A missing file and a transient error of the storage are not requests. Anything else of this name is one, for
+        # example a folder.
         return "" if error.errno in (*NOT_THERE, *MAY_PASS) else "STOP file"
     return " ".join(content.decode(errors="replace").split())[:80] or "STOP file"

@@ -1,4 +1,4 @@
-"""Validates the model in training: its loss, and texts that it writes."""
+"""Validates the model during training: computes its loss, and generates texts."""
 
 import math
 import time
@@ -23,18 +23,18 @@ from mamba_fsdp.trainer.setup import TrainContext
 from mamba_fsdp.trainer.starting_point import SAMPLE_LENGTH
 from mamba_fsdp.trainer.stopping import StopRequest
 
-MAX_DECODED_TOKENS = 1 << 22  # tokens, which takes seconds
+MAX_DECODED_TOKENS = 1 << 22  # decoding this many tokens takes a few seconds
 
 
 class LossSums(NamedTuple):
-    """The sums of an evaluation."""
+    """The sums over the tokens of an evaluation."""
 
-    nats: float  # the weighted losses of the tokens
-    weight: float
-    tokens: float
+    nats: float  # weighted sum of the token losses
+    weight: float  # sum of the weights
+    tokens: float  # number of tokens
 
     def measure(self, size: float) -> LossMeasure:
-        """Returns the weighted mean, for a text of `size` bytes; 0: not known. Raises UserError if no token counts."""
+        """Returns the weighted mean. size: the bytes of the text, 0 if unknown. Raises UserError if the sum of weights is 0."""
         if not self.weight:
             raise UserError(
                 "no token of the data counts in the loss; choose other data (in a training run: "
@@ -46,9 +46,11 @@ class LossSums(NamedTuple):
 
 
 def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: StopRequest) -> bool:
-    """Returns True once the validation losses of the current step are reported, of all data and of each source, or False
-    if a request to stop ended the validation early. Raises UserError on all ranks for a loss that is not finite, once the
-    save under way, of an earlier step, has ended."""
+    """Validates the model after the current step, and reports the losses of all data and of each source.
+
+    All ranks call it. Returns False if a request to stop ended the validation early, otherwise True. If the loss is not
+    finite, waits for the save in progress, because it is of an earlier step, and raises UserError on all ranks.
+    """
     world = context.world
     step = context.state.step
     seq_length = context.settings.data.seq_length
@@ -95,10 +97,10 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
 def measure_sources(
     sums: dict[str, LossSums], sizes: dict[str, float]
 ) -> tuple[LossMeasure, dict[str, LossMeasure]]:
-    """Returns the measures of all data together and of each source that has tokens that count.
+    """Returns (result for all data, {source: result}). Sources without any weight are left out.
 
-    sizes: the bytes of each source's text; 0: not known, in which case the total is not known either. Raises UserError if no token
-    counts.
+    sizes: {source: bytes of its text}, 0 if unknown. If one of them is unknown, so is the total. Raises UserError if the
+    sum of all weights is 0.
     """
     whole = LossSums(*(sum(column) for column in zip(*sums.values())))
     size = sum(sizes.values()) if all(sizes.values()) else 0.0
@@ -110,8 +112,11 @@ def measure_sources(
 
 
 def _count_predicted_bytes(context: TrainContext, limit: int) -> dict[str, float]:
-    """Returns the bytes of each source's text that a validation predicts, estimated from at most MOST_DECODED tokens;
-    0 if the source has no tokenizer, or if the loss is weighted. limit: windows of each source; 0: all."""
+    """Returns {source: bytes of the text that a validation predicts}, estimated from at most MAX_DECODED_TOKENS tokens.
+
+    The value is 0 if the source does not have a tokenizer, or if the loss is weighted. limit: the maximum number of windows
+    of each source; 0 means all.
+    """
     data = context.settings.data
     length = data.seq_length
     sizes = dict.fromkeys(context.data.validation, 0.0)
@@ -127,7 +132,7 @@ def _count_predicted_bytes(context: TrainContext, limit: int) -> dict[str, float
 
 
 def _batches(context: TrainContext, source: Source, limit: int) -> Iterator[Batch]:
-    """Returns this rank's batches of a source. limit: windows; 0: all."""
+    """Yields this rank's batches of a source. limit: the maximum number of windows; 0 means all."""
     return evaluation_batches(
         source,
         str(source.path),
@@ -141,12 +146,12 @@ def _batches(context: TrainContext, source: Source, limit: int) -> Iterator[Batc
 
 @torch.no_grad()
 def write_samples(context: TrainContext) -> list[str]:
-    """Returns, on rank 0, each prompt with the text that the model writes after it, always its likeliest token. Other
-    ranks get an empty list.
+    """Generates a text for each prompt by greedy decoding. Returns the prompts with their continuations on rank 0, and an
+    empty list on other ranks.
 
-    All ranks call it and compute the same. The number of forward passes is fixed, because each of them gathers weights
-    from all ranks. Nothing is drawn at random. The tokens keep their shape, so that compiled code is made for it once;
-    the zeros after a text have no influence on its next token.
+    All ranks call it and compute the same. The number of forward passes is fixed, because all ranks must take part in each
+    of them to gather the weights. The shape of the tokens is constant, so that the code is compiled only once. The padding
+    after a text does not influence its next token, because the model is causal.
     """
     prompts = context.data.prompts
     if not prompts:
@@ -168,7 +173,7 @@ def write_samples(context: TrainContext) -> list[str]:
 
 
 def batch_loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Returns the sum of the token losses (nats) of one micro-batch."""
+    """Runs the model on one micro-batch. Returns the weighted sum of its token losses in nats, 0-dim."""
     progress.touch()
     return module(
         batch.tokens,
@@ -186,12 +191,14 @@ def sum_losses(
     world: World,
     is_stopped: Callable[[int], bool] | None = None,
 ) -> LossSums | None:
-    """Returns the sums over the batches of all ranks, or None if it was stopped.
+    """Evaluates a model. Returns the sums over the batches of all ranks; None if the evaluation was stopped.
 
-    module: returns the weighted sum of the token losses. is_stopped: is called with the tokens that
-    this rank has read, and stops the evaluation if it returns True. All ranks must have the same
-    number of batches, since each forward pass gathers weights. No part of a model has another mode for
-    training."""
+    module: returns the weighted sum of the token losses of a batch. batches: all ranks must have the same number of them,
+    because all take part in each forward pass. is_stopped: a function that gets the number of tokens that this rank has
+    read so far; if it returns True, the evaluation stops.
+
+    The module is not switched to evaluation mode, because no layer behaves differently in training.
+    """
     nats = 0.0
     weight = 0.0
     tokens = 0.0

@@ -1,5 +1,4 @@
-"""Watches a rank: one that makes no progress prints its stacks and ends the job, instead of hanging
-until the time limit."""
+"""Ends a rank that makes no progress, after printing its stacks, so that the job does not hang until its time limit."""
 
 import contextlib
 import faulthandler
@@ -17,7 +16,7 @@ from mamba_fsdp.this_process import progress, write_torchrun_error
 def watchdog(minutes: float, rank: int) -> Iterator[None]:
     """Ends the process with exit code 1 if it makes no progress for `minutes` inside the block.
 
-    It first prints the stacks of all threads to stderr. See `Progress` for what counts as progress.
+    It first prints the stacks of all threads to stderr. `Progress.touch` reports progress.
     """
     ended = threading.Event()
     thread = threading.Thread(
@@ -37,7 +36,7 @@ def _watch(minutes: float, rank: int, ended: threading.Event) -> None:
     looked = time.monotonic()
     while not ended.wait(interval):
         if time.monotonic() - looked > 5 * interval:
-            # This process was suspended, for example by Ctrl-Z, and so was its work.
+            # This process was suspended, for example by Ctrl-Z. Its work was suspended as well, so it is not stuck.
             progress.touch_for_peer()
         looked = time.monotonic()
         if looked - progress.last > minutes * 60:

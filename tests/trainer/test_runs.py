@@ -179,7 +179,7 @@ def test_starting_from_another_run(train, tmp_path):
         ({"eval_prompts": "{tmp_path}/blank.txt"}, "blank.txt: no prompt is there"),
         ({"eval_prompts": "w1 w2\n" * 400}, "400 prompts of up to 2 tokens, with 50 after"),
         ({"eval_prompts": "w1", "context_parallel": 2}, "share sequences .* can't"),
-        ({"eval_prompts": "w1", "use_dummy_dataset": True}, "there is no data to validate on"),
+        ({"eval_prompts": "w1", "use_dummy_dataset": True}, "the run has no validation data"),
         ({"eval_prompts": "w1", "dataset_path": "{corpus}"}, "the store has no tokenizer"),
     ],
 )

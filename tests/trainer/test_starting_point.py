@@ -16,7 +16,7 @@ def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("run")
     given = {"load_ckpt_path": f"../{tmp_path.name}/link/", "resuming_dataset": True}
     assert "steps " in train("run", dry_run=True, **given) and not (tmp_path / "run").exists()
-    assert "starting   afresh" in train("run", num_steps=1, **given)
+    assert "starting   from random weights" in train("run", num_steps=1, **given)
     said = train("run", num_steps=2, **given)
     assert "resumes    from run/checkpoints/step_00000001, step 1\n" in said
     assert "starting" not in said
@@ -44,7 +44,7 @@ def test_checkpoints_on_another_disk_than_the_run_are_refused(train, tmp_path):
     (tmp_path / "run").mkdir()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
         (tmp_path / "run/checkpoints").symlink_to(other)
-        with pytest.raises(UserError, match="checkpoints lies on another disk"):
+        with pytest.raises(UserError, match="checkpoints is on another disk"):
             train(tmp_path / "run", num_steps=1)
 
 

@@ -475,4 +475,4 @@ def test_a_vocabulary_that_is_not_given_is_the_data_s_and_stays_the_run_s(answer
     assert "resumes    from runs/train" in said
     assert "vocab_size: 300\n" in (folder / "runs/train/config.yaml").read_text()
     code, said = answers(f"{FREE} --dataset_path=large --save_ckpt_path=runs/large")
-    assert code == 0 and re.search("vocab_size=[0-9]+, as the data has, instead of 4096", said)
+    assert code == 0 and re.search("vocab_size=[0-9]+, the size in the data, instead of 4096", said)

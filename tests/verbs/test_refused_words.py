@@ -71,7 +71,7 @@ REFUSED = {
         "": "name at least one run",
         "nowhere": f"nowhere{NO_SUCH_PLACE}",
         "empty": "empty: an empty folder, not a run",
-        "run": "nothing is recorded yet",
+        "run": "metrics.jsonl has no entries yet",
         "runs/demo --out=a.txt/report.html": "a.txt: can't be written",
     },
     "preflight": {
