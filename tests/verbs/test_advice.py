@@ -308,7 +308,7 @@ FOLLOWED = {
         "evaluate runs/demo out/train --limit=2",
     ),
     "generate runs/notok --prompt=def --length=2": (
-        r"name one: (--tokenizer)=PATH",
+        r"give one with (--tokenizer)=PATH",
         "+ {0}=runs/demo",
     ),
     "generate runs": (r"as in (\S+)", "generate {0} --prompt=def --length=2"),
