@@ -1,4 +1,4 @@
-"""Decoding: the likeliest continuation, and drawing that obeys its settings."""
+"""Decoding: the most likely continuation, and random drawing with its options."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.support.models import small_model
 pytestmark = pytest.mark.torch22
 
 
-def test_prompts_of_several_lengths_share_a_batch_and_are_continued_by_the_likeliest():
+def test_prompts_of_several_lengths_share_a_batch_and_continue_with_the_most_likely_tokens():
     model = small_model("everything")
     prompts = torch.tensor([[3, 1, 4, 1, 5], [9, 2, -1, -1, -1], [6, 0, 3, 5, -1]])
     steps = torch.stack(list(generate(model, prompts, length=4, temperature=0)), dim=1)
@@ -23,7 +23,7 @@ def test_prompts_of_several_lengths_share_a_batch_and_are_continued_by_the_likel
 
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(20_000, 1)
-SHARES = [  # how it is drawn, and the tokens' shares then
+SHARES = [  # arguments of `draw`, and the expected frequency of each token
     ({}, [0.5, 0.3, 0.15, 0.05]),
     ({"top_k": 2}, [0.625, 0.375, 0, 0]),
     ({"top_p": 0.7}, [0.625, 0.375, 0, 0]),
@@ -36,7 +36,7 @@ SHARES = [  # how it is drawn, and the tokens' shares then
 
 
 @pytest.mark.parametrize("how, shares", SHARES)
-def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(how, shares):
+def test_draw_respects_top_k_and_top_p_and_follows_the_probabilities(how, shares):
     settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **how}
     drawn = draw(LOGITS, **settings, generator=torch.Generator().manual_seed(0))
     found = drawn.bincount(minlength=4) / len(drawn)
@@ -44,7 +44,7 @@ def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(how, sha
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_nothing_is_drawn_from_logits_that_are_not_finite(value):
+def test_logits_that_are_not_finite_are_an_error(value):
     logits = torch.zeros(2, 99)
     logits[1, 70] = value
     for temperature in (0, 1):
@@ -52,7 +52,7 @@ def test_nothing_is_drawn_from_logits_that_are_not_finite(value):
             draw(logits, temperature, 0, 1.0, torch.Generator())
 
 
-def test_any_token_may_be_drawn_but_the_padding_of_the_vocabulary():
+def test_padding_tokens_of_the_vocabulary_are_never_drawn():
     model = small_model("mamba1")
     with torch.no_grad():
         model.lm_head.weight[50:] = 100 * torch.sign(model.lm_head.weight[:6])

@@ -1,4 +1,4 @@
-"""What `evaluate` measures: sliding windows, words and bytes, several ranks, JSON."""
+"""`evaluate`: sliding windows, counts of words and bytes, several ranks, JSON."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch22
 
 @pytest.fixture
 def run(in_user_folder, answer):
-    """run(*words) -> (exit code, stdout, stderr) of evaluate."""
+    """run(*arguments) -> (exit code, stdout, stderr) of evaluate."""
     return partial(answer, evaluate)
 
 
@@ -36,13 +36,13 @@ def model(in_user_folder):
 
 @pytest.mark.parametrize("stride", [32, 20, 7])
 @torch.no_grad()
-def test_each_token_is_scored_once_with_at_least_window_less_stride_before_it(model, stride):
+def test_each_token_is_scored_once_with_enough_context(model, stride):
     window = 32
     store = TokenStore(STORE)
     tokens = torch.from_numpy(store.read(0, store.token_count).tokens.astype(np.int64))
     total = 0.0
     scored = 1  # the first token is never predicted
-    # As transformers' page on the perplexity of long texts does it:
+    # This is the method of transformers' documentation about the perplexity of fixed-length models.
     for start in range(0, len(tokens), stride):
         end = min(start + window + 1, len(tokens))
         logits = model.network(tokens[None, start : end - 1])[0].float().log_softmax(-1)
@@ -58,8 +58,8 @@ def test_each_token_is_scored_once_with_at_least_window_less_stride_before_it(mo
     assert found.loss == pytest.approx(total / found.tokens, rel=1e-5)
 
 
-def test_words_and_bytes_are_those_of_the_predicted_text(model, monkeypatch):
-    """Whatever the windows, and the pieces that are decoded at a time."""
+def test_words_and_bytes_are_counted_in_the_predicted_text(model, monkeypatch):
+    """The counts do not depend on the windows, nor on how many tokens are decoded at a time."""
     whole = mamba_fsdp.evaluate(model, STORE, seq_length=32)
     store = TokenStore(STORE)
     decode = load_words(model.tokenizer_path).decode
@@ -72,12 +72,12 @@ def test_words_and_bytes_are_those_of_the_predicted_text(model, monkeypatch):
     monkeypatch.setattr(text, "DECODED_AT_ONCE", store.token_count // 3)
     again = mamba_fsdp.evaluate(model, STORE, seq_length=32, stride=8)
     assert again.bytes == whole.bytes and again.loss != whole.loss
-    assert whole.words <= again.words <= whole.words + 3  # one document, cut in words
+    assert whole.words <= again.words <= whole.words + 3  # a single document, split into words
     windows = mamba_fsdp.evaluate("runs/demo", STORE, seq_length=32, stride=8, limit=9)
     assert windows.tokens == 32 + 8 * 8 and windows.words < whole.words
 
 
-def test_data_of_another_tokenizer_or_vocabulary_is_refused(model, run, tmp_path):
+def test_data_with_another_tokenizer_or_vocabulary_is_an_error(model, run, tmp_path):
     export.main("runs/demo", str(tmp_path / "theirs"), export.ExportConfig())
     tokenizer.train(["def other words"], 257).save(tmp_path / "theirs")
     code, _, err = run(tmp_path / "theirs", STORE)
@@ -90,7 +90,7 @@ def test_data_of_another_tokenizer_or_vocabulary_is_refused(model, run, tmp_path
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_numbers_of_one(in_user_folder, run):
+def test_two_ranks_give_the_same_numbers_as_one(in_user_folder, run):
     words = [str(in_user_folder / "runs/demo"), str(in_user_folder / STORE)]
     words += ["--seq_length=16", "--stride=5", "--batch_size=2", "--limit=40", "--json"]
     _, alone, _ = run(*words)

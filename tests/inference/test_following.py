@@ -1,4 +1,4 @@
-"""evaluate --follow: each checkpoint of a run once, beside its training."""
+"""evaluate --follow: evaluates each checkpoint of a run once while it trains."""
 
 import io
 import shutil
@@ -22,7 +22,7 @@ def commit(run, step, *marks):
 
 @pytest.fixture
 def follow(tmp_path, monkeypatch):
-    """follow(way, {step: what happens when it is measured}) -> (the steps that were measured, what is told)."""
+    """follow(method, {step: function to call during its evaluation}) -> (the steps that were evaluated, the output)."""
     monkeypatch.setattr(following, "POLL_SECONDS", 0.0)
 
     def follow_here(way, happens):
@@ -41,8 +41,9 @@ def follow(tmp_path, monkeypatch):
     return follow_here
 
 
-def test_each_checkpoint_is_measured_once_until_the_run_is_finished(follow, tmp_path):
-    """One that the run removes meanwhile is passed over; a broken one is not. An interrupted command resumes."""
+def test_each_checkpoint_is_evaluated_once_until_the_run_is_finished(follow, tmp_path):
+    """A checkpoint that the run removes during its evaluation is skipped; a broken checkpoint is an error. An
+    interrupted command resumes."""
 
     def removes_one():
         shutil.rmtree(tmp_path / "checkpoints" / step_name(2))
@@ -71,15 +72,16 @@ def test_each_checkpoint_is_measured_once_until_the_run_is_finished(follow, tmp_
     assert lines[0]["evaluated"] == {"data/loss": 1.0}
 
 
-def test_of_a_run_that_keeps_some_those_and_the_last_are_measured(follow, tmp_path):
+def test_only_kept_checkpoints_and_the_last_one_are_evaluated(follow, tmp_path):
     for step, *marks in ((1,), (2, "KEEP"), (3,), (4, "KEEP"), (5,)):
         commit(tmp_path, step, *marks)
     write_status(tmp_path, "finished", 5)
     assert follow("a", {})[0] == [2, 4, 5]
 
 
-def test_what_changes_the_numbers_is_measured_again(in_user_folder, call, tmp_path):
-    """Another store, even if its file has the same name; other content of a store; any option but those of speed."""
+def test_a_change_of_method_evaluates_again(in_user_folder, call, tmp_path):
+    """The method changes with the path of the store, its content, and all options except the ones that only affect the
+    speed."""
     stores = tmp_path / "x" / "y", tmp_path / "x_y"
     for store in stores:
         shutil.copytree(in_user_folder / "data/builtin/validation", store)

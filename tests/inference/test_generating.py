@@ -1,4 +1,4 @@
-"""The text of a model as it comes, in whole characters."""
+"""Generated text is yielded as soon as a character is complete."""
 
 from types import SimpleNamespace
 
@@ -12,9 +12,9 @@ from mamba_fsdp.inference import decoding, generate
 pytestmark = pytest.mark.torch22
 
 
-def test_a_character_of_several_tokens_waits_until_it_is_whole(monkeypatch, tmp_path):
-    """The end of a document, and what is cut off within a character, are no text."""
-    train(["aaa"], 257).save(tmp_path)  # its tokens are bytes
+def test_a_character_of_several_tokens_is_yielded_when_it_is_complete(monkeypatch, tmp_path):
+    """The end-of-document token and an incomplete last character are not part of the text."""
+    train(["aaa"], 257).save(tmp_path)  # each token is a byte
     letters = load_words(tmp_path)
     model = SimpleNamespace(network=torch.nn.Linear(1, 1), tokenizer_path=tmp_path)
     for text, pieces in (
@@ -31,7 +31,7 @@ def test_a_character_of_several_tokens_waits_until_it_is_whole(monkeypatch, tmp_
         next(generate.generate(model, generate.GenerationConfig("x" * 99 + "\udcef")))
 
 
-def test_words_without_transformers_are_those_of_transformers(in_user_folder):
+def test_text_without_transformers_equals_text_with_transformers(in_user_folder):
     from transformers import AutoTokenizer
 
     text = "def naïve 日本<|endoftext|>x"

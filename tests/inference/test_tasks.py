@@ -1,4 +1,4 @@
-"""evaluate --tasks: lm-eval's tasks on our models, held to lm-eval's own hf model on their exports."""
+"""evaluate --tasks: compares results of lm-eval on our models with lm-eval's hf model on their exports."""
 
 import importlib.metadata
 import json
@@ -33,7 +33,7 @@ TASKS = {
     },
     "ours_until": {
         "output_type": "generate_until",
-        "doc_to_text": "def return {{text}}",  # hf has no answer to an empty prompt
+        "doc_to_text": "def return {{text}}",  # lm-eval's hf model does not support an empty prompt
         "doc_to_target": "{{choices[0]}}",
         "generation_kwargs": {"until": ["\n", "line_1"], "max_gen_toks": 20},
         "metric_list": [{"metric": "exact_match"}],
@@ -54,7 +54,7 @@ def text_of(draw, words):
 
 @pytest.fixture(scope="session")
 def task_files(tmp_path_factory):
-    """A folder with three tasks, whose questions have lengths from nothing to more than a window."""
+    """Returns a folder with three tasks. Their questions are between empty and longer than a window."""
     folder = tmp_path_factory.mktemp("tasks")
     draw = random.Random(0)
     lines = []
@@ -74,20 +74,20 @@ def task_files(tmp_path_factory):
         common = {"task": name, "dataset_path": "json", "dataset_kwargs": data}
         splits = {"test_split": "test", "fewshot_split": "test"}
         described = {"doc_to_text": "{{text}}", **common, **splits, **task}
-        (folder / f"{name}.yaml").write_text(json.dumps(described))  # which YAML holds
+        (folder / f"{name}.yaml").write_text(json.dumps(described))  # the YAML file contains it
     return folder
 
 
 @pytest.fixture
 def run(in_user_folder, answer, task_files, monkeypatch):
-    """run(*words) -> (exit code, stdout, stderr) of evaluate, where lm-eval knows the three tasks alone: to read its
-    own takes seconds."""
+    """run(*arguments) -> (exit code, stdout, stderr) of evaluate. lm-eval knows only the three tasks, because reading
+    its own tasks takes seconds."""
     monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_defaults=False))
     return partial(answer, evaluate)
 
 
 def answers(model, task_files, **options):
-    """{(task, question): what lm-eval got as answers}, the numbers in a list."""
+    """Returns {(task, question): the answers of the model}. Numbers are in a list."""
     manager = TaskManager(include_path=str(task_files), include_defaults=False)
     options |= {"tasks": list(TASKS), "task_manager": manager, "bootstrap_iters": 0}
     found = lm_eval.simple_evaluate(model, **options)
@@ -108,10 +108,10 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_hf_on_the_export(in_user_folder, task_files, project):
-    """Whatever the size of a batch. lm-eval finds the class by its name, as a release with plugins will: by the entry
-    point, which the registry of 0.4.13 takes when it is told."""
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+def test_answers_equal_the_hf_model_on_the_export(in_user_folder, task_files, project):
+    """The answers do not depend on the batch size. lm-eval finds the class by its name: the test registers the entry
+    point as a release of lm-eval with plugins does."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.10 does not have it
     groups = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"]
     ((name, value),) = groups["lm_eval.models"].items()
     point = importlib.metadata.EntryPoint(name, value, "lm_eval.models")
@@ -124,7 +124,7 @@ def test_answers_are_those_of_hf_on_the_export(in_user_folder, task_files, proje
     assert_same(ours, answers("hf", batch_size=3, model_args=words, **how))
 
 
-def test_its_arguments_are_those_of_hf(in_user_folder):
+def test_the_arguments_are_named_like_hf(in_user_folder):
     usual = MambaFSDP("runs/demo")
     assert (usual.max_length, usual.batch_size) == (2048, 8)
     usual.tokenizer.bos_token = "x"
@@ -147,7 +147,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes_are_a_line(run, task_files, words):
+def test_mistakes_are_errors_of_one_line(run, task_files, words):
     tokenizer.train(map(str, range(3000)), 400).save(Path("of_400"))
     Path("number").mkdir(exist_ok=True)
     Path("number", "a.yaml").write_text("task: 5")
@@ -159,7 +159,7 @@ def test_mistakes_are_a_line(run, task_files, words):
     assert code == 2 and MISTAKES[words] in err.splitlines()[-1]
 
 
-def test_what_is_told_and_kept(run, task_files):
+def test_results_are_printed_and_written(run, task_files):
     words = [f"--tasks={','.join(TASKS)}", f"--include_path={task_files}", f"--seq_length={WINDOW}"]
     code, out, err = run("runs/demo", *words, "--limit=3", "--num_fewshot=2")
     assert code == 0
@@ -182,7 +182,7 @@ def test_what_is_told_and_kept(run, task_files):
     assert code == 0 and line["step"] == 4 and "\ncomplete   runs/demo is finished" in out
 
 
-def test_without_lm_eval_a_line_says_how_to_install_it(run, monkeypatch, project):
+def test_without_lm_eval_the_error_explains_how_to_install_it(run, monkeypatch, project):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, _, err = run("runs/demo", "--tasks=hellaswag")
     assert code == 2 and len(err.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""A model's description: its layers, the sizes that follow from others, and what can't be built, which is said."""
+"""ModelConfig: patterns of layers, sizes that are derived from others, and errors for models that can't be built."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("values, said", REFUSED, ids=str)
-def test_what_can_not_be_built_is_refused_with_its_file(values, said):
+def test_models_that_can_not_be_built_are_errors_that_name_the_file(values, said):
     with pytest.raises(UserError) as refused:
         parse_model_config(Path("config.json"), values)
     assert str(refused.value).startswith("config.json: ") and said in str(refused.value)
@@ -65,12 +65,12 @@ def test_what_can_not_be_built_is_refused_with_its_file(values, said):
     ],
     ids=str,
 )
-def test_what_can_be_built_is_taken(values):
+def test_valid_models_are_accepted(values):
     assert parse_model_config(Path("config.json"), values) == ModelConfig(**values)
 
 
-def test_what_a_number_is_at_least():
-    """Nothing is below 1, except where 0 means that another setting decides."""
+def test_sizes_have_lower_bounds():
+    """Sizes must be at least 1, or 0 where 0 means that the size is derived from other settings."""
     least = {"vocab_size": 2, "d_conv": 2, "rotary_dim": -1}
     for name, leaf in FIELDS.items():
         if leaf.type is int:
@@ -80,8 +80,8 @@ def test_what_a_number_is_at_least():
                 parse_model_config(Path("config.json"), {name: lowest - 1})
 
 
-def test_sizes_that_follow_from_others():
-    """However they are written, equal models have equal structures."""
+def test_sizes_that_are_derived_from_others():
+    """Two configs of the same model have equal structures, even if one of them gives derived sizes explicitly."""
     short = ModelConfig(layers="mamba1+mlp,attention", d_model=200, vocab_size=4090, n_head=10)
     sizes = dict(dt_rank=13, d_ssm=400, d_intermediate=640, vocab_size=4096)
     rotation = dict(head_dim=20, rotary_dim=20)

@@ -1,4 +1,5 @@
-"""With reset_at_documents nothing of one document reaches another, forward or backward, in any family."""
+"""With reset_at_documents, documents do not influence each other in any family, neither in the forward nor in the
+backward pass."""
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ from mamba_fsdp.ops import cpp
 from tests.support.models import BACKENDS, FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
-# tokens of three documents in a row: the second begins with a chunk of every operator, the third within one
+# The lengths of three documents in a row. The second document begins at the start of a chunk of every operator, the
+# third within a chunk.
 A = 64
 B = 31
 C = 17
@@ -27,7 +29,7 @@ FORM_NAMES = [
 
 
 def middle_logits_and_gradients(model, tokens, seq_idx):
-    """Logits of document B, and all gradients of the loss of its tokens."""
+    """Returns the logits of document B, and the gradients of all parameters for the loss of its tokens."""
     labels = torch.full_like(tokens, -100)
     labels[:, A : A + B - 1] = tokens[:, A + 1 : A + B]
     logits = model(tokens, seq_idx=seq_idx)[:, MIDDLE]
@@ -37,8 +39,9 @@ def middle_logits_and_gradients(model, tokens, seq_idx):
 
 @pytest.mark.parametrize("backend", FORM_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_documents_change_nothing_to_the_bit(family, backend):
-    """What A and C say changes neither B's logits, which are those of B alone, nor any gradient of B's loss."""
+def test_other_documents_change_no_bit_of_logits_and_gradients(family, backend):
+    """The logits of B and the gradients of its loss do not depend on the tokens of A and C. The logits are equal to the
+    logits of B alone."""
     model = small_model(family, reset_at_documents=True, backends=BACKENDS[backend])
     tokens = some_tokens(2, A + B + C)
     changed = some_tokens(2, A + B + C, seed=1)
@@ -48,13 +51,13 @@ def test_other_documents_change_nothing_to_the_bit(family, backend):
     assert torch.equal(logits, same_logits)
     torch.testing.assert_close(logits, model(tokens[:, MIDDLE]), rtol=1e-4, atol=1e-4)
     for (name, _), gradient, same in zip(model.named_parameters(), gradients, same_gradients):
-        if name == "backbone.embedding.weight":  # its rows collect zeros in another order
+        if name == "backbone.embedding.weight":  # rows of other tokens add zeros in another order
             torch.testing.assert_close(gradient, same, rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(gradient, same), name
 
 
-def test_a_model_without_the_setting_refuses_boundaries():
-    """Rather than to train on documents that it does not keep apart."""
+def test_a_model_without_the_setting_does_not_accept_seq_idx():
+    """Otherwise it would silently train across the boundaries of documents."""
     with pytest.raises(AssertionError, match="not built"):
         small_model("mamba1")(some_tokens(2, A + B + C), seq_idx=DOCUMENTS)

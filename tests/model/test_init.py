@@ -1,4 +1,5 @@
-"""Initial values: a function of (name, shape, config, seed, position) with the reference's distributions."""
+"""Initial values have the distributions of the reference, and depend only on the name, shape, config, seed and
+position."""
 
 import math
 import random
@@ -59,7 +60,8 @@ def uniform_between(value, low, high):
         ("backbone.layers.1.mixer.conv1d.weight", 4),
         ("backbone.layers.2.mixer.in_proj.weight", 256),
         ("lm_head.weight", 256),
-        # Into the residual stream: divided by sqrt(n_layer), and not by sqrt(2 n_layer) where there is an MLP too.
+        # Projections into the residual stream: divided by sqrt(n_layer), also in layers with an MLP (not by sqrt(2
+        # n_layer)).
         ("backbone.layers.0.mixer.out_proj.weight", 512 * 6),
         ("backbone.layers.1.mixer.out_proj.weight", 512 * 6),
         ("backbone.layers.2.mixer.out_proj.weight", 256 * 6),
@@ -84,7 +86,7 @@ def test_dt_is_log_uniform_between_a_thousandth_and_a_tenth(name):
     assert uniform_between(dt.log(), math.log(0.001), math.log(0.1))
 
 
-def test_the_constants():
+def test_constant_and_log_initial_values():
     assert torch.equal(
         value_of("backbone.layers.0.mixer.A_log")[7], torch.log(torch.arange(1.0, 17.0))
     )
@@ -94,7 +96,7 @@ def test_the_constants():
             assert (value_of(name) == 1).all(), name
 
 
-def test_a_part_is_that_of_the_whole():
+def test_a_slice_equals_the_slice_of_the_whole_parameter():
     choose = random.Random(0)
     for name, parameter in SPEC.items():
         whole = value_of(name).flatten()

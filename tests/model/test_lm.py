@@ -1,4 +1,4 @@
-"""The model as a whole: its loss, its precision, the backends of its operators, and how it is built."""
+"""The whole model: its loss, its precision, its construction and its compilation."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from mamba_fsdp.parallel.parallelize import compile_blocks
 from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
-# As of the models of each family that tests/interop holds to those of other libraries.
+# The losses of the models that tests/interop compares with other libraries.
 LOSSES = {
     "mamba1": 193.712954,
     "mamba2": 194.838038,
@@ -39,8 +39,8 @@ def assert_gradients_close(found, expected, tolerance):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_is_the_sum_of_cross_entropies_of_the_logits(family):
-    """Over the positions that count, and with the gradients that autograd finds through the logits. It stays what it
-    was."""
+    """The sum is over the positions that count. The gradients are equal to the gradients of cross_entropy through the
+    logits. The value has not changed."""
     model = small_model(family, compute_dtype=torch.float64).double()
     tokens = some_tokens(3, 20)
     labels = some_tokens(3, 20, seed=1)
@@ -59,7 +59,7 @@ def test_the_loss_is_the_sum_of_cross_entropies_of_the_logits(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_computes_near_fp32_and_keeps_the_residual_stream_in_it(family):
+def test_bf16_is_close_to_fp32_and_keeps_the_residual_stream_in_fp32(family):
     tokens = some_tokens(4, 33)
     exact, exact_gradients = loss_and_gradients(small_model(family), tokens)
     model = small_model(family, compute_dtype=torch.bfloat16)
@@ -71,13 +71,13 @@ def test_bf16_computes_near_fp32_and_keeps_the_residual_stream_in_it(family):
     assert {hidden.dtype for hidden, _ in residuals} == {torch.bfloat16}
     assert {residual.dtype for _, residual in residuals} == {torch.float32}
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
-    # Gated DeltaNet's norm divides by the size of what a query finds, which is small where q . k is.
+    # The norm of Gated DeltaNet divides by the size of its input, and this is small if q . k is small.
     tolerance = 0.3 if family == "gdn" else 0.1
     assert_gradients_close(gradients, exact_gradients, tolerance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_building_draws_nothing_and_needs_no_memory_on_meta(family):
+def test_the_constructor_draws_no_random_numbers_and_needs_no_memory_on_meta(family):
     config = FAMILIES[family]
     before = torch.get_rng_state()
     with torch.device("meta"):
@@ -94,11 +94,11 @@ def test_building_draws_nothing_and_needs_no_memory_on_meta(family):
 
 @pytest.mark.slow
 def test_compiled_blocks_compute_the_same(monkeypatch):
-    """The graphs and gradients that torch.compile makes, as --use_torch_compile does, of a block of each mixer with
-    document boundaries. Inductor, which needs half a minute for a block, compiles one in
-    tests/parallel/test_strategies.py."""
+    """Compiles a block of each mixer, with document boundaries, as --use_torch_compile does, but without Inductor: it
+    needs half a minute per block. tests/parallel/test_strategies.py compiles a block with Inductor."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()  # what other sizes have left makes these dynamic, which torch 2.2 compiles wrongly
+    # Earlier compilations with other sizes would make these sizes dynamic, and torch 2.2 compiles dynamic sizes wrongly.
+    torch._dynamo.reset()
     tokens = some_tokens(2, 40)
     seq_idx = (torch.arange(39) >= 13).int().expand(2, -1)
     model = small_model("everything", reset_at_documents=True)

@@ -1,5 +1,5 @@
-"""Mamba-3, as layers.py composes it of operators, against its definition in float64. Of the other mixers, tests/interop
-holds outputs and gradients to those of transformers and of mamba-ssm."""
+"""Compares Mamba-3, which layers.py composes of operators, with its definition in float64. tests/interop compares the
+other mixers with transformers and mamba-ssm."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CONFIGS = {
 
 
 def define_mamba3(layer, x):
-    """The recurrence of arXiv 2603.15569 position by position, of each head by itself, in complex numbers."""
+    """Computes the recurrence of arXiv 2603.15569 position by position and head by head, with complex numbers."""
     config = layer.config
     heads = config.n_ssm_head
     groups = config.ngroups
@@ -61,7 +61,7 @@ def define_mamba3(layer, x):
 
 
 @pytest.mark.parametrize("activation", CONFIGS)
-def test_equals_its_definition(activation):
+def test_mamba3_equals_its_definition(activation):
     layer = Mamba3(CONFIGS[activation], REFERENCE).double()
     generator = torch.Generator().manual_seed(5)
     for name, parameter in layer.named_parameters():

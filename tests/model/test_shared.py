@@ -1,4 +1,4 @@
-"""Ranks that share sequences compute their parts of them, in every family."""
+"""Context parallelism gives the same losses and gradients as one process, in every family."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What spec.py says of a model: the published sizes, FLOPs counted by hand, and what else follows from it."""
+"""spec.py: published numbers of parameters, FLOPs counted by hand, operator uses; and the names of presets."""
 
 import pytest
 
@@ -23,13 +23,14 @@ def test_presets_have_the_published_numbers_of_parameters(name):
 EACH = "mamba1+mlp,mamba2,mamba3,gdn,attention"
 
 
-def test_the_sizes_that_nobody_gives():
+def test_parameter_counts_of_the_defaults():
     assert parameter_count(ModelConfig()) == 990_848
     assert parameter_count(ModelConfig(layers=EACH, n_layer=5)) == 1_168_540
 
 
-def test_what_a_model_asks_of_its_operators():
-    """Sizes by which backends are passed over: channels, rows, and the elements of 10 tokens' widest projection."""
+def test_operator_uses_of_a_model():
+    """The sizes that decide whether a backend can be used: channels, rows, and the elements of the widest projection of
+    10 tokens."""
     uses = operator_uses(ModelConfig(layers=EACH, n_layer=5), "bf16", tokens=10)
     asked = {
         name: [(use.channels, use.rows) for use in found if use.channels or use.rows]
@@ -50,7 +51,8 @@ def test_what_a_model_asks_of_its_operators():
 
 
 def test_flops_by_hand_of_each_kind_of_layer():
-    """Forward multiply-adds per token, summed here by hand; times 2, and times 3 for the backward too."""
+    """Sums the multiply-adds per token of the forward pass by hand. They count twice as FLOPs, and three times because
+    of the backward pass."""
     vocabulary = dict(d_model=8, vocab_size=32, d_state=4, d_conv=4)
     head = 32 * 8
 
@@ -98,14 +100,13 @@ def test_flops_by_hand_of_each_kind_of_layer():
         ("mistralai/Mamba-Codestral-7B-v0.1", "mamba-codestral-7b"),
     ],
 )
-def test_names_that_users_know_mean_the_preset(spelling, name):
+def test_other_spellings_of_preset_names(spelling, name):
     assert preset(spelling) == {"model_name": name, **PRESETS[name]}
 
 
-def test_a_model_that_settings_have_changed_does_not_go_by_the_presets_name():
-    assert (
-        title(ModelConfig(**preset("mamba2-130m"), chunk_size=64)) == "mamba2-130m"
-    )  # which changes no result
+def test_the_title_of_a_changed_preset_is_custom():
+    # The chunk size does not change results.
+    assert title(ModelConfig(**preset("mamba2-130m"), chunk_size=64)) == "mamba2-130m"
     assert (
         title(ModelConfig(**{**preset("mamba2-130m"), "d_model": 512}))
         == "custom (from mamba2-130m)"
@@ -113,7 +114,7 @@ def test_a_model_that_settings_have_changed_does_not_go_by_the_presets_name():
     assert title(ModelConfig(n_layer=6)) == "custom (from demo)"
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_or_all():
+def test_an_unknown_preset_is_an_error_with_suggestions():
     with pytest.raises(UserError, match="did you mean mamba-130m"):
         preset("mamba-130")
     with pytest.raises(UserError, match="choose one of demo, mamba-130m, .*llama3_70b"):

@@ -1,4 +1,4 @@
-"""What differs between the stacks, as a run meets it."""
+"""Differences between versions of torch that change how a run behaves."""
 
 import os
 
@@ -9,8 +9,9 @@ from mamba_fsdp.parallel import compat
 
 
 @pytest.mark.torch22
-def test_a_deterministic_gpu_runs_no_attention_that_varies(monkeypatch):
-    """torch 2.2's flash attention adds with atomics; newer ones have a form that does not. Nor is scratch filled."""
+def test_deterministic_algorithms_exclude_flash_attention_of_torch_2_2(monkeypatch):
+    """The flash attention of torch 2.2 uses atomic additions; newer versions have a deterministic form. Empty tensors
+    are not filled either."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with compat.deterministic_algorithms(True):

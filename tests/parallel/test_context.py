@@ -1,5 +1,5 @@
-"""Sequences that ranks share: losses and gradients are those of one process with the whole sequences. On two ranks, of
-every family: tests/model/test_shared.py."""
+"""Context parallelism gives the losses and gradients of one process with whole sequences. tests/model/test_shared.py
+tests every family on two ranks."""
 
 from functools import partial
 
@@ -16,15 +16,17 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 
-# Where documents start in each of two rows: at a cut, one behind it, in the first token of a part, nowhere.
+# {length: positions at which documents start in each of two rows}. They cover starts at the boundary between two ranks,
+# directly after it, elsewhere, and a row without a start.
 STARTS = {2: ([1], [5]), 37: ([10, 11, 19, 36], [16, 20]), 64: ([16, 32, 47], [99])}
-# (family, length, with documents, how its blocks run), by the number of ranks. What the last ones change stays changed.
+# {number of ranks: [(family, length, with documents, how blocks run)]}. Recomputed and compiled cases must come last,
+# because they change the modules for the rest of the process.
 CASES = {
     3: [(family, 37, False, "eager") for family in ("everything", "mamba3", "hybrids")]
     + [("everything", 37, True, "eager"), ("hybrid", 37, True, "recomputed")],
     4: [(family, 2, True, "eager") for family in ("everything", "mamba3")],
 }
-COMPILED = [("hybrid", 64, True, "compiled")]  # its first block
+COMPILED = [("hybrid", 64, True, "compiled")]  # only the first block is compiled
 
 
 def whole_batch(length, documents):
@@ -61,7 +63,7 @@ def loss_and_gradients(model, batch):
 
 
 def errors(world, cases):
-    """The largest relative error of each case."""
+    """Returns the largest relative error of each case."""
     settings = TrainConfig()
     settings = settings.changed(context_parallel=world.size)
     context = ContextGroup.of(world, world.size)
@@ -101,8 +103,9 @@ def errors(world, cases):
     ],
     ids=["3 ranks", "4 ranks", "compiled"],
 )
-def test_parts_come_to_the_whole(size, cases):
-    """Of lengths that no number of ranks divides, of fewer positions than ranks, with cuts anywhere in a document."""
+def test_shared_sequences_give_the_loss_and_gradients_of_whole_ones(size, cases):
+    """The cases include lengths that the number of ranks does not divide, fewer positions than ranks, and documents
+    that start anywhere."""
     for error_of in run_ranks(size, errors, cases):
         for case, error in error_of.items():
             assert error < 1e-12, case

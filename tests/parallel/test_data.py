@@ -1,4 +1,4 @@
-"""The token stores of a run on several ranks: who looks at their files at its start."""
+"""On several ranks, only rank 0 opens all files of the token stores when a run starts."""
 
 import os
 import sys
@@ -16,8 +16,8 @@ from tests.support.tiny import TINY, resolved
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 
 
-def opened_at_start(world, settings):
-    """Files of the store that this rank has opened until it could train."""
+def files_opened_at_start(world, settings):
+    """Returns the files of the store that this rank has opened before training starts."""
     opened = []
 
     def notice(event, arguments):
@@ -35,14 +35,14 @@ def opened_at_start(world, settings):
     return sorted(opened)
 
 
-def test_one_rank_looks_at_all_files_at_the_start(tmp_path):
-    """The others do when they read."""
+def test_only_rank0_opens_the_files_of_a_store_at_the_start(tmp_path):
+    """The other ranks open a file when they read from it."""
     how = dict(vocab_size=64, eos=0, tokenizer="none", shard_tokens=100)
     store = write_store(tmp_path / "store", [range(1, 10)] * 40, **how)
     places = {"dataset_path": store.path, "save_ckpt_path": tmp_path / "run"}
     unvalidated = {"validation_path": "none", "eval_interval": 0, "eval_batches": -1}
     settings = resolved(**TINY | places | unvalidated)
     files = [f"{number:05d}.{suffix}" for number in range(4) for suffix in ("bin", "doc")]
-    first, second = run_ranks(2, opened_at_start, settings)
-    index = first.count("index.json")  # its first bytes tell that it is a store
+    first, second = run_ranks(2, files_opened_at_start, settings)
+    index = first.count("index.json")  # it is opened several times
     assert first == [*sorted(files), *["index.json"] * index] and second == []

@@ -1,4 +1,4 @@
-"""Every strategy trains as one process does, and each rank holds, sends and recomputes what it should."""
+"""Every sharding strategy trains like one process. Memory, precision and recomputation are as configured."""
 
 import dataclasses
 import functools
@@ -72,13 +72,14 @@ COMPILED = [(FSDP | RECOMPUTING | {"use_torch_compile": True, "config": ONE_LAYE
     [
         (2, HAS_FSDP2, TWO),
         pytest.param(4, HAS_FSDP2, FOUR, marks=pytest.mark.slow),
-        pytest.param(4, False, FOUR, marks=pytest.mark.slow),  # as torch 2.2 has it alone
+        pytest.param(4, False, FOUR, marks=pytest.mark.slow),  # the only one in torch 2.2
         pytest.param(2, HAS_FSDP2, COMPILED, marks=pytest.mark.slow),
     ],
     ids=["2 ranks", "4 ranks", "FSDP1", "compiled"],
 )
 def test_every_strategy_trains_as_one_process_does(ranks, has_fsdp2, cases):
-    """Losses, gradient norms, weights and optimiser state don't depend on ranks, strategy or micro-batches."""
+    """Losses, gradient norms, weights and optimizer state do not depend on the number of ranks, the strategy or the
+    number of micro-batches."""
     for results in run_ranks(ranks, trajectories, has_fsdp2, cases):
         for (how, _), (records, tensors) in zip(cases, results):
             like = {name: how[name] for name in ("optimizer", "config") if name in how}
@@ -89,8 +90,9 @@ def test_every_strategy_trains_as_one_process_does(ranks, has_fsdp2, cases):
             )
 
 
-def in_half_precision(world, how):
-    """(loss and gradient norm of a step in bf16, the dtypes of a mixer's weights in its forward pass, those kept)"""
+def step_in_half_precision(world, how):
+    """Takes a step in bf16. Returns its loss, its gradient norm, the dtypes of a mixer's weights in the forward pass by
+    name, and the dtypes of stored weights and gradients."""
     parallel, optimizer = build(world, dtype=torch.bfloat16, **how)
     seen = {}
 
@@ -106,10 +108,11 @@ def in_half_precision(world, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how, gathered", [(DDP, torch.float32), (FSDP, torch.bfloat16)], ids=str)
-def test_a_step_in_bf16_is_near_that_in_fp32_and_its_recurrence_stays_fp32(how, gathered):
-    """Projections are in bf16 if they were gathered so. What is kept is in fp32."""
+def test_a_step_in_bf16_is_close_to_fp32_and_its_recurrence_stays_fp32(how, gathered):
+    """In the forward pass, projections have the dtype in which they were gathered. Stored weights and gradients are
+    fp32."""
     (loss, norm, _), *_ = one_process()[0]
-    for half_loss, half_norm, seen, kept in run_ranks(2, in_half_precision, how):
+    for half_loss, half_norm, seen, kept in run_ranks(2, step_in_half_precision, how):
         assert half_loss == pytest.approx(loss, rel=5e-3)
         assert half_norm == pytest.approx(norm, rel=3e-2)
         of_recurrence = dict.fromkeys(("A_log", "D", "dt_proj.bias"), torch.float32)
@@ -117,9 +120,9 @@ def test_a_step_in_bf16_is_near_that_in_fp32_and_its_recurrence_stays_fp32(how, 
         assert kept == {torch.float32}
 
 
-def poisoned(world, how, dtype):
-    """(whether it was applied, whether weights and moments stayed) of steps of which rank 1's loss is no number in the
-    second, infinite in the third, and has a gradient in the fourth of which the norm is infinite."""
+def train_with_bad_losses(world, how, dtype):
+    """Takes five steps. On rank 1, the loss is NaN in the second and infinite in the third; in the fourth, the norm of
+    the gradient is infinite. Returns (whether it was applied, whether weights and moments are unchanged) per step."""
     parallel, optimizer = build(world, dtype=dtype, **how)
     shards = parallel.shards(optimizer)
     found = []
@@ -133,17 +136,17 @@ def poisoned(world, how, dtype):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_on_one_rank_reaches_the_weights_of_none():
+def test_a_non_finite_loss_on_one_rank_changes_the_weights_of_no_rank():
     cases = [(DDP, torch.float32), (FSDP, torch.float32), (HSDP | MUON, torch.float32)]
     cases.append((FSDP, torch.float16))
-    for results in run_ranks(4, each, poisoned, *cases):
+    for results in run_ranks(4, each, train_with_bad_losses, *cases):
         for found, case in zip(results, cases):
             refused = [(False, True)] * 3
             assert found == [(True, False), *refused, (True, False)], case
 
 
-def share_held(world, how):
-    """How much of the tensors that sharding cuts lies on this rank."""
+def stored_fraction(world, how):
+    """Returns which fraction of the elements of sharded tensors this rank stores."""
     parallel, _ = build(world, **how)
     cut = [shard for shard in parallel.shards() if not shard.name.endswith(WHOLE)]
     held = sum(shard.data.numel() for shard in cut)
@@ -151,8 +154,8 @@ def share_held(world, how):
 
 
 @pytest.mark.parametrize("ranks, how, parts", [(3, FSDP, 3), (4, HSDP, 2)], ids=["fsdp", "hsdp"])
-def test_each_rank_holds_its_share(ranks, how, parts):
-    for share in run_ranks(ranks, share_held, how):
+def test_each_rank_stores_its_shard_only(ranks, how, parts):
+    for share in run_ranks(ranks, stored_fraction, how):
         assert share == pytest.approx(1 / parts, rel=0.1)
 
 
@@ -160,15 +163,15 @@ def test_each_rank_holds_its_share(ranks, how, parts):
     "share, expected",
     [("1", [1, 1, 1, 1, 1, 1]), ("1/2", [1, 0, 1, 0, 1, 0]), ("1/3", [0, 1, 0, 0, 1, 0])],
 )
-def test_the_chosen_share_of_blocks_recomputes(share, expected):
-    """Block i (from 1) recomputes when i * share reaches 0.5, 1.5, 2.5, ..."""
+def test_which_blocks_recompute(share, expected):
+    """Block i, counted from 1, recomputes if i * share reaches 0.5, 1.5, 2.5, ... there."""
     assert select_recomputed(6, Fraction(share)) == expected
 
 
-def test_torch_compile_gets_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatch):
-    """Tracing through the autograd functions of libraries breaks graphs or fails."""
+def test_the_loss_is_compiled_on_a_gpu_and_kernels_of_libraries_are_not(monkeypatch):
+    """Tracing the autograd functions of other libraries would fail or break graphs."""
     for name in fused.FUNCTIONS:
-        monkeypatch.setattr(fused, name, getattr(fused, name))  # as it is again at the end
+        monkeypatch.setattr(fused, name, getattr(fused, name))  # restores it at the end of the test
     plain = loss.chunk_loss
     monkeypatch.setattr(loss, "on_device", plain)
     monkeypatch.setattr(torch, "compile", Mock())
@@ -190,7 +193,7 @@ def test_torch_compile_gets_the_loss_of_a_gpu_and_no_librarys_kernels(monkeypatc
         ("hsdp", 4, 1, "ddp"),
     ],
 )
-def test_the_strategy_that_is_chosen(asked, ranks, of_a_node, chosen):
+def test_choose_strategy(asked, ranks, of_a_node, chosen):
     world = World(0, ranks, of_a_node, CPU)
     assert choose_strategy(ParallelConfig(sharding_strategy=asked), world) == chosen
 
@@ -215,11 +218,11 @@ def refusal(world, how):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(how, word):
+def test_settings_that_do_not_fit_are_errors(how, word):
     assert all(word in message for message in run_ranks(2, refusal, how))
 
 
 def test_fsdp_needs_no_launcher():
-    """One process that no torchrun has started can shard, and trains as without."""
+    """A single process without torchrun can shard its model. It trains as it does without sharding."""
     [(records, _)] = run_ranks(1, trajectory, FSDP, 2, launched=False)
     torch.testing.assert_close(records, one_process()[0], rtol=2e-5, atol=2e-5)

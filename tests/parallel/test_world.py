@@ -1,4 +1,4 @@
-"""What ranks tell each other, and who waits for whom."""
+"""World: collectives, errors on some ranks, and how the ranks find each other."""
 
 import time
 import weakref
@@ -36,8 +36,9 @@ def talk(world):
 
 
 @pytest.mark.slow
-def test_ranks_tell_each_other():
-    """Every rank gets rank 0's object, sums, and what any rank has to say; rank 0 gets all objects in order."""
+def test_collectives():
+    """Every rank gets the object of rank 0, the sums, and the findings of all ranks. Rank 0 gets all objects in
+    order."""
     for rank, result in enumerate(run_ranks(3, talk)):
         gathered = [0, 10, 20] if rank == 0 else []
         assert result == (
@@ -54,7 +55,7 @@ def test_ranks_tell_each_other():
 
 
 def test_one_process_needs_no_launcher(monkeypatch):
-    """Without torchrun there is a world of one, whose messages are trivial, and no process group."""
+    """Without torchrun there is one rank, its collectives do not communicate, and there is no process group."""
     monkeypatch.delenv("RANK", raising=False)
     world = start_world()
     said = ([0], 0, [1.0, 0.0], [0, 1], [0.0], (0, 1, 1, None), ["all"], "0")
@@ -63,8 +64,8 @@ def test_one_process_needs_no_launcher(monkeypatch):
     world.close()
 
 
-def meet_again(world):
-    """What the ranks add up to after an error, which leaves the group to the others, and in two worlds after that."""
+def start_worlds_again(world):
+    """Returns the sums over ranks after an exception, when closing the world does nothing, and in two later worlds."""
     try:
         raise KeyError
     except KeyError:
@@ -72,14 +73,15 @@ def meet_again(world):
     sums = [world.all_reduce_sum(world.rank)]
     for _ in range(2):
         world.close()
-        time.sleep(0.5 * (world.rank == 0))  # as it does after a training, to publish the model
+        # Rank 0 is late, as after a training when it publishes the model.
+        time.sleep(0.5 * (world.rank == 0))
         world = start_world(timeout_minutes=0.3)
         sums.append(world.all_reduce_sum(world.rank))
     return sums
 
 
 def part(world):
-    """Whether the threads of the groups have ended once the world is closed."""
+    """Returns whether the process groups have been freed after the world is closed."""
     world.grid(1)
     groups = [weakref.ref(group) for group in (dist.group.WORLD, *world._groups)]
     world.close()
@@ -88,18 +90,19 @@ def part(world):
 
 @pytest.mark.slow
 def test_no_thread_of_a_group_outlives_its_world():
-    """One that frees a tensor while the interpreter ends aborts the process. torch 2.2 would wait for it for ever."""
+    """A thread that frees a tensor while the interpreter ends aborts the process. With torch 2.2 the groups are kept,
+    because freeing them could hang."""
     assert run_ranks(2, part) == [not is_torch_2_2()] * 2
 
 
 @pytest.mark.slow
-def test_ranks_may_train_several_times():
-    """They meet again, and not at the addresses of the first time."""
-    assert run_ranks(2, meet_again) == [[1, 1, 1]] * 2
+def test_processes_can_train_several_times():
+    """The ranks find each other again, without the addresses of the previous world."""
+    assert run_ranks(2, start_worlds_again) == [[1, 1, 1]] * 2
 
 
-def keep_alive(world, folder):
-    """Rank 1's work beats until rank 0 has noticed, whose own work does nothing but wait for that."""
+def wait_for_progress(world, folder):
+    """On rank 1 the work makes progress until rank 0 notices. On rank 0 the work only waits for that progress."""
     before, noticed = progress.last, folder / "noticed"
 
     def work():
@@ -115,8 +118,8 @@ def keep_alive(world, folder):
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_one_that_gets_on_counts_as_alive(tmp_path):
-    assert run_ranks(2, keep_alive, tmp_path) == [0, 1]
+def test_waiting_for_a_rank_that_makes_progress_counts_as_progress(tmp_path):
+    assert run_ranks(2, wait_for_progress, tmp_path) == [0, 1]
 
 
 def fail_on_one(world, method):
@@ -139,7 +142,7 @@ def fail_on_one(world, method):
         ("on_all_ranks", ["StorageError: mine alone"] * 2),
     ],
 )
-def test_what_fails_on_one_rank_fails_there_or_on_all(method, told):
+def test_an_error_on_one_rank_is_raised_there_or_on_all_ranks(method, told):
     assert run_ranks(2, fail_on_one, method) == told
 
 
@@ -165,7 +168,7 @@ def fail_first(world):
 
 
 @pytest.mark.slow
-def test_what_the_first_rank_does_alone_is_known_to_all():
+def test_results_and_errors_of_rank0_reach_all_ranks():
     expected = (
         0,
         [
@@ -180,15 +183,15 @@ def test_what_the_first_rank_does_alone_is_known_to_all():
     assert run_ranks(2, fail_first) == [expected, expected]
 
 
-def test_half_an_environment_is_refused(monkeypatch):
+def test_incomplete_environment_variables_are_an_error(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match="WORLD_SIZE.*torchrun"):
         start_world()
 
 
-def test_variables_that_another_launcher_left_are_named(monkeypatch, capfd):
-    """Without torchrun a rank says for whom it waits, and gives up."""
+def test_leftover_variables_of_another_launcher_are_named(monkeypatch, capfd):
+    """Without torchrun, a rank prints which ranks it waits for, and fails after a timeout."""
     names = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
     held = hold_port()
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held.getsockname()[1]}
@@ -201,8 +204,9 @@ def test_variables_that_another_launcher_left_are_named(monkeypatch, capfd):
     held.close()
 
 
-def test_ranks_that_miss_those_of_a_node_do_not_train(monkeypatch):
-    """Torchrun starts the others where a node's clock is behind. They would train, with a smaller batch."""
+def test_missing_ranks_are_an_error(monkeypatch):
+    """torchrun leaves out a node if its clock is late, and starts the other ranks. They would train with a smaller
+    batch."""
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**names, EXPECTED_RANKS: "2"}.items():
         monkeypatch.setenv(name, value)
@@ -224,8 +228,8 @@ TOO_OLD = "can't open the GPUs that the driver shows: too old"
         (0, 0, {"CUDA_VISIBLE_DEVICES": "MIG-1"}, TOO_OLD),
     ],
 )
-def test_each_process_has_its_gpu(monkeypatch, opened, driver, environment, expected):
-    """Or the CPU if the driver shows none."""
+def test_each_process_uses_its_gpu(monkeypatch, opened, driver, environment, expected):
+    """Without a GPU, it uses the CPU."""
     monkeypatch.delenv("RANK", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -253,7 +257,7 @@ def test_each_process_has_its_gpu(monkeypatch, opened, driver, environment, expe
         (RuntimeError("Connection closed by peer"), False),
     ],
 )
-def test_only_an_exchange_that_breaks_off_is_a_lost_rank(error, is_loss):
+def test_only_errors_of_communication_are_lost_ranks(error, is_loss):
     found = peer_lost_error(error, 3)
     assert (found is not None) == is_loss
     if is_loss:

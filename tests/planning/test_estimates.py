@@ -1,4 +1,4 @@
-"""What a training is expected to take: memory and time of a step, devices, the best settings that fit."""
+"""Estimates of training: memory and time of a step, figures of devices, and the best settings that fit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,8 @@ def nonzero(parts):
 
 
 @pytest.mark.parametrize("line", ESTIMATES)
-def test_an_estimate_changes_only_on_purpose(line):
-    """Each strategy, mixer, precision and optimiser is in one of them."""
+def test_estimates_equal_the_recorded_ones(line):
+    """The recorded estimates cover each strategy, mixer, precision and optimizer."""
     name, machine, nodes, *words = line.split()
     given = dict(word.split("=", 1) for word in words)
     found = estimate(resolved(model_name=name, **given), int(nodes), INSTANCES[machine])
@@ -37,7 +37,7 @@ def test_an_estimate_changes_only_on_purpose(line):
 
 
 @pytest.mark.slow
-def test_published_rates_are_met_within_a_third(project):
+def test_estimated_rates_are_within_a_third_of_published_ones(project):
     for row in published.PUBLISHED:
         rate, expected = published.rates(row)
         assert expected == pytest.approx(rate, rel=0.35), row
@@ -53,12 +53,12 @@ def test_the_best_settings_are_the_fastest_that_fit():
     assert best_estimate(settings, 1, Instance("H100", 8, 1.0, 3350)) is None
 
 
-def test_without_a_speed_the_best_recompute_least_and_fill_the_memory():
+def test_without_a_known_speed_the_best_settings_recompute_least_and_fill_the_memory():
     unknown = best_estimate(resolved(**SMALL), 1, Instance("unknown", 1, 85.0))
     assert (unknown.recompute, unknown.batch_size, unknown.step) == ("0", 64, {})
 
 
-def test_figures_of_devices_and_machines_change_only_on_purpose():
+def test_figures_of_devices_and_machines_equal_the_recorded_ones():
     for name, peak in DEVICES["peaks"].items():
         assert device_peak(name) == (peak and peak * 1e12), name
     for name, figures in DEVICES["machines"].items():
@@ -68,7 +68,7 @@ def test_figures_of_devices_and_machines_change_only_on_purpose():
     assert replace(h100, bandwidth=0).tflops() == 0
 
 
-def test_this_machine_has_the_memory_that_its_system_tells():
+def test_the_memory_of_this_machine():
     machine = local_machine()
     megabytes = int(Path("/proc/meminfo").read_text().split()[1]) * 1024 / 1e6
     assert (machine.device, machine.devices) == ("cpu", 1)

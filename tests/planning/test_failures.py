@@ -1,4 +1,4 @@
-"""What failures cost, and the checkpoint interval that costs least."""
+"""The cost of failures, and the checkpoint interval that costs least."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from mamba_fsdp.planning.failures import Costs, find_intervals, goodput
 
 @pytest.mark.parametrize("save, between", [(1.0, 900_000.0), (30.0, 20_000.0), (120.0, 3600.0)])
 def test_the_formulas_find_the_interval_that_costs_least(save, between):
-    """Compared with 10,000 intervals from the time of a save to that between failures."""
+    """Compares them with 10,000 intervals between the time of a save and the time between failures."""
     intervals = np.geomspace(save, between, 10_000)
     lost = save / intervals + intervals / (2 * between)
     assert failures.young_interval(save, between) == pytest.approx(
@@ -22,8 +22,9 @@ def test_the_formulas_find_the_interval_that_costs_least(save, between):
     assert failures.daly_interval(2 * between, between) == between
 
 
-def test_goodput_is_that_of_simulated_failures():
-    """Nodes also fail during recoveries; the training resumes from the newest save that was committed."""
+def test_goodput_equals_a_simulation_of_failures():
+    """In the simulation, nodes also fail during recoveries, and training resumes from the newest committed
+    checkpoint."""
     costs = Costs(save=5.0, write=40.0, recovery=60.0, queue=300.0)
     _, _, given = find_intervals(costs, 1800.0, 2.0, 150)
     uptimes = np.random.default_rng(0).exponential(1800.0, 200_000)
@@ -34,7 +35,7 @@ def test_goodput_is_that_of_simulated_failures():
         assert 300.0 * committed.sum() / uptimes.sum() == pytest.approx(expected, rel=0.01)
 
 
-def test_no_interval_is_shorter_than_a_step_or_the_writing_of_a_save():
+def test_no_interval_is_shorter_than_a_step_or_the_write_of_a_checkpoint():
     for seconds_per_step, steps in ((2.0, [30, 30, 500]), (100.0, [1, 1, 500])):
         intervals = find_intervals(Costs(), 100.0, seconds_per_step, 500)
         assert [interval.steps for interval in intervals] == steps

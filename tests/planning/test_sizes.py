@@ -1,4 +1,4 @@
-"""Three sizes of a model for a time, of which the middle one comes nearest to 20 tokens a parameter."""
+"""`plan --hours`: three sizes of a model for a given time. The middle one is nearest to 20 tokens per parameter."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ NARROW = replace(
 
 
 def size_of(width):
-    """A size of 1,000 parameters a column, of which what is wider than 1,000 does not fit; 10 million tokens."""
+    """Returns a size with 1,000 parameters per unit of width and 10 million tokens. Widths above 1,000 do not fit."""
     parameters = 1000 * width
     expected = SimpleNamespace(
         fits=width <= 1000, parameters=parameters, tokens_per_second=1e4, bytes=2e9
@@ -43,7 +43,7 @@ def size_of(width):
     return Size(shape, f"train {width}", 10**7, 4.0, 10**7 / parameters, expected)
 
 
-def test_each_size_is_a_quarter_wider_and_the_middle_one_is_nearest_to_the_law():
+def test_sizes_grow_by_a_quarter_and_the_middle_one_is_nearest_to_compute_optimal():
     sizes = choose_sizes(size_of)
     assert [size.settings["d_model"] for size in sizes.values()] == ["448", "512", "640"]
 
@@ -84,22 +84,24 @@ sbatch --nodes=2 1.train.sbatch --vocab_size=256 --d_model=192 --n_layer=6 --mod
 --num_steps=246.2ktok --save_ckpt_path=runs/builtin-192"""
 
 
-def test_the_report_of_a_narrow_machine_says_what_the_laws_say():
-    """The smaller ones fit as they recompute; the larger one does not."""
+def test_the_report_for_a_small_machine():
+    """The two smaller sizes fit because they recompute activations; the larger one does not fit."""
     sizes = plan_sizes({"vocab_size": "256"}, None, NARROW, measure_pace=None)
     assert "\n".join(report_sizes(sizes, NARROW)) == REPORT
     enough = "\n".join(report_sizes(choose_sizes(size_of), replace(HERE, data_tokens=10**7)))
     assert ", timed\n" in enough and " too " not in enough
 
 
-COMMANDS = [  # (what differs from this machine, a file of settings, how the command begins)
+COMMANDS = [  # (differences from this machine, settings file, start of the command)
     ({}, None, "mamba-fsdp train"),
     ({"nodes": 2}, "a.yaml", "sbatch --nodes=2 1.train.sbatch --config=a.yaml"),
     ({"instance": "p4d.24xlarge"}, None, "sbatch --nodes=1 1.train.sbatch"),
 ]
 
 
-def test_a_checkout_has_the_launcher_and_a_package_the_verb(tmp_path, monkeypatch):
+def test_the_command_uses_the_launcher_in_a_checkout_and_the_verb_in_a_package(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for different, config, start in COMMANDS:
         words = command({"seed": "1 2"}, config, replace(HERE, **different))
@@ -108,7 +110,7 @@ def test_a_checkout_has_the_launcher_and_a_package_the_verb(tmp_path, monkeypatc
     assert command({}, None, HERE) == "./1.train.sbatch"
 
 
-def test_the_recipe_is_that_of_the_next_narrower_model():
+def test_the_recipe_belongs_to_the_next_narrower_preset():
     for hours, width, name in ((0.2, 384, "mamba-130m"), (16, 1152, "mamba-370m")):
         sizes = plan_sizes({"batch_size": "16"}, None, replace(H100, hours=hours), None)
         chosen = sizes["middle"].settings

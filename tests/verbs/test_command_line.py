@@ -1,4 +1,4 @@
-"""Words become arguments by the verb's own annotations, and a mistake is one line."""
+"""Command-line arguments become parameters and options of a verb; a mistake is an error message of one line."""
 
 import dataclasses
 import inspect
@@ -16,7 +16,7 @@ from tests.support.processes import run_program
 
 @dataclasses.dataclass
 class Options:
-    """What the verbs below take."""
+    """The options of the verbs below."""
 
     count: int = setting(1, elsewhere="number how_many")
     """How many there are; no more than needed. Further words."""
@@ -39,7 +39,7 @@ def in_order(first, options: Options):
     return first, options
 
 
-def test_a_dataclass_takes_the_options_that_are_its_fields():
+def test_options_are_collected_into_the_dataclass():
     words = ["a", "b", "--share=0.25", "--note= x ", "--count=2"]
     assert command_line.call(verb, words) == (
         "a",
@@ -50,7 +50,7 @@ def test_a_dataclass_takes_the_options_that_are_its_fields():
     assert command_line.call(in_order, ["a", "3", "--share=0.25"]) == ("a", Options(3, 0.25))
 
 
-def test_a_function_of_the_package_takes_them_as_keywords():
+def test_a_function_of_the_package_accepts_options_as_keywords():
     function = command_line.python_function(in_order, "in_order")
     assert function("a", 3, wanted=True, note=None) == ("a", Options(3, wanted=True))
     assert str(inspect.signature(function)).startswith("(first, count: int = 1, share: float")
@@ -75,12 +75,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes_are_refused_with_the_reason(words):
+def test_mistakes_are_errors_with_a_reason(words):
     with pytest.raises(UserError, match=MISTAKES[words]):
         command_line.call(verb, words.split())
 
 
-def test_words_are_not_guessed():
+def test_values_stay_strings():
     words = ["0123", "1e3", "--note=true"]
     assert command_line.call(verb, words) == ("0123", ("1e3",), Options(note="true"))
     words = ["a", "--count=3", "--share", "0.2", "--wanted"]
@@ -111,14 +111,14 @@ OUTPUTS = {">&-": "", ">/dev/full": FULL}
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_stdout_that_is_closed_or_full_is_no_traceback(project, output, unbuffered):
+def test_a_closed_or_full_stdout_gives_no_traceback(project, output, unbuffered):
     command = f"{sys.executable} get_dataset.py --help {output}"
     done = run_program("sh", "-c", command, cwd=project, PYTHONUNBUFFERED=unbuffered)
     said = OUTPUTS[output]
     assert (done.returncode, done.stderr) == (74 * bool(said), said)
 
 
-def test_text_of_a_file_begins_no_line_and_controls_no_terminal(call, monkeypatch):
+def test_quoted_text_can_not_start_a_line_or_control_the_terminal(call, monkeypatch):
     def main():
         raise UserError("t\nerror: owned\x1b[2J: not a weight")
 

@@ -1,4 +1,4 @@
-"""A Python that is too old, or lacks the packages, is told in a line which one to use."""
+"""A Python that is too old or lacks packages gives an error of one line. It names the Python to use."""
 
 import ast
 import os
@@ -11,7 +11,7 @@ from mamba_fsdp import interpreter
 from tests.support.processes import run_program
 from tests.support.terminal import drawings
 
-BARE = [os.path.realpath(sys.executable), "-S"]  # as one of the system's, without any package
+BARE = [os.path.realpath(sys.executable), "-S"]  # a system Python, without packages
 COMMANDS = [
     ["training.py", "--num_steps=3"],
     ["get_dataset.py", "a b"],
@@ -21,7 +21,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_python_without_the_packages_names_the_one_to_use(project, words):
+def test_missing_packages_are_an_error_that_names_the_right_python(project, words):
     done = run_program(*BARE, *words, cwd=project)
     assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 1, done
     assert done.stderr.startswith(f"error: {BARE[0]} lacks ")
@@ -36,7 +36,7 @@ def test_a_python_that_is_too_old(monkeypatch, capsys):
 
 
 def test_a_python_without_docstrings(monkeypatch, capsys):
-    """--help and the settings' meanings are made of them."""
+    """--help needs them, because the documentation of settings consists of docstrings."""
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
     with pytest.raises(SystemExit, match="^2$"):
         interpreter.require_packages()
@@ -53,12 +53,12 @@ BEFORE_THE_QUESTION = [
 ]
 
 
-def test_an_old_python_reads_what_comes_before_the_question(project):
+def test_old_pythons_can_parse_the_files_before_the_check(project):
     for name in BEFORE_THE_QUESTION:
         ast.parse((project / name).read_text(), feature_version=(3, 6))
 
 
-def test_a_terminal_shows_at_once_that_it_is_loading(project, terminal):
+def test_a_terminal_shows_immediately_that_libraries_are_loading(project, terminal):
     process = terminal.start(
         [sys.executable, "-m", "mamba_fsdp", "checkpoints", "/nowhere"], cwd=project
     )
@@ -67,8 +67,8 @@ def test_a_terminal_shows_at_once_that_it_is_loading(project, terminal):
     assert first == "loading the libraries ..." and last.startswith("error: /nowhere: ")
 
 
-def test_ctrl_c_ends_an_import_that_would_swallow_it(project, tmp_path):
-    """As that of NumPy by torch does."""
+def test_ctrl_c_stops_an_import_that_would_catch_it(project, tmp_path):
+    """torch catches it when it imports NumPy, for example."""
     (tmp_path / "deaf.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )
