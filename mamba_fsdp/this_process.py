@@ -1,5 +1,5 @@
-"""Describes this process to others: its name in messages, its progress for the watchdog, and the error that it leaves for
-torchrun."""
+"""Describes this process to others: its name in messages, its progress for the watchdog, and the error that it
+leaves for torchrun."""
 
 import json
 import os
@@ -13,7 +13,8 @@ from mamba_fsdp.errors import UserError
 
 
 class Progress:
-    """Records the progress of this process, so that the watchdog can distinguish long work from a process that is stuck.
+    """Records the progress of this process, so that the watchdog can distinguish long work from a process that is
+    stuck.
 
     count: how often this process has made progress. last: the time.monotonic() of the last progress of this process, or
     of a rank that it waits for. on_stall: a function that the watchdog calls before it ends the process.
@@ -43,8 +44,10 @@ def rank_and_host() -> str:
 
 
 def write_torchrun_error(error: BaseException) -> None:
-    """Writes the exception to torchrun's error file, if torchrun started this process. The launcher prints it at the end
-    of the log."""
+    """Writes the exception to torchrun's error file, if torchrun started this process.
+
+    The launcher prints it at the end of the log.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

@@ -1,9 +1,9 @@
 """Saves checkpoints: each rank writes its own file, and a commit turns the files into one checkpoint.
 
 Threads write a checkpoint to the staging folder of the run's lease (run/lease.py) while training continues. Each rank
-flushes its file and reads it back. Then rank 0 writes state.json and COMMIT, and moves the checkpoint to its final path.
-If a process dies at any time, unfinished files remain only in the staging folder, and the next run removes them. An
-incomplete checkpoint never has a name under which a run would load it.
+flushes its file and reads it back. Then rank 0 writes state.json and COMMIT, and moves the checkpoint to its final
+path. If a process dies at any time, unfinished files remain only in the staging folder, and the next run removes them.
+An incomplete checkpoint never has a name under which a run would load it.
 """
 
 import contextlib
@@ -120,10 +120,12 @@ class Checkpointer:
     def resume(
         self, shards: Sequence[Shard], found: CheckpointCandidate | None = None
     ) -> VerifiedCheckpoint:
-        """Loads the newest undamaged checkpoint into the shards, and returns it. Files are verified while they are read.
+        """Loads the newest undamaged checkpoint into the shards, and returns it.
 
-        found: the result of an earlier `find_newest_checkpoint`, on rank 0. Raises UserError on all ranks if there is no
-        undamaged checkpoint, or if its tensors differ from the shards.
+        Files are verified while they are read.
+
+        found: the result of an earlier `find_newest_checkpoint`, on rank 0. Raises UserError on all ranks if there is
+        no undamaged checkpoint, or if its tensors differ from the shards.
         """
         newest = find_checkpoint(
             self.folder.parent, self.world, self.report, shards=shards, found=found
@@ -134,7 +136,8 @@ class Checkpointer:
         return newest
 
     def reserve_space(self, shards: Sequence[Shard]) -> None:
-        """Allocates the host memory for saves, and removes old checkpoints if the disk has too little space for a new one.
+        """Allocates the host memory for saves, and removes old checkpoints if the disk has too little space for a new
+        one.
 
         The ranks need not call it at the same time. Raises UserError if there is too little memory or disk space.
         """
@@ -148,7 +151,8 @@ class Checkpointer:
         """Unpins the host memory. A save that is in progress is abandoned, and no other save can follow.
 
         If an exception is being raised on one of several ranks, this method does nothing. To unpin, it would have to
-        wait for the device, and the device can be waiting for a rank that has ended. The process is about to end anyway.
+        wait for the device, and the device can be waiting for a rank that has ended. The process is about to end
+        anyway.
         """
         is_failing = sys.exc_info()[0] is not None
         if self.is_pinned and not (is_failing and self.world.size > 1):
@@ -172,7 +176,10 @@ class Checkpointer:
                 self.wait()
 
     def _ranges_to_write(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, int]]:
-        """Yields (shard, start, stop) for the elements of each shard that this rank writes. The model's shards come first."""
+        """Yields (shard, start, stop) for the elements of each shard that this rank writes.
+
+        The model's shards come first.
+        """
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
         for turn, shard in enumerate(shards):
             count = shard.data.numel()

@@ -110,8 +110,8 @@ def _read(path: Path) -> dict[str, Any]:
 def read_commit(checkpoint: Path) -> Commit:
     """Returns the content of COMMIT.
 
-    Raises BrokenCheckpointError if it is damaged or belongs to another step. Raises UserError if another version of this
-    program wrote it. Such a checkpoint is not damaged, and must not be replaced by an older one.
+    Raises BrokenCheckpointError if it is damaged or belongs to another step. Raises UserError if another version of
+    this program wrote it. Such a checkpoint is not damaged, and must not be replaced by an older one.
     """
     with _raise_if_corrupt(COMMIT):
         content = _read(checkpoint / COMMIT)
@@ -126,7 +126,10 @@ def read_commit(checkpoint: Path) -> Commit:
 
 
 def _check_step(checkpoint: Path, name: str, step: int) -> None:
-    """Raises BrokenCheckpointError if the folder is named after another step. A folder that the user renamed is accepted."""
+    """Raises BrokenCheckpointError if the folder is named after another step.
+
+    A folder that the user renamed is accepted.
+    """
     if step_of(checkpoint.name) not in (None, step):
         raise BrokenCheckpointError(
             f"{name} is of step {step}, but the folder is named after another step"

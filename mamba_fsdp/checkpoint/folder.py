@@ -7,8 +7,8 @@
                                    written last: a folder without it is not a checkpoint.
 
 The tensors of the model are named model/<parameter>, the moments of AdamW optimizer/<parameter>/exp_avg and
-optimizer/<parameter>/exp_avg_sq, and the momentum of Muon optimizer/<parameter>/momentum_buffer. COMMIT and state.json contain
-the version of the format.
+optimizer/<parameter>/exp_avg_sq, and the momentum of Muon optimizer/<parameter>/momentum_buffer. COMMIT and state.json
+contain the version of the format.
 """
 
 import resource
@@ -119,8 +119,8 @@ def check_same_tensors(
 ) -> None:
     """Raises UserError with the names of missing, unexpected and differently shaped tensors, if there are any.
 
-    source: names the tensors' source in the message. wanted: {name: shape} of the model's tensors. shapes: {name: shape}
-    of the tensors in the source.
+    source: names the tensors' source in the message. wanted: {name: shape} of the model's tensors. shapes: {name:
+    shape} of the tensors in the source.
     """
     wrong = [f"it lacks {name}" for name in sorted(wanted.keys() - shapes.keys())]
     wrong += [f"the model has no {name}" for name in sorted(shapes.keys() - wanted.keys())]

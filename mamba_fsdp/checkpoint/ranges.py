@@ -22,8 +22,8 @@ class TensorRanges:
 def range_to_write(count: int, replicas: int, replica_index: int, turn: int) -> tuple[int, int]:
     """Returns the range (start, stop) of the `count` elements of a shard that this replica writes.
 
-    Together, the replicas write each element once. replicas: how many ranks have this shard. replica_index: the index of
-    this rank among them. turn: the index of the tensor. Small tensors are written by some of the replicas only, and
+    Together, the replicas write each element once. replicas: how many ranks have this shard. replica_index: the index
+    of this rank among them. turn: the index of the tensor. Small tensors are written by some of the replicas only, and
     `turn` distributes such tensors over all replicas.
     """
     writers = min(replicas, max(1, count // MIN_PIECE_SIZE))

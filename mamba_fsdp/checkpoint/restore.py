@@ -69,12 +69,13 @@ def verify_files(
 ) -> list[str]:
     """Compares the files of a checkpoint with the sizes and checksums in COMMIT. Returns a message for each problem.
 
-    All ranks call it. The files are divided among them, so that each byte is read by one rank. The result is the same on
-    all ranks.
+    All ranks call it. The files are divided among them, so that each byte is read by one rank. The result is the same
+    on all ranks.
 
-    part: "all", "model" (only the weights), or "state" (only state.json). shards: while a rank reads a file, it loads the
-    elements of its own shards and adds them to `filled`, so that `load` does not read them again. If the same number of
-    ranks saved the checkpoint, these are usually all elements. They are loaded even if the file turns out to be damaged.
+    part: "all", "model" (only the weights), or "state" (only state.json). shards: while a rank reads a file, it loads
+    the elements of its own shards and adds them to `filled`, so that `load` does not read them again. If the same
+    number of ranks saved the checkpoint, these are usually all elements. They are loaded even if the file turns out to
+    be damaged.
     """
     names = sorted(name for name in checksums if part != "state" or name == STATE)
     first = len(names) * world.rank // world.size
@@ -121,7 +122,9 @@ def _verify_file(
 def find_newest_checkpoint(
     path: Path, report: Report, broken: Mapping[str, str] = {}
 ) -> CheckpointCandidate:
-    """Returns the checkpoint at `path`, or the newest checkpoint of the run folder at `path`. Only one process calls it.
+    """Returns the checkpoint at `path`, or the newest checkpoint of the run folder at `path`.
+
+    Only one process calls it.
 
     Verifies COMMIT and state.json. In a run folder, skips damaged checkpoints and reports them. broken: {name: problem}
     of checkpoints that are known to be damaged.

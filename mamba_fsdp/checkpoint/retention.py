@@ -117,8 +117,8 @@ class Retention:
     def prune(self, keep: int, what: str = "") -> None:
         """Removes all undamaged checkpoints except the newest `keep` and those with a KEEP marker.
 
-        what: the data that needs the space; if given, each removal is reported. If a checkpoint can't be removed, reports
-        a warning. Raises LeaseLostError if this process has lost the lease.
+        what: the data that needs the space; if given, each removal is reported. If a checkpoint can't be removed,
+        reports a warning. Raises LeaseLostError if this process has lost the lease.
         """
         try:
             for path in list_removable(self._list_usable(), keep):

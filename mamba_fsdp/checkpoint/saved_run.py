@@ -41,8 +41,8 @@ class TrainState:
     ) -> None:
         """Counts one step.
 
-        samples, tokens: read in this step. loss: its mean loss. applied: whether the weights were updated. excused: if the
-        step was not applied, whether its samples are not the cause. Such a step does not count as skipped in a row.
+        samples, tokens: read in this step. loss: its mean loss. applied: whether the weights were updated. excused: if
+        the step was not applied, whether its samples are not the cause. Such a step does not count as skipped in a row.
         """
         self.step += 1
         self.samples += samples

@@ -26,11 +26,11 @@ EXCLUDED_METRICS = {
 def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> dict[str, Any]:
     """Returns the figure as {data, layout}, with a chart for each metric and the curves of all runs in it.
 
-    Curves of validations are dashed. The user can select the unit of the x axis. Therefore the meta of a trace contains its
-    x values in all units: {run: name, steps: values, tokens: values, hours: values}. page.html selects from them.
+    Curves of validations are dashed. The user can select the unit of the x axis. Therefore the meta of a trace contains
+    its x values in all units: {run: name, steps: values, tokens: values, hours: values}. page.html selects from them.
 
-    tokenizers_differ: whether the runs have different tokenizers. Then bits per byte come first, and the title of the loss
-    chart contains a remark.
+    tokenizers_differ: whether the runs have different tokenizers. Then bits per byte come first, and the title of the
+    loss chart contains a remark.
     """
     charts = list_charts(runs)
     if tokenizers_differ:
@@ -59,8 +59,8 @@ def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> 
 def list_charts(runs: Iterable[RunSummary]) -> list[str]:
     """Returns the metrics to draw. A metric and its validation share a chart.
 
-    Metrics that are always 0 are omitted, and metrics that equal an earlier one, such as the speed per device of a run on a
-    single device.
+    Metrics that are always 0 are omitted, and metrics that equal an earlier one, such as the speed per device of a run
+    on a single device.
     """
     charts = []
     for run in runs:
@@ -102,7 +102,10 @@ def _split_at_data_changes(run: RunSummary, metric: str) -> list[dict[int, float
 
 
 def _make_curve(run: RunSummary, metric: str, column: dict[int, float]) -> list[dict[str, Any]]:
-    """Returns the traces of one curve. A long curve is reduced to means, with a band from the minimum to the maximum."""
+    """Returns the traces of one curve.
+
+    A long curve is reduced to means, with a band from the minimum to the maximum.
+    """
     size = math.ceil(len(column) / MAX_POINTS)
     steps = _split_into_rows([*column], size).max(axis=1)
     values = _split_into_rows([*column.values()], size)
@@ -145,7 +148,8 @@ def escape_html(text: str) -> str:
 
 
 def initial_range(values: list[float]) -> dict[str, list[float]]:
-    """Returns {range: [low, high]} for the initial view, without outliers: the highest and the lowest 1 % of the values.
+    """Returns {range: [low, high]} for the initial view, without outliers: the highest and the lowest 1 % of the
+    values.
 
     Returns {} if this range is not much smaller than the whole range.
     """

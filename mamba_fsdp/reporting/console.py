@@ -67,7 +67,10 @@ class Console:
             print("\r" + self.live_text, end="", file=self.stream, flush=True)
 
     def _width(self) -> int:
-        """Returns the number of usable columns. The last column is not used, because some terminals then break the line."""
+        """Returns the number of usable columns.
+
+        The last column is not used, because some terminals then break the line.
+        """
         return shutil.get_terminal_size().columns - 1
 
     def clear(self) -> None:
@@ -82,7 +85,10 @@ discard_line: PrintLine = Console(enabled=False).print_line
 
 
 class BestEffortFile(io.FileIO):
-    """A file that discards data it can't write. Later writes are attempted again, because a full disk can have space later."""
+    """A file that discards data it can't write.
+
+    Later writes are attempted again, because a full disk can have space later.
+    """
 
     def write(self, data: Any) -> int:
         try:

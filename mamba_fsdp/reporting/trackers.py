@@ -24,12 +24,13 @@ def make_trackers(
     print_line: Callable[[str], None],
     write: Write = write_for_user,
 ) -> list[Any]:
-    """Returns the trackers that the settings name. Each has the methods `write(entry)`, for an entry of metrics.jsonl, and
-    `close()`.
+    """Returns the trackers that the settings name.
 
-    settings: {section: {name: value}}. step: the step that the run resumes from. print_line: prints a line for the user.
-    write: replaces a file of the run. If the connection to W&B fails, a line is printed and the run continues without it.
-    Raises UserError if W&B is not installed.
+    Each has the methods `write(entry)`, for an entry of metrics.jsonl, and `close()`.
+
+    settings: {section: {name: value}}. step: the step that the run resumes from. print_line: prints a line for the
+    user. write: replaces a file of the run. If the connection to W&B fails, a line is printed and the run continues
+    without it. Raises UserError if W&B is not installed.
     """
     trackers: list[Any] = []
     kinds = settings["report"]["tracker"]
@@ -56,8 +57,10 @@ def metric_tag(metric: str) -> str:
 
 
 class TensorBoard:
-    """Writes TensorBoard's event files in the run folder. Entries after `step` are purged, because the run repeats these
-    steps."""
+    """Writes TensorBoard's event files in the run folder.
+
+    Entries after `step` are purged, because the run repeats these steps.
+    """
 
     def __init__(self, run_folder: Path, settings: dict, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # imported here, because few runs need it
@@ -82,11 +85,12 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends the metrics of a run to W&B. The run folder stores the id of the W&B run, so that a resumed run continues the
-    same curves.
+    """Sends the metrics of a run to W&B.
 
-    W&B can't remove steps, and a run that was killed repeats some. Therefore steps that the server already has are not sent
-    again.
+    The run folder stores the id of the W&B run, so that a resumed run continues the same curves.
+
+    W&B can't remove steps, and a run that was killed repeats some. Therefore steps that the server already has are not
+    sent again.
     """
 
     def __init__(self, run_folder: Path, settings: dict, write: Write) -> None:

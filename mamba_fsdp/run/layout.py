@@ -32,7 +32,10 @@ LOG_SUFFIXES = (".log", ".out", ".err")
 
 
 def step_name(step: int) -> str:
-    """Returns the folder name of the checkpoint of `step`. The model published from it has a folder of the same name."""
+    """Returns the folder name of the checkpoint of `step`.
+
+    The model published from it has a folder of the same name.
+    """
     return f"step_{step:08d}"
 
 

@@ -1,13 +1,13 @@
 """Implements leases: at any time, only the process that owns the lease of a folder writes there.
 
-A lease is a file. Its holder renews it, by updating the modification time, as long as the process lives. A lease that is
-no longer renewed expires, so that nobody has to clean up after a crash. Locks of the operating system are not used: on a
-shared file system, it depends on the mount options whether other hosts see them.
+A lease is a file. Its holder renews it, by updating the modification time, as long as the process lives. A lease that
+is no longer renewed expires, so that nobody has to clean up after a crash. Locks of the operating system are not used:
+on a shared file system, it depends on the mount options whether other hosts see them.
 
 A process can be suspended at any moment, even between checking its lease and the write that follows, and continue after
 another process has acquired the lease. Therefore the holder does not write in place. It has a staging folder next to
-the lease (.<lease>.<unique>.partial), writes there, and then renames finished files and folders to their final names.
-A process that acquires the lease first moves all other staging folders into its own. After that, every rename by an
+the lease (.<lease>.<unique>.partial), writes there, and then renames finished files and folders to their final names. A
+process that acquires the lease first moves all other staging folders into its own. After that, every rename by an
 earlier holder fails. Unfinished files of a killed process are in its staging folder and are removed with it.
 
 A run leases its run folder, an export the folder that it creates, and a tokenizing process its part of the input.
@@ -122,8 +122,8 @@ class LeaseSnapshot:
 class Lease:
     """A lease that gives this process the right to write to `target`. A closed lease can't be acquired again.
 
-    file: the lease file. target: the folder that is leased, by default the folder of `file`. staging: the staging folder
-    of this process. It exists and is empty once the lease is acquired.
+    file: the lease file. target: the folder that is leased, by default the folder of `file`. staging: the staging
+    folder of this process. It exists and is empty once the lease is acquired.
     """
 
     def __init__(self, file: Path, target: Path | None = None) -> None:
@@ -210,7 +210,10 @@ class Lease:
         return self.is_held() and is_folder(self.staging)
 
     def _move_file_away(self) -> None:
-        """Removes the lease file, by a rename, so that only one of several processes succeeds. The others do nothing."""
+        """Removes the lease file, by a rename, so that only one of several processes succeeds.
+
+        The others do nothing.
+        """
         with contextlib.suppress(FileNotFoundError):
             self.file.rename(self.staging / "lease")
             (self.staging / "lease").unlink()
@@ -374,7 +377,10 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _process_namespace() -> str | None:
-    """Identifies the boot and the PID namespace; None without Linux's /proc. Process ids are unique only within both."""
+    """Identifies the boot and the PID namespace; None without Linux's /proc.
+
+    Process ids are unique only within both.
+    """
     with contextlib.suppress(OSError):
         boot = read_text("/proc/sys/kernel/random/boot_id").strip()
         return boot + os.readlink("/proc/self/ns/pid")

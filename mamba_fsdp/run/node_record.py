@@ -58,7 +58,10 @@ def read_records(run_folder: str) -> List[Dict[str, Any]]:
 
 
 def sick_nodes(run_folder: str) -> Dict[str, str]:
-    """Returns {node: reason} of the nodes that were sick in the last day. Raises OSError if nodes.jsonl can't be read."""
+    """Returns {node: reason} of the nodes that were sick in the last day.
+
+    Raises OSError if nodes.jsonl can't be read.
+    """
     earliest = time.time() - SICK_SECONDS
     return {
         str(record.get("node")): str(record.get("reason"))

@@ -1,4 +1,7 @@
-"""Writes and reads the records of a run: status.json, and files of JSON lines such as metrics.jsonl. Rank 0 writes them."""
+"""Writes and reads the records of a run: status.json, and files of JSON lines such as metrics.jsonl.
+
+Rank 0 writes them.
+"""
 
 import contextlib
 import errno
@@ -83,7 +86,10 @@ class Log:
         self.pending += _format_line(entry).encode()
 
     def sync(self) -> None:
-        """Waits until all entries are on the disk. Raises UserError if that fails, StorageError for a transient error."""
+        """Waits until all entries are on the disk.
+
+        Raises UserError if that fails, StorageError for a transient error.
+        """
         try:
             self._append(sync=True)
         except OSError as error:
@@ -236,8 +242,8 @@ def write_status(
 ) -> None:
     """Writes status.json and, unless the status is running, adds an event.
 
-    status: running, stopped, finished or failed. write: the function that replaces a file; the holder of the run's lease
-    passes `Lease.write`. Raises UserError if the disk fails.
+    status: running, stopped, finished or failed. write: the function that replaces a file; the holder of the run's
+    lease passes `Lease.write`. Raises UserError if the disk fails.
     """
     content: dict[str, Any] = {
         "status": status,

@@ -50,7 +50,10 @@ class Clock:
         return time.perf_counter() - self.synchronized
 
     def record_sums(self, own_seconds: list[float]) -> None:
-        """Records that the collective of a step has finished. own_seconds: the own seconds of each rank before this step."""
+        """Records that the collective of a step has finished.
+
+        own_seconds: the own seconds of each rank before this step.
+        """
         self.rank_seconds = [
             before + seconds for before, seconds in zip(self.rank_seconds, own_seconds)
         ]

@@ -1,4 +1,5 @@
-"""Selects a backend for each operator in the first minute on a GPU: tests the candidates, and takes the fastest correct ones.
+"""Selects a backend for each operator in the first minute on a GPU: tests the candidates, and takes the fastest correct
+ones.
 
 1. The candidates are the backends that this machine has for the model's operators. Rank 0 tests each of them
    (layer_check.py) and records a verdict.
@@ -211,7 +212,10 @@ class KernelSelector:
     # Step 3: selection
 
     def resolve(self, preferred: Mapping[str, str] = {}) -> BackendChoice:
-        """Selects a backend for each operator among the correct candidates. preferred: {operator: backend} to prefer."""
+        """Selects a backend for each operator among the correct candidates.
+
+        preferred: {operator: backend} to prefer.
+        """
         failed = self.record.rejected()
         return resolve_backends(
             self.kernels, self.device, self.uses, failed=failed, preferred=preferred
@@ -220,9 +224,9 @@ class KernelSelector:
     def select_fastest(self) -> tuple[BackendChoice, str]:
         """Times the correct candidates. Returns (the fastest selection, a description of the timing for the log).
 
-        Raises UserError if only plain PyTorch is left for a scan and the settings do not demand it, because a step would
-        take minutes. There are two exceptions. SSD in fp32 consists of matrix products, and PyTorch computes them fast.
-        Gated DeltaNet does not have kernels on every stack and GPU.
+        Raises UserError if only plain PyTorch is left for a scan and the settings do not demand it, because a step
+        would take minutes. There are two exceptions. SSD in fp32 consists of matrix products, and PyTorch computes them
+        fast. Gated DeltaNet does not have kernels on every stack and GPU.
         """
         best = self.resolve()
         slow = {"scan"} if self.layers.dtype == torch.float32 else {"scan", "ssd"}
@@ -255,8 +259,8 @@ class KernelSelector:
     def select_kernels(self, folder: Path, write: Write) -> tuple[KernelRecord, str]:
         """Returns (the record with the selection, a description of its origin for the log). Only rank 0 calls it.
 
-        Uses the selection in the run folder, or one stored by an earlier run, or else makes a new one. folder: the run folder.
-        write: replaces a file in it. Raises UserError if no backend is usable for an operator.
+        Uses the selection in the run folder, or one stored by an earlier run, or else makes a new one. folder: the run
+        folder. write: replaces a file in it. Raises UserError if no backend is usable for an operator.
         """
         self.write = write
         self.path = folder / KERNELS

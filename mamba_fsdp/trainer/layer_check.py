@@ -1,9 +1,9 @@
 """Tests a model's layers on the device: compares the results of the selected backends with the reference in float64.
 
 For each kind of layer, a model with one such layer between an embedding and a loss runs forward and backward in the
-precision of the run. The shapes of the inputs are chosen so that Triton compiles the same code as for the run. One input
-has the length of the run's sequences, if it fits the memory. More inputs run forward without gradients, as in validation.
-If ranks share sequences and pass states on, inputs that begin with a state are tested too.
+precision of the run. The shapes of the inputs are chosen so that Triton compiles the same code as for the run. One
+input has the length of the run's sequences, if it fits the memory. More inputs run forward without gradients, as in
+validation. If ranks share sequences and pass states on, inputs that begin with a state are tested too.
 """
 
 import contextlib
@@ -78,9 +78,9 @@ class Comparison(NamedTuple):
 class LayerCheck:
     """Checks the layers of a run's model on a device.
 
-    kinds: the kinds of layers in the model. shape: the shape of a micro-batch of the run. tests: the shapes to test with
-    gradients. reads: the shapes to test without gradients. is_sharded: whether the operators get the weights in the
-    precision of the run. Without sharding they get fp32 weights, and Triton compiles different code.
+    kinds: the kinds of layers in the model. shape: the shape of a micro-batch of the run. tests: the shapes to test
+    with gradients. reads: the shapes to test without gradients. is_sharded: whether the operators get the weights in
+    the precision of the run. Without sharding they get fp32 weights, and Triton compiles different code.
     """
 
     def __init__(
@@ -145,7 +145,9 @@ class LayerCheck:
         return model
 
     def run(self, model: MambaLM, rows: Rows) -> Results:
-        """Runs the model on made-up tokens. Returns the output and, if gradients are enabled, each parameter's gradient.
+        """Runs the model on made-up tokens.
+
+        Returns the output and, if gradients are enabled, each parameter's gradient.
 
         A row consists of three documents, or of one document if it begins with a state.
         """
@@ -258,8 +260,8 @@ class LayerCheck:
     def milliseconds(self, backends: dict[str, str]) -> float:
         """Returns the time of forward and backward through one layer of each kind with the shape of the run.
 
-        The host launches kernels without waiting for the device, as in training, so the slower of the two determines the
-        time. Returns infinity if the layers fail or do not fit the memory.
+        The host launches kernels without waiting for the device, as in training, so the slower of the two determines
+        the time. Returns infinity if the layers fail or do not fit the memory.
         """
         try:
             model = self.make_model(self.kinds, backends)

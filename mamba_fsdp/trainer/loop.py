@@ -1,10 +1,10 @@
-"""Runs the training loop: load a batch, accumulate gradients, run one small collective, clip, and update the weights; once
-in a while report, validate and save.
+"""Runs the training loop: load a batch, accumulate gradients, run one small collective, clip, and update the weights;
+once in a while report, validate and save.
 
 On a GPU, the host runs ahead of the device. It reads the numbers of a step, such as the loss, after it has launched the
-next step, so that it never waits for the device during a step. Clipping, skipping a step and the loss scale of fp16 depend
-on these numbers within the same step. Therefore they are computed on the device. All ranks compute them from the same
-sums, and so they all make the same decision.
+next step, so that it never waits for the device during a step. Clipping, skipping a step and the loss scale of fp16
+depend on these numbers within the same step. Therefore they are computed on the device. All ranks compute them from the
+same sums, and so they all make the same decision.
 """
 
 import math
@@ -42,8 +42,8 @@ def train(
 ) -> str:
     """Trains until the run has all its steps or is asked to stop.
 
-    validation_due: whether to validate before the first step. Returns the reason to stop early, or "" after the last step.
-    Raises UserError after max_skipped_steps skipped steps in a row, and if a validation loss is not finite.
+    validation_due: whether to validate before the first step. Returns the reason to stop early, or "" after the last
+    step. Raises UserError after max_skipped_steps skipped steps in a row, and if a validation loss is not finite.
 
     The train state counts the steps that have been read back from the device. Before a validation or a checkpoint, all
     steps have been read back.
@@ -94,8 +94,8 @@ class StepQueue:
     def advance(self) -> bool:
         """Takes steps until the queue is empty: the numbers of all steps have been read.
 
-        On a CPU the queue is empty after each step. On a GPU it is emptied before a validation or a save, after the last
-        step, and when a rank has been asked to stop. Returns whether the run must stop before its last step.
+        On a CPU the queue is empty after each step. On a GPU it is emptied before a validation or a save, after the
+        last step, and when a rank has been asked to stop. Returns whether the run must stop before its last step.
         """
         while True:
             step = take_step(self.context, self.logger.clock, self.stop, ahead=len(self.steps))

@@ -44,8 +44,8 @@ class LossMeasure(NamedTuple):
 class MetricsLogger(contextlib.ExitStack):
     """Reports the progress of a run. It is a context manager around the training loop.
 
-    All ranks call each method at the same point, but only rank 0 writes. When a run resumes, entries of later steps than
-    the current one are removed from the files. on_record: rank 0 calls it with each entry that it has written to
+    All ranks call each method at the same point, but only rank 0 writes. When a run resumes, entries of later steps
+    than the current one are removed from the files. on_record: rank 0 calls it with each entry that it has written to
     metrics.jsonl.
     """
 
@@ -165,9 +165,9 @@ class MetricsLogger(contextlib.ExitStack):
     ) -> None:
         """Reports a validation.
 
-        step: the number of steps that the model has been trained for. whole: the result for all data. parts: the result for each
-        source, if there are several. share: the share of the data that was read. seconds: how long the validation took.
-        samples: texts that the model generated.
+        step: the number of steps that the model has been trained for. whole: the result for all data. parts: the result
+        for each source, if there are several. share: the share of the data that was read. seconds: how long the
+        validation took. samples: texts that the model generated.
         """
         entry: dict = {
             "step": step,
@@ -211,7 +211,10 @@ class MetricsLogger(contextlib.ExitStack):
         self._write_status(step, "")
 
     def sync(self) -> None:
-        """Waits until metrics.jsonl and steps.jsonl are on the disk. Only rank 0 calls it. Raises UserError if that fails."""
+        """Waits until metrics.jsonl and steps.jsonl are on the disk.
+
+        Only rank 0 calls it. Raises UserError if that fails.
+        """
         assert self.metrics
         self.steps.sync()
         self.metrics.sync()

@@ -1,13 +1,14 @@
-"""Implements Muon: updates the matrices of mixers and MLPs by their orthogonalized momentum, all other parameters by AdamW.
+"""Implements Muon: updates the matrices of mixers and MLPs by their orthogonalized momentum, all other parameters by
+AdamW.
 
-The algorithm is described in Jordan et al. 2024, kellerjordan.github.io/posts/muon. A step is scaled as in Liu et al. 2025,
-Muon is Scalable for LLM Training (arXiv 2502.16982): its elements are as large as in a step of AdamW, so that the same
-learning rate and weight decay are suitable for both. If a parameter consists of several stacked matrices, as in_proj with
-z, x, B, C and dt, they are orthogonalized separately.
+The algorithm is described in Jordan et al. 2024, kellerjordan.github.io/posts/muon. A step is scaled as in Liu et al.
+2025, Muon is Scalable for LLM Training (arXiv 2502.16982): its elements are as large as in a step of AdamW, so that the
+same learning rate and weight decay are suitable for both. If a parameter consists of several stacked matrices, as
+in_proj with z, x, B, C and dt, they are orthogonalized separately.
 
-Each parameter has an owner, the one rank that orthogonalizes its matrices. The ranks of the owner's shard group send their
-parts of the momentum to the owner, and the owner sends each rank its part of the step. This takes two all-to-alls. Each of
-them transfers all parameters together, in the dtype of the orthogonalization.
+Each parameter has an owner, the one rank that orthogonalizes its matrices. The ranks of the owner's shard group send
+their parts of the momentum to the owner, and the owner sends each rank its part of the step. This takes two
+all-to-alls. Each of them transfers all parameters together, in the dtype of the orthogonalization.
 """
 
 import math
@@ -34,8 +35,8 @@ ADAMW_RMS = (
 def _assign_owners(slots: Iterable[ParameterSlot], ranks: int) -> list[list[ParameterSlot]]:
     """Assigns an owner to each parameter. Returns the list of parameters of each rank.
 
-    Parameters are assigned in the order of decreasing cost, each to the rank with the lowest load. The cost is proportional
-    to the multiply-adds of one iteration.
+    Parameters are assigned in the order of decreasing cost, each to the rank with the lowest load. The cost is
+    proportional to the multiply-adds of one iteration.
     """
     costs = {slot: min(slot.shape) * math.prod(slot.shape) for slot in slots}
     owned: list[list[ParameterSlot]] = [[] for _ in range(ranks)]
@@ -75,8 +76,10 @@ class Muon(torch.optim.AdamW):
         dtype: torch.dtype,
         **adamw: Any,
     ) -> None:
-        """groups: the parameter groups that AdamW updates. rows: {parameter: number of rows of each of its stacked matrices}.
-        dtype: the dtype of the orthogonalization. adamw: the arguments of AdamW.
+        """groups: the parameter groups that AdamW updates.
+
+        rows: {parameter: number of rows of each of its stacked matrices}. dtype: the dtype of the orthogonalization.
+        adamw: the arguments of AdamW.
         """
         super().__init__([*groups, {"params": [slot.local for slot in rows]}], **adamw)
         self.rows = rows

@@ -22,9 +22,9 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """Creates the optimizer for this rank's parts of the parameters.
 
-    spec: {parameter name: Parameter}; it determines which parameters decay, and which ones Muon updates.
-    compute_dtype: the dtype of the model's computation. If it is fp16 or bf16, Muon orthogonalizes in bf16, because small
-    momenta would underflow in fp16.
+    spec: {parameter name: Parameter}; it determines which parameters decay, and which ones Muon updates. compute_dtype:
+    the dtype of the model's computation. If it is fp16 or bf16, Muon orthogonalizes in bf16, because small momenta
+    would underflow in fp16.
     """
     decayed = []
     others = []
@@ -52,10 +52,12 @@ def make_optimizer(
 
 
 class LossScale:
-    """The dynamic loss scale of fp16. It is halved if a gradient overflows, and doubled after 2000 steps without overflow.
+    """The dynamic loss scale of fp16.
 
-    See Micikevicius et al. 2018, Mixed Precision Training, section 3.2. `value` and `good_steps` are 0-dim fp64 tensors on
-    the device, so that the next step does not wait for the host. The train state stores both.
+    It is halved if a gradient overflows, and doubled after 2000 steps without overflow.
+
+    See Micikevicius et al. 2018, Mixed Precision Training, section 3.2. `value` and `good_steps` are 0-dim fp64 tensors
+    on the device, so that the next step does not wait for the host. The train state stores both.
 
     dynamic: whether to adapt the scale. In other precisions than fp16 it is fixed at 1.
     """
@@ -73,7 +75,10 @@ class LossScale:
         )
 
     def update(self, applied: torch.Tensor) -> None:
-        """Adapts the scale after a step. applied: a 0-dim tensor, 1 if the step was applied, 0 if a gradient overflowed."""
+        """Adapts the scale after a step.
+
+        applied: a 0-dim tensor, 1 if the step was applied, 0 if a gradient overflowed.
+        """
         if not self.dynamic:
             return
         good_steps = (self.good_steps + 1) * applied

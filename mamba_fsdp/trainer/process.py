@@ -1,4 +1,5 @@
-"""Prepares a process for training and restores its state at the end, because a notebook or a program continues after it."""
+"""Prepares a process for training and restores its state at the end, because a notebook or a program continues after
+it."""
 
 import contextlib
 import os
@@ -14,9 +15,9 @@ def training_process(deterministic: bool) -> Iterator[None]:
     """Lets the block train in this process, and restores the state of the process at its end.
 
     It restores torch's modes, the treatment of denormal numbers (changed by cpp.tune_process), the limit of open files
-    (start_world), the uncompiled loss function (compile_blocks), and the environment variables, because libraries change
-    them too. StopRequest restores the signal handlers. The settings of glibc's allocator are not restored, because glibc
-    can't be asked for their former values.
+    (start_world), the uncompiled loss function (compile_blocks), and the environment variables, because libraries
+    change them too. StopRequest restores the signal handlers. The settings of glibc's allocator are not restored,
+    because glibc can't be asked for their former values.
 
     deterministic: whether to use deterministic operations. Enter the block before the first operation of torch.
     """

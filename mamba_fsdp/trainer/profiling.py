@@ -19,8 +19,8 @@ def make_profiler(
 ) -> torch.profiler.profile:
     """Returns a profiler for steps 5 to 7 of this start.
 
-    It writes the trace profile/rank_<rank>.json for Perfetto or chrome://tracing. On rank 0 it also prints the operators
-    that took the most time.
+    It writes the trace profile/rank_<rank>.json for Perfetto or chrome://tracing. On rank 0 it also prints the
+    operators that took the most time.
     """
 
     def write(profile: torch.profiler.profile) -> None:

@@ -141,8 +141,8 @@ def find_span(run: Path, first: int, count: int) -> Span:
 def prepare_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoint:
     """Prepares the temporary run folder, and returns the starting point of the replay. Only rank 0 calls it.
 
-    scratch: the path of the temporary run folder, to be created. Raises UserError if settings, data and checkpoint do not fit
-    together.
+    scratch: the path of the temporary run folder, to be created. Raises UserError if settings, data and checkpoint do
+    not fit together.
     """
     scratch.path.mkdir()
     scratch.lease.acquire(discard_line, "")

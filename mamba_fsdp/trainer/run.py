@@ -65,8 +65,8 @@ def run_training(
 ) -> TrainResult:
     """Trains with the given settings, from the newest checkpoint of the run folder if there is one. All ranks call it.
 
-    write_model: writes the finished model of a checkpoint to a new folder. on_record: see StopRequest. planned: (number of
-    ranks, ranks per node) that a dry run plans for, if they differ from its own single process.
+    write_model: writes the finished model of a checkpoint to a new folder. on_record: see StopRequest. planned: (number
+    of ranks, ranks per node) that a dry run plans for, if they differ from its own single process.
 
     Raises UserError if the run can't start, or if it has to end before its last step.
     """
@@ -153,8 +153,8 @@ def acquire_and_find_start(
 ) -> StartingPoint:
     """Acquires the run folder, except in a dry run, and then finds the starting point. Only rank 0 calls it.
 
-    The order matters, because the former owner of the folder can have written a checkpoint just before. shape: the number
-    of ranks and their device.
+    The order matters, because the former owner of the folder can have written a checkpoint just before. shape: the
+    number of ranks and their device.
 
     Raises UserError if another process uses the folder, or if settings, data and checkpoint do not fit together.
     """
@@ -167,8 +167,8 @@ def translate_error(error: BaseException, rank: int, has_stepped: bool) -> BaseE
     """Translates an error into one that determines whether the launcher restarts the ranks.
 
     If the connection to another rank was lost, returns a TransientError. If memory ran out before the first step, the
-    settings need too much memory, so returns a UserError. If memory runs out later, a restart can help. This error and all
-    others are returned unchanged.
+    settings need too much memory, so returns a UserError. If memory runs out later, a restart can help. This error and
+    all others are returned unchanged.
 
     rank: the number of this rank. has_stepped: whether the first step has been completed.
     """
@@ -265,8 +265,8 @@ def publish_model(
 ) -> None:
     """Publishes the model of the last checkpoint, then writes the status `finished`. Only rank 0 calls it.
 
-    The status is written last, so that a program that reads this status finds the model. Call it after the process group
-    has ended, because writing a large model can take longer than the timeout of the other ranks.
+    The status is written last, so that a program that reads this status finds the model. Call it after the process
+    group has ended, because writing a large model can take longer than the timeout of the other ranks.
 
     write_model: see `run_training`; None if the model is not to be published. make_room: makes room for it on the disk.
     Raises UserError if the disk fails.
@@ -291,8 +291,8 @@ def publish_model(
 def measure_tokens_per_second(settings: TrainConfig) -> float:
     """Measures the tokens per second of training steps on this process's device, without validation and checkpoints.
 
-    It trains a randomly initialized model in a temporary folder. Raises UserError if a training with these settings can't
-    start.
+    It trains a randomly initialized model in a temporary folder. Raises UserError if a training with these settings
+    can't start.
     """
     seconds: list[float] = []
     with (

@@ -1,4 +1,5 @@
-"""Converts the durations in the settings to steps: the length of the run, and when validations and checkpoints are due."""
+"""Converts the durations in the settings to steps: the length of the run, and when validations and checkpoints are
+due."""
 
 import math
 from dataclasses import dataclass
@@ -61,8 +62,8 @@ def schedule_run(
 ) -> RunSchedule:
     """Returns the schedule of the run.
 
-    state: the current position. Its fields `first_tokens_per_step` and `schedule` are updated. length: the length of the
-    whole run, including the steps or tokens before `state`. stores: the number of stores to validate on.
+    state: the current position. Its fields `first_tokens_per_step` and `schedule` are updated. length: the length of
+    the whole run, including the steps or tokens before `state`. stores: the number of stores to validate on.
     """
     training = settings.training
     tokens_per_step = global_batch * settings.data.seq_length

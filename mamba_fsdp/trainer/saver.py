@@ -39,8 +39,8 @@ class Saver:
     def poll(self) -> None:
         """Moves the save in progress to its next phase, see Checkpointer.poll.
 
-        Call it once all ranks have finished the current phase. Raises UserError after max_failed_saves failures in a row,
-        except after the last step, because the final save follows.
+        Call it once all ranks have finished the current phase. Raises UserError after max_failed_saves failures in a
+        row, except after the last step, because the final save follows.
         """
         is_last = self.context.state.step == self.context.schedule.total_steps
         with self._attempt(math.inf if is_last else self.max_failures):
@@ -54,8 +54,8 @@ class Saver:
     def save(self, final: bool) -> None:
         """Starts to save a checkpoint of the current step, after the save in progress is committed.
 
-        final: whether to wait until the new checkpoint is committed, and to raise UserError if this save fails. Otherwise
-        UserError is raised only after max_failed_saves failures in a row.
+        final: whether to wait until the new checkpoint is committed, and to raise UserError if this save fails.
+        Otherwise UserError is raised only after max_failed_saves failures in a row.
         """
         checkpointer = self.context.checkpointer
         step = self.context.state.step

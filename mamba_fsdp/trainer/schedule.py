@@ -18,12 +18,12 @@ AUTOMATIC = (
 class Schedule:
     """The factor of the learning rate, in [0, 1], as a function of the position in the run.
 
-    All lengths are either in steps or in tokens. If they are in tokens, `step` is the number of tokens in the run's first
-    step, otherwise it is 1. An optimizer step moves the run from the position `before` to x = before + more. The formulas
-    use x, so that the first factor is not 0. N is the total length, and W the length of the warm-up.
+    All lengths are either in steps or in tokens. If they are in tokens, `step` is the number of tokens in the run's
+    first step, otherwise it is 1. An optimizer step moves the run from the position `before` to x = before + more. The
+    formulas use x, so that the first factor is not 0. N is the total length, and W the length of the warm-up.
 
-    During the warm-up, the factor rises as x/W. After it, most schedules fall to the floor at N with the shape in SHAPES.
-    The fall starts at W, or at N - decay for wsd_cosine and wsd_sqrt. The exceptions are:
+    During the warm-up, the factor rises as x/W. After it, most schedules fall to the floor at N with the shape in
+    SHAPES. The fall starts at W, or at N - decay for wsd_cosine and wsd_sqrt. The exceptions are:
 
     - fms_cosine (from fms-fsdp) rises as 1 - (1 - x/W)^2, and its fall starts at 0.
     - wsd (from Composer) falls as (N - x)/decay, but not below the floor.
@@ -121,12 +121,12 @@ def make_schedule(
 ) -> Schedule:
     """Returns the schedule of a run of `length`. The setting schedule_steps, if given, replaces this length.
 
-    If the length is in tokens, the schedule counts tokens. Durations in steps are then converted with the global batch of
-    the run's first step, so that a later change of the global batch does not change the schedule.
+    If the length is in tokens, the schedule counts tokens. Durations in steps are then converted with the global batch
+    of the run's first step, so that a later change of the global batch does not change the schedule.
 
-    The train state stores the length over which the schedule extends. If a run resumes with a larger num_steps, it keeps
-    its former schedule, and afterwards the learning rate at the end of this schedule. It gets a new schedule only if the
-    learning rate at the current step is the same in both. If the two differ, a line about it is printed.
+    The train state stores the length over which the schedule extends. If a run resumes with a larger num_steps, it
+    keeps its former schedule, and afterwards the learning rate at the end of this schedule. It gets a new schedule only
+    if the learning rate at the current step is the same in both. If the two differ, a line about it is printed.
 
     Raises UserError if the learning rate would stay at 0 after the end of the former schedule.
     """

@@ -63,7 +63,9 @@ class TrainContext:
         return self.start.data
 
     def environment_fingerprint(self) -> dict[str, Any]:
-        """Returns facts on ranks, device and software. Together with settings, data and position they determine a step bitwise.
+        """Returns facts on ranks, device and software.
+
+        Together with settings, data and position they determine a step bitwise.
 
         The event of a start contains them.
         """
@@ -85,8 +87,8 @@ class TrainContext:
 class RunSetup:
     """Sets up a run from its starting point. All ranks call each method at the same point.
 
-    The methods raise UserError if this machine can't train with the settings, or if the checkpoint or the weights do not
-    fit the model.
+    The methods raise UserError if this machine can't train with the settings, or if the checkpoint or the weights do
+    not fit the model.
     """
 
     start: StartingPoint
@@ -152,7 +154,9 @@ class RunSetup:
         )
 
     def choose_backends(self, shape: World) -> BackendChoice:
-        """Selects a backend for each operator. Prints the model, the kernels, and the expected memory on the ranks of `shape`.
+        """Selects a backend for each operator.
+
+        Prints the model, the kernels, and the expected memory on the ranks of `shape`.
 
         Raises UserError if no backend is usable for an operator, or if a GPU certainly has too little memory.
         """

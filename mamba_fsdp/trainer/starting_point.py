@@ -1,7 +1,7 @@
 """Finds the starting point of a run: everything that depends on files at the start, as one value.
 
-Rank 0 finds and checks it, and all ranks get the same value. Afterwards, no decision of the training depends on files. A
-dry run prints the starting point.
+Rank 0 finds and checks it, and all ranks get the same value. Afterwards, no decision of the training depends on files.
+A dry run prints the starting point.
 """
 
 from dataclasses import dataclass, replace
@@ -49,7 +49,10 @@ class RunData:
     prompts: list[list[int]]  # token ids of each line of eval_prompts
 
     def validation_identities(self) -> dict[str, str]:
-        """Returns {name: identity} of the validation data. If it is equal in two starts, their losses are comparable."""
+        """Returns {name: identity} of the validation data.
+
+        If it is equal in two starts, their losses are comparable.
+        """
         return {name: source.identity for name, source in self.validation.items()}
 
     def stores(self) -> list[Source]:
@@ -69,7 +72,10 @@ class RunData:
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """The starting point of a run. If its checkpoint turns out to be damaged, a new one is made from an older checkpoint."""
+    """The starting point of a run.
+
+    If its checkpoint turns out to be damaged, a new one is made from an older checkpoint.
+    """
 
     settings: TrainConfig  # the settings, completed with the model of the weights and the precision of the device
     origin: Origin
@@ -91,9 +97,9 @@ def find_starting_point(
 ) -> StartingPoint:
     """Finds the starting point of a run. Only rank 0 calls it, after it has acquired the run folder.
 
-    A run starts from the newest checkpoint in its folder, otherwise from the weights or the checkpoint that the settings
-    name, otherwise from random weights. path: the checkpoint to start from, if newer ones turned out to be damaged.
-    print_line: prints a line about each checkpoint that is skipped.
+    A run starts from the newest checkpoint in its folder, otherwise from the weights or the checkpoint that the
+    settings name, otherwise from random weights. path: the checkpoint to start from, if newer ones turned out to be
+    damaged. print_line: prints a line about each checkpoint that is skipped.
 
     Raises UserError if settings, data, model and checkpoint do not fit together.
     """
@@ -329,7 +335,10 @@ def open_data(settings: TrainConfig) -> RunData:
 
 
 def encode_prompts(text: str, tokenizer: TextTokenizer) -> list[list[int]]:
-    """Returns the token ids of each non-empty line of eval_prompts. Raises UserError for more than MAX_SAMPLED_TOKENS."""
+    """Returns the token ids of each non-empty line of eval_prompts.
+
+    Raises UserError for more than MAX_SAMPLED_TOKENS.
+    """
     prompts = [*filter(None, map(tokenizer.encode, text.splitlines()))]
     longest = max(map(len, prompts), default=0)
     tokens = len(prompts) * (longest + SAMPLE_LENGTH)

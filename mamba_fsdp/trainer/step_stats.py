@@ -1,4 +1,5 @@
-"""Defines the numbers of a step: the sums over ranks from its collective, and the numbers that the host reads afterwards."""
+"""Defines the numbers of a step: the sums over ranks from its collective, and the numbers that the host reads
+afterwards."""
 
 from dataclasses import dataclass
 
@@ -68,7 +69,10 @@ class StepStats:
         loss_scale_good_steps: torch.Tensor,
         host_numbers: torch.Tensor,
     ) -> torch.Tensor:
-        """Combines the numbers into one tensor on the device. host_numbers: the sum of `pack_host_numbers` over all ranks."""
+        """Combines the numbers into one tensor on the device.
+
+        host_numbers: the sum of `pack_host_numbers` over all ranks.
+        """
         on_device = [loss, gradient_norm, applied, loss_scale, loss_scale_good_steps]
         return torch.cat([torch.stack(on_device), host_numbers])
 

@@ -1,10 +1,11 @@
 """Receives requests to stop a run.
 
-A run can be asked to stop by SIGTERM, SIGINT, SIGUSR1 or SIGHUP, by a file STOP in the run folder or in the folder of this
-start, and by the caller's `on_record` function. It then completes its step, commits a checkpoint and exits. Under nohup,
-SIGHUP is ignored, so that training continues after the terminal is closed.
+A run can be asked to stop by SIGTERM, SIGINT, SIGUSR1 or SIGHUP, by a file STOP in the run folder or in the folder of
+this start, and by the caller's `on_record` function. It then completes its step, commits a checkpoint and exits. Under
+nohup, SIGHUP is ignored, so that training continues after the terminal is closed.
 
-A STOP file that is older than the start was meant for an earlier start. Rank 0 removes it after acquiring the run folder.
+A STOP file that is older than the start was meant for an earlier start. Rank 0 removes it after acquiring the run
+folder.
 """
 
 import contextlib
@@ -36,11 +37,11 @@ POLL_SECONDS = 1.0  # interval of checks for STOP files: each check is a round t
 class StopRequest:
     """The requests to stop that this rank has received. Enter this context manager after acquiring the run folder.
 
-    reason: why the run must stop; "" if it was not asked to. Only rank 0 checks for STOP files: the user creates one in the
-    run folder, and the launcher in the folder of this start. The text in the file is the reason.
+    reason: why the run must stop; "" if it was not asked to. Only rank 0 checks for STOP files: the user creates one in
+    the run folder, and the launcher in the folder of this start. The text in the file is the reason.
 
-    on_record: a function of the caller. It gets each entry of metrics.jsonl, and asks the run to stop by returning a true
-    value. remove: removes the user's STOP file. For a run it is `Lease.remove`.
+    on_record: a function of the caller. It gets each entry of metrics.jsonl, and asks the run to stop by returning a
+    true value. remove: removes the user's STOP file. For a run it is `Lease.remove`.
     """
 
     def __init__(

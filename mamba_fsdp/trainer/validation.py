@@ -34,7 +34,10 @@ class LossSums(NamedTuple):
     tokens: float  # number of tokens
 
     def measure(self, size: float) -> LossMeasure:
-        """Returns the weighted mean. size: the bytes of the text, 0 if unknown. Raises UserError if the sum of weights is 0."""
+        """Returns the weighted mean.
+
+        size: the bytes of the text, 0 if unknown. Raises UserError if the sum of weights is 0.
+        """
         if not self.weight:
             raise UserError(
                 "no token of the data counts in the loss; choose other data (in a training run: "
@@ -99,8 +102,8 @@ def measure_sources(
 ) -> tuple[LossMeasure, dict[str, LossMeasure]]:
     """Returns (result for all data, {source: result}). Sources without any weight are left out.
 
-    sizes: {source: bytes of its text}, 0 if unknown. If one of them is unknown, so is the total. Raises UserError if the
-    sum of all weights is 0.
+    sizes: {source: bytes of its text}, 0 if unknown. If one of them is unknown, so is the total. Raises UserError if
+    the sum of all weights is 0.
     """
     whole = LossSums(*(sum(column) for column in zip(*sums.values())))
     size = sum(sizes.values()) if all(sizes.values()) else 0.0
@@ -114,8 +117,8 @@ def measure_sources(
 def _count_predicted_bytes(context: TrainContext, limit: int) -> dict[str, float]:
     """Returns {source: bytes of the text that a validation predicts}, estimated from at most MAX_DECODED_TOKENS tokens.
 
-    The value is 0 if the source does not have a tokenizer, or if the loss is weighted. limit: the maximum number of windows
-    of each source; 0 means all.
+    The value is 0 if the source does not have a tokenizer, or if the loss is weighted. limit: the maximum number of
+    windows of each source; 0 means all.
     """
     data = context.settings.data
     length = data.seq_length
@@ -146,12 +149,13 @@ def _batches(context: TrainContext, source: Source, limit: int) -> Iterator[Batc
 
 @torch.no_grad()
 def write_samples(context: TrainContext) -> list[str]:
-    """Generates a text for each prompt by greedy decoding. Returns the prompts with their continuations on rank 0, and an
-    empty list on other ranks.
+    """Generates a text for each prompt by greedy decoding.
 
-    All ranks call it and compute the same. The number of forward passes is fixed, because all ranks must take part in each
-    of them to gather the weights. The shape of the tokens is constant, so that the code is compiled only once. The padding
-    after a text does not influence its next token, because the model is causal.
+    Returns the prompts with their continuations on rank 0, and an empty list on other ranks.
+
+    All ranks call it and compute the same. The number of forward passes is fixed, because all ranks must take part in
+    each of them to gather the weights. The shape of the tokens is constant, so that the code is compiled only once. The
+    padding after a text does not influence its next token, because the model is causal.
     """
     prompts = context.data.prompts
     if not prompts:
@@ -193,9 +197,9 @@ def sum_losses(
 ) -> LossSums | None:
     """Evaluates a model. Returns the sums over the batches of all ranks; None if the evaluation was stopped.
 
-    module: returns the weighted sum of the token losses of a batch. batches: all ranks must have the same number of them,
-    because all take part in each forward pass. is_stopped: a function that gets the number of tokens that this rank has
-    read so far; if it returns True, the evaluation stops.
+    module: returns the weighted sum of the token losses of a batch. batches: all ranks must have the same number of
+    them, because all take part in each forward pass. is_stopped: a function that gets the number of tokens that this
+    rank has read so far; if it returns True, the evaluation stops.
 
     The module is not switched to evaluation mode, because no layer behaves differently in training.
     """

@@ -1,4 +1,4 @@
-"""A run folder."""
+"""Provides a run folder."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Broken checkpoints: named, passed over, and never taken for whole ones."""
+"""Tests damaged checkpoints: they are reported, skipped, and never loaded as undamaged ones."""
 
 import os
 from functools import partial
@@ -28,7 +28,7 @@ from tests.support.disk import Disk
 
 RANK_FILE = "rank_00000.safetensors"
 OUTSIDE = {"state.json": {"bytes": 1, "xxh3": ""}, "../x": {"bytes": 1, "xxh3": ""}}
-DAMAGES = {  # what is said: what was done to which file
+DAMAGES = {  # {message: (file, how to damage it)}
     f"{RANK_FILE} has 40 bytes, not": (RANK_FILE, os.truncate, 40),
     f"content of {RANK_FILE} has changed": (RANK_FILE, flip),
     "state.json: No such file": ("state.json", os.unlink),
@@ -42,7 +42,7 @@ DAMAGES = {  # what is said: what was done to which file
 
 @pytest.mark.parametrize("words", DAMAGES)
 def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, words):
-    """The report names folder and file; who named the broken one itself is refused."""
+    """The report names the folder and the file. If the user names the damaged checkpoint itself, the run stops."""
     make_checkpoints(run, [1, 2])
     name, damage, *how = DAMAGES[words]
     damage(run / "checkpoints/step_00000002" / name, *how)
@@ -55,7 +55,10 @@ def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, words):
 
 
 def test_a_checkpoint_under_another_steps_name_is_passed_over(run):
-    """Believed, each start would return to its step and remove the newer ones. A name of one's own is nobody's step."""
+    """Otherwise each start would resume from its step and remove newer checkpoints.
+
+    A folder that the user renamed is accepted.
+    """
     make_checkpoints(run, [1, 2])
     folder = run / "checkpoints"
     (folder / "step_00000001").rename(folder / "step_00000900")
@@ -65,7 +68,7 @@ def test_a_checkpoint_under_another_steps_name_is_passed_over(run):
 
 
 def damages(content):
-    """(how, damaged content) of a file."""
+    """Yields (description, damaged content) of a file."""
     for at in range(0, len(content), 29):
         yield f"cut at {at}", content[:at]
     for at in range(0, len(content), 5):
@@ -76,8 +79,11 @@ def damages(content):
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [RANK_FILE, "state.json", "COMMIT"])
 def test_no_damage_goes_unnoticed(run, file):
-    """At any place of any file: the older checkpoint is taken, with a line. COMMIT has no checksum of its own: if only
-    what means nothing is damaged, such as a space, the newest is read as it was saved."""
+    """Any damage in any file is reported, and the older checkpoint is loaded.
+
+    COMMIT does not have a checksum. If damage does not change its meaning, for example in a space, the newest
+    checkpoint is loaded as it was saved.
+    """
     make_checkpoints(run, [1, 2])
     path = run / "checkpoints/step_00000002" / file
     steps = []
@@ -99,7 +105,7 @@ def test_no_damage_goes_unnoticed(run, file):
 
 
 def parts_of(dtype):
-    """Shards of zeros, the first of a part of its tensor."""
+    """Returns shards of zeros. The first one contains only a part of its tensor."""
     return [
         Shard("a.weight", (10, 10), 30, torch.zeros(50, dtype=dtype)),
         Shard("b", (7,), 0, torch.zeros(7, dtype=dtype)),
@@ -108,15 +114,18 @@ def parts_of(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
-    """From the older one, while that is verified. Without that, it is read. What has not the dtype that was saved, or
-    lies on a GPU, comes through host memory."""
+    """Elements that were loaded from a damaged checkpoint are loaded again from the older one while it is verified.
+
+    Without verification, `load` reads them. Elements with another dtype than the saved one, or for a GPU, pass through
+    host memory.
+    """
     make_checkpoints(run, [1, 2])
     flip(run / "checkpoints/step_00000002" / RANK_FILE)
     verified = parts_of(dtype)
     checkpointer = open_run(run)
     assert checkpointer.resume(verified).contents.state == {"step": 1}
     read = parts_of(dtype)
-    read[0].data[20:30] = 1  # as if verifying had filled them
+    read[0].data[20:30] = 1  # these count as loaded during verification
     checkpoint = as_whole(checkpointer.last)
     checkpoint.filled["model/a.weight"] = [(50, 60)]
     load(checkpoint, read, WORLD)
@@ -165,7 +174,7 @@ def test_contents_that_were_committed_but_can_t_be_are_broken(run, changes, word
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
-    """Nothing is wrong with it, COMMIT and state.json agree: to resume from the one before would throw steps away."""
+    """Such a checkpoint is not damaged: COMMIT and state.json agree. Resuming from an older one would lose steps."""
     make_checkpoints(run, [1, 2])
     path = run / "checkpoints/step_00000002"
     for name in ("state.json", "COMMIT"):
@@ -177,7 +186,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
 
 
 def test_no_whole_checkpoint_is_no_reason_to_start_anew(run):
-    """A run never restarts at step 0 by itself because all its checkpoints are broken."""
+    """A run never restarts at step 0 by itself because all its checkpoints are damaged."""
     make_checkpoints(run, [1])
     flip(run / "checkpoints/step_00000001" / RANK_FILE)
     with pytest.raises(UserError, match="none of the checkpoints.*rank_00000"):
@@ -188,7 +197,7 @@ def test_no_whole_checkpoint_is_no_reason_to_start_anew(run):
 
 @pytest.mark.parametrize("file", [RANK_FILE, "state.json", "COMMIT"])
 def test_a_checkpoint_that_storage_does_not_give_is_not_broken(run, monkeypatch, file):
-    """To take an older one would throw steps away: a later start may find the newest."""
+    """Loading an older checkpoint would lose steps, although a later start can read the newest one."""
     make_checkpoints(run, [1, 2])
     monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
     Disk(monkeypatch, run).lose(f"step_00000002/{file}")
@@ -197,7 +206,7 @@ def test_a_checkpoint_that_storage_does_not_give_is_not_broken(run, monkeypatch,
 
 
 def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run):
-    """And never counts among those that are kept."""
+    """The damaged one is not counted among the checkpoints to keep."""
     make_checkpoints(run, [1, 2])
     path = run / "checkpoints/step_00000002"
     os.truncate(path / RANK_FILE, 30)

@@ -1,4 +1,5 @@
-"""Reading and writing says block by block that it gets on: a slow disk is no hang."""
+"""Tests that reading and writing a file reports progress after each block, so that a slow disk does not look like a
+hang."""
 
 import os
 
@@ -23,7 +24,7 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
 
     path = tmp_path / "file"
     tensor = torch.arange(1000.0)
-    # Written, then read back.
+    # The file is written, then read back.
     assert beats(files.write_pieces, path, [("a", 0, tensor)]) >= 2 * 40
     assert beats(files.compute_checksum, path) >= 40
     shard = Shard("a", (1000,), 0, torch.zeros(1000))
@@ -32,7 +33,10 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
 
 @pytest.mark.parametrize("start, stop", [(0, 1000), (250, 260), (250, 800), (650, 1000)])
 def test_a_shard_is_filled_with_what_a_file_or_its_part_holds_of_it(tmp_path, start, stop):
-    """While that is verified. The tensor's last 100 elements are in another file."""
+    """A shard is loaded while a file, or its first part, is verified.
+
+    The tensor's last 100 elements are in another file.
+    """
     path = tmp_path / "file"
     tensor = torch.arange(1000.0)
     pieces = [("a", at, tensor[at : at + 300]) for at in (0, 300, 600)]
@@ -49,7 +53,7 @@ def test_a_shard_is_filled_with_what_a_file_or_its_part_holds_of_it(tmp_path, st
 
 @pytest.mark.parametrize("from_disk", [True, False])
 def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, from_disk):
-    """One flush of a large file at its end could take longer than a hang may."""
+    """A single flush at the end of a large file could take longer than the timeout of the watchdog."""
     flushed = []
     sync = os.fsync
     monkeypatch.setattr(files, "WRITE_BLOCK_BYTES", 100)

@@ -1,4 +1,4 @@
-"""Which rank writes what of a tensor, and how it is found again."""
+"""Tests which elements of a tensor each rank writes, and how the pieces with a given range are found."""
 
 from itertools import accumulate
 
@@ -15,7 +15,7 @@ COUNTS = st.one_of(st.integers(0, 40), st.integers(0, 5 * ranges.MIN_PIECE_SIZE)
 
 @given(COUNTS, st.integers(1, 9), st.integers(0, 50))
 def test_replicas_together_write_every_element_once(count, replicas, turn):
-    """The ranges of all replicas tile the shard, and no piece that was split is tiny."""
+    """The ranges of all replicas cover the shard exactly, and a shard is not split into tiny pieces."""
     pieces = [ranges.range_to_write(count, replicas, index, turn) for index in range(replicas)]
     pieces = sorted((start, stop - start) for start, stop in pieces if start < stop)
     assert ranges.covers_exactly(
@@ -26,7 +26,7 @@ def test_replicas_together_write_every_element_once(count, replicas, turn):
 
 @given(st.integers(1, 9), st.integers(0, 50))
 def test_small_tensors_take_turns(replicas, first):
-    """Of as many small tensors as there are replicas, each replica writes one."""
+    """If there are as many small tensors as replicas, each replica writes one of them."""
     writers = [
         index
         for turn in range(first, first + replicas)
@@ -36,7 +36,7 @@ def test_small_tensors_take_turns(replicas, first):
     assert sorted(writers) == list(range(replicas))
 
 
-CUTS = st.lists(st.integers(1, 9), min_size=1, max_size=8)  # lengths of a tensor's pieces
+CUTS = st.lists(st.integers(1, 9), min_size=1, max_size=8)  # the lengths of a tensor's pieces
 
 
 def starts_of(lengths):
@@ -45,7 +45,7 @@ def starts_of(lengths):
 
 @given(CUTS, st.integers(0, 80), st.integers(0, 80))
 def test_any_range_is_put_together_from_any_cut(lengths, start, length):
-    """Reading [start, stop) from pieces gives what slicing the whole gives."""
+    """Reading [start, stop) from pieces gives the same as slicing the whole tensor."""
     starts = starts_of(lengths)
     whole = torch.arange(sum(lengths))
     assert ranges.is_partition(starts, len(whole))
@@ -60,7 +60,7 @@ def test_any_range_is_put_together_from_any_cut(lengths, start, length):
 
 @given(CUTS, st.randoms())
 def test_what_is_missing_of_a_range_is_what_was_not_done(lengths, chance):
-    """Whatever was done, in any order."""
+    """The gaps are correct for any ranges in any order."""
     pieces = list(zip(starts_of(lengths), lengths))
     done = [(start, start + length) for start, length in pieces if chance.randrange(2)]
     chance.shuffle(done)
@@ -72,8 +72,9 @@ def test_what_is_missing_of_a_range_is_what_was_not_done(lengths, chance):
 
 @given(st.lists(CUTS, min_size=1, max_size=5), st.randoms())
 def test_ranks_tell_in_any_order_how_every_tensor_was_cut(cuts, chance):
-    """Alike tensors are told once, a rank without a piece is in none, and a piece too few is an error."""
-    pieces = np.zeros((8, len(cuts), 2), dtype=np.int64)  # of each rank
+    """Tensors with equal pieces share an entry, a rank without a piece does not appear in it, and a missing piece is
+    an error."""
+    pieces = np.zeros((8, len(cuts), 2), dtype=np.int64)  # (start, count) of each rank
     expected = []
     for number, lengths in enumerate(cuts):
         writers = chance.sample(range(8), len(lengths))
@@ -91,7 +92,7 @@ def test_ranks_tell_in_any_order_how_every_tensor_was_cut(cuts, chance):
 
 @pytest.mark.parametrize("starts, counts", [([0], [3]), ([0], [5]), ([1], [3]), ([0, 2], [3, 2])])
 def test_gaps_and_overlaps_are_noticed(starts, counts):
-    """Pieces that don't tile a tensor, of 4 elements here, are never taken for the whole."""
+    """Pieces that do not cover a tensor exactly, here one of 4 elements, are never accepted."""
     assert not ranges.covers_exactly(starts, counts, 4)
 
 

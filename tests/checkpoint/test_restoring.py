@@ -1,4 +1,5 @@
-"""What comes back on other ranks, under other strategies and on the other stack; and who reads how much for that."""
+"""Tests loading checkpoints with other numbers of ranks, other strategies and the other stack, and how many bytes
+each rank reads."""
 
 import os
 import shutil
@@ -29,13 +30,13 @@ def save(world, run, how, asynchronous):
     tensors = whole(world, shards)
     checkpointer.wait_for_copies()
     for shard in shards:
-        shard.data.zero_()  # an asynchronous save holds copies by now
+        shard.data.zero_()  # an asynchronous save has copied the tensors by now
     checkpointer.wait()
     return tensors
 
 
 def read(world, run, how):
-    """The state, and what a fresh model of another layout holds after loading."""
+    """Loads a checkpoint into a new model with another layout. Returns (state, tensors)."""
     parallel, optimizer = build(world, **how)
     shards = parallel.shards(optimizer)
     for shard in shards:
@@ -49,7 +50,7 @@ SAVES = [
     ({"strategy": "hsdp", "shard_size": 2}, False),
     ({"strategy": "ddp", "optimizer": "muon"}, True),
 ]
-LAYOUTS = {  # number of ranks: how they read
+LAYOUTS = {  # {number of ranks: settings with which they load}
     1: [{"strategy": "none"}],
     3: [{"strategy": "ddp"}, {"strategy": "fsdp"}],
     4: [{"strategy": "hsdp", "shard_size": 2}],
@@ -57,12 +58,12 @@ LAYOUTS = {  # number of ranks: how they read
 
 
 def save_each(world, run):
-    ranges.MIN_PIECE_SIZE = 8  # so that replicas share these tensors too
+    ranges.MIN_PIECE_SIZE = 8  # small enough to divide these tensors among replicas
     return [save(world, run / str(number), *how) for number, how in enumerate(SAVES)]
 
 
 def read_each(world, run, layouts):
-    """[(number of the save, layout, what `read` gives)]"""
+    """Returns [(index of the save, layout, result of `read`)]."""
     found = []
     for number, (how, _) in enumerate(SAVES):
         for layout in layouts:
@@ -73,7 +74,8 @@ def read_each(world, run, layouts):
 
 @pytest.mark.slow
 def test_any_layout_reads_what_any_layout_saved(run):
-    """Model and optimiser come back bit for bit on any number of ranks and any strategy, with rank 0's state."""
+    """Model and optimizer are restored bitwise for any number of ranks and any strategy, and with the state of rank
+    0."""
     saves, *_ = run_ranks(4, save_each, run)
     for number, saved in enumerate(saves):
         model = CheckpointTensors(as_whole(run / str(number) / "checkpoints/step_00000002"))
@@ -104,7 +106,7 @@ SHARDED = {"strategy": "fsdp"}
 @pytest.mark.slow
 @pytest.mark.pinned
 def test_each_stack_reads_the_others_checkpoints(run, pythons, project):
-    """torch 2.2 with FSDP1 and the newest torch with FSDP2 read each other's checkpoints bit for bit."""
+    """torch 2.2 with FSDP1 and the newest torch with FSDP2 restore the checkpoints of each other bitwise."""
     program = run.parent / "program.py"
     program.write_text(PROGRAM)
     pinned = run / "pinned"
@@ -118,7 +120,7 @@ def test_each_stack_reads_the_others_checkpoints(run, pythons, project):
 
 
 def count_reads(world, run):
-    """The bytes that this process reads while it resumes."""
+    """Returns the number of bytes that this process reads while it resumes."""
     parallel, optimizer = build(world, strategy="fsdp")
     shards = parallel.shards(optimizer)
     checkpointer = open_run(run, world)
@@ -128,12 +130,12 @@ def count_reads(world, run):
 
 
 def bytes_read():
-    return int(open("/proc/self/io").readline().split()[1])  # rchar
+    return int(open("/proc/self/io").readline().split()[1])  # the line rchar
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run folder to which three ranks have saved step 2 under FSDP."""
+    """Returns a run folder with a checkpoint of step 2, saved by three ranks with FSDP."""
     run = tmp_path_factory.mktemp("saved")
     run_ranks(3, save, run, SHARDED, True)
     return run
@@ -142,7 +144,10 @@ def saved(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 2])
 def test_ranks_share_the_reading(saved, ranks):
-    """Together they read each byte once to verify it, and again only what others have verified and they hold."""
+    """All ranks together read each byte once for verification.
+
+    A rank reads elements of its shards again only if another rank verified them.
+    """
     read = sum(run_ranks(ranks, count_reads, saved))
     whole = sum(path.stat().st_size for path in (saved / "checkpoints/step_00000002").iterdir())
     assert whole < read < 2 * whole
@@ -150,7 +155,10 @@ def test_ranks_share_the_reading(saved, ranks):
 
 @pytest.mark.slow
 def test_who_wants_the_weights_alone_demands_that_they_are_whole_and_no_more(saved, run):
-    """A broken moment does not matter; a broken weight is refused, but to who wants the state alone."""
+    """With part="model", a damaged moment is accepted and a damaged weight is an error.
+
+    With part="state", both are accepted.
+    """
     shutil.copytree(saved, run)
     path = run / "checkpoints/step_00000002/rank_00001.safetensors"
     flip(path)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, and those that are never removed."""
+"""Tests which checkpoints are kept: the newest ones, and those that are never removed."""
 
 import os
 import shutil
@@ -24,7 +24,8 @@ from tests.support.disk import Disk
 
 
 def test_the_newest_stay_and_the_first_at_or_after_each_multiple(run):
-    """If keep_every is a multiple of the interval, and if it is not; also when a later start keeps others."""
+    """The rule applies whether or not keep_every is a multiple of the interval, and if a later start changes the
+    settings."""
     make_checkpoints(run, range(3, 40, 3), keep=1, keep_every=10)
     assert steps_in(run) == [12, 21, 30, 39]
     make_checkpoints(run, [42, 45], keep=2)
@@ -35,7 +36,7 @@ def test_the_newest_stay_and_the_first_at_or_after_each_multiple(run):
 
 
 def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(run, tmp_path):
-    """Pruned, or left by a killed save: what it leads to may be another run's."""
+    """The target can belong to another run. This applies to pruning and to the files of a killed save."""
     other = make_checkpoints(tmp_path / "other", [1]).last
     left = open_run(run).lease.staging
     for link in (run / "checkpoints/step_00000001", left / "step_00000002"):
@@ -45,7 +46,7 @@ def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(run, tmp_path):
 
 
 def test_a_kept_one_that_is_broken_is_made_up_for(run):
-    """The next whole checkpoint of its part stays in its place."""
+    """If a permanent checkpoint is damaged, the next undamaged one after the same multiple is kept instead."""
     make_checkpoints(run, [9, 10, 11], keep=5, keep_every=10)
     for step in (10, 11):
         (run / f"checkpoints/step_000000{step}/state.json").unlink()
@@ -69,12 +70,12 @@ def test_an_old_checkpoint_that_can_t_be_removed_is_told_and_fails_no_save(run, 
     assert "Input/output error" in warning
 
 
-SIZE = 428  # bytes of the tensors of a checkpoint
+SIZE = 428  # size of the tensors of a checkpoint in bytes
 
 
 @pytest.fixture
 def small_disk(run, monkeypatch):
-    """small_disk(room): only so many checkpoints fit."""
+    """small_disk(room): makes the disk report space for this many checkpoints."""
 
     def small_disk(room):
         def disk_usage(path):
@@ -87,7 +88,7 @@ def small_disk(run, monkeypatch):
 
 @pytest.mark.parametrize("room, steps, early", [(4, [2, 3, 4], 0), (2, [3, 4], 2)])
 def test_an_old_checkpoint_makes_room_for_a_newer_one(run, small_disk, room, steps, early):
-    """With a word, if there would be too little without."""
+    """The removal is reported if the disk would otherwise be too full."""
     small_disk(room)
     said = []
     make_checkpoints(run, [1, 2, 3, 4], report=said.append)
@@ -96,7 +97,7 @@ def test_an_old_checkpoint_makes_room_for_a_newer_one(run, small_disk, room, ste
 
 
 def test_the_newest_checkpoint_makes_no_room(run, small_disk):
-    """If that is not enough nothing is written."""
+    """If removing all other checkpoints is not enough, nothing is written."""
     small_disk(1)
     checkpointer = make_checkpoints(run, [1])
     for ask in (checkpointer.reserve_space, lambda shards: checkpointer.save(2, shards, {})):
@@ -106,7 +107,10 @@ def test_the_newest_checkpoint_makes_no_room(run, small_disk):
 
 
 def test_a_reader_whose_checkpoint_is_removed_meanwhile_says_so_in_a_line(run):
-    """Wherever it is by then: at the files, at the contents, or at the tensors. Of a run the newest is taken."""
+    """The error is the same while the reader verifies files, reads metadata or reads tensors.
+
+    In a run folder, the newest checkpoint is used.
+    """
     path = make_checkpoints(run, [1]).last
     found = find_newest_checkpoint(run, pytest.fail)
     choice = find_checkpoint(path, WORLD)

@@ -1,4 +1,4 @@
-"""What a run saves of itself besides tensors."""
+"""Tests the state that a run stores in a checkpoint besides tensors."""
 
 import math
 from dataclasses import asdict
@@ -12,7 +12,10 @@ from tests.support.checkpoints import open_run, shards_of
 
 
 def test_a_train_state_counts_from_zero_what_was_read_and_what_was_applied():
-    """Skipped steps are read too; those in a row count until one is applied, but for those that are excused."""
+    """The data of skipped steps counts as read.
+
+    Skipped steps in a row are counted until a step is applied, except for excused ones.
+    """
     state = TrainState()
     assert not any(asdict(state).values()) and math.isnan(state.take_mean_loss())
     state.advance(2, 16, 3.0, applied=True, excused=False)

@@ -1,4 +1,4 @@
-"""What a save leaves, when, and what happens if it fails."""
+"""Tests the files of a save, when they are written, and its failures."""
 
 import contextlib
 import dataclasses
@@ -38,8 +38,10 @@ def error_of(number):
 
 
 def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
-    """Between save and the wait that commits nothing can be chosen; afterwards it can, nothing hidden is left, and it
-    is told and noted."""
+    """Before the commit, no checkpoint can be found.
+
+    After it, the checkpoint can be found, it is reported and recorded as an event, and no temporary files are left.
+    """
     said = []
     checkpointer = open_run(run, report=lambda text: said.append((text, names_in(run))))
     assert newest(run) is None and checkpointer.save_phase() is None
@@ -57,23 +59,25 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
     assert event["step"] == 3 and event["bytes"] > 400 and event["seconds"] > 0
     assert 0 < checkpointer.stall_seconds() < 60 and checkpointer.stall_seconds() == 0
     checkpointer.save(3, shards_of(3), {"step": 3})
-    assert checkpointer.save_phase() is None  # it is there already
+    assert checkpointer.save_phase() is None  # it is committed already
 
 
 def test_other_programs_can_read_the_files(run):
-    """A rank's file is plain safetensors, with pieces named <tensor>@<start>."""
+    """A rank's file is a normal safetensors file with pieces named <tensor>@<start>."""
     from safetensors.torch import load_file
 
     path = make_checkpoints(run, [1]).last / "rank_00000.safetensors"
     content = load_file(path)
-    assert path.read_bytes()[0] % 8 == 0  # the header's length: the data is aligned
+    assert (
+        path.read_bytes()[0] % 8 == 0
+    )  # the length of the header is a multiple of 8, so that the data is aligned
     assert content.keys() == {"model/a.weight@0", "model/b@0"}
     assert torch.equal(content["model/a.weight@0"], ONES)
 
 
 def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
-    """What happens to the state after save() returns, and to the weights after wait_for_copies(), is not in it, even if
-    writing is tried again; the copies of each save lie in the same memory."""
+    """The checkpoint does not contain changes of the state after save() returns, and changes of weights after
+    wait_for_copies(), even if writing is retried. All saves copy to the same memory."""
     checkpointer = make_checkpoints(run, [0])
     changed = threading.Event()
 
@@ -101,8 +105,10 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
 
 
 def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypatch):
-    """The copies begin after what training has asked for so far. They go to one buffer, pinned at the start and no larger
-    than it must be, until the end."""
+    """The copies wait for all work that training has launched so far.
+
+    They use one buffer of minimal size. It stays pinned from the start to the end.
+    """
     cuda = mock.MagicMock()
     cuda.copy.side_effect = torch._foreach_copy_
     names = "Stream Event current_stream set_device cudart check_error stream synchronize"
@@ -114,7 +120,7 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     checkpointer.save(1, shards_of(1), {})
     checkpointer.wait_for_copies()
     checkpointer.wait()
-    whole_blocks = 448 + 64  # from multiples of 64
+    whole_blocks = 448 + 64  # each tensor begins at a multiple of 64
     cuda.cudart().cudaHostRegister.assert_called_once_with(mock.ANY, whole_blocks, 0)
     cuda.Stream().wait_stream.assert_called_once_with(cuda.current_stream())
     order = ["Stream().wait_stream", "stream().__enter__", "copy", "Event().record"]
@@ -125,7 +131,7 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     assert torch.equal(target[0].data, ONES)
     checkpointer.world = dataclasses.replace(checkpointer.world, size=2)
     with pytest.raises(KeyError), contextlib.closing(checkpointer):
-        raise KeyError  # on one of several ranks: the device may wait for a rank that has ended
+        raise KeyError  # an error on one of several ranks: the device can be waiting for a rank that has ended
     cuda.cudart().cudaHostUnregister.assert_not_called()
     for _ in range(2):
         checkpointer.close()
@@ -159,7 +165,7 @@ def test_what_the_disk_does_not_hold_is_loud_and_never_committed(
 
 
 def test_weights_that_are_not_finite_are_never_committed(run):
-    """Moments may be: they are not looked at."""
+    """Moments are not checked, and can be infinite."""
     checkpointer = open_run(run)
     shards = shards_of(float("inf"))
     checkpointer.save(1, shards, {})
@@ -172,7 +178,7 @@ def test_weights_that_are_not_finite_are_never_committed(run):
     assert names_in(run) == ["step_00000001"]
 
 
-FAILURES = []  # yet to come, of the storage of this process
+FAILURES = []  # the errors that the storage of this process will raise
 
 
 def stumble():
@@ -194,8 +200,10 @@ def refusal(checkpointer, shards):
 
 
 def suffer(world, run):
-    """Rank 1's storage fails three times while it saves; then for good; then it is full, and training waits, or does not.
-    Returns (what failed saves raised, what is left)."""
+    """Saves while the storage of rank 1 fails three times, then permanently, and then is full, synchronously or not.
+
+    Returns (errors of the failed saves, remaining files).
+    """
     os.fsync = stumbling_fsync
     patience.LONGEST_PAUSE = 0.01
     is_here = world.rank == 1
@@ -218,8 +226,11 @@ def suffer(world, run):
 
 @pytest.mark.slow
 def test_what_one_ranks_storage_does_is_withstood_or_loud_on_all(run):
-    """A failure of a moment fails nobody. One for good, or a full disk, raises on every rank at the same step, naming
-    rank, file and reason, and leaves nothing half-written."""
+    """A transient failure does not fail the save.
+
+    A permanent failure or a full disk raises an error on every rank at the same step. It names the rank, the file and
+    the reason, and no partial files are left.
+    """
     for errors, left in run_ranks(2, suffer, run):
         assert left == ["step_00000001"]
         for error in errors:

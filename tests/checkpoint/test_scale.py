@@ -1,4 +1,4 @@
-"""What a checkpoint of very many ranks takes: bytes that each tells rank 0, calls, open files."""
+"""Tests the cost of a checkpoint for very many ranks: bytes sent to rank 0, system calls and open files."""
 
 import os
 import resource
@@ -18,8 +18,8 @@ from tests.support.ranks import run_ranks
 
 @pytest.mark.slow
 def test_rank_0_makes_as_many_calls_among_a_thousand_ranks_as_among_64():
-    """And what it is told, writes and sends is linear in the ranks: how a tensor is cut is told once for all that are cut
-    alike, and each rank tells what it wrote without names."""
+    """The data that rank 0 receives, writes and sends is linear in the number of ranks: tensors with equal pieces
+    share one description, and each rank sends its pieces without names."""
     few, many = (measure(ModelConfig(d_model=64, n_layer=2), ranks) for ranks in (64, 1024))
     for calls in ("save_calls", "start_calls"):
         assert 0 < few[calls] == many[calls] < 25
@@ -28,7 +28,8 @@ def test_rank_0_makes_as_many_calls_among_a_thousand_ranks_as_among_64():
 
 
 def read_with_few_files(_, folder, contents):
-    """(soft limit after a start, what is read), if no more files may be open than the checkpoint has."""
+    """Returns (soft limit of open files after a start, tensors) if a process can open fewer files than the
+    checkpoint has."""
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, highest + 30))
     start_world()

@@ -1,4 +1,4 @@
-"""python -m mamba_fsdp report: the numbers of a run's files, in a page whose curves plotly draws."""
+"""Tests `python -m mamba_fsdp report`: the data in the page, and the curves that plotly draws from it."""
 
 import json
 import re
@@ -34,7 +34,10 @@ EVENTS = """\
 
 
 def write_run(folder, losses, seed=1):
-    """A run of 10 steps a report, 640 tokens each, 100 tokens a second; validated half-way; killed in a line."""
+    """Writes a run with a report every 10 steps or 640 tokens.
+
+    It was validated once, and killed while it wrote a line.
+    """
     folder.mkdir(parents=True)
     lines = []
     for n, loss in enumerate(losses, 1):
@@ -60,13 +63,13 @@ def page_of(*runs, out):
 
 
 def content_of(page):
-    """What the page's script gets: {made, runs, differing, figure}."""
+    """Returns the data of the page: {made, runs, differing, figure}."""
     return json.loads(re.search(r"^const \{.*\} = (\{.*\});$", page, re.MULTILINE)[1])
 
 
 def test_what_a_page_holds_changes_only_on_purpose(tmp_path):
-    """Of a run that was started again twice, with other validation data, and is still written; of one with another seed;
-    and of one that has only begun."""
+    """The page shows three runs: one that was restarted twice, with other validation data, and still trains; one
+    with another seed; and one that has just started."""
     runs = [write_run(tmp_path / f"run{seed}", [4.0, None, 2.0, 1.0], seed) for seed in (1, 2)]
     append(runs[0] / "metrics.jsonl", {"step": 40, "val_loss": 5.0, "val_source_loss": {"y": 3.0}})
     (runs[0] / "evaluations").mkdir()
@@ -87,7 +90,7 @@ def test_what_a_page_holds_changes_only_on_purpose(tmp_path):
 def test_plotly_knows_every_part_of_the_figure(tmp_path):
     runs = [write_run(tmp_path / name, [*np.linspace(4, 2, 1500)]) for name in "ab"]
     figure = content_of(page_of(*runs, out=tmp_path / "page.html"))["figure"]
-    plotly.graph_objects.Figure(figure)  # raises ValueError
+    plotly.graph_objects.Figure(figure)  # raises ValueError for an invalid figure
     axes = [part for name, part in figure["layout"].items() if name.startswith(("xaxis", "yaxis"))]
     assert axes and not any(
         None in axis.values() for axis in axes
@@ -111,7 +114,7 @@ def test_a_long_curve_keeps_its_spikes_beside_its_means(tmp_path):
         "figure"
     ]
     band, means = [trace for trace in figure["data"] if trace["yaxis"] == "y"][:2]
-    size = 17  # 9,616 values in at most 600 points
+    size = 17  # 9,616 values are reduced to at most 600 points
     assert len(means["y"]) == 566 and band["fill"] == "toself" and len(band["y"]) == 2 * 566
     assert means["meta"]["steps"][0] == 10 * size and means["meta"]["steps"][-1] == 96_160
     at = band["y"].index(50.0)
@@ -119,12 +122,15 @@ def test_a_long_curve_keeps_its_spikes_beside_its_means(tmp_path):
     known = [loss for loss in losses[:size] if loss is not None]
     assert means["y"][0] == pytest.approx(np.mean(known))
     assert means["y"][-1] == pytest.approx(np.mean(losses[565 * size :]))
-    # The spike is not in the first view.
+    # The spike is outside the initial view.
     assert figure["layout"]["yaxis"]["range"] == pytest.approx([1.8536, 5.1464], abs=1e-4)
 
 
 def test_numbers_that_are_not_finite_are_gaps(tmp_path):
-    """In the curve of any length; a rate of 0 takes no time, or the hours would be without end."""
+    """This applies to curves of any length.
+
+    A speed of 0 counts as no time, because the hours would otherwise be infinite.
+    """
     run = write_run(tmp_path / "run", [None] * 1500)
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(lines.replace("100.0", "0.0", 1))
@@ -176,7 +182,7 @@ def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path):
 
 
 def test_a_run_that_stopped_between_two_reports_has_its_last_step(tmp_path):
-    """And a metric that is equal to another one, such as the speed of a single device, is drawn once."""
+    """A metric that equals another one, such as the speed of a single device, is drawn once."""
     run = write_run(tmp_path / "run", [4.0, 3.0])
     (run / "metrics.jsonl").write_text(
         '{"step": 20, "loss": 2.0, "tokens_per_second": 7.0, "tokens_per_second_per_device": 7.0}\n'

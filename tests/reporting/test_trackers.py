@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases get what metrics.jsonl gets, each step once, whatever a restart repeats."""
+"""Tests that TensorBoard and Weights & Biases get each entry of metrics.jsonl once, even if a restart repeats steps."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from mamba_fsdp.reporting.trackers import make_trackers
 
 
 def settings(*kinds, project="", name=""):
-    """Of a run, as far as trackers read them."""
+    """Returns the settings of a run that trackers read."""
     return {"report": {"tracker": [*kinds], "wandb_project": project, "wandb_name": name}}
 
 
@@ -28,9 +28,11 @@ def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monk
         "memory_gb": 1.5,
         "samples": ["def f(x):\n    return", "once"],
     }
-    starts = {0: {3: 2.5, 4: 2.0, 5: 1.5}, 3: {4: 2.25}}  # the second resumes from step 3
+    starts = {0: {3: 2.5, 4: 2.0, 5: 1.5}, 3: {4: 2.25}}  # the second start resumes from step 3
     for number, (start, losses) in enumerate(starts.items()):
-        clock = SimpleNamespace(time=lambda number=number: 1.7e9 + number)  # names files by seconds
+        clock = SimpleNamespace(
+            time=lambda number=number: 1.7e9 + number
+        )  # TensorBoard names its files by the second
         monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
         (tracker,) = make_trackers(tmp_path, settings("tensorboard"), start, print)
         for step, loss in losses.items():
@@ -57,7 +59,7 @@ def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monk
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """W&B as it is without an account, and nothing of this machine's settings for it."""
+    """Provides W&B without an account and without the settings of this machine."""
     wandb = pytest.importorskip("wandb")
     for name in list(os.environ):
         if name.startswith("WANDB_"):
@@ -70,7 +72,7 @@ def wandb(monkeypatch):
 
 @pytest.mark.slow
 def test_wandb_takes_every_number_and_tells_one_line(tmp_path, wandb, capfd):
-    """Where it goes; not the forty lines of its own."""
+    """The line names the location of the data. The forty lines of W&B itself are suppressed."""
     told = []
     for tracker in make_trackers(tmp_path, settings("wandb", "tensorboard"), 0, told.append):
         tracker.write({"step": 3, "loss": 2.5, "samples": ["once"]})
@@ -81,7 +83,7 @@ def test_wandb_takes_every_number_and_tells_one_line(tmp_path, wandb, capfd):
 
 
 class FakeRun:
-    """What wandb.init returns, as far as a tracker asks for it."""
+    """A stand-in for the result of wandb.init."""
 
     url = "https://it"
 
@@ -99,7 +101,10 @@ class FakeRun:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """fake(mode, run) puts a wandb in place whose `init` returns this run; returns the list of the arguments of init."""
+    """fake(mode, run): replaces wandb by a module with an `init` that returns this run.
+
+    Returns the list of the arguments of init.
+    """
 
     def fake(mode, run, api_key="x"):
         given = []
@@ -126,7 +131,7 @@ def fake(monkeypatch):
 def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, fake):
     run = FakeRun(step=5, resumed=True)
     given = fake("online", run)
-    (tmp_path / "wandb_id").write_text("older 4")  # of an older version
+    (tmp_path / "wandb_id").write_text("older 4")  # an older version wrote this file
     told = []
     (tracker,) = make_trackers(tmp_path, settings("wandb"), 3, told.append)
     for step in (4, 5, 6):
@@ -159,7 +164,7 @@ def test_names_are_those_of_the_settings_then_of_the_environment(tmp_path, fake,
 
 def test_a_run_whom_wandb_refuses_does_without_it(tmp_path, fake):
     told = []
-    fake("online", FakeRun(), api_key=None)  # it is not asked for a key at a terminal either
+    fake("online", FakeRun(), api_key=None)  # W&B must not ask for a key at the terminal
     assert make_trackers(tmp_path, settings("wandb"), 0, told.append) == []
     fake("online", RuntimeError("no route to its server\nmore of it"))
     assert make_trackers(tmp_path, settings("wandb"), 0, told.append) == []

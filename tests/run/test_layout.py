@@ -1,4 +1,4 @@
-"""What lies in a run folder, and which of its checkpoints count."""
+"""Tests the layout of a run folder, and which of its checkpoints are committed."""
 
 import re
 
@@ -29,7 +29,7 @@ IS = "is not a run folder (it contains"
     }.items(),
 )
 def test_what_is_no_run_folder_is_not_made_one(tmp_path, files, refused):
-    """The launcher and a log may have been there before the run."""
+    """Files of the launcher and log files are accepted, because they can exist before the run."""
     make(tmp_path, *files.split())
     if refused:
         with pytest.raises(UserError, match=re.escape(refused)):
@@ -40,7 +40,7 @@ def test_what_is_no_run_folder_is_not_made_one(tmp_path, files, refused):
 
 
 def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_steps(tmp_path):
-    """Whoever looks, this program or the launcher."""
+    """This program and the launcher find the same checkpoints."""
     assert layout.newest_step(tmp_path) == 0 and names.newest_checkpoint(str(tmp_path)) == ""
     steps = "step_00000009 step_00000010 step_100000000".split()
     for name in (*reversed(steps), ".step_00000011.abc.partial", "other"):
@@ -53,7 +53,7 @@ def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_ste
 
 
 def test_a_folder_that_can_t_be_listed_is_not_an_empty_one(tmp_path):
-    """But for the launcher, which tries again later."""
+    """It is an error, except for the launcher, because it tries again later."""
     (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
     assert names.newest_checkpoint(str(tmp_path)) == ""
     with pytest.raises(OSError, match="Too many levels"):
@@ -61,7 +61,7 @@ def test_a_folder_that_can_t_be_listed_is_not_an_empty_one(tmp_path):
 
 
 def test_what_is_being_saved_is_listed(tmp_path):
-    """Not what lies there under other names."""
+    """Other files in the staging folder are not listed."""
     saved = f".{names.LEASE}.0123456789ab.partial/step_00000002"
     make(tmp_path, f"{saved}/x", "checkpoints/step_00000001/x", ".other.0123.partial/step_00000003")
     assert layout.list_unfinished(tmp_path) == [tmp_path / saved]

@@ -1,4 +1,5 @@
-"""One process at a time in a run folder or a new folder, and no dead one in anybody's way."""
+"""Tests that only one process at a time writes to a run folder or a new folder, and that a dead process does not
+block others."""
 
 import errno
 import io
@@ -25,14 +26,14 @@ REMEDY = "stop that run first"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Who lives shows it soon."""
+    """Shortens the intervals, so that a test does not wait long for a renewal."""
     monkeypatch.setattr(module, "RENEWAL_SECONDS", 0.02)
     monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
 
 
 @pytest.fixture
 def take(tmp_path):
-    """take(said=None) -> a Lease on the folder, which is given back at the end."""
+    """take(report=None): returns an acquired Lease on the folder. It is released at the end of the test."""
     taken = []
 
     def take_one(said=None):
@@ -47,7 +48,7 @@ def take(tmp_path):
 
 
 def left_by(folder, **changed):
-    """Leaves the lease of a process that is not ours to ask, with some fields changed."""
+    """Writes the lease of a process on another machine, with some fields changed."""
     elsewhere = {"host": "node-7", "pid": 7, "machine": "another"}
     holder = {**asdict(Holder.this_process()), **elsewhere, **changed}
     (folder / LEASE).write_text(json.dumps(holder))
@@ -67,8 +68,7 @@ def test_a_living_holder_is_named_to_the_second(take, tmp_path):
 
 
 def test_a_holder_of_this_machine_that_has_ended_stops_nobody(take, tmp_path, monkeypatch):
-    """Whether nobody has its process id by now, another process, or a dead one that nobody has asked for: it need not be
-    watched."""
+    """No renewal is awaited. The process id can be unused, belong to another process, or to a zombie."""
     monkeypatch.setattr(Lease, "is_renewed", lambda _: pytest.fail("it was watched"))
     here = Holder.this_process()
     ended = subprocess.Popen(["true"])
@@ -97,7 +97,10 @@ def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(
 
 
 def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
-    """Whatever the clocks say, its renewals may lie far in the past; also in the same Slurm job."""
+    """The clocks of the machines can differ, so that the renewals are far in the past.
+
+    The holder can be in the same Slurm job.
+    """
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     left_by(tmp_path)
     moments = iter(range(10**6))
@@ -112,7 +115,7 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
 
 
 def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, tmp_path):
-    """Nor does it write, move or remove any more."""
+    """It no longer writes, moves or removes anything."""
     before = threading.enumerate()
     lease = take()
     (renewing,) = [thread for thread in threading.enumerate() if thread not in before]
@@ -141,7 +144,7 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
 
 
 def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch):
-    """The folder may be on storage that is away, or not mounted."""
+    """The storage can be unavailable, or not mounted."""
     lease = take()
     monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
     with monkeypatch.context() as patched:
@@ -157,7 +160,7 @@ def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch
 
 
 def test_what_a_killed_process_left_is_removed_and_said(take, tmp_path):
-    """Only what lies in its own folder: other hidden folders stay."""
+    """Only files in its staging folder are removed, and other hidden folders are kept."""
     killed = take()
     (killed.staging / "step_00000002").mkdir()
     (killed.staging / "step_00000002" / "part").write_bytes(bytes(3_000_000))
@@ -172,7 +175,7 @@ def test_what_a_killed_process_left_is_removed_and_said(take, tmp_path):
 
 
 def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):
-    """While a process that lives writes it, no other does."""
+    """While a live process writes it, no other process does."""
     out = tmp_path / "models" / "model"
     with new_folder(out) as unfinished:
         (unfinished / "inner").mkdir()
@@ -192,7 +195,7 @@ def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):
 
 @pytest.mark.parametrize("number, kind", [(errno.EIO, StorageError), (errno.ENOSPC, UserError)])
 def test_storage_that_fails_while_a_folder_is_made_is_no_mistake(tmp_path, number, kind):
-    """A job that it ended as one was not queued again."""
+    """The error must not look like a mistake of the user, or the job would not be queued again."""
     with (
         pytest.raises(UserError, match="^can't write .*out: ") as end,
         new_folder(tmp_path / "out"),
@@ -203,7 +206,7 @@ def test_storage_that_fails_while_a_folder_is_made_is_no_mistake(tmp_path, numbe
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "large"])
 def test_what_can_be_no_lease_is_refused_at_once(take, tmp_path, kind):
-    """A start span, hung, or read it again and again."""
+    """Earlier, a start looped, hung, or read the file again and again."""
     if kind == "link":
         (tmp_path / LEASE).symlink_to(tmp_path / "nowhere")
     elif kind == "pipe":
@@ -217,7 +220,7 @@ def test_what_can_be_no_lease_is_refused_at_once(take, tmp_path, kind):
 
 
 def test_a_disk_that_is_full_leaves_no_lease(tmp_path, monkeypatch):
-    """The error comes when the file is closed, as on a network file system."""
+    """The error is raised when the file is closed, as on a network file system."""
 
     class Full(io.BytesIO):
         def close(self):

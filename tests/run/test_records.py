@@ -1,4 +1,4 @@
-"""What a run writes about itself survives crashes, and what a crashed one did not write is found out."""
+"""Tests that the records of a run survive crashes, and that the status of a crashed run is detected."""
 
 import os
 import re
@@ -25,12 +25,12 @@ def steps_in(path):
 
 
 def test_resuming_drops_what_the_interrupted_run_wrote_later(path):
-    """A number that is not finite is null, since JSON has none."""
+    """A number that is not finite is written as null, because JSON does not have NaN."""
     metrics = records.Log(path, 0)
     for step in range(1, 6):
         metrics.write({"step": step, "loss": 1.0 if step > 1 else float("nan")})
     with open(path, "a") as file:
-        file.write('{"step": 6, "lo')  # the crash
+        file.write('{"step": 6, "lo')  # the crash interrupts the line
     again = records.Log(path, 3)
     again.write({"step": 4, "loss": 2.0})
     losses = [(entry["step"], entry["loss"]) for entry in records.read_entries(path)]
@@ -39,7 +39,7 @@ def test_resuming_drops_what_the_interrupted_run_wrote_later(path):
 
 
 def test_a_log_that_is_cut_short_while_the_run_lives_is_never_made_longer(path, capsys):
-    """By logrotate's copytruncate, say. What is no entry is passed over with a word, also by the next start."""
+    """For example by logrotate's copytruncate. Invalid lines are skipped with a warning, also by the next start."""
     metrics = records.Log(path, 0)
     metrics.write({"step": 1}, {"step": 2})
     os.truncate(path, 0)
@@ -67,7 +67,7 @@ def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
     assert records.read_events(tmp_path) == []
     records.add_event(tmp_path, "started", 0, ranks=2)
     with open(tmp_path / "events.jsonl", "a") as file:
-        file.write('{"event": "che')  # the crash
+        file.write('{"event": "che')  # the crash interrupts the line
     records.add_event(tmp_path, "failed", 3, reason="a crash")
     first, second = records.read_events(tmp_path)
     assert (first["event"], first["step"], first["ranks"]) == ("started", 0, 2)
@@ -78,10 +78,10 @@ def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
     "events, seconds",
     [
         ("", 0),
-        ("started 10", 50 + 205 - 7),  # killed; its last metrics are from then
+        ("started 10", 50 + 205 - 7),  # it was killed after it had written its last metrics
         ("started 10, checkpoint 20, stopped 30", 50 + 30 - 7),
-        ("started 10, stopped 30, failed 90", 50 + 30 - 7),  # before it started
-        ("started 503", 50),  # of the same command, which starts its ranks again
+        ("started 10, stopped 30, failed 90", 50 + 30 - 7),  # it failed before it started
+        ("started 503", 50),  # the same command restarts its ranks
     ],
 )
 def test_pauses_between_commands_are_no_time_of_theirs(tmp_path, monkeypatch, events, seconds):
@@ -111,7 +111,7 @@ def test_a_full_disk_is_said_in_a_line_and_what_was_to_be_written_waits(path, ca
 
 @pytest.mark.parametrize("started, status, step", [(1, "failed", 7), (None, "running", 3)])
 def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, started, status, step):
-    """Unless its process is there."""
+    """If its process is alive, it is running."""
     commit_empty(tmp_path, 7)
     records.write_status(tmp_path, "running", 3)
     holder = asdict(Holder.this_process())

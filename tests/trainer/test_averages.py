@@ -1,4 +1,7 @@
-"""The mean of checkpoints is NumPy's, and a model like any other. What the verb refuses: tests/verbs/transcript.txt."""
+"""Tests that the mean of checkpoints equals the mean of NumPy and is a normal model.
+
+tests/verbs/transcript.txt tests its errors.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every setting changes what a run does: with another value it has other losses, leaves other files or says something else."""
+"""Tests that every setting has an effect: another value changes the losses, the files, or the printed text."""
 
 import re
 import shutil
@@ -9,7 +9,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings import resolve
 from tests.support.checkpoints import metrics_of
 
-# What must be set for the settings of these sections to matter: one short run for as many as possible.
+# Settings that the settings of these sections need to have an effect. As many as possible share one short run.
 USUAL = {"num_steps": 3, "eval_interval": 0, "checkpoint_interval": 9, "publish": False}
 HYBRID = {
     **USUAL,
@@ -22,7 +22,7 @@ HYBRID = {
 }
 VALIDATED = {**USUAL, "num_steps": 2, "eval_interval": 1}
 SAVED = {**USUAL, "num_steps": 5, "checkpoint_interval": 1, "keep_checkpoints": 2}
-# Other values of settings, beside what the two runs have in common.
+# Other values of settings, together with the common settings of both runs.
 OTHER_VALUES = [
     (USUAL | {"n_layer": 1, "global_batch_size": 2}, {"model_name": "mamba-130m"}),
     (
@@ -121,7 +121,7 @@ OTHER_VALUES = [
     ),
 ]
 CASES = [(name, value, common) for common, values in OTHER_VALUES for name, value in values.items()]
-# Those whose effect takes more than a short run of one process, and the test that shows it.
+# Settings with an effect that a short run of one process can not show, and the test that shows it.
 SHOWN_BY = {
     "num_workers": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
     "prefetch": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
@@ -158,13 +158,13 @@ def test_every_setting_has_its_test(project):
 
 @pytest.fixture(scope="module")
 def known():
-    """{what two runs have in common: the effects of the run without more}, as far as they are known."""
+    """Returns {common settings: effects of a run with them}, for the runs that have been made so far."""
     return {}
 
 
 @pytest.fixture
 def effects(train, tmp_path):
-    """effects(settings) -> (the losses of a run with them, the files it leaves, all else that tells it from others)."""
+    """effects(settings): returns (the losses of a run, its files, all other results that can differ)."""
 
     def run_with(given):
         folder = tmp_path / "run"
@@ -187,7 +187,7 @@ def effects(train, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("setting, value, common", CASES, ids=[case[0] for case in CASES])
 def test_a_setting_changes_something(effects, known, corpus, setting, value, common):
-    """What a model is, reads and learns by changes the losses."""
+    """Settings of the model, the data and the training change the losses."""
     if str(common) not in known:
         known[str(common)] = effects(common)
     without = known[str(common)]

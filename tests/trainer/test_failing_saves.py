@@ -1,4 +1,5 @@
-"""Saving fails: training continues, says so everywhere, tries again later, and stops before it trains unsaved for long."""
+"""Tests failed saves: training continues, reports the failure, retries later, and stops if too many saves fail in a
+row."""
 
 import errno
 import os
@@ -27,14 +28,15 @@ LONG = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The next attempt comes two steps after a failure, then four, then eight, and no patience takes a minute."""
+    """Shortens the pauses: the next attempts come two, four and eight steps after a failure, and retries do not take
+    a minute."""
     monkeypatch.setattr(Clock, "mean_seconds", lambda clock, step: 30.0)
     monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
 
 
 @pytest.fixture
 def failing(monkeypatch):
-    """failing(times, number) -> [step of each save that was begun]: so many fail with this errno."""
+    """failing(times, number): lets this many saves fail with this errno. Returns the list of the steps of all saves."""
 
     def start(times, number=errno.ENOSPC):
         begun, real = [], checkpointer.write_pieces
@@ -54,8 +56,10 @@ def failing(monkeypatch):
 
 @pytest.fixture
 def wait_for_writing(monkeypatch):
-    """Before each step training waits until nothing is written: what a save came to is learnt in that step, however
-    slowly threads and disks run."""
+    """Waits before each step until nothing is being written.
+
+    The result of a save is then known in a fixed step, however slow threads and disks are.
+    """
 
     def take(context, *rest, _take=loop.take_step, **named):
         while context.checkpointer.is_writing():
@@ -90,7 +94,10 @@ def test_training_continues_and_saves_when_it_can_again(train, tmp_path, failing
 def test_a_run_that_can_t_save_stops(
     train, tmp_path, failing, wait_for_writing, asynchronous, most, begins
 ):
-    """With what was saved before, and an exit code with which the launcher queues it again only after what may pass."""
+    """Earlier checkpoints are kept.
+
+    The launcher queues the job again only if the exit code indicates a transient error.
+    """
     train(tmp_path, **LONG | {"num_steps": 2})
     begun = failing(10**9, errno.EIO)
     said = f"^{most} saves in a row failed .max_failed_saves.*the last error: .*step {begins[-1]} could"
@@ -103,7 +110,7 @@ def test_a_run_that_can_t_save_stops(
 
 
 def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing):
-    """What stands in its way, such as a full disk, does not pass by itself."""
+    """The cause, such as a full disk, does not disappear by itself."""
     failing(1)
     settings = LONG | {"num_steps": 2, "async_checkpoint": "true", "checkpoint_interval": 100}
     said = "^the checkpoint of step 2 could not be saved in .*: .*No space left"
@@ -115,7 +122,7 @@ def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing):
 
 
 def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
-    """Where not even one checkpoint fits it is an error."""
+    """If the disk has too little space for one checkpoint, the run stops at once."""
     full = shutil._ntuple_diskusage(10**12, 10**12, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(UserError, match="has only 1.0 kB free, but"):
@@ -124,7 +131,7 @@ def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
 
 
 def test_old_checkpoints_make_room_for_the_model_as_for_a_save(train, tmp_path, monkeypatch):
-    """But only as many as needed."""
+    """No more checkpoints are removed than needed."""
     settings = LONG | {"num_steps": 4, "checkpoint_interval": 1}
     train(tmp_path, **settings)
 

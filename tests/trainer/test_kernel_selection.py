@@ -1,4 +1,4 @@
-"""The first minute on a GPU, as it goes on a CPU whose backends have to prove themselves too."""
+"""Tests the selection of kernels as on a GPU, on a CPU with backends that are tested in the same way."""
 
 import inspect
 import json
@@ -41,12 +41,12 @@ FUNCTIONS = {
 
 @pytest.fixture
 def few_positions(monkeypatch):
-    """For what is not about values."""
+    """Shortens the inputs for tests that do not depend on their length."""
     monkeypatch.setattr(layer_check, "POSITIONS", 32)
 
 
 class Negated(torch.autograd.Function):
-    """The input, with a wrong sign of its gradient."""
+    """Returns its input, and negates its gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -58,7 +58,7 @@ class Negated(torch.autograd.Function):
 
 
 class Clock:
-    """Stands in for time.perf_counter: it goes on only while a backend computes."""
+    """Replaces time.perf_counter. The time advances only while a backend computes."""
 
     now = 0.0
 
@@ -66,7 +66,7 @@ class Clock:
         return self.now
 
     def at_pace(self, seconds):
-        """A change: the reference's results, after so many seconds."""
+        """Returns a change that returns the results of the reference after this many seconds."""
 
         def compute(function, arguments):
             self.now += seconds
@@ -76,7 +76,7 @@ class Clock:
 
 
 def changed(operator, change):
-    """The reference backend of an operator, but that change(function, arguments) answers."""
+    """Returns the reference backend of an operator. Its result is change(function, arguments)."""
     package, name = FUNCTIONS[operator]
     module = package.BACKENDS["reference"]
     function = getattr(module, name)
@@ -86,7 +86,7 @@ def changed(operator, change):
 
 
 def negate(which):
-    """A change: a wrong sign of the gradient of an argument, or of the result where `which` is -1."""
+    """Returns a change that negates the gradient of an argument, or the result if `which` is -1."""
 
     def change(function, arguments):
         if which >= 0:
@@ -98,7 +98,7 @@ def negate(which):
 
 
 def change_state(change):
-    """A change: of the state that enters alone."""
+    """A change that affects only the initial state."""
 
     def answer(function, arguments):
         *inputs, state, return_last_state = arguments
@@ -109,7 +109,7 @@ def change_state(change):
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """spoil(operator, change, backend="cpp"): the backend is the reference, but for the change."""
+    """spoil(operator, change, backend="cpp"): replaces the backend by the reference with this change."""
 
     def spoil(operator, change, backend="cpp"):
         package, _ = FUNCTIONS[operator]
@@ -120,7 +120,7 @@ def spoil(monkeypatch):
 
 @pytest.fixture
 def measure(spoil):
-    """measure(layers, operator, change): what is found of the first kind of layer with the change."""
+    """measure(layers, operator, change): returns the comparison of the first kind of layer with this change."""
 
     def measure(layers, operator, change):
         spoil(operator, change, "toy")
@@ -150,7 +150,7 @@ def choose(folder, world=None, **given):
 
 
 def tensors_of(operator):
-    """{name: place among the arguments} of what has a gradient, and of the result as -1."""
+    """Returns {name: index of the argument} of all arguments with a gradient, and -1 for the result."""
     package, name = FUNCTIONS[operator]
     names = list(inspect.signature(getattr(package.BACKENDS["reference"], name)).parameters)
     others = {"seq_idx", "initial_state", "return_last_state", "chunk_size", "eps", "group_size"}
@@ -160,7 +160,7 @@ def tensors_of(operator):
 
 @pytest.mark.parametrize("operator", FUNCTIONS)
 def test_a_wrong_sign_is_found(measure, operator):
-    """Of the result or of any gradient, well above the bound; and the reference is right in bf16."""
+    """The error of the result or of any gradient is far above the tolerance, and the reference in bf16 is below it."""
     kind = {"scan": "mamba1", "gdn": "gdn"}.get(operator, "mamba2")
     layers = LayerCheck(settings_of(kind, mixed_precision="bf16"), CPU)
     assert layers.measure(kind, REFERENCE).share < 0.5
@@ -170,7 +170,10 @@ def test_a_wrong_sign_is_found(measure, operator):
 
 
 def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
-    """Rows are as many as fill a GPU, since kernels cut fewer; all lengths are the run's own modulo 16."""
+    """The rows fill a GPU if the run's do, because kernels split fewer rows.
+
+    All lengths equal the run's length modulo 16.
+    """
     settings = settings_of(d_model=2048, batch_size=40, seq_length=100)
     assert LayerCheck(settings, CPU).tests == [Rows(9, 592 + 4), Rows(1, 100)]
     shared = LayerCheck(settings.changed(context_parallel=3), CPU)
@@ -182,7 +185,7 @@ def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
 
 @pytest.mark.usefixtures("few_positions")
 def test_the_runs_own_length_is_left_out_where_it_does_not_fit(spoil):
-    """In float64, as the reference needs it."""
+    """The reference needs float64, and therefore more memory than the run."""
     layers = LayerCheck(settings_of(seq_length=100), CPU)
 
     def compute(function, arguments):
@@ -199,7 +202,10 @@ def test_the_runs_own_length_is_left_out_where_it_does_not_fit(spoil):
     "operator, kind", [("scan", "mamba1"), ("ssd", "mamba2"), ("ssd", "mamba3"), ("gdn", "gdn")]
 )
 def test_a_wrong_state_is_found_where_one_is_handed_on(measure, operator, kind):
-    """To the next token, or to the next of the ranks that share sequences, of whose gradient nothing else tells."""
+    """The state is passed to the next token, or to the next of the ranks that share sequences.
+
+    Other tests do not see its gradient.
+    """
     settings = settings_of(kind, mixed_precision="bf16")
     alone = LayerCheck(settings, CPU)
     found = measure(alone, operator, change_state(torch.neg))
@@ -233,7 +239,7 @@ def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, spoil):
 
 @pytest.mark.usefixtures("few_positions")
 def test_a_simpler_form_is_taken_where_the_usual_one_is_wrong(tmp_path, monkeypatch):
-    """And at every further start of the run."""
+    """Every later start of the run uses the simpler form, too."""
     right = conv.BACKENDS["cpp"]
     toy = changed("conv", negate(1))
     wrong = toy.causal_conv_silu
@@ -247,7 +253,10 @@ def test_a_simpler_form_is_taken_where_the_usual_one_is_wrong(tmp_path, monkeypa
 
 @pytest.mark.usefixtures("few_positions")
 def test_what_a_run_asks_for_is_chosen_again_where_it_has_changed(tmp_path, spoil):
-    """A backend that does not repeat serves a run until it asks for deterministic=true; no GPU is called faulty."""
+    """A backend with results that are not reproducible can be used until the run sets deterministic=true.
+
+    The GPU is not called faulty.
+    """
     calls = []
 
     def vary(function, arguments):
@@ -273,7 +282,7 @@ ACCIDENTS = [
 @pytest.mark.usefixtures("few_positions")
 @pytest.mark.parametrize("accident", ACCIDENTS, ids=str)
 def test_an_accident_is_no_verdict(tmp_path, spoil, accident):
-    """The launcher starts the ranks again, as often as it happens, and nobody inherits it."""
+    """The launcher restarts the ranks each time, and other runs are not affected."""
 
     def meet(function, arguments):
         raise accident
@@ -288,15 +297,17 @@ def test_an_accident_is_no_verdict(tmp_path, spoil, accident):
     choice, origin = choose(tmp_path / "run")
     assert choice.backends["conv"] == "cpp" and origin.startswith("tested, ")
     spoil("conv", meet)
-    with pytest.raises(TransientError) as ended:  # on a rank that tests what was chosen
+    with pytest.raises(TransientError) as ended:  # a rank fails that tests the selected backends
         choose(tmp_path / "run")
     assert ended.value.exit_code == 1 and "--exclude" not in str(ended.value)
 
 
 @pytest.fixture
 def rivals(monkeypatch, spoil):
-    """A CPU on which conv and scan have two backends each, which differ in pace alone. Returns {(operator, backend): set
-    its seconds}."""
+    """Provides a CPU with two backends each for conv and scan.
+
+    They differ only in speed. Returns {(operator, backend): function that sets its seconds}.
+    """
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
@@ -317,7 +328,10 @@ def rivals(monkeypatch, spoil):
 
 @pytest.mark.usefixtures("few_positions")
 def test_the_fastest_is_taken_and_kept(tmp_path, spoil, rivals):
-    """Of each operator. In this run, which stays with it, and beside it for the next; another form of it is asked anew."""
+    """The selection is made for each operator, and kept for this run and for later runs.
+
+    Another form of the operator is selected anew.
+    """
     choice, origin = choose(tmp_path / "run")
     fastest = {**REFERENCE_OF_MAMBA1, "conv": "cpp", "scan": "triton"}
     assert choice.backends == fastest
@@ -344,7 +358,7 @@ def hang(function, arguments):
 
 
 def start_that_hangs(folder):
-    """A start of a run that hangs while a backend is tried, until the watchdog ends it."""
+    """Starts a run that hangs during the test of a backend, until the watchdog ends it."""
     conv.BACKENDS["cpp"] = changed("conv", hang)
     choose(folder)
 
@@ -376,14 +390,15 @@ def test_what_hangs_or_ends_two_starts_is_passed_over(tmp_path, monkeypatch):
 
 
 def refusal(folder, world):
-    """What a choice is refused with."""
+    """Returns the error message of a selection."""
     with pytest.raises(UserError) as refused:
         choose(folder, world)
     return f"{refused.value.exit_code} {refused.value}"
 
 
 def on_two_ranks(world, folder):
-    """What each rank says where rank 1 alone has a wrong conv, where only its bits are others, and where it loses its GPU."""
+    """Returns the error of each rank if only rank 1 has a wrong conv, if only its bits differ, and if it loses its
+    GPU."""
     choose(folder, world)
     said = []
     for change in (negate(1), lambda function, arguments: function(*arguments) * (1 + 3e-7)):
@@ -409,7 +424,7 @@ def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
 
 
 def on_two_nodes(world, folder):
-    """The exit code and the message of each rank, if rank 1 is a node of its own whose conv is wrong."""
+    """Returns the exit code and the message of each rank if rank 1 is on its own node and has a wrong conv."""
     socket.gethostname = lambda: f"node{world.rank}"
     choose(folder, world)
     if world.rank == 1:
@@ -425,7 +440,7 @@ def test_a_node_that_alone_finds_it_wrong_is_at_fault_and_the_others_start_again
 
 
 def test_a_model_that_answers_takes_what_is_right(tmp_path, monkeypatch, spoil, train):
-    """As evaluate, generate and mamba_fsdp.load have it: from token to token too."""
+    """The selection is used by evaluate, generate and mamba_fsdp.load. It includes decoding token by token."""
     train(tmp_path, num_steps=1, eval_interval=0)
     monkeypatch.setattr(kernel_selection, "TESTED_DEVICES", {"cpu"})
     backends = mamba_fsdp.load(tmp_path).network.backends
@@ -450,7 +465,7 @@ def test_a_model_that_answers_tries_no_more_than_it_needs(monkeypatch, rivals):
 
 @pytest.mark.usefixtures("few_positions")
 def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
-    """And resumes with it; a dry run proves nothing."""
+    """It resumes with the same selection. A dry run tests nothing."""
     monkeypatch.setattr(kernel_selection, "TESTED_DEVICES", {"cpu"})
     more = {"kernels": "auto", "eval_interval": 0, "publish": "false"}
     assert "; tested" not in train(tmp_path / "run", dry_run=True, **more)

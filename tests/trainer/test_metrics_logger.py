@@ -1,4 +1,4 @@
-"""What a run tells of its steps, in metrics.jsonl and in lines."""
+"""Tests the reports of steps in metrics.jsonl and in printed lines."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock, delay_metrics
 
 PEAK_FLOPS = 1e10
-LABELS = 1314  # of the validation store
+LABELS = 1314  # the number of labels in the validation store
 POSITIVE = (
     "goodput",
     "goodput_of_commands",
@@ -23,7 +23,8 @@ POSITIVE = (
 
 @pytest.fixture
 def flops_per_token(monkeypatch):
-    """[FLOPs per token of a run that knows its device's peak, once it has begun]."""
+    """Returns a list that contains the FLOPs per token of a run on a device with a known peak, after the run has
+    started."""
     found = []
 
     def train_at_peak(context, logger, *rest, _train=loop.train):
@@ -36,7 +37,10 @@ def flops_per_token(monkeypatch):
 
 
 def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_per_token):
-    """Every second step here, of 64 tokens; with the mean loss since the last one. The losses stay what they were."""
+    """A report follows every second step of 64 tokens, with the mean loss since the last report.
+
+    The expected losses were computed by an earlier version.
+    """
     given = {"num_steps": 4, "publish": False, "schedule": "constant"}
     train(tmp_path / "each", **given)
     losses = [
@@ -46,7 +50,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
     said = train(tmp_path / "run", report_interval="128tok", **given)
     validation, report, *_ = read_entries(tmp_path / "run/metrics.jsonl")
     assert validation["step"] == 0 and validation["val_share"] == round(128 / LABELS, 6)
-    # There is one source, and it has no tokenizer.
+    # There is only one source, and it does not have a tokenizer.
     assert not validation.keys() & {"val_source_loss", "val_bits_per_byte"}
     assert validation["val_perplexity"] == pytest.approx(math.exp(validation["val_loss"]))
     assert (report["step"], report["tokens"], report["learning_rate"]) == (2, 128, 0.01)
@@ -69,8 +73,10 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
 
 
 def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
-    """And a rank's own seconds, which tell whom the others wait for, are those between a step's sum over ranks and the next
-    forward pass."""
+    """The own seconds of a rank are the time between the collective of a step and the next forward pass.
+
+    They show which rank delays the others.
+    """
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     clock = Clock(1, ranks=2)

@@ -1,4 +1,4 @@
-"""A call to the operating system that fails once, whichever it is, changes nothing: storage is tried again."""
+"""Tests that any single failure of a system call changes nothing, because storage operations are retried."""
 
 import shutil
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def place(tmp_path):
 
 @pytest.fixture(autouse=True)
 def withstand(place, monkeypatch):
-    """withstand(scenario, prepare=nothing): what the scenario does, and returns, is the same whichever call fails."""
+    """withstand(scenario, prepare=nothing): checks that the scenario has the same results whichever call fails."""
     monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.0)
     disk = Disk(monkeypatch, place)
 
@@ -51,7 +51,7 @@ def withstand(place, monkeypatch):
 
 
 def test_a_run_folder_is_taken_written_and_given_back(place, tmp_path, withstand):
-    """With the newest tokenizer in it, and nothing of the lease left."""
+    """The newest tokenizer is in it, and no file of the lease is left."""
     train(["aaa"], 257).save(tmp_path / "old")
     train(["bbb"], 257).save(tmp_path / "new")
 
@@ -71,7 +71,7 @@ def test_a_run_folder_is_taken_written_and_given_back(place, tmp_path, withstand
 
 @pytest.mark.slow
 def test_checkpoints_are_saved_kept_pruned_and_found(place, withstand):
-    """Those that keep_every is to keep too."""
+    """The checkpoints for keep_every are kept, too."""
 
     def prepare():
         return make_checkpoints(place, [6, 9], keep=1, keep_every=10, asynchronous=False)

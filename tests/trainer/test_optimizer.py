@@ -1,4 +1,4 @@
-"""Which parameters decay, Muon, and the loss scale of fp16."""
+"""Tests which parameters decay, Muon, and the loss scale of fp16."""
 
 import math
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_only_matrices_decay():
 
 @pytest.fixture
 def muon():
-    """(model, its spec, its Muon) on one rank, in bf16."""
+    """Returns (model, its spec, its Muon optimizer) on one rank, in bf16."""
     how = {"strategy": "none", "optimizer": "muon", "config": ALL_KINDS}
     parallel, optimizer = build(World.alone(), dtype=torch.bfloat16, **how)
     for group in optimizer.param_groups:
@@ -46,7 +46,7 @@ def draw_gradients(parallel, step):
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 and newer have Muon")
 def test_a_step_is_that_of_torchs_muon_on_each_stacked_matrix(muon):
-    """To the rounding of a step to bf16, in which it is sent."""
+    """The results agree except for the rounding of a step to bf16 for the transfer."""
     parallel, spec, optimizer = muon
     of_muon = {name for name in spec if "_proj.weight" in name or ".fc" in name}
     assert {slot.name for slot in optimizer.rows} == of_muon
@@ -75,7 +75,7 @@ def test_a_step_is_that_of_torchs_muon_on_each_stacked_matrix(muon):
 
 
 def updated(scale, state, applied):
-    """After a step: (the scale, whether an overflow in it would be excused)."""
+    """Updates the scale after a step. Returns (scale, whether the scale can have caused an overflow)."""
     scale.update(torch.tensor(float(applied), dtype=torch.float64))
     stats = SimpleNamespace(
         loss_scale=float(scale.value), loss_scale_good_steps=float(scale.good_steps)
@@ -92,7 +92,7 @@ def test_the_scale_halves_on_overflow_and_explains_it_until_it_is_one():
     ]
     for _ in range(1999):
         assert updated(scale, state, True)[0] == 1.0
-    scale = LossScale(state, CPU, dynamic=True)  # as a run that resumes here has it
+    scale = LossScale(state, CPU, dynamic=True)  # the scale of a run that resumes here
     assert (
         updated(scale, state, True)[0] == state.loss_scale == 2.0
         and state.loss_scale_good_steps == 0

@@ -1,4 +1,4 @@
-"""A training leaves the process that called it as it found it."""
+"""Tests that a training restores the state of the process that called it."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from mamba_fsdp.trainer.process import training_process
 from tests.support.processes import run_program
 from tests.support.tiny import TINY
 
-# Also the threads that share an operation: a large tensor is computed by several.
+# A large tensor, because several threads share its computation.
 PROGRAM = """
 import json, logging, os, resource, signal, sys, threading
 
@@ -63,7 +63,10 @@ for found in after:
 
 @pytest.mark.torch22
 def test_a_training_leaves_the_process_as_it_was(project, corpus, tmp_path):
-    """Twice in one process, and after one that fails. A caller with two threads has made them before."""
+    """It trains twice in one process, and once more with an error.
+
+    The calling process has already started two threads.
+    """
     words = {**TINY, "dataset_path": str(corpus), "save_ckpt_path": str(tmp_path / "run")}
     del words["num_steps"]
     environment = {"OMP_NUM_THREADS": "2"}
@@ -74,7 +77,7 @@ def test_a_training_leaves_the_process_as_it_was(project, corpus, tmp_path):
 
 
 def test_the_loss_that_a_training_compiles_is_its_own(monkeypatch):
-    """The next training of the process may ask for an uncompiled one."""
+    """The next training of the process can ask for an uncompiled loss."""
     with training_process(deterministic=False):
         monkeypatch.setattr(loss, "on_device", "compiled")
     assert loss.on_device is loss.chunk_loss

@@ -1,4 +1,4 @@
-"""Where a step's time goes; what is said of too little memory."""
+"""Tests the profile of a step, and the errors about too little memory."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def test_the_pace_of_training_is_measured_and_nothing_is_kept(settings_of, tmp_p
     "need, told", [(79, ""), (95, "warning    the GPU has only 80.0 GB: lower batch"), (110, None)]
 )
 def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, told):
-    """The formula is within 15 % of what a step takes."""
+    """The estimate is within 15 % of the memory of a step."""
     monkeypatch.setattr("mamba_fsdp.trainer.setup.local_machine", lambda: Instance("H100", 8, 80.0))
     world = World(0, 8, 8, torch.device("cuda", 0))
     said = []
@@ -59,7 +59,7 @@ def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, told):
     ],
 )
 def test_too_little_memory_before_the_first_step_says_what_helps(error, is_told):
-    """Later it may be an accident, after which a restart helps."""
+    """After the first step it can be a transient error, and a restart can help."""
     found = run.translate_error(error, rank=3, has_stepped=False)
     assert isinstance(found, UserError) == is_told
     assert is_told == bool(

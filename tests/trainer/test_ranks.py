@@ -1,5 +1,5 @@
-"""The same run on any number of ranks: equal losses, a checkpoint resumes on other ranks and strategies, and what ranks
-do when one of them is stuck or gone."""
+"""Tests that the same run on any number of ranks has equal losses, that a checkpoint resumes on other ranks and
+strategies, and that ranks end if one of them is stuck or lost."""
 
 import os
 import time
@@ -17,7 +17,7 @@ from tests.support.tiny import HYBRID, TINY, as_words
 RELAY = {
     **TINY,
     **HYBRID,
-    "position_weighting": True,  # ranks differ in the weight of their labels
+    "position_weighting": True,  # so that ranks differ in the weight of their labels
     "global_batch_size": 12,
     "checkpoint_interval": 1,
     "eval_interval": 1,
@@ -27,7 +27,7 @@ RELAY = {
 
 
 def numbers_of(folder):
-    """The loss and the gradient's norm of each step of a run, and its validation losses."""
+    """Returns the loss and the gradient norm of each step of a run, and its validation losses."""
     names = ("loss", "grad_norm", "val_loss")
     return [entry.get(name) for entry in read_entries(folder / "metrics.jsonl") for name in names]
 
@@ -35,8 +35,10 @@ def numbers_of(folder):
 @pytest.mark.slow
 @pytest.mark.torch22
 def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(corpus, tmp_path):
-    """Also from the first step on, and where ranks share sequences; the loss is the mean over the global batch, and
-    nothing is lost or repeated where another number of ranks resumes."""
+    """The losses agree from the first step on, and if ranks share sequences.
+
+    The loss is the mean over the global batch. If another number of ranks resumes, no sample is lost or repeated.
+    """
     common = {**RELAY, "dataset_path": corpus}
     whole = as_words({**common, "save_ckpt_path": tmp_path / "whole", "batch_size": 2})
     said_by(start_ranks(1, [*whole, "--num_steps=4"]))
@@ -58,7 +60,7 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(corpus,
 
 
 def train_stuck(world, settings, folder):
-    """A run with six seconds of patience, of which rank 1 never comes to step 2. Its stderr goes to a file."""
+    """Trains with a timeout of six seconds. Rank 1 never reaches step 2. Its stderr is written to a file."""
     os.dup2(os.open(folder / f"stderr-{world.rank}", os.O_WRONLY | os.O_CREAT), 2)
     dist.distributed_c10d._set_pg_timeout(timedelta(minutes=0.1), dist.group.WORLD)
     batch_loss = loop.batch_loss
@@ -76,7 +78,7 @@ def train_stuck(world, settings, folder):
 
 @pytest.mark.slow
 def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(settings_of, tmp_path):
-    """One rank never comes to the next step; the watchdog says where it stands, and the job ends."""
+    """If one rank never reaches the next step, the watchdog prints the stacks and ends the job."""
     settings = settings_of(eval_interval=0, timeout_minutes=0.1)
     with pytest.raises(AssertionError):
         run_ranks(2, train_stuck, settings, tmp_path)
@@ -88,7 +90,7 @@ def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(settings_of, tmp_pa
 @pytest.mark.parametrize("survivor", [0, 1])
 @pytest.mark.slow
 def test_a_rank_that_lost_another_ends_with_one_line(corpus, tmp_path, survivor):
-    """Whichever of two ranks is killed while they train over gloo."""
+    """Either of two ranks is killed while they train over gloo."""
     given = {"num_steps": 10_000, "dataset_path": corpus, "save_ckpt_path": tmp_path}
     ranks = start_ranks(2, as_words({**TINY, **given, "sharding_strategy": "fsdp"}))
     try:

@@ -1,4 +1,5 @@
-"""What a run computed right repeats to the bit, whoever computes it again; what it computed wrong is found at its step."""
+"""Tests that repeated steps agree bitwise with a run that was computed correctly, and that an error is found at its
+step."""
 
 import gc
 import re
@@ -31,8 +32,10 @@ KINDS = {
 @pytest.mark.torch22
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_steps_of_any_run_repeat(kind, corpus, tmp_path):
-    """On as many ranks to the bit, also on three, where the order of a sum matters; and on one alone within the tolerance,
-    which is said."""
+    """With the same number of ranks, steps repeat bitwise, also on three ranks, where the order of a sum matters.
+
+    On a single rank they repeat within the tolerance, and the line mentions it.
+    """
     ranks, per_node, given = KINDS[kind]
     given = {"sharding_strategy": kind, "num_steps": 4, "dataset_path": corpus, **given}
     words = as_words({**TINY, **given, "save_ckpt_path": tmp_path})
@@ -50,7 +53,7 @@ def test_the_steps_of_any_run_repeat(kind, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_the_launcher_starts_its_ranks(train, tmp_path, project):
-    """With the exit code 3, and without a second start, if a step differs. Nothing stays beside the run."""
+    """If a step differs, the exit code is 3 and the ranks are not restarted. Nothing is left next to the run."""
     run = tmp_path / "run"
     train(run, num_steps=2, checkpoint_interval=1)
     replays = (project / "1.train.sbatch", "replay", run)
@@ -63,12 +66,12 @@ def test_the_launcher_starts_its_ranks(train, tmp_path, project):
 
 
 def test_a_flipped_bit_is_found_at_its_step(corpus, tiny_file, tmp_path, told):
-    """In the loss of the step that computes with it, or in the checkpoint that comes before such a step."""
+    """It is found in the loss of the first step that uses it, or in the checkpoint before such a step."""
 
     def flip(record):
         if record["step"] in (3, 6) and "loss" in record:
             for model in [each for each in gc.get_objects() if isinstance(each, MambaLM)]:
-                next(model.parameters()).data.view(-1)[:1] *= 2  # a bit of the exponent
+                next(model.parameters()).data.view(-1)[:1] *= 2  # flips a bit of the exponent
 
     mamba_fsdp.train(tiny_file, flip, dataset_path=str(corpus), save_ckpt_path=str(tmp_path))
     number = r"\d\.\d+"
@@ -78,7 +81,7 @@ def test_a_flipped_bit_is_found_at_its_step(corpus, tiny_file, tmp_path, told):
 
 @pytest.fixture
 def told(capsys):
-    """told(run, first, steps=0): what a replay says, well or not."""
+    """Provides told(run, first, steps=0), a function that returns the printed text or the error of a replay."""
 
     def said(run, first, steps=0):
         try:
@@ -98,7 +101,7 @@ def edit(file, old, new):
 
 
 def test_what_has_changed_is_told_and_nothing_in_the_run_is_touched(train, corpus, tmp_path, told):
-    """Nor the lease and the STOP of a run that trains on."""
+    """The lease and the STOP file of a run that is still training are not touched, either."""
     run = tmp_path / "run"
     common = {"schedule": "constant", "keep_checkpoints": 9}
     train(run, num_steps=4, learning_rate=0.02, **common)
@@ -126,8 +129,11 @@ def test_what_has_changed_is_told_and_nothing_in_the_run_is_touched(train, corpu
 
 
 def test_only_numbers_that_a_run_wrote_count_as_compared(train, tmp_path, told):
-    """A number that was not finite is null; whatever else is no number was not compared, which is said, as are lines that
-    are missing. Records that no run writes are refused."""
+    """A number that was not finite is recorded as null.
+
+    Other values that are not numbers are not compared. The line mentions them, and missing lines. Records that a run
+    never writes are an error.
+    """
     run = tmp_path / "run"
     train(run, num_steps=6, checkpoint_interval=3, keep_checkpoints=9)
     steps = (run / STEPS).read_text()
@@ -148,7 +154,7 @@ def test_only_numbers_that_a_run_wrote_count_as_compared(train, tmp_path, told):
 
 
 def test_what_has_changed_on_the_disk_is_not_blamed_on_the_device(corpus, train, tmp_path):
-    """A checkpoint that is compared, or data, is verified before it counts as evidence."""
+    """Checkpoints and data are verified before a difference is reported."""
     run = tmp_path / "run"
     data = shutil.copytree(corpus, tmp_path / "data")
     train(run, dataset_path=data, num_steps=4, keep_checkpoints=9)

@@ -1,4 +1,4 @@
-"""Whole runs: interrupted runs end as unbroken ones do, and what is wrong is said."""
+"""Tests whole runs: interrupted runs end like uninterrupted ones, and errors are reported."""
 
 import json
 import re
@@ -14,16 +14,17 @@ from tests.support.compare import equal
 
 
 def progress_of(run):
-    """The train state in the run's newest checkpoint."""
+    """Returns the train state in the run's newest checkpoint."""
     newest = sorted(run.glob("checkpoints/step_*/state.json"))[-1]
     return json.loads(newest.read_text())["state"]["progress"]
 
 
 def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, monkeypatch):
-    """Also between reports: the mean loss of a report interval survives the break, as does what goodput is made of."""
+    """The interruptions can be between two reports: the mean loss of the interval and the times for the goodput are
+    preserved."""
     common = {"report_interval": 4, "num_steps": 8, "schedule": "constant", "deterministic": True}
     train(tmp_path / "whole", **common)
-    began = time.time() - 1000  # of the command that has started the ranks
+    began = time.time() - 1000  # the time at which the command started the ranks
     monkeypatch.setenv("COMMAND_BEGAN", str(began))
     train(tmp_path / "parts", **{**common, "num_steps": 2})
     first = progress_of(tmp_path / "parts")
@@ -59,7 +60,7 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
 
 
 def test_a_dry_run_warns_of_what_can_hardly_be_meant(train, tmp_path):
-    """And says if transformers can't hold the model."""
+    """It also reports if transformers does not support the model."""
     wrong = {"batch_size": 10**6, "num_steps": 10**6, "vocab_size": 999, "warmup_steps": "2M"}
     said = train(tmp_path, dry_run=True, layers="mamba1+mlp", **wrong)
     for warning in (
@@ -73,7 +74,7 @@ def test_a_dry_run_warns_of_what_can_hardly_be_meant(train, tmp_path):
 
 
 def test_what_changes_between_starts_is_recorded_with_its_step(train, tmp_path):
-    """A copy of each start's settings stays."""
+    """A copy of each start's settings is kept."""
     run = tmp_path / "run"
     train(run, num_steps=2)
     train(run, num_steps=4, learning_rate=100.0)
@@ -87,7 +88,7 @@ def test_what_changes_between_starts_is_recorded_with_its_step(train, tmp_path):
 
 
 def test_a_dry_run_finds_the_start_of_the_run_and_changes_nothing(train, tmp_path):
-    """And which settings are not those of the last start."""
+    """It also reports which settings differ from the last start."""
     run = tmp_path / "run"
     assert "settings " not in train(run, num_steps=2, checkpoint_interval=1)
     (run / "STOP").touch()
@@ -111,7 +112,10 @@ def test_a_dry_run_finds_the_start_of_the_run_and_changes_nothing(train, tmp_pat
     [(4, "validation loss after step 4 is nan"), (0, "step 4 could not .* finite")],
 )
 def test_a_run_whose_weights_are_not_finite_fails(train, tmp_path, interval, said):
-    """Without a checkpoint of these weights: the same command with another learning rate resumes from the one before."""
+    """It does not save these weights.
+
+    The same command with another learning rate resumes from the previous checkpoint.
+    """
     given = {"eval_interval": interval, "checkpoint_interval": 1}
     train(tmp_path, num_steps=1, **given)
     with pytest.raises(UserError, match=said):
@@ -121,7 +125,7 @@ def test_a_run_whose_weights_are_not_finite_fails(train, tmp_path, interval, sai
 
 
 def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, monkeypatch):
-    """And the same command publishes it, without another step."""
+    """The same command then publishes the model without another step."""
 
     def full_disk(*_, **__):
         raise UserError("no room")
@@ -142,7 +146,8 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
 
 @pytest.mark.slow
 def test_starting_from_another_run(train, tmp_path):
-    """A .pth file gives the model; a folder the optimiser too; resuming_dataset the data's position too."""
+    """A .pth file provides the model, a folder also the optimizer, and resuming_dataset also the position in the
+    data."""
     first = tmp_path / "first"
     train(first, num_steps=2)
     pth = next(first.glob("pth/*/consolidated.00.pth"))
@@ -156,7 +161,7 @@ def test_starting_from_another_run(train, tmp_path):
     }.items():
         train(tmp_path / name, num_steps=2, **given)
         validation, *entries = metrics_of(tmp_path / name)
-        assert validation["val_loss"] == last["val_loss"]  # the first run's weights
+        assert validation["val_loss"] == last["val_loss"]  # the weights of the first run
         losses[name] = [entry["loss"] for entry in entries if "loss" in entry]
     assert losses["pth"][0] == losses["folder"][0] and losses["pth"][1] != losses["folder"][1]
     assert losses["folder"] == losses["step"] and losses["data"][0] != losses["folder"][0]
@@ -184,7 +189,7 @@ def test_starting_from_another_run(train, tmp_path):
     ],
 )
 def test_a_mistake_is_a_line_at_the_start(train, texts, corpus, tmp_path, wrong, message):
-    """Others are in tests/verbs/test_advice.py, each with what its advice leads to."""
+    """tests/verbs/test_advice.py tests more errors, and that their advice is correct."""
     (tmp_path / "blank.txt").write_text(" \n")
     given = {"dataset_path": texts / "a", **wrong}
     for name, value in wrong.items():
@@ -196,8 +201,10 @@ def test_a_mistake_is_a_line_at_the_start(train, texts, corpus, tmp_path, wrong,
 
 
 def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_path):
-    """Nobody reads `finished` of a run whose last start came to nothing; a good start mends it. What is refused before
-    it has the folder changes nothing there."""
+    """After a start that fails, the status is not `finished` any more, and a successful start corrects it.
+
+    A start that fails before it has acquired the run folder does not change the status.
+    """
     train(tmp_path, num_steps=1)
     with pytest.raises(UserError):
         train(tmp_path, dataset_path="/nowhere")
@@ -213,7 +220,8 @@ def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_pat
 
 @pytest.mark.torch22
 def test_a_broken_checkpoint_makes_another_start(train, tmp_path):
-    """Of the older one, with its step and its position in the data: the run ends as an unbroken one does."""
+    """The run resumes from the older checkpoint, with its step and its position in the data, and ends like an
+    uninterrupted one."""
     given = {"schedule": "constant", "checkpoint_interval": 1, "eval_interval": 0}
     for name in ("whole", "broken"):
         train(tmp_path / name, num_steps=3, **given)
@@ -228,7 +236,7 @@ def test_a_broken_checkpoint_makes_another_start(train, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path):
-    """An epoch is the windows of all datasets of the mixture."""
+    """An epoch consists of the windows of all datasets in the mixture."""
     common = {"datasets": "train,other", "batch_size": 64, "eval_interval": 0, "publish": False}
     train(tmp_path, num_epochs=0.9, **common)
     first, *_, last = metrics_of(tmp_path)
@@ -240,7 +248,10 @@ def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path):
 
 
 def test_the_settings_of_a_start_get_a_number_that_no_other_has(tmp_path):
-    """Also if somebody has removed a copy; equal settings get none. Nothing else is left in the run folder."""
+    """The numbers are unique even if a copy was removed.
+
+    Equal settings are not copied again, and no other files are left in the run folder.
+    """
     folder = RunFolder(tmp_path)
     folder.acquire()
     assert folder.write_settings("seed: 1\n") == "config.1.yaml"

@@ -1,4 +1,4 @@
-"""What a validation tells: its loss in bits per byte, and the texts that the model writes then."""
+"""Tests the results of a validation: its loss in bits per byte, and the generated texts."""
 
 import itertools
 import shutil
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 
 @pytest.fixture
 def given(texts, tmp_path):
-    """Settings of a run that writes two samples at each of its validations, after steps 0 and 1."""
+    """Returns the settings of a run that generates two texts at each of its validations, after steps 0 and 1."""
     (tmp_path / "prompts").write_text("\n\n".join(PROMPTS))
     return {
         "dataset_path": texts / "a",
@@ -33,7 +33,7 @@ def validations_of(folder):
 
 
 def test_samples_are_what_generate_writes_and_change_nothing(train, given, texts, tmp_path):
-    """The bits per byte are those that evaluate finds in the same windows."""
+    """evaluate finds the same bits per byte in the same windows."""
     said = train(tmp_path / "run", **given)
     first, last = validations_of(tmp_path / "run")
     assert len(first["samples"]) == 2 and f"\nsample     {last['samples'][1]!r}\n" in said
@@ -55,7 +55,7 @@ def test_samples_are_what_generate_writes_and_change_nothing(train, given, texts
 
 
 def test_each_source_of_several_has_its_own_validation(train, given, texts, tmp_path):
-    """evaluate finds the same. A start that validates on other data than the last one says so."""
+    """evaluate finds the same losses. A start with other validation data than the last one reports the change."""
     data = tmp_path / "data"
     shutil.copytree(texts, data)
     mixture = given | {"dataset_path": data, "datasets": ["a", "b"], "allow_other_tokenizer": True}
@@ -71,7 +71,9 @@ def test_each_source_of_several_has_its_own_validation(train, given, texts, tmp_
         assert bits == pytest.approx(found.bits_per_byte, rel=1e-5)
         assert f"\n  {name}  loss {found.loss:.4f}, perplexity " in said
     losses = last["val_source_loss"].values()
-    assert last["val_loss"] == pytest.approx(sum(losses) / 2)  # of equally many tokens
+    assert last["val_loss"] == pytest.approx(
+        sum(losses) / 2
+    )  # the sources have the same number of tokens
 
     shutil.rmtree(data / "b/validation")
     shutil.copytree(data / "b/train", data / "b/validation")
@@ -84,7 +86,10 @@ def test_each_source_of_several_has_its_own_validation(train, given, texts, tmp_
 
 
 def train_on_rank(world, settings):
-    """How a run ended whose caller asks it to stop at the validation of step 1, and how many records it heard."""
+    """Trains with a caller that asks to stop at the validation of step 1.
+
+    Returns (result of the training, number of records that the caller got).
+    """
     heard = []
 
     def hear(record):
@@ -95,7 +100,10 @@ def train_on_rank(world, settings):
 
 
 def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, settings_of, tmp_path):
-    """Rank 0 alone hears the records; it also hears of the step that was under way when it asked."""
+    """Only rank 0 passes records to the caller.
+
+    It also passes the record of the step that was in progress when the caller asked.
+    """
     given |= {"global_batch_size": 4, "schedule": "constant"}
     settings = settings_of(**{**given, "num_steps": 4}, sharding_strategy="fsdp")
     (trained, heard), (other, heard_by_other) = run_ranks(2, train_on_rank, settings)
@@ -107,14 +115,14 @@ def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, sett
 
 
 def stopped_at(world, look, settings):
-    """A run of which only rank 1 hears that it should stop, at its look of this number."""
+    """Trains while only rank 1 is asked to stop, at the check with this number."""
     looks = itertools.count(1)
     StopRequest.check = lambda request: world.rank == 1 and next(looks) >= look
     train_whole(world, settings)
 
 
 def test_ranks_stop_at_the_same_batch_of_a_validation(settings_of, tmp_path):
-    """Look 6 is at the first batch of that of step 2; the next run has it."""
+    """Check 6 is at the first batch of the validation after step 2. The next start makes this validation."""
     settings = settings_of(sharding_strategy="fsdp", num_steps=2, batch_size=1, eval_interval=2)
     for look, validated in ((6, {0}), (99, {0, 2})):
         run_ranks(2, stopped_at, look, settings)

@@ -1,4 +1,4 @@
-"""The learning rate's factor over the run, the run's length, and how often it is validated."""
+"""Tests the factor of the learning rate over a run, the length of the run, and the interval of validations."""
 
 import math
 from dataclasses import replace
@@ -17,12 +17,15 @@ from mamba_fsdp.trainer.schedule import Schedule
 
 
 def fms_cosine(x):
-    """min(1 - (1 - x/W)^2, 0.1 + 0.45 (1 + cos(pi x/N))), W = min(2000, N/20), as fms-fsdp has it; here N = 1000."""
+    """Returns min(1 - (1 - x/W)^2, 0.1 + 0.45 (1 + cos(pi x/N))) with W = min(2000, N/20), the formula of fms-fsdp.
+
+    Here N is 1000.
+    """
     return min(1 - (1 - min(x, 50) / 50) ** 2, 0.1 + 0.45 * (1 + math.cos(math.pi * x / 1000)))
 
 
 def wsd_of_composer(x):
-    """Linear warm-up, 1 until t_max - t_decay, then (t_max - t)/t_decay, never below the floor."""
+    """Returns a linear warm-up, then 1 until t_max - t_decay, then (t_max - t)/t_decay, but not below the floor."""
     return min(x / 100, 1, max(0.1, (1000 - x) / 200))
 
 
@@ -37,14 +40,14 @@ FORMULAS = [
 
 @pytest.mark.parametrize("schedule, formula", FORMULAS)
 def test_a_schedule_is_its_formula(schedule, formula):
-    """Of the x-th step, from 1."""
+    """The factor of the x-th step is tested, counted from 1."""
     for x in range(1, schedule.total + 1):
         assert schedule.factor(x - 1) == pytest.approx(formula(x), abs=1e-12), x
 
 
 END = {"num_training_steps": 200}
 FLOOR = {"min_lr_rate": 0.1}
-# Its function in transformers, what that is told, ours, warm-up, what ours is told.
+# The function of transformers, its arguments, our schedule, the warm-up, and our settings.
 THEIRS = [
     ("constant_schedule_with_warmup", {}, "constant", 30, {}),
     ("linear_schedule_with_warmup", END, "linear", 30, {}),
@@ -84,19 +87,24 @@ THEIRS = [
 
 @pytest.mark.parametrize("function, told, kind, warmup, ours", THEIRS)
 def test_a_schedule_is_that_of_transformers(function, told, kind, warmup, ours):
-    """At every step, and behind the end. Their first step has the rate of 0 steps, ours that of 1."""
+    """The factors agree at every step, also after the end.
+
+    The first step there has the factor of 0 steps, and here of 1.
+    """
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     make = getattr(optimization, f"get_{function}")
     (theirs,) = make(optimizer, num_warmup_steps=warmup, **told).lr_lambdas
     schedule = Schedule(kind, 200, warmup=warmup, **{"floor": 0.0, **ours})
-    for step in range(199 if kind.startswith("cosine") else 210):  # some cosines rise again there
+    for step in range(
+        199 if kind.startswith("cosine") else 210
+    ):  # some cosines rise again after the end
         expected = theirs(step + 1)
         assert schedule.factor(step) == pytest.approx(expected, rel=1e-12, abs=1e-15), step
     assert schedule.factor(10**6) <= max(schedule.factor(199), 1e-15) or kind == "constant"
 
 
 def test_every_type_of_the_trainer_is_taken_or_refused_by_name():
-    """Those that are taken do what their function does: no warm-up and down to 0, unless they are told."""
+    """The supported types have the same defaults as in transformers: without a warm-up, and with a fall to 0."""
     refused = set()
     for kind in trainer_utils.SchedulerType:
         try:
@@ -114,7 +122,7 @@ def test_every_type_of_the_trainer_is_taken_or_refused_by_name():
 
 
 def resumed(state, num_steps, until=None, **more):
-    """The learning rates of a run on from `state`, to its end or `until`, and what is said."""
+    """Returns the learning rates of a run from `state` to its end or to `until`, and the printed lines."""
     settings = TrainConfig()
     settings = settings.changed(
         seq_length=16, learning_rate=1.0, num_steps=Duration.parse(str(num_steps)), **more
@@ -152,7 +160,10 @@ def test_a_longer_run_holds_the_learning_rate_unless_schedule_steps_says_otherwi
 
 
 def test_what_becomes_of_other_changes_of_the_length():
-    """A schedule that is not decaying yet follows the new length; a shorter run does; nothing is held at 0."""
+    """A schedule that has not started to decay follows the new length, and so does a shorter run.
+
+    The rate never stays at 0.
+    """
     state = TrainState()
     wsd = [Schedule("wsd", 200).factor(step) for step in range(200)]
     first = [Schedule("wsd", 100).factor(step) for step in range(50)]
@@ -187,7 +198,7 @@ def test_another_global_batch_is_told_once_and_a_length_in_tokens_stays():
 
 @pytest.mark.parametrize("stores, batches", [(0, 0), (1, 15), (2, 8)])
 def test_validations_take_a_twentieth_of_the_time_of_steps(stores, batches):
-    """Of 100 steps between two of them, each as long as three forward passes."""
+    """There are 100 steps between two validations, and each step takes as long as three forward passes."""
     settings = TrainConfig().changed(eval_interval=Duration(100, "steps"))
     length = Duration(9, "steps")
     schedule = schedule_run(settings, 2, TrainState(), length, stores, pytest.fail)

@@ -1,4 +1,4 @@
-"""A whole step on a GPU that is none, in a process group of up to 128 ranks that is none either."""
+"""Tests a whole step on a simulated GPU, in a simulated process group of up to 128 ranks."""
 
 from collections import Counter
 
@@ -26,8 +26,10 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, sharing, length):
-    """Within 3 %, of weights, gradients and moments, and of what comes and goes, most of which are activations. Two
-    micro-batches: the gradients of the first are there while the second has its activations."""
+    """The estimates of weights, gradients and moments, and of temporary tensors, mostly activations, are within 3 %.
+
+    There are two micro-batches: the gradients of the first exist while the second one has its activations.
+    """
     settings = TrainConfig(
         ModelConfig(
             layers=layers,
@@ -61,8 +63,11 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, shari
 
 
 def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
-    """And nothing else, whatever the length but for the keys: once forward, their gradients once backward. What all ranks
-    tell each other in a step, besides weights and gradients in fp32, is one small collective."""
+    """They send nothing else: once in the forward pass, and the gradients once in the backward pass.
+
+    Only the size of the keys depends on the length. Besides weights and gradients in fp32, a step has a single small
+    collective.
+    """
     sharing = 4
     settings = TrainConfig(
         ModelConfig(
@@ -102,7 +107,8 @@ def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
 
 @pytest.mark.parametrize("unsharded, times", [(False, 3), (True, 1)])
 def test_gradients_travel_when_they_should(unsharded, times):
-    """Those of each of three micro-batches at once, so that only a share waits; or all with the last one."""
+    """The gradients of each of three micro-batches are reduced at once, so that only a share is kept; or all with
+    the last one."""
     settings = TrainConfig(ModelConfig(d_model=64, n_layer=2, vocab_size=512))
     settings = settings.changed(seq_length=64, batch_size=1, global_batch_size=12)
     found = simulate(settings.changed(accumulate_unsharded=unsharded), 4).collectives

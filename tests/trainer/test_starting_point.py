@@ -1,4 +1,4 @@
-"""What a start may find or lack: checkpoint, weights, data, the run folder itself."""
+"""Tests the files that a start can find or lack: checkpoint, weights, data, and the run folder itself."""
 
 import shutil
 import tempfile
@@ -11,7 +11,8 @@ from mamba_fsdp.trainer.run_folder import RunFolder
 
 
 def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
-    """As many launchers write it, also with resuming_dataset: resume if there is something, else start."""
+    """Many launchers pass it this way, also with resuming_dataset: the run resumes if there is a checkpoint,
+    otherwise it starts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("run")
     given = {"load_ckpt_path": f"../{tmp_path.name}/link/", "resuming_dataset": True}
@@ -26,7 +27,8 @@ def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
 def test_a_start_that_waited_for_another_of_its_run_goes_on_from_there(
     train, tmp_path, monkeypatch, setting
 ):
-    """Two starts at once: the second found no checkpoint, and waits while the first trains to its end."""
+    """The second of two simultaneous starts finds no checkpoint, waits until the first one has trained to its end,
+    and then resumes."""
     train(tmp_path / "first", num_steps=2)
 
     def acquire(folder, real=RunFolder.acquire):
@@ -40,7 +42,7 @@ def test_a_start_that_waited_for_another_of_its_run_goes_on_from_there(
 
 
 def test_checkpoints_on_another_disk_than_the_run_are_refused(train, tmp_path):
-    """Nothing could be moved there."""
+    """Checkpoints could not be renamed into such a folder."""
     (tmp_path / "run").mkdir()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
         (tmp_path / "run/checkpoints").symlink_to(other)
@@ -49,7 +51,7 @@ def test_checkpoints_on_another_disk_than_the_run_are_refused(train, tmp_path):
 
 
 def empty(folder):
-    """As those leave it that clear a scratch disk."""
+    """Empties a folder, like a program that cleans a scratch disk."""
     shutil.rmtree(folder)
     folder.mkdir()
 
@@ -58,7 +60,10 @@ def empty(folder):
     ("setting", "remove"), [("init_from", shutil.rmtree), ("load_ckpt_path", empty)]
 )
 def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
-    """Its own checkpoint wins. The model takes the shape of what is there; a given one is refused if it is another."""
+    """The run's own checkpoint has priority.
+
+    The model gets the shape stored there, and it is an error if the settings ask for another one.
+    """
     train(tmp_path / "first", num_steps=1, expand=4)
     origin = tmp_path / "first"
     if setting == "init_from":
@@ -78,7 +83,7 @@ def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
 
 @pytest.mark.torch22
 def test_what_the_shape_of_the_weights_rules_out_is_refused(train, tmp_path):
-    """Though the settings alone, without the weights, would be a model that can be trained so."""
+    """The settings would be valid without the weights."""
     train(tmp_path / "gdn", num_steps=1, layers="gdn", headdim=8)
     with pytest.raises(UserError, match="context_parallel=2: Gated DeltaNet .* leave it at 1"):
         train(tmp_path / "run", init_from=tmp_path / "gdn", context_parallel=2)

@@ -1,5 +1,5 @@
-"""A step: batches are read, gradients summed, weights updated; its numbers are read when the next is under way, and
-nothing else changes."""
+"""Tests a step: batches are read, gradients are accumulated, weights are updated, and its numbers are read during
+the next step."""
 
 import itertools
 import json
@@ -21,13 +21,14 @@ AT_ONCE, A_STEP_LATE = 0, 1
 
 @pytest.fixture
 def read_numbers(monkeypatch):
-    """read_numbers(late): how many steps late their numbers are read."""
+    """read_numbers(late): delays reading the numbers of a step by this many steps."""
     return lambda late: monkeypatch.setitem(loop.STEPS_AHEAD, "cpu", late)
 
 
 @pytest.fixture
 def lose(monkeypatch):
-    """lose(factors): the loss of step n (from 1) of a run of one micro-batch a step is multiplied by factors[n]."""
+    """lose(factors): multiplies the loss of step n, counted from 1, by factors[n] in a run with one micro-batch per
+    step."""
     true_loss = loop.batch_loss
 
     def change(factors):
@@ -46,7 +47,10 @@ def lose(monkeypatch):
 
 @pytest.fixture
 def stop_at_look(monkeypatch):
-    """stop_at_look(n): a stop is asked for before the n-th look for one; the first is before the first step."""
+    """stop_at_look(n): asks the run to stop before the n-th check for a request.
+
+    The first check is before the first step.
+    """
 
     def stop(number):
         looks = itertools.count(1)
@@ -56,7 +60,7 @@ def stop_at_look(monkeypatch):
 
 
 def left_by(run):
-    """A run's metrics, and the progress and tensors that its checkpoints hold."""
+    """Returns a run's metrics, and the progress and tensors in its checkpoints."""
     checkpoints = []
     for path in sorted(run.glob("checkpoints/step_*")):
         progress = json.loads((path / "state.json").read_text())["state"]["progress"]
@@ -77,8 +81,11 @@ def left_by(run):
 def test_reading_late_leaves_the_same_run(
     train, tmp_path, read_numbers, lose, stop_at_look, precision, length, factors
 ):
-    """Losses, gradient norms, skips and the scale of fp16 are those of the steps they are told for; checkpoints and
-    validations see the steps up to theirs, and a run that is asked to stop in between resumes as the unbroken one."""
+    """Losses, gradient norms, skipped steps and the loss scale of fp16 are reported for the correct steps.
+
+    Checkpoints and validations include all steps before them. A run that is stopped in between resumes like an
+    uninterrupted one.
+    """
     given = {"num_steps": length, "mixed_precision": precision, "keep_checkpoints": 9}
     given |= {"checkpoint_interval": 4, "publish": False}
     skips = []
@@ -112,7 +119,7 @@ def test_reading_late_leaves_the_same_run(
 def test_bad_samples_are_those_of_the_last_bad_step(
     train, tmp_path, read_numbers, lose, monkeypatch, late
 ):
-    """The first eight, also where the next step is good and has been taken by then."""
+    """The first eight samples are named, also if the next step was good and has been launched already."""
     drawn = {}
 
     def noted(loader, step, _step=Loader.step):

@@ -1,4 +1,4 @@
-"""Requests to stop: signals, STOP files, and a caller who hears the records of a run."""
+"""Tests requests to stop: signals, STOP files, and a caller that gets the records of a run."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def test_two_signals_are_one_request_but_a_second_ctrl_c_does_not_wait(tmp_path,
     with pytest.raises(KeyboardInterrupt), stopping.StopRequest(tmp_path, True) as stop:
         stop.has_stepped = True
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)  # torchrun's, in between
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun sends this signal in between
         assert stop.check() and stop.reason == "SIGINT"
         assert capsys.readouterr().err.count("stopping") == 1
         os.kill(os.getpid(), signal.SIGINT)
@@ -35,7 +35,7 @@ def test_two_signals_are_one_request_but_a_second_ctrl_c_does_not_wait(tmp_path,
 def test_the_stop_file_is_seen_by_rank_0_and_removed_at_the_end(
     tmp_path, monkeypatch, content, reason
 ):
-    """It may say why, as the launcher's does."""
+    """It can contain a reason. The file of the launcher does."""
     monkeypatch.setattr(stopping, "POLL_SECONDS", 0.0)
     with (
         stopping.StopRequest(tmp_path, True) as stop,
@@ -56,7 +56,7 @@ def test_a_stop_file_that_replaces_an_old_one_is_a_request(tmp_path):
 
 
 def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path):
-    """And for the ranks that it starts again in place."""
+    """The ranks that the launcher restarts see it, too."""
     with pytest.raises(ConnectionError), stopping.StopRequest(tmp_path, True):
         (tmp_path / "STOP").touch()
         raise ConnectionError
@@ -83,7 +83,7 @@ def test_a_caller_hears_the_records_and_stops_a_run(train, tmp_path):
 
 @pytest.fixture
 def while_it_sets_up(monkeypatch):
-    """while_it_sets_up(request): the next training calls it as its set-up begins."""
+    """while_it_sets_up(request): calls `request` when the setup of the next training begins."""
 
     def change(request):
         def asked(*given):
@@ -101,7 +101,10 @@ def while_it_sets_up(monkeypatch):
 def test_a_request_while_a_run_sets_up_ends_it_before_its_first_step(
     train, tmp_path, while_it_sets_up, how
 ):
-    """A STOP from before its start is none, but for ranks of a launcher, which says what is."""
+    """A STOP file from before the start is ignored.
+
+    For ranks of a launcher, the launcher decides which file is older.
+    """
     (tmp_path / "STOP").touch()
     train(tmp_path, num_steps=1)
     if how == "SIGTERM":
@@ -127,7 +130,10 @@ def test_ctrl_c_while_a_run_sets_up_is_no_failure(train, tmp_path, capsys, while
 
 
 def test_ranks_of_a_launcher_keep_a_request_for_their_start(train, tmp_path, monkeypatch):
-    """Also when they start again in place. The launcher knows which STOP is of before, and may ask by one of its own."""
+    """Restarted ranks also keep it.
+
+    The launcher knows which STOP file is older than the start, and can create one of its own.
+    """
     monkeypatch.setenv(OLD_STOP_VARIABLE, "")
     (tmp_path / "STOP").touch()
     assert "before the first step of this start (STOP file)" in train(tmp_path)

@@ -1,4 +1,4 @@
-"""Tokens meet only tokens and models of the tokenizer that made them, unless one says that it fits."""
+"""Tests that tokens are used only with tokens and models of the same tokenizer, unless the user allows another one."""
 
 import pytest
 
@@ -11,7 +11,7 @@ REFUSED = r"{} and {} have different tokenizers \(ids:\w{{8}}, ids:\w{{8}}\)"
 
 @pytest.fixture
 def model(train, texts, tmp_path):
-    """{name: a form of a model that learnt the tokens of a}."""
+    """Returns {name: a model, in various forms, that was trained on the tokens of a}."""
     train(tmp_path / "run", dataset_path=texts / "a", num_steps=1, eval_interval=0)
     write_model(tmp_path / "run", tmp_path / "exported")
     return {
@@ -23,7 +23,10 @@ def model(train, texts, tmp_path):
 
 
 def test_training_refuses_another_tokenizer(train, texts, model, tmp_path):
-    """Of data, those of one run and those of the model that it starts or resumes from; and more tokens than it has."""
+    """The data of one run, and the model that it starts or resumes from, must have the same tokenizer.
+
+    The data must not have a larger vocabulary than the model.
+    """
     cases = [
         ("a/train", "b/validation", {"dataset_path": texts / "a", "validation_path": texts / "b"})
     ]
