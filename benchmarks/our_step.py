@@ -27,7 +27,7 @@ def our_step(
 ) -> Callable[[torch.Tensor], float]:
     """Returns a function that takes a step (forward, loss, backward, clipping, AdamW) on tokens (batch, length + 1) and
     returns the loss. preferred: a backend. others: other settings."""
-    settings = settings.changed(**others)
+    settings = settings.with_values(**others)
     options = settings.optimizer
     dtype = DTYPES[settings.training.precision(device.type)]
     uses = settings.operator_uses(device.type)

@@ -72,13 +72,13 @@ PUBLISHED = [
 
 def expected(row: Published) -> Estimate:
     settings = TrainConfig(ModelConfig(**preset(row.model)))
-    settings = settings.changed(
+    settings = settings.with_values(
         seq_length=row.length or recipe(row.model)["seq_length"],
         batch_size=row.batch,
         sharding_strategy=row.strategy,
     )
     if row.recompute:
-        settings = settings.changed(
+        settings = settings.with_values(
             fsdp_activation_checkpointing=True, selective_checkpointing=row.recompute
         )
     machine = replace(row.machine, devices=min(row.machine.devices, row.devices))

@@ -77,7 +77,7 @@ def settings_of(size: Size, vocab_size: int, layers: str = "mamba1", **others: s
     model = ModelConfig(
         layers=layers, d_model=size.d_model, n_layer=size.n_layer, vocab_size=vocab_size
     )
-    return TrainConfig(model).changed(
+    return TrainConfig(model).with_values(
         batch_size=size.batch, seq_length=size.length, reset_at_documents=False, **others
     )
 

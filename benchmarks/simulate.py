@@ -250,7 +250,7 @@ def main():
     words.add_argument("--recompute", action="store_true", help="activations in the backward pass")
     given = words.parse_args()
     settings = TrainConfig(ModelConfig(**preset(given.preset)))
-    settings = settings.changed(
+    settings = settings.with_values(
         seq_length=given.length,
         batch_size=given.batch,
         context_parallel=given.context,

@@ -13,7 +13,7 @@ interpreter.require_packages("fire", "numpy", "torch", "yaml")
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings import other_launchers
-from mamba_fsdp.settings.help import Page, asked_for, meanings_in
+from mamba_fsdp.settings.help import Page, field_docs, help_query
 from mamba_fsdp.settings.train_config import SECTIONS
 from mamba_fsdp.text import suggest_name
 
@@ -58,7 +58,7 @@ def main() -> None:
     words = sys.argv[1:] or ["--help"]
     if words[0] == "help":
         words[0] = "--help"
-    asked = asked_for(words[:2])
+    asked = help_query(words[:2])
     if asked in VERBS and words[0] not in VERBS:
         words = [asked, "--help"]
     verb, *arguments = words
@@ -87,9 +87,9 @@ def page_of(module: ModuleType) -> Page:
     options = command_line.options_class(module.main)
     page = Page(str(module.__doc__), {"": options} if options else {})
     if options and "settings_by_name" in inspect.signature(module.main).parameters:
-        page.usual = meanings_in(options)
+        page.usual = field_docs(options)
         page.sections |= SECTIONS
-        page.words = other_launchers.entries
+        page.words = other_launchers.load_entries
     return page
 
 

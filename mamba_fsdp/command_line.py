@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 import mamba_fsdp
 from mamba_fsdp.errors import StorageError, UserError
-from mamba_fsdp.fields import default, does_nothing, has_effect, read_field, shown
+from mamba_fsdp.fields import default, format_value, has_effect, ineffective_message, read_field
 from mamba_fsdp.reporting.console import Console
-from mamba_fsdp.settings.help import Page, asked_for, meanings_in
+from mamba_fsdp.settings.help import Page, field_docs, help_query
 from mamba_fsdp.text import escape_unprintable, suggest_name
 from mamba_fsdp.this_process import write_torchrun_error
 
@@ -48,7 +48,7 @@ def run(
 
 def show_help(page: Callable[[], Page], arguments: Sequence[str]) -> bool:
     """Prints help if the arguments ask for it, as with --help. Returns whether they do."""
-    topic = asked_for(arguments)
+    topic = help_query(arguments)
     if topic is not None:
         Console().print_line(page().text(topic))
     return topic is not None
@@ -121,7 +121,7 @@ def python_function(function: Callable[..., Any], name: str) -> Callable[..., An
 
     lines = [inspect.getdoc(function) or ""]
     if options_class(function):
-        lines += [f"{leaf}: {text}" for leaf, text in meanings_in(options_class(function)).items()]
+        lines += [f"{leaf}: {text}" for leaf, text in field_docs(options_class(function)).items()]
     checked.__doc__ = "\n".join(lines)
     checked.__signature__ = signature_with_options(function)  # type: ignore[attr-defined]
     return checked
@@ -190,12 +190,12 @@ def read_options(options: Any, given: Mapping[str, Any], dashes: str) -> Any:
     values = {}
     for name, value in given.items():
         if value is not None:
-            text = value if isinstance(value, (list, dict)) else shown(value)
+            text = value if isinstance(value, (list, dict)) else format_value(value)
             values[name] = read_field(f"{dashes}{name.rstrip('_')}", leaves[name], text)
     made = options(**values)
     for name, value in values.items():
         if value != default(leaves[name]) and not has_effect(leaves[name], made):
-            raise UserError(f"{dashes}{does_nothing(leaves[name], value)}; leave it out")
+            raise UserError(f"{dashes}{ineffective_message(leaves[name], value)}; leave it out")
     return made
 
 

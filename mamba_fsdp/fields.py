@@ -43,19 +43,19 @@ COMPARISONS = {
 # ---------------------------------------------------------------- describing
 
 
-class Needs(NamedTuple):
+class Condition(NamedTuple):
     """The condition under which an option has an effect. It is an error to give an option that has no effect, except
     for options of the model: for these, a line is printed."""
 
-    words: str  # completes the sentence "has no effect without ...", as in "a mamba2 layer"
+    description: str  # completes the sentence "has no effect without ...", as in "a mamba2 layer"
     is_met: Callable[[Any], bool]  # takes a TrainConfig, a ModelConfig or the options of a verb
 
 
-def condition(words: str) -> Callable[[Callable[[Any], bool]], Needs]:
-    """Returns a decorator that turns a test, a function of the options, into a condition that `words` describes."""
+def condition(description: str) -> Callable[[Callable[[Any], bool]], Condition]:
+    """Returns a decorator that turns a test, a function of the options, into a condition that `description` describes."""
 
-    def needs(is_met: Callable[[Any], bool]) -> Needs:
-        return Needs(words, is_met)
+    def needs(is_met: Callable[[Any], bool]) -> Condition:
+        return Condition(description, is_met)
 
     return needs
 
@@ -90,7 +90,7 @@ class Bounds(NamedTuple):
 def setting(
     default: Any,
     *,
-    needs: Needs | None = None,
+    needs: Condition | None = None,
     instead_of: str = "",
     elsewhere: str = "",
     is_path: bool = False,
@@ -124,9 +124,9 @@ def has_effect(leaf: dataclasses.Field, options: Any) -> bool:
     return needs is None or needs.is_met(options)
 
 
-def does_nothing(leaf: dataclasses.Field, value: Any) -> str:
+def ineffective_message(leaf: dataclasses.Field, value: Any) -> str:
     """Returns the message that an option has no effect, and why."""
-    return f"{leaf.name}={shown(value)} has no effect without {leaf.metadata['needs'].words}"
+    return f"{leaf.name}={format_value(value)} has no effect without {leaf.metadata['needs'].description}"
 
 
 def default(leaf: dataclasses.Field) -> Any:
@@ -272,7 +272,7 @@ def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -
 
 
 @lru_cache(maxsize=None)
-def named_numbers(name: str, text: str) -> dict[str, float]:
+def parse_pairs(name: str, text: str) -> dict[str, float]:
     """Parses the text of the setting `name`, a list such as embedding=12,logits=0.125, and returns {key: number}.
     Raises UserError for other texts."""
     numbers = {}
@@ -285,7 +285,7 @@ def named_numbers(name: str, text: str) -> dict[str, float]:
     return numbers
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Formats a value in the notation of the command line."""
     if isinstance(value, list):
         return ",".join(map(str, value))
@@ -294,7 +294,7 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def takes(leaf: dataclasses.Field) -> str:
+def describe_type(leaf: dataclasses.Field) -> str:
     """Describes the values that the option `leaf` accepts: its choices, or its type and limits."""
     bounds = leaf.metadata["bounds"]
     if bounds.choices:

@@ -173,7 +173,7 @@ def compare(
     """Yields a row per model, of which the first is ours."""
     batch, length = (1, 8) if rehearse else shape
     config = ModelConfig(**(TINY if rehearse else preset(name)))
-    settings = TrainConfig(config).changed(
+    settings = TrainConfig(config).with_values(
         mixed_precision="bf16",
         batch_size=batch,
         seq_length=length,

@@ -32,7 +32,7 @@ def uses_of(device: torch.device, small: bool) -> Iterator[tuple[str, KernelSele
         length = 100 if small else 2048
         yield (
             name,
-            KernelSelector(settings.changed(mixed_precision="bf16", seq_length=length), device),
+            KernelSelector(settings.with_values(mixed_precision="bf16", seq_length=length), device),
         )
 
 

@@ -140,7 +140,7 @@ def launches_on(cc: int) -> list[Launch]:
         for name in MODELS:
             for has_documents, rows in CASES:
                 settings = TrainConfig(ModelConfig(**preset(name)))
-                settings = settings.changed(
+                settings = settings.with_values(
                     mixed_precision="bf16", reset_at_documents=has_documents
                 )
                 check = LayerCheck(settings, torch.device("cpu"))

@@ -135,7 +135,7 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
     sequence_slice = None
     who = "ranks"
     if sharing > 1:
-        sequence_slice = SequenceSlice(rank % sharing, sharing, settings.own_positions())
+        sequence_slice = SequenceSlice(rank % sharing, sharing, settings.positions_per_rank())
         who = f"groups of {sharing} ranks"
     rank = rank // sharing
     ranks = ranks // sharing

@@ -28,7 +28,7 @@ from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import default, shown
+from mamba_fsdp.fields import default, format_value
 from mamba_fsdp.importing.holding_out import Holdout
 from mamba_fsdp.importing.inputs import Document, InputFile, describe, find_files, is_local
 from mamba_fsdp.importing.kinds import (
@@ -119,7 +119,7 @@ def command_of(input: str, options: DatasetConfig) -> list[str]:
     if is_local(input) and input != "builtin":
         input = os.path.abspath(os.path.expanduser(input))
     given = [
-        f"--{leaf.name}={shown(getattr(options, leaf.name))}"
+        f"--{leaf.name}={format_value(getattr(options, leaf.name))}"
         for leaf in fields(options)
         if getattr(options, leaf.name) != default(leaf) and leaf.name not in ("overwrite", "part")
     ]

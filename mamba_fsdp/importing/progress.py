@@ -10,7 +10,7 @@ from typing import Any
 
 from mamba_fsdp.data.store import WriterState
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import shown
+from mamba_fsdp.fields import format_value
 from mamba_fsdp.importing.inputs import InputFile
 from mamba_fsdp.importing.reading import BEGINNING, Position
 from mamba_fsdp.storage.formats import DATASET
@@ -109,9 +109,9 @@ def resolved(name: str) -> str:
 def _difference(name: str, before: Any, now: Any) -> str:
     """Describes how a setting differs, or the input as `describe` gives it."""
     if not isinstance(now, dict) or not isinstance(before, dict):
-        return f"{name} was {shown(before)} and is {shown(now)}"
+        return f"{name} was {format_value(before)} and is {format_value(now)}"
     parts = [
-        f"{item} was {shown(before[item])} and is {shown(value)}"
+        f"{item} was {format_value(before[item])} and is {format_value(value)}"
         for item, value in now.items()
         if item != "digest" and before.get(item, value) != value
     ]

@@ -49,7 +49,7 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
     world = World.alone(device=inference_world().device)
     cpp.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)
-    settings = TrainConfig(weights.config).changed(reset_at_documents=reset_at_documents)
+    settings = TrainConfig(weights.config).with_values(reset_at_documents=reset_at_documents)
     choice = choose_for_inference(settings, world.device)
     parallel = build_model(settings, world, choice.backends)
     fill_shards(parallel.shards(), weights.slice)

@@ -51,7 +51,7 @@ def find_origin(config: CheckpointConfig) -> Origin:
         or list_committed(path)
     ):
         raise unexpected_path_error(path, "a run with a checkpoint", _weights_of(path))
-    return Origin("load_ckpt_path", str(path), is_checkpoint=not config.names_a_file())
+    return Origin("load_ckpt_path", str(path), is_checkpoint=not config.loads_weights_file())
 
 
 def check_place(source: str | Path) -> None:

@@ -5,7 +5,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import shown
+from mamba_fsdp.fields import format_value
 from mamba_fsdp.importing.builtin import make_missing_builtin
 from mamba_fsdp.launch.machine import LAUNCHER, say_loading
 from mamba_fsdp.launch.plan import check_folder, check_inputs
@@ -35,7 +35,7 @@ def train(
         )
     if on_record is not None and not callable(on_record):
         raise UserError(f"train: on_record={on_record} is not a function")
-    words = {name: shown(value) for name, value in settings.items() if value is not None}
+    words = {name: format_value(value) for name, value in settings.items() if value is not None}
     resolved = resolve_settings(words, config, where="in the call")
     prepare(resolved)
     return run(resolved, on_record)

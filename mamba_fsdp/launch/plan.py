@@ -40,9 +40,9 @@ from mamba_fsdp.run.layout import CHECKPOINT_BYTES_PER_PARAMETER, IN_USE_ADVICE,
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, LEASE, SETTINGS
 from mamba_fsdp.settings.resolve import (
-    as_plain,
+    as_json_object,
     check_run_folder,
-    read_copy,
+    read_settings_copy,
     resolve_settings,
 )
 from mamba_fsdp.settings.settings_page import settings_page
@@ -68,7 +68,7 @@ def plan(answer: Path, *stray: str, config: str | None = None, **words: str) -> 
         "run_folder": os.path.abspath(settings.checkpoint.save_ckpt_path),
         "dry_run": settings.training.dry_run,
         "missing_data": str(missing_builtin(settings.data) or ""),
-        "settings": as_plain(settings),
+        "settings": as_json_object(settings),
         "paths": named_paths(settings),
         "replay": [],
         "batch": shared_batch(settings),
@@ -87,8 +87,8 @@ def plan_of_replay(run: str = "", *stray: str, **options: str) -> dict[str, Any]
         raise unexpected_path_error(run, "a run")
     place = Path(run).resolve()
     scratch = place.with_name(f".{place.name}.replay-{os.getpid()}")
-    settings = read_copy(place / SETTINGS)
-    settings = settings.changed(
+    settings = read_settings_copy(place / SETTINGS)
+    settings = settings.with_values(
         save_ckpt_path=str(scratch), load_ckpt_path=str(place), init_from="", dry_run=False
     )
     words = [str(place), *stray, *(f"--{name}={value}" for name, value in options.items())]
@@ -96,7 +96,7 @@ def plan_of_replay(run: str = "", *stray: str, **options: str) -> dict[str, Any]
         "run_folder": str(scratch),
         "dry_run": False,
         "missing_data": "",
-        "settings": as_plain(settings),
+        "settings": as_json_object(settings),
         "paths": named_paths(settings),
         "replay": words,
         "batch": shared_batch(settings),
@@ -134,7 +134,7 @@ def check_folder(settings: TrainConfig) -> None:
     look = lease.read_snapshot()
     if look and look.is_alive():
         lease.check_unused(IN_USE_ADVICE)
-    if not settings.checkpoint.begins_elsewhere():  # which decides the size of the model
+    if not settings.checkpoint.starts_from_model():  # which decides the size of the model
         check_space(settings, 1)
 
 

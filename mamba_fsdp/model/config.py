@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import Needs, condition, has_effect, named_numbers, setting, takes
+from mamba_fsdp.fields import Condition, condition, describe_type, has_effect, parse_pairs, setting
 from mamba_fsdp.model import spec
 from mamba_fsdp.text import suggest_name
 
 
-def layer_with(*mixers: str) -> Needs:
+def layer_with(*mixers: str) -> Condition:
     """Returns the condition under which a setting has an effect: the model has a layer with one of these mixers."""
-    words = f"a {' or '.join(mixers)} layer"
+    description = f"a {' or '.join(mixers)} layer"
     if mixers == ("mlp",):
-        words = "a layer with +mlp"
+        description = "a layer with +mlp"
     if mixers == ("attention",):
-        words = "an attention layer"
+        description = "an attention layer"
     readers = [spec.MIXERS[name] for name in mixers]
 
-    @condition(words)
+    @condition(description)
     def is_met(model: "ModelConfig") -> bool:
         return any(part in readers for part in model.parts())
 
@@ -178,13 +178,13 @@ class ModelConfig:
 
     def multiplier(self, name: str) -> float:
         """Returns the factor `name` of `multipliers`; 1 if it is not given."""
-        return named_numbers("multipliers", self.multipliers).get(name, 1.0)
+        return parse_pairs("multipliers", self.multipliers).get(name, 1.0)
 
     @property
     def rope(self) -> tuple[str, dict[str, float]]:
         """Returns (kind, numbers) of rope_scaling; kind is "" without scaling."""
         kind, _, numbers = self.rope_scaling.partition(",")
-        return kind, named_numbers("rope_scaling", numbers)
+        return kind, parse_pairs("rope_scaling", numbers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -241,7 +241,7 @@ class ModelConfig:
             "rotary_dim": self.resolved_rotary_dim,
             "d_intermediate": self.resolved_d_intermediate,
             "rope_scaling": self.rope,
-            "multipliers": named_numbers("multipliers", self.multipliers),
+            "multipliers": parse_pairs("multipliers", self.multipliers),
         }
         return {name: value for name, value in values.items() if self.has_effect_of(name)}
 
@@ -263,7 +263,7 @@ class ModelConfig:
         for part in self.parts():
             part.check(self)
         multipliers = spec.multiplier_names(self)
-        for name in named_numbers("multipliers", self.multipliers):
+        for name in parse_pairs("multipliers", self.multipliers):
             if name not in multipliers:
                 hint = suggest_name(name, multipliers, f"it has {', '.join(multipliers)}")
                 raise UserError(f"multipliers: there is no {name!r} in this model; {hint}")
@@ -288,7 +288,7 @@ def parse_model_config(path: Path, values: Mapping[str, Any]) -> ModelConfig:
         leaf = FIELDS[name]
         try:
             if type(value) is not leaf.type:
-                raise ValueError(f"this program's models need: {takes(leaf)}")
+                raise ValueError(f"this program's models need: {describe_type(leaf)}")
             leaf.metadata["bounds"].check(value)
         except ValueError as error:
             raise UserError(f"{path}: {name} is {value!r}, but {error}") from None

@@ -135,7 +135,7 @@ def _candidates(settings: TrainConfig, nodes: int, machine: Instance) -> Iterato
             continue
         measured = None  # the passes do not depend on the fraction of recomputing blocks
         for share in CANDIDATE_SHARES:
-            other = settings.changed(
+            other = settings.with_values(
                 batch_size=size,
                 selective_checkpointing=share,
                 fsdp_activation_checkpointing=share != "0",

@@ -46,7 +46,7 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Returns the number of tokens of a micro-batch on one device."""
-        return self.settings.training.batch_size * self.settings.own_positions()
+        return self.settings.training.batch_size * self.settings.positions_per_rank()
 
     @property
     def context_parallel_size(self) -> int:

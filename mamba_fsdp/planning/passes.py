@@ -135,7 +135,7 @@ def measure(
 
     Weights are not counted, but copies of weights in the compute dtype are. Unsharded gradients are not counted either,
     because they exist before the passes."""
-    tokens = settings.training.batch_size * settings.own_positions()
+    tokens = settings.training.batch_size * settings.positions_per_rank()
     layers = settings.model.layer_list()
     first_of_each = sorted({layers.index(layer) for layer in layers})
     with META, fake_kernels():
@@ -219,7 +219,7 @@ def block_bytes(
         return [kept, counter.peak - hidden.nbytes - kept]
 
     return BlockBytes(
-        *extrapolate(run, settings.own_positions(), max_positions, max_positions // 2)
+        *extrapolate(run, settings.positions_per_rank(), max_positions, max_positions // 2)
     )
 
 

@@ -101,7 +101,7 @@ def plan_sizes(
                 chosen["selective_checkpointing"] = expected.recompute
         if budget.is_timed and expected.fits:
             settings = resolve_settings(chosen, config)
-            settings = settings.changed(use_dummy_dataset=not budget.data_exists)
+            settings = settings.with_values(use_dummy_dataset=not budget.data_exists)
             expected = replace(expected, tokens_per_second=measure_pace(settings))
         seconds = 3600 * budget.hours / (1 + VALIDATION_SHARE)
         tokens = int(seconds * expected.tokens_per_second)

@@ -1,2 +1,2 @@
-"""Describes every setting, and resolves what the user writes, with recipes and other launchers' words, to one checked
-TrainConfig."""
+"""The settings of a training run: their description, and the code that resolves them to one validated TrainConfig from the
+command line, a YAML file, recipes, and the option names of other launchers."""

@@ -1,5 +1,5 @@
-"""Prints help pages: --help shows the usual options, --help=all every option, --help=WORD the options about
-a word. The text on an option comes from the dataclass that describes it."""
+"""Formats help pages. --help shows the most common options, --help=all shows every option, and --help=WORD searches them.
+The text about an option is the string below its field in the dataclass that defines it."""
 
 import ast
 import dataclasses
@@ -13,19 +13,19 @@ from functools import lru_cache
 from typing import Any
 
 from mamba_fsdp.errors import PROJECT, UserError
-from mamba_fsdp.fields import default, shown, takes
+from mamba_fsdp.fields import default, describe_type, format_value
 from mamba_fsdp.storage.patience import is_file, read_text
 from mamba_fsdp.text import suggest_name
 
-NARROWEST = 60
-WIDEST = 100  # columns: longer lines are hard to read
-MOST_LINES = 12  # of docs, in one answer
-MEANING_AT = 28  # the column where meanings begin
+MIN_COLUMNS = 60
+MAX_COLUMNS = 100  # longer lines are hard to read
+MAX_DOC_LINES = 12  # the number of lines from docs/ in one answer
+INDENT = 28  # the column where the options' descriptions begin
 
 
-def asked_for(arguments: Sequence[str]) -> str | None:
-    """Returns what a command line asks of the help page: "" for the usual options, `all`, or words to search for; None
-    if it does not ask for help."""
+def help_query(arguments: Sequence[str]) -> str | None:
+    """Returns the help query in a command line: "" for the common options, "all", or words to search for. Returns None if
+    the command line does not ask for help."""
     if list(arguments) == ["help"]:
         return ""
     for place, argument in enumerate(arguments):
@@ -38,31 +38,33 @@ def asked_for(arguments: Sequence[str]) -> str | None:
 
 @dataclass
 class Option:
-    """An option as a help page shows it."""
+    """An option on a help page."""
 
     leaf: dataclasses.Field
     meaning: str
-    elsewhere: list[str]  # its names in other programs
+    elsewhere: list[str]  # the option's names in other programs
 
     def lines(self, is_brief: bool) -> list[str]:
-        """Returns the lines with its name, default and meaning; is_brief: only the meaning's first
-        sentence."""
+        """Formats the option's name, default and description.
+
+        is_brief: use only the first sentence of the description, and leave out the type, the bounds and the names in
+        other programs."""
         text = self.meaning
         if is_brief:
             text = first_sentence(text)
         else:
-            text += f" ({takes(self.leaf)})"
+            text += f" ({describe_type(self.leaf)})"
             if self.elsewhere:
                 text += f" Elsewhere: {', '.join(self.elsewhere)}."
-        return wrapped(
-            text, f"  --{self.leaf.name.rstrip('_')}={shown(default(self.leaf))}  ", MEANING_AT
+        return wrap(
+            text, f"  --{self.leaf.name.rstrip('_')}={format_value(default(self.leaf))}  ", INDENT
         )
 
     def names(self) -> str:
-        return words_of(self.leaf.name, *self.elsewhere)
+        return normalize(self.leaf.name, *self.elsewhere)
 
-    def is_about(self, words: Sequence[str]) -> bool:
-        text = self.names() + words_of(self.meaning)
+    def matches(self, words: Sequence[str]) -> bool:
+        text = self.names() + normalize(self.meaning)
         return all(word in text for word in words)
 
 
@@ -70,16 +72,18 @@ class Option:
 class Page:
     """The help page of a command."""
 
-    opening: str  # what the command does and how it is called, in lines of less than 80 columns
-    sections: dict[str, type]  # {name: a dataclass of options}; the name of a single one is ""
+    opening: str  # describes the command and its usage, in lines shorter than 80 columns
+    sections: dict[str, type]  # {name: a dataclass of options}; the name is "" if there is only one
     usual: Collection[str] = ()  # the options that --help shows, in brief; empty: all of them
-    words: Callable[[], Mapping[str, Any]] = dict  # returns {a word of other programs: its Entry}
+    # A function that returns {a setting of another program: its Entry}.
+    words: Callable[[], Mapping[str, Any]] = dict
 
     def text(self, asked: str) -> str:
-        """Returns the page for the answer of `asked_for`. Raises UserError if no option is about the
-        words."""
+        """Formats the page.
+
+        asked: the result of `help_query`. Raises UserError if it is a search that finds nothing."""
         if asked not in ("", "all") and self.sections:
-            return "\n".join(self.matching(asked))
+            return "\n".join(self.search(asked))
         is_brief = bool(self.usual) and not asked
         lines = [self.opening.strip()]
         for section, kind in self.sections.items():
@@ -88,47 +92,48 @@ class Page:
                 here = [option for option in here if option.leaf.name in self.usual]
             if here:
                 title = f"{section}: {first_sentence(str(kind.__doc__))}"
-                lines += ["", *wrapped(section and title)]
+                lines += ["", *wrap(section and title)]
             for option in here:
                 lines += option.lines(is_brief)
         if is_brief:
             lines += [
                 "",
-                *wrapped("--help=all shows all options, --help=WORD the options about a word."),
+                *wrap("--help=all shows all options, --help=WORD those about a topic."),
             ]
         return "\n".join(lines)
 
-    def matching(self, asked: str) -> list[str]:
-        """Returns the lines on the options about the words `asked`; options with most of the words in their names come
-        first."""
-        words = [f" {word.removesuffix('s')}" for word in words_of(asked).split()]
+    def search(self, asked: str) -> list[str]:
+        """Returns the lines about all options that match every word in `asked`. The options with the most matches in
+        their names come first."""
+        words = [f" {word.removesuffix('s')}" for word in normalize(asked).split()]
         entries = self.words()
         entry = entries.get("_".join(asked.split()))
         if entry and not entry.setting:
-            return wrapped(f"{asked} is not a setting here: {entry.why}")
+            return wrap(f"{asked} is not a setting here: {entry.why}")
         options = [
             option for kind in self.sections.values() for option in self.options(kind, entries)
         ]
-        matching = [option for option in options if words and option.is_about(words)]
+        matching = [option for option in options if words and option.matches(words)]
         if not matching:
-            return self._answers_besides(asked, words, options, entries)
+            return self._search_elsewhere(asked, words, options, entries)
         matching.sort(key=lambda option: -sum(word in option.names() for word in words))
         return [line for option in matching for line in option.lines(is_brief=False)]
 
-    def _answers_besides(
+    def _search_elsewhere(
         self,
         asked: str,
         words: Sequence[str],
         options: Sequence[Option],
         entries: Mapping[str, Any],
     ) -> list[str]:
-        """Returns what other programs' words and docs/ say about words that no option is about. Raises UserError if that
-        is nothing."""
+        """Searches the settings of other programs, then README.md and docs/, for words that match no option.
+
+        Returns the lines found. Raises UserError, with a suggestion, if there are none."""
         lines = []
         for name, entry in entries.items():
-            if words and entry.why and all(word in words_of(name) for word in words):
-                lines += wrapped(f"{name} is not a setting here: {entry.why}")
-        lines = lines or in_docs(asked)
+            if words and entry.why and all(word in normalize(name) for word in words):
+                lines += wrap(f"{name} is not a setting here: {entry.why}")
+        lines = lines or search_docs(asked)
         if lines:
             return lines
         names = [name for option in options for name in (option.leaf.name, *option.elsewhere)]
@@ -137,37 +142,42 @@ class Page:
         raise UserError(f"--help={asked}: no option is about that; {hint}")
 
     def options(self, kind: type, entries: Mapping[str, Any]) -> list[Option]:
-        """Returns the options of the dataclass `kind`. entries: words of other programs."""
+        """Returns the options of the dataclass `kind`.
+
+        entries: {a setting of another program: its Entry}; they give the options' names elsewhere."""
         options = []
         for leaf in dataclasses.fields(kind):
             elsewhere = leaf.metadata["elsewhere"].split()
             for word, entry in entries.items():
                 if entry.setting == leaf.name != word and "." not in word:
                     elsewhere.append(word)
-            options.append(Option(leaf, meanings_in(kind)[leaf.name], elsewhere))
+            options.append(Option(leaf, field_docs(kind)[leaf.name], elsewhere))
         return options
 
 
-def in_docs(asked: str) -> list[str]:
-    """Returns the first lines of README.md and docs/ with the words `asked`; none in an installed package."""
-    words = words_of(asked).split()
+def search_docs(asked: str) -> list[str]:
+    """Returns the first line of each file in README.md and docs/ that contains all words of `asked`. An installed package
+    does not have these files; the result is then empty."""
+    words = normalize(asked).split()
     lines = []
     for file in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]:
         content = read_text(file).splitlines() if is_file(file) else []
         for number, line in enumerate(content, 1):
-            if words and all(f" {word}" in words_of(line) for word in words):
-                lines += wrapped(line.strip(), f"{file.relative_to(PROJECT)}:{number}  ", 4)
+            if words and all(f" {word}" in normalize(line) for word in words):
+                lines += wrap(line.strip(), f"{file.relative_to(PROJECT)}:{number}  ", 4)
                 break
-    return lines[:MOST_LINES]
+    return lines[:MAX_DOC_LINES]
 
 
 def first_sentence(text: str) -> str:
     return text.split(". ")[0].rstrip(".")
 
 
-def wrapped(text: str, first: str = "", indent: int = 0) -> list[str]:
-    """Returns the lines of a paragraph in the terminal's width; the first line begins with `first`."""
-    width = min(max(shutil.get_terminal_size().columns - 1, NARROWEST), WIDEST)
+def wrap(text: str, first: str = "", indent: int = 0) -> list[str]:
+    """Wraps a paragraph to the width of the terminal.
+
+    first: written at the beginning of the first line. indent: the number of spaces before the other lines."""
+    width = min(max(shutil.get_terminal_size().columns - 1, MIN_COLUMNS), MAX_COLUMNS)
     return textwrap.wrap(
         " ".join(text.split()),
         width,
@@ -177,17 +187,18 @@ def wrapped(text: str, first: str = "", indent: int = 0) -> list[str]:
     )
 
 
-def words_of(*texts: str) -> str:
-    """Returns the words of the texts in lower case, each with a space before it."""
+def normalize(*texts: str) -> str:
+    """Returns the words of the texts in lower case, each with a leading space, so that searching " word" in it finds the
+    beginning of a word."""
     return "".join(f" {word}" for text in texts for word in re.findall("[a-z0-9]+", text.lower()))
 
 
 @lru_cache(maxsize=None)
-def meanings_in(section: type) -> dict[str, str]:
-    """Returns {field name: the string below it} of the dataclass `section` and its base classes."""
+def field_docs(section: type) -> dict[str, str]:
+    """Returns {field name: the string below it} for the fields of the dataclass `section` and its base classes."""
     meanings: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, section.__bases__):
-        meanings |= meanings_in(base)
+        meanings |= field_docs(base)
     (described,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(described, ast.ClassDef)
     for above, below in zip(described.body, described.body[1:]):

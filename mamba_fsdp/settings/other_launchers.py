@@ -1,5 +1,5 @@
-"""Looks up the words of other launchers in other_launchers.yaml. A word that means the same as a
-setting here works as one; for any other word, the message names the replacement."""
+"""Translates the settings of other launchers, with the table in other_launchers.yaml. A setting with an equivalent here is
+accepted; for any other, the error message names the replacement."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,51 +8,52 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import BOOLEANS, shown
+from mamba_fsdp.fields import BOOLEANS, format_value
 from mamba_fsdp.settings.train_config import SECTIONS, all_settings, setting_names
 from mamba_fsdp.storage.text_yaml import load_yaml
 
-FILE = Path(__file__).with_suffix(".yaml")
-NONE = ("", "none", "null", "~")
-ANY = "*"
+TABLE_FILE = Path(__file__).with_suffix(".yaml")
+NULL_VALUES = ("", "none", "null", "~")
+WILDCARD = "*"
 
 
-def without_ba(text: str) -> str:
-    """Returns Composer's 100ba (batches) as 100 steps."""
+def batches_to_steps(text: str) -> str:
+    """Converts a duration in batches, which Composer writes 100ba, to a number of steps."""
     return text.removesuffix("ba")
 
 
-def composer_duration(text: str) -> str:
-    """Returns Composer's 1006878720tok or 100ba as tokens or steps. Raises ValueError for its other
-    units."""
+def convert_composer_duration(text: str) -> str:
+    """Converts a duration of Composer, such as 1006878720tok or 100ba, to tokens or steps. Raises ValueError for
+    Composer's other units."""
     if not text.endswith(("ba", "tok")):
-        raise ValueError("write steps (as in 100ba) or tokens (2Btok); there is no other unit here")
-    return without_ba(text)
+        raise ValueError(
+            "write steps (as in 100ba) or tokens (as in 2Btok); other units are not supported"
+        )
+    return batches_to_steps(text)
 
 
-def seconds(text: str) -> str:
-    """Returns a timeout in seconds converted to minutes. Raises ValueError for text that is not a
-    number."""
+def seconds_to_minutes(text: str) -> str:
+    """Converts a timeout in seconds to minutes. Raises ValueError if `text` is not a number."""
     if not text.replace(".", "", 1).isdigit():
         raise ValueError("expected a number of seconds")
     return f"{float(text) / 60:g}"
 
 
 CONVERSIONS: dict[str, Callable[[str], str]] = {
-    "without_ba": without_ba,
-    "composer_duration": composer_duration,
-    "seconds": seconds,
+    "without_ba": batches_to_steps,
+    "composer_duration": convert_composer_duration,
+    "seconds": seconds_to_minutes,
 }
 
 
 @dataclass
 class Entry:
-    """An entry of other_launchers.yaml; the comments there explain the fields."""
+    """An entry of other_launchers.yaml. The comments in that file explain the fields."""
 
     words: str
     of: str = ""
     setting: str = ""
-    values: Mapping[str, str | None] = field(default_factory=dict)  # None: it changes nothing
+    values: Mapping[str, str | None] = field(default_factory=dict)  # None: the value is ignored
     refused: Mapping[str, str] = field(default_factory=dict)
     convert: str = ""
     also: Mapping[str, str] = field(default_factory=dict)
@@ -61,27 +62,29 @@ class Entry:
 
     def __post_init__(self) -> None:
         if self.setting and not self.values:
-            self.values = {ANY: ANY}
+            self.values = {WILDCARD: WILDCARD}
         self.values = {**dict.fromkeys(self.ignored), **self.values}
 
     def translate(self, text: Any) -> Any:
-        """Returns the value that `text` gives to `setting`, or None if it changes nothing. Raises
-        ValueError for a value that is not possible here."""
+        """Translates a value of the other launcher.
+
+        Returns the value for `setting`, or None if the value has no effect here. Raises ValueError if it is not
+        supported."""
         if self.convert:
             return CONVERSIONS[self.convert](str(text))
         spellings = {*self.values, *self.refused}
-        value = plain(text, spellings)
+        value = normalize_value(text, spellings)
         if value not in spellings:
-            value = ANY
+            value = WILDCARD
         if value in self.refused:
             raise ValueError(self.refused[value])
         if value not in self.values:
             raise ValueError(self._expected())
         meant = self.values[value]
-        if meant != ANY:
+        if meant != WILDCARD:
             return meant
         if isinstance(text, Mapping):
-            raise ValueError("expected a value, not settings")
+            raise ValueError("expected one value, not a section with settings")
         return text
 
     def _expected(self) -> str:
@@ -92,9 +95,12 @@ class Entry:
         return self.why
 
 
-def meaning(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
-    """Returns (value, note) for `key`=`text`: the value is text for `entry.setting`, or None if it changes nothing; the
-    note is for the log, or "" if name and value are the same here. Raises UserError, which names the replacement."""
+def translate(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
+    """Translates the setting `key`=`text` of another launcher.
+
+    Returns (value, note). The value is for `entry.setting`; it is None if the setting has no effect here. The note for
+    the log describes the translation; it is "" if name and value stay the same. Raises UserError, with the replacement, if
+    the value is not supported."""
     name = key.rpartition(".")[2]
     written = f"{name}={'...' if isinstance(text, list) else text}"
     try:
@@ -108,47 +114,47 @@ def meaning(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
     unchanged = str(text).lower() == str(value).lower()
     if not unchanged or entry.setting != name:
         implied = "".join(f", {name}={usual} unless given" for name, usual in entry.also.items())
-        note = f"{written} is {entry.setting}={shown(value)} here{implied}"
+        note = f"{written} is {entry.setting}={format_value(value)} here{implied}"
     return value, note
 
 
-def plain(text: Any, choices: Collection[str] = ()) -> str:
-    """Returns `text` as other_launchers.yaml writes values: in lower case, with yes, 0 and the like
-    as true or false unless they are in `choices`."""
+def normalize_value(text: Any, choices: Collection[str] = ()) -> str:
+    """Returns `text` in the spelling of other_launchers.yaml: in lower case, and with yes, 0 and other spellings of booleans
+    replaced by true or false, unless they are in `choices`."""
     small = str(text).lower()
-    if small in NONE:
+    if small in NULL_VALUES:
         return "none"
     if small in choices or small not in BOOLEANS:
         return small
-    return shown(BOOLEANS[small])
+    return format_value(BOOLEANS[small])
 
 
 @lru_cache(maxsize=None)
-def content() -> dict[str, Any]:
+def load_table() -> dict[str, Any]:
     """Returns the content of other_launchers.yaml."""
-    return load_yaml(FILE, is_own=True)
+    return load_yaml(TABLE_FILE, is_own=True)
 
 
 @lru_cache(maxsize=None)
-def entries() -> dict[str, Entry]:
-    """Returns {word: its entry}."""
+def load_entries() -> dict[str, Entry]:
+    """Returns {name of a setting in another launcher: its entry}."""
     entry_of: dict[str, Entry] = {}
-    for fields in content()["words"]:
+    for fields in load_table()["words"]:
         entry = Entry(**fields)
         entry_of |= dict.fromkeys(entry.words.split(), entry)
     return entry_of
 
 
-def find(key: str) -> Entry | None:
-    """Returns the entry of the name `key`, with or without a section; None if there is no entry. A
-    name of ours has an entry only below a section of other launchers."""
+def find_entry(key: str) -> Entry | None:
+    """Returns the entry for the name `key`, with or without a section, or None if there is none. A name that is also a
+    setting of this program has an entry only within a section of another launcher."""
     section, _, leaf = key.rpartition(".")
     is_ours = leaf in all_settings()
-    is_theirs = section in content()["sections"].split()
-    if key in entries():
-        return entries()[key]
+    is_theirs = section in load_table()["sections"].split()
+    if key in load_entries():
+        return load_entries()[key]
     if is_ours and is_theirs:
-        return entries().get(leaf, Entry(leaf, setting=leaf))
+        return load_entries().get(leaf, Entry(leaf, setting=leaf))
     if key in setting_names() or (is_theirs or section in SECTIONS) and not is_ours:
-        return entries().get(leaf)
+        return load_entries().get(leaf)
     return None

@@ -1,4 +1,4 @@
-"""Looks up the settings that a model is trained with by default, in recipes.yaml."""
+"""Looks up the recipe of a model in recipes.yaml: the settings that it is trained with by default."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ RECIPES = {
 
 
 def recipe_name(model_name: str) -> str:
-    """Returns the name of the recipe for a model of this name; a leading organisation may have a recipe of its own."""
+    """Returns the name of the recipe for a model: the organisation, as in organisation/model, if it has a recipe, otherwise
+    the model's name, otherwise "others"."""
     organisation, _, _ = model_name.partition("/")
     for name in (organisation, model_name):
         if plain(name) in RECIPES:
@@ -25,8 +26,10 @@ def recipe_name(model_name: str) -> str:
 
 
 def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
-    """Returns the settings that a model of this name is trained with. from_weights: returns the recipe of `others` with
-    this model's seq_length, because a recipe for training from scratch would spoil trained weights."""
+    """Returns the settings that the model `model_name` is trained with.
+
+    from_weights: whether training starts from trained weights. The recipe is then "others" with this model's seq_length,
+    because the learning rate of a training from scratch would damage the weights."""
     others = RECIPES["others"]
     chosen = RECIPES[plain(recipe_name(model_name))]
     if from_weights:

@@ -1,8 +1,8 @@
-"""Resolves the command line, a YAML file, a preset with its recipe and the defaults to one checked TrainConfig, and
-writes it as YAML.
+"""Resolves the command line, a YAML file, the preset of a model with its recipe, and the defaults to one validated
+TrainConfig, and writes it as YAML.
 
-Order of precedence: command line, then --config FILE.yaml, then the preset that model_name names,
-then the defaults. The type of a field decides how its value is read: a run id 0123 stays text.
+The command line has precedence over --config FILE.yaml, the file over the preset of model_name, and the preset over the
+defaults. Values are parsed by the type of their field, so that a name such as 0123 stays text.
 """
 
 import json
@@ -13,12 +13,13 @@ from typing import Any
 
 from mamba_fsdp import fields
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import Duration, parse, shown
+from mamba_fsdp.fields import Duration, format_value, parse
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import SPELLINGS, plain, preset
 from mamba_fsdp.run.layout import check_is_run_folder, list_committed
 from mamba_fsdp.run.names import CHECKPOINTS, SETTINGS
 from mamba_fsdp.settings import other_launchers
+from mamba_fsdp.settings.parsed_settings import ParsedSettings
 from mamba_fsdp.settings.recipes import RECIPES_FILE, recipe, recipe_name
 from mamba_fsdp.settings.train_config import (
     SECTIONS,
@@ -26,15 +27,16 @@ from mamba_fsdp.settings.train_config import (
     TrainConfig,
     all_settings,
 )
-from mamba_fsdp.settings.written import Written
 from mamba_fsdp.storage.patience import exists, is_file, is_folder, retry_io
 from mamba_fsdp.storage.text_yaml import load_yaml
 
-# A link to config/; an installed package holds the files themselves.
+# In the repository this is a link to config/; an installed package contains copies of the files.
 READY_RUNS = Path(__file__).with_name("ready_runs").resolve()
-MOST_MISTAKES = 20  # reported at once: a file may hold no settings at all
-VERSION = "1"  # of a run's config.yaml
-OF_A_FIRST_START = {"save_ckpt_path", "load_ckpt_path", "init_from", "resuming_dataset", "dry_run"}
+# The most that one message lists: a file of another kind consists of mistakes only.
+MAX_MISTAKES = 20
+VERSION = "1"  # the format version of a run's config.yaml
+# Settings that only matter when a run starts for the first time.
+FIRST_START_ONLY = {"save_ckpt_path", "load_ckpt_path", "init_from", "resuming_dataset", "dry_run"}
 
 
 def resolve_settings(
@@ -43,23 +45,28 @@ def resolve_settings(
     stray: Sequence[str] = (),
     where: str = "on the command line",
 ) -> TrainConfig:
-    """Returns the TrainConfig of `words` ({name: text}) over `config_file`, the preset and the defaults.
+    """Resolves the settings of a run.
 
-    A launch calls this once; preflight and the ranks read the settings that it wrote, see `read_resolved`. A setting of
-    the file that has no effect only because of the command line is dropped. Words of other launchers that mean the same
-    are taken (mamba_fsdp/settings/other_launchers.yaml); the settings' `notes` say what they became. Raises one
-    UserError for all unknown names (with the nearest name) and values of the wrong type or out of bounds. Also raises
-    UserError for settings without effect, impossible combinations, and `stray` words, which name no setting. where: as
-    in "on the command line".
+    A launch calls this once. Preflight and the ranks read the result with `read_resolved`.
+
+    A setting in the file is dropped if it has no effect only because of the command line. Settings of other launchers
+    (mamba_fsdp/settings/other_launchers.yaml) are translated; `notes` in the result describes the translation.
+
+    words: {name: text} from the command line, with precedence over the file. config_file: a path, or the name of a ready
+    run or a model. stray: arguments that are not of the form --name=value. where: describes the source of `words` in
+    messages, for example "on the command line".
+
+    Raises one UserError for all unknown names (with the most similar name) and for all values of the wrong type or out of
+    bounds. Also raises UserError for settings without effect, for impossible combinations, and for `stray` arguments.
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
-    on_line = Written(words, where)
+    on_line = ParsedSettings(words, where)
     in_file = read_file(config_file)
-    check_none([*on_line.mistakes, *in_file.mistakes])
+    raise_mistakes([*on_line.mistakes, *in_file.mistakes])
     drop_alternatives(in_file.values, on_line.values)
     chosen = {**in_file.values, **on_line.values}
-    implied = {**in_file.implied, **on_line.implied}
+    implied = {**in_file.alias_defaults, **on_line.alias_defaults}
     drop_alternatives(implied, chosen)
     chosen = implied | chosen
     if "model_name" not in on_line.values:
@@ -67,24 +74,26 @@ def resolve_settings(
     settings = _build(chosen)
     settings.check()
     notes = (*in_file.notes, *on_line.notes, *settings.notes)
-    settings = drop_pointless(replace(settings, notes=notes), chosen, on_line, in_file)
-    settings = settings.changed(eval_prompts=settings.training.read_prompts())
+    settings = drop_ineffective(replace(settings, notes=notes), chosen, on_line, in_file)
+    settings = settings.with_values(eval_prompts=settings.training.read_prompts())
     names_data = {"dataset_path", "datasets", "use_dummy_dataset"} & on_line.values.keys()
-    names_folder = "save_ckpt_path" in (on_line.values if names_data else chosen)
-    return replace(settings, names_folder=names_folder)
+    has_own_folder = "save_ckpt_path" in (on_line.values if names_data else chosen)
+    return replace(settings, has_own_folder=has_own_folder)
 
 
 # ---------------------------------------------------------------- files
 
 
-def read_file(name: str | None) -> Written:
-    """Returns the settings of `name`: a path, a ready run or a model; none if it is empty. Raises UserError if the file
-    can't be read."""
+def read_file(name: str | None) -> ParsedSettings:
+    """Reads a settings file.
+
+    name: a path, or the name of a ready run or a model. If it is empty or None, the result contains no settings. Raises
+    UserError if the file can't be read."""
     if not name:
-        return Written({}, "")
+        return ParsedSettings({}, "")
     path = find_config_file(name)
     if path is None:
-        return Written({"model_name": name}, f"in {RECIPES_FILE}")
+        return ParsedSettings({"model_name": name}, f"in {RECIPES_FILE}")
     content = load_yaml(path)
     version = content.pop("version", None)  # only a run's config.yaml has it
     if version not in (None, VERSION):
@@ -92,12 +101,14 @@ def read_file(name: str | None) -> Written:
             f"{path}: settings of version {version}; this version of the program reads version {VERSION}"
         )
     given = {name: value for name, value in flatten(content, path).items() if value is not None}
-    return Written(given, f"in {path}", is_of_run=version is not None)
+    return ParsedSettings(given, f"in {path}", is_of_run=version is not None)
 
 
 def read_run(folder: Path) -> TrainConfig | None:
-    """Returns the settings of the run in `folder`; None if it has no checkpoint. Their notes name what this version of the
-    program does not know in their file. Raises UserError if it can't read the file."""
+    """Reads the settings of the run in `folder`.
+
+    Returns None if the run has no checkpoint. The result's `notes` list the settings in the file that this version of the
+    program does not know. Raises UserError if the file can't be read."""
     file = folder / SETTINGS
     if not exists(file) or not list_committed(folder / CHECKPOINTS):
         return None
@@ -106,49 +117,51 @@ def read_run(folder: Path) -> TrainConfig | None:
     return replace(_build(written.values), notes=tuple(written.mistakes))
 
 
-def read_copy(file: Path) -> TrainConfig:
-    """Returns all settings of a start, from the copy in its run folder. Raises UserError."""
+def read_settings_copy(file: Path) -> TrainConfig:
+    """Reads the copy of all settings that each start leaves in its run folder. Raises UserError if it can't be read."""
     written = read_file(str(file))
     return replace(_build(written.values), explicit=frozenset(written.values))
 
 
-def check_preset(written: Written) -> None:
-    """Raises UserError, which names the file, if there is no preset of the name in it."""
+def check_preset(written: ParsedSettings) -> None:
+    """Raises UserError if model_name in the settings is not the name of a preset. The message contains the settings' file."""
     if "model_name" in written.values:
         preset(written.values["model_name"], f" ({written.where})")
 
 
 def check_run_folder(settings: TrainConfig) -> None:
-    """Raises UserError if the run folder holds something other than a run, or if the settings name no folder and the
-    default one holds a run of another model or on other data."""
+    """Raises UserError if the run folder contains other files than a run's. If the user gave no run folder, also raises
+    UserError if the default folder contains a run with another model or with other data."""
     folder = settings.checkpoint.save_ckpt_path
     check_is_run_folder(folder)
-    if settings.names_folder:
+    if settings.has_own_folder:
         return
     try:
         earlier = read_run(Path(folder))
     except UserError as error:
         raise UserError(
-            f"{error}; to resume this run all the same, name it: save_ckpt_path={folder}"
+            f"{error}; to resume this run anyway, give save_ckpt_path={folder}"
         ) from None
     if earlier is None:
         return
     settings = with_vocabulary_of(settings, earlier.model)
     differing = {}
-    if not settings.checkpoint.begins_elsewhere():
+    if not settings.checkpoint.starts_from_model():
         differing = differing_model(settings, earlier.model)
-    if not settings.data.places() & earlier.data.places():
+    if not settings.data.absolute_paths() & earlier.data.absolute_paths():
         differing["dataset_path"] = (settings.data.dataset_path, earlier.data.dataset_path)
     if differing:
         raise UserError(
-            f"{folder} holds another run: {_listed(differing)}; name a folder for this one, as in "
+            f"{folder} contains another run: {_format_differences(differing)}; name a folder for this one, as in "
             f"save_ckpt_path={folder}-2; to resume the other run, give its settings again"
         )
 
 
 def changed_settings(settings: TrainConfig) -> str:
-    """Returns, in words, which settings the run's last start had otherwise; "" if there are none. Names what can't be
-    compared, such as a setting that this version does not know. Leaves out what matters to a first start alone."""
+    """Describes the settings that differ from the run's last start; "" if there are none.
+
+    The text also lists what can't be compared, such as settings that this version does not know. It leaves out settings
+    that only matter when a run starts for the first time."""
     try:
         earlier = read_run(Path(settings.checkpoint.save_ckpt_path))
     except UserError as error:
@@ -157,29 +170,30 @@ def changed_settings(settings: TrainConfig) -> str:
         return ""
     differing = {}
     for name in all_settings():
-        now = shown(
+        now = format_value(
             settings.value(name)
         ).rstrip()  # a file has the prompts without their last line break
-        before = shown(earlier.value(name)).rstrip()
-        if now != before and name not in OF_A_FIRST_START:
-            differing[name] = (_in_short(now), _in_short(before))
-    return "; ".join(filter(None, [_listed(differing, "before"), *earlier.notes]))
+        before = format_value(earlier.value(name)).rstrip()
+        if now != before and name not in FIRST_START_ONLY:
+            differing[name] = (_abbreviate(now), _abbreviate(before))
+    return "; ".join(filter(None, [_format_differences(differing, "before"), *earlier.notes]))
 
 
-def _in_short(text: str) -> str:
-    """Returns a setting's value in part of a line: eval_prompts may be pages."""
+def _abbreviate(text: str) -> str:
+    """Shortens a setting's value to part of a line, because eval_prompts can be several pages long."""
     line = text.replace("\n", "\\n")
     return line if len(line) < 60 else f"{line[:60]}..."
 
 
 def ready_runs() -> dict[str, Path]:
-    """Returns {name: its YAML file} of the runs in config/."""
+    """Returns {name: YAML file} for the ready runs in config/."""
     return {path.stem: path for path in READY_RUNS.glob("*.yaml")}
 
 
 def find_config_file(name: str) -> Path | None:
-    """Returns the path of the YAML file `name`, which is a path or a ready run; None for the name of a model. Raises
-    UserError for any other name."""
+    """Finds the settings file `name`: the path of a YAML file, or the name of a ready run.
+
+    Returns None if `name` is the name of a model. Raises UserError for any other name."""
     ready = ready_runs()
     path = Path(name)
     if not is_file(path):
@@ -188,7 +202,7 @@ def find_config_file(name: str) -> Path | None:
         return path
     if is_folder(path):
         raise UserError(f"config: {name} is a folder; give the path of a YAML file in it")
-    same = other_launchers.content()["ready_runs"].get(Path(name).stem)
+    same = other_launchers.load_table()["ready_runs"].get(Path(name).stem)
     if same:
         raise UserError(f"config: there is no file {name}; that run is --config={same} here")
     if "/" in name or plain(name) not in SPELLINGS:
@@ -198,9 +212,11 @@ def find_config_file(name: str) -> Path | None:
 
 
 def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns {name or section.name: value} for {section: {name: value}}, {name: value} or both. The sections of other
-    launchers are known too."""
-    sections = [*SECTIONS, *other_launchers.content()["sections"].split()]
+    """Flattens the sections in a settings file: {section: {name: value}} becomes {section.name: value}.
+
+    Settings outside sections keep their names. The sections of other launchers are recognised too. Raises UserError if a
+    section has a value instead of settings; the message contains `path`."""
+    sections = [*SECTIONS, *other_launchers.load_table()["sections"].split()]
     flat: dict[str, Any] = {}
     for key, value in content.items():
         if key not in sections:
@@ -217,104 +233,108 @@ def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- impossible combinations
 
 
-def check_none(mistakes: Sequence[str]) -> None:
-    """Raises UserError with these sentences, one per line, if there are any."""
+def raise_mistakes(mistakes: Sequence[str]) -> None:
+    """Raises UserError with these mistakes, one per line, if there are any."""
     if len(mistakes) > 1:
-        mistakes = [f"{len(mistakes)} mistakes:", *mistakes[:MOST_MISTAKES]]
+        mistakes = [f"{len(mistakes)} mistakes:", *mistakes[:MAX_MISTAKES]]
     if mistakes:
         raise UserError("\n  ".join(mistakes))
 
 
 def drop_alternatives(in_file: dict[str, Any], on_line: Mapping[str, Any]) -> None:
-    """Drops a setting of the file if the command line gives the setting that replaces it, or that it replaces.
+    """Removes settings from `in_file` whose alternative (see `instead_of` in `mamba_fsdp.fields.setting`) is in `on_line`.
 
-    Raises UserError if one place gives both. A run's config.yaml has both, but one of them has its default, which does
-    not count as given.
+    Raises UserError if one of the two contains both alternatives. A setting with its default value does not count: a run's
+    config.yaml contains both alternatives, one of them with its default.
     """
     for name, (_, leaf) in all_settings().items():
         other = leaf.metadata["instead_of"]
         if not other:
             continue
         for place in (on_line, in_file):
-            if _gives(place, name) and _gives(place, other):
+            if _is_set_in(place, name) and _is_set_in(place, other):
                 raise UserError(
-                    f"{name}={shown(place[name])} excludes {other}={shown(place[other])}; "
+                    f"{name}={format_value(place[name])} excludes {other}={format_value(place[other])}; "
                     "give one of them"
                 )
-        if _gives(on_line, name):
+        if _is_set_in(on_line, name):
             in_file.pop(other, None)
-        if _gives(on_line, other):
+        if _is_set_in(on_line, other):
             in_file.pop(name, None)
 
 
-def _gives(place: Mapping[str, Any], name: str) -> bool:
+def _is_set_in(place: Mapping[str, Any], name: str) -> bool:
     return name in place and place[name] != default(name)
 
 
 # ---------------------------------------------------------------- settings without effect
 
 
-def drop_pointless(
-    settings: TrainConfig, chosen: Mapping[str, Any], on_line: Written, in_file: Written
+def drop_ineffective(
+    settings: TrainConfig, chosen: Mapping[str, Any], line: ParsedSettings, file: ParsedSettings
 ) -> TrainConfig:
-    """Returns the settings with the usual value in place of chosen ones that have no effect, with a note for words of
-    other launchers and for settings of the model, since one command line may serve several models.
+    """Resets settings without effect to their defaults.
 
-    Raises UserError for any other such setting that the user gave. A run's own file may hold such settings, and so may
-    another file if only the command line makes them pointless.
+    Settings that have no effect are allowed in a run's own config.yaml, and in another file if they are without effect only
+    because of the command line. The result's `notes` list those that were given by their names in other launchers, and
+    those of the model, because one command line can be used for several models.
+
+    Raises UserError for any other setting without effect that the user gave.
     """
-    usual = _usual(chosen)
-    in_others_words = on_line.in_others_words()
-    in_others_words |= in_file.in_others_words() - on_line.values.keys()
+    usual = _defaults_for(chosen)
+    translated_settings = line.translated_settings()
+    translated_settings |= file.translated_settings() - line.values.keys()
     mistakes = []
     notes = []
     dropped = {}
-    for name, sentence in pointless(settings, chosen, usual).items():
-        if settings.checkpoint.begins_elsewhere() and name in vars(settings.model):
-            continue  # the weights decide the layers: see adopt_model
+    for name, sentence in find_ineffective(settings, chosen, usual).items():
+        if settings.checkpoint.starts_from_model() and name in vars(settings.model):
+            continue  # the layers are not known before the weights are read: see adopt_model
         dropped[name] = usual[name]
-        where = in_file.where
-        if name in on_line.values:
-            where = on_line.where
-        elif in_file.is_of_run or not _is_pointless_alone(name, in_file.values):
+        where = file.where
+        if name in line.values:
+            where = line.where
+        elif file.is_of_run or not _is_ineffective_alone(name, file.values):
             where = ""
-        if name in in_others_words or (where and name in vars(settings.model)):
+        if name in translated_settings or (where and name in vars(settings.model)):
             notes.append(sentence)
         elif where:
             mistakes.append(f"{sentence}; leave it out ({where})")
-    check_none(mistakes)
+    raise_mistakes(mistakes)
     explicit = settings.explicit - dropped.keys()
-    return replace(settings.changed(**dropped), explicit=explicit, notes=(*settings.notes, *notes))
+    return replace(
+        settings.with_values(**dropped), explicit=explicit, notes=(*settings.notes, *notes)
+    )
 
 
-def _is_pointless_alone(name: str, values: Mapping[str, Any]) -> bool:
-    """Returns whether the setting `name`, as these values of a file give it, has no effect even without a command
-    line."""
-    return name in values and bool(pointless(_build(values), [name], _usual(values)))
+def _is_ineffective_alone(name: str, values: Mapping[str, Any]) -> bool:
+    """Returns whether the setting `name` has no effect with the values of a file alone, without a command line."""
+    return name in values and bool(find_ineffective(_build(values), [name], _defaults_for(values)))
 
 
-def pointless(
+def find_ineffective(
     settings: TrainConfig, names: Iterable[str], usual: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns {setting: a sentence} for each setting of `names` that has no effect in `settings`. A setting with its
-    `usual` value does not count."""
+    """Returns {setting: message} for each setting in `names` that has no effect in `settings`. Settings with their `usual`
+    value do not count."""
     sentences = {}
     for name in names:
         value = settings.value(name)
         if value != usual[name] and not settings.has_effect(name):
             _, leaf = all_settings()[name]
-            sentences[name] = fields.does_nothing(leaf, value)
+            sentences[name] = fields.ineffective_message(leaf, value)
     return sentences
 
 
 def _build(chosen: Mapping[str, Any]) -> TrainConfig:
-    """Returns the TrainConfig of these values on top of the preset and the defaults."""
+    """Builds a TrainConfig from these values, the preset and the defaults."""
     settings = TrainConfig(explicit=frozenset(chosen))
-    return settings.changed(**{**_usual(chosen), **chosen}).fitted()
+    return settings.with_values(**{**_defaults_for(chosen), **chosen}).adjusted()
 
 
-def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the value of each setting that is not chosen: from the preset and its recipe, or the default."""
+def _defaults_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that the settings have unless the user chooses others: those of the preset, of its recipe, or the
+    defaults."""
     model_name = chosen.get("model_name", default("model_name"))
     values = {name: default(name) for name in all_settings()}
     values |= preset(model_name)
@@ -326,12 +346,13 @@ def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def note_on_recipe(settings: TrainConfig) -> list[str]:
-    """Returns a note on the settings that come from the recipe for trained weights, or of a named model other than the
-    demo, if any do."""
+    """Returns a list with one note about the settings that come from a recipe, or an empty list if there are none.
+
+    It is also empty for the default model, the demo, unless the run starts from trained weights."""
     from_weights = bool(settings.checkpoint.init_from)
     name_of_recipe = recipe_name(settings.model.model_name)
     taken = [
-        f"{name}={shown(value)}"
+        f"{name}={format_value(value)}"
         for name, value in recipe(name_of_recipe, from_weights).items()
         if name not in settings.explicit and settings.value(name) == value
     ]
@@ -353,65 +374,69 @@ def default(name: str) -> Any:
 
 
 def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> TrainConfig:
-    """Returns the settings with the shape of `model`, found with the weights in `source`, such as init_from FOLDER. Raises
-    UserError if settings that the user gave disagree with this shape. A note names settings without effect."""
+    """Returns the settings with the shape of `model`, which belongs to the weights that the run starts from.
+
+    source: describes the weights in messages, for example "init_from FOLDER". The result's `notes` list model settings
+    without effect. Raises UserError if model settings that the user gave disagree with this shape."""
     shape = vars(model)
     explicit = shape.keys() & settings.explicit
     if "model_name" not in explicit:
         adopted = {name: shape[name] for name in shape.keys() - explicit}
-        settings = settings.changed(**adopted)
+        settings = settings.with_values(**adopted)
         if "seq_length" not in settings.explicit:
             length = recipe(settings.model.model_name)["seq_length"]
-            settings = settings.changed(seq_length=length)
+            settings = settings.with_values(seq_length=length)
     settings = with_vocabulary_of(settings, model)
     check_same_model(settings, model, source, "; leave out what differs")
     settings.check_model()
-    notes = pointless(settings, explicit, shape).values()
+    notes = find_ineffective(settings, explicit, shape).values()
     return replace(settings, notes=(*settings.notes, *notes))
 
 
 def with_vocabulary_of(settings: TrainConfig, model: ModelConfig) -> TrainConfig:
-    """Returns the settings with the size of the vocabulary of `model`, unless the user gave one: it follows a tokenizer,
-    also in a model that is described by its name."""
+    """Returns the settings with the vocabulary size of `model`, unless the user gave one.
+
+    The vocabulary size depends on the tokenizer, even for a model that is chosen by name."""
     sizes = {"vocab_size", "pad_vocab_size_multiple"} - settings.explicit
-    return settings.changed(**{name: getattr(model, name) for name in sizes})
+    return settings.with_values(**{name: getattr(model, name) for name in sizes})
 
 
 def check_same_model(
     settings: TrainConfig, model: ModelConfig, source: str, remedy: str = ""
 ) -> None:
-    """Raises UserError, which names the settings, if the `model` in `source` is not the model of
-    `settings`."""
+    """Raises UserError if the settings describe another model than `model`. The message lists the settings that differ.
+
+    source: describes in messages where `model` is from. remedy: the end of the message."""
     differing = differing_model(settings, model)
     if differing:
         raise UserError(
-            f"{source} holds another model than the settings ask for: {_listed(differing)}{remedy}"
+            f"{source} contains another model than the settings ask for: {_format_differences(differing)}{remedy}"
         )
 
 
-def _listed(differing: Mapping[str, tuple[str, str]], where: str = "there") -> str:
+def _format_differences(differing: Mapping[str, tuple[str, str]], where: str = "there") -> str:
     items = differing.items()
-    return ", ".join(f"{name}={asked} ({where} {held})" for name, (asked, held) in items)
+    return ", ".join(f"{name}={asked} ({where} {found})" for name, (asked, found) in items)
 
 
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:
-    """Returns {setting: (its value in `settings`, its value in `model`), as written} for the settings that make the
-    models different.
+    """Returns {setting: (value in `settings`, value in `model`)}, both as text, for the settings in which the models differ.
 
-    It is empty for the same model, however it is described; settings without effect in `settings` do not count.
+    The result is empty if both describe the same model, even in different ways. Settings without effect in `settings` do
+    not count.
     """
     asked_structure = settings.model.structure()
     differing = {}
-    for name, held in model.structure().items():
-        asked_text = shown(settings.value(name))
-        held_text = shown(getattr(model, name))
+    for name, found in model.structure().items():
+        asked_text = format_value(settings.value(name))
+        found_text = format_value(getattr(model, name))
         works = settings.has_effect(name)
-        if asked_structure.get(name) != held and asked_text != held_text and works:
-            differing[name] = (asked_text, held_text)
+        if asked_structure.get(name) != found and asked_text != found_text and works:
+            differing[name] = (asked_text, found_text)
     return differing
 
 
-# ---------------------------------------------------------------- written down
+# ---------------------------------------------------------------- writing
 
 
 def as_dict(settings: TrainConfig) -> dict[str, dict[str, Any]]:
@@ -427,14 +452,15 @@ def as_dict(settings: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def as_yaml(settings: TrainConfig) -> str:
-    """Returns all settings as YAML, for the run folder and for --config."""
+    """Returns all settings as YAML. The text can be read by --config; each run folder contains it as config.yaml."""
     import yaml
 
     return yaml.safe_dump({"version": VERSION, **as_dict(settings)}, sort_keys=False)
 
 
-def as_plain(settings: TrainConfig) -> dict[str, Any]:
-    """Returns the resolved settings, with `explicit` and `notes`, as JSON has them, for `read_resolved`."""
+def as_json_object(settings: TrainConfig) -> dict[str, Any]:
+    """Converts the resolved settings, including `explicit` and `notes`, to an object that JSON can represent. `read_resolved`
+    reads it."""
     return {
         "settings": as_dict(settings),
         "explicit": sorted(settings.explicit),
@@ -443,12 +469,12 @@ def as_plain(settings: TrainConfig) -> dict[str, Any]:
 
 
 def read_resolved(path: Path) -> TrainConfig:
-    """Returns the settings that the launcher of this start resolved and wrote into the file `path`."""
-    content = json.loads(retry_io(path.read_text, path))  # a dry run's is a pipe
+    """Reads the settings that the launcher resolved for this start and wrote to the file `path` with `as_json_object`."""
+    content = json.loads(retry_io(path.read_text, path))  # read once: it is a pipe in a dry run
     values = {}
     for section in content["settings"].values():
         for name, value in section.items():
             _, leaf = all_settings()[name]
             values[name] = parse(leaf.type, value)
     settings = TrainConfig(explicit=frozenset(content["explicit"]), notes=tuple(content["notes"]))
-    return settings.changed(**values)
+    return settings.with_values(**values)

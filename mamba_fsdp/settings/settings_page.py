@@ -1,4 +1,4 @@
-"""Makes the help page of training.py and of the other programs that take its settings."""
+"""The help page of training.py, and of the other programs that accept the same settings."""
 
 from mamba_fsdp.settings import other_launchers
 from mamba_fsdp.settings.help import Page
@@ -11,11 +11,11 @@ Train a Mamba language model. The same command again resumes it after a stop.
   python training.py ...                                        on one device
 
 --config takes a file or a ready run: demo, wikitext103, mambaoutai, bamba-9b.
---dry_run says what would be trained and what memory it takes, and stops.
-The command line wins over --config, --config over the recipe of --model_name,
-the recipe over the defaults, shown after the = below. Numbers may be
-written 10k, 1.5M, 2B; a length is in steps (10k) or tokens (2Btok).
-In YAML, write name: value.
+--dry_run prints the model, the memory that it needs and where the run would
+start, then exits. The command line overrides --config, --config overrides the
+recipe of --model_name, and the recipe overrides the defaults, shown after the =
+below. Numbers can be written 10k, 1.5M or 2B; a length is in steps (10k) or
+tokens (2Btok). In YAML, write name: value.
 """
 USUAL = (
     "model_name d_model n_layer dataset_path validation_path seq_length learning_rate schedule warmup_steps num_steps "
@@ -25,4 +25,4 @@ USUAL = (
 
 
 def settings_page() -> Page:
-    return Page(OPENING, SECTIONS, USUAL.split(), other_launchers.entries)
+    return Page(OPENING, SECTIONS, USUAL.split(), other_launchers.load_entries)

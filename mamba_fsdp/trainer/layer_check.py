@@ -87,7 +87,7 @@ class LayerCheck:
         self, settings: TrainConfig, device: torch.device, is_sharded: bool = False
     ) -> None:
         training = settings.training
-        own = settings.own_positions()
+        own = settings.positions_per_rank()
         self.model = settings.model
         self.device = device
         self.dtype = DTYPES[training.precision(device.type)]

@@ -149,10 +149,10 @@ def prepare_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoin
     if exists(span.run / KERNELS):  # a run on a CPU does not write this file
         copy_file(span.run / KERNELS, scratch.path / KERNELS)
     then = span.start
-    settings = resolve.read_copy(span.run / then.settings)
-    settings = settings.changed(save_ckpt_path=str(span.run), eval_prompts="")
+    settings = resolve.read_settings_copy(span.run / then.settings)
+    settings = settings.with_values(save_ckpt_path=str(span.run), eval_prompts="")
     if world.size != then.ranks:
-        settings = settings.changed(
+        settings = settings.with_values(
             sharding_strategy="auto",
             context_parallel=1,
             global_batch_size=then.global_batch,

@@ -304,7 +304,7 @@ def measure_tokens_per_second(settings: TrainConfig) -> float:
         folder = RunFolder(Path(place, "run"))
         make_folder(folder.path / CHECKPOINTS, parents=True)
         folder.lease.acquire(discard_line, "")
-        of_random = settings.changed(
+        of_random = settings.with_values(
             save_ckpt_path=str(folder.path), load_ckpt_path="", init_from=""
         )
         start = find_starting_point(of_random, folder.path, world, discard_line)

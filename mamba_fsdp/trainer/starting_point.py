@@ -104,7 +104,7 @@ def find_starting_point(
     Raises UserError if settings, data, model and checkpoint do not fit together.
     """
     precision = settings.training.precision(world.device.type)
-    settings = settings.changed(mixed_precision=precision)
+    settings = settings.with_values(mixed_precision=precision)
     origin = find_origin(settings.checkpoint)
     checkpoint = None
     saved = None
@@ -167,7 +167,7 @@ def adopt_saved(
     UserError if the checkpoint's model differs from the settings, or if it was saved with another optimizer.
     """
     model = parse_model_config(checkpoint, saved.model)
-    if settings.checkpoint.begins_elsewhere():
+    if settings.checkpoint.starts_from_model():
         settings = resolve.adopt_model(settings, model, f"{origin.setting} {checkpoint}")
     else:
         remedy = f"; give the values that are there, or another {origin.setting}"
@@ -202,7 +202,7 @@ def adopt_vocabulary(settings: TrainConfig, origin: Origin, data: RunData) -> Tr
     if origin.setting or "vocab_size" in settings.explicit or vocab_size == usual:
         return settings
     note = f"vocab_size={vocab_size}, the size in the data, instead of {usual}"
-    return replace(settings.changed(vocab_size=vocab_size), notes=(*settings.notes, note))
+    return replace(settings.with_values(vocab_size=vocab_size), notes=(*settings.notes, note))
 
 
 def check_vocabulary(

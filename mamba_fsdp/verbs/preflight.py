@@ -80,7 +80,7 @@ def first_mistake(settings: TrainConfig) -> str:
     without room for the next checkpoint, or for all that a new run keeps. Raises StorageError for a transient error: then
     judge sees no answer of this node."""
     try:
-        if settings.checkpoint.begins_elsewhere():
+        if settings.checkpoint.starts_from_model():
             from mamba_fsdp.trainer.starting_point import adopt_weights
 
             settings, _ = adopt_weights(settings, find_origin(settings.checkpoint))

@@ -25,7 +25,7 @@ def test_all_that_is_there_is_right(kind, bounded, precision):
     if precision == "fp32" and kind != "mamba1":
         pytest.skip("mamba-ssm's products in TF32 are skipped")
     settings = TrainConfig(CONFIGS[kind])
-    settings = settings.changed(reset_at_documents=bounded, mixed_precision=precision)
+    settings = settings.with_values(reset_at_documents=bounded, mixed_precision=precision)
     use = KernelSelector(settings, torch.device("cuda"))
     use.validate_candidates()
     assert use.record.candidates and use.record.rejected() == {}

@@ -65,12 +65,12 @@ def loss_and_gradients(model, batch):
 def errors(world, cases):
     """Returns the largest relative error of each case."""
     settings = TrainConfig()
-    settings = settings.changed(context_parallel=world.size)
+    settings = settings.with_values(context_parallel=world.size)
     context = ContextGroup.of(world, world.size)
     error_of = {}
     for case in cases:
         family, length, documents, how = case
-        settings = settings.changed(seq_length=length)
+        settings = settings.with_values(seq_length=length)
         batch = whole_batch(length, documents)
         whole_model = double_model(family, documents)
         model = double_model(family, documents)

@@ -11,9 +11,8 @@ import pytest
 
 from mamba_fsdp.__main__ import VERBS, overview, page_of
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import default, takes
-from mamba_fsdp.fields import shown as shown_value
-from mamba_fsdp.settings.help import asked_for, meanings_in
+from mamba_fsdp.fields import default, describe_type, format_value
+from mamba_fsdp.settings.help import field_docs, help_query
 from mamba_fsdp.settings.settings_page import USUAL, settings_page
 from mamba_fsdp.settings.train_config import SECTIONS, all_settings
 
@@ -23,7 +22,7 @@ def columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def shown(asked):
+def listed_settings(asked):
     """The settings that the page names, in its order."""
     return re.findall(r"^  --(\w+)=", settings_page().text(asked), re.M)
 
@@ -32,14 +31,14 @@ def test_all_has_every_setting_with_its_meaning_and_bounds():
     page = "".join(settings_page().text("all").split())
     for section in SECTIONS.values():
         for leaf in dataclasses.fields(section):
-            told = f"{meanings_in(section)[leaf.name]} ({takes(leaf)})"
-            told = f"--{leaf.name}={shown_value(default(leaf))} {told}"
+            told = f"{field_docs(section)[leaf.name]} ({describe_type(leaf)})"
+            told = f"--{leaf.name}={format_value(default(leaf))} {told}"
             assert "".join(told.split()) in page
 
 
 def test_the_usual_are_twenty_that_exist_grouped_as_the_sections_are():
-    assert sorted(shown("")) == sorted(USUAL.split()) and len(shown("")) == 20
-    assert {*shown("")} < all_settings().keys()
+    assert sorted(listed_settings("")) == sorted(USUAL.split()) and len(listed_settings("")) == 20
+    assert {*listed_settings("")} < all_settings().keys()
     headings = re.findall(r"^(\w+): ", settings_page().text(""), re.M)
     assert headings == [*SECTIONS]
 
@@ -74,7 +73,7 @@ WORDS = {
 
 def test_a_word_finds_its_setting_or_why_there_is_none():
     for asked, first in WORDS.items():
-        assert first in shown(asked)[:2], asked
+        assert first in listed_settings(asked)[:2], asked
     said = settings_page().text("logical shards")
     assert said.startswith("logical shards is not a setting here: ")
 
@@ -123,7 +122,7 @@ ASKED = {
 
 def test_what_is_asked():
     for line, asked in ASKED.items():
-        assert asked_for(shlex.split(line)) == asked, line
+        assert help_query(shlex.split(line)) == asked, line
 
 
 COMMANDS = (

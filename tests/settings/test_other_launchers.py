@@ -46,7 +46,7 @@ def test_every_argument_of_the_trainer_is_answered():
     from transformers import TrainingArguments
 
     fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    assert not fields.keys() - setting_names().keys() - other_launchers.entries().keys()
+    assert not fields.keys() - setting_names().keys() - other_launchers.load_entries().keys()
     refused = set()
     for name, value in fields.items():
         if value is not dataclasses.MISSING:
@@ -59,7 +59,7 @@ def test_every_argument_of_the_trainer_is_answered():
 
 
 def test_each_entry_leads_to_settings_that_there_are():
-    for entry in other_launchers.entries().values():
+    for entry in other_launchers.load_entries().values():
         assert entry.setting in {"", *all_settings()} and (entry.setting or entry.why), entry
 
 

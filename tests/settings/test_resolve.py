@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import default, shown, takes
+from mamba_fsdp.fields import default, describe_type, format_value
 from mamba_fsdp.settings import resolve as module
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.train_config import SECTIONS, Duration, TrainConfig, all_settings
@@ -35,7 +35,7 @@ def words(text):
 def test_a_default_or_bound_changes_only_on_purpose():
     """defaults.txt: what users rely on, a line each."""
     described = [
-        f"{leaf.name}={shown(default(leaf))} ({takes(leaf)})"
+        f"{leaf.name}={format_value(default(leaf))} ({describe_type(leaf)})"
         for section in (*SECTIONS.values(), DatasetConfig)
         for leaf in dataclasses.fields(section)
     ]
@@ -44,7 +44,7 @@ def test_a_default_or_bound_changes_only_on_purpose():
 
 def test_resolved_settings_never_change():
     settings = resolve(d_model="64")
-    others = settings.changed(d_model=32, learning_rate=1.0)
+    others = settings.with_values(d_model=32, learning_rate=1.0)
     assert (others.model.d_model, others.optimizer.learning_rate) == (32, 1.0)
     assert settings.model.d_model == 64 and others.explicit == {"d_model"}
     for kind in (TrainConfig, *SECTIONS.values()):
@@ -110,7 +110,7 @@ MISTAKES = {
     "selective_checkpointing=1e-999999999 fsdp_activation_checkpointing=true": "at least 0 and at",
     "selective_checkpointing=1/0 fsdp_activation_checkpointing=true": "at least 0 and at most 1",
     "layers=mamba2 headdim=48": "does not divide",
-    "layers=mamba1,gdn context_parallel=2": "hands on no states between ranks; leave it at 1",
+    "layers=mamba1,gdn context_parallel=2": "share sequences between ranks; leave it at 1",
 }
 
 
@@ -150,8 +150,8 @@ POINTLESS = {
 
 def test_the_table_has_a_setting_of_each_need():
     needs = {name: leaf.metadata["needs"] for name, (_, leaf) in all_settings().items()}
-    tried = {needs[given.partition("=")[0]].words for given in POINTLESS}
-    assert tried == {need.words for need in needs.values() if need}
+    tried = {needs[given.partition("=")[0]].description for given in POINTLESS}
+    assert tried == {need.description for need in needs.values() if need}
 
 
 @pytest.mark.parametrize("given", POINTLESS)
@@ -161,7 +161,7 @@ def test_a_setting_that_does_nothing_is_refused(given, tmp_path):
     name = given.partition("=")[0]
     usual = resolve()
     resolve(**where, **words(given))
-    resolve(**where_not, **{name: module.shown(module.default(name))})
+    resolve(**where_not, **{name: module.format_value(module.default(name))})
 
     def told(*arguments, **given_words):
         if hasattr(usual.model, name):
@@ -319,14 +319,14 @@ def test_another_experiment_is_refused_in_the_folder_of_the_first(first_run):
     for text, said in OTHERS.items():
         with pytest.raises(UserError) as caught:
             module.check_run_folder(resolve(**words(text)))
-        assert f"runs/train holds another run: {said}; name a folder" in str(caught.value)
+        assert f"runs/train contains another run: {said}; name a folder" in str(caught.value)
 
 
 def test_a_file_names_the_folder_of_its_own_data_only(first_run):
     own = first_run / "own.yaml"
     own.write_text("dataset_path: data/a\nsave_ckpt_path: runs/train\nd_model: 64\n")
     module.check_run_folder(resolve(str(own), n_layer="3"))
-    with pytest.raises(UserError, match="holds another run: dataset_path=data/b"):
+    with pytest.raises(UserError, match="contains another run: dataset_path=data/b"):
         module.check_run_folder(resolve(str(own), dataset_path="data/b"))
 
 

@@ -141,7 +141,7 @@ def settings_of(layers="mamba1", **given):
         "mixed_precision": "fp32",
         "reset_at_documents": True,
     }
-    return TrainConfig(model).changed(**{**usual, **given})
+    return TrainConfig(model).with_values(**{**usual, **given})
 
 
 def choose(folder, world=None, **given):
@@ -176,11 +176,11 @@ def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
     """
     settings = settings_of(d_model=2048, batch_size=40, seq_length=100)
     assert LayerCheck(settings, CPU).tests == [Rows(9, 592 + 4), Rows(1, 100)]
-    shared = LayerCheck(settings.changed(context_parallel=3), CPU)
+    shared = LayerCheck(settings.with_values(context_parallel=3), CPU)
     of_parts = [Rows(9, 592 + 2), Rows(9, 592 + 2, before=592 + 2)]
     assert shared.tests == [*of_parts, Rows(1, 34), Rows(1, 34, before=34)]
     assert [rows.positions for rows in shared.reads] == [1, 16, 17, 608, 609, 1, 17, 609]
-    assert LayerCheck(settings.changed(batch_size=2), CPU).tests[0].batch == 2
+    assert LayerCheck(settings.with_values(batch_size=2), CPU).tests[0].batch == 2
 
 
 @pytest.mark.usefixtures("few_positions")
@@ -212,7 +212,7 @@ def test_a_wrong_state_is_found_where_one_is_handed_on(measure, operator, kind):
     assert found.share < 1, "a training alone hands on no state"
     alone.reads = READS_AFTER_STATE
     alone.expected.clear()
-    settings = settings.changed(context_parallel=2)
+    settings = settings.with_values(context_parallel=2)
     sharing = LayerCheck(settings, CPU)
     for layers, change in ((alone, torch.neg), (sharing, Negated.apply)):
         assert layers.measure(kind, REFERENCE).share < 0.5

@@ -124,7 +124,7 @@ def test_every_type_of_the_trainer_is_taken_or_refused_by_name():
 def resumed(state, num_steps, until=None, **more):
     """Returns the learning rates of a run from `state` to its end or to `until`, and the printed lines."""
     settings = TrainConfig()
-    settings = settings.changed(
+    settings = settings.with_values(
         seq_length=16, learning_rate=1.0, num_steps=Duration.parse(str(num_steps)), **more
     )
     said, rates = [], []
@@ -199,7 +199,7 @@ def test_another_global_batch_is_told_once_and_a_length_in_tokens_stays():
 @pytest.mark.parametrize("stores, batches", [(0, 0), (1, 15), (2, 8)])
 def test_validations_take_a_twentieth_of_the_time_of_steps(stores, batches):
     """There are 100 steps between two validations, and each step takes as long as three forward passes."""
-    settings = TrainConfig().changed(eval_interval=Duration(100, "steps"))
+    settings = TrainConfig().with_values(eval_interval=Duration(100, "steps"))
     length = Duration(9, "steps")
     schedule = schedule_run(settings, 2, TrainState(), length, stores, pytest.fail)
     assert (schedule.eval_steps, schedule.eval_batches) == (100 * (stores > 0), batches)

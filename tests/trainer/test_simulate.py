@@ -41,7 +41,7 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, shari
             d_state=128,
         )
     )
-    settings = settings.changed(
+    settings = settings.with_values(
         seq_length=length,
         mixed_precision="bf16",
         context_parallel=sharing,
@@ -49,7 +49,7 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, shari
         global_batch_size=16 * size // sharing,
     )
     if recompute:
-        settings = settings.changed(
+        settings = settings.with_values(
             fsdp_activation_checkpointing=True, selective_checkpointing=recompute
         )
     found = simulate(settings, size, rank=sharing - 1, inside=True).peak
@@ -79,7 +79,7 @@ def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
             n_kv_head=2,
         )
     )
-    settings = settings.changed(seq_length=1024, batch_size=2, context_parallel=sharing)
+    settings = settings.with_values(seq_length=1024, batch_size=2, context_parallel=sharing)
     found = simulate(settings, 8, rank=1).collectives
     (small,) = [each for each in found if each.dtype == torch.float64]
     assert small.name == "allreduce_" and small.ranks == 8 and small.numel < 20
@@ -110,8 +110,8 @@ def test_gradients_travel_when_they_should(unsharded, times):
     """The gradients of each of three micro-batches are reduced at once, so that only a share is kept; or all with
     the last one."""
     settings = TrainConfig(ModelConfig(d_model=64, n_layer=2, vocab_size=512))
-    settings = settings.changed(seq_length=64, batch_size=1, global_batch_size=12)
-    found = simulate(settings.changed(accumulate_unsharded=unsharded), 4).collectives
+    settings = settings.with_values(seq_length=64, batch_size=1, global_batch_size=12)
+    found = simulate(settings.with_values(accumulate_unsharded=unsharded), 4).collectives
     sent = Counter(each.numel for each in found if each.name == "_reduce_scatter_base_")
     blocks = 2
     assert {*sent.values()} <= {times, blocks * times}

@@ -12,7 +12,7 @@ import pytest
 from mamba_fsdp import command_line
 from mamba_fsdp.__main__ import VERBS
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import default, shown, takes
+from mamba_fsdp.fields import default, describe_type, format_value
 from mamba_fsdp.inference import loading
 from mamba_fsdp.launch.checks import Check
 from mamba_fsdp.verbs import doctor, evaluate, generate, train
@@ -28,7 +28,7 @@ def test_an_option_s_default_or_bound_changes_only_on_purpose():
         options = command_line.options_class(module.main)
         if options and verb != "tokenize":  # these are in tests/settings/defaults.txt
             described += [
-                f"{verb} --{leaf.name}={shown(default(leaf))} ({takes(leaf)})"
+                f"{verb} --{leaf.name}={format_value(default(leaf))} ({describe_type(leaf)})"
                 for leaf in dataclasses.fields(options)
             ]
     assert described == Path(__file__).with_name("options.txt").read_text().splitlines()

@@ -11,7 +11,7 @@ from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.run.names import VERDICT
-from mamba_fsdp.settings.resolve import as_plain
+from mamba_fsdp.settings.resolve import as_json_object
 from mamba_fsdp.verbs import preflight
 from tests.support.checkpoints import commit_empty, open_run, saved_state, shards_of
 from tests.support.corpora import write_store
@@ -46,7 +46,7 @@ def report(folder, tmp_path, monkeypatch):
         monkeypatch.setattr(machine, "driver_gpus", lambda: [GPU] * shown)
         usual = {"save_ckpt_path": folder.parent, "dataset_path": tmp_path / "store"}
         file = folder.parent / ".settings"
-        file.write_text(json.dumps(as_plain(resolved(**{**usual, **given}))))
+        file.write_text(json.dumps(as_json_object(resolved(**{**usual, **given}))))
         command_line.call(preflight.main, ["report", str(folder), str(file)])
 
     return report_as

@@ -1,4 +1,4 @@
-"""Reads the settings that the command line or a file gives, by our names or by the names of other launchers."""
+"""Parses the settings on the command line or in a file, with the names of this program or of other launchers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,18 +10,21 @@ from mamba_fsdp.settings.train_config import all_settings, setting_names
 from mamba_fsdp.text import suggest_name
 
 
-class Written:
-    """The settings from one place, which is the command line or a file. Mistakes are collected, so that all of them are
+class ParsedSettings:
+    """The settings from one place: the command line or a file. It collects the mistakes, so that all of them can be
     reported at once."""
 
     def __init__(self, content: Mapping[str, Any], where: str, is_of_run: bool = False) -> None:
-        """Reads the settings. content: {word: text, or a list or mapping from YAML}. where: as in "on the command line".
-        is_of_run: whether the file is a config.yaml that a run wrote."""
+        """Parses the settings.
+
+        content: {name: text, or a list or mapping from YAML}. where: describes the place in messages, for example "on the
+        command line". is_of_run: whether the file is a config.yaml that a run wrote."""
         self.where = where
         self.is_of_run = is_of_run
-        self.values: dict[str, Any] = {}  # by setting
-        self.implied: dict[str, Any] = {}  # by setting: values that words of other launchers imply
-        self.words: dict[str, str] = {}  # by setting: the word that gives it
+        self.values: dict[str, Any] = {}  # {setting: its value}
+        # {setting: the value that it has by default in the launcher that another setting was written for}
+        self.alias_defaults: dict[str, Any] = {}
+        self.words: dict[str, str] = {}  # {setting: the name that the user wrote for it}
         self.notes: list[str] = []
         self.mistakes: list[str] = []
         for word, text in content.items():
@@ -30,38 +33,40 @@ class Written:
             except UserError as error:
                 self.mistakes.append(str(error))
 
-    def in_others_words(self) -> set[str]:
-        """Returns the settings that words of other launchers give."""
+    def translated_settings(self) -> set[str]:
+        """Returns the settings that were given by their names in other launchers."""
         return {name for name, word in self.words.items() if word not in setting_names()}
 
     def _read(self, word: str, text: Any) -> None:
         name = setting_names().get(word)
-        entry = other_launchers.find(word)
+        entry = other_launchers.find_entry(word)
         if entry is not None:
             self._read_entry(word, text, entry)
         elif name is not None:
             self._set(name, text, word)
         else:
-            # The suggestion looks past a wrong section; the setting does not.
+            # The suggestion ignores the section, because only the section could be wrong.
             leaf = word.rpartition(".")[2]
-            entries = other_launchers.entries()
+            entries = other_launchers.load_entries()
             elsewhere = {name: entry.setting or name for name, entry in entries.items()}
             names = ["config", *all_settings()]
             hint = suggest_name(leaf, names, "--help=all lists them", elsewhere=elsewhere)
             raise UserError(f"{word}: there is no such setting ({self.where}); {hint}")
 
     def _read_entry(self, word: str, text: Any, entry: other_launchers.Entry) -> None:
-        value, note = other_launchers.meaning(entry, word, text)
+        value, note = other_launchers.translate(entry, word, text)
         if note:
             self.notes.append(note)
         if value is not None:
             self._set(entry.setting, value, word)
             for name, implied in entry.also.items():
-                self.implied[name] = read_field(name, all_settings()[name][1], implied)
+                self.alias_defaults[name] = read_field(name, all_settings()[name][1], implied)
 
     def _set(self, name: str, text: Any, word: str) -> None:
-        """Sets `name`, which `word` gives. Raises UserError if an earlier word gives it another value, or if both words
-        are ours."""
+        """Sets the setting `name`, which the user wrote as `word`.
+
+        Raises UserError for an invalid value. Also raises UserError if it was given before, unless one of the two names
+        comes from another launcher and the values agree."""
         value = read_field(name, all_settings()[name][1], text, f" ({self.where})")
         if name not in self.words:
             self.values[name] = value
@@ -70,7 +75,7 @@ class Written:
         earlier = self.words[name]
         both_ours = {word, earlier} <= setting_names().keys()
         agrees = value == self.values[name]
-        if isinstance(value, list):  # the new value may be a part of the earlier one
+        if isinstance(value, list):  # the new list agrees if the earlier one contains it
             agrees = set(value) <= set(self.values[name])
         if both_ours or not agrees:
             raise UserError(
