@@ -1,11 +1,9 @@
 """Decides whether a name can be one on the Hugging Face Hub, and whether the Hub can be reached."""
 
-import contextlib
 import functools
 import os
 import socket
 import sys
-import threading
 from pathlib import Path
 from urllib.request import getproxies
 
@@ -39,15 +37,8 @@ def _hub_answers() -> bool:
     """Returns whether the Hub accepts a connection. Returns True untried if there is a proxy or a mirror."""
     if getproxies() or "HF_ENDPOINT" in os.environ:
         return True
-    answers = threading.Event()
-
-    def connect() -> None:
-        with contextlib.suppress(OSError):
-            socket.create_connection(HUB).close()
-            answers.set()
-
-    # In a thread: resolving the name, and trying one address after the other, can take much longer.
-    connecting = threading.Thread(target=connect, daemon=True)
-    connecting.start()
-    connecting.join(HUB_SECONDS)
-    return answers.is_set()
+    try:
+        socket.create_connection(HUB, HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True

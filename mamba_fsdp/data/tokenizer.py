@@ -21,8 +21,6 @@ from mamba_fsdp.importing.kinds import WANTED_TOKENIZER, check_tokenizer_path, i
 from mamba_fsdp.storage.patience import (
     exists,
     is_file,
-    is_folder,
-    names_in,
     read_bytes,
     write_atomically,
 )
@@ -234,13 +232,13 @@ class NoTokenizer(TextTokenizer):
             )
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Raises UserError if there are any texts."""
-        if texts:
+        """Raises UserError if a text is not empty, as rows without token ids are."""
+        if any(texts):
             raise UserError(
-                "the input holds text, but --tokenizer=none is for token ids; name the column of ids with "
+                "the input contains text, but --tokenizer=none is for token ids; name the column of ids with "
                 "--text_column, or another tokenizer"
             )
-        return []
+        return [[] for _ in texts]
 
     def save(self, folder: Path) -> None:
         """Writes nothing."""
@@ -374,13 +372,9 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     except UserError:
         raise
     except Exception as error:  # the libraries raise whatever a file runs into
-        if is_folder(name) and not exists(Path(name, TOKENIZER_JSON)):
-            raise UserError(
-                f"tokenizer {name}: can't be loaded: it {_contents(Path(name))}; wanted is {WANTED_TOKENIZER}{remedy}"
-            ) from error
         raise UserError(
-            f"tokenizer {name}: can't be loaded as a folder, a tokenizer.json file or a name on the Hugging Face Hub "
-            f"({first_line(error)[:200]}){remedy}"
+            f"tokenizer {name}: can't be loaded ({first_line(error)[:200]}); wanted is {WANTED_TOKENIZER}; a sentencepiece "
+            f"or tiktoken file needs its model's files too{remedy}"
         ) from error
     if not getattr(form, "is_fast", False):
         raise UserError(
@@ -443,16 +437,3 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     if form:
         form.eos_token = eos_token
     return TextTokenizer(backend, eos_token, form)
-
-
-def _contents(folder: Path) -> str:
-    """Returns in words what a folder without a tokenizer.json holds."""
-    names = sorted(names_in(folder))
-    for name in names:
-        if name.endswith((".model", ".tiktoken")):
-            return f"holds {name}, a sentencepiece or tiktoken file, which transformers can convert only with its model's files"
-    return (
-        f"holds no tokenizer.json, but {', '.join(names[:4])}{' ...' * (len(names) > 4)}"
-        if names
-        else "is empty"
-    )

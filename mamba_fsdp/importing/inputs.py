@@ -70,7 +70,13 @@ def find_files(input: str, options: DatasetConfig, left_out: LeftOut) -> list[In
     else:
         prepare_hub(input)
         files = _hub_splits(input, options)
-    return _choose_split(files, options, input, left_out)
+    if options.splits == "official":
+        kept = _official_splits(files, input)
+    else:
+        kept = _files_of_split(files, options, input, left_out)
+    if len(files) > 1:
+        _check_sets([Path(file.name) for file in kept], options, left_out)
+    return kept
 
 
 def is_local(input: str) -> bool:
@@ -164,44 +170,44 @@ def _hub_splits(name: str, options: DatasetConfig) -> list[InputFile]:
     return [InputFile(name, "hub", split) for split in splits]
 
 
-def _choose_split(
+def _official_splits(files: list[InputFile], input: str) -> list[InputFile]:
+    """Returns the files, each with the store of its split. Raises UserError if one has none, or if none is for training."""
+    for file in files:
+        file.store = named_split(file.split)
+    stores = {file.store for file in files}
+    if "" in stores or "train" not in stores:
+        raise UserError(
+            f"--splits=official: the files or folders of {input} are not all named after the splits train, "
+            "validation and test; leave it out, and a share of the tokens is held out"
+        )
+    return files
+
+
+def _files_of_split(
     files: list[InputFile], options: DatasetConfig, input: str, left_out: LeftOut
 ) -> list[InputFile]:
-    """Returns the files of the splits that the options ask for, with their stores. Prints which files train. Raises
-    UserError if there are none, or if a part of a numbered set is missing."""
-    names = {file.split for file in files}
+    """Returns the files of the split that the options ask for, and prints why these. Raises UserError if there are none."""
     wanted = options.split or "train"
-    chosen = {wanted} & names or {name for name in names if named_split(name) == wanted}
-    if wanted == "all" or options.splits == "official":
-        chosen = names
-    if options.splits == "official":
-        for file in files:
-            file.store = named_split(file.split)
-        stores = {file.store for file in files}
-        if "" in stores or "train" not in stores:
-            raise UserError(
-                f"--splits=official: the files or folders of {input} are not all named after the splits train, "
-                "validation and test; leave it out, and a share of the tokens is held out"
-            )
+    names = {file.split for file in files}
+    chosen = {name for name in names if name == wanted or wanted == "all"}
+    chosen = chosen or {name for name in names if named_split(name) == wanted}
     if not options.split:
         chosen.add("")
     kept = [file for file in files if file.split in chosen]
     if not kept:
         raise UserError(f"--split={wanted}: {input} has no split of that name")
     others = sorted(names - chosen)
+    left_out["of other splits"] += [file.name for file in files if file.split in others]
     if others:
-        left_out["of other splits"] += [file.name for file in files if file.split in others]
         print(
             f"{wanted} is read; {len(files) - len(kept):,} of {format_count(len(files), 'file')} are of other splits by their "
             f"names ({', '.join(others[:4])}); --split=all reads them too"
         )
-    elif options.splits == "held_out":
+    else:
         print(
             f"training reads all of {format_count(len(files), 'file')}: no name differs from one with train in that word alone; "
             f"{options.validation_fraction:.3g} of the tokens validate"
         )
-    if len(files) > 1:
-        _check_sets([Path(file.name) for file in kept], options, left_out)
     return kept
 
 

@@ -57,6 +57,7 @@ SPLITS = {
 # A folder with two of these names is a run.
 RUN_NAMES = {CHECKPOINTS, EVENTS, LEASE, METRICS, SETTINGS, STATUS, STEPS}
 # Names in other programs' folders.
+NUMPY_MAGIC = b"\x93NUMPY"
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it
 MODEL_FIELDS = {"model_type", "architectures", "d_model"}  # a model's config.json has one of them
 TOKENIZER_FILES = (
@@ -82,6 +83,10 @@ TOKENS = 'see "Convert tokens of other programs" in docs/data.md'
 IMPORT = "{importing} makes token stores of it"
 IMPORT_IDS = "{importing} --tokenizer=PATH makes token stores of it"
 MODEL = "generate, evaluate, export and --init_from={path} accept it"
+RESUME = (
+    "the get_dataset.py command that began it resumes it, "
+    f"with the settings that {{path}}/{BEGUN} contains"
+)
 DCP = "--init_from={path} shows how to convert it"
 TOKENIZE = "an import takes it: {tokenizing} --tokenizer={folder}"
 WANTED_TOKENIZER = (
@@ -104,9 +109,16 @@ class Kind:
     # Describes a folder from its path and the names in it, or returns None if it is not of this kind.
     describe: Callable[[Path, set[str]], "PathInfo | None"] | None = None
 
+    @property
+    def remedy(self) -> str:
+        """What to do with such a file if its name suggests another kind."""
+        return f"--format={self.name} reads it" if self.reader else self.use
+
 
 FILES = [
-    Kind("text", "text", IMPORT, ".txt .text .md", "", "", "text_files:text_documents", "text"),
+    Kind(
+        "text", "text", IMPORT, ".txt .text .md", reader="text_files:text_documents", content="text"
+    ),
     Kind(
         "json",
         "JSON records",
@@ -138,23 +150,11 @@ FILES = [
     Kind(
         "ids",
         "token ids",
-        "{importing} --dtype=TYPE --tokenizer=PATH makes token stores of it",
+        "{importing} --tokenizer=PATH makes token stores of it, with --dtype=TYPE if it has no header of NumPy's",
         ".bin .npy",
+        magic=NUMPY_MAGIC.decode("latin-1"),
         reader="token_files:flat_documents",
         content="token ids",
-    ),
-    Kind(
-        "numpy",
-        "a NumPy array",
-        "{importing} --format=ids --tokenizer=PATH makes token stores of it",
-        magic=r"\x93NUMPY",
-    ),
-    Kind(
-        "megatron",
-        "Megatron's token ids",
-        IMPORT_IDS,
-        reader="token_files:megatron_documents",
-        content="Megatron's token ids",
     ),
     Kind(
         "datalayout",
@@ -181,18 +181,11 @@ FILES = [
         UNPACK,
         magic="version https://git-lfs|/annex/objects/",
     ),
-    Kind("tar", "a tar archive", UNPACK, magic=".{257}ustar"),
-    Kind(
-        "zip",
-        "a zip archive, as .docx, .epub and .npz are",
-        UNPACK,
-        magic=r"PK(?:\x03\x04|\x05\x06)",
-    ),
     Kind(
         "archive",
-        "a 7z, RAR or LZ4 archive",
+        "an archive (tar, zip, .docx, .epub, .npz, 7z, RAR, LZ4)",
         UNPACK,
-        magic=r"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07|\x04\x22\x4d\x18",
+        magic=r".{257}ustar|PK(?:\x03\x04|\x05\x06)|7z\xbc\xaf\x27\x1c|Rar!\x1a\x07|\x04\x22\x4d\x18",
     ),
     Kind(
         "compressed",
@@ -200,26 +193,18 @@ FILES = [
         UNPACK,
         magic=r"\x1f\x8b\x08|BZh[1-9](?:1AY&SY|\x17rE8P\x90)|\xfd7zXZ\0|\x28\xb5\x2f\xfd",
     ),
-    Kind("index", "an index of Megatron's", "name the .bin next to it", magic=r"MMIDIDX\0\0"),
     Kind(
-        "llm.c",
-        "a file of llm.c's token ids",
+        "other_tokens",
+        "a file of llm.c's tokens, or an index of Megatron's",
         TOKENS,
-        magic=r"(?:\x88\xd8\x34\x01\x01|\xa1\xd9\x34\x01\x07)\0\0\0",
+        magic=r"(?:\x88\xd8\x34\x01\x01|\xa1\xd9\x34\x01\x07)\0\0\0|MMIDIDX\0\0",
     ),
-    Kind("pdf", "a PDF document", CONVERT, magic=r"%PDF-\d"),
     Kind(
         "document",
-        "an RTF, Office, SQLite, HDF5 or pickle file",
+        "a PDF, RTF, Office, SQLite, HDF5 or pickle file",
         CONVERT,
-        magic=r"\{\\rtf\d|\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1|SQLite format 3\0|\x89HDF\r\n"
+        magic=r"%PDF-\d|\{\\rtf\d|\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1|SQLite format 3\0|\x89HDF\r\n"
         r"|\x80(?:[\x02\x03][\]}(cX\x8a]|[\x04\x05]\x95)",
-    ),
-    Kind(
-        "other_binary",
-        "an image, a program or a GGUF model",
-        "leave it out",
-        magic=r"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|\x7fELF|GGUF",
     ),
     Kind(
         "page",
@@ -405,13 +390,10 @@ def reader_of(name: str) -> Callable[..., Iterator[Any]]:
 
 
 def contradicts(content: Kind | None, kind: str) -> bool:
-    """Returns whether a file's content is something else than its kind. Token ids can look like anything."""
-    if content is None or kind in ("megatron", "datalayout"):
+    """Returns whether a file's content is something else than its kind. Text can begin like JSON or HTML, DataLayout like
+    anything; reading binary data finds the place that is wrong."""
+    if content is None or content.name in (kind, "binary") or kind == "datalayout":
         return False
-    if content.name in (kind, "binary"):  # reading binary data finds the place that is wrong
-        return False
-    if kind == "ids":
-        return content.name != "numpy"
     return kind != "text" or content.name not in AMBIGUOUS
 
 
@@ -425,11 +407,8 @@ def input_kind(path: Path, format: str = "auto", is_alone: bool = False) -> Kind
     kind = KINDS.get(format) or BY_NAME.get(ending)
     if kind is None and (is_alone or not ending or ending[1:].isdecimal()):
         kind = content_kind(path)
-    if kind and kind.name == "ids":
-        if exists(f"{path}.size"):
-            return KINDS["datalayout"]
-        if ending == ".bin" and exists(path.with_suffix(".idx")):
-            return KINDS["megatron"]
+    if kind and kind.name == "ids" and exists(f"{path}.size"):
+        return KINDS["datalayout"]
     return kind if kind and kind.content else None
 
 
@@ -440,29 +419,21 @@ def _head(path: Path) -> bytes:
 
 def _classify_file(path: Path) -> PathInfo:
     content = content_kind(path)
-    if content and content.name == "pointer":
-        return PathInfo(path, "foreign", content.title, content.use)
     named = BY_NAME.get(path.name) or BY_NAME.get(path.suffix)
-    is_part_of_checkpoint = exists(path.parent / COMMIT)
-    if named and named.name == "model_file" and not is_part_of_checkpoint:
+    is_pointer = content is KINDS["pointer"]
+    is_weights = named is KINDS["model_file"] and not exists(path.parent / COMMIT)
+    if named and not is_pointer and (is_weights or named.name == "tokenizer_file"):
         return _info(path, named)
-    if named and named.name == "tokenizer_file":
-        return _info(path, named)
-    owner = _owner_of(path)
+    owner = None if is_pointer else _owner_of(path)
     if owner:
         title = f"a file of the {owner.kind} in {owner.path}"
         return PathInfo(path, "part", title, f"name {owner.path}", (str(owner.path),))
-    if named and named.name == "settings":
-        return _info(path, named)
     kind = input_kind(path, is_alone=True)
     if kind and not contradicts(content, kind.name):
-        return _input_info(path, path, kind, kind.name)
+        return _info(path, kind)
     if content:
-        use = _filled(content.use, path)
-        if content.reader:
-            use = f"{import_command(path)} --format={content.name} makes token stores of it"
-        return PathInfo(path, "foreign", content.title, use)
-    return _info(path, KINDS["other"])
+        return PathInfo(path, "foreign", content.title, _filled(content.remedy, path))
+    return _info(path, named or KINDS["other"])
 
 
 def _owner_of(path: Path) -> PathInfo | None:
@@ -528,26 +499,7 @@ def _store(path: Path, names: set[str]) -> PathInfo | None:
 
 
 def _import(path: Path, names: set[str]) -> PathInfo | None:
-    if not is_unfinished(path):
-        return None
-    resuming = _resuming_command(path) or "its get_dataset.py command"
-    return _info(path, KINDS["import"], f"{resuming} resumes it")
-
-
-def _resuming_command(folder: Path) -> str:
-    """Returns the command that began an import, or that of its first unfinished part; empty if it is not recorded."""
-    begun = _json_fields(folder / BEGUN)
-    if not isinstance(begun.get("command"), list) or not isinstance(begun.get("parts"), int):
-        return ""
-    source, *options = map(str, begun["command"])
-    count = begun["parts"]
-    if count > 1:
-        states = [folder / PROGRESS / f"{part}-of-{count}/state.json" for part in range(count)]
-        unfinished = [
-            part for part, state in enumerate(states) if not _json_fields(state).get("finished")
-        ]
-        options.append(f"--part={min(unfinished, default=0)}/{count}")
-    return " ".join([import_command(source, shlex.quote(str(folder))), *map(shlex.quote, options)])
+    return _info(path, KINDS["import"]) if is_unfinished(path) else None
 
 
 def _model(path: Path, names: set[str]) -> PathInfo | None:
@@ -592,9 +544,10 @@ def _input(path: Path, names: set[str]) -> PathInfo | None:
     is_described_only = all(DESCRIPTION.fullmatch(file.name) for file in kinds)
     if not kinds or is_described_only and left_out[OURS]:
         return None
-    file, kind = next(iter(kinds.items()))
+    kind = next(iter(kinds.values()))
     stores = tuple(stores_in(path)) if left_out[OURS] else ()
-    return replace(_input_info(path, file, kind, "input"), names=stores)
+    use = _filled(kind.use, path)
+    return PathInfo(path, "input", f"a folder of {kind.content}", use, stores)
 
 
 def _stores(path: Path, names: set[str]) -> PathInfo | None:
@@ -633,7 +586,7 @@ FOLDERS = [  # the first one that a folder matches is its kind
     Kind("run", "a run", describe=_run),
     Kind("streamed", "a folder of MosaicML's MDS or of litdata", TOKENS, describe=_streamed),
     Kind("store", "a token store", "training reads it: --dataset_path={path}", describe=_store),
-    Kind("import", "an unfinished import", describe=_import),
+    Kind("import", "an unfinished import", RESUME, describe=_import),
     Kind("dcp", "a folder of torch.distributed.checkpoint", DCP, names=DCP_INDEX),
     Kind("model", "a model", MODEL, describe=_model),
     Kind("weights", f"weights without {MODEL_CONFIG}", describe=_weights),
@@ -751,12 +704,12 @@ def _data_files(folder: Path, files: list[str], left_out: LeftOut) -> list[str]:
         others = {*names} - SAVED_FILES - {*rows}
         left_out[BESIDE_ROWS] += [str(folder / name) for name in sorted(others)]
         return sorted(rows)
-    # fms-fsdp's tables of document counts, DataLayout's sizes and Megatron's indices contain no documents.
+    # DataLayout's sizes and fms-fsdp's tables of document counts contain no documents.
     is_meta = folder.name == "meta"
     return [
         name
         for name in names
-        if not name.endswith((".npy.size", ".idx")) and not (is_meta and "counts" in name)
+        if not name.endswith(".npy.size") and not (is_meta and "counts" in name)
     ]
 
 
@@ -767,14 +720,12 @@ def input_kinds(
     kinds = {file: input_kind(file, format, is_alone=len(files) == 1) for file in files}
     described = {file for file in files if DESCRIPTION.fullmatch(file.name)}
     data = {file: kind for file, kind in kinds.items() if kind and file not in described}
-    contents = {kind.content for kind in data.values()}
-    if format == dtype == "auto" and contents - {KINDS["ids"].content}:
+    if format == dtype == "auto" and any(kind.name != "ids" for kind in data.values()):
         # Next to text and the like, names such as a.bin do not mean token ids.
         data = {file: kind for file, kind in data.items() if kind.name != "ids"}
     others = {folder for file in data if data[file].name != "text" for folder in file.parents}
     read = {}
-    for file in files:
-        kind = kinds[file]
+    for file, kind in kinds.items():
         if file in described and file.parent in others:
             left_out[DESCRIBING].append(str(file))
         elif kind and (file in data or file in described):
@@ -809,15 +760,6 @@ def _folders_in(folder: Path) -> list[str]:
 
 def _info(path: Path, kind: Kind, use: str = "") -> PathInfo:
     return PathInfo(path, kind.name, kind.title, use or _filled(kind.use, path))
-
-
-def _input_info(path: Path, file: Path, kind: Kind, name: str) -> PathInfo:
-    """Describes an input by the kind of its first file."""
-    title = kind.content if path == file else f"a folder of {kind.content}"
-    content = content_kind(file) if kind.name == "ids" else None
-    if content and content.name == "numpy":  # its header contains the type
-        kind = content
-    return PathInfo(path, name, title, _filled(kind.use, path))
 
 
 def _filled(use: str, path: Path) -> str:

@@ -30,7 +30,7 @@ def check_losses(tokenizer: TextTokenizer, texts: Iterable[str], is_accepted: bo
     if not lost:
         return
     loss = (
-        f"{lost / total:.2%} of the text ({lost:,} of {total:,} characters at the starts of files) does not come back from "
+        f"{lost / total:.2%} of the text ({lost:,} of {total:,} characters of a sample) does not come back from "
         f"the tokenizer: {example}"
     )
     if lost > MOST * total and not is_accepted:

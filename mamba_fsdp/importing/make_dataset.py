@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.fields import default, format_value
 from mamba_fsdp.importing.holding_out import Holdout
-from mamba_fsdp.importing.inputs import Document, InputFile, describe, find_files, is_local
+from mamba_fsdp.importing.inputs import Document, InputFile, describe, find_files
 from mamba_fsdp.importing.kinds import (
     BEGUN,
     DATASET,
@@ -38,7 +37,6 @@ from mamba_fsdp.importing.kinds import (
     PROGRESS,
     LeftOut,
     check_input,
-    classify_path,
 )
 from mamba_fsdp.importing.losses import check_losses
 from mamba_fsdp.importing.merging import merge, writer_of
@@ -55,7 +53,6 @@ from mamba_fsdp.importing.progress import (
 from mamba_fsdp.importing.reading import (
     DocumentBatch,
     Share,
-    UnreadableFile,
     check_content,
     read_batches,
 )
@@ -65,13 +62,12 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.patience import exists
 from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import write_object
-from mamba_fsdp.text import format_count
 
 BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
 BATCHES_AHEAD = 2  # one is encoded while the one before becomes an array
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
 SAVE_SECONDS = 10.0  # a kill loses this much work at most
-START = 4096  # characters of a file that tell whether the tokenizer loses text
+START = 4096  # characters of a text that tell whether the tokenizer loses some
 SAMPLED_FILES = 64  # the most that a tokenizer's sample comes from
 # Options that have no effect on the stores.
 NOT_RECORDED = ("format", "part", "overwrite", "skip_unreadable", "lossy_tokenizer")
@@ -98,13 +94,7 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
             return True
         if input == "builtin":
             print(f"making {out} from the source of a Python library, for a first try", flush=True)
-        command = command_of(input, options)
-        return _Part(out, files, left_out, options, settings, command).run()
-    except UnreadableFile as error:
-        has_advice = "; " in str(error)
-        if has_advice or len(files) == 1:
-            raise
-        raise UserError(f"{error}; --skip_unreadable=true leaves it out") from error
+        return _Part(out, files, left_out, options, settings).run()
     except OSError as error:
         raise UserError(
             f"{out}: can't be written ({error.strerror}); fix that, then the same command resumes"
@@ -112,18 +102,6 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; the same command resumes from here", file=sys.stderr)
         raise
-
-
-def command_of(input: str, options: DatasetConfig) -> list[str]:
-    """Returns the arguments that resume this import: the input and the options, without OUT and --part."""
-    if is_local(input) and input != "builtin":
-        input = os.path.abspath(os.path.expanduser(input))
-    given = [
-        f"--{leaf.name}={format_value(getattr(options, leaf.name))}"
-        for leaf in fields(options)
-        if getattr(options, leaf.name) != default(leaf) and leaf.name not in ("overwrite", "part")
-    ]
-    return [input, *given]
 
 
 def _prepare(out: Path, overwrite: bool) -> None:
@@ -166,10 +144,10 @@ class _Part:
     left_out: LeftOut
     options: DatasetConfig
     settings: dict[str, Any]
-    command: list[str]  # the input and the options that resume the work
 
     def __post_init__(self) -> None:
         self.number, self.count = self.options.part_of()
+        self.begun = {**self.settings, "parts": self.count}  # what BEGUN records
         self.share = Share.of_part(self.files, self.number, self.count)
         progress = self.out / PROGRESS
         self.folders = [progress / f"{part}-of-{self.count}" for part in range(self.count)]
@@ -189,22 +167,15 @@ class _Part:
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
         lease.acquire(print, IN_USE)
         with contextlib.closing(lease):
-            settings = {**self.settings, "parts": self.count}
-            self._has_begun(settings)
+            has_begun = self._has_begun()
             if not self.options.skip_unreadable:
                 check_content(self.share.files, self.options.encoding)
-            tokenizer = self._tokenizer()
-            settings["tokenizer_identity"] = tokenizer.identity
-            if not self._has_begun(settings):
-                write_settings(self.out / BEGUN, {**settings, "command": self.command})
+            tokenizer = self._tokenizer(has_begun)
+            self.begun["tokenizer_identity"] = tokenizer.identity
+            self._has_begun()
             self.state = state_in(self.folder)
             if not self.state.finished:
-                try:
-                    self._tokenize(tokenizer, lease)
-                except UserError:
-                    if lease.is_held():
-                        self._forget_failed_start()
-                    raise
+                self._tokenize(tokenizer, lease)
         states = [state_in(folder) for folder in self.folders]
         unfinished = [str(number) for number, state in enumerate(states) if not state.finished]
         if not unfinished:
@@ -217,22 +188,15 @@ class _Part:
         )
         return False
 
-    def _has_begun(self, settings: dict[str, Any]) -> bool:
-        """Returns whether an import with these settings has begun in OUT. Raises UserError if one with others has."""
+    def _has_begun(self) -> bool:
+        """Returns whether an import with these settings has saved something in OUT. Raises UserError if one with others
+        has."""
         return records_settings(
             self.out / BEGUN,
-            settings,
-            f"{classify_path(self.out).use} if the input and the tokenizer are as they were; to begin anew, remove {self.out}, "
-            "or give --overwrite",
+            self.begun,
+            "the command that began it resumes it if the input and the tokenizer are as they were; to begin anew, "
+            f"remove {self.out}, or give --overwrite",
         )
-
-    def _forget_failed_start(self) -> None:
-        """Removes what this start left, if it has failed before anything was recorded: whoever corrects the command is
-        not asked to choose another folder."""
-        parts = {path.parent.name for path in (self.out / PROGRESS).glob("*-of-*/*")}
-        if parts == {self.folder.name} and not (self.folder / STATE).exists():
-            (self.out / BEGUN).unlink()
-            shutil.rmtree(self.folder)
 
     def _merge(self, states: list[PartState], tokenizer: TextTokenizer) -> None:
         """Merges all parts, or waits until another part's process has done it."""
@@ -252,42 +216,37 @@ class _Part:
             merge(self.out, parts, tokenizer, self.options, self.settings, self.left_out)
             shutil.rmtree(self.out / PROGRESS, ignore_errors=True)
 
-    def _tokenizer(self) -> TextTokenizer:
+    def _tokenizer(self, has_begun: bool) -> TextTokenizer:
         """Returns the tokenizer that the options ask for. One that is trained is saved in the part's folder; each part
         trains an equal one."""
         options = self.options
-        folder = self.folder / "tokenizer"
         if options.tokenizer == "none":
             return NoTokenizer(options.eos_token, options.vocab_size)
         size = tokenizers_.training_size(options.tokenizer)
-        if not size:
-            tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
-            for line in filter(
-                None, (tokenizer.without_dropout(), tokenizer.settle_bos(options.bos))
-            ):
+        if size:
+            return self._trained_tokenizer(size, has_begun)
+        tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
+        for line in (tokenizer.without_dropout(), tokenizer.settle_bos(options.bos)):
+            if line:
                 print(line, flush=True)
-            check_losses(tokenizer, _starts(self.files, options), options.lossy_tokenizer)
-            return tokenizer
-        eos_token = options.eos_token or tokenizers_.END_OF_TEXT
-        if not (folder / "tokenizer.json").exists():
-            self._train_tokenizer(size, eos_token).save(folder)
-        return tokenizers_.load(str(folder / "tokenizer.json"), eos_token)
-
-    def _train_tokenizer(self, size: int, eos_token: str) -> TextTokenizer:
-        """Returns a tokenizer that is trained on a sample of the input."""
-        print(f"training a tokenizer of {size} tokens on a sample of the text", flush=True)
-        files = [file for file in self.files if file.store == "train"]
-        # The library ignores Ctrl-C, so it gets a thread of its own.
-        training = in_thread(tokenizers_.train, _sample(files, self.options), size, eos_token)
-        while not training.done():
-            wait([training], timeout=0.2)
-        tokenizer = training.result()
-        if tokenizer.vocab_size < size:
-            print(
-                f"its vocabulary is {tokenizer.vocab_size:,}, not {size:,}: by then each word of the sample is one token; "
-                "more text gives a larger one"
-            )
+        check_losses(tokenizer, _starts(self.files, options), options.lossy_tokenizer)
         return tokenizer
+
+    def _trained_tokenizer(self, size: int, has_begun: bool) -> TextTokenizer:
+        """Returns a tokenizer that is trained on a sample of the input, or the one that this import has trained before."""
+        eos_token = self.options.eos_token or tokenizers_.END_OF_TEXT
+        folder = self.folder / "tokenizer"
+        if not has_begun or not (folder / "tokenizer.json").exists():
+            print(f"training a tokenizer of {size} tokens on a sample of the text", flush=True)
+            files = [file for file in self.files if file.store == "train"]
+            # The library ignores Ctrl-C, so it gets a thread of its own.
+            training = in_thread(
+                tokenizers_.train, _training_texts(files, self.options), size, eos_token
+            )
+            while not training.done():
+                wait([training], timeout=0.2)
+            training.result().save(folder)
+        return tokenizers_.load(str(folder / "tokenizer.json"), eos_token)
 
     def _tokenize(self, tokenizer: TextTokenizer, lease: Lease) -> None:
         """Reads this part's share of the input and writes its stores, starting from `state`."""
@@ -312,8 +271,6 @@ class _Part:
         saved = started
         try:
             for batch, ids in encode(batches, tokenizer, self.options):
-                if not state.position.documents and self.options.pack == "document":
-                    _advise_on_blocks(batch)
                 self._write(batch, ids, tokenizer)
                 tokens += len(ids)
                 moment = time.monotonic()
@@ -384,18 +341,9 @@ class _Part:
             raise UserError(
                 f"{self.out}: this process was suspended, and another took over its part"
             )
+        if not self._has_begun():
+            write_settings(self.out / BEGUN, self.begun)
         write_object(self.folder / STATE, asdict(self.state))
-
-
-def _advise_on_blocks(batch: DocumentBatch) -> None:
-    """Prints advice if rows of token ids look as if a long text had been cut into blocks."""
-    lengths = {len(document.content) for document in batch.documents}
-    is_text = any(isinstance(document.content, str) for document in batch.documents)
-    if len(batch.documents) > 1 and len(lengths) == 1 and not is_text:
-        print(
-            f"every row has {format_count(lengths.pop(), 'token')}, like blocks of one long text: --pack=none lays those end to end, "
-            "without an eos between"
-        )
 
 
 def encode(
@@ -421,7 +369,7 @@ def _encoded(
     texts = [each.content for each in batch.documents if isinstance(each.content, str)]
     encoded = iter(tokenizer.encode_documents(texts))
     adds_eos = options.pack == "document"
-    separators = {*tokenizer.separators, *map(int, options.strip_tokens)}
+    separators = [*tokenizer.separators, *map(int, options.strip_tokens)]
     pieces: list[np.ndarray] = [np.zeros(0, np.int64)]
     for document in batch.documents:
         ids = document.content
@@ -437,7 +385,7 @@ def _encoded(
     return batch, np.concatenate(pieces)
 
 
-def _stripped(ids: np.ndarray, document: Document, separators: set[int | None]) -> np.ndarray:
+def _stripped(ids: np.ndarray, document: Document, separators: list[int | None]) -> np.ndarray:
     """Returns a document's ids without the separators at its ends."""
     start = 0
     end = len(ids)
@@ -448,40 +396,36 @@ def _stripped(ids: np.ndarray, document: Document, separators: set[int | None]) 
     return ids[start:end]
 
 
-def _sample(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
-    """Yields about TRAINING_SAMPLE characters of text. Raises UserError for token ids."""
-    groups = [files]
-    if describe(files).get("bytes", 0) > TRAINING_SAMPLE:
-        groups = _spread(files)
-    for group in groups:
-        for content in _contents(group, options, TRAINING_SAMPLE // len(groups)):
-            if not isinstance(content, str):
-                raise UserError(
-                    f"{group[0].name}: contains token ids; name the tokenizer that made them with --tokenizer, or give "
-                    "--tokenizer=none --eos_token=ID --vocab_size=N"
-                )
-            yield content
+def _training_texts(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
+    """Yields the texts that a tokenizer is trained on. Raises UserError for token ids."""
+    for content in _sample(files, options, TRAINING_SAMPLE):
+        if not isinstance(content, str):
+            raise UserError(
+                "the input contains token ids; name the tokenizer that made them with --tokenizer, or give "
+                "--tokenizer=none --eos_token=ID --vocab_size=N"
+            )
+        yield content
 
 
 def _starts(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
-    """Yields the starts of texts, START characters of each file."""
-    for group in _spread(files):
-        for content in _contents(group, options, START):
-            if isinstance(content, str):
-                yield content[:START]
+    """Yields the starts of some texts."""
+    for content in _sample(files, options, SAMPLED_FILES * START):
+        if isinstance(content, str):
+            yield content[:START]
 
 
-def _spread(files: list[InputFile]) -> list[list[InputFile]]:
-    """Returns up to SAMPLED_FILES files from the whole breadth of the input, each in a list of its own."""
-    count = min(len(files), SAMPLED_FILES)
-    return [[files[number * len(files) // count]] for number in range(count)]
-
-
-def _contents(files: list[InputFile], options: DatasetConfig, left: int) -> Iterator[Any]:
-    """Yields texts or token ids until they are `left` characters or tokens."""
-    for batch in read_batches(Share(files), options, min(left, 1 << 16)):
-        for document in batch.documents:
-            left -= len(document.content)
-            yield document.content
-        if left <= 0:
-            return
+def _sample(files: list[InputFile], options: DatasetConfig, size: int) -> Iterator[Any]:
+    """Yields texts or token ids, about `size` characters or tokens, from up to SAMPLED_FILES files of the whole breadth of
+    a larger input."""
+    groups = [files]
+    if describe(files).get("bytes", 0) > size:
+        count = min(len(files), SAMPLED_FILES)
+        groups = [[files[number * len(files) // count]] for number in range(count)]
+    for group in groups:
+        left = size // len(groups)
+        for batch in read_batches(Share(group), options, min(left, 1 << 16)):
+            for document in batch.documents:
+                left -= len(document.content)
+                yield document.content
+            if left <= 0:
+                break

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.importing import text_files
 from mamba_fsdp.importing.compression import peeked, unpacked
 from mamba_fsdp.importing.inputs import Document, Fault, InputFile
-from mamba_fsdp.importing.kinds import CLEAN, reader_of
-from mamba_fsdp.importing.text_files import NulByte, check_head, fault_in, too_long
+from mamba_fsdp.importing.kinds import reader_of
+from mamba_fsdp.importing.text_files import NulByte, check_head, fault_in
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 MAX_REASON = 700  # characters
 SECONDS_OF_CHECKING = 60.0  # to check all files before any is encoded: a GB takes about one
-SKIP = "--skip_unreadable=true leaves such records out"
+SKIP = "--skip_unreadable=true leaves such parts out"
 TEXTS = ("text", "json", "csv")
 TABLES = ("parquet", "arrow")
 # What a batch counts besides documents.
@@ -124,9 +125,8 @@ def _documents(
         try:
             for row, document in enumerate(_documents_of(file, options), 1):
                 if isinstance(document, Fault) and not options.skip_unreadable:
-                    # Records before it were read, so the column is right.
-                    fault = document if row == 1 else Fault(document.reason, SKIP)
-                    raise _unreadable(file, fault.message())
+                    # If records before it were read, the column is right.
+                    raise _unreadable(file, document.reason, SKIP if row > 1 else document.advice)
                 yield (number, row), document
         except UnreadableFile as error:
             if not options.skip_unreadable:
@@ -152,8 +152,12 @@ def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document 
         raise _unreadable(file, reason) from error
 
 
-def _unreadable(file: InputFile, reason: str) -> UnreadableFile:
-    return UnreadableFile(f"{file.name}: can't be read as {file.kind}: {reason}")
+def _unreadable(file: InputFile, reason: str, advice: str = "") -> UnreadableFile:
+    if "; " not in reason:
+        advice = advice or SKIP
+    return UnreadableFile(
+        f"{file.name}: can't be read as {file.kind}: {reason}{advice and '; '}{advice}"
+    )
 
 
 def check_content(files: list[InputFile], encoding: str) -> None:
@@ -188,15 +192,15 @@ def _check_head(file: InputFile) -> bool:
 
 
 def _checked(document: Document | Fault, vocab_size: int) -> Document | Fault:
-    """Returns the document, emptied if it is only white space. Raises ValueError for token ids outside the vocabulary, if
-    that is known."""
+    """Returns the document, emptied if it is only white space, or a fault if it is too long. Raises ValueError for token
+    ids outside the vocabulary, if that is known."""
     if isinstance(document, Fault):
         return document
     content = document.content
     if isinstance(content, str):
-        if content.isspace():
-            return Document("")
-        return Fault(too_long(content), CLEAN) if too_long(content) else document
+        if len(content) > text_files.LONGEST_TEXT:
+            return Fault(text_files.too_long())
+        return Document("") if content.isspace() else document
     if vocab_size and len(content) and not 0 <= content.min() <= content.max() < vocab_size:
         raise ValueError(
             f"token ids from {content.min()} to {content.max()}, but the vocabulary has {vocab_size}; name the tokenizer "

@@ -31,25 +31,30 @@ def splits_of(files: list[Path], root: Path, options: DatasetConfig) -> list[str
     SPLITS in the others. If the options ask for a split, they need no train next to them. In a folder where `datasets`
     saved several, and next to the folder that --split names, everything is a split.
     """
-    is_asked_for = bool(options.split) or options.splits == "official"
     names = {file: _split_name(file.name, is_file=True) for file in files}
-    for file in files:
-        for folder in list(file.parents)[:-1]:
-            names[folder] = _split_name(folder.name, is_file=False)
+    for folder in {folder for file in files for folder in file.parents if folder.name}:
+        names[folder] = _split_name(folder.name, is_file=False)
     trained = {(entry.parent, name.rest) for entry, name in names.items() if name.split == "train"}
-    divided = {entry.parent for entry in names if (root / entry.parent / SAVED_SPLITS).is_file()}
-    if options.split:
-        divided.update(entry.parent for entry in names if entry.name == options.split)
-    splits = []
-    for file in files:
-        split = ""
-        for entry in [file, *file.parents][:-1]:  # from the file outwards: the outermost wins
-            name = names[entry]
-            is_split = is_asked_for or (entry.parent, name.rest) in trained
-            if entry.parent in divided or name.split and is_split:
-                split = entry.name
-        splits.append(split)
-    return splits
+    folders = {entry.parent for entry in names}
+    divided = {folder for folder in folders if (root / folder / SAVED_SPLITS).is_file()}
+    divided |= {entry.parent for entry in names if entry.name == options.split}
+    is_asked_for = bool(options.split) or options.splits == "official"
+    splits = {
+        entry
+        for entry, name in names.items()
+        if entry.parent in divided
+        or name.split
+        and (is_asked_for or (entry.parent, name.rest) in trained)
+    }
+    return [_outermost(file, splits) for file in files]
+
+
+def _outermost(file: Path, splits: set[Path]) -> str:
+    """Returns the name of the file, or of the folder around it, that is a split and in no other split; "" if none is."""
+    for entry in [*reversed(file.parents), file]:
+        if entry in splits:
+            return entry.name
+    return ""
 
 
 def _split_name(name: str, is_file: bool) -> SplitName:

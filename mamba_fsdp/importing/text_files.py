@@ -14,11 +14,11 @@ from mamba_fsdp.importing.inputs import Document, InputFile
 from mamba_fsdp.importing.kinds import CLEAN, KINDS, contradicts, kind_of_bytes
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
-BLOCK = 1 << 20  # bytes or characters read at once
+BLOCK = 1 << 20  # bytes or characters that are read at once
 # Characters of a document. It is encoded whole, and that takes some 130 bytes of memory a character.
 LONGEST_TEXT = 1 << 25
 LONGEST_LINE = 1 << 29  # characters of a record, or of a JSON file that is read whole
-AROUND = 1 << 15  # bytes after a fault that show whether a file is text at all
+AROUND = 1 << 15  # bytes before and after a fault that show whether a file is text at all
 EXCERPT = 12  # bytes before and after a fault to show
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # how documents end
 MARKS = {  # UTF-32 comes first: its mark begins like that of UTF-16
@@ -28,6 +28,8 @@ MARKS = {  # UTF-32 comes first: its mark begins like that of UTF-16
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+# Text of Western Europe in UTF-16, little endian, without a byte order mark.
+WIDE_TEXT = re.compile(rb"(?:[\t\n\r -~\xa0-\xff]\0){8}")
 # Bytes that do not occur in text: neither white space, nor what moves a terminal's cursor.
 CONTROLS = re.compile(rb"[\x00-\x07\x0e-\x1a\x1c-\x1f\x7f]")
 INVALID = re.compile("[\0\udc80-\udcff]")  # NUL, and how surrogateescape decodes invalid bytes
@@ -57,11 +59,8 @@ class Codec:
     def _choose(self, name: str, encoding: str) -> None:
         invalid = 0
         others = 0
-        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         with open(name, "rb") as file:
-            stream = unpacked(file)
-            while block := stream.read(BLOCK):
-                text = decoder.decode(block)
+            for text in io.TextIOWrapper(unpacked(file), "utf-8", "surrogateescape"):
                 invalid += len(INVALID.findall(text))
                 others += len(NOT_ASCII.findall(text))
         if invalid * 2 > others:
@@ -69,9 +68,6 @@ class Codec:
             return
         self.errors = f"mamba_fsdp.{encoding}"
         codecs.register_error(self.errors, partial(_decode_invalid, encoding))
-
-    def decoder(self) -> codecs.IncrementalDecoder:
-        return codecs.getincrementaldecoder(self.encoding)(self.errors)
 
 
 def _decode_invalid(encoding: str, error: UnicodeError) -> tuple[str, int]:
@@ -126,8 +122,7 @@ def check_head(kind: str, head: bytes) -> None:
     """Raises ValueError if a file of this kind begins like something else."""
     content = kind_of_bytes(head)
     if content and contradicts(content, kind):
-        use = f"--format={content.name} reads it" if content.reader else content.use
-        raise ValueError(f"it is {content.title}; {use}")
+        raise ValueError(f"it is {content.title}; {content.remedy}")
 
 
 def text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
@@ -142,16 +137,14 @@ def text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
         while text := stream.read(max(BLOCK, len(rest))):
             *documents, rest = separator.split(rest + text)
             yield from [Document(document.strip("\r\n")) for document in documents]
-            if too_long(rest):
-                raise ValueError(f"{too_long(rest)}; {CLEAN}")
+            if len(rest) > LONGEST_TEXT:
+                raise ValueError(too_long())
         yield Document(rest.strip("\r\n"))
 
 
-def too_long(text: str) -> str:
-    """Returns the message for a document that is too long to be encoded; "" if it is not."""
-    if len(text) <= LONGEST_TEXT:
-        return ""
-    return f"a document has more than {LONGEST_TEXT:,} characters"
+def too_long() -> str:
+    """Returns the message for a document that is too long to be encoded."""
+    return f"a document has more than {LONGEST_TEXT:,} characters; {CLEAN}"
 
 
 def lines_of(stream: IO[str]) -> Iterator[str]:
@@ -167,15 +160,15 @@ def lines_of(stream: IO[str]) -> Iterator[str]:
 def fault_in(name: str, encoding: str, deadline: float = float("inf")) -> str:
     """Returns where a file of text can't be decoded, and what to do; "" if it can, or if that is not known at
     `deadline`."""
-    position = 0
+    position = 0  # bytes before `text`
     line = 1
+    undecoded = b""  # the last bytes, in which a character has begun
     with open(name, "rb") as file:
         stream = unpacked(file)
         codec = Codec(name, peeked(stream), encoding)
-        decoder = codec.decoder()
+        decoder = codecs.getincrementaldecoder(codec.encoding)(codec.errors)
         while time.monotonic() < deadline:
             block = stream.read(BLOCK)
-            undecoded = decoder.getstate()[0]
             text = undecoded + block
             fault = -1 if codec.allows_nul else text.find(b"\0")
             try:
@@ -184,22 +177,22 @@ def fault_in(name: str, encoding: str, deadline: float = float("inf")) -> str:
                 fault = error.start
             if fault >= 0:
                 text += stream.read(AROUND)
-                byte = position - len(undecoded) + fault + 1
                 line += text[:fault].count(b"\n")
-                return f"byte {byte:,}, on line {line:,}, {_described(text, fault, codec)}"
+                described = _described(text, fault, codec)
+                return f"byte {position + fault + 1:,}, on line {line:,}, {described}"
             if not block:
                 break
             line += block.count(b"\n")
-            position += len(block)
+            undecoded = decoder.getstate()[0]
+            position += len(text) - len(undecoded)
     return ""
 
 
 def _described(text: bytes, fault: int, codec: Codec) -> str:
     """Describes the fault at a byte of a file, with what to do."""
     around = text[max(0, fault - AROUND) : fault + AROUND]
-    wide = _wide_encoding(around)
-    if wide:
-        return f"is NUL: it looks like text in {wide}; --encoding={wide} reads it"
+    if WIDE_TEXT.match(around):
+        return "is NUL: it looks like text in UTF-16; --encoding=utf-16-le reads it"
     if not text[fault:].strip(b"\0"):
         return "is NUL, and so are all after it: they were lost in a crash; copy the file again, or leave it out"
     nul = around.count(0)
@@ -208,16 +201,6 @@ def _described(text: bytes, fault: int, codec: Codec) -> str:
         return f"shows {KINDS['binary'].title}, not text; {KINDS['binary'].use}"
     if text[fault] == 0:
         return f"is NUL, which is not text; {CLEAN}"
+    excerpt = text[max(0, fault - EXCERPT) : fault + EXCERPT].decode("cp1252", "replace")
     wrong = f"is 0x{text[fault]:02x}, which is not {codec.encoding}"
-    excerpt = text[max(0, fault - EXCERPT) : fault + EXCERPT]
-    return f"{wrong}; --encoding=cp1252 would read {excerpt.decode('cp1252', 'replace')!r} there"
-
-
-def _wide_encoding(around: bytes) -> str:
-    """Returns the encoding of UTF-16 text without a byte order mark; "" if the bytes look like anything else."""
-    for encoding, high_bytes in (("utf-16-le", around[1::2]), ("utf-16-be", around[::2])):
-        text = around.decode(encoding, "replace")
-        odd = sum(not (character.isprintable() or character.isspace()) for character in text)
-        if high_bytes.count(0) * 3 > len(around) and odd * 100 <= len(text):
-            return encoding
-    return ""
+    return f"{wrong}; --encoding=cp1252 would read {excerpt!r} there"

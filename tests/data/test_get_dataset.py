@@ -320,9 +320,9 @@ def test_an_unfinished_import_is_kept_from_other_settings(prepare, tmp_path, mon
     with pytest.raises(UserError, match="'text' is int"):
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(os, "fsync", dies_after(1))
+        patched.setattr(os, "fsync", dies_after(5))
         prepare(tmp_path / "a.jsonl", tmp_path / "out", text_column="words")
-    refused = "shard_tokens was .* --text_column=words .*resumes it .*remove .*out, or give"
+    refused = "shard_tokens was .* that began it resumes it .*remove .*out, or give"
     with pytest.raises(UserError, match=refused):
         prepare(tmp_path / "a.jsonl", tmp_path / "out", text_column="words", shard_tokens=9)
     prepare(tmp_path / "a.jsonl", tmp_path / "out", text_column="words")

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from mamba_fsdp.verbs import tokenize as get_dataset
-from tests.support.others_tokens import write_layout, write_megatron
+from tests.support.others_tokens import write_layout
 
 CHATS = [{"messages": [{"role": "user", "content": "it's"}, {"role": "tool", "content": None}]}] * 2
 
@@ -97,20 +97,20 @@ MISTAKES = {  # words of the command: what is said
     "texts out --tokenizer=a/b/c": "error: a/b/c: there is no such file or folder",
     "texts out --tokenizer=notes.parquet": "notes.parquet: a pointer of Git LFS or git-annex in place of the file",
     "texts out --tokenizer=t.json": "tokenizer t.json: t.json can't be read",
-    "texts out --tokenizer=spm": "holds tokenizer.model, a sentencepiece",
+    "texts out --tokenizer=spm": "a sentencepiece or tiktoken file needs its model's files too",
     "texts out --tokenizer=tiktoken": "(a.tiktoken), not a tokenizer; wanted is",
     "texts out --tokenizer=train:many": "at least 257",
     "texts out --tokenizer=train:1e12": "at most 16,777,216",
     "texts out --tokenizer=none": "give the token id that ends documents",
     "texts out --tokenizer=none --eos_token=-1": "eos_token '-1' is no token id; give",
     f"large out {IDS} --eos_token=300": "--eos_token=300 is beyond --vocab_size=300",
-    f"texts out {IDS}": "the input holds text, but --tokenizer=none is for token ids",
+    f"texts out {IDS}": "the input contains text, but --tokenizer=none is for token ids",
     "large out": "contains token ids; name the tokenizer that made them",
     "texts out --split=test": "no split of that name",
     "bad.txt out": "bad.txt: can't be read as text: byte 9, on line 1, is 0xff, which is not utf-8; --encoding=cp1252 would read",
     "latin.txt out": "on line 1, is 0xe9, which is not utf-8; --encoding=cp1252 would read 'déjà vu",
     "russian.txt out": "on line 1, is 0xef, which is not utf-8; --encoding=cp1252 would read",
-    "utf16_unmarked.txt out": "is NUL: it looks like text in utf-16-le; --encoding=utf-16-le reads it",
+    "utf16_unmarked.txt out": "is NUL: it looks like text in UTF-16; --encoding=utf-16-le reads it",
     "hole.txt out": "byte 91, on line 10, is NUL, which is not text; see",
     "bad.txt.gz out": "byte 9, on line 2, is 0xff, which is not utf-8; --encoding=",
     "hole.txt.gz out": "byte 5, on line 2, is NUL, and so are all after it: they were lost",
@@ -118,24 +118,17 @@ MISTAKES = {  # words of the command: what is said
     "tokens.bin out": "it does not name the type of its ids; give it, as in --dtype=uint16",
     f"tokens.bin out {IDS} --dtype=uint8": "every second id is 0: its ids are wider than uint8",
     f"tokens.bin out {IDS} --dtype=uint32": "the vocabulary has 300; name the tokenizer that",
-    f"bad.txt out {IDS} --format=ids --dtype=uint16": "13 bytes are no whole number of uint16",
+    f"bad.txt out {IDS} --format=ids --dtype=uint16": "13 bytes are not a whole number of uint16",
     f"page.jsonl out {IDS} --format=ids --dtype=uint8": "it is a page of HTML",
-    f"llm_c.bin out {IDS}": "llm_c.bin: a file of llm.c's token ids, not text or token ids to import; see",
-    f"cut.npy out {IDS}": "it is cut short, or no plain array",
+    f"llm_c.bin out {IDS}": "llm_c.bin: a file of llm.c's tokens, or an index of Megatron's, not text",
+    f"cut.npy out {IDS}": "it is cut short, or not a plain array",
     f"floats.npy out {IDS}": "it is an array of float64 of the shape (1,)",
     f"rows.npy out {IDS}": "it is an array of int32 of the shape (1000000000, 0)",
-    f"backwards.bin out {IDS}": "backwards.idx does not list its documents one after the other",
-    f"typed.bin out {IDS} --dtype=uint16": "its index says int32: leave out --dtype=uint16",
-    f"cut.bin out {IDS}": "10 bytes, but cut.idx says 3 tokens of 4 bytes",
-    f"cut_index.bin out {IDS}": "cut_index.idx is cut short, or not an index of Megatron's",
-    f"disorder.bin out {IDS}": "disorder.idx does not list its documents one after the other",
-    "cut.idx out": "error: cut.idx: an index of Megatron's, not text or token ids to import; name the .bin next to it",
     "chunks out": "chunks: a folder of MosaicML's MDS or of litdata, not",
-    f"chunks/a.bin out {IDS} --dtype=uint16": "index.json next to it says that it is not a flat file",
     "tokens.bin out --format=text": "shows binary data, not text; leave it out, or give",
-    "pdf.txt out": "pdf.txt: a PDF document, not text or token ids to import; see",
-    "pdf.xyz out": "pdf.xyz: a PDF document, not text",
-    "pdf.xyz out --format=text": "is a PDF document",
+    "pdf.txt out": "pdf.txt: a PDF, RTF, Office, SQLite, HDF5 or pickle file, not text or token ids to import; see",
+    "pdf.xyz out": "pdf.xyz: a PDF, RTF",
+    "pdf.xyz out --format=text": "it is a PDF, RTF, Office",
     "twice.jsonl.gz out": "twice.jsonl.gz: compressed data within compressed data, not text",
     "page.jsonl out": "page.jsonl: a page of HTML or XML",
     "denied.csv out": "denied.csv: a page of HTML or XML",
@@ -146,8 +139,8 @@ MISTAKES = {  # words of the command: what is said
     "chat.jsonl out": "line 1 has no 'text'; most of its text is in the list 'messages'; see \"Convert documents and records",
     "chat.parquet out": "its first row has no 'text'; most of its text is in the list 'messages'; see",
     "chat.json out": "record 1 has no 'text'; most of its text is in the list 'conversations'; see",
-    "no_text.jsonl out": "line 1 has no 'text', and no text in its fields: id, n",
-    "half_text.jsonl out": "line 2 has half a character, '\\ud83d', in 'text'; --skip_unreadable=true leaves such records out",
+    "no_text.jsonl out": "line 1 has no 'text'; it has: id, n",
+    "half_text.jsonl out": "line 2 has half a character, '\\ud83d', in 'text'; --skip_unreadable=true leaves such parts out",
     "pair out": "pair/b.txt: can't be read",
     "utf16.txt out": "2 tokens are too few to hold 0.01 of them out for validation; give --overwrite",
     "cut.jsonl out": "cut.jsonl: can't be read as json: line 2 is not JSON",
@@ -163,18 +156,18 @@ MISTAKES = {  # words of the command: what is said
     "open.csv out": "after line 2: unexpected end of data",
     "no.parquet out": "can't be read as parquet",
     "no.arrow out": "not an Arrow file",
-    "alone.npy out": "with .npy.size)",
+    "alone.npy out": "it does not name the type of its ids",
     f"short.npy out {IDS}": "12 bytes, but short.npy.size says 4",
     f"empty.npy out {IDS}": "0 bytes, but empty.npy.size says 0",
     f"uncounted.npy out {IDS}": "out of the loss",
-    f"null out {IDS}": "null in place of a token",
-    f"floats out {IDS}": "lists of double, not token ids",
+    f"null out {IDS}": "row 1: 'tokens' is float64, not text or token ids",
+    f"floats out {IDS}": "row 1: 'tokens' is float64, not text or token ids",
     f"labels out {IDS}": "its labels leave tokens out of the loss",
     f"mask out {IDS}": "its attention_mask leave tokens out",
     f"counts out {IDS}": "its first row has no 'text'; it has: content, tokens; give --text_column=content",
     f"counts.parquet out {IDS}": "its first row has no 'text'; it has: content",
-    f"counts_alone out {IDS}": "the column contains int64, not text or lists of token ids",
-    "numbers out": "the column contains double, not text",
+    f"counts_alone out {IDS}": "row 1: 'tokens' is int64, not text or token ids",
+    "numbers out": "row 1: 'text' is float64, not text or token ids",
     f"large out {IDS}": "arrow: can't be read as arrow: token ids from 1 to 300, but the vocabulary has 300",
 }
 
@@ -199,17 +192,7 @@ def inputs(tmp_path_factory):
     np.save(folder / "cut.npy", [5, 6, 7])
     np.save(folder / "floats.npy", [0.5])
     np.save(folder / "rows.npy", np.zeros((10**9, 0), "<i4"))
-    for name in ("cut.bin", "cut_index.bin", "disorder.bin", "backwards.bin", "typed.bin"):
-        write_megatron(folder / name, [[5, 6, 7]])
-    for name in ("cut.npy", "cut.bin", "cut_index.idx"):
-        os.truncate(folder / name, (folder / name).stat().st_size - 2)
-    index = folder / "disorder.idx"
-    index.write_bytes(index.read_bytes()[:-1] + b"\1")
-    index = folder / "backwards.idx"
-    lengths, offsets = np.array([4, -1], "<i4"), np.array([0, 16], "<i8")
-    index.write_bytes(
-        index.read_bytes()[:34] + lengths.tobytes() + offsets.tobytes() + index.read_bytes()[58:]
-    )
+    os.truncate(folder / "cut.npy", (folder / "cut.npy").stat().st_size - 2)
     os.mkfifo(folder / "pipe/a.txt")
     (folder / "astray/a.txt").symlink_to("nowhere")
     (folder / "loop").symlink_to("loop")

@@ -10,7 +10,7 @@ from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import END_OF_TEXT
 from mamba_fsdp.importing import token_files
 from tests.support.corpora import documents_of, write_records
-from tests.support.others_tokens import write_fms, write_layout, write_megatron
+from tests.support.others_tokens import write_fms, write_layout
 
 pytestmark = pytest.mark.torch22
 
@@ -52,8 +52,6 @@ def write_documents(folder, form):
     if form in FLAT:
         write, _ = FLAT[form]
         write(folder / "a.npy", np.concatenate([[*each, EOS] for each in WRITTEN]))
-    elif form == "Megatron":
-        write_megatron(folder / "a.bin", WRITTEN)
     elif form == "fms":
         write_fms(folder / "lang=c" / "0.arrow", WRITTEN)
     elif form == "JSON":
@@ -69,7 +67,7 @@ def write_documents(folder, form):
             writer.write_table(table, max_chunksize=3)
 
 
-@pytest.mark.parametrize("form", ["fms", "JSON", "save_to_disk", "Megatron", *FLAT, *LISTS])
+@pytest.mark.parametrize("form", ["fms", "JSON", "save_to_disk", *FLAT, *LISTS])
 def test_documents_are_those_that_were_written(prepare, tmp_path, monkeypatch, form):
     """Also if a document, its eos or its strip_tokens lie in two windows of a mapped file."""
     monkeypatch.setattr(token_files, "WINDOW", 3)
@@ -112,8 +110,7 @@ def test_a_document_that_breaks_off_ends_there(prepare, tmp_path, monkeypatch):
     assert documents_of(tmp_path / "out/train") == [whole, [5, 6, EOS], whole]
 
 
-def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
-    """If one asks for that, and who does not is told."""
+def test_blocks_can_be_laid_end_to_end(prepare, tmp_path):
     rows = np.arange(3, 39).reshape(-1, 6).tolist()
     rows[2][1] = EOS
     write_records(tmp_path / "in.jsonl", rows)
@@ -121,17 +118,10 @@ def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path, capsys):
     store = TokenStore(tmp_path / "out" / "train")
     assert store.read(0, store.token_count).tokens.tolist() == sum(rows, [])
     assert store.document_count == 2
-    hint = "every row has 6 tokens"
-    assert hint not in capsys.readouterr().out
-    prepare(tmp_path / "in.jsonl", tmp_path / "documents", **IDS)
-    assert hint in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("array", [[5, 6, EOS, 7], [[5, 6], [7, EOS]]])
-def test_an_array_is_cut_where_the_tokenizer_s_eos_or_a_row_ends(
-    prepare, tmp_path, tokenizer, array
-):
+def test_an_array_is_cut_where_the_eos_of_the_tokenizer_is(prepare, tmp_path, tokenizer):
     assert Tokenizer.from_file(tokenizer).token_to_id(END_OF_TEXT) == EOS
-    np.save(tmp_path / "a.npy", array)
+    np.save(tmp_path / "a.npy", [5, 6, EOS, 7])
     prepare(tmp_path / "a.npy", tmp_path / "out")
     assert documents_of(tmp_path / "out/train") == [[5, 6, EOS], [7, EOS]]

@@ -1,7 +1,5 @@
 """Tokens as others write them."""
 
-import struct
-
 import numpy as np
 import pyarrow
 
@@ -25,15 +23,3 @@ def write_layout(path, documents, wraps=True, counts=True):
     tokens = np.concatenate(documents).astype(np.int64)
     (tokens | positions << 16 | int(counts) << 30).astype("<i4").tofile(path)
     path.with_name(path.name + ".size").write_text(str(len(tokens)))
-
-
-def write_megatron(path, documents):
-    """FILE.bin and FILE.idx, as megatron-core 0.16 writes them, of int32. Each document is two sequences."""
-    halves = [half for document in documents for half in (document[:1], document[1:])]
-    lengths = np.array([len(half) for half in halves], "<i4")
-    offsets = 4 * (np.cumsum(lengths, dtype="<i8") - lengths)
-    firsts = np.arange(0, len(halves) + 1, 2)
-    np.concatenate(halves).astype("<i4").tofile(path)
-    header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 4, len(lengths), len(firsts))
-    index = header + lengths.tobytes() + offsets.tobytes() + firsts.tobytes()
-    path.with_suffix(".idx").write_bytes(index)

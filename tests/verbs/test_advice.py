@@ -132,7 +132,11 @@ FOLLOWED = {
         "tokenize texts out --part=0/2",
     ),
     # training
-    f"{TRAIN} --dataset_path=parts": (r"; (.* --part=1/2) resumes it", "{0}", "inspect parts"),
+    f"{TRAIN} --dataset_path=parts": (
+        "(command) that began it resumes it",
+        "tokenize texts parts --part=1/2",
+        "inspect parts",
+    ),
     f"{MINE} --learing_rate=1": (r"did you mean (\w+)\?", f"{MINE} --{{0}}=1"),
     f"{MINE} --num_epochs=1": ("give one", f"{MINE.replace('--num_steps=9', '')} --num_epochs=1"),
     f"{MINE} --wandb_project=a": (r"without (tracker=wandb); leave it out", MINE),
