@@ -72,9 +72,8 @@ class Save:
     step: int
     folder: Path  # its temporary folder, inside the staging folder of the lease
     state: dict[str, Any]  # see Contents.state
-    tensors: dict[
-        str, StoredTensor
-    ]  # {stored name: tensor}; `ranges` is set once all ranks have written
+    # {stored name: tensor}; `ranges` is set once all ranks have written.
+    tensors: dict[str, StoredTensor]
     phase: Phase = Phase.WRITING
     began: float = field(default_factory=time.monotonic)
     copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
@@ -111,9 +110,8 @@ class Checkpointer:
         self.retention = Retention(self.folder, lease, keep, keep_every, report)
         self.pending: Save | None = None
         self.last: Path | None = None  # the last checkpoint that was loaded or committed
-        self.buffer = torch.empty(
-            0, dtype=torch.uint8
-        )  # host memory for the copies, reused by each save
+        # Host memory for the copies, reused by each save.
+        self.buffer = torch.empty(0, dtype=torch.uint8)
         self.is_pinned = False  # whether the buffer is pinned
         self.stalled = 0.0  # seconds, see stall_seconds
 

@@ -153,7 +153,7 @@ def _newest_candidate(path: Path, broken: Mapping[str, str]) -> Path:
     if not candidates:
         raise unexpected_path_error(path, "a run with a checkpoint")
     raise UserError(
-        f"none of the checkpoints in {folder} ({len(candidates)}) is whole, the oldest: "
+        f"none of the checkpoints in {folder} ({len(candidates)}) can be used: all are damaged. The oldest one: "
         f"{broken[candidates[0].name]}; repair one, or move the folder away to start from scratch"
     )
 

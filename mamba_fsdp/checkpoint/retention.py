@@ -18,7 +18,7 @@ from mamba_fsdp.run.names import KEEP_MARKER
 from mamba_fsdp.storage.patience import exists, retry_io, size_of, sync_folder
 from mamba_fsdp.text import format_quantity
 
-FUTURE_CHECKPOINTS = "the checkpoints to come"
+FUTURE_CHECKPOINTS = "the next checkpoints"
 
 
 def list_removable(whole: Sequence[Path], keep: int) -> list[Path]:
@@ -90,9 +90,8 @@ class Retention:
             return False
         multiples = {0}
         for path in self._list_usable():
-            if exists(
-                path / KEEP_MARKER
-            ):  # such a checkpoint is kept even if the setting has changed
+            # A checkpoint with this marker is kept even if keep_every has changed since.
+            if exists(path / KEEP_MARKER):
                 multiples.add(self._multiple_of(path))
         return self._multiple_of(new) not in multiples
 

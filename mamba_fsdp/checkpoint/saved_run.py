@@ -24,7 +24,7 @@ class TrainState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0  # sum of the losses of the steps applied since the last report
-    loss_steps: int = 0  # the number of these steps
+    loss_steps: int = 0  # the number of steps in loss_sum
     loss_scale: float = 0.0  # see LossScale; 0 before the first step in fp16
     loss_scale_good_steps: int = 0
     # The position in the data at the last load or save, see Sampler.state_after.

@@ -89,7 +89,7 @@ def _restart_lines(run: RunSummary) -> dict[str, Any]:
 def _split_at_data_changes(run: RunSummary, metric: str) -> list[dict[int, float]]:
     """Returns the values of a metric as {step: value}, in parts that are drawn as separate lines.
 
-    A validation metric is split where the validation data changed, other metrics are not split.
+    A validation metric is split where the validation data changed. Other metrics are not split.
     """
     column = run.metrics.get(metric, {})
     ends = [math.inf]

@@ -49,9 +49,8 @@ def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
         "figure": make_figure(runs, tokenizers_differ),
     }
     before, between, after = read_text(TEMPLATE).split("__CUT__")
-    no_tags = json.dumps(content, default=str).replace(
-        "<", "\\u003c"
-    )  # "</script>" in the data must not end the script
+    # "</script>" in the data must not end the script.
+    no_tags = json.dumps(content, default=str).replace("<", "\\u003c")
     return before + get_plotlyjs() + between + no_tags + after
 
 

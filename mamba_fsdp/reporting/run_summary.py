@@ -31,9 +31,8 @@ class RunSummary:
     """The records of a run. Some of them can be empty if the run is still training or was killed."""
 
     name: str
-    metrics: dict[
-        str, dict[int, float]
-    ]  # {metric: {step: value}}; NaN for a value that is not finite
+    # {metric: {step: value}}; NaN for a value that is not finite.
+    metrics: dict[str, dict[int, float]]
     settings: dict[str, Any]  # {section.name: value}
     events: list[dict]
     # status: see read_status. last: the latest value of each metric. best: the metrics entry of the best validation.

@@ -68,9 +68,8 @@ class TensorBoard:
         purge_step = step + 1 if step else 0
         self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=purge_step)
         text = yaml.safe_dump(settings, sort_keys=False)
-        self.writer.add_text(
-            "settings", textwrap.indent(text, "    "), step
-        )  # a code block in Markdown
+        # Indent the settings, so that Markdown shows them as a code block.
+        self.writer.add_text("settings", textwrap.indent(text, "    "), step)
 
     def write(self, entry: dict) -> None:
         for name, value in flatten_numbers(entry).items():

@@ -93,5 +93,5 @@ def checkpoint_removed_error(checkpoint: Path) -> UserError:
     """Returns the error for a checkpoint that its run removed while this process was reading it."""
     return UserError(
         f"{checkpoint} is gone: its run has newer checkpoints and removed this one while it was read; run the command "
-        "again on the run folder, which takes the newest"
+        "again with the run folder, to use the newest one"
     )

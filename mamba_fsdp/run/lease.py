@@ -339,7 +339,8 @@ class Lease:
         """Releases the lease, if this process owns it, and removes the staging folder."""
         self.closed.set()
         if self.renewal:
-            self.renewal.join(1.0)  # it takes longer only if the storage does not answer
+            # The thread ends within this time, unless the storage does not answer.
+            self.renewal.join(1.0)
         if self.content is None:
             return
         with contextlib.suppress(OSError, StorageError):

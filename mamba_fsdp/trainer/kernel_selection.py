@@ -243,7 +243,10 @@ class KernelSelector:
             if each.verdict == RIGHT and best.backends.get(each.operator) != each.backend
         ]
         if self.layers.deterministic or not rivals:
-            return best, "tested, not timed: one right backend an operator, or deterministic=true"
+            return (
+                best,
+                "tested, not timed: one correct backend per operator, or deterministic=true",
+            )
         least = self.layers.milliseconds(best.backends)
         for rival in rivals:
             choice = self.resolve(best.backends | rival.backends())

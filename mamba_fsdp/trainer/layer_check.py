@@ -223,9 +223,8 @@ class LayerCheck:
             try:
                 measured = self.measure(kind, backends)
                 repeats = not self.deterministic or self.measure(kind, backends) == measured
-            except (
-                Exception
-            ) as error:  # compilers, drivers and libraries raise all kinds of exceptions
+            # Compilers, drivers and libraries raise all kinds of exceptions.
+            except Exception as error:
                 return self.describe_error(error), ""
             if measured.share > 1:
                 off = f"off by {measured.error:.1g} of its largest value"

@@ -31,10 +31,8 @@ from mamba_fsdp.trainer.step_stats import StepStats, StepSums, sum_over_ranks
 from mamba_fsdp.trainer.stopping import StopRequest
 from mamba_fsdp.trainer.validation import batch_loss, validate
 
-STEPS_AHEAD = {
-    "cpu": 0,
-    "cuda": 1,
-}  # how many later steps can be launched before the numbers of a step are read
+# How many later steps can be launched before the numbers of a step are read.
+STEPS_AHEAD = {"cpu": 0, "cuda": 1}
 
 
 def train(
@@ -300,6 +298,6 @@ def describe_bad_samples(context: TrainContext, batches: list[Batch]) -> str:
         named.append("...")
     state = context.state
     return (
-        f"the loss or gradient of {format_count(state.skipped_in_a_row, 'step')} in a row was not finite; the last is step "
-        f"{state.step}, of the samples {', '.join(named)}. Lower learning_rate, use mixed_precision=bf16, or look at these samples"
+        f"the loss or gradient of {format_count(state.skipped_in_a_row, 'step')} in a row was not finite; the last one is step "
+        f"{state.step}, with the samples {', '.join(named)}. Lower learning_rate, use mixed_precision=bf16, or inspect these samples"
     )

@@ -78,7 +78,7 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         """groups: the parameter groups that AdamW updates.
 
-        rows: {parameter: number of rows of each of its stacked matrices}. dtype: the dtype of the orthogonalization.
+        rows: {parameter: [number of rows of each stacked matrix]}. dtype: the dtype of the orthogonalization.
         adamw: the arguments of AdamW.
         """
         super().__init__([*groups, {"params": [slot.local for slot in rows]}], **adamw)

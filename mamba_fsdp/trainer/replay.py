@@ -84,9 +84,8 @@ def replay(run: Path, first: int, count: int) -> None:
     """
     with tempfile.TemporaryDirectory() as place, contextlib.closing(start_world()) as world:
         cpp.tune_process(world.device.type)
-        folder = RunFolder(
-            Path(place, "run")
-        )  # a temporary folder, so that the run's own is not changed
+        # A temporary folder, so that the run's own is not changed.
+        folder = RunFolder(Path(place, "run"))
         span = world.on_rank0(find_span, run, first, count)
         start = world.on_rank0(prepare_replay, span, world, folder)
         with (
@@ -262,7 +261,7 @@ def compare_tensors(context: TrainContext, checkpoint: Path) -> str:
 
     names = context.world.gather_unique(context.world.on_all_ranks(differing))
     return (
-        f"{names[0]} differs from {checkpoint}, and in all {format_count(len(names), 'tensor')}"
+        f"{names[0]} differs from {checkpoint} ({format_count(len(names), 'tensor')} in all)"
         if names
         else ""
     )

@@ -72,9 +72,8 @@ def run_training(
     """
     with training_process(settings.training.deterministic):
         trained = _run_training(settings, write_model, on_record, planned)
-    if (
-        torch.cuda.is_initialized()
-    ):  # release GPU memory to this process's later work and to other processes
+    # Release GPU memory to this process's later work and to other processes.
+    if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()
     return trained

@@ -37,9 +37,8 @@ class RunFolder:
         self.path = Path(path)
         self.lease = Lease(self.path / LEASE)
         self.earlier_seconds = 0.0  # total duration of the run's earlier commands, on rank 0
-        self.node_losses: list[
-            dict[str, Any]
-        ] = []  # nodes lost or sick since the previous start, on rank 0
+        # Nodes lost or sick since the previous start, on rank 0.
+        self.node_losses: list[dict[str, Any]] = []
 
     def acquire(self) -> None:
         """Creates the folder, acquires its lease, and removes unfinished files of killed runs.

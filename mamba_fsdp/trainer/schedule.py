@@ -9,9 +9,8 @@ from mamba_fsdp.fields import Duration
 from mamba_fsdp.reporting.console import PrintLine
 from mamba_fsdp.settings.train_config import TrainConfig
 
-AUTOMATIC = (
-    -1
-)  # so are all lower values: converted to tokens, -1 is multiplied by the tokens per step
+# Lower values mean the same: when -1 is converted to tokens, it is multiplied by the tokens per step.
+AUTOMATIC = -1
 
 
 @dataclass

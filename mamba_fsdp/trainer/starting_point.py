@@ -41,9 +41,8 @@ MAX_SAMPLED_TOKENS = 1 << 14  # the limit for all prompts and generated tokens t
 class RunData:
     """The data of a run."""
 
-    sources: dict[
-        str, Source
-    ]  # {name: training data}; empty in a dry run if data/builtin is missing
+    # {name: training data}; empty in a dry run if data/builtin is missing.
+    sources: dict[str, Source]
     shares: dict[str, float]  # {name: share of the samples}
     validation: dict[str, Source]  # {name of the training data: validation data}
     prompts: list[list[int]]  # token ids of each line of eval_prompts
@@ -74,7 +73,7 @@ class RunData:
 class StartingPoint:
     """The starting point of a run.
 
-    If its checkpoint turns out to be damaged, a new one is made from an older checkpoint.
+    If its checkpoint turns out to be damaged, another starting point is made from an older checkpoint.
     """
 
     settings: TrainConfig  # the settings, completed with the model of the weights and the precision of the device

@@ -85,9 +85,8 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        if (
-            kind is None
-        ):  # keep the file after a failure, so that the launcher does not restart the run
+        # The file is kept after a failure, so that the launcher does not restart the run.
+        if kind is None:
             self._remove_user_stop_file()
 
     def _stop_file_id(self) -> str:

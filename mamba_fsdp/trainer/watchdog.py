@@ -48,7 +48,7 @@ def _end_process(minutes: float, rank: int) -> None:
         f"rank {rank} made no progress for {minutes:g} minutes (timeout_minutes). "
         "Either it is stuck, or it waits for a rank that is"
     )
-    print(f"\nerror: {wrong}. Its threads stand at:", file=sys.stderr, flush=True)
+    print(f"\nerror: {wrong}. The stacks of its threads:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
     with contextlib.suppress(OSError):
         if progress.on_stall:

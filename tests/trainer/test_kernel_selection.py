@@ -227,7 +227,9 @@ def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, spoil):
     assert choice.backends == {**REFERENCE_OF_MAMBA1, "scan": "cpp"}
     said = r"conv not cpp: gradient of mixer.conv1d.weight over 1 x \d+ positions after 0 is off by 2 of"
     assert re.search(said, str(choice))
-    assert origin.startswith("tested, not timed: one right backend an operator, or deterministic=")
+    assert origin.startswith(
+        "tested, not timed: one correct backend per operator, or deterministic="
+    )
     spoil("scan", fail)
     said = r"only plain PyTorch is left for scan.*not cpp: RuntimeError: out of resources: shared memory\).*install"
     with pytest.raises(UserError, match=said):

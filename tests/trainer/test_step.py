@@ -130,7 +130,7 @@ def test_bad_samples_are_those_of_the_last_bad_step(
     monkeypatch.setattr(Loader, "step", noted)
     read_numbers(late)
     lose({2: math.nan, 3: math.nan})
-    said = "of 2 steps in a row was not finite; the last is step 3, of the samples "
+    said = "of 2 steps in a row was not finite; the last one is step 3, with the samples "
     with pytest.raises(UserError, match=said) as told:
         train(tmp_path, eval_interval=0, checkpoint_interval=6, max_skipped_steps=2, batch_size=9)
     named = ", ".join(f"{name} window {window}" for name, window in drawn[3][:8])
